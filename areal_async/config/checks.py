@@ -1,0 +1,218 @@
+"""Rules between the fields of a job: what each field allows alone and the whole must not hold.
+
+Pure: nothing here looks at files, ports or the machine (see `config/files.py`, `control/preflight.py`).
+Every rule is a function of the job that yields mistakes; `check_fields` runs them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
+
+from areal_async.config.errors import Mistake
+from areal_async.config.job import JobConfig
+
+Rule = Callable[[JobConfig], Iterator[Mistake]]
+
+UNIT_BYTES = 15
+"""Most bytes that one token takes in a stored episode."""
+EPISODE_BYTES = 1024
+"""Allowance for the header of a stored episode."""
+
+
+def check_fields(job: JobConfig) -> list[Mistake]:
+    """Every broken rule of `job`, in the order of the file's sections."""
+    rules = ANY_KIND + (RL_ONLY if job.kind == "rl" else SFT_ONLY)
+    return [mistake for rule in rules for mistake in rule(job)]
+
+
+def episode_limit_bytes(job: JobConfig) -> int:
+    """The most that one stored episode of the job can weigh."""
+    return job.rollout.max_model_len * UNIT_BYTES + EPISODE_BYTES
+
+
+def held_groups(job: JobConfig) -> int:
+    """The most groups before COMMITTED at once: what waits for the next checkpoint, and what admission lets
+    be outstanding, (η + 1)·B."""
+    interval = min(job.checkpoint.every_steps, job.trainer.steps)
+    return (interval + job.buffer.max_staleness + 1) * job.buffer.batch_groups
+
+
+def _sampling_is_the_policy(job: JobConfig) -> Iterator[Mistake]:
+    sampling = job.rollout.sampling
+    why = "importance ratios would compare the policy with another distribution than the one sampled from"
+    if sampling.temperature == 0:
+        problem = "greedy sampling gives every episode of a group the same response, so nothing is learned"
+        yield Mistake("rollout.sampling.temperature", problem, "Set it above 0, for example 1.0")
+    if sampling.top_p != 1:
+        yield Mistake("rollout.sampling.top_p", f"training needs 1, not {sampling.top_p}: {why}", "Set it to 1")
+    if sampling.top_k != 0:
+        yield Mistake("rollout.sampling.top_k", f"training needs 0, not {sampling.top_k}: {why}", "Set it to 0")
+
+
+def _groups_have_a_baseline(job: JobConfig) -> Iterator[Mistake]:
+    if job.rollout.group_size == 1 and job.trainer.objective.advantage == "grpo":
+        problem = "the grpo advantage of a group of one episode is always zero, so nothing is learned"
+        yield Mistake("rollout.group_size", problem, "Set it to 2 or more", ("trainer.objective.advantage",))
+
+
+def _a_group_fits_a_worker(job: JobConfig) -> Iterator[Mistake]:
+    n, limit = job.rollout.group_size, job.rollout.max_concurrent
+    if n > limit:
+        problem = f"a worker runs at most {limit} episodes at once, but one group has {n} (rollout.group_size)"
+        yield Mistake("rollout.max_concurrent", problem, f"Set it to {n} or more", ("rollout.group_size",))
+
+
+def _response_fits_the_model(job: JobConfig) -> Iterator[Mistake]:
+    length = job.rollout.max_model_len
+    for section, sampling in (
+        ("rollout.sampling", job.rollout.sampling),
+        ("evaluation.sampling", job.evaluation.sampling),
+    ):
+        if sampling.max_new_tokens >= length:
+            yield Mistake(
+                f"{section}.max_new_tokens",
+                f"{sampling.max_new_tokens} leaves no room for a prompt in rollout.max_model_len = {length}",
+                f"Set it below {length}, or raise rollout.max_model_len",
+                ("rollout.max_model_len",),
+            )
+
+
+def _stop_strings_stop_something(job: JobConfig) -> Iterator[Mistake]:
+    for section, sampling in (
+        ("rollout.sampling", job.rollout.sampling),
+        ("evaluation.sampling", job.evaluation.sampling),
+    ):
+        if "" in sampling.stop:
+            problem = "an empty stop string ends every response before its first token"
+            yield Mistake(f"{section}.stop", problem, "Remove it")
+
+
+def _redis_url(job: JobConfig) -> Iterator[Mistake]:
+    url = job.buffer.redis
+    if url == "embedded":
+        return
+    fix = "Write `embedded`, redis://HOST:PORT/DB or unix:///PATH"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        yield Mistake("buffer.redis", f"{url!r} is not a URL with a valid port", fix)
+        return
+    if parts.scheme not in ("redis", "unix"):
+        yield Mistake("buffer.redis", f"{url!r} is not a Redis address", fix)
+    elif parts.scheme == "redis" and (not parts.hostname or port == 0):
+        yield Mistake("buffer.redis", f"{url!r} names no host or port", fix)
+    elif parts.scheme == "unix" and not parts.path:
+        yield Mistake("buffer.redis", f"{url!r} names no socket", fix)
+
+
+def _checkpoint_interval_fits(job: JobConfig) -> Iterator[Mistake]:
+    groups, batch = held_groups(job), job.buffer.batch_groups
+    room = job.buffer.max_groups // batch - job.buffer.max_staleness - 1
+    involved = ("checkpoint.every_steps", "buffer.batch_groups", "buffer.max_staleness", "trainer.steps")
+    if groups > job.buffer.max_groups:
+        fewer = f", or checkpoint.every_steps to {room} or less" if room >= 1 else ""
+        yield Mistake(
+            "buffer.max_groups",
+            f"{job.buffer.max_groups} groups cannot hold what one checkpoint interval keeps: "
+            f"({min(job.checkpoint.every_steps, job.trainer.steps)} steps + max_staleness "
+            f"{job.buffer.max_staleness} + 1) × batch_groups {batch} = {groups}",
+            f"Set it to {groups} or more{fewer}",
+            involved,
+        )
+        return
+    weight = groups * job.rollout.group_size * episode_limit_bytes(job)
+    if weight > job.buffer.max_bytes:
+        yield Mistake(
+            "buffer.max_bytes",
+            f"{job.buffer.max_bytes} bytes may not hold one checkpoint interval: {groups} groups of "
+            f"{job.rollout.group_size} episodes of up to {job.rollout.max_model_len} tokens weigh up to {weight}",
+            f"Set it to {weight} or more, or lower checkpoint.every_steps or rollout.max_model_len",
+            (*involved, "rollout.group_size", "rollout.max_model_len", "buffer.max_groups"),
+        )
+
+
+def _stale_units_are_corrected(job: JobConfig) -> Iterator[Mistake]:
+    objective, bound = job.trainer.objective, job.buffer.max_staleness
+    if bound > 0 and objective.correction == "none" and not objective.allow_uncorrected:
+        yield Mistake(
+            "trainer.objective.correction",
+            f"`none` with buffer.max_staleness = {bound} trains on stale units as if they were fresh",
+            "Set it to decoupled, or max_staleness to 0, or trainer.objective.allow_uncorrected to true "
+            "for an experiment",
+            ("buffer.max_staleness", "trainer.objective.allow_uncorrected"),
+        )
+
+
+def _prox_reuse_needs_one_minibatch(job: JobConfig) -> Iterator[Mistake]:
+    if job.trainer.objective.prox == "reuse" and job.trainer.minibatches > 1:
+        yield Mistake(
+            "trainer.objective.prox",
+            f"`reuse` is wrong with trainer.minibatches = {job.trainer.minibatches}: after the first update "
+            "the current policy is no longer the one the step started from",
+            "Set it to recompute, or trainer.minibatches to 1",
+            ("trainer.minibatches",),
+        )
+
+
+def _rl_has_an_rl_loss(job: JobConfig) -> Iterator[Mistake]:
+    if job.trainer.objective.loss == "sft":
+        problem = "`sft` ignores rewards, so an rl job would learn from wrong answers too"
+        yield Mistake("trainer.objective.loss", problem, "Set it to ppo, or `kind` to sft", ("kind",))
+
+
+def _minibatches_hold_groups(job: JobConfig) -> Iterator[Mistake]:
+    minibatches, groups = job.trainer.minibatches, job.buffer.batch_groups
+    if minibatches > groups:
+        yield Mistake(
+            "trainer.minibatches",
+            f"{groups} groups (buffer.batch_groups) cannot be dealt whole to {minibatches} minibatches",
+            f"Set it to {groups} or less",
+            ("buffer.batch_groups",),
+        )
+
+
+def _one_rank(job: JobConfig) -> Iterator[Mistake]:
+    if job.trainer.ranks > 1:
+        yield Mistake("trainer.ranks", "this version trains on one rank", "Set it to 1")
+
+
+def _held_out_is_held_out(job: JobConfig) -> Iterator[Mistake]:
+    if job.tasks.evaluation is not None and job.tasks.evaluation == job.tasks.train:
+        problem = "this is the training file, so the accuracy measured would not be held out"
+        yield Mistake("tasks.evaluation", problem, "Give another file, or remove it", ("tasks.train",))
+
+
+def _ports_are_usable(job: JobConfig) -> Iterator[Mistake]:
+    first = job.observe.metrics_port
+    last = first + job.rollout.workers + 3
+    fix = "Set it to the first of some free consecutive ports from 1024 up, or to 0 for free ones"
+    if 0 < first < 1024:
+        yield Mistake("observe.metrics_port", f"ports below 1024 need root, and {first} is one", fix)
+    elif first and last > 65_535:
+        problem = f"the services need the ports {first} to {last}, but 65535 is the last"
+        yield Mistake("observe.metrics_port", problem, fix, ("rollout.workers",))
+
+
+def _stop_accuracy_is_measured(job: JobConfig) -> Iterator[Mistake]:
+    if job.sft.stop_at_accuracy is not None and job.tasks.evaluation is None:
+        problem = "there is no held-out file to measure the accuracy on"
+        yield Mistake("sft.stop_at_accuracy", problem, "Add tasks.evaluation, or remove it", ("tasks.evaluation",))
+
+
+ANY_KIND: tuple[Rule, ...] = (_held_out_is_held_out, _one_rank, _ports_are_usable)
+SFT_ONLY: tuple[Rule, ...] = (_stop_accuracy_is_measured,)
+RL_ONLY: tuple[Rule, ...] = (
+    _groups_have_a_baseline,
+    _a_group_fits_a_worker,
+    _sampling_is_the_policy,
+    _response_fits_the_model,
+    _stop_strings_stop_something,
+    _redis_url,
+    _checkpoint_interval_fits,
+    _minibatches_hold_groups,
+    _rl_has_an_rl_loss,
+    _stale_units_are_corrected,
+    _prox_reuse_needs_one_minibatch,
+)

@@ -1,0 +1,187 @@
+"""Rules about what a job file points at: the model, the task files, the user's code, the run folder.
+
+Only reads, and imports no user code: a function is looked up in the syntax tree.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from areal_async.config.errors import Mistake
+from areal_async.config.job import JobConfig
+from areal_async.config.reward import BUILT_IN_REWARDS
+from areal_async.config.rollout import BUILT_IN_WORKFLOWS
+from areal_async.tasks import TaskFileError, read_tasks
+
+READ_WHOLE_BYTES = 16 << 20
+"""Task files up to this size are checked row by row; of larger ones only the columns."""
+REQUIRED_COLUMNS = ("prompt", "reward_model")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def check_files(job: JobConfig) -> list[Mistake]:
+    """Every mistake about the files that `job` names."""
+    mistakes = [*_check_run_dir(job.run_dir), *_check_model(job)]
+    rows, problems = _check_tasks("tasks.train", job.tasks.train)
+    mistakes += problems
+    if rows is not None and job.kind == "rl":
+        mistakes += _check_passes(job, rows)
+    if job.tasks.evaluation is not None:
+        mistakes += _check_tasks("tasks.evaluation", job.tasks.evaluation)[1]
+    if job.kind == "rl":
+        mistakes += _check_code("reward.name", job.reward.name, BUILT_IN_REWARDS, coroutine=None)
+        mistakes += _check_code("rollout.workflow", job.rollout.workflow, BUILT_IN_WORKFLOWS, coroutine=True)
+    return mistakes
+
+
+def _check_run_dir(run_dir: Path) -> Iterator[Mistake]:
+    nearest = run_dir
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        yield Mistake("run_dir", f"{nearest} is a file", "Give a folder")
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        yield Mistake("run_dir", f"{nearest} cannot be written to", "Change its permissions, or give another")
+
+
+def _check_model(job: JobConfig) -> Iterator[Mistake]:
+    model = job.model
+    if not model.is_dir():
+        found = "is a file" if model.exists() else "does not exist"
+        fix = "Give a Hugging Face model directory; `hf download NAME --local-dir DIR` makes one of a hub model"
+        yield Mistake("model", f"{model} {found}", fix)
+        return
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        problem = f"{model} has no {'' if missing else 'readable '}config.json"
+        yield Mistake("model", problem, "Give a complete Hugging Face model directory")
+        return
+    if not any(model.glob("*.safetensors")):
+        problem = f"{model} has no .safetensors weights (pickled .bin files are never loaded)"
+        yield Mistake("model", problem, "Save it again with save_pretrained(..., safe_serialization=True)")
+    if not any((model / name).is_file() for name in TOKENIZER_FILES):
+        fix = "Save the tokenizer into the same directory with tokenizer.save_pretrained"
+        yield Mistake("model", f"{model} has no tokenizer", fix)
+    if isinstance(config, dict):
+        yield from _check_model_config(job, config)
+
+
+def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mistake]:
+    architectures = config.get("architectures") or []
+    if architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
+        names = ", ".join(map(str, architectures))
+        yield Mistake("model", f"{names} is not a causal language model", "Give a model of a ...ForCausalLM class")
+    positions = config.get("max_position_embeddings")
+    if job.kind == "rl" and isinstance(positions, int) and job.rollout.max_model_len > positions:
+        yield Mistake(
+            "rollout.max_model_len",
+            f"{job.rollout.max_model_len} is more than the {positions} positions of the model",
+            f"Set it to {positions} or less",
+            ("model",),
+        )
+
+
+def _check_tasks(field: str, path: Path) -> tuple[int | None, list[Mistake]]:
+    """The number of rows where it is cheap to know, and the mistakes."""
+    if not path.is_file():
+        found = "is a folder" if path.is_dir() else "does not exist"
+        return None, [Mistake(field, f"{path} {found}", "Give the path of a .parquet or .jsonl file of tasks")]
+    try:
+        if path.stat().st_size <= READ_WHOLE_BYTES or path.suffix not in (".parquet", ".jsonl", ".json"):
+            return len(read_tasks(path)), []
+        columns, rows = _parquet_head(path) if path.suffix == ".parquet" else (_jsonl_head(path), None)
+    except TaskFileError as error:
+        return None, [Mistake(field, *_split(str(error)))]
+    except (OSError, ValueError, pa.ArrowException) as error:
+        problem = f"{path} cannot be read ({error})".replace("\n", " ")
+        return None, [Mistake(field, problem, "Give a readable .parquet or .jsonl file of tasks")]
+    missing = [name for name in REQUIRED_COLUMNS if name not in columns]
+    if missing:
+        fix = "Give it `prompt` and `reward_model` (with `style` and `ground_truth`), or choose another file"
+        return rows, [Mistake(field, f"{path} has no column {' and '.join(missing)}", fix)]
+    return rows, []
+
+
+def _split(text: str) -> tuple[str, str]:
+    """The problem and the fix of a reader's error, which are its sentences or the halves of one."""
+    problem, _, fix = text.rstrip(".").rpartition(". ")
+    if problem:
+        return problem, fix
+    return text.rstrip("."), "Correct the file, or choose another"
+
+
+def _parquet_head(path: Path) -> tuple[list[str], int]:
+    metadata = pq.read_metadata(path)
+    return list(metadata.schema.to_arrow_schema().names), metadata.num_rows
+
+
+def _jsonl_head(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        first = next((line for line in file if line.strip()), b"{}")
+    row = json.loads(first)
+    return list(row) if isinstance(row, dict) else []
+
+
+def _check_passes(job: JobConfig, rows: int) -> Iterator[Mistake]:
+    passes, needed = job.tasks.passes, job.trainer.steps * job.buffer.batch_groups
+    if passes is not None and passes * rows < needed:
+        yield Mistake(
+            "tasks.passes",
+            f"{passes} × {rows} tasks are fewer than the {needed} that trainer.steps × buffer.batch_groups need",
+            f"Set it to {-(-needed // rows)} or more, remove it, or lower trainer.steps",
+            ("trainer.steps", "buffer.batch_groups", "tasks.train"),
+        )
+
+
+def _check_code(
+    field: str, name: str, built_in: tuple[str, ...], *, coroutine: bool | None
+) -> Iterator[Mistake]:
+    """A built-in name, or `path.py:name` of a function that is defined at the top of that file."""
+    path_text, colon, function = name.rpartition(":")
+    if not colon or not path_text.endswith(".py"):
+        if name not in built_in:
+            problem = f"{name!r} is neither built in nor `path.py:name`"
+            yield Mistake(field, problem, f"Use {', '.join(built_in)}, or the path and name of your function")
+        return
+    path = Path(path_text)
+    try:
+        tree = ast.parse(path.read_bytes(), filename=path_text)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else "cannot be read"
+        yield Mistake(field, f"{path} {reason}", "Correct the path; it is relative to the job file")
+        return
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        yield Mistake(field, f"{path} is not valid Python (line {line})", "Correct the file")
+        return
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    if function in functions:
+        if coroutine and not isinstance(functions[function], ast.AsyncFunctionDef):
+            yield Mistake(field, f"{function} in {path} is not a coroutine", "Write it as `async def`")
+    elif function not in _other_names(tree):
+        known = f"it defines {', '.join(functions)}" if functions else "it defines no function"
+        yield Mistake(field, f"{path} has no function {function!r}; {known}", "Correct the name after the colon")
+
+
+def _other_names(tree: ast.Module) -> set[str]:
+    """Names that a module binds at its top level in other ways: assignments, classes, imports."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return names

@@ -1,0 +1,43 @@
+"""A job file: one YAML document, one model."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from areal_async.config.base import Section
+from areal_async.config.buffer import BufferSection
+from areal_async.config.reward import RewardSection
+from areal_async.config.rollout import RolloutSection
+from areal_async.config.run import (
+    CheckpointSection,
+    EvaluationSection,
+    ObserveSection,
+    SupervisorSection,
+    WeightsSection,
+)
+from areal_async.config.tasks import TasksSection
+from areal_async.config.trainer import SftSection, TrainerSection
+
+
+class JobConfig(Section):
+    """The whole of one training job. Relative paths are relative to the job file."""
+
+    job: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}$")
+    """Name; also that of its folder under `run_dir`."""
+    kind: Literal["rl", "sft"] = "rl"
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    run_dir: Path = Path("runs")
+    model: Path
+    """A Hugging Face causal-LM directory with its tokenizer."""
+    tasks: TasksSection
+    rollout: RolloutSection = RolloutSection()
+    buffer: BufferSection = BufferSection()
+    reward: RewardSection = RewardSection()
+    trainer: TrainerSection = TrainerSection()
+    sft: SftSection = SftSection()
+    weights: WeightsSection = WeightsSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    observe: ObserveSection = ObserveSection()
+    supervisor: SupervisorSection = SupervisorSection()

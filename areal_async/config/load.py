@@ -1,0 +1,141 @@
+"""From a job file and overrides to a checked `JobConfig`, or every reason why not."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from areal_async.config.checks import check_fields
+from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.explain import explain
+from areal_async.config.files import check_files
+from areal_async.config.job import JobConfig
+from areal_async.config.yamlfile import parse_yaml, read_mapping
+
+PATH_FIELDS = ("run_dir", "model", "tasks.train", "tasks.evaluation")
+CODE_FIELDS = ("reward.name", "rollout.workflow")
+"""Fields that may hold `path.py:name`."""
+
+
+def load_job(path: Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """Read, override, resolve and check a job file; nothing is started and no user code is imported.
+
+    `overrides` are `dotted.key=value` with the value in YAML. Relative paths, also those of overrides, are
+    relative to the job file's folder. Raises `ConfigError` with every mistake found.
+    """
+    content = read_mapping(path)
+    return job_from_mapping(content, overrides, source=str(path), base=path.resolve().parent)
+
+
+def job_from_mapping(
+    content: dict[str, Any], overrides: Sequence[str] = (), *, source: str, base: Path
+) -> JobConfig:
+    """`load_job` for a job that is already a mapping; `source` names it in errors."""
+    content = copy.deepcopy(content)
+    mistakes = apply_overrides(content, overrides)
+    _resolve_paths(content, base)
+    job, structural = _validate(content)
+    mistakes += structural
+    if job is not None:
+        broken = {mistake.field for mistake in structural}
+        mistakes += [
+            mistake
+            for mistake in (*check_fields(job), *check_files(job))
+            if not broken & {mistake.field, *mistake.involves}
+        ]
+    if mistakes or job is None:
+        raise ConfigError(source, mistakes)
+    return job
+
+
+def dump_job(job: JobConfig) -> str:
+    """The resolved job as YAML, every field included; loading it gives the same job."""
+    return yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+
+
+def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[Mistake]:
+    """Set each `dotted.key=value` in `content`; those that cannot be are returned as mistakes."""
+    mistakes = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        names = key.strip().split(".")
+        if not equals or not all(names):
+            fix = "Write it as key=value, for example buffer.max_staleness=4"
+            mistakes.append(Mistake(override, "this override is not key=value", fix))
+            continue
+        try:
+            value = parse_yaml(text)
+        except yaml.YAMLError:
+            mistakes.append(Mistake(key, f"the override's value {text!r} is not YAML", "Quote it: key='\"text\"'"))
+            continue
+        problem = _set(content, names, value)
+        if problem:
+            mistakes.append(Mistake(key, problem, f"Override {'.'.join(names[:-1])} as a whole, or correct the file"))
+    return mistakes
+
+
+def _set(content: dict[str, Any], names: Sequence[str], value: Any) -> str | None:
+    inner = content
+    for depth, name in enumerate(names[:-1], start=1):
+        following = inner.get(name)
+        if following is None:
+            following = inner[name] = {}
+        if not isinstance(following, dict):
+            return f"the override goes through {'.'.join(names[:depth])}, which is not a section"
+        inner = following
+    inner[names[-1]] = value
+    return None
+
+
+def _validate(content: dict[str, Any]) -> tuple[JobConfig | None, list[Mistake]]:
+    """The model and no mistakes; or the structural mistakes and, where possible, the model that the rest of
+    the file makes, so that the other checks can be reported in the same go."""
+    try:
+        return JobConfig.model_validate(content), []
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    mistakes = [explain(detail) for detail in details]
+    for detail in details:
+        _remove(content, detail["loc"])
+    try:
+        return JobConfig.model_validate(content), mistakes
+    except ValidationError:
+        return None, mistakes
+
+
+def _remove(content: Any, location: Sequence[int | str]) -> None:
+    """Take out the mapping key that an error location points at or into (a list goes as a whole)."""
+    owner, key, inner = None, None, content
+    for name in location:
+        if not isinstance(inner, dict) or name not in inner:
+            break
+        owner, key, inner = inner, name, inner[name]
+    if owner is not None:
+        del owner[key]
+
+
+def _resolve_paths(content: dict[str, Any], base: Path) -> None:
+    for field in PATH_FIELDS:
+        _rewrite(content, field, lambda text: _absolute(text, base))
+    for field in CODE_FIELDS:
+        _rewrite(content, field, lambda text: _absolute(text, base) if ".py:" in text else text)
+    content.setdefault("run_dir", str(base / JobConfig.model_fields["run_dir"].default))
+
+
+def _rewrite(content: dict[str, Any], field: str, change: Callable[[str], str]) -> None:
+    inner: Any = content
+    *sections, last = field.split(".")
+    for name in sections:
+        inner = inner.get(name) if isinstance(inner, dict) else None
+    if isinstance(inner, dict) and isinstance(inner.get(last), str) and inner[last]:
+        inner[last] = change(inner[last])
+
+
+def _absolute(text: str, base: Path) -> str:
+    return os.path.normpath(os.path.join(base, os.path.expanduser(text)))

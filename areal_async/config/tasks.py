@@ -1,0 +1,18 @@
+"""`tasks`: what the policy is trained and evaluated on."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from areal_async.config.base import Section
+
+
+class TasksSection(Section):
+    """Parquet or jsonl files with the columns `data_source, prompt, ability, reward_model, extra_info`."""
+
+    train: Path
+    evaluation: Path | None = None
+    shuffle: bool = True
+    """Seeded by the job's seed and the pass; off means file order."""
+    passes: int | None = Field(default=None, ge=1)
+    """How often the file is gone through; none means as often as the steps need."""

@@ -1,0 +1,148 @@
+"""What a service process is told about the job it belongs to.
+
+The supervisor writes one `context.json` for all services of a run; each process reads it with its own
+name. Nothing in it changes while the run lives, so a service started again finds the same places.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from areal_async.config.job import JobConfig
+
+Role = Literal["buffer", "rollout", "evaluator", "reward", "trainer"]
+
+SOCKET_PATH_LIMIT = 107
+"""Bytes in a unix socket path, without its ending NUL (`sockaddr_un.sun_path` holds 108)."""
+LONGEST_SOCKET_NAME = 24
+"""Room that a socket folder must leave for the names in it."""
+
+
+class ServicePlace(msgspec.Struct, frozen=True):
+    """One process of the run: its name, what it is, how it is started, where it is watched."""
+
+    name: str
+    role: Role
+    index: int
+    module: str
+    metrics_port: int
+    """0: the process picks a free one and reports it when ready."""
+
+
+class RunPlaces(msgspec.Struct, frozen=True):
+    """The content of `context.json`. Paths are absolute; `job` is the resolved job file as JSON values."""
+
+    run_id: str
+    supervisor_pid: int
+    run_dir: str
+    socket_dir: str
+    shm_dir: str
+    buffer_endpoint: str
+    weights_endpoint: str
+    services: list[ServicePlace]
+    job: dict[str, object]
+
+
+@dataclass(frozen=True)
+class ServiceContext:
+    """All a service needs to know about its place in the run.
+
+    `stop` and `stopping` are one signal, for coroutines and for threads: once set, the service finishes
+    what is short, closes its sockets and returns within a few seconds.
+    """
+
+    job: JobConfig
+    role: Role
+    name: str
+    index: int
+    run_dir: Path
+    """`<job.run_dir>/<job.job>`: everything that outlives the run."""
+    socket_dir: Path
+    """For unix sockets; short, mode 0700, removed when the run ends."""
+    shm_dir: Path
+    """For shared memory files; removed when the run ends."""
+    buffer_endpoint: str
+    weights_endpoint: str
+    metrics_port: int
+    """The port this process serves metrics on; 0 in a test that serves none."""
+    ready_fd: int | None = None
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    stopping: threading.Event = field(default_factory=threading.Event)
+    _told: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    @property
+    def run_log(self) -> Path:
+        """`metrics.jsonl`, shared by all processes of the run (one append per record)."""
+        return self.run_dir / "metrics.jsonl"
+
+    def ready(self) -> None:
+        """Tell the supervisor that this service serves. A second call does nothing; so does a call in a
+        process started by hand."""
+        if self.ready_fd is None or self._told.is_set():
+            return
+        self._told.set()
+        line = json.dumps({"ready": self.name, "pid": os.getpid(), "metrics_port": self.metrics_port})
+        os.write(self.ready_fd, line.encode() + b"\n")
+        os.close(self.ready_fd)
+
+    @classmethod
+    def load(cls, path: Path, name: str, *, ready_fd: int | None = None) -> ServiceContext:
+        """The context of the service called `name`, from a run's `context.json`.
+
+        Raises OSError or ValueError when the file is no such context, KeyError for a name not in it."""
+        places = msgspec.json.decode(path.read_bytes(), type=RunPlaces)
+        by_name = {place.name: place for place in places.services}
+        place = by_name[name]
+        return cls(
+            job=JobConfig.model_validate(places.job),
+            role=place.role,
+            name=place.name,
+            index=place.index,
+            run_dir=Path(places.run_dir),
+            socket_dir=Path(places.socket_dir),
+            shm_dir=Path(places.shm_dir),
+            buffer_endpoint=places.buffer_endpoint,
+            weights_endpoint=places.weights_endpoint,
+            metrics_port=place.metrics_port,
+            ready_fd=ready_fd,
+        )
+
+    @classmethod
+    def for_test(
+        cls, job: JobConfig, tmp_path: Path, role: Role, name: str, *, index: int = 0
+    ) -> ServiceContext:
+        """A context below `tmp_path` with its folders made. Contexts of one `tmp_path` share endpoints, so
+        the services of a test find each other."""
+        run_dir, shm_dir = tmp_path / "run", tmp_path / "shm"
+        socket_dir = short_socket_dir(tmp_path / "s")
+        for folder in (run_dir, shm_dir, socket_dir):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return cls(
+            job=job,
+            role=role,
+            name=name,
+            index=index,
+            run_dir=run_dir,
+            socket_dir=socket_dir,
+            shm_dir=shm_dir,
+            buffer_endpoint=f"ipc://{socket_dir}/buffer",
+            weights_endpoint=f"ipc://{socket_dir}/weights",
+            metrics_port=0,
+        )
+
+
+def short_socket_dir(wanted: Path) -> Path:
+    """`wanted` if unix sockets in it stay below the path limit, else a folder of /tmp named after it."""
+    if len(os.fsencode(wanted)) + 1 + LONGEST_SOCKET_NAME <= SOCKET_PATH_LIMIT:
+        return wanted
+    digest = hashlib.blake2b(os.fsencode(wanted), digest_size=6).hexdigest()
+    return Path("/tmp") / f"areal-{os.getuid()}-{digest}"

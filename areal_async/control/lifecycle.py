@@ -1,0 +1,191 @@
+"""The life of a run as a pure state machine: events in, actions out; the clock comes with each event.
+
+Promises: the buffer serves before anything else is started; a service that dies, or does not serve in time,
+ends the run with a reason that names it; once a stop has begun nothing is started, the stages of
+`plan.STOP_STAGES` are ended in order, and `STOP_LIMIT_S` after the stop began every process has been told to
+end and then killed; the run is over only when no process is left or the limit has passed.
+
+Does not restart anything: `_ended_early` is the one place that decides what an unexpected exit means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from areal_async.control.context import ServicePlace
+from areal_async.control.plan import STOP_STAGES, awaited_first, ends_the_job
+
+STAGE_LIMITS_S = (4.5, 1.5, 2.0)
+"""From asking a stage to end until what is left of it is killed. The first is above the services' own
+grace, so that a kill is the exception."""
+KILL_LIMIT_S = 0.4
+"""From a kill until the next stage goes on without waiting for it."""
+STOP_LIMIT_S = sum(STAGE_LIMITS_S) + len(STAGE_LIMITS_S) * KILL_LIMIT_S
+LAST_ONE_LIMIT_S = 120.0
+"""From the trainer's end until an evaluator that has not ended is a failure."""
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    STARTING = "starting"
+    SERVING = "serving"
+    ENDED = "ended"
+
+
+@dataclass
+class ServiceState:
+    place: ServicePlace
+    phase: Phase = Phase.WAITING
+    started_s: float = 0.0
+    status: int | None = None
+    """Exit status as of subprocess: negative for a signal; None for one that never ran."""
+
+    @property
+    def alive(self) -> bool:
+        return self.phase in (Phase.STARTING, Phase.SERVING)
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the shell must do: start a process, send it SIGTERM, or kill its process group."""
+
+    do: Literal["start", "terminate", "kill"]
+    name: str
+
+
+EndKind = Literal["finished", "died", "not_ready", "did_not_end", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why the run ends; `culprit` is the service that a failure names."""
+
+    kind: EndKind
+    culprit: str = ""
+    status: int | None = None
+    lived_s: float = 0.0
+
+
+@dataclass
+class Lifecycle:
+    services: Sequence[ServicePlace]
+    ready_limit_s: float
+    ending: Ending | None = None
+    over: bool = False
+    states: dict[str, ServiceState] = field(init=False)
+    _stage: int = -1
+    _stage_deadline_s: float = 0.0
+    _stage_killed: bool = False
+    _last_one_deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.states = {place.name: ServiceState(place) for place in self.services}
+
+    @property
+    def stopping(self) -> bool:
+        return self.ending is not None
+
+    def alive(self) -> list[str]:
+        return [name for name, state in self.states.items() if state.alive]
+
+    def all_serve(self) -> bool:
+        """Every service has reported that it serves (those that ended since included)."""
+        return all(state.phase in (Phase.SERVING, Phase.ENDED) for state in self.states.values())
+
+    def begin(self, now_s: float) -> list[Action]:
+        return self._start(awaited_first(self.services) or list(self.states), now_s)
+
+    def ready(self, name: str, now_s: float) -> list[Action]:
+        state = self.states[name]
+        if state.phase is Phase.STARTING:
+            state.phase = Phase.SERVING
+        if self.stopping or any(not self._served(first) for first in awaited_first(self.services)):
+            return []
+        waiting = [name for name, state in self.states.items() if state.phase is Phase.WAITING]
+        return self._start(waiting, now_s)
+
+    def exited(self, name: str, status: int, now_s: float) -> list[Action]:
+        state = self.states[name]
+        state.phase, state.status = Phase.ENDED, status
+        if self.stopping:
+            return self.tick(now_s)
+        enders = ends_the_job(self.services)
+        if status != 0 or name not in enders:
+            return self._ended_early(state, now_s)
+        if all(self.states[ender].phase is Phase.ENDED for ender in enders):
+            return self._stop(Ending("finished"), now_s)
+        if state.place.role == "trainer":
+            self._last_one_deadline_s = now_s + LAST_ONE_LIMIT_S
+        return []
+
+    def interrupt(self, now_s: float) -> list[Action]:
+        """A request to stop. A second one, during the stop, kills what is left at once."""
+        if self.stopping:
+            return self._kill(self.alive())
+        return self._stop(Ending("interrupted"), now_s)
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Whatever is due by the clock."""
+        if self.stopping:
+            return self._advance_stop(now_s)
+        for name, state in self.states.items():
+            lived_s = now_s - state.started_s
+            if state.phase is Phase.STARTING and lived_s > self.ready_limit_s:
+                return self._stop(Ending("not_ready", name, lived_s=lived_s), now_s)
+        if self._last_one_deadline_s is not None and now_s > self._last_one_deadline_s:
+            late = next(name for name in ends_the_job(self.services) if self.states[name].alive)
+            return self._stop(Ending("did_not_end", late, lived_s=LAST_ONE_LIMIT_S), now_s)
+        return []
+
+    def _served(self, name: str) -> bool:
+        return self.states[name].phase is Phase.SERVING
+
+    def _start(self, names: Iterable[str], now_s: float) -> list[Action]:
+        actions = []
+        for name in names:
+            self.states[name].phase, self.states[name].started_s = Phase.STARTING, now_s
+            actions.append(Action("start", name))
+        return actions
+
+    def _ended_early(self, state: ServiceState, now_s: float) -> list[Action]:
+        lived_s = now_s - state.started_s
+        return self._stop(Ending("died", state.place.name, state.status, lived_s), now_s)
+
+    def _stop(self, ending: Ending, now_s: float) -> list[Action]:
+        self.ending = ending
+        return self._advance_stop(now_s)
+
+    def _advance_stop(self, now_s: float) -> list[Action]:
+        """End the current stage when it is empty, kill what is left of it at its deadline, go on."""
+        actions: list[Action] = []
+        while not self.over:
+            left = self._left_in_stage()
+            if self._stage >= 0 and left and now_s < self._stage_deadline_s:
+                break
+            if left and not self._stage_killed:
+                self._stage_killed = True
+                self._stage_deadline_s = now_s + KILL_LIMIT_S
+                actions += self._kill(left)
+                break
+            self._stage += 1
+            if self._stage == len(STOP_STAGES):
+                self.over = True
+                break
+            self._stage_killed = False
+            self._stage_deadline_s = now_s + STAGE_LIMITS_S[self._stage]
+            actions += [Action("terminate", name) for name in self._left_in_stage()]
+        if not self.alive():
+            self.over = self.stopping
+        return actions
+
+    def _left_in_stage(self) -> list[str]:
+        if self._stage < 0:
+            return []
+        roles = STOP_STAGES[self._stage]
+        return [name for name, state in self.states.items() if state.alive and state.place.role in roles]
+
+    def _kill(self, names: Iterable[str]) -> list[Action]:
+        return [Action("kill", name) for name in names]

@@ -1,0 +1,111 @@
+"""Watches a run from a thread: polls the services' metrics, follows `metrics.jsonl` and the logs.
+
+Promises: costs the run little (one small HTTP request per service and poll, files read from where it left
+off); never ends a run by failing: what cannot be read now is read at the next poll.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from areal_async.control.picture import Observer, Picture
+from areal_async.control.samples import fetch_samples
+
+POLL_S = 0.5
+READ_LIMIT_BYTES = 1 << 20
+"""Most of one file that one poll reads."""
+
+
+class Tail:
+    """The lines appended to a file since the last look. A line is given once it has its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+        self._rest = b""
+
+    def lines(self) -> Iterator[str]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                chunk = file.read(READ_LIMIT_BYTES)
+        except OSError:
+            return
+        self._offset += len(chunk)
+        *whole, self._rest = (self._rest + chunk).split(b"\n")
+        for line in whole:
+            if line:
+                yield line.decode("utf-8", errors="replace")
+
+
+class Monitor:
+    """Feeds an `Observer` and hands each picture to `show`, until stopped."""
+
+    def __init__(
+        self,
+        observer: Observer,
+        run_dir: Path,
+        *,
+        endpoints: Callable[[], Mapping[str, int]],
+        phases: Callable[[], Mapping[str, str]],
+        show: Callable[[Picture], None],
+        poll_s: float = POLL_S,
+    ) -> None:
+        self._observer = observer
+        self._endpoints = endpoints
+        self._phases = phases
+        self._show = show
+        self._poll_s = poll_s
+        self._records = Tail(run_dir / "metrics.jsonl")
+        self._logs = {name: Tail(run_dir / "logs" / f"{name}.log") for name in phases()}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Show the last picture and end the thread."""
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+
+    def look(self) -> None:
+        """Poll everything once, now."""
+        with self._lock:
+            self._observer.set_phases(self._phases())
+            for line in self._records.lines():
+                record = _parse(line)
+                if record is not None:
+                    self._observer.feed_record(record)
+            for name, port in self._endpoints().items():
+                if port:
+                    try:
+                        samples = fetch_samples(port)
+                    except (OSError, http.client.HTTPException, ValueError):
+                        continue  # it starts, ends or is busy: there is a next poll
+                    self._observer.feed_samples(name, samples, time.monotonic())
+            for name, tail in self._logs.items():
+                for line in tail.lines():
+                    self._observer.feed_log_line(name, line, time.monotonic())
+
+    def _run(self) -> None:
+        while True:
+            last = self._stop.wait(self._poll_s)
+            self.look()
+            self._show(self._observer.picture(time.monotonic()))
+            if last:
+                return
+
+
+def _parse(line: str) -> dict[str, object] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None

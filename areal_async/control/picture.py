@@ -1,0 +1,217 @@
+"""What a run looks like right now, worked out from its records, its services' metrics and their logs.
+
+`Observer` is pure: it is fed and asked, with the time of each given. Everything in it is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_async.config.job import JobConfig
+from areal_async.control.failure import parse_log_line
+from areal_async.control.samples import Samples, by_label
+
+RATE_WINDOW_S = 10.0
+"""Rates and shares are over the last so many seconds."""
+RECENT_STEPS = 20
+HISTORY = 240
+MESSAGE_LIFE_S = 30.0
+"""A warning older than this is not shown any more."""
+IDLE_ACTIVITIES = frozenset({"wait", "idle"})
+
+
+@dataclass(frozen=True)
+class ServicePicture:
+    name: str
+    phase: str
+    busy: float | None = None
+    """Share of the last seconds in its busiest activity, 0 to 1; None before it is known."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One moment of a run. None means not known (yet)."""
+
+    job: str
+    kind: str
+    elapsed_s: float
+    step: int
+    steps: int
+    eta_s: float | None
+    version: int | None
+    reward: float | None
+    rewards: tuple[float, ...]
+    loss: float | None
+    accuracy: float | None
+    accuracy_start: float | None
+    accuracy_version: int | None
+    generated_per_s: float | None
+    trained_per_s: float | None
+    staleness_mean: float | None
+    staleness_max: int | None
+    staleness_seen: int | None
+    bound: int
+    groups: Mapping[str, int]
+    services: tuple[ServicePicture, ...]
+    message: str
+    stopping: bool = False
+
+
+@dataclass
+class _Track:
+    """Samples of one service over the rate window, and its first one since training began."""
+
+    recent: deque[tuple[float, Samples]] = field(default_factory=lambda: deque(maxlen=64))
+    since_training: tuple[float, Samples] | None = None
+
+    def add(self, now_s: float, samples: Samples, *, training: bool) -> None:
+        self.recent.append((now_s, samples))
+        while len(self.recent) > 2 and now_s - self.recent[1][0] >= RATE_WINDOW_S:
+            self.recent.popleft()
+        if training and self.since_training is None:
+            self.since_training = (now_s, samples)
+
+    @property
+    def last(self) -> Samples:
+        return self.recent[-1][1] if self.recent else {}
+
+    def rate(self, name: str) -> float | None:
+        """Growth of a counter per second over the window."""
+        if len(self.recent) < 2:
+            return None
+        (first_s, first), (last_s, last) = self.recent[0], self.recent[-1]
+        if name not in last or last_s <= first_s:
+            return None
+        return max(0.0, last[name] - first.get(name, 0.0)) / (last_s - first_s)
+
+    def busy(self, since: tuple[float, Samples] | None = None) -> float | None:
+        """Share of time in the busiest activity, over the window or from `since` to the last sample."""
+        if not self.recent or (since is None and len(self.recent) < 2):
+            return None
+        (first_s, first), (last_s, last) = since or self.recent[0], self.recent[-1]
+        if last_s <= first_s:
+            return None
+        name = "areal_busy_seconds_total"
+        before = dict(by_label(first, name, "activity"))
+        spent = [
+            seconds - before.get(activity, 0.0)
+            for activity, seconds in by_label(last, name, "activity")
+            if activity not in IDLE_ACTIVITIES
+        ]
+        return min(1.0, max(0.0, max(spent)) / (last_s - first_s)) if spent else None
+
+
+class Observer:
+    """Collects what is known of a run. Times `now_s` are of one monotonic clock."""
+
+    def __init__(self, job: JobConfig, service_names: Sequence[str], started_s: float) -> None:
+        self._job = job
+        self._started_s = started_s
+        self._phases = dict.fromkeys(service_names, "waiting")
+        self._tracks = {name: _Track() for name in service_names}
+        self._step: dict[str, Any] = {}
+        self._rewards: deque[float] = deque(maxlen=HISTORY)
+        self._step_times_s: deque[float] = deque(maxlen=RECENT_STEPS + 1)
+        self._first_accuracy: tuple[int, float] | None = None
+        self._last_accuracy: tuple[int, float] | None = None
+        self._staleness_seen: int | None = None
+        self._message: tuple[float, str] | None = None
+        self.stopping = False
+
+    def set_phases(self, phases: Mapping[str, str]) -> None:
+        self._phases.update(phases)
+
+    def feed_record(self, record: Mapping[str, Any]) -> None:
+        """One record of metrics.jsonl."""
+        kind = record.get("kind")
+        if kind in ("step", "sft"):
+            self._step = dict(record)
+            if isinstance(record.get("time_s"), int | float):
+                self._step_times_s.append(record["time_s"])
+            if isinstance(record.get("reward_mean"), int | float):
+                self._rewards.append(record["reward_mean"])
+            if isinstance(record.get("staleness_max"), int | float):
+                self._staleness_seen = max(self._staleness_seen or 0, int(record["staleness_max"]))
+        accuracy, at = record.get("accuracy"), record.get("version", record.get("step"))
+        if isinstance(accuracy, int | float) and isinstance(at, int):
+            if self._first_accuracy is None or at < self._first_accuracy[0]:
+                self._first_accuracy = (at, accuracy)
+            if self._last_accuracy is None or at >= self._last_accuracy[0]:
+                self._last_accuracy = (at, accuracy)
+
+    def feed_samples(self, name: str, samples: Samples, now_s: float) -> None:
+        """What the endpoint of service `name` said at `now_s`."""
+        self._tracks[name].add(now_s, samples, training=bool(self._step))
+
+    def feed_log_line(self, name: str, line: str, now_s: float) -> None:
+        """A line of a service's log: warnings, errors and what it waits for are kept to be shown."""
+        if '"warning"' not in line and '"error"' not in line and "waiting for" not in line:
+            return
+        record = parse_log_line(line)
+        if record is None:
+            return
+        shown = ("detail", "reason", "message", "edge", "group_id", "error")
+        extra = ", ".join(str(record[key]) for key in shown if record.get(key))
+        self._message = (now_s, f"{name}: {record['event']}" + (f" ({extra})" if extra else ""))
+
+    def busy_while_training(self, name: str) -> float | None:
+        """Busy share of a service from the first finished step to the last sample."""
+        track = self._tracks[name]
+        return track.busy(track.since_training) if track.since_training is not None else None
+
+    def names(self, prefix: str) -> list[str]:
+        return [name for name in self._tracks if name.startswith(prefix)]
+
+    def picture(self, now_s: float) -> Picture:
+        job, step = self._job, self._step
+        buffer = self._tracks["buffer"].last if "buffer" in self._tracks else {}
+        done, total = int(step.get("step", -1)) + 1, job.trainer.steps
+        message = ""
+        if self._message is not None and now_s - self._message[0] < MESSAGE_LIFE_S:
+            message = self._message[1]
+        first, last = self._first_accuracy, self._last_accuracy
+        return Picture(
+            job=job.job,
+            kind=job.kind,
+            elapsed_s=now_s - self._started_s,
+            step=min(done, total),
+            steps=total,
+            eta_s=self._eta_s(total - done),
+            version=step.get("version"),
+            reward=step.get("reward_mean"),
+            rewards=tuple(self._rewards),
+            loss=step.get("loss"),
+            accuracy=last[1] if last else None,
+            accuracy_start=first[1] if first else None,
+            accuracy_version=last[0] if last else None,
+            generated_per_s=self._sum_rate("rollout", "areal_rollout_tokens_total"),
+            trained_per_s=self._sum_rate("trainer", "areal_trainer_tokens_total"),
+            staleness_mean=step.get("staleness_mean"),
+            staleness_max=_whole(step.get("staleness_max")),
+            staleness_seen=self._staleness_seen,
+            bound=job.buffer.max_staleness,
+            groups={state: int(count) for state, count in by_label(buffer, "areal_buffer_groups", "state")},
+            services=tuple(
+                ServicePicture(name, self._phases[name], track.busy()) for name, track in self._tracks.items()
+            ),
+            message=message,
+            stopping=self.stopping,
+        )
+
+    def _eta_s(self, steps_left: int) -> float | None:
+        if len(self._step_times_s) < 2:
+            return None
+        steps = len(self._step_times_s) - 1
+        mean_s = (self._step_times_s[-1] - self._step_times_s[0]) / steps
+        return max(0.0, mean_s * steps_left)
+
+    def _sum_rate(self, prefix: str, counter: str) -> float | None:
+        rates = [rate for name in self.names(prefix) if (rate := self._tracks[name].rate(counter)) is not None]
+        return sum(rates) if rates else None
+
+
+def _whole(value: Any) -> int | None:
+    return int(value) if isinstance(value, int | float) else None

@@ -1,0 +1,97 @@
+"""`summary.json`: a finished run in a few numbers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_async.config.job import JobConfig
+from areal_async.wire.messages import BufferStats
+
+Record = Mapping[str, Any]
+
+
+def summarise(
+    job: JobConfig,
+    records: Sequence[Record],
+    *,
+    wall_s: float,
+    buffer: BufferStats | None = None,
+    rollout_busy: float | None = None,
+) -> dict[str, Any]:
+    """The summary of a run from its `metrics.jsonl`, the buffer's last figures and the share of the training
+    time in which the rollout workers generated. A figure that cannot be known is None.
+
+    `wall_s` is the whole run, from the first process started to the end of training; `tokens_per_s`,
+    `trainer_busy` and `rollout_busy` are over training alone. `share_stale` counts episodes with staleness
+    of 1 or more; `share_wasted` is dropped / (dropped + trained).
+    """
+    steps = [record for record in records if record.get("kind") == ("sft" if job.kind == "sft" else "step")]
+    accuracies = sorted(
+        (record.get("version", record.get("step", 0)), record["accuracy"])
+        for record in records
+        if record.get("kind") in ("evaluation", "sft") and record.get("accuracy") is not None
+    )
+    trained = buffer.episodes_trained if buffer is not None else _sum(steps, "episodes")
+    dropped = buffer.episodes_dropped if buffer is not None else None
+    seen = [record["staleness_max"] for record in steps if record.get("staleness_max") is not None]
+    if buffer is not None:
+        seen.append(buffer.max_staleness_seen)
+    train_s = training_s(steps)
+    tokens, busy_s, step_s = _sum(steps, "tokens"), _sum(steps, "busy_s"), _sum(steps, "step_s")
+    return {
+        "accuracy_start": accuracies[0][1] if accuracies else None,
+        "accuracy_end": accuracies[-1][1] if accuracies else None,
+        "steps": len(steps),
+        "wall_s": round(wall_s, 2),
+        "tokens_per_s": _ratio(tokens, train_s, digits=1),
+        "max_staleness_bound": job.buffer.max_staleness,
+        "max_staleness_seen": max(seen) if seen else None,
+        "share_stale": _mean(steps, "share_stale"),
+        "trainer_busy": _ratio(busy_s, step_s),
+        "rollout_busy": None if rollout_busy is None else round(rollout_busy, 4),
+        "episodes_trained": trained,
+        "episodes_dropped": dropped,
+        "share_wasted": _ratio(dropped, None if trained is None or dropped is None else trained + dropped),
+        "share_multi_version": _mean(steps, "share_multi_version"),
+        "staleness_mean": _mean(steps, "staleness_mean"),
+        "training_s": None if train_s is None else round(train_s, 2),
+        "steps_per_s": _ratio(len(steps), train_s),
+        "tokens": tokens,
+        "reward_first": _edge(steps, "reward_mean", first=True),
+        "reward_last": _edge(steps, "reward_mean", first=False),
+        "drop_reasons": dict(sorted(buffer.reasons.items())) if buffer is not None else None,
+        "job": job.job,
+        "kind": job.kind,
+        "seed": job.seed,
+    }
+
+
+def training_s(steps: Sequence[Record]) -> float | None:
+    """Seconds from the start of the first step to the end of the last; None where no step says when."""
+    timed = [record for record in steps if record.get("time_s") is not None]
+    if not timed:
+        return None
+    first_s = timed[0].get("step_s") or 0.0
+    return float(timed[-1]["time_s"] - timed[0]["time_s"] + first_s)
+
+
+def _sum(steps: Sequence[Record], name: str) -> float | None:
+    values = [record[name] for record in steps if record.get(name) is not None]
+    return sum(values) if values else None
+
+
+def _mean(steps: Sequence[Record], name: str) -> float | None:
+    """Mean over episodes (over steps, where they do not say how many they hold)."""
+    pairs = [(record[name], record.get("episodes") or 1) for record in steps if record.get(name) is not None]
+    weight = sum(count for _, count in pairs)
+    return round(sum(value * count for value, count in pairs) / weight, 4) if weight else None
+
+
+def _edge(steps: Sequence[Record], name: str, *, first: bool, count: int = 10) -> float | None:
+    """Mean of the first or the last few steps."""
+    return _mean(steps[:count] if first else steps[-count:], name)
+
+
+def _ratio(over: float | None, under: float | None, *, digits: int = 4) -> float | None:
+    return round(over / under, digits) if over is not None and under else None

@@ -1,0 +1,204 @@
+"""The shell around the lifecycle: real processes, signals and time.
+
+Promises: when `run` returns or raises, no process of the run is left, at most `STOP_LIMIT_S` after the first
+Ctrl-C or SIGTERM, or at once after the second; a service learns of a stop only from here (each leads its own
+session); one that outlives the supervisor's death is told by the kernel.
+
+Must run in the main thread: signals arrive there, and the kernel ties a child's death signal to the thread
+that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import msgspec
+
+from areal_async.config.job import JobConfig
+from areal_async.config.load import dump_job
+from areal_async.control.child import RUN_VARIABLE, Child, kill_processes_of
+from areal_async.control.context import Role, RunPlaces
+from areal_async.control.folders import RunFolders
+from areal_async.control.lifecycle import Action, Ending, Lifecycle, Phase
+from areal_async.control.plan import MODULES, services_of, thread_count
+from areal_async.observe.log import get_logger
+
+TICK_S = 0.1
+SAME_INTERRUPT_S = 0.5
+"""Signals within this time of the first are one request: make, shells and terminals repeat them."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+log = get_logger("supervisor")
+
+
+class Supervisor:
+    """Runs the services of one job. `on_serving` is called once all serve, `on_ending` once when the end is
+    decided and the services that did not cause it still run; both must be quick."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        folders: RunFolders,
+        *,
+        modules: Mapping[Role, str] = MODULES,
+        on_serving: Callable[[], None] = lambda: None,
+        on_ending: Callable[[Ending], None] = lambda ending: None,
+    ) -> None:
+        self.job = job
+        self.folders = folders
+        self.services = services_of(job, modules)
+        self.lifecycle = Lifecycle(self.services, job.supervisor.ready_s)
+        self.children: dict[str, Child] = {}
+        self._on_serving = on_serving
+        self._on_ending = on_ending
+        self._told_serving = False
+        self._told_ending = False
+        self._interrupted_s: float | None = None
+
+    def run(self) -> Ending:
+        """Start everything, and return how it ended once nothing runs any more."""
+        self._write_places()
+        try:
+            with _caught_signals() as signals, selectors.DefaultSelector() as selector:
+                selector.register(signals, selectors.EVENT_READ)
+                self._apply(self.lifecycle.begin(time.monotonic()))
+                while not self.lifecycle.over:
+                    if selector.select(TICK_S):
+                        self._interrupt(signals)
+                    self._observe()
+        finally:
+            self._sweep()
+        assert self.lifecycle.ending is not None
+        return self.lifecycle.ending
+
+    def endpoints(self) -> dict[str, int]:
+        """Metrics port of each service that serves now, by its name."""
+        states = self.lifecycle.states
+        return {
+            name: child.metrics_port for name, child in list(self.children.items()) if states[name].alive
+        }
+
+    def _observe(self) -> None:
+        """Tell the lifecycle what has happened since the last look."""
+        for name in self.lifecycle.alive():
+            child = self.children[name]
+            if self.lifecycle.states[name].phase is Phase.STARTING and child.poll_ready():
+                log.info("service serves", service=name, pid=child.pid)
+                self._apply(self.lifecycle.ready(name, time.monotonic()))
+            status = child.poll_exit()
+            if status is not None:
+                log.info("service ended", service=name, status=status)
+                self._apply(self.lifecycle.exited(name, status, time.monotonic()))
+        self._apply(self.lifecycle.tick(time.monotonic()))
+        if self.lifecycle.all_serve() and not self._told_serving and not self.lifecycle.stopping:
+            self._told_serving = True
+            self._write_targets()
+            self._on_serving()
+
+    def _interrupt(self, signals: int) -> None:
+        os.read(signals, 64)
+        now_s = time.monotonic()
+        if self._interrupted_s is not None and now_s - self._interrupted_s < SAME_INTERRUPT_S:
+            return
+        self._interrupted_s = now_s
+        log.info("asked to stop", at_once=self.lifecycle.stopping)
+        self._apply(self.lifecycle.interrupt(now_s))
+
+    def _apply(self, actions: Sequence[Action]) -> None:
+        ending = self.lifecycle.ending
+        if ending is not None and not self._told_ending:
+            self._told_ending = True
+            log.info("the run ends", kind=ending.kind, culprit=ending.culprit)
+            self._on_ending(ending)
+        for action in actions:
+            log.info(action.do, service=action.name)
+            if action.do == "start":
+                self._start(action.name)
+            elif action.do == "terminate":
+                self.children[action.name].terminate()
+            else:
+                self.children[action.name].kill()
+
+    def _start(self, name: str) -> None:
+        place = next(place for place in self.services if place.name == name)
+        threads = str(thread_count(self.job, place.role))
+        environment = os.environ | {
+            RUN_VARIABLE: self.folders.run_id,
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        log_path = self.folders.logs / f"{name}.log"
+        self.children[name] = Child(place, self.folders.context, log_path, environment)
+
+    def _write_places(self) -> None:
+        folders = self.folders
+        places = RunPlaces(
+            run_id=folders.run_id,
+            supervisor_pid=os.getpid(),
+            run_dir=str(folders.run_dir),
+            socket_dir=str(folders.socket_dir),
+            shm_dir=str(folders.shm_dir),
+            buffer_endpoint=f"ipc://{folders.socket_dir}/buffer",
+            weights_endpoint=f"ipc://{folders.socket_dir}/weights",
+            services=self.services,
+            job=self.job.model_dump(mode="json"),
+        )
+        folders.context.write_bytes(msgspec.json.format(msgspec.json.encode(places)))
+        (folders.run_dir / "job.yaml").write_text(dump_job(self.job), encoding="utf-8")
+
+    def _write_targets(self) -> None:
+        """Name the metrics endpoints for Prometheus; whole or not at all, since it watches the file."""
+        targets = [
+            {
+                "targets": [f"127.0.0.1:{self.children[place.name].metrics_port}"],
+                "labels": {"areal_job": self.job.job, "service": place.role, "process": place.name},
+            }
+            for place in self.services
+        ]
+        self.folders.targets.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.folders.targets.with_suffix(".tmp")
+        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(targets)))
+        unfinished.replace(self.folders.targets)
+
+    def _sweep(self) -> None:
+        """Leave no process: not the services (an error of ours may end `run` early), not what they detached."""
+        for child in self.children.values():
+            child.kill()
+        deadline_s = time.monotonic() + 1.0
+        while kill_processes_of(self.folders.run_id) and time.monotonic() < deadline_s:
+            for child in self.children.values():
+                child.poll_exit()
+            time.sleep(0.02)
+        for child in self.children.values():
+            child.poll_exit()
+            child.close()
+
+
+@contextmanager
+def _caught_signals() -> Iterator[int]:
+    """A file descriptor that becomes readable with each of `SIGNALS`, which do nothing else meanwhile."""
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+
+    def ignore(number: int, frame: FrameType | None) -> None:
+        """A Python handler must exist for the C handler to write to the pipe."""
+
+    old_wakeup_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    old_handlers = {number: signal.signal(number, ignore) for number in SIGNALS}
+    try:
+        yield read_fd
+    finally:
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(old_wakeup_fd)
+        os.close(read_fd)
+        os.close(write_fd)

@@ -1,0 +1,72 @@
+"""One exception hierarchy.
+
+    ArealError
+    ├── WireError                everything that can go wrong between two processes
+    │   ├── EndpointError        an address cannot be served: busy, too long, not loopback and no keys
+    │   ├── ProtocolError        bytes that are not a message of ours
+    │   │   └── MessageTooLarge  a message beyond the limits, found before it is sent
+    │   ├── RpcTimeout           no answer within the caller's deadline
+    │   ├── PeerGone             the connection was closed under the call
+    │   └── FaultError           the service answered, with a `Fault`
+    └── SnapshotError            a snapshot that is torn, mixed, corrupt or not there
+
+A package that has more to say derives its own from `ArealError`. The text of every error is one
+paragraph that a person can act on: it is what a service prints before it ends with status 1.
+"""
+
+from __future__ import annotations
+
+from areal_async.wire.messages import Fault, FaultKind
+
+
+class ArealError(Exception):
+    """Base of every error this project raises on purpose."""
+
+
+class WireError(ArealError):
+    """Base of everything that can go wrong between two processes."""
+
+
+class EndpointError(WireError):
+    """An address cannot be served or reached as configured."""
+
+
+class ProtocolError(WireError):
+    """Bytes arrived that are not a message of ours."""
+
+
+class MessageTooLarge(ProtocolError):
+    """A message exceeds the limits of the wire; raised by the sender, before anything is sent."""
+
+
+class RpcTimeout(WireError):
+    """No answer within the deadline. `last_fault` is the last `busy` or `unavailable` on the way, if any."""
+
+    def __init__(self, message: str, last_fault: Fault | None = None) -> None:
+        super().__init__(message)
+        self.last_fault = last_fault
+
+
+class PeerGone(WireError):
+    """The client was closed while the call was under way, or never connected."""
+
+
+class FaultError(WireError):
+    """A service's typed refusal. Handlers raise it to answer a `Fault`; clients raise it on receiving one."""
+
+    def __init__(self, kind: FaultKind, message: str, retry_after_ms: int = 0) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind: FaultKind = kind
+        self.message = message
+        self.retry_after_ms = retry_after_ms
+
+    @classmethod
+    def of(cls, fault: Fault) -> FaultError:
+        return cls(fault.kind, fault.message, fault.retry_after_ms)
+
+    def fault(self) -> Fault:
+        return Fault(self.kind, self.message, self.retry_after_ms)
+
+
+class SnapshotError(ArealError):
+    """A snapshot that is torn, mixed, corrupt or missing: it must not be served."""

@@ -1,0 +1,111 @@
+"""Prometheus metrics of a process, and the seconds it spends being busy.
+
+Every service declares its own series in its `metrics.py` on the default registry; this module serves
+them over HTTP on the loopback interface and holds the one series that all share,
+`areal_busy_seconds_total{activity}`.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from areal_async.errors import ArealError
+
+# A `_created` series beside every counter doubles what is scraped and says nothing we use.
+prometheus_client.disable_created_metrics()
+
+
+class MetricsPortError(ArealError):
+    """The metrics port cannot be listened on."""
+
+
+def start_metrics_server(port: int) -> int:
+    """Serve the default registry at `http://127.0.0.1:<port>/metrics` from a daemon thread.
+
+    `port` 0 picks a free one. Returns the port in use. Raises `MetricsPortError` when it is taken."""
+    try:
+        server, _ = prometheus_client.start_http_server(port, addr="127.0.0.1")
+    except OSError as error:
+        reason = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror
+        raise MetricsPortError(
+            f"cannot serve metrics on 127.0.0.1:{port}: {reason}. Set observe.metrics_port in the job file "
+            "to the first of some free consecutive ports, or to 0 to let every service pick its own."
+        ) from error
+    return int(server.server_port)
+
+
+@dataclass
+class _Activity:
+    finished_s: float = 0.0
+    depth: int = 0
+    since_s: float = 0.0
+
+
+class Busy(Collector):
+    """Seconds during which at least one piece of an activity ran: `with busy("train"): …`.
+
+    Pieces that overlap (coroutines, threads, nested calls) count once, so the rate of an activity is a
+    share of time, never above 1. A piece that still runs counts up to the moment it is asked about.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._activities: dict[str, _Activity] = {}
+
+    @contextmanager
+    def __call__(self, activity: str) -> Iterator[None]:
+        self.begin(activity)
+        try:
+            yield
+        finally:
+            self.end(activity)
+
+    def begin(self, activity: str) -> None:
+        """The start of a piece, for code whose pieces are no blocks; each needs its `end`."""
+        with self._lock:
+            entry = self._activities.setdefault(activity, _Activity())
+            if entry.depth == 0:
+                entry.since_s = self._clock()
+            entry.depth += 1
+
+    def end(self, activity: str) -> None:
+        with self._lock:
+            entry = self._activities[activity]
+            entry.depth -= 1
+            if entry.depth == 0:
+                entry.finished_s += self._clock() - entry.since_s
+
+    def seconds(self, activity: str) -> float:
+        """Busy seconds of `activity` until now; 0 for one never begun."""
+        with self._lock:
+            entry = self._activities.get(activity)
+            return self._until_now(entry) if entry else 0.0
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(
+            "areal_busy_seconds",
+            "Seconds in which at least one piece of the activity ran.",
+            labels=["activity"],
+        )
+        with self._lock:
+            for activity, entry in self._activities.items():
+                family.add_metric([activity], self._until_now(entry))
+        yield family
+
+    def _until_now(self, entry: _Activity) -> float:
+        running_s = self._clock() - entry.since_s if entry.depth else 0.0
+        return entry.finished_s + running_s
+
+
+busy = Busy()
+prometheus_client.REGISTRY.register(busy)

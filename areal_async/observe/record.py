@@ -1,0 +1,69 @@
+"""`metrics.jsonl`: the numbers of a run, one JSON object a line, written by several processes.
+
+Each record is one append of one line, so lines of different processes never mix. A number that JSON has no
+form for (NaN, infinity) is written as null.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_async.observe.log import as_plain, get_logger
+
+log = get_logger("record")
+
+
+class RunLog:
+    """Appends records to one file. Safe to use from several processes and threads at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            # A power cut left half a line; without this the first record of ours would join it.
+            os.write(self._fd, b"\n")
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one record; `time_s` (unix time in seconds) is added unless given. Raises OSError."""
+        record = {"kind": kind, "time_s": round(time.time(), 3), **fields}
+        line = msgspec.json.encode(record, enc_hook=as_plain) + b"\n"
+        written = os.write(self._fd, line)
+        if written != len(line):
+            raise OSError(
+                f"only {written} of {len(line)} bytes were written to {self.path}: is the disk full?"
+            )
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_run_log(path: Path) -> list[dict[str, Any]]:
+    """All records of a run in the order they were written; none when there is no file yet.
+
+    A line that is no record (one cut short by a crash) is left out and logged."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    decoder = msgspec.json.Decoder(dict[str, Any])
+    records = []
+    for number, line in enumerate(raw.split(b"\n"), start=1):
+        if not line:
+            continue
+        try:
+            records.append(decoder.decode(line))
+        except msgspec.DecodeError:
+            log.warning("unreadable record", path=str(path), line=number)
+    return records

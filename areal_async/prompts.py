@@ -1,0 +1,40 @@
+"""How a task's prompt becomes token ids: one rule for training, generation and evaluation.
+
+Text is tokenised as it is. A list of chat messages goes through the tokenizer's chat template with the
+assistant's turn opened; a tokenizer without a template gets the contents joined by newlines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used here."""
+
+    chat_template: Any
+
+    def __call__(self, text: str) -> Any: ...
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+
+def prompt_text(tokenizer: Tokenizer, prompt: str | Sequence[dict[str, Any]]) -> str:
+    """The text that the model is given for `prompt`, before tokenisation."""
+    if isinstance(prompt, str):
+        return prompt
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        return str(text)
+    return "\n".join(str(message["content"]) for message in prompt)
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
+    """Token ids of `prompt`, with the special tokens that the tokenizer itself adds."""
+    if not isinstance(prompt, str) and tokenizer.chat_template:
+        encoded = tokenizer.apply_chat_template(
+            list(prompt), tokenize=True, add_generation_prompt=True, return_dict=True
+        )
+        return list(encoded["input_ids"])
+    return list(tokenizer(prompt_text(tokenizer, prompt))["input_ids"])

@@ -1,0 +1,140 @@
+"""Training rows: the root-to-leaf paths of an episode, each sampled unit trained once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_async.trajectory.episode import Episode
+from areal_async.trajectory.errors import SizeError
+from areal_async.trajectory.limits import DEFAULT_LIMITS, Limits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One root-to-leaf path of T tokens, as the engine saw it.
+
+    mask[t] == 1 means that token t was sampled and is trained in this row; logprobs[t] is its behaviour
+    log-prob given tokens < t. Arrays are read-only and may be views of the episode.
+    """
+
+    token_ids: NDArray[np.int32]
+    """i32 [T]"""
+    mask: NDArray[np.uint8]
+    """u8 [T]"""
+    logprobs: NDArray[np.float32]
+    """f32 [T], 0 where no version sampled the unit"""
+    versions: NDArray[np.int32]
+    """i32 [T], -1 where none"""
+    columns: Mapping[str, NDArray]
+    """Optional columns of the episode, [T] or [T, width]."""
+    path: tuple[int, ...]
+    """Segments from root to leaf."""
+    lengths: tuple[int, ...]
+    """Units of each segment of the path; they sum to T."""
+
+    def segment_of_unit(self) -> NDArray[np.int32]:
+        """i32 [T]: the segment each token belongs to."""
+        return np.repeat(np.asarray(self.path, np.int32), self.lengths)
+
+
+def training_rows(episode: Episode, *, limits: Limits = DEFAULT_LIMITS) -> list[Row]:
+    """The rows of an episode, in the order of their leaves.
+
+    A segment that several leaves share is trained in the row of the first of them and context in the others
+    (mask 0 there), so each unit with mask 1 is trained in exactly one row. A path with nothing of its own to
+    train gives no row. Raises SizeError when shared prefixes would blow the rows up beyond `limits`.
+    """
+    units = episode.units
+    if not episode.n_sampled:
+        return []
+    parent: list[int] = episode.segments.parent.tolist()
+    n_segments = len(parent)
+    length: list[int] = episode.segments.length.tolist()
+    if parent == list(range(-1, n_segments - 1)):
+        return [
+            Row(
+                units.token_id,
+                units.mask,
+                units.logprob,
+                units.version,
+                units.columns,
+                tuple(range(n_segments)),
+                tuple(length),
+            )
+        ]
+    offset: list[int] = episode.segments.offset.tolist()
+    mask = units.mask.tobytes()
+    owned_paths = _owned_paths(parent, length, offset, mask, limits)
+    return [_row(episode, path, owned, offset, length) for path, owned in owned_paths]
+
+
+def _owned_paths(
+    parent: list[int], length: list[int], offset: list[int], mask: bytes, limits: Limits
+) -> list[tuple[list[int], int]]:
+    """(path, first position in the path that the row owns) of every leaf with something to train.
+
+    The unowned part of a path is a prefix: an ancestor of an owned segment belongs to an earlier leaf or to
+    this one.
+    """
+    n_segments = len(parent)
+    has_child = bytearray(n_segments)
+    depth = [1] * n_segments
+    path_units = length[:]
+    for i, p in enumerate(parent):
+        if p >= 0:
+            has_child[p] = 1
+            depth[i] += depth[p]
+            path_units[i] += path_units[p]
+    taken = bytearray(n_segments)
+    chosen: list[tuple[list[int], int]] = []
+    n_units = n_steps = 0
+    for leaf in range(n_segments):
+        if has_child[leaf]:
+            continue
+        own = []
+        segment = leaf
+        while segment >= 0 and not taken[segment]:
+            taken[segment] = 1
+            own.append(segment)
+            segment = parent[segment]
+        if not any(mask.find(1, offset[s], offset[s] + length[s]) >= 0 for s in own):
+            continue
+        n_units += path_units[leaf]
+        n_steps += depth[leaf]
+        if n_units > limits.row_units or n_steps > limits.row_segments:
+            raise SizeError(
+                f"training rows of more than {limits.row_units} units or {limits.row_segments} segments"
+            )
+        shared = []
+        while segment >= 0:
+            shared.append(segment)
+            segment = parent[segment]
+        chosen.append((shared[::-1] + own[::-1], len(shared)))
+    return chosen
+
+
+def _row(episode: Episode, path: list[int], owned: int, offset: list[int], length: list[int]) -> Row:
+    units = episode.units
+    spans = [slice(offset[s], offset[s] + length[s]) for s in path]
+
+    def join(column: NDArray) -> NDArray:
+        joined = np.concatenate([column[span] for span in spans])
+        joined.setflags(write=False)
+        return joined
+
+    mask = np.concatenate([units.mask[span] for span in spans])
+    mask[: sum(length[s] for s in path[:owned])] = 0
+    mask.setflags(write=False)
+    return Row(
+        join(units.token_id),
+        mask,
+        join(units.logprob),
+        join(units.version),
+        {name: join(column) for name, column in units.columns.items()},
+        tuple(path),
+        tuple(length[s] for s in path),
+    )

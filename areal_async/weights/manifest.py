@@ -1,0 +1,121 @@
+"""The manifest of a snapshot: which bytes make up which tensors, and the hash of every one of them.
+
+On disk it is one JSON object `{"hash": …, "manifest": {…}}` in msgspec's compact form; `hash` is that of
+the bytes of the inner object, and anything that is not byte for byte what this module writes is refused.
+The hash a notice carries is that of the whole file.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+from blake3 import blake3
+
+from areal_async.errors import SnapshotError
+from areal_async.wire.messages import VersionTag
+
+MANIFEST_SCHEMA = 1
+MANIFEST_FILE = "manifest.json"
+MAX_MANIFEST_BYTES = 256 << 20
+HASH_PREFIX = "blake3:"
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A box of a tensor: the elements from `offset` on, `extent` many, of a tensor of `shape`; stored in
+    `file`
+    under the tensor's name. `dtype` is safetensors' name for it; `hash` is over the part's bytes."""
+
+    tensor: str
+    dtype: str
+    shape: list[int]
+    offset: list[int]
+    extent: list[int]
+    file: str
+    hash: str
+
+
+class _File(msgspec.Struct, frozen=True):
+    file: str
+    size_bytes: int
+
+
+class Shard(_File, frozen=True):
+    """A safetensors file. Its first `header_bytes` have `header_hash`; the parts cover the rest exactly."""
+
+    header_bytes: int
+    header_hash: str
+
+
+class Sidecar(_File, frozen=True):
+    """A file that only travels along: configuration, tokenizer."""
+
+    hash: str
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    schema: int
+    tag: VersionTag
+    base: VersionTag | None
+    codec: Literal["full"]
+    parts: list[Part]
+    shards: list[Shard]
+    sidecars: list[Sidecar]
+    tied: dict[str, str]
+    """Names without bytes of their own -> the tensor they share."""
+
+
+class _Sealed(msgspec.Struct, frozen=True):
+    hash: str
+    manifest: msgspec.Raw
+
+
+def hash_of(data: bytes | memoryview) -> str:
+    """The named hash of `data`: `blake3:` and 64 hex digits."""
+    return HASH_PREFIX + blake3(data).hexdigest()
+
+
+def seal(manifest: Manifest) -> bytes:
+    inner = msgspec.json.encode(manifest)
+    return msgspec.json.encode(_Sealed(hash_of(inner), msgspec.Raw(inner)))
+
+
+def unseal(data: bytes) -> Manifest:
+    """Raises `SnapshotError` unless `data` is exactly what `seal` wrote, of this schema, with plain file
+    names."""
+    try:
+        sealed = msgspec.json.decode(data, type=_Sealed)
+        inner = bytes(sealed.manifest)
+        if hash_of(inner) != sealed.hash:
+            raise SnapshotError("the manifest does not match its own hash")
+        manifest = msgspec.json.decode(inner, type=Manifest)
+        canonical = seal(manifest)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise SnapshotError(f"not a manifest: {error}") from error
+    if canonical != data:
+        raise SnapshotError("the manifest is not in the form it was written in")
+    if manifest.schema != MANIFEST_SCHEMA:
+        raise SnapshotError(f"a manifest of schema {manifest.schema}; this program reads {MANIFEST_SCHEMA}")
+    names = [entry.file for entry in files_of(manifest)]
+    for name in names:
+        check_file_name(name)
+    if len(set(names)) != len(names):
+        raise SnapshotError("the manifest names a file twice")
+    return manifest
+
+
+def files_of(manifest: Manifest) -> list[Shard | Sidecar]:
+    """All files of the snapshot but the manifest itself."""
+    return [*manifest.shards, *manifest.sidecars]
+
+
+def check_file_name(name: str) -> None:
+    """A file of a snapshot lies directly in its directory."""
+    if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST_FILE:
+        raise SnapshotError(f"{name!r} cannot be the name of a file in a snapshot")
+
+
+def directory_name(tag: VersionTag) -> str:
+    return f"e{tag.epoch}-v{tag.version}"

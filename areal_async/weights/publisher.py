@@ -1,0 +1,256 @@
+"""The trainer's end of the weights plane.
+
+Promises:
+- `publish` returns when the snapshot is complete on disk and every waiting receiver is being told.
+- Receivers are served by a thread of its own: a training step does not delay them, nor they it.
+- Memory is bounded by the retention rules of `shelf.py`; old allocations are filled again where nobody
+  reads them.
+- `close` leaves no thread, no socket and no file.
+
+All methods may be called from any one thread that is not the publisher's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from areal_async.errors import FaultError, SnapshotError
+from areal_async.weights.manifest import directory_name
+from areal_async.weights.shelf import Shelf
+from areal_async.weights.snapshot import MODEL_FILE, WRITING_PREFIX, Written, write_snapshot
+from areal_async.wire.messages import (
+    AckSnapshot,
+    Message,
+    NoNews,
+    Ok,
+    SnapshotNotice,
+    VersionTag,
+    WaitSnapshot,
+)
+from areal_async.wire.rpc import CurveKeys, Peer, Server
+
+MAX_WAIT_MS = 60_000
+MAX_ACKS = 1024
+SPARE_FILE = ".spare-model"
+_OURS = re.compile(rf"e\d+-v\d+|{re.escape(WRITING_PREFIX)}.*|{re.escape(SPARE_FILE)}")
+
+
+class Publisher:
+    """Write snapshots under `root` and tell receivers at `endpoint` about them.
+
+    `files` go into every snapshot (see `write_snapshot`), as do `tied` names. `keep` newest snapshots stay; a
+    receiver that was told of one may read it for `hold_s` without acknowledging.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        endpoint: str,
+        *,
+        job: str,
+        keep: int = 2,
+        files: Mapping[str, bytes | Path] | None = None,
+        tied: Mapping[str, str] | None = None,
+        hold_s: float = 600.0,
+        keys: CurveKeys | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.endpoint = endpoint
+        self._root = root
+        self._files = {
+            name: c if isinstance(c, bytes) else c.read_bytes() for name, c in (files or {}).items()
+        }
+        self._tied = dict(tied or {})
+        self._clock = clock
+        self._shelf = Shelf(keep, int(hold_s * 1000))
+        self._written: dict[VersionTag, Written] = {}
+        self._acks: deque[AckSnapshot] = deque(maxlen=MAX_ACKS)
+        self._finished = False
+        self._lock = threading.Condition()
+        self._server = Server(endpoint, service="weights", job=job, handler=self._handle, keys=keys)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._changed: asyncio.Event | None = None
+
+    @property
+    def evaluations_dropped(self) -> int:
+        """Snapshots pinned for evaluation and dropped, since the evaluator was too slow for them."""
+        with self._lock:
+            return self._shelf.evaluations_dropped
+
+    def start(self) -> None:
+        """Serve. What an earlier publisher left under `root` is removed. Raises `EndpointError`."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, name="weights-publisher", daemon=True)
+        thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(self._start_server(), loop).result()
+        except BaseException:
+            _end_loop(loop, thread)
+            raise
+        # Only now: the endpoint was free, so no other publisher works here.
+        self._clear()
+        self._loop, self._thread, self.endpoint = loop, thread, self._server.endpoint
+
+    def publish(
+        self,
+        tag: VersionTag,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        evaluate: bool = False,
+        final: bool = False,
+    ) -> Written:
+        """Write the snapshot `tag` and announce it; `tensors` may change as soon as this returns.
+
+        `evaluate` pins it until an evaluator has acknowledged it; `final` says that none will follow. Raises
+        `SnapshotError` for a tag not newer than the last, or when it cannot be written.
+        """
+        with self._lock:
+            newest = self._shelf.newest
+            if self._finished:
+                raise SnapshotError(f"{directory_name(tag)} cannot follow the final snapshot")
+            if newest is not None and tag <= newest:
+                raise SnapshotError(f"{directory_name(tag)} is not newer than {directory_name(newest)}")
+            try:
+                spare = self._make_room()
+            except OSError as error:
+                raise SnapshotError(
+                    f"an old snapshot under {self._root} cannot be removed: {error}"
+                ) from error
+        written = write_snapshot(self._root, tag, tensors, files=self._files, tied=self._tied, reuse=spare)
+        with self._lock:
+            self._written[tag] = written
+            self._shelf.add(tag, evaluate=evaluate, final=final)
+            self._finished = final
+        self._wake()
+        return written
+
+    def acks(self) -> list[AckSnapshot]:
+        """What receivers acknowledged since the last call, oldest first (the last `MAX_ACKS`)."""
+        with self._lock:
+            acks = list(self._acks)
+            self._acks.clear()
+        return acks
+
+    def finish(self) -> None:
+        """Nothing more will be published: receivers that are up to date are told so."""
+        with self._lock:
+            self._finished = True
+        self._wake()
+
+    def wait_evaluated(self, timeout_s: float) -> bool:
+        """Wait until no pinned snapshot awaits evaluation; False when the time was not enough."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._shelf.pending_evaluations, timeout_s)
+
+    def close(self, *, remove: bool = True) -> None:
+        """Stop serving and, unless told otherwise, remove every snapshot."""
+        loop, thread = self._loop, self._thread
+        if loop is None or thread is None:
+            return
+        with self._lock:
+            self._finished = True
+        self._wake()
+        asyncio.run_coroutine_threadsafe(self._server.stop(), loop).result()
+        _end_loop(loop, thread)
+        self._loop = self._thread = None
+        if remove:
+            self._clear()
+
+    # --- the trainer's side --------------------------------------------------------------------------
+
+    def _make_room(self) -> Path | None:
+        """Remove what is retired, but for one model file that the next snapshot may fill."""
+        spare = self._root / SPARE_FILE
+        for tag, reusable in self._shelf.retire(self._now_ms()):
+            path = self._written.pop(tag).path
+            if reusable and not spare.exists():
+                (path / MODEL_FILE).rename(spare)
+            shutil.rmtree(path)
+        return spare if spare.exists() else None
+
+    def _clear(self) -> None:
+        for path in self._root.iterdir():
+            if _OURS.fullmatch(path.name):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._lock.notify_all()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._wake_waiters)
+
+    # --- the receivers' side: on the publisher's loop ------------------------------------------------
+
+    async def _start_server(self) -> None:
+        self._changed = asyncio.Event()
+        await self._server.start()
+
+    def _wake_waiters(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        if changed is not None:
+            changed.set()
+
+    async def _handle(self, peer: Peer, message: Message, attachments: list[memoryview]) -> Message:
+        if isinstance(message, WaitSnapshot):
+            return await self._wait_snapshot(message)
+        if isinstance(message, AckSnapshot):
+            with self._lock:
+                self._shelf.acknowledge(message.receiver, message.purpose, message.tag)
+                self._acks.append(message)
+                self._lock.notify_all()
+            self._wake_waiters()
+            return Ok()
+        raise FaultError("invalid", f"the weights publisher does not serve {type(message).__name__}")
+
+    async def _wait_snapshot(self, message: WaitSnapshot) -> Message:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + min(message.wait_ms, MAX_WAIT_MS) / 1000
+        while True:
+            changed = self._changed  # taken before looking, so that no change falls between
+            assert changed is not None
+            answer = self._look(message)
+            if not isinstance(answer, NoNews) or answer.finished:
+                return answer
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    await changed.wait()
+            except TimeoutError:
+                return answer
+
+    def _look(self, message: WaitSnapshot) -> SnapshotNotice | NoNews:
+        with self._lock:
+            ask = self._shelf.serve if message.purpose == "serve" else self._shelf.evaluate
+            tag = ask(message.receiver, message.after, self._now_ms())
+            if tag is not None:
+                written = self._written[tag]
+                return SnapshotNotice(
+                    tag, str(written.path), written.manifest_hash, self._shelf.is_final(tag)
+                )
+            due = message.purpose == "evaluate" and any(
+                message.after is None or pin > message.after for pin in self._shelf.pending_evaluations
+            )
+            return NoNews(finished=self._finished and not due)
+
+
+def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

@@ -1,0 +1,133 @@
+"""Which snapshots are kept, which are due for evaluation and which may be overwritten. Pure, with the time
+passed in.
+
+Kept are: the newest `keep`; the ones pinned for evaluation, until evaluated; those a receiver was told of
+and has neither acknowledged nor outlived its hold.
+
+Bounds: at most `MAX_PENDING` pinned ones wait beside version 0 and the final one (an older one is dropped
+and counted: evaluation that falls behind must not hold memory), and at most `MAX_HOLDS` are held per
+receiver and purpose.
+
+A retired snapshot is `reusable` (its bytes may be overwritten) unless a hold on it ended without an
+acknowledgement: then somebody may still be reading, and it may only be unlinked.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from areal_async.wire.messages import VersionTag
+
+Purpose = Literal["serve", "evaluate"]
+MAX_PENDING = 2
+MAX_HOLDS = 2
+
+
+class Retired(NamedTuple):
+    tag: VersionTag
+    reusable: bool
+
+
+class Shelf:
+    """All times are milliseconds of one monotonic clock."""
+
+    def __init__(self, keep: int, hold_ms: int) -> None:
+        self._keep = keep
+        self._hold_ms = hold_ms
+        self._tags: list[VersionTag] = []
+        self._final: VersionTag | None = None
+        self._pins: list[VersionTag] = []
+        self._holds: dict[tuple[str, Purpose], dict[VersionTag, int]] = {}
+        self._doubtful: set[VersionTag] = set()
+        self.evaluations_dropped = 0
+
+    @property
+    def newest(self) -> VersionTag | None:
+        return self._tags[-1] if self._tags else None
+
+    @property
+    def pending_evaluations(self) -> list[VersionTag]:
+        """Pinned and not yet evaluated, oldest first."""
+        return list(self._pins)
+
+    def is_final(self, tag: VersionTag) -> bool:
+        return tag == self._final
+
+    def add(self, tag: VersionTag, *, evaluate: bool, final: bool) -> None:
+        """A new snapshot is complete. Raises `ValueError` unless it is newer than all before it."""
+        if self._tags and tag <= self._tags[-1]:
+            raise ValueError(f"{tag} is not newer than {self._tags[-1]}")
+        self._tags.append(tag)
+        if final:
+            self._final = tag
+        if evaluate:
+            self._pins.append(tag)
+            told = {
+                held for (_, purpose), holds in self._holds.items() if purpose == "evaluate" for held in holds
+            }
+            waiting = [p for p in self._pins if p.version != 0 and p != self._final and p not in told]
+            for pin in waiting[:-MAX_PENDING]:
+                self._pins.remove(pin)
+                self.evaluations_dropped += 1
+
+    def serve(self, receiver: str, after: VersionTag | None, now_ms: int) -> VersionTag | None:
+        """The newest snapshot, if it is newer than `after`; it is held for the receiver from now on."""
+        newest = self.newest
+        if newest is None or (after is not None and newest <= after):
+            return None
+        self._hold(receiver, "serve", newest, now_ms)
+        return newest
+
+    def evaluate(self, receiver: str, after: VersionTag | None, now_ms: int) -> VersionTag | None:
+        """The oldest pinned snapshot newer than `after` that no other evaluator was told of."""
+        self._expire(now_ms)
+        others = {
+            tag
+            for (name, purpose), holds in self._holds.items()
+            if purpose == "evaluate" and name != receiver
+            for tag in holds
+        }
+        for tag in self._pins:
+            if tag not in others and (after is None or tag > after):
+                self._hold(receiver, "evaluate", tag, now_ms)
+                return tag
+        return None
+
+    def acknowledge(self, receiver: str, purpose: Purpose, tag: VersionTag) -> None:
+        """The receiver is done with the bytes of `tag` and of everything older. May be repeated."""
+        holds = self._holds.get((receiver, purpose), {})
+        for held in [held for held in holds if held <= tag]:
+            del holds[held]
+        if not holds:
+            self._holds.pop((receiver, purpose), None)
+        if purpose == "evaluate" and tag in self._pins:
+            self._pins.remove(tag)
+
+    def retire(self, now_ms: int) -> list[Retired]:
+        """Take everything off the shelf that nothing keeps."""
+        self._expire(now_ms)
+        kept = {*self._tags[-self._keep :], *self._pins}
+        for holds in self._holds.values():
+            kept.update(holds)
+        gone = [tag for tag in self._tags if tag not in kept]
+        self._tags = [tag for tag in self._tags if tag in kept]
+        retired = [Retired(tag, tag not in self._doubtful) for tag in gone]
+        self._doubtful.difference_update(gone)
+        return retired
+
+    def _hold(self, receiver: str, purpose: Purpose, tag: VersionTag, now_ms: int) -> None:
+        holds = self._holds.setdefault((receiver, purpose), {})
+        holds.pop(tag, None)
+        holds[tag] = now_ms + self._hold_ms
+        while len(holds) > MAX_HOLDS:
+            oldest = min(holds)
+            del holds[oldest]
+            self._doubtful.add(oldest)
+
+    def _expire(self, now_ms: int) -> None:
+        for key, holds in list(self._holds.items()):
+            for tag in [tag for tag, end_ms in holds.items() if end_ms <= now_ms]:
+                del holds[tag]
+                self._doubtful.add(tag)
+            if not holds:
+                del self._holds[key]

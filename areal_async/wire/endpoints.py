@@ -1,0 +1,155 @@
+"""Addresses: what may be bound, and the CURVE keys that let a socket leave the machine.
+
+Promise: a socket is bound beyond loopback only with keys; an address that another process serves is never
+taken over (libzmq would silently unlink a live ipc file); every refusal is an `EndpointError` that says what
+to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+
+from areal_async.errors import EndpointError
+from areal_async.wire.frames import MAX_MESSAGE_BYTES
+
+IPC_PATH_LIMIT_BYTES = 107
+HIGH_WATER_MESSAGES = 1024
+HEARTBEAT_MS = 10_000
+HEARTBEAT_TIMEOUT_MS = 60_000
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """One side's CURVE key pair (Z85, 40 bytes each) and whom it trusts.
+
+    `trusted` of a server are the public keys of the clients it lets in; of a client, exactly the server's.
+    """
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    trusted: tuple[bytes, ...] = ()
+
+    @classmethod
+    def generate(cls, trusted: tuple[bytes, ...] = ()) -> CurveKeys:
+        public, secret = zmq.curve_keypair()
+        return cls(public, secret, trusted)
+
+
+def tune(sock: zmq.Socket[bytes]) -> None:
+    """Bounds and liveness options common to both sides."""
+    sock.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
+    sock.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+    sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+
+
+def bind(sock: zmq.Socket[bytes], endpoint: str, keys: CurveKeys | None) -> str:
+    """Bind `sock` and return the real endpoint (a tcp port 0 replaced by the one given)."""
+    check_bindable(endpoint, keys)
+    if keys is not None:
+        sock.setsockopt(zmq.CURVE_SERVER, 1)
+        sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    try:
+        sock.bind(endpoint)
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            raise _busy(endpoint) from error
+        raise EndpointError(
+            f"cannot serve {endpoint}: {error.strerror}. Check the directory and the host."
+        ) from error
+    if endpoint.startswith("ipc://"):
+        os.chmod(endpoint.removeprefix("ipc://"), 0o600)
+    return sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+def connect(sock: zmq.Socket[bytes], endpoint: str, keys: CurveKeys | None) -> None:
+    """Connect `sock`; the peer need not be there yet."""
+    _split(endpoint)
+    if keys is not None:
+        if len(keys.trusted) != 1:
+            raise EndpointError("a client's CURVE keys must trust exactly one key: the server's")
+        sock.setsockopt(zmq.CURVE_SERVERKEY, keys.trusted[0])
+        sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    try:
+        sock.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise EndpointError(f"cannot connect to {endpoint}: {error.strerror}") from error
+
+
+def check_bindable(endpoint: str, keys: CurveKeys | None) -> None:
+    """Raise `EndpointError` where binding `endpoint` would be wrong."""
+    scheme, address = _split(endpoint)
+    if scheme == "ipc":
+        if not Path(address).parent.is_dir():
+            raise EndpointError(
+                f"cannot serve {endpoint}: the directory {Path(address).parent} does not exist"
+            )
+        if _ipc_is_served(address):
+            raise _busy(endpoint)
+    elif not _is_loopback(address.rpartition(":")[0]) and keys is None:
+        raise EndpointError(
+            f"refusing to serve {endpoint}: it is reachable from other machines. "
+            "Use 127.0.0.1, or configure CURVE keys."
+        )
+
+
+def remove_ipc_file(endpoint: str) -> None:
+    """Remove the file of a closed ipc endpoint, should libzmq have left it."""
+    if endpoint.startswith("ipc://"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(endpoint.removeprefix("ipc://"))
+
+
+def _split(endpoint: str) -> tuple[str, str]:
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "ipc" and address:
+        size = len(os.fsencode(address))
+        if size > IPC_PATH_LIMIT_BYTES:
+            raise EndpointError(
+                f"the socket path {address} has {size} bytes; the system's limit is {IPC_PATH_LIMIT_BYTES}. "
+                "Use a shorter socket directory."
+            )
+        return scheme, address
+    if scheme == "tcp" and address.rpartition(":")[0] and address.rpartition(":")[2].isdigit():
+        return scheme, address
+    raise EndpointError(f"{endpoint!r} is not an endpoint: write ipc://PATH or tcp://HOST:PORT")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _ipc_is_served(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except OSError:
+            # Full backlog, timeout or no permission: somebody is there, or the path is not ours to take.
+            return True
+        return True
+
+
+def _busy(endpoint: str) -> EndpointError:
+    return EndpointError(
+        f"cannot serve {endpoint}: another process already serves it. "
+        "End that process or choose another endpoint."
+    )

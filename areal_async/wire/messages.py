@@ -1,0 +1,435 @@
+"""Every type that crosses a process boundary.
+
+Each message is an immutable msgspec struct, encoded as msgpack, told apart by its tag (the class name).
+Bulk bytes never sit inside a message: they travel as attachments, separate frames in the order that the
+message names. Durations are integer milliseconds; no message carries a clock reading.
+
+`SCHEMA` is compared at hello: two processes of different schema refuse each other with a `Fault`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+SCHEMA = 1
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Base of every request and reply."""
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A value that only travels inside messages (and is stored, where the ledger says so)."""
+
+
+# --- shared values -----------------------------------------------------------------------------------
+
+
+class VersionTag(Record, frozen=True, order=True):
+    """Identity of a snapshot: the trainer's epoch and the number of steps behind the weights."""
+
+    epoch: int
+    version: int
+
+
+class Task(Record, frozen=True):
+    """One prompt with its ground truth. `task_id` is `<dataset hash>:<row>:<pass>`."""
+
+    task_id: str
+    prompt: list[dict[str, Any]] | str
+    data_source: str = ""
+    ability: str = ""
+    reward_style: str = ""
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = {}
+
+
+class Score(Record, frozen=True, tag="score"):
+    """Scoring succeeded: `value` is the episode's reward; `components` names its parts."""
+
+    value: float
+    components: dict[str, float] = {}
+
+
+class Timeout(Record, frozen=True, tag="timeout"):
+    """The reward did not answer within its deadline of `limit_ms`."""
+
+    limit_ms: int
+
+
+class Failure(Record, frozen=True, tag="error"):
+    """The reward raised or died. Never a score of 0."""
+
+    kind: str
+    message: str
+
+
+class Abstain(Record, frozen=True, tag="abstain"):
+    """The reward declined to judge."""
+
+    reason: str = ""
+
+
+Verdict = Score | Timeout | Failure | Abstain
+
+
+# --- every service -----------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """First message of every client connection."""
+
+    schema: int
+    job: str
+    role: str
+    name: str
+
+
+class Welcome(Message, frozen=True):
+    schema: int
+    service: str
+    front_epoch: int = 0
+
+
+class Ok(Message, frozen=True):
+    pass
+
+
+FaultKind = Literal[
+    "schema",  # the peer speaks another schema, or another job
+    "invalid",  # the request itself is wrong; do not retry
+    "fenced",  # a newer front, lease or trainer epoch has replaced the caller
+    "busy",  # back-pressure: retry later
+    "unavailable",  # the service cannot reach what it needs (Redis); retry later
+    "stale",  # the hard staleness bound would be broken; fatal
+    "internal",
+]
+
+
+class Fault(Message, frozen=True):
+    """The typed error of every call. `kind` decides what a caller may do; `message` is for people."""
+
+    kind: FaultKind
+    message: str
+    retry_after_ms: int = 0
+
+
+# --- rollout -> buffer -------------------------------------------------------------------------------
+
+
+class Lease(Message, frozen=True):
+    """Ask for up to `capacity` groups for a worker that serves `serving`; waits at most `wait_ms`."""
+
+    worker: str
+    capacity: int
+    serving: VersionTag
+    wait_ms: int = 0
+
+
+class LeasedGroup(Record, frozen=True):
+    """The right to produce the `missing` samples of a group until `deadline_ms` from now (renewed by
+    heartbeats). `seed` is the group's; sample i of attempt a derives its own from (seed, i, a)."""
+
+    group_id: str
+    lease_id: str
+    attempt: int
+    task: Task
+    group_size: int
+    missing: list[int]
+    seed: int
+    deadline_ms: int
+
+
+class Leases(Message, frozen=True):
+    """The granted groups; when empty, `reason` says what the worker waits for."""
+
+    groups: list[LeasedGroup]
+    reason: str = ""
+
+
+class Heartbeat(Message, frozen=True):
+    worker: str
+    lease_ids: list[str]
+    serving: VersionTag
+
+
+class HeartbeatAck(Message, frozen=True):
+    """`lost` are leases the worker no longer holds: it must abort their episodes."""
+
+    lost: list[str]
+    drain: bool = False
+
+
+class Release(Message, frozen=True):
+    """Hand a lease back before its deadline. What is stored stays; the missing samples are re-queued."""
+
+    worker: str
+    lease_id: str
+    reason: str
+
+
+class PutEpisodes(Message, frozen=True):
+    """Finished episodes of one group. Attachment i is the codec blob of sample `samples[i]`."""
+
+    lease_id: str
+    group_id: str
+    samples: list[int]
+
+
+class Refusal(Record, frozen=True):
+    """One item of a batch that was not taken, and why."""
+
+    item: str
+    reason: str
+
+
+Durability = Literal["memory", "everysec", "always"]
+
+
+class PutAck(Message, frozen=True):
+    """`stored` samples survive any process death as far as tier `durability` goes."""
+
+    stored: list[int]
+    durability: Durability
+    refused: list[Refusal] = []
+
+
+# --- reward -> buffer --------------------------------------------------------------------------------
+
+
+class Claim(Message, frozen=True):
+    scorer: str
+    max_episodes: int
+    wait_ms: int = 0
+
+
+class ClaimedEpisode(Record, frozen=True):
+    """A stored episode to score. Its codec blob is the attachment of the same index."""
+
+    episode_id: str
+    claim_id: str
+    task: Task
+    deadline_ms: int
+    tries: int = 0
+
+
+class Claims(Message, frozen=True):
+    items: list[ClaimedEpisode]
+
+
+class EpisodeVerdict(Record, frozen=True):
+    episode_id: str
+    claim_id: str
+    verdict: Verdict
+    elapsed_ms: float = 0.0
+
+
+class PutVerdicts(Message, frozen=True):
+    scorer: str
+    verdicts: list[EpisodeVerdict]
+
+
+class VerdictAck(Message, frozen=True):
+    refused: list[Refusal] = []
+
+
+# --- trainer -> buffer -------------------------------------------------------------------------------
+
+
+class OpenTrainer(Message, frozen=True):
+    """Become the job's only trainer, fencing any earlier one. `step` is the step the trainer's own state
+    is at (0, or that of the restored checkpoint); the ledger copy of that checkpoint is the attachment."""
+
+    trainer: str
+    step: int
+
+
+class TrainerOpened(Message, frozen=True):
+    epoch: int
+    step: int
+
+
+class NextBatch(Message, frozen=True):
+    """Ask for the batch of `step`. Idempotent by (epoch, step); waits at most `wait_ms`."""
+
+    epoch: int
+    step: int
+    wait_ms: int = 0
+
+
+class BatchEpisode(Record, frozen=True):
+    """One episode of a batch. `sample` is its index in the group; versions are over its sampled units."""
+
+    episode_id: str
+    sample: int
+    n_units: int
+    n_sampled: int
+    min_version: int
+    max_version: int
+    reward: float
+    components: dict[str, float] = {}
+
+
+class BatchGroup(Record, frozen=True):
+    group_id: str
+    task_id: str
+    data_source: str
+    episodes: list[BatchEpisode]
+
+
+class Batch(Message, frozen=True):
+    """The manifest of a step: what is trained, in order. Bytes are fetched by id."""
+
+    epoch: int
+    step: int
+    max_staleness: int
+    groups: list[BatchGroup]
+
+
+class Waiting(Message, frozen=True):
+    """No batch yet: the starving edge and its figures, in words a person can act on."""
+
+    edge: str
+    detail: str
+
+
+class Fetch(Message, frozen=True):
+    """Ask for codec blobs by episode id; they come back as attachments in the same order."""
+
+    episode_ids: list[str]
+
+
+class Fetched(Message, frozen=True):
+    episode_ids: list[str]
+
+
+class Commit(Message, frozen=True):
+    """Step `step` is trained and its snapshot `step + 1` published. Idempotent by (epoch, step)."""
+
+    epoch: int
+    step: int
+
+
+class ExportLedger(Message, frozen=True):
+    """Ask for the ledger as of the last committed step, to go into the checkpoint."""
+
+    epoch: int
+    step: int
+
+
+class LedgerCopy(Message, frozen=True):
+    """The ledger as bytes, in the one attachment."""
+
+    step: int
+
+
+class Checkpointed(Message, frozen=True):
+    """The checkpoint after `step` steps is on disk: groups trained before it become COMMITTED and their
+    bytes are freed."""
+
+    epoch: int
+    step: int
+
+
+# --- anyone -> buffer --------------------------------------------------------------------------------
+
+
+class Stats(Message, frozen=True):
+    pass
+
+
+class BufferStats(Message, frozen=True):
+    """Counts by group state, reasons of every transition, and the figures of the admission formula."""
+
+    groups: dict[str, int]
+    episodes: dict[str, int]
+    reasons: dict[str, int]
+    v_train: int
+    outstanding: int
+    capacity: int
+    payload_bytes: int
+    redis_bytes: int
+    queue_age_ms: int = 0
+    max_staleness_seen: int = 0
+    episodes_trained: int = 0
+    episodes_dropped: int = 0
+
+
+# --- weights: receivers -> trainer -------------------------------------------------------------------
+
+
+class WaitSnapshot(Message, frozen=True):
+    """Ask for the newest snapshot after `after` for a `purpose`; waits at most `wait_ms`.
+
+    `serve` gets the newest of all. `evaluate` gets, in order, the ones pinned for evaluation."""
+
+    receiver: str
+    purpose: Literal["serve", "evaluate"]
+    after: VersionTag | None = None
+    wait_ms: int = 0
+
+
+class SnapshotNotice(Message, frozen=True):
+    """A complete snapshot: `path` is its directory on this host, `manifest_hash` the hash of its manifest.
+    `final` marks the last one of the job."""
+
+    tag: VersionTag
+    path: str
+    manifest_hash: str
+    final: bool = False
+
+
+class NoNews(Message, frozen=True):
+    """Nothing newer within the wait. `finished`: none will come."""
+
+    finished: bool = False
+
+
+class AckSnapshot(Message, frozen=True):
+    """A receiver serves (or has evaluated) `tag`; with `error`, it could not, and why."""
+
+    receiver: str
+    purpose: Literal["serve", "evaluate"]
+    tag: VersionTag
+    stall_ms: float = 0.0
+    error: str = ""
+
+
+Request = (
+    Hello
+    | Lease
+    | Heartbeat
+    | Release
+    | PutEpisodes
+    | Claim
+    | PutVerdicts
+    | OpenTrainer
+    | NextBatch
+    | Fetch
+    | Commit
+    | ExportLedger
+    | Checkpointed
+    | Stats
+    | WaitSnapshot
+    | AckSnapshot
+)
+Reply = (
+    Welcome
+    | Ok
+    | Fault
+    | Leases
+    | HeartbeatAck
+    | PutAck
+    | Claims
+    | VerdictAck
+    | TrainerOpened
+    | Batch
+    | Waiting
+    | Fetched
+    | LedgerCopy
+    | BufferStats
+    | SnapshotNotice
+    | NoNews
+)

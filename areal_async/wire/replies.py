@@ -1,0 +1,136 @@
+"""Which request is run, joined, answered again or refused: the server's memory of its clients. Pure.
+
+Promise: while a client waits for request `r`, `r` runs at most once at a time, and once it has answered it is
+not run again as long as its reply is remembered. Replies are forgotten as soon as the client says that it has
+them (the `floor` of its later requests), and otherwise oldest first beyond `max_entries` or `max_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from typing_extensions import Buffer
+
+
+class Admission(Enum):
+    RUN = "run"
+    JOIN = "join"
+    """The request runs already: its one reply will answer this duplicate too."""
+    REPLAY = "replay"
+    STALE = "stale"
+    """The client has said that it no longer waits for this request."""
+    BUSY = "busy"
+    """The client has its limit of requests under way."""
+
+
+@dataclass
+class _Memory:
+    """What is known of one client: request id -> its reply, None while it runs."""
+
+    replies: dict[int, Sequence[Buffer] | None] = field(default_factory=dict)
+    running: int = 0
+    floor: int = 0
+
+
+class ReplyBook:
+    def __init__(self, max_in_flight: int, max_entries: int, max_bytes: int, max_clients: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._max_clients = max_clients
+        self._clients: OrderedDict[int, _Memory] = OrderedDict()
+        self._sizes: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self._size_bytes = 0
+
+    @property
+    def entries(self) -> int:
+        return len(self._sizes)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    @property
+    def clients(self) -> int:
+        return len(self._clients)
+
+    def admit(self, client: int, request: int, floor: int) -> Admission:
+        """Decide about one arrival of a request; RUN obliges the caller to `finish` it."""
+        memory = self._clients.get(client)
+        if memory is None:
+            memory = self._remember(client)
+        else:
+            self._clients.move_to_end(client)
+        if floor > memory.floor:
+            memory.floor = floor
+            self._forget_below(client, memory)
+        if request < memory.floor:
+            return Admission.STALE
+        if request in memory.replies:
+            return Admission.JOIN if memory.replies[request] is None else Admission.REPLAY
+        if memory.running >= self._max_in_flight:
+            return Admission.BUSY
+        memory.replies[request] = None
+        memory.running += 1
+        return Admission.RUN
+
+    def reply(self, client: int, request: int) -> Sequence[Buffer]:
+        """The remembered frames of a request admitted as REPLAY."""
+        frames = self._clients[client].replies[request]
+        assert frames is not None
+        return frames
+
+    def finish(self, client: int, request: int, frames: Sequence[Buffer] | None) -> bool:
+        """A running request has its answer; with None it was refused for now and a retry runs it anew.
+
+        Returns whether the client still waits for the answer.
+        """
+        memory = self._clients.get(client)
+        if memory is None or request not in memory.replies:
+            return False
+        memory.running -= 1
+        wanted = request >= memory.floor
+        if frames is None or not wanted:
+            del memory.replies[request]
+            return wanted
+        memory.replies[request] = frames
+        size = sum(memoryview(frame).nbytes for frame in frames)
+        self._sizes[(client, request)] = size
+        self._size_bytes += size
+        while self._sizes and (len(self._sizes) > self._max_entries or self._size_bytes > self._max_bytes):
+            (other, old), old_size = self._sizes.popitem(last=False)
+            self._size_bytes -= old_size
+            del self._clients[other].replies[old]
+        return True
+
+    def forget(self, client: int) -> None:
+        """The client is gone; answers of its running requests will find nobody."""
+        memory = self._clients.pop(client, None)
+        if memory is not None:
+            for request, frames in memory.replies.items():
+                if frames is not None:
+                    self._size_bytes -= self._sizes.pop((client, request))
+
+    def _remember(self, client: int) -> _Memory:
+        if len(self._clients) >= self._max_clients:
+            # The one unheard for longest among those with nothing under way, or else simply the one unheard
+            # for longest: it retries, and is then met as a stranger.
+            idle = next((c for c, m in self._clients.items() if not m.running), next(iter(self._clients)))
+            self.forget(idle)
+        memory = self._clients[client] = _Memory()
+        return memory
+
+    def _forget_below(self, client: int, memory: _Memory) -> None:
+        # Ids are in order of arrival, so this looks at the forgotten ones and at most the running ones.
+        done = []
+        for request, frames in memory.replies.items():
+            if request >= memory.floor:
+                break
+            if frames is not None:
+                done.append(request)
+        for request in done:
+            del memory.replies[request]
+            self._size_bytes -= self._sizes.pop((client, request))

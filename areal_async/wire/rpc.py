@@ -1,0 +1,17 @@
+"""The RPC of every service: requests and replies of `messages.py` over ROUTER/DEALER.
+
+    server = Server("ipc:///run/job/buffer", service="buffer", job="job", handler=handle)
+    await server.start()
+    …
+    async with Client("ipc:///run/job/buffer", job="job", role="rollout", name="rollout-0") as client:
+        reply, blobs = await client.call(Lease(…), timeout_s=5.0)
+
+`SyncClient` is the blocking one. The promises are in `server.py` and `client.py`; the bytes in `frames.py`.
+"""
+
+from areal_async.wire.client import Client
+from areal_async.wire.endpoints import CurveKeys
+from areal_async.wire.server import Answer, Handler, Peer, RpcCounters, Server
+from areal_async.wire.sync_client import SyncClient
+
+__all__ = ["Answer", "Client", "CurveKeys", "Handler", "Peer", "RpcCounters", "Server", "SyncClient"]

@@ -1,0 +1,21 @@
+"""The ledger: what became of every task, group and episode of a job, as a pure state machine.
+
+Contract. `decide(index, command, now_ms)` looks at the index and returns a `Decision`: the reply, and the
+writes that make it true. It changes nothing, reads no clock and does no I/O; `index.apply(writes)` is the only
+way the index changes, and the same writes go to Redis in one script call. So the index is always a function of
+what Redis holds, and a crash between two decisions leaves a state from which any message can be asked again.
+
+Every group follows
+
+    QUEUED → LEASED → GENERATED → SCORED → BATCHED(step) → TRAINED(step) → COMMITTED(checkpoint)
+
+with LEASED → QUEUED when a lease ends early, BATCHED ← TRAINED when a trainer comes back from a checkpoint,
+and any state before TRAINED → DROPPED(reason). Each episode of a group follows
+
+    MISSING → STORED → CLAIMED → VERDICT
+
+with CLAIMED → STORED when a claim ends without a score. Each transition is counted by its reason.
+
+What is fenced: results by lease id, verdicts by claim id, the trainer's messages by its epoch; every message
+may be repeated. What is not decided here: whether bytes reached Redis (`store`), and waiting (`front`).
+"""

@@ -1,0 +1,172 @@
+"""Assembling the batch of a step: the hard staleness check, overtaken groups, the order of training."""
+
+from __future__ import annotations
+
+from areal_async.wire.messages import Batch, BatchEpisode, BatchGroup, Message, NextBatch, Waiting
+from replay_buffer.ledger.draft import Decision, Draft, fault
+from replay_buffer.ledger.index import Index, oldest_version
+from replay_buffer.ledger.lineage import accepts
+from replay_buffer.ledger.records import BatchPlan, EpisodeState, Group, GroupState, OvertakenWait
+from replay_buffer.ledger.words import starving
+
+UNFINISHED = (GroupState.LEASED, GroupState.GENERATED)
+
+
+def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
+    """The batch of `step`, the same one however often it is asked for.
+
+    A batch is `batch_groups` SCORED groups, those with the oldest version first, then the oldest groups. None
+    has a version below `step − η`: what fell below is dropped here, and checked once more. A group that holds
+    (or may come to hold) version `step − η` and is not finished would be too old for the next step; under
+    `wait` the step does not start without it, until the limit."""
+    meta, step = index.meta, message.step
+    if message.epoch != meta.epoch:
+        return fenced(index, message.epoch)
+    plan = index.batches.get(step)
+    if plan is not None and plan.epoch == message.epoch:
+        return Decision(_manifest(index, plan, [index.groups[id_] for id_ in plan.group_ids]))
+    if step != meta.v_train:
+        return fault("invalid", f"step {step} is not next: {meta.v_train} steps are committed")
+    draft = Draft(index, now_ms)
+    groups = _still_on_lineage(draft, plan)
+    if len(groups) < index.rules.batch_groups:
+        _drop_stale(draft, step)
+        ready = _ready(draft, step, index.rules.batch_groups - len(groups))
+        if len(groups) + len(ready) < index.rules.batch_groups:
+            return draft.decide(starving(index, step, len(groups) + len(ready)))
+        waiting = _wait_for_overtaken(draft, step, ready)
+        if waiting is not None:
+            return draft.decide(waiting)
+        groups += [draft.move(group, GroupState.BATCHED, step=step) for group in ready]
+        _drop_left_behind(draft, step)
+    new_plan = BatchPlan(step, message.epoch, tuple(group.group_id for group in groups))
+    draft.set_batch(step, new_plan)
+    if draft.meta.overtaken is not None:
+        draft.set_meta(overtaken=None)
+    return draft.decide(_manifest(index, new_plan, groups))
+
+
+def fenced(index: Index, epoch: int) -> Decision:
+    return fault(
+        "fenced",
+        f"trainer epoch {epoch} is not the running one: the trainer of this job is "
+        f"{index.meta.trainer or 'not there yet'} (epoch {index.meta.epoch})",
+    )
+
+
+def _still_on_lineage(draft: Draft, plan: BatchPlan | None) -> list[Group]:
+    """The groups of a batch that is run again, less those that abandoned weights had a part in."""
+    good = []
+    for group in draft.groups(plan.group_ids if plan is not None else ()):
+        if on_lineage(draft, group):
+            good.append(group)
+        else:
+            draft.drop(group, "abandoned")
+    return good
+
+
+def on_lineage(draft: Draft, group: Group) -> bool:
+    lineage = draft.meta.lineage
+    return all(accepts(lineage, e.min_epoch, e.min_version, e.max_version) for e in group.episodes)
+
+
+def _drop_stale(draft: Draft, step: int) -> None:
+    """Drop what holds a version below `step − η`. What is merely leased at such a version is judged by the
+    versions it arrives with."""
+    for group in _aged(draft, step - draft.rules.max_staleness - 1):
+        if 0 <= group.min_version < step - draft.rules.max_staleness:
+            draft.drop(group, "stale")
+
+
+def _aged(draft: Draft, version: int) -> list[Group]:
+    """Unbatched groups that hold, or while leased may come to hold, `version` or an older one."""
+    aged = []
+    for group_id in draft.index.aging:
+        if oldest_version(draft.index.groups[group_id]) > version:
+            break
+        aged.append(group_id)
+    return [group for group in draft.groups(aged) if group.state < GroupState.BATCHED]
+
+
+def _ready(draft: Draft, step: int, most: int) -> list[Group]:
+    """Up to `most` scored groups in the order of training. One with versions beyond `step` comes from before
+    a restart and is judged when its step is reached."""
+    chosen: list[Group] = []
+    for group_id in draft.index.ready:
+        if len(chosen) >= most:
+            break
+        group = draft.group(group_id)
+        if group is None or group.max_version > step:
+            continue
+        if not on_lineage(draft, group):
+            draft.drop(group, "abandoned")
+        elif 0 <= group.min_version < step - draft.rules.max_staleness:
+            raise AssertionError(f"{group_id}: version {group.min_version} is too old for step {step}")
+        else:
+            chosen.append(group)
+    return chosen
+
+
+def _wait_for_overtaken(draft: Draft, step: int, chosen: list[Group]) -> Waiting | None:
+    """Whether the step waits. Where all of `chosen` are as old as what is overtaken, there is no place for
+    another, and waiting would be in vain."""
+    limit = step - draft.rules.max_staleness
+    overtaken = [group for group in _aged(draft, limit) if group.state in UNFINISHED]
+    in_vain = all(0 <= group.min_version <= limit for group in chosen)
+    if not overtaken or in_vain or not draft.rules.overtaken_waits:
+        return None
+    since = draft.meta.overtaken
+    if since is None or since.step != step:
+        since = OvertakenWait(step, draft.now_ms)
+        draft.set_meta(overtaken=since)
+    left_ms = since.since_ms + draft.rules.overtaken_ms - draft.now_ms
+    if left_ms > 0:
+        names = ", ".join(group.group_id for group in overtaken[:3]) + (" …" if len(overtaken) > 3 else "")
+        return Waiting(
+            "overtaken groups",
+            f"step {step} waits at most {left_ms / 1000:.1f} s more for {len(overtaken)} unfinished group(s) of "
+            f"version {limit}, which would be too old for the step after it: {names}",
+        )
+    for group in overtaken:
+        draft.drop(group, "overtaken")
+    return None
+
+
+def _drop_left_behind(draft: Draft, step: int) -> None:
+    """With the batch of `step` made, what holds version `step − η` can be trained no more."""
+    for group in _aged(draft, step - draft.rules.max_staleness):
+        if 0 <= group.min_version <= step - draft.rules.max_staleness:
+            draft.drop(group, "stale" if group.state in (GroupState.SCORED, GroupState.QUEUED) else "overtaken")
+
+
+def _manifest(index: Index, plan: BatchPlan, groups: list[Group]) -> Message:
+    return Batch(
+        epoch=plan.epoch,
+        step=plan.step,
+        max_staleness=index.rules.max_staleness,
+        groups=[_batch_group(index, group) for group in groups],
+    )
+
+
+def _batch_group(index: Index, group: Group) -> BatchGroup:
+    task = index.tasks.task(group.row, group.pass_index)
+    if any(episode.state != EpisodeState.VERDICT for episode in group.episodes):
+        raise AssertionError(f"{group.group_id} is in a batch without all its verdicts")
+    return BatchGroup(
+        group_id=group.group_id,
+        task_id=task.task_id,
+        data_source=task.data_source,
+        episodes=[
+            BatchEpisode(
+                episode_id=f"{group.group_id}.{sample}",
+                sample=sample,
+                n_units=episode.n_units,
+                n_sampled=episode.n_sampled,
+                min_version=episode.min_version,
+                max_version=episode.max_version,
+                reward=episode.reward,
+                components=episode.components or {},
+            )
+            for sample, episode in enumerate(group.episodes)
+        ],
+    )

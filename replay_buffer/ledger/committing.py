@@ -1,0 +1,89 @@
+"""The end of a step: committed, exported into a checkpoint, covered by it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from areal_async.wire.messages import Checkpointed, Commit, ExportLedger, LedgerCopy, Ok
+from replay_buffer.ledger.batching import fenced
+from replay_buffer.ledger.draft import Decision, Draft, fault
+from replay_buffer.ledger.index import UNBATCHED, Index
+from replay_buffer.ledger.lineage import pruned
+from replay_buffer.ledger.records import SCHEMA, Group, GroupState, Meta
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """The ledger inside a checkpoint: the figures, and every group that is not yet batched. Groups batched
+    before `meta.v_train` are in the checkpoint's weights; their bytes and the rest stay in Redis."""
+
+    schema: int
+    meta: Meta
+    groups: list[Group]
+
+
+def commit(index: Index, message: Commit, now_ms: int) -> Decision:
+    """Step `step` is trained and published: its groups are TRAINED. Committing it again changes nothing."""
+    meta, step = index.meta, message.step
+    if message.epoch != meta.epoch:
+        return fenced(index, message.epoch)
+    if step < meta.v_train:
+        return Decision(Ok())
+    plan = index.batches.get(step)
+    if step > meta.v_train or plan is None or plan.epoch != message.epoch:
+        return fault("invalid", f"step {step} cannot be committed: its batch was not given to this trainer")
+    draft = Draft(index, now_ms)
+    staleness = meta.max_staleness_seen
+    trained = 0
+    for group in draft.groups(plan.group_ids):
+        if group.min_version >= 0:
+            staleness = max(staleness, step - group.min_version)
+        trained += len(group.episodes)
+        draft.move(group, GroupState.TRAINED)
+    draft.set_meta(
+        v_train=step + 1,
+        episodes_trained=meta.episodes_trained + trained,
+        max_staleness_seen=staleness,
+    )
+    return draft.decide(Ok())
+
+
+def export(index: Index, message: ExportLedger) -> Decision:
+    """The ledger as of the last committed step, for the checkpoint of that step."""
+    if message.epoch != index.meta.epoch:
+        return fenced(index, message.epoch)
+    if message.step != index.meta.v_train:
+        return fault(
+            "invalid",
+            f"the ledger is at step {index.meta.v_train}; it cannot be exported as of step {message.step}",
+        )
+    groups = [group for group in index.groups.values() if group.state in UNBATCHED]
+    copy = Copy(SCHEMA, index.meta, groups)
+    return Decision(LedgerCopy(message.step), payload=msgspec.msgpack.encode(copy))
+
+
+def checkpointed(index: Index, message: Checkpointed, now_ms: int) -> Decision:
+    """The checkpoint after `step` steps is on disk: what was trained before it is COMMITTED, its bytes freed,
+    and its part of the redo log forgotten."""
+    if message.epoch != index.meta.epoch:
+        return fenced(index, message.epoch)
+    if message.step > index.meta.v_train:
+        return fault(
+            "invalid", f"a checkpoint of step {message.step} cannot exist: {index.meta.v_train} steps are committed"
+        )
+    draft = Draft(index, now_ms)
+    commit_before(draft, message.step)
+    return draft.decide(Ok())
+
+
+def commit_before(draft: Draft, step: int) -> None:
+    """COMMITTED for every step before `step`."""
+    if step <= draft.meta.checkpoint:
+        return
+    for plan in draft.index.batches.values():
+        if plan.step < step:
+            for group in draft.groups(plan.group_ids):
+                draft.commit(group)
+            draft.set_batch(plan.step, None)
+    # No batch before `step` is run again, so no unit below its bound is asked about again.
+    lineage = pruned(draft.meta.lineage, step - draft.rules.max_staleness)
+    draft.set_meta(checkpoint=step, lineage=lineage)

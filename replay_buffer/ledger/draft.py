@@ -1,0 +1,211 @@
+"""Decisions, and the draft in which one is put together.
+
+A draft is an overlay on an index: it reads through to the index, keeps what it changes to itself, and counts
+every transition with its reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from areal_async.wire.messages import Fault, FaultKind, Message
+from replay_buffer.ledger.index import Index, Writes
+from replay_buffer.ledger.records import (
+    MISSING,
+    NO_VERSION,
+    BatchPlan,
+    Claim,
+    Episode,
+    EpisodeState,
+    Group,
+    GroupState,
+    Lease,
+    Meta,
+)
+from replay_buffer.ledger.rules import MAX_ATTEMPTS, MAX_LEASES
+
+Q, L, G, S, B, T, C, D = GroupState
+
+LEGAL = {
+    Q: {L, D},
+    L: {G, Q, D},
+    G: {S, D},
+    S: {B, D},
+    B: {T, D},
+    T: {B, C},
+}
+"""From each state, the states that a group may go to."""
+
+TRY_AGAIN = frozenset({"stale", "overtaken", "abandoned"})
+"""Reasons to drop a group that say nothing against its task: the task is queued again as a new attempt."""
+
+
+@dataclass
+class Decision:
+    """What to answer, and what must be written first. Without writes there is nothing to make true."""
+
+    reply: Message
+    writes: Writes | None = None
+    payload: bytes | None = None
+    """The reply's attachment, where it has one that is no episode."""
+
+
+def fault(kind: FaultKind, message: str) -> Decision:
+    return Decision(Fault(kind, message))
+
+
+class Draft:
+    """One decision in the making, at the time `now_ms` of Redis."""
+
+    def __init__(self, index: Index, now_ms: int) -> None:
+        self.index = index
+        self.rules = index.rules
+        self.now_ms = now_ms
+        self.meta: Meta = index.meta
+        self.counts: Counter[str] = Counter()
+        self._writes = Writes(index.meta)
+
+    # --- reading ---
+
+    def group(self, group_id: str) -> Group | None:
+        if group_id in self._writes.groups:
+            return self._writes.groups[group_id]
+        return self.index.groups.get(group_id)
+
+    def groups(self, ids: Any) -> list[Group]:
+        """Those of `ids` that still exist."""
+        return [group for group_id in ids if (group := self.group(group_id)) is not None]
+
+    # --- writing ---
+
+    def count(self, reason: str, times: int = 1) -> None:
+        self.counts[reason] += times
+
+    def set_meta(self, **changes: Any) -> None:
+        self.meta = replace(self.meta, **changes)
+
+    def set_group(self, group: Group, **changes: Any) -> Group:
+        """Replace fields of a group without a change of state."""
+        self._writes.groups[group.group_id] = group = replace(group, **changes)
+        return group
+
+    def set_lease(self, lease_id: str, lease: Lease | None) -> None:
+        self._writes.leases[lease_id] = lease
+
+    def set_claim(self, claim_id: str, claim: Claim | None) -> None:
+        self._writes.claims[claim_id] = claim
+
+    def set_batch(self, step: int, batch: BatchPlan | None) -> None:
+        self._writes.batches[step] = batch
+
+    def keep_blob(self, group_id: str, sample: int, attachment: int) -> None:
+        self._writes.blobs.setdefault(group_id, {})[sample] = attachment
+
+    def free(self, group_id: str, samples: tuple[int, ...] | None = None) -> None:
+        """Free the bytes of a group, those of `samples` or all."""
+        self._writes.freed[group_id] = samples
+        self._writes.blobs.pop(group_id, None)
+
+    def new_id(self, kind: str) -> str:
+        self.set_meta(ids=self.meta.ids + 1)
+        return f"{kind}{self.index.nonce}.{self.meta.ids:x}"
+
+    # --- transitions ---
+
+    def new_group(self, row: int, pass_index: int, attempt: int) -> Group:
+        """A task is QUEUED."""
+        task_id = self.index.tasks.task(row, pass_index).task_id
+        group = Group(
+            group_id=f"{task_id}#{attempt}",
+            seq=self.meta.seq,
+            row=row,
+            pass_index=pass_index,
+            attempt=attempt,
+            state=Q,
+            episodes=(MISSING,) * self.rules.group_size,
+            since_ms=self.now_ms,
+        )
+        self.set_meta(seq=self.meta.seq + 1)
+        self.count("queued")
+        return self.set_group(group)
+
+    def move(self, group: Group, state: GroupState, reason: str = "", **changes: Any) -> Group:
+        """One transition, counted under the state's name and, if given, its reason."""
+        was = GroupState(group.state)
+        if state not in LEGAL[was]:
+            raise AssertionError(f"{group.group_id}: {was.name} → {state.name} is no transition")
+        self.count(f"{state.name.lower()}:{reason}" if reason else state.name.lower())
+        return self.set_group(group, state=int(state), since_ms=self.now_ms, **changes)
+
+    def drop(self, group: Group, reason: str) -> Group | None:
+        """The group ends as DROPPED(reason), and its bytes go. Returns the group of the task's next attempt,
+        if it is to have one."""
+        self.move(group, D, reason)
+        self.set_meta(episodes_dropped=self.meta.episodes_dropped + len(group.episodes))
+        self._forget(group)
+        if reason in TRY_AGAIN and group.attempt + 1 < MAX_ATTEMPTS:
+            return self.new_group(group.row, group.pass_index, group.attempt + 1)
+        return None
+
+    def commit(self, group: Group) -> None:
+        """The group ends as COMMITTED."""
+        self.move(group, C)
+        self._forget(group)
+
+    def remove(self, group: Group, reason: str) -> None:
+        """Forget a group that another ledger does not know, whatever its state."""
+        self.count(reason)
+        self._forget(group)
+
+    def _forget(self, group: Group) -> None:
+        self._writes.groups[group.group_id] = None
+        if group.state == L:
+            self.set_lease(group.leases[-1], None)
+        for claim_id in {e.claim_id for e in group.episodes if e.state == EpisodeState.CLAIMED}:
+            self.set_claim(claim_id, None)
+        self.free(group.group_id)
+
+    def end_lease(self, group: Group, reason: str) -> None:
+        """A live lease ends with samples missing. What is stored stays; a new lease names only the rest."""
+        self.set_lease(group.leases[-1], None)
+        if len(group.leases) >= MAX_LEASES:
+            self.drop(group, "leases_used_up")
+        else:
+            self.move(group, Q, reason, leased_version=NO_VERSION)
+
+    def set_episodes(self, group: Group, changed: dict[int, Episode]) -> Group:
+        """Replace some episodes, and the group's figures that follow from them."""
+        episodes = list(group.episodes)
+        for sample, episode in changed.items():
+            episodes[sample] = episode
+        return self.set_group(group, **figures(tuple(episodes)))
+
+    # --- end ---
+
+    def decide(self, reply: Message, payload: bytes | None = None) -> Decision:
+        """The decision that the draft has become."""
+        writes = self._writes
+        changed = writes.groups or writes.leases or writes.claims or writes.batches or writes.freed
+        if not changed and not self.counts and self.meta is self.index.meta:
+            return Decision(reply, None, payload)
+        counts = dict(self.meta.counts)
+        for reason, times in self.counts.items():
+            counts[reason] = counts.get(reason, 0) + times
+        writes.meta = replace(self.meta, counts=counts)
+        return Decision(reply, writes, payload)
+
+
+def figures(episodes: tuple[Episode, ...]) -> dict[str, Any]:
+    """The fields of a group that follow from its episodes."""
+    low = high = NO_VERSION
+    size_bytes = 0
+    for episode in episodes:
+        size_bytes += episode.size_bytes
+        if episode.min_version != NO_VERSION:
+            low = episode.min_version if low == NO_VERSION else min(low, episode.min_version)
+            high = max(high, episode.max_version)
+    return {"episodes": episodes, "min_version": low, "max_version": high, "size_bytes": size_bytes}

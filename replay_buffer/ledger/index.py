@@ -1,0 +1,223 @@
+"""The ledger in memory: the records that Redis holds, and what follows from them.
+
+Only `apply` changes an index. Everything beside the records is derived from them, record by record, so an
+index made from the records alone equals one that came to them step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from replay_buffer.ledger.order import Order
+from replay_buffer.ledger.records import (
+    NO_VERSION,
+    BatchPlan,
+    Claim,
+    EpisodeState,
+    Group,
+    GroupState,
+    Lease,
+    Meta,
+)
+from replay_buffer.ledger.rules import Rules, Tasks
+
+Edge = Literal["lease", "claim", "batch"]
+"""What a client can wait for: room to lease, something to score, a batch to train."""
+
+OUTSTANDING = (GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED, GroupState.BATCHED)
+"""States that count in the admission formula: leased at least once, and not yet TRAINED or DROPPED."""
+UNBATCHED = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED)
+SCORABLE = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED)
+
+
+@dataclass
+class Writes:
+    """A set of records to write, all or nothing. None deletes."""
+
+    meta: Meta
+    groups: dict[str, Group | None] = field(default_factory=dict)
+    leases: dict[str, Lease | None] = field(default_factory=dict)
+    claims: dict[str, Claim | None] = field(default_factory=dict)
+    batches: dict[int, BatchPlan | None] = field(default_factory=dict)
+    blobs: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Bytes to keep: group id → sample → position of its blob among the message's attachments."""
+    freed: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
+    """Bytes to free: group id → samples, or None for all of the group's."""
+
+
+@dataclass
+class Records:
+    """All records of a ledger, as loaded."""
+
+    meta: Meta
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    leases: Mapping[str, Lease] = field(default_factory=dict)
+    claims: Mapping[str, Claim] = field(default_factory=dict)
+    batches: Mapping[int, BatchPlan] = field(default_factory=dict)
+
+
+class Index:
+    """`nonce` makes the ids that this front gives out differ from every other front's."""
+
+    def __init__(self, rules: Rules, tasks: Tasks, records: Records, *, nonce: str, revision: int = 0) -> None:
+        self.rules = rules
+        self.tasks = tasks
+        self.nonce = nonce
+        self.revision = revision
+        self.meta = records.meta
+        self.groups: dict[str, Group] = {}
+        self.leases: dict[str, Lease] = {}
+        self.claims: dict[str, Claim] = {}
+        self.batches: dict[int, BatchPlan] = {}
+        self.queue = Order()
+        """QUEUED groups, oldest first."""
+        self.claimable = Order()
+        """Groups with a STORED episode, oldest version first."""
+        self.ready = Order()
+        """SCORED groups, oldest version first, then oldest group."""
+        self.aging = Order()
+        """Unbatched groups that hold or may come to hold a version, the oldest such version first."""
+        self.deadlines = Order()
+        """Leases and claims, the next to expire first."""
+        self.group_counts = [0] * len(GroupState)
+        self.episode_counts = [0] * len(EpisodeState)
+        self.payload_bytes = 0
+        self.generating = 0
+        """Missing episodes of LEASED groups."""
+        self.claims_of: dict[str, set[str]] = {}
+        """Scorer → its claims."""
+        self._write(Writes(records.meta, *map(dict, _parts(records))))  # type: ignore[arg-type]
+
+    # --- figures ---
+
+    @property
+    def outstanding(self) -> int:
+        return sum(self.group_counts[state] for state in OUTSTANDING)
+
+    @property
+    def next_step(self) -> int:
+        """The first step that a group not yet batched can be trained in."""
+        step = self.meta.v_train
+        while step in self.batches:
+            step += 1
+        return step
+
+    @property
+    def mean_episode_bytes(self) -> float:
+        stored = sum(self.episode_counts) - self.episode_counts[EpisodeState.MISSING]
+        return self.payload_bytes / stored if stored else 0.0
+
+    @property
+    def next_deadline_ms(self) -> int | None:
+        """When the next lease or claim expires."""
+        key = self.deadlines.first_key()
+        return key[0] if key else None
+
+    @property
+    def overtaken_due_ms(self) -> int | None:
+        """When the trainer's wait for overtaken groups ends; None while there is no such wait."""
+        wait = self.meta.overtaken
+        return None if wait is None else wait.since_ms + self.rules.overtaken_ms
+
+    def state(self) -> tuple[Any, ...]:
+        """All that is stored, for comparison."""
+        return (self.revision, self.meta, self.groups, self.leases, self.claims, self.batches)
+
+    # --- changes ---
+
+    def apply(self, writes: Writes) -> set[Edge]:
+        """Make `writes` true; returns what may now be possible that was not."""
+        self.revision += 1
+        before = self.meta
+        self.meta = writes.meta
+        edges = self._write(writes)
+        if (before.v_train, before.epoch) != (self.meta.v_train, self.meta.epoch):
+            edges |= {"lease", "batch"}
+        return edges
+
+    def _write(self, writes: Writes) -> set[Edge]:
+        edges: set[Edge] = set()
+        for group_id, group in writes.groups.items():
+            edges |= self._set_group(group_id, group)
+        for lease_id, lease in writes.leases.items():
+            self.deadlines.set(lease_id, None if lease is None else (lease.deadline_ms,))
+            _put(self.leases, lease_id, lease)
+        for claim_id, claim in writes.claims.items():
+            self._set_claim(claim_id, claim)
+        for step, batch in writes.batches.items():
+            _put(self.batches, step, batch)
+        return edges
+
+    def _set_claim(self, claim_id: str, claim: Claim | None) -> None:
+        self.deadlines.set(claim_id, None if claim is None else (claim.deadline_ms,))
+        if claim is not None:
+            self.claims_of.setdefault(claim.scorer, set()).add(claim_id)
+        elif (old := self.claims.get(claim_id)) is not None:
+            mine = self.claims_of[old.scorer]
+            mine.discard(claim_id)
+            if not mine:
+                del self.claims_of[old.scorer]
+        _put(self.claims, claim_id, claim)
+
+    def _set_group(self, group_id: str, group: Group | None) -> set[Edge]:
+        old = self.groups.get(group_id)
+        stored_before = self._tally(old, -1) if old is not None else 0
+        stored_now = self._tally(group, +1) if group is not None else 0
+        _put(self.groups, group_id, group)
+        state = None if group is None else GroupState(group.state)
+        seq = 0 if group is None else group.seq
+        version = NO_VERSION if group is None else group.min_version
+        self.queue.set(group_id, (seq,) if state == GroupState.QUEUED else None)
+        self.ready.set(group_id, (version, seq) if state == GroupState.SCORED else None)
+        self.claimable.set(group_id, (version, seq) if stored_now and state in SCORABLE else None)
+        oldest = NO_VERSION if group is None else oldest_version(group)
+        aging = state in UNBATCHED and oldest != NO_VERSION
+        self.aging.set(group_id, (oldest, seq) if aging else None)
+        return _edges(old, group, more_to_claim=stored_now > stored_before)
+
+    def _tally(self, group: Group, sign: int) -> int:
+        """Count `group` in (+1) or out (-1); returns its STORED episodes."""
+        counts = [0] * len(EpisodeState)
+        for episode in group.episodes:
+            counts[episode.state] += 1
+        for state, count in enumerate(counts):
+            self.episode_counts[state] += sign * count
+        self.group_counts[group.state] += sign
+        self.payload_bytes += sign * group.size_bytes
+        if group.state == GroupState.LEASED:
+            self.generating += sign * counts[EpisodeState.MISSING]
+        return counts[EpisodeState.STORED]
+
+
+def oldest_version(group: Group) -> int:
+    """The oldest version the group holds or, while it is leased, may come to hold; -1 for none."""
+    if group.state != GroupState.LEASED or group.leased_version == NO_VERSION:
+        return group.min_version
+    if group.min_version == NO_VERSION:
+        return group.leased_version
+    return min(group.min_version, group.leased_version)
+
+
+def _edges(old: Group | None, new: Group | None, *, more_to_claim: bool) -> set[Edge]:
+    edges: set[Edge] = {"claim"} if more_to_claim else set()
+    was = None if old is None else old.state
+    now = None if new is None else new.state
+    if was != now:
+        if now is None or now in (GroupState.QUEUED, GroupState.TRAINED):
+            edges.add("lease")
+        if now == GroupState.SCORED or was in (GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED):
+            edges.add("batch")
+    return edges
+
+
+def _put(table: dict[Any, Any], key: Any, value: Any) -> None:
+    if value is None:
+        table.pop(key, None)
+    else:
+        table[key] = value
+
+
+def _parts(records: Records) -> tuple[Mapping[Any, Any], ...]:
+    return (records.groups, records.leases, records.claims, records.batches)

@@ -1,0 +1,187 @@
+"""Leases: granting, renewing, handing back, expiring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from areal_async.wire.messages import (
+    Heartbeat,
+    HeartbeatAck,
+    LeasedGroup,
+    Leases,
+    Ok,
+    Release,
+    VersionTag,
+)
+from areal_async.wire.messages import Lease as LeaseRequest
+from replay_buffer.admission import Limits, Load, Room, room
+from replay_buffer.ledger.draft import Decision, Draft
+from replay_buffer.ledger.index import Index
+from replay_buffer.ledger.lineage import accepts
+from replay_buffer.ledger.records import EpisodeState, Group, GroupState, Lease
+from replay_buffer.ledger.rules import Rules
+
+
+def limits_of(rules: Rules) -> Limits:
+    return Limits(
+        max_staleness=rules.max_staleness,
+        batch_groups=rules.batch_groups,
+        steps=rules.steps,
+        max_groups=rules.max_groups,
+        max_bytes=rules.max_bytes,
+    )
+
+
+def load_of(index: Index) -> Load:
+    return Load(
+        v_train=index.meta.v_train,
+        outstanding=index.outstanding,
+        groups=len(index.groups),
+        payload_bytes=index.payload_bytes,
+        in_flight_bytes=index.generating * index.mean_episode_bytes,
+        waiting_for_checkpoint=index.group_counts[GroupState.TRAINED],
+    )
+
+
+def lease(index: Index, message: LeaseRequest, now_ms: int) -> Decision:
+    """Grant up to `capacity` groups: those queued first, then new ones from the cursor."""
+    serving = message.serving
+    if not accepts(index.meta.lineage, serving.epoch, serving.version, serving.version):
+        return Decision(
+            Leases(
+                [],
+                f"this worker serves version {serving.version} of trainer epoch {serving.epoch}, which is not on "
+                f"the lineage of the trainer (epoch {index.meta.epoch}); it waits for its update",
+            )
+        )
+    free = room(limits_of(index.rules), load_of(index), serving.version)
+    if free.outstanding == 0:
+        return Decision(Leases([], free.reason))
+    draft = Draft(index, now_ms)
+    granted = _grant(draft, message, serving, free)
+    reason = ""
+    if not granted:
+        reason = free.reason or f"the task file is exhausted after {draft.meta.position} tasks"
+    return draft.decide(Leases(granted, reason))
+
+
+def _grant(draft: Draft, message: LeaseRequest, serving: VersionTag, free: Room) -> list[LeasedGroup]:
+    granted: list[LeasedGroup] = []
+    wanted = min(message.capacity, free.outstanding)
+    for group in _candidates(draft, free) if wanted > 0 else ():
+        granted.append(_lease_out(draft, group, message.worker, serving))
+        if len(granted) == wanted:
+            break
+    return granted
+
+
+def _candidates(draft: Draft, free: Room) -> Iterator[Group]:
+    """Queued groups that can still be trained, then new ones, QUEUED in this very decision.
+
+    The limits on groups and bytes hold for new groups only: what is queued is held already, and finishing it
+    is what makes room. The first groups of a job pass while the size of an episode is not known."""
+    oldest = draft.index.next_step - draft.rules.max_staleness
+    for group in map(draft.index.groups.__getitem__, draft.index.queue):
+        if not 0 <= group.min_version < oldest:
+            yield group
+        elif (again := draft.drop(group, "stale")) is not None:
+            yield again
+    group_bytes = draft.rules.group_size * draft.index.mean_episode_bytes
+    bytes_left = free.bytes
+    for _ in range(free.new):
+        place = draft.index.tasks.at(draft.meta.position)
+        if place is None or bytes_left <= 0:
+            return
+        draft.set_meta(position=draft.meta.position + 1)
+        bytes_left -= group_bytes
+        yield draft.new_group(*place, attempt=0)
+
+
+def _lease_out(draft: Draft, group: Group, worker: str, serving: VersionTag) -> LeasedGroup:
+    lease_id = draft.new_id("L")
+    draft.move(
+        group, GroupState.LEASED, leases=(*group.leases, lease_id), leased_version=serving.version
+    )
+    draft.set_lease(lease_id, Lease(lease_id, group.group_id, worker, draft.now_ms + draft.rules.lease_ms))
+    task = draft.index.tasks.task(group.row, group.pass_index)
+    return LeasedGroup(
+        group_id=group.group_id,
+        lease_id=lease_id,
+        attempt=group.attempt,
+        task=task,
+        group_size=len(group.episodes),
+        missing=group.missing,
+        seed=draft.rules.group_seed(task.task_id),
+        deadline_ms=draft.rules.lease_ms,
+    )
+
+
+def heartbeat(index: Index, message: Heartbeat, now_ms: int) -> Decision:
+    """Renew the worker's leases; tell it which of those it named are lost."""
+    draft = Draft(index, now_ms)
+    lost = []
+    for lease_id in message.lease_ids:
+        held = index.leases.get(lease_id)
+        if held is None or held.worker != message.worker:
+            lost.append(lease_id)
+        else:
+            draft.set_lease(lease_id, replace(held, deadline_ms=now_ms + index.rules.lease_ms))
+    return draft.decide(HeartbeatAck(lost))
+
+
+def release(index: Index, message: Release, now_ms: int) -> Decision:
+    """End a lease early. A lease that is not held (any more) is no error: the wish is fulfilled."""
+    draft = Draft(index, now_ms)
+    held = index.leases.get(message.lease_id)
+    if held is not None and held.worker == message.worker:
+        draft.end_lease(index.groups[held.group_id], "released")
+    return draft.decide(Ok())
+
+
+def expire(index: Index, now_ms: int) -> Decision:
+    """End every lease and claim whose deadline has come."""
+    draft = Draft(index, now_ms)
+    for id_ in index.deadlines:
+        if (lease_ := index.leases.get(id_)) is not None:
+            if lease_.deadline_ms > now_ms:
+                break
+            group = draft.group(lease_.group_id)
+            if group is not None:
+                draft.end_lease(group, "lease_expired")
+        else:
+            claim = index.claims[id_]
+            if claim.deadline_ms > now_ms:
+                break
+            _end_claim(draft, id_)
+    return draft.decide(Ok())
+
+
+def _end_claim(draft: Draft, claim_id: str) -> None:
+    claim = draft.index.claims[claim_id]
+    draft.set_claim(claim_id, None)
+    group = draft.group(claim.group_id)
+    if group is None:
+        return
+    back = {
+        sample: replace(episode, state=int(EpisodeState.STORED), claim_id="")
+        for sample, episode in enumerate(group.episodes)
+        if episode.claim_id == claim_id and episode.state == EpisodeState.CLAIMED
+    }
+    draft.count("claim_expired", len(back))
+    draft.set_episodes(group, back)
+
+
+def extend(index: Index, outage_ms: int, now_ms: int) -> Decision:
+    """Nobody could renew anything while the front or Redis was out: every deadline moves on by that long."""
+    draft = Draft(index, now_ms)
+    for lease_id, lease_ in index.leases.items():
+        draft.set_lease(lease_id, replace(lease_, deadline_ms=lease_.deadline_ms + outage_ms))
+    for claim_id, claim in index.claims.items():
+        moved = replace(claim, deadline_ms=claim.deadline_ms + outage_ms, last_ms=claim.last_ms + outage_ms)
+        draft.set_claim(claim_id, moved)
+    if index.meta.overtaken is not None:
+        since_ms = index.meta.overtaken.since_ms + outage_ms
+        draft.set_meta(overtaken=replace(index.meta.overtaken, since_ms=since_ms))
+    return draft.decide(Ok())

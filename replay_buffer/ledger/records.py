@@ -1,0 +1,150 @@
+"""What is stored: the records of the ledger, as they lie in Redis and in a checkpoint.
+
+Records are immutable and encoded as msgpack arrays. A later version may append fields with defaults; anything
+else needs a new `SCHEMA`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+from replay_buffer.ledger.lineage import START, Lineage
+
+SCHEMA = 1
+NO_VERSION = -1
+
+
+class GroupState(IntEnum):
+    QUEUED = 0
+    LEASED = 1
+    GENERATED = 2
+    SCORED = 3
+    BATCHED = 4
+    TRAINED = 5
+    COMMITTED = 6
+    DROPPED = 7
+
+
+class EpisodeState(IntEnum):
+    MISSING = 0
+    STORED = 1
+    CLAIMED = 2
+    VERDICT = 3
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of what is stored."""
+
+
+class Episode(Record):
+    """One sample of a group. Versions are over its sampled units, -1 without any."""
+
+    state: int = EpisodeState.MISSING
+    size_bytes: int = 0
+    n_units: int = 0
+    n_sampled: int = 0
+    min_version: int = NO_VERSION
+    max_version: int = NO_VERSION
+    min_epoch: int = 0
+    lease: int = 0
+    """Which of the group's leases stored it."""
+    tries: int = 0
+    """Verdicts so far that were no score."""
+    claim_id: str = ""
+    """The claim it is in, or that its score came from."""
+    reward: float = 0.0
+    components: dict[str, float] | None = None
+
+
+MISSING = Episode()
+
+
+class Group(Record):
+    """The episodes of one attempt at one task. The record of a COMMITTED or DROPPED group is deleted."""
+
+    group_id: str
+    seq: int
+    """Order in which groups came into being."""
+    row: int
+    pass_index: int
+    attempt: int
+    state: int
+    episodes: tuple[Episode, ...]
+    since_ms: int
+    """When it entered `state`."""
+    leases: tuple[str, ...] = ()
+    """Ids of all leases it had; the last one is live iff the state is LEASED."""
+    leased_version: int = NO_VERSION
+    """What the worker served when it leased: no version in flight is older. -1 when nothing is in flight."""
+    min_version: int = NO_VERSION
+    max_version: int = NO_VERSION
+    size_bytes: int = 0
+    step: int = -1
+    """The step it is batched for or was trained in."""
+
+    @property
+    def missing(self) -> list[int]:
+        return [i for i, episode in enumerate(self.episodes) if episode.state == EpisodeState.MISSING]
+
+    def count(self, state: EpisodeState) -> int:
+        return sum(episode.state == state for episode in self.episodes)
+
+
+class Lease(Record):
+    lease_id: str
+    group_id: str
+    worker: str
+    deadline_ms: int
+
+
+class Claim(Record):
+    claim_id: str
+    group_id: str
+    scorer: str
+    deadline_ms: int
+    """Moved on by every sign of life of the scorer, up to `last_ms`."""
+    last_ms: int
+
+
+class BatchPlan(Record):
+    """The groups of a step, in order. Kept until a checkpoint covers it: the redo log."""
+
+    step: int
+    epoch: int
+    """The trainer that was given it last."""
+    group_ids: tuple[str, ...]
+
+
+class OvertakenWait(Record):
+    step: int
+    since_ms: int
+
+
+class Meta(Record):
+    """The figures of the job that belong to no group."""
+
+    ledger_id: str
+    """Drawn at random when the ledger was made: tells a ledger's own copy from another's."""
+    dataset_hash: str
+    schema: int = SCHEMA
+    position: int = 0
+    """The cursor: tasks taken from the task order so far."""
+    seq: int = 0
+    ids: int = 0
+    """Lease and claim ids given out so far."""
+    epoch: int = 0
+    """The trainer's; 0 before the first."""
+    trainer: str = ""
+    v_train: int = 0
+    """Committed steps."""
+    checkpoint: int = 0
+    """Steps covered by the newest checkpoint on disk."""
+    lineage: Lineage = START
+    overtaken: OvertakenWait | None = None
+    episodes_trained: int = 0
+    episodes_dropped: int = 0
+    max_staleness_seen: int = 0
+    counts: dict[str, int] = {}
+    """Transitions so far, by reason."""

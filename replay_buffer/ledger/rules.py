@@ -1,0 +1,84 @@
+"""The fixed rules of one job's ledger, and where its tasks come from."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from areal_async.config.job import JobConfig
+from areal_async.wire.messages import Task
+
+MAX_LEASES = 5
+"""Leases that one group may use up; a task that no worker finishes is dropped then, not tried for ever."""
+MAX_ATTEMPTS = 3
+"""Groups made from one task in one pass: a task whose group was overtaken is tried again, this often at most."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Durations in integer milliseconds; letters as in the admission formula."""
+
+    group_size: int
+    """n: episodes in a group."""
+    batch_groups: int
+    """B: groups in a step."""
+    max_staleness: int
+    """η: most steps between a unit's version and the step that trains it."""
+    lease_ms: int = 30_000
+    claim_ms: int = 50_000
+    """A scorer that gave no sign of life for this long loses its claims."""
+    call_ms: int = 10_000
+    """Deadline of one scoring call; with the number of episodes it bounds the life of a claim."""
+    retries: int = 1
+    """How often a verdict that is no score is tried again."""
+    overtaken_waits: bool = True
+    overtaken_ms: int = 60_000
+    max_groups: int = 4096
+    max_bytes: int = 1 << 30
+    steps: int = 1 << 40
+    """Steps of the whole job: groups that no step is left for are not generated."""
+    durability: Literal["memory", "everysec", "always"] = "everysec"
+    seed: int = 0
+
+    @classmethod
+    def of(cls, job: JobConfig) -> Rules:
+        buffer, reward = job.buffer, job.reward
+        call_ms, lease_ms = _ms(reward.timeout_s), _ms(buffer.lease_s)
+        return cls(
+            group_size=job.rollout.group_size,
+            batch_groups=buffer.batch_groups,
+            max_staleness=buffer.max_staleness,
+            lease_ms=lease_ms,
+            claim_ms=2 * call_ms + lease_ms,
+            call_ms=call_ms,
+            retries=reward.retries,
+            overtaken_waits=buffer.on_overtaken.policy == "wait",
+            overtaken_ms=_ms(buffer.on_overtaken.limit_s),
+            max_groups=buffer.max_groups,
+            max_bytes=buffer.max_bytes,
+            steps=job.trainer.steps,
+            durability=buffer.durability,
+            seed=job.seed,
+        )
+
+    def group_seed(self, task_id: str) -> int:
+        """48 bits that depend on the job's seed and the task alone."""
+        digest = hashlib.blake2b(f"{self.seed}:{task_id}".encode(), digest_size=6).digest()
+        return int.from_bytes(digest, "little")
+
+
+class Tasks(Protocol):
+    """The job's tasks, in the order in which they are to be trained."""
+
+    @property
+    def dataset_hash(self) -> str: ...
+
+    def at(self, position: int) -> tuple[int, int] | None:
+        """(row, pass) at a position of the cursor; None past the last pass."""
+
+    def task(self, row: int, pass_index: int) -> Task: ...
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

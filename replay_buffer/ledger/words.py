@@ -1,0 +1,37 @@
+"""What is starving, in words that a person can act on."""
+
+from __future__ import annotations
+
+from areal_async.wire.messages import Waiting
+from replay_buffer.ledger.index import Index
+from replay_buffer.ledger.records import EpisodeState, GroupState
+
+
+def starving(index: Index, step: int, ready: int) -> Waiting:
+    """Why `step` cannot start with `ready` scored groups: the edge that lacks, then the figures."""
+    groups, episodes = index.group_counts, index.episode_counts
+    stored, claimed = episodes[EpisodeState.STORED], episodes[EpisodeState.CLAIMED]
+    figures = (
+        f"step {step} needs {index.rules.batch_groups} scored groups and has {ready}; "
+        f"{groups[GroupState.LEASED]} are being generated, {groups[GroupState.GENERATED]} are generated and not "
+        f"scored ({stored} episodes unclaimed, {claimed} claimed), {groups[GroupState.QUEUED]} are queued"
+    )
+    return Waiting(_edge(index), figures)
+
+
+def _edge(index: Index) -> str:
+    groups, episodes = index.group_counts, index.episode_counts
+    leased, generated = groups[GroupState.LEASED], groups[GroupState.GENERATED]
+    if generated and generated >= leased:
+        if not index.claims:
+            return "scored groups; no scorer holds a claim on what is generated"
+        return "scored groups; scoring is behind"
+    if leased:
+        return "scored groups; generation is behind"
+    if groups[GroupState.QUEUED]:
+        return "generated groups; no worker leases what is queued"
+    if index.tasks.at(index.meta.position) is None:
+        return "tasks; the task file is exhausted (tasks.passes)"
+    if episodes[EpisodeState.MISSING] == sum(episodes):
+        return "generated groups; no worker has leased any"
+    return "generated groups; no worker leases"

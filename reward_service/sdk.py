@@ -1,0 +1,157 @@
+"""Writing a reward: one function, marked `@reward`, in a file of your own.
+
+    from reward_service.sdk import RewardInput, reward
+
+    @reward
+    def concise(given: RewardInput) -> float:
+        return 1.0 if given.ground_truth in given.response and len(given.response) < 200 else 0.0
+
+The job file names it as `reward: {name: path.py:concise}`. The function may be `async`. It returns a real
+number, a `Score` (value and named components) or an `Abstain`; whatever else it does (raise, return
+something else, NaN, hang, die) becomes a verdict that says so, never a score of 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Awaitable, Callable
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from areal_async.errors import ArealError
+from areal_async.wire.messages import Abstain, Score
+
+if TYPE_CHECKING:
+    from areal_async.trajectory import Episode
+
+__all__ = ["BUILT_IN", "Abstain", "RewardInput", "RewardLoadError", "Score", "load_reward", "reward"]
+
+Result = float | Score | Abstain
+RewardFunction = Callable[["RewardInput"], Result | Awaitable[Result]]
+F = TypeVar("F", bound=Callable[..., Any])
+
+BUILT_IN = {
+    "exact_match": "reward_service.verifiers.exact_match",
+    "arithmetic": "reward_service.verifiers.arithmetic",
+}
+"""Name of a built-in reward → module that holds the function of that name."""
+
+MARK = "__areal_reward__"
+
+
+class RewardLoadError(ArealError):
+    """A reward cannot be loaded: the text says what is missing and what to do."""
+
+
+class RewardInput(msgspec.Struct, kw_only=True, dict=True):
+    """What a reward function is given about one episode."""
+
+    prompt: str = ""
+    """The prompt as the model saw it, as text."""
+    response: str = ""
+    """What the model answered, as text."""
+    ground_truth: Any = None
+    """`reward_model.ground_truth` of the task's row."""
+    data_source: str = ""
+    extra_info: dict[str, Any] = {}
+    blob: bytes = b""
+    """The episode's codec blob; empty where a caller has only texts."""
+
+    @cached_property
+    def episode(self) -> Episode:
+        """The whole trajectory: segments, tokens, log-probs, versions, metadata; decoded when first asked
+        for. Raises ValueError when only texts were given, TrajectoryError for a damaged blob."""
+        if not self.blob:
+            raise ValueError("this input has no episode: only its texts were given")
+        # Imported here: it brings numpy, which a reward of texts need not pay for.
+        from areal_async.trajectory import unpack
+
+        return unpack(self.blob)
+
+
+def reward(function: F) -> F:
+    """Mark a function of one `RewardInput`, sync or async, as a reward. The function stays as it is.
+
+    Raises TypeError for what cannot be called with one positional argument."""
+    if not callable(function):
+        raise TypeError(f"@reward marks a function, not {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        raise TypeError(
+            f"the reward {getattr(function, '__name__', function)!r} must take one argument, the RewardInput"
+        ) from None
+    setattr(function, MARK, True)
+    return function
+
+
+def load_reward(name: str) -> RewardFunction:
+    """The reward called `name`: a built-in one, or `path.py:function`. Runs the file's own code.
+
+    The file's folder is put on the import path, so it may import its neighbours. Raises `RewardLoadError`.
+    """
+    if name in BUILT_IN:
+        function: RewardFunction = getattr(importlib.import_module(BUILT_IN[name]), name)
+        return function
+    path_text, _, attribute = name.rpartition(":")
+    if not path_text.endswith(".py") or not attribute:
+        raise RewardLoadError(
+            f"there is no built-in reward {name!r}. Set reward.name to one of {', '.join(sorted(BUILT_IN))}, "
+            "or to path.py:function for one of your own."
+        )
+    module = _run_file(Path(path_text), name)
+    found = getattr(module, attribute, None)
+    marked = sorted(key for key, value in vars(module).items() if getattr(value, MARK, False) is True)
+    choice = f"It has: {', '.join(marked)}." if marked else "It has no function marked @reward."
+    if found is None:
+        raise RewardLoadError(f"the reward {name!r}: {path_text} defines no {attribute!r}. {choice}")
+    if getattr(found, MARK, False) is not True:
+        raise RewardLoadError(
+            f"the reward {name!r}: {attribute!r} in {path_text} is not marked. Put `@reward` "
+            f"(from reward_service.sdk import reward) above it. {choice}"
+        )
+    loaded: RewardFunction = found
+    return loaded
+
+
+def _run_file(path: Path, name: str) -> ModuleType:
+    if not path.is_file():
+        raise RewardLoadError(
+            f"the reward {name!r}: there is no file {path}. Check reward.name in the job file."
+        )
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module_name = f"areal_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise RewardLoadError(f"the reward {name!r}: {path} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and msgspec look their module up by name while they are being defined.
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise RewardLoadError(
+            f"the reward {name!r}: {path} failed while it was imported{_where(error, path)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return module
+
+
+def _where(error: BaseException, path: Path) -> str:
+    """` at line n`, the last line of the file itself that was running."""
+    line = error.lineno if isinstance(error, SyntaxError) else None
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f" at line {line}" if line else ""

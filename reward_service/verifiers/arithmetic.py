@@ -1,0 +1,80 @@
+"""`arithmetic`: the response ends in the right number.
+
+The rule. The answer is the number at the very end of the response; a full stop, white space or a line break
+may follow it, nothing else. So `57`, `The answer is 57.` and `12 + 45 = 57` answer 57, while `57 apples`,
+`57?` and `57 or 58 maybe` answer nothing and score 0. The number stands alone: at the start, or after white
+space or one of `= : ( [ { $`. It is not an answer as the last operand of an expression (`60 - 3`, `60 -3`).
+
+A number is an integer, a decimal or a fraction `a/b`, with an optional sign, thousands commas and exponent.
+Integers and fractions compare exactly (`6/8` is `3/4` is `0.75`); when either side is a decimal that is not
+equal, a relative difference of 1e-6 is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from reward_service.sdk import Abstain, RewardInput, reward
+
+NUMBER = (
+    r"[-+]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"  # sign, digits, decimals
+    r"(?:[eE][-+]?[0-9]{1,3})?(?:/[0-9]+)?"
+)
+ANSWER = re.compile(rf"(?:^|[\s=:(\[{{$])({NUMBER})\.?\Z")
+BEFORE_OPERAND = re.compile(r"[-+*/^×÷]\s*\Z")
+BEFORE_SIGNED_OPERAND = re.compile(r"[0-9)\]]\s*\Z")
+LONGEST_NUMBER = 80
+"""Characters; a longer run of digits is no answer to arithmetic."""
+LAST_CHARACTERS = 200
+"""The answer is looked for in so many characters at the end: bounded work for a response of any length."""
+TOLERANCE = Fraction(1, 10**6)
+
+
+@reward
+def arithmetic(given: RewardInput) -> float | Abstain:
+    """1 when the answer equals the ground truth, else 0; see the rule of the module.
+
+    Raises ValueError for a ground truth that is no number: the task is wrong, not the model."""
+    if given.ground_truth is None:
+        return Abstain("the task has no ground truth")
+    wanted = parse_number(str(given.ground_truth).strip())
+    if wanted is None:
+        raise ValueError(f"the ground truth {given.ground_truth!r:.80} is not a number; use exact_match")
+    answer = final_number(given.response)
+    return float(answer is not None and same_number(answer, wanted))
+
+
+def final_number(response: str) -> str | None:
+    """The text of the number that ends the response, or nothing."""
+    tail = response.rstrip()[-LAST_CHARACTERS:].replace("−", "-")
+    match = ANSWER.search(tail)
+    if match is None:
+        return None
+    before, number = tail[: match.start(1)], match.group(1)
+    if BEFORE_OPERAND.search(before) or (number[0] in "-+" and BEFORE_SIGNED_OPERAND.search(before)):
+        return None
+    return number
+
+
+def parse_number(text: str) -> tuple[Fraction, bool] | None:
+    """The exact value, and whether it was written as a decimal; nothing for what is no number."""
+    text = text.replace("−", "-")
+    if len(text) > LONGEST_NUMBER or not re.fullmatch(NUMBER, text):
+        return None
+    top, _, bottom = text.replace(",", "").partition("/")
+    try:
+        value = Fraction(top) / int(bottom or 1)
+    except (ValueError, ZeroDivisionError):
+        return None
+    return value, any(mark in top for mark in ".eE")
+
+
+def same_number(answer: str, wanted: tuple[Fraction, bool]) -> bool:
+    given = parse_number(answer)
+    if given is None:
+        return False
+    (left, left_decimal), (right, right_decimal) = given, wanted
+    if left == right:
+        return True
+    return (left_decimal or right_decimal) and abs(left - right) <= TOLERANCE * max(abs(left), abs(right))

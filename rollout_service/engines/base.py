@@ -1,0 +1,143 @@
+"""The small protocol behind which every inference engine sits.
+
+Promises of an engine:
+
+- `generate` returns ids exactly as sampled, and for each the log-prob and the version (and trainer epoch)
+  of the weights that sampled it, as the engine itself knows them. Eos is among the ids; `text` is not cut
+  from the ids but decoded beside them, without special tokens and without a stop string.
+- `pause`, `load`, `resume` exchange the weights. A request in flight survives them: it is neither lost nor
+  cut short. Work that can be done before (reading, verifying) is not part of the three.
+- A request that cannot be served raises `RequestError` and touches no other one.
+
+Log-probs are of what `GenerateResult.logprobs_of` says, in nats:
+
+    sampled      the distribution that was drawn from: after temperature, top-k and top-p
+    temperature  softmax(logits / temperature), before any truncation
+    raw          softmax(logits)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from areal_async.errors import ArealError
+from areal_async.trajectory import Sampling
+from areal_async.trajectory.header import FinishReason, LogprobsOf
+from areal_async.wire.messages import VersionTag
+
+
+class EngineError(ArealError):
+    """The engine cannot do its work: an unusable model, weights that do not fit, a failed step."""
+
+
+class RequestError(ArealError):
+    """One request cannot be served as it is. Sending it again changes nothing."""
+
+
+class Weights(Protocol):
+    """What an engine needs of a verified snapshot (`areal_async.weights.snapshot.Snapshot`)."""
+
+    @property
+    def tag(self) -> VersionTag: ...
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Continue `prompt_ids` (at least one id). `request_id` is unique among the requests in flight."""
+
+    request_id: str
+    prompt_ids: Sequence[int] | npt.NDArray[np.int32]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """What was sampled, unit by unit: four arrays of one length (0 only after an abort)."""
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    epochs: npt.NDArray[np.int32]
+    finish_reason: FinishReason
+    text: str
+    logprobs_of: LogprobsOf = "sampled"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A reading of the engine's load. Counters never fall."""
+
+    running: int
+    """Requests being computed."""
+    waiting: int
+    """Requests accepted and not yet begun."""
+    capacity: int
+    """Most requests computed at once."""
+    kv_used: float
+    """Share of the KV room in use, 0 to 1."""
+    tokens_total: int
+    """Units sampled."""
+    requests_total: int
+    """Requests finished, in whatever way."""
+    busy_s: float
+    """Seconds with at least one request being computed."""
+
+
+class Engine(Protocol):
+    """One replica of the policy. Used from one event loop."""
+
+    @property
+    def version(self) -> VersionTag:
+        """Of the weights that sample now."""
+        ...
+
+    async def start(self, snapshot: Weights) -> None:
+        """Be ready to generate with `snapshot`. Raises `EngineError`."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Sample until a stop, the length or an abort. Cancelling the call aborts the request."""
+        ...
+
+    async def pause(self) -> None:
+        """Returns when no unit will be sampled until `resume`. Requests are held."""
+        ...
+
+    async def load(self, snapshot: Weights) -> None:
+        """Exchange the weights of a paused engine. On an `EngineError` the old ones are in place."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests now: they return what they have, with finish reason `abort`."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def stop(self) -> None:
+        """End the engine; what is in flight raises `EngineError`."""
+        ...
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises `RequestError` for values that no engine can sample with."""
+    checks: Sequence[tuple[str, Any, bool, str]] = (
+        ("temperature", sampling.temperature, sampling.temperature >= 0, "at least 0"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", sampling.top_k, sampling.top_k >= 0, "at least 0 (0 means no limit)"),
+        ("max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
+        ("stop", sampling.stop, all(sampling.stop), "a list of non-empty strings"),
+    )
+    for name, value, good, rule in checks:
+        if not good:
+            raise RequestError(f"sampling.{name} is {value!r}; it must be {rule}")

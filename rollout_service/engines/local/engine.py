@@ -1,0 +1,242 @@
+"""The local engine: `EngineCore` on a thread of its own, behind the engine protocol.
+
+Promises what `engines/base.py` asks, and besides: whatever happens to one request or in one step, the
+thread lives on, and every call of `generate` returns or raises. Requests beyond twice the slots wait in
+their callers, not in a queue of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+
+from areal_async.observe.log import get_logger
+from areal_async.observe.metrics import busy
+from areal_async.wire.messages import VersionTag
+from rollout_service.engines.base import (
+    EngineError,
+    EngineStats,
+    GenerateRequest,
+    GenerateResult,
+    Weights,
+)
+from rollout_service.engines.local.core import EngineCore, Finished
+from rollout_service.engines.local.model import LocalModel
+
+log = get_logger("engine")
+T = TypeVar("T")
+
+IDLE_WAIT_S = 1.0
+STOP_TIMEOUT_S = 2.0
+
+
+class LocalEngine:
+    """One replica of the policy in this process. Implements `engines.base.Engine`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        slots: int,
+        max_model_len: int,
+        update_mode: Literal["recompute", "keep"] = "recompute",
+        device: str = "cpu",
+        dtype: str = "float32",
+        activity: str = "rollout",
+    ) -> None:
+        """`directory` gives architecture and tokenizer, snapshots give the weights; `slots` requests are
+        computed at once; `activity` names the engine's busy time in the metrics."""
+        self._directory = directory
+        self._slots = slots
+        self._max_model_len = max_model_len
+        self._update_mode: Literal["recompute", "keep"] = update_mode
+        self._device, self._dtype = device, dtype
+        self._activity = activity
+        self._computing = False
+        self._room = asyncio.Semaphore(2 * slots)
+        self._calls: dict[str, asyncio.Future[GenerateResult]] = {}
+        self._inbox: list[Callable[[], None]] = []
+        self._wake = threading.Condition()
+        self._paused = False
+        self._stopping = False
+        self._core: EngineCore | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # --- the protocol --------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> VersionTag:
+        return self._started().tag
+
+    @property
+    def tokenizer(self) -> object:
+        """The Hugging Face tokenizer of the model's directory."""
+        return self._started().model.tokenizer
+
+    async def start(self, snapshot: Weights) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+        def build() -> None:
+            model = LocalModel(self._directory, device=self._device, dtype=self._dtype)
+            core = EngineCore(
+                model, slots=self._slots, max_model_len=self._max_model_len, update_mode=self._update_mode
+            )
+            core.swap(snapshot)
+            model.check()
+            self._core = core
+
+        await self._call(build)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        request = self._started().checked(request)
+        async with self._room:
+            if self._stopping:
+                raise EngineError("the engine has stopped")
+            if request.request_id in self._calls:
+                raise EngineError(f"request {request.request_id!r} is in flight already")
+            call = asyncio.get_running_loop().create_future()
+            self._calls[request.request_id] = call
+            self._post(lambda: self._started().submit(request))
+            try:
+                return await call
+            except asyncio.CancelledError:
+                # Nobody waits for the answer any more: free the slot, let what comes out fall.
+                self._calls.pop(request.request_id, None)
+                self._post(lambda: self._deliver(self._started().abort([request.request_id])))
+                raise
+
+    async def pause(self) -> None:
+        def pause() -> None:
+            self._paused = True
+
+        await self._call(pause)
+
+    async def load(self, snapshot: Weights) -> None:
+        def load() -> None:
+            if not self._paused:
+                raise EngineError("weights are exchanged while the engine is paused")
+            self._started().swap(snapshot)
+
+        await self._call(load)
+
+    async def resume(self) -> None:
+        def resume() -> None:
+            self._paused = False
+            self._guarded(self._started().rebuild)
+
+        await self._call(resume)
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        wanted = list(request_ids)
+        await self._call(lambda: self._deliver(self._started().abort(wanted)))
+
+    def stats(self) -> EngineStats:
+        core = self._started()
+        return EngineStats(
+            running=core.running,
+            waiting=len(core.waiting),
+            capacity=self._slots,
+            kv_used=core.kv_used,
+            tokens_total=core.tokens_total,
+            requests_total=core.requests_total,
+            busy_s=busy.seconds(self._activity),
+        )
+
+    async def stop(self) -> None:
+        self._stopping = True
+        with self._wake:
+            self._wake.notify()
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(EngineError("the engine has stopped"))
+        self._calls.clear()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
+
+    # --- between the event loop and the thread -------------------------------------------------------
+
+    def _started(self) -> EngineCore:
+        if self._core is None:
+            raise EngineError("the engine has not started")
+        return self._core
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Have the thread run `command` between two steps."""
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    async def _call(self, command: Callable[[], T]) -> T:
+        """`_post`, and wait for what it returns or raises."""
+        if self._stopping:
+            raise EngineError("the engine has stopped")
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(command())
+            except Exception as error:  # it is the caller's to handle
+                done.set_exception(error)
+
+        self._post(run)
+        return await asyncio.wrap_future(done)
+
+    def _deliver(self, finished: list[Finished]) -> None:
+        assert self._loop is not None
+        if finished and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._resolve, finished)
+
+    def _resolve(self, finished: list[Finished]) -> None:
+        for item in finished:
+            call = self._calls.pop(item.request_id, None)
+            if call is None or call.done():
+                continue
+            if isinstance(item.outcome, GenerateResult):
+                call.set_result(item.outcome)
+            else:
+                call.set_exception(item.outcome)
+
+    # --- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while not self._stopping:
+                for command in self._commands():
+                    command()
+                work = self._core is not None and not self._paused and not self._core.idle
+                if work != self._computing:
+                    (busy.begin if work else busy.end)(self._activity)
+                    self._computing = work
+                if work:
+                    self._guarded(lambda: self._deliver(self._started().step()))
+            # What was asked before the stop is answered; nothing can be asked after it.
+            for command in self._inbox:
+                command()
+            if self._computing:
+                busy.end(self._activity)
+
+    def _commands(self) -> list[Callable[[], None]]:
+        """What was posted; waits for something to do."""
+        with self._wake:
+            if not self._inbox and not self._stopping:
+                core = self._core
+                if core is None or self._paused or core.idle:
+                    self._wake.wait(IDLE_WAIT_S)
+            inbox, self._inbox = self._inbox, []
+            return inbox
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Run a part of the engine that must not end its thread: what was being computed fails, by name."""
+        try:
+            work()
+        except Exception as error:
+            log.error("engine step failed", error=f"{type(error).__name__}: {error}")
+            self._deliver(self._started().fail(EngineError(f"the engine's step failed: {error!r}")))

@@ -1,0 +1,178 @@
+"""The KV cache of the local engine, and the attention function through which models use it.
+
+The cache is dense: row r of every layer holds the keys and values of one request, positions 0 … length-1.
+Rows 0 … n-1 are in use, so a decode step attends over a view and copies nothing. Its room along the
+sequence grows by doubling as requests get longer.
+
+A model needs no change and no cache class: transformers passes the keyword argument `slots` down to the
+attention function that the model was loaded with (`ATTENTION`), and a name that has no mask function makes
+it build no mask. Shapes: B batch, H query heads, K key heads, T queries, L keys, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface
+
+ATTENTION = "areal_slots"
+"""Name of the attention function, for `attn_implementation`."""
+
+LENGTH_STEP = 16
+"""Attention lengths are rounded up to a multiple of this: kernels like it, and few shapes occur."""
+
+
+class SlotKV:
+    """Keys and values of `rows` requests, at most `max_length` positions each. Layers appear as the model
+    first writes them, each with heads and width of its own."""
+
+    def __init__(self, rows: int, max_length: int, device: torch.device) -> None:
+        self.rows = rows
+        self.max_length = round_up(max_length)
+        self.device = device
+        self.length = 0
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` positions in every row; what is stored stays."""
+        if length <= self.length:
+            return
+        grown = min(self.max_length, max(round_up(length), 2 * self.length))
+        for side in (self.keys, self.values):
+            for layer, old in side.items():
+                new = old.new_zeros(old.shape[0], old.shape[1], grown, old.shape[3])
+                new[:, :, : self.length] = old
+                side[layer] = new
+        self.length = grown
+
+    def layer(self, index: int, key_BKTD: Tensor, value_BKTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each `[rows, K, length, D]`."""
+        if index not in self.keys:
+            for side, like in ((self.keys, key_BKTD), (self.values, value_BKTD)):
+                # Zeros, not empty: a masked position is multiplied by 0, and 0 times NaN is NaN.
+                side[index] = like.new_zeros(self.rows, like.shape[1], self.length, like.shape[3])
+        return self.keys[index], self.values[index]
+
+    def move(self, source: Tensor, target: Tensor, length: int) -> None:
+        """Copy rows `source` over rows `target` (disjoint), positions below `length`."""
+        for side in (self.keys, self.values):
+            for tensor in side.values():
+                view = tensor[:, :, :length]
+                view.index_copy_(0, target, view.index_select(0, source))
+
+    def used_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for side in (self.keys, self.values) for t in side.values())
+
+
+class Slots(Protocol):
+    """What one forward pass does with the cache."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """Attention output `[B, T, H, D]`."""
+        ...
+
+
+class Prefill:
+    """A pass over whole sequences from position 0, right-padded to T. What follows a sequence's end is
+    garbage that causality keeps from its units, and that later writes and masks keep from others."""
+
+    def __init__(self, kv: SlotKV, rows: Tensor, source: Tensor) -> None:
+        """Row `rows[i]` of the cache gets what sequence `source[i]` of the batch computes."""
+        self.kv, self.rows, self.source = kv, rows, source
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        keys, values = self.kv.layer(layer, key, value)
+        length = key.shape[2]
+        keys[:, :, :length].index_copy_(0, self.rows, key.index_select(0, self.source))
+        values[:, :, :length].index_copy_(0, self.rows, value.index_select(0, self.source))
+        mask = None
+        if window is not None and length > window:
+            at = torch.arange(length, device=key.device)
+            mask = (at[None] <= at[:, None]) & (at[None] > at[:, None] - window)
+        share = query.shape[1] // key.shape[1]
+        if share > 1:
+            key, value = key.repeat_interleave(share, dim=1), value.repeat_interleave(share, dim=1)
+        out = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
+        )
+        return out.transpose(1, 2)
+
+
+class Decode:
+    """A pass over one new unit of each of rows 0 … n-1, at position `position[r]` of row r."""
+
+    def __init__(self, kv: SlotKV, position: Tensor, longest: int) -> None:
+        """`longest`: the greatest position plus 1."""
+        self.kv, self.position = kv, position
+        self.length = min(round_up(longest), kv.length)
+        self._flat: dict[int, Tensor] = {}
+        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        keys, values = self.kv.layer(layer, key, value)
+        n, heads, _, width = query.shape
+        n_kv = key.shape[1]
+        flat = self._flat_index(n_kv)
+        keys.view(-1, keys.shape[3]).index_copy_(0, flat, key.reshape(n * n_kv, -1))
+        values.view(-1, values.shape[3]).index_copy_(0, flat, value.reshape(n * n_kv, -1))
+        # The query heads that share a key head become its queries: no key is repeated.
+        out = functional.scaled_dot_product_attention(
+            query.reshape(n, n_kv, heads // n_kv, width),
+            keys[:n, :, : self.length],
+            values[:n, :, : self.length],
+            attn_mask=self._mask(window, query.dtype),
+            scale=scale,
+        )
+        return out.reshape(n, 1, heads, -1)
+
+    def _flat_index(self, n_kv: int) -> Tensor:
+        """Where row r, head k, position `position[r]` lies when rows, heads and positions are one axis."""
+        if n_kv not in self._flat:
+            row_head = torch.arange(self.position.shape[0] * n_kv, device=self.position.device)
+            self._flat[n_kv] = row_head * self.kv.length + self.position.repeat_interleave(n_kv)
+        return self._flat[n_kv]
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """`[n, 1, 1, length]`: 0 where a row may look, -inf where it may not."""
+        if (window, dtype) not in self._masks:
+            at = torch.arange(self.length, device=self.position.device)
+            hidden = at[None] > self.position[:, None]
+            if window is not None:
+                hidden |= at[None] <= self.position[:, None] - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=at.device)
+            self._masks[window, dtype] = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+        return self._masks[window, dtype]
+
+
+def round_up(length: int) -> int:
+    return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    slots: Slots | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls in every attention layer."""
+    if slots is None:
+        raise TypeError(f"a model loaded with attention {ATTENTION!r} is called with the argument `slots`")
+    return slots.attend(module.layer_idx, query, key, value, scaling, sliding_window), None
+
+
+AttentionInterface.register(ATTENTION, _attention)

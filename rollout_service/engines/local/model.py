@@ -1,0 +1,119 @@
+"""A Hugging Face causal language model as the local engine uses it: two kinds of forward pass, and an
+exchange of its weights in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollout_service.engines.base import EngineError
+from rollout_service.engines.local.kv import ATTENTION, Decode, Prefill, SlotKV, Slots
+
+CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+"""Largest difference of a logit between the engine's passes and the model's own forward pass."""
+
+
+class LocalModel:
+    """The model of a directory. All methods run on the engine's thread, in inference mode."""
+
+    def __init__(self, directory: Path, *, device: str = "cpu", dtype: str = "float32") -> None:
+        """Raises `EngineError` when the directory holds no causal language model."""
+        self.device = torch.device(device)
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=self.dtype, attn_implementation=ATTENTION, local_files_only=True
+            )
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise EngineError(
+                f"{directory} cannot be loaded as a causal language model: {error}. `model` must name a "
+                "Hugging Face directory with config.json, *.safetensors and a tokenizer."
+            ) from error
+        self.model = model.to(self.device).eval().requires_grad_(False)
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.eos_ids = _eos_ids(model, self.tokenizer)
+        self._decoder: Any = model.get_decoder()
+        self._head: Any = model.get_output_embeddings()
+        self._parameters = _by_name(model)
+
+    def hidden(self, ids_BT: Tensor, position_BT: Tensor, slots: Slots) -> Tensor:
+        """Last hidden states `[B, T, E]` of a pass that reads and writes the cache through `slots`."""
+        out = self._decoder(input_ids=ids_BT, position_ids=position_BT, use_cache=False, slots=slots)
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """float32 `[N, V]`."""
+        logits: Tensor = self._head(hidden_NE)
+        return logits.float()
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take `tensors`, by their names in a Hugging Face state dict. Nothing changes unless all fit;
+        raises `EngineError` otherwise. One of several tied names is enough."""
+        aliases = {alias for names, _ in self._parameters for alias in names}
+        if unknown := sorted(set(tensors) - aliases):
+            raise EngineError(f"the snapshot has tensors that the model has not: {', '.join(unknown[:5])}")
+        found = []
+        for names, parameter in self._parameters:
+            source = next((tensors[name] for name in names if name in tensors), None)
+            if source is None:
+                raise EngineError(f"the snapshot lacks {names[0]}")
+            if source.shape != parameter.shape:
+                raise EngineError(
+                    f"{names[0]} is {tuple(source.shape)} in the snapshot, {tuple(parameter.shape)} in the model"
+                )
+            found.append((parameter, source))
+        for parameter, source in found:
+            parameter.copy_(source)
+
+    def check(self) -> None:
+        """Compare the engine's passes with the model's own forward pass on a few ids, so that a model with
+        an attention or a head of another kind is refused rather than sampled from wrongly."""
+        count, split = min(12, self.model.config.max_position_embeddings), 4
+        ids = (torch.arange(count, device=self.device) * 7 % self.vocab_size)[None]
+        at = torch.arange(count, device=self.device)[None]
+        kv = SlotKV(1, count, self.device)
+        kv.reserve(count)
+        row = torch.zeros(1, dtype=torch.long, device=self.device)
+        try:
+            mine = [self.hidden(ids[:, :split], at[:, :split], Prefill(kv, row, row))[0]]
+            for t in range(split, count):
+                step = Decode(kv, at[0, t : t + 1], t + 1)
+                mine.append(self.hidden(ids[:, t : t + 1], at[:, t : t + 1], step)[0])
+            got = self.logits(torch.cat(mine))
+            self.model.set_attn_implementation("sdpa")
+            want = self.model(input_ids=ids, use_cache=False).logits[0].float()
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(f"the local engine cannot run {type(self.model).__name__}: {error}") from error
+        finally:
+            self.model.set_attn_implementation(ATTENTION)
+        worst = float((got - want).abs().max())
+        if not worst <= CHECK_TOLERANCE[self.dtype] * max(1.0, float(want.abs().max())):
+            raise EngineError(
+                f"the local engine's logits for {type(self.model).__name__} differ by {worst:.3g} from the "
+                "model's own: it does not support this architecture"
+            )
+
+
+def _by_name(model: torch.nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Each parameter and persistent buffer once, with all its names."""
+    grouped: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        grouped.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(grouped.values())
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Ids that end an answer: of the generation config, else of the config, else of the tokenizer."""
+    generation = getattr(model, "generation_config", None)
+    for holder in (generation, model.config, tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        if ids is not None:
+            return sorted(ids) if isinstance(ids, list) else [int(ids)]
+    return []

@@ -1,0 +1,74 @@
+"""A service for the supervisor's tests: does what the test says in AREAL_TEST_BEHAVIOUR, a JSON object
+from process name to a behaviour; the rest serve until they are stopped."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from areal_async.control.context import ServiceContext
+from areal_async.control.service import run_service
+from areal_async.errors import ArealError
+
+HELPER = "import time; time.sleep(600)"
+
+
+async def main(ctx: ServiceContext) -> None:
+    behaviour = json.loads(os.environ.get("AREAL_TEST_BEHAVIOUR", "{}")).get(ctx.name, "serve")
+    (ctx.shm_dir / f"{ctx.name}.shm").write_bytes(b"x" * 100)
+    (ctx.run_dir / f"{ctx.name}.pid").write_text(str(os.getpid()))
+    match behaviour:
+        case "dies at start":
+            raise ArealError("the model directory /nowhere has no config.json. Give another.")
+        case "crashes at start":
+            raise RuntimeError("an index was out of range")
+        case "never ready":
+            await ctx.stop.wait()
+            return
+        case "killed":
+            ctx.ready()
+            await all_serve(ctx)
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "ends by itself":
+            ctx.ready()
+            await all_serve(ctx)
+            return
+        case "finishes":
+            ctx.ready()
+            await all_serve(ctx)
+            return
+        case "ignores SIGTERM":
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+            ctx.ready()
+            threading.Event().wait()
+        case "ignores stop":
+            ctx.ready()
+            await asyncio.Event().wait()
+        case "blocks in native code":
+            ctx.ready()
+            while not ctx.stopping.is_set():
+                time.sleep(0.01)  # noqa: ASYNC251 - the loop is blocked on purpose
+            return
+        case "leaves helpers":
+            subprocess.Popen([sys.executable, "-c", HELPER])
+            subprocess.Popen([sys.executable, "-c", HELPER], start_new_session=True)
+    ctx.ready()
+    await ctx.stop.wait()
+    with (ctx.run_dir / "order").open("a") as file:
+        file.write(f"{ctx.name}\n")
+
+
+async def all_serve(ctx: ServiceContext) -> None:
+    """Until the supervisor has named the endpoints, which it does once all serve."""
+    while not (ctx.run_dir.parent / "prometheus" / f"{ctx.job.job}.json").exists():
+        await asyncio.sleep(0.02)
+
+
+if __name__ == "__main__":
+    name = sys.argv[sys.argv.index("--name") + 1]
+    run_service(name.partition("-")[0], main)  # type: ignore[arg-type]

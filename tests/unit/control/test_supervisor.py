@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_async.config.job import JobConfig
+from areal_async.control.child import RUN_VARIABLE, kill_processes_of
+from areal_async.control.failure import failure_text
+from areal_async.control.folders import RunFolders, claim_folders
+from areal_async.control.lifecycle import Ending
+from areal_async.control.plan import MODULES
+from areal_async.control.supervisor import Supervisor
+
+STAND_IN = dict.fromkeys(MODULES, "stand_in")
+Behave = Callable[[dict[str, str]], None]
+
+
+@pytest.fixture
+def folders(job: JobConfig) -> Iterator[RunFolders]:
+    folders = claim_folders(job, overwrite=False)
+    yield folders
+    kill_processes_of(folders.run_id)
+
+
+def supervise(
+    job: JobConfig, folders: RunFolders, on_serving: Callable[[], None] = lambda: None
+) -> tuple[Ending, Supervisor]:
+    supervisor = Supervisor(job, folders, modules=STAND_IN, on_serving=on_serving)
+    try:
+        ending = supervisor.run()
+    finally:
+        folders.release()
+    assert_nothing_is_left(folders)
+    return ending, supervisor
+
+
+def assert_nothing_is_left(folders: RunFolders) -> None:
+    assert processes_of(folders.run_id) == []
+    assert not folders.socket_dir.exists()
+    assert not folders.shm_dir.exists()
+    assert not folders.targets.exists()
+
+
+def processes_of(run_id: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(RUN_VARIABLE) == run_id and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_run_ends_well_once_the_trainer_is_done(job: JobConfig, folders: RunFolders, behave: Behave) -> None:
+    behave({"trainer": "finishes"})
+    ending, _ = supervise(job, folders)
+    assert ending == Ending("finished")
+    assert (folders.run_dir / "order").read_text().split() == ["rollout-0", "reward", "buffer"]
+    assert {path.name for path in folders.logs.iterdir()} == {
+        f"{name}.log" for name in ("buffer", "trainer", "reward", "rollout-0")
+    }
+
+
+def test_all_services_serve_before_their_endpoints_are_named(
+    job: JobConfig, folders: RunFolders, behave: Behave
+) -> None:
+    behave({"trainer": "finishes"})
+    seen: list[dict[str, object]] = []
+    supervise(job, folders, on_serving=lambda: seen.extend(json.loads(folders.targets.read_text())))
+    assert [entry["labels"]["process"] for entry in seen] == ["buffer", "trainer", "reward", "rollout-0"]  # type: ignore[index]
+    assert all(entry["targets"][0] != "127.0.0.1:0" for entry in seen)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "status", "said"),
+    [
+        ("dies at start", 1, "reward: the model directory /nowhere has no config.json."),
+        ("crashes at start", 1, "an index was out of range"),
+        ("killed", -9, "killed by SIGKILL"),
+        ("ends by itself", 0, "no service may before the trainer is done"),
+    ],
+)
+def test_a_death_ends_the_run_and_names_the_service(
+    job: JobConfig, folders: RunFolders, behave: Behave, behaviour: str, status: int, said: str
+) -> None:
+    behave({"reward": behaviour})
+    ending, supervisor = supervise(job, folders)
+    assert (ending.kind, ending.culprit, ending.status) == ("died", "reward", status)
+    text = failure_text(ending, supervisor.children["reward"].log_path)
+    assert text.startswith("reward ")
+    assert said in text
+    assert "logs/reward.log" in text
+
+
+def test_a_service_that_never_serves_ends_the_run(
+    job: JobConfig, folders: RunFolders, behave: Behave
+) -> None:
+    behave({"buffer": "never ready"})
+    quick = job.model_copy(update={"supervisor": job.supervisor.model_copy(update={"ready_s": 2.0})})
+    ending, supervisor = supervise(quick, folders)
+    assert (ending.kind, ending.culprit) == ("not_ready", "buffer")
+    assert list(supervisor.children) == ["buffer"]
+    assert "supervisor.ready_s" in failure_text(ending, folders.logs / "buffer.log")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_ends_everything_within_ten_seconds(
+    job: JobConfig, folders: RunFolders, behave: Behave, number: signal.Signals
+) -> None:
+    behave({"rollout-0": "leaves helpers", "trainer": "blocks in native code"})
+    sent: list[float] = []
+
+    def interrupt() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), number)
+
+    ending, _ = supervise(job, folders, on_serving=interrupt)
+    assert ending == Ending("interrupted")
+    assert time.monotonic() - sent[0] < 10
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_services_that_ignore_the_stop_are_killed_within_ten_seconds(
+    job: JobConfig, folders: RunFolders, behave: Behave
+) -> None:
+    behave({"buffer": "ignores SIGTERM", "reward": "ignores SIGTERM", "trainer": "ignores SIGTERM"})
+    sent: list[float] = []
+
+    def interrupt() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    ending, _ = supervise(job, folders, on_serving=interrupt)
+    assert ending == Ending("interrupted")
+    assert time.monotonic() - sent[0] < 10
+
+
+def test_a_service_that_ignores_only_the_stop_event_is_cancelled_not_killed(
+    job: JobConfig, folders: RunFolders, behave: Behave
+) -> None:
+    behave({"reward": "ignores stop", "rollout-0": "ignores stop"})
+    supervise(job, folders, on_serving=lambda: os.kill(os.getpid(), signal.SIGINT))
+    # A stage longer than the services' grace: only the first is.
+    assert "cancelled" in (folders.logs / "rollout-0.log").read_text()
+
+
+def test_a_second_interrupt_kills_at_once(tmp_path: Path, job: JobConfig, behave: Behave) -> None:
+    behave({"trainer": "ignores SIGTERM"})
+    run = start_run(tmp_path, job)
+    wait_for(lambda: (tmp_path / "serving").exists())
+    os.kill(run.pid, signal.SIGINT)
+    time.sleep(0.7)  # past the time in which repeated signals count as one
+    started_s = time.monotonic()
+    os.kill(run.pid, signal.SIGINT)
+    assert run.wait(timeout=10) == 0
+    assert time.monotonic() - started_s < 2
+    assert volatile_folders(job) == []
+
+
+def test_repeated_signals_of_one_ctrl_c_count_once(job: JobConfig, folders: RunFolders, behave: Behave) -> None:
+    behave({})
+
+    def interrupt() -> None:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    supervise(job, folders, on_serving=interrupt)
+    assert (folders.run_dir / "order").read_text().split()[-1] == "buffer"
+
+
+def test_services_die_with_a_killed_supervisor_and_the_next_run_cleans_up(
+    tmp_path: Path, job: JobConfig, behave: Behave
+) -> None:
+    behave({"trainer": "leaves helpers", "reward": "ignores SIGTERM"})
+    run = start_run(tmp_path, job)
+    wait_for(lambda: (tmp_path / "serving").exists())
+    run_id = json.loads((job.run_dir / job.job / "context.json").read_text())["run_id"]
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait(timeout=5)
+    orderly = {"buffer", "rollout-0"}
+    wait_for(lambda: orderly <= set((job.run_dir / job.job / "order").read_text().split()))
+    assert volatile_folders(job) != []
+
+    behave({"trainer": "finishes"})
+    folders = claim_folders(job, overwrite=True)
+    assert processes_of(run_id) == []
+    ending, _ = supervise(job, folders)
+    assert ending == Ending("finished")
+    assert volatile_folders(job) == []
+
+
+def start_run(tmp_path: Path, job: JobConfig) -> subprocess.Popen[bytes]:
+    """A supervisor in a process of its own, which makes the file `serving` once all serve."""
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from areal_async.config.job import JobConfig\n"
+        "from areal_async.control.folders import claim_folders\n"
+        "from areal_async.control.supervisor import Supervisor\n"
+        "from areal_async.control.plan import MODULES\n"
+        "job = JobConfig.model_validate_json(sys.argv[1])\n"
+        "folders = claim_folders(job, overwrite=False)\n"
+        "Supervisor(job, folders, modules=dict.fromkeys(MODULES, 'stand_in'),\n"
+        "           on_serving=lambda: Path(sys.argv[2]).touch()).run()\n"
+        "folders.release()\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", script, job.model_dump_json(), str(tmp_path / "serving")])
+
+
+def volatile_folders(job: JobConfig) -> list[Path]:
+    record = (job.run_dir / job.job / "run.lock").read_text()
+    if not record:
+        return []
+    places = json.loads(record)
+    return [path for name in ("socket_dir", "shm_dir") if (path := Path(places[name])).exists()]
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+def test_run_folders_are_private_and_short(folders: RunFolders) -> None:
+    for folder in (folders.socket_dir, folders.shm_dir):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert len(str(folders.socket_dir)) <= 107 - 24
+    assert folders.socket_dir.is_relative_to(tempfile.gettempdir())
+    folders.release()

@@ -1,0 +1,332 @@
+"""The promise `verdicts_are_final`: one verdict for each call in bounded time, whatever the reward does."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from areal_async.wire.messages import Abstain, Failure, Score, Timeout
+from reward_service.client import LocalScorer
+from reward_service.pool import Pool
+from reward_service.sdk import RewardInput, RewardLoadError
+
+
+def score(section, inputs, workers=1):
+    """The verdicts of one pool, and the workers' groups that are left after it."""
+
+    async def run():
+        async with LocalScorer(section, workers) as scorer:
+            return await scorer.score(inputs)
+
+    before = descendants()
+    verdicts = asyncio.run(run())
+    assert descendants() <= before, "the pool left processes"
+    return verdicts
+
+
+def descendants():
+    return {
+        process.pid
+        for process in psutil.Process().children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE
+    }
+
+
+def gone(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+GOOD = {
+    "true": Score(1.0),
+    "integer": Score(3.0),
+    "score": Score(0.5, {"format": 1.0, "answer": 0.0}),
+    "abstain": Abstain("too short"),
+    "print": Score(0.25),
+    "print much": Score(0.25),
+}
+RAISES = {
+    "raise": "ValueError: on purpose",
+    "raise unprintable": "no text",
+    "raise huge": "ValueError: xxx",
+    "raise surrogate": "ValueError: ?",
+    "sys.exit": "SystemExit: 3",
+    "interrupt": "KeyboardInterrupt",
+    "memory error": "MemoryError",
+    "assert": "AssertionError",
+    "deep recursion": "RecursionError",
+}
+WRONG = {
+    "nan": "not_finite",
+    "infinity": "not_finite",
+    "too large": "not_finite",
+    "nan component": "not_finite",
+    "none": "return_type",
+    "text": "return_type",
+    "list": "return_type",
+    "strange": "return_type",
+    "complex": "return_type",
+    "text component": "return_type",
+    "text value": "return_type",
+    "many components": "return_type",
+}
+DIES = {
+    "os._exit": "exit status 3",
+    "exit 0": "exit status 0",
+    "abort": "SIGABRT",
+    "segfault": "SIGSEGV",
+    "crash the stack": "SIGSEGV",
+    "kill itself": "SIGKILL",
+    "close everything": "",
+}
+HANGS = ["spin", "sleep", "deaf", "stop itself", "print for ever"]
+
+
+@pytest.mark.parametrize("function", ["behave", "behave_async"])
+def test_verdicts_are_final_for_whatever_a_reward_returns_or_raises(section, call, function):
+    names = [*GOOD, *RAISES, *WRONG]
+    verdicts = dict(zip(names, score(section(function), [call(name) for name in names]), strict=True))
+    assert {name: verdicts[name] for name in GOOD} == GOOD
+    for name, text in RAISES.items():
+        assert isinstance(verdicts[name], Failure), name
+        assert verdicts[name].kind == "exception", name
+        assert text in verdicts[name].message
+        assert len(verdicts[name].message) < 1200
+    assert {name: verdicts[name].kind for name in WRONG} == WRONG
+
+
+def test_verdicts_are_final_when_the_reward_kills_its_process(section, call):
+    inputs = [call(name) for dying in DIES for name in ("true", dying, "integer")]
+    verdicts = score(section(), inputs)
+    for index, (name, text) in enumerate(DIES.items()):
+        before, died, after = verdicts[3 * index : 3 * index + 3]
+        assert (before, after) == (Score(1.0), Score(3.0)), name
+        assert isinstance(died, Failure), name
+        assert died.kind == "process_died", name
+        assert text in died.message, name
+
+
+def test_verdicts_are_final_when_the_reward_hangs_and_only_the_hanging_call_pays(section, call):
+    inputs = [call(name) for hang in HANGS for name in ("true", hang, "integer", "score")]
+    began = time.monotonic()
+    verdicts = score(section(timeout_s=0.5), inputs)
+    elapsed_s = time.monotonic() - began
+    for index in range(len(HANGS)):
+        assert verdicts[4 * index : 4 * index + 4] == [
+            Score(1.0),
+            Timeout(500),
+            Score(3.0),
+            GOOD["score"],
+        ]
+    assert elapsed_s < len(HANGS) * (0.5 + 1.0) + 2.0
+
+
+def test_verdicts_are_final_when_the_protocol_itself_is_attacked(section, call):
+    before, garbled, after = score(section(), [call("true"), call("garble"), call("integer")])
+    assert (before, after) == (Score(1.0), Score(3.0))
+    assert isinstance(garbled, Failure)
+
+
+def test_verdicts_are_final_for_a_crowd_in_which_some_misbehave(section, call):
+    names = ["true"] * 400
+    for place, name in [(3, "segfault"), (50, "spin"), (51, "os._exit"), (200, "raise"), (399, "nan")]:
+        names[place] = name
+    verdicts = score(section(timeout_s=0.5), [call(name) for name in names], workers=2)
+    kinds = [type(verdict) for verdict in verdicts]
+    assert [i for i, kind in enumerate(kinds) if kind is not Score] == [3, 50, 51, 200, 399]
+    assert [kinds[i] for i in (3, 50, 51, 200, 399)] == [Failure, Timeout, Failure, Failure, Failure]
+
+
+def test_an_elapsed_time_comes_with_each_verdict(section, call):
+    async def run():
+        seen = {}
+        async with Pool(section().name, workers=1, timeout_s=0.5) as pool:
+            all_done = asyncio.Event()
+
+            def take(index, verdict, elapsed_ms):
+                assert index not in seen
+                seen[index] = (verdict, elapsed_ms)
+                if len(seen) == 3:
+                    all_done.set()
+
+            inputs = [call("nap", seconds=0.1), call("spin"), call("true")]
+            await pool.submit(inputs, take)
+            await asyncio.wait_for(all_done.wait(), 30)
+        return seen
+
+    seen = asyncio.run(run())
+    assert 100 <= seen[0][1] < 450
+    assert 500 <= seen[1][1] < 2000
+    assert seen[2][1] < 100
+
+
+def test_a_good_call_is_not_run_again_when_nothing_dies(section, call, tmp_path):
+    log = tmp_path / "calls"
+    verdicts = score(section(), [call("count", log=str(log), value=i) for i in range(300)], workers=2)
+    assert verdicts == [Score(float(i)) for i in range(300)]
+    assert len(log.read_text().splitlines()) == 300
+
+
+def test_quick_calls_behind_a_slow_one_go_to_an_idle_worker(section, call):
+    async def run():
+        async with LocalScorer(section(timeout_s=30.0), workers=2) as scorer:
+            first = asyncio.Event()
+            ended = []
+
+            def take(index, verdict, elapsed_ms):
+                ended.append(index)
+                if len(ended) == 9:
+                    first.set()
+
+            inputs = [call("nap", seconds=3.0), *[call("true")] * 9]
+            began = time.monotonic()
+            await scorer._pool.submit(inputs, take)
+            await asyncio.wait_for(first.wait(), 30)
+            return ended[:], time.monotonic() - began
+
+    ended, elapsed_s = asyncio.run(run())
+    assert 0 not in ended
+    assert elapsed_s < 2.0
+
+
+def test_children_of_a_hanging_reward_die_with_it(section, call, tmp_path):
+    pids = tmp_path / "pids"
+    assert score(section(timeout_s=0.7), [call("children", pids=str(pids))]) == [Timeout(700)]
+    children = [int(pid) for pid in pids.read_text().split()]
+    assert len(children) == 3
+    deadline = time.monotonic() + 5
+    while not all(gone(pid) for pid in children):
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+POOL_AND_DIE = """
+import asyncio, os, sys
+from areal_async.config.reward import RewardSection
+from reward_service.client import LocalScorer
+from reward_service.sdk import RewardInput
+
+async def main():
+    async with LocalScorer(RewardSection(name=sys.argv[1], timeout_s=600), workers=2) as scorer:
+        work = asyncio.ensure_future(scorer.score([RewardInput(response="spin")] * 2))
+        await asyncio.sleep(0.2)
+        print(*[slot.process.pid for slot in scorer._pool._slots], flush=True)
+        os.kill(os.getpid(), 9)
+
+asyncio.run(main())
+"""
+
+
+def test_workers_die_with_their_pool_even_when_it_is_killed(section):
+    done = subprocess.run(
+        [sys.executable, "-c", POOL_AND_DIE, section().name], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == -9
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 5
+    while not all(gone(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+def test_closing_gives_the_calls_under_way_their_verdict_in_bounded_time(section, call):
+    async def run():
+        scorer = LocalScorer(section(timeout_s=600.0), workers=2)
+        await scorer.__aenter__()
+        work = asyncio.ensure_future(scorer.score([call("spin"), call("sleep"), call("true"), call("true")]))
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        await scorer.__aexit__()
+        return await asyncio.wait_for(work, 5), time.monotonic() - began
+
+    before = descendants()
+    verdicts, elapsed_s = asyncio.run(run())
+    assert {type(verdict) for verdict in verdicts[:2]} == {Failure}
+    assert verdicts[0].kind == "pool"
+    assert elapsed_s < 2.0
+    assert descendants() <= before
+
+
+def test_workers_start_light(section, call):
+    assert score(section(), [call("imports")]) == [Score(0.0)]
+
+
+def test_what_a_reward_prints_is_logged_up_to_a_rate(section, call, caplog):
+    caplog.set_level("INFO", logger="areal.pool")
+    score(section(), [call("print"), call("print much"), call("print")])
+    fields = [record.areal_fields for record in caplog.records if record.message == "reward printed"]
+    logged = "".join(entry["text"] for entry in fields)
+    assert "hello" in logged
+    assert len(logged) < 100_000
+
+
+@pytest.mark.parametrize(
+    "spec", ["no_such", "misbehaving.py:absent", "nowhere.py:f", "misbehaving.py:not_marked"]
+)
+def test_a_reward_that_cannot_be_loaded_ends_the_start_with_a_clear_error(section, spec):
+    folder = section().name.rpartition("/")[0]
+    name = f"{folder}/{spec}" if ".py" in spec else spec
+    bad = section().model_copy(update={"name": name})
+    before = descendants()
+    with pytest.raises(RewardLoadError, match="reward"):
+        score(bad, [])
+    assert descendants() <= before
+
+
+def test_a_reward_that_kills_its_process_on_import_ends_the_start(tmp_path, section):
+    file = tmp_path / "dying.py"
+    file.write_text("import os\nprint('the last words', flush=True)\nos._exit(9)\n")
+    with pytest.raises(RewardLoadError, match=r"exit status 9.*the last words"):
+        score(section().model_copy(update={"name": f"{file}:f"}), [])
+
+
+def test_a_reward_file_that_breaks_later_ends_the_pool_with_verdicts(tmp_path, section):
+    file = tmp_path / "fragile.py"
+    file.write_text(
+        "import os\nfrom reward_service.sdk import reward\n"
+        "@reward\ndef f(given):\n    os.remove(__file__)\n    os._exit(1)\n"
+    )
+    inputs = [RewardInput(response=str(n)) for n in range(20)]
+    first, *others = score(section().model_copy(update={"name": f"{file}:f"}), inputs)
+    assert first.kind == "process_died"
+    assert {other.kind for other in others} == {"pool"}
+    assert "there is no file" in others[0].message
+
+
+def test_an_input_that_cannot_be_sent_is_that_calls_failure(section, call):
+    bad = RewardInput(response="true", ground_truth=object())
+    good, failed = score(section(), [call("true"), bad])
+    assert good == Score(1.0)
+    assert failed.kind == "input"
+
+
+def test_a_large_input_arrives_whole(section):
+    big = RewardInput(response="value", extra_info={"value": 2, "padding": "x" * 6_000_000})
+    assert score(section(timeout_s=10.0), [big] * 4) == [Score(2.0)] * 4
+
+
+def test_no_inputs_no_verdicts(section):
+    assert score(section(), []) == []
+
+
+def test_no_op_calls_are_cheap(tmp_path, section):
+    file = tmp_path / "noop.py"
+    file.write_text("from reward_service.sdk import reward\n@reward\ndef f(given):\n    return 1.0\n")
+
+    async def run():
+        async with LocalScorer(section().model_copy(update={"name": f"{file}:f"})) as scorer:
+            inputs = [RewardInput(response="57", blob=b"x" * 700)] * 5000
+            await scorer.score(inputs[:500])
+            began = time.perf_counter()
+            await scorer.score(inputs)
+            return 5000 / (time.perf_counter() - began)
+
+    # About 60,000 a second on two slow cores: the bound leaves room for a machine shared by many.
+    assert asyncio.run(run()) > 5000

@@ -1,0 +1,178 @@
+"""A tiny model on disk, weights of any version of it, and what `transformers` says about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers.utils import logging as transformers_logging
+
+from areal_async.trajectory import Sampling
+from areal_async.wire.messages import VersionTag
+from rollout_service.engines.base import GenerateResult
+from rollout_service.engines.local import LocalEngine
+from rollout_service.engines.local.core import EngineCore
+from rollout_service.engines.local.model import LocalModel
+
+VOCAB = ["<pad>", "<eos>", *"0123456789+-=abcdefghij ", "ab", "bc", "cab", "==", "é", "12", "\n"]
+
+torch.set_num_threads(1)
+transformers_logging.disable_progress_bar()
+
+
+@dataclass(frozen=True)
+class Version:
+    """A snapshot in memory."""
+
+    tag: VersionTag
+    tensors: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A Hugging Face directory, and the reference that the engine is held against."""
+
+    directory: Path
+
+    def weights(self, version: int, epoch: int = 0) -> Version:
+        """Weights unlike those of any other version."""
+        tensors = AutoModelForCausalLM.from_pretrained(self.directory).state_dict(keep_vars=True)
+        noise = torch.Generator().manual_seed(1000 * epoch + version)
+        changed: dict[int, torch.Tensor] = {}  # names that share a tensor go on sharing one
+        for tensor in tensors.values():
+            if id(tensor) not in changed:
+                changed[id(tensor)] = tensor.detach() + 0.05 * torch.randn(tensor.shape, generator=noise)
+        return Version(VersionTag(epoch, version), {n: changed[id(t)] for n, t in tensors.items()})
+
+    def reference(self, weights: Version) -> Callable[[Sequence[int]], np.ndarray]:
+        """ids -> logits `[T, V]` of a plain full forward pass with `weights`."""
+        model = AutoModelForCausalLM.from_pretrained(self.directory).eval()
+        model.load_state_dict(weights.tensors)
+
+        def logits(ids: Sequence[int]) -> np.ndarray:
+            with torch.inference_mode():
+                return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].numpy()
+
+        return logits
+
+    def core(self, slots: int = 8, *, update_mode: str = "recompute", max_model_len: int = 96) -> EngineCore:
+        core = EngineCore(
+            LocalModel(self.directory), slots=slots, max_model_len=max_model_len, update_mode=update_mode
+        )
+        core.swap(self.weights(0))
+        return core
+
+    def engine(self, slots: int = 8, *, update_mode: str = "recompute") -> LocalEngine:
+        return LocalEngine(self.directory, slots=slots, max_model_len=96, update_mode=update_mode)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def distribution(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """Log-probs of what is drawn from, one row, written the slow and obvious way."""
+    if sampling.temperature == 0:
+        return log_softmax(logits)
+    logits = logits.astype(np.float64) / sampling.temperature
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    probs = np.exp(log_softmax(logits[order]))
+    kept, total = [], 0.0
+    for i, p in zip(order, probs, strict=True):
+        if total >= sampling.top_p:
+            break
+        kept.append(i)
+        total += p
+    out = np.full(len(logits), -np.inf)
+    out[kept] = log_softmax(logits[kept])
+    return out
+
+
+class Oracle:
+    """What the engine should have said, from full forward passes."""
+
+    distribution = staticmethod(distribution)
+
+    @staticmethod
+    def logprobs(
+        logits: Callable[[Sequence[int]], np.ndarray],
+        prompt: Sequence[int],
+        result: GenerateResult,
+        sampling: Sampling,
+    ) -> np.ndarray:
+        """Log-probs of `result`'s ids by one full forward pass over prompt and answer."""
+        rows = logits([*prompt, *result.token_ids])[len(prompt) - 1 : -1]
+        return np.array(
+            [distribution(row, sampling)[i] for row, i in zip(rows, result.token_ids, strict=True)]
+        )
+
+
+def save_tokenizer(directory: Path, vocab: Sequence[str] = VOCAB) -> None:
+    backend = Tokenizer(models.WordLevel({t: i for i, t in enumerate(vocab)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>").save_pretrained(
+        directory
+    )
+
+
+def save_model(directory: Path, config: object) -> Tiny:
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    save_tokenizer(directory)
+    return Tiny(directory)
+
+
+def qwen2(**changes: object) -> Qwen2Config:
+    values: dict[str, object] = {
+        "vocab_size": len(VOCAB),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.25,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+    return Qwen2Config(**{**values, **changes})
+
+
+@pytest.fixture(scope="session")
+def oracle() -> type[Oracle]:
+    return Oracle
+
+
+@pytest.fixture(scope="session")
+def small() -> Qwen2Config:
+    return qwen2()
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[[Path, object], Tiny]:
+    return save_model
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return save_model(tmp_path_factory.mktemp("tiny"), qwen2())
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """The same model without an eos: every answer is as long as was asked for."""
+    made = save_model(tmp_path_factory.mktemp("endless"), qwen2(eos_token_id=None))
+    path = made.directory / "tokenizer_config.json"
+    path.write_text(path.read_text().replace('"eos_token": "<eos>",', ""))
+    return made

@@ -1,0 +1,379 @@
+"""The batching core, driven step by step: no threads, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from areal_async.trajectory import Sampling
+from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult, RequestError
+from rollout_service.engines.local import core as core_module
+from rollout_service.engines.local.core import EngineCore
+
+RNG = np.random.default_rng(3)
+
+
+def prompts(count: int, longest: int = 12) -> list[list[int]]:
+    return [RNG.integers(2, 20, RNG.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
+def request(name: object, prompt: Sequence[int], **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(str(name), prompt, Sampling(**sampling))
+
+
+def submit(core: EngineCore, *requests: GenerateRequest) -> None:
+    for one in requests:
+        core.submit(core.checked(one))
+
+
+def run(core: EngineCore, *requests: GenerateRequest, steps: int = 10_000) -> dict[str, GenerateResult]:
+    """Submit, and step until nothing is left. Every request must come out once, and well."""
+    submit(core, *requests)
+    done: dict[str, GenerateResult] = {}
+    with torch.inference_mode():
+        for _ in range(steps):
+            if core.idle:
+                break
+            for item in core.step():
+                assert item.request_id not in done
+                assert isinstance(item.outcome, GenerateResult), item.outcome
+                done[item.request_id] = item.outcome
+    return done
+
+
+MIXED = [
+    {"temperature": 1.0},
+    {"temperature": 0.6, "top_p": 0.8},
+    {"temperature": 0.0},
+    {"temperature": 1.3, "top_k": 5},
+    {"temperature": 1.0, "top_p": 0.9, "top_k": 9},
+]
+
+
+def test_logprobs_equal_a_full_forward_pass_in_a_ragged_batch(tiny: Any, oracle: Any) -> None:
+    asked = [
+        request(i, prompt, max_new_tokens=int(RNG.integers(1, 30)), seed=i, **MIXED[i % len(MIXED)])
+        for i, prompt in enumerate(prompts(40))
+    ]
+    done = run(tiny.core(slots=8), *asked)
+    logits = tiny.reference(tiny.weights(0))
+    assert len(done) == 40
+    for one in asked:
+        got = done[one.request_id]
+        want = oracle.logprobs(logits, one.prompt_ids, got, one.sampling)
+        np.testing.assert_allclose(got.logprobs, want, atol=1e-4)
+        assert got.finish_reason == ("stop" if got.token_ids[-1] == 1 else "length")
+        assert got.logprobs_of == ("raw" if one.sampling.temperature == 0 else "sampled")
+        if got.finish_reason == "length":
+            assert len(got.token_ids) == one.sampling.max_new_tokens
+    assert {r.finish_reason for r in done.values()} == {"stop", "length"}
+
+
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "window", "mha"])
+def test_other_architectures_need_nothing_special(
+    family: str, oracle: Any, make_model: Any, tmp_path: Any, small: Any
+) -> None:
+    config = small.to_dict() | {"head_dim": 8}
+    for name in ("model_type", "architectures", "layer_types", "transformers_version"):
+        config.pop(name, None)
+    made = make_model(
+        tmp_path,
+        {
+            "llama": lambda: LlamaConfig(**config),
+            "qwen3": lambda: Qwen3Config(**config | {"tie_word_embeddings": False}),
+            "window": lambda: type(small)(**config | QWEN_WINDOW),
+            "mha": lambda: type(small)(**config | {"num_key_value_heads": 4}),
+        }[family](),
+    )
+    core = made.core(slots=4)
+    core.model.check()
+    asked = [request(i, p, max_new_tokens=16, seed=i) for i, p in enumerate(prompts(9))]
+    done = run(core, *asked)
+    logits = made.reference(made.weights(0))
+    for one in asked:
+        want = oracle.logprobs(logits, one.prompt_ids, done[one.request_id], one.sampling)
+        np.testing.assert_allclose(done[one.request_id].logprobs, want, atol=1e-4)
+
+
+def test_greedy_equals_transformers_generate(tiny: Any) -> None:
+    asked = [request(i, p, temperature=0.0, max_new_tokens=20) for i, p in enumerate(prompts(12))]
+    done = run(tiny.core(slots=5), *asked)
+    model = AutoModelForCausalLM.from_pretrained(tiny.directory).eval()
+    model.load_state_dict(tiny.weights(0).tensors)
+    for one in asked:
+        ids = torch.tensor([one.prompt_ids])
+        want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
+        assert done[one.request_id].token_ids.tolist() == want[0, len(one.prompt_ids) :].tolist()
+
+
+def test_what_a_seed_samples_does_not_depend_on_its_neighbours(tiny: Any) -> None:
+    asked = [request(i, p, max_new_tokens=25, seed=100 + i) for i, p in enumerate(prompts(30))]
+    alone = {r.request_id: run(tiny.core(slots=1), r)[r.request_id] for r in asked[:6]}
+    some = run(tiny.core(slots=3), *asked[:6])
+    crowd = run(tiny.core(slots=16), *reversed(asked))
+    for name, want in alone.items():
+        assert some[name].token_ids.tolist() == want.token_ids.tolist()
+        assert crowd[name].token_ids.tolist() == want.token_ids.tolist()
+    other = run(tiny.core(slots=1), request(0, asked[0].prompt_ids, max_new_tokens=25, seed=999))
+    assert other["0"].token_ids.tolist() != alone["0"].token_ids.tolist()
+
+
+def test_samples_of_one_prompt_share_its_prefill(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = tiny.core(slots=16)
+    widths = []
+    hidden = core.model.hidden
+    monkeypatch.setattr(core.model, "hidden", lambda ids, *rest: (widths.append(ids.shape), hidden(ids, *rest))[1])
+    same = [request(i, [5, 6, 7], max_new_tokens=1, seed=i) for i in range(15)]
+    done = run(core, *same, request("other", [5, 6], max_new_tokens=1))
+    assert widths == [(2, 3)]
+    assert len({int(r.token_ids[0]) for r in done.values()}) > 1
+
+
+def test_prompts_beyond_one_pass_are_prefilled_in_several(
+    endless: Any, oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_module, "PREFILL_TOKENS", 24)
+    asked = [request(i, p, max_new_tokens=6, seed=i) for i, p in enumerate(prompts(12, longest=60))]
+    core = endless.core(slots=12)
+    submit(core, *asked)
+    done: dict[str, Any] = {}
+    with torch.inference_mode():
+        for step in range(100):
+            done |= {f.request_id: f.outcome for f in core.step()}
+            if step == 3:
+                core.swap(endless.weights(1))
+                core.rebuild()
+    logits = [endless.reference(endless.weights(v)) for v in (0, 1)]
+    assert len(done) == 12
+    for one in asked:
+        want = [oracle.logprobs(logits[v], one.prompt_ids, done[one.request_id], one.sampling) for v in (0, 1)]
+        got = done[one.request_id]
+        np.testing.assert_allclose(got.logprobs, np.choose(got.versions, want), atol=1e-4)
+
+
+def swapping(
+    made: Any, mode: str, asked: list[GenerateRequest], every: int
+) -> tuple[dict[str, GenerateResult], int]:
+    """Run requests with a new version after every `every` steps. Returns results and the last version."""
+    core = made.core(slots=6, update_mode=mode)
+    submit(core, *asked)
+    done: dict[str, Any] = {}
+    version = step = 0
+    with torch.inference_mode():
+        while not core.idle:
+            for item in core.step():
+                assert item.request_id not in done
+                done[item.request_id] = item.outcome
+            step += 1
+            if step % every == 0:
+                version += 1
+                core.swap(made.weights(version))
+                core.rebuild()
+    return done, version
+
+
+def test_versions_are_true_across_updates_when_kv_is_recomputed(endless: Any, oracle: Any) -> None:
+    asked = [request(i, p, max_new_tokens=12, seed=i, temperature=0.9) for i, p in enumerate(prompts(24))]
+    done, last = swapping(endless, "recompute", asked, every=3)
+    assert last >= 10
+    logits = [endless.reference(endless.weights(v)) for v in range(last + 1)]
+    spans = set()
+    for one in asked:
+        got = done[one.request_id]
+        assert len(got.token_ids) == 12
+        assert (np.diff(got.versions) >= 0).all()
+        for version in np.unique(got.versions):
+            at = got.versions == version
+            want = oracle.logprobs(logits[version], one.prompt_ids, got, one.sampling)
+            np.testing.assert_allclose(got.logprobs[at], want[at], atol=1e-4)
+            other = oracle.logprobs(logits[version - 1], one.prompt_ids, got, one.sampling)
+            assert np.abs(other[at] - got.logprobs[at]).max() > 1e-3
+        spans.add(len(np.unique(got.versions)))
+    assert max(spans) >= 4
+
+
+def test_versions_are_true_when_kv_is_kept_and_the_approximation_shows(endless: Any, oracle: Any) -> None:
+    asked = [request(i, p, max_new_tokens=12, seed=i) for i, p in enumerate(prompts(6))]
+    kept, last = swapping(endless, "keep", asked, every=5)
+    exact, _ = swapping(endless, "recompute", asked, every=5)
+    logits = [endless.reference(endless.weights(v)) for v in range(last + 1)]
+    gaps = []
+    for one in asked:
+        got = kept[one.request_id]
+        assert got.versions.tolist() == exact[one.request_id].versions.tolist()
+        for version in (0, 1):
+            at = got.versions == version
+            want = oracle.logprobs(logits[version], one.prompt_ids, got, one.sampling)
+            gap = np.abs(got.logprobs[at] - want[at])
+            if version == 0:
+                np.testing.assert_allclose(gap, 0, atol=1e-4)
+            else:
+                gaps.append(gap.max())
+    assert max(gaps) > 1e-2
+
+
+def test_a_stop_string_over_token_boundaries_ends_the_answer(tiny: Any, oracle: Any) -> None:
+    core = tiny.core()
+    logits = tiny.reference(tiny.weights(0))
+    free = run(core, *(request(i, [4, 5], max_new_tokens=40, seed=i) for i in range(12)))
+    checked = 0
+    for name, whole in free.items():
+        if len(whole.token_ids) < 10 or len(whole.text) < 12:
+            continue
+        stop = whole.text[5:8]
+        asked = request(name, [4, 5], max_new_tokens=40, seed=int(name), stop=("never there", stop))
+        got = run(core, asked)[name]
+        assert got.finish_reason == "stop"
+        assert got.text == whole.text[: whole.text.index(stop)]
+        # The ids are what was sampled up to the token that completed the string, and no further.
+        n = len(got.token_ids)
+        assert got.token_ids.tolist() == whole.token_ids[:n].tolist()
+        decoded = [core.model.tokenizer.decode(got.token_ids[:k].tolist(), skip_special_tokens=True) for k in (n - 1, n)]
+        assert stop not in decoded[0]
+        assert stop in decoded[1]
+        np.testing.assert_allclose(
+            got.logprobs, oracle.logprobs(logits, [4, 5], got, asked.sampling), atol=1e-4
+        )
+        checked += 1
+    assert checked >= 4
+
+
+def test_an_answer_ends_at_the_models_length(endless: Any) -> None:
+    core = endless.core(max_model_len=20)
+    done = run(core, request("a", [3] * 15, max_new_tokens=50), request("b", [3] * 19, max_new_tokens=50))
+    assert [len(done[n].token_ids) for n in "ab"] == [5, 1]
+    assert done["a"].finish_reason == "length"
+
+
+def test_abort_ends_waiting_and_running_requests_with_what_they_have(endless: Any) -> None:
+    core = endless.core(slots=2)
+    submit(core, *(request(i, [4, 5, 6], max_new_tokens=30, seed=i) for i in range(4)))
+    with torch.inference_mode():
+        for _ in range(3):
+            assert core.step() == []
+    done = {f.request_id: f.outcome for f in core.abort(["1", "3", "unknown"])}
+    assert set(done) == {"1", "3"}
+    assert [len(done[n].token_ids) for n in "13"] == [4, 0]
+    assert {r.finish_reason for r in done.values()} == {"abort"}
+    rest = run(core)
+    assert {name: len(r.token_ids) for name, r in rest.items()} == {"0": 30, "2": 30}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "says"),
+    [
+        ([], {}, "at least one"),
+        ([3, 10_000], {}, "10000"),
+        ([-1], {}, "-1"),
+        ([3] * 96, {}, "max_model_len is 96"),
+        ([[3]], {}, "list"),
+        (["x"], {}, "list"),
+        ([3], {"temperature": -1.0}, "temperature"),
+        ([3], {"top_p": 0.0}, "top_p"),
+        ([3], {"top_k": -1}, "top_k"),
+        ([3], {"max_new_tokens": 0}, "max_new_tokens"),
+        ([3], {"stop": ("",)}, "stop"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_by_name(
+    tiny: Any, prompt: Any, sampling: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(RequestError, match=says):
+        tiny.core().checked(request("x", prompt, **sampling))
+
+
+def test_weights_that_do_not_fit_change_nothing(tiny: Any) -> None:
+    core = tiny.core()
+    before = {n: t.clone() for n, t in core.model.model.state_dict().items()}
+    good = tiny.weights(1)
+    bad = {
+        "lacks": {n: t for n, t in good.tensors.items() if n != "model.norm.weight"},
+        "has not": good.tensors | {"model.extra": torch.ones(2)},
+        "is (3,)": good.tensors | {"model.norm.weight": torch.ones(3)},
+    }
+    for says, tensors in bad.items():
+        with pytest.raises(EngineError) as caught:
+            core.swap(type(good)(good.tag, tensors))
+        assert says in str(caught.value)
+        assert core.tag.version == 0
+    for name, tensor in core.model.model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_one_of_two_tied_names_is_enough(tiny: Any) -> None:
+    good = tiny.weights(1)
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(good.tensors)
+    core = tiny.core()
+    core.swap(type(good)(good.tag, {n: t for n, t in good.tensors.items() if n != "lm_head.weight"}))
+    assert core.tag.version == 1
+
+
+def test_weights_that_are_not_finite_fail_requests_and_good_ones_heal(endless: Any) -> None:
+    core = endless.core(slots=2)
+    good = endless.weights(1)
+    core.swap(type(good)(good.tag, {n: t * torch.nan for n, t in good.tensors.items()}))
+    submit(core, request("a", [3], max_new_tokens=5))
+    with torch.inference_mode():
+        (done,) = core.step()
+    assert isinstance(done.outcome, EngineError)
+    core.swap(good)
+    assert len(run(core, request("b", [3], max_new_tokens=5))["b"].token_ids) == 5
+
+
+Step = st.one_of(
+    st.tuples(st.just("submit"), st.integers(1, 4), st.integers(1, 9)),
+    st.tuples(st.just("step"), st.integers(1, 4), st.just(0)),
+    st.tuples(st.just("abort"), st.integers(0, 30), st.just(0)),
+    st.tuples(st.just("swap"), st.booleans(), st.just(0)),
+    st.tuples(st.just("fail"), st.just(0), st.just(0)),
+)
+
+
+@given(st.lists(Step, min_size=3, max_size=25))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_request_is_lost_or_truncated_whatever_happens(endless: Any, plan: list[Any]) -> None:
+    core = endless.core(slots=3, max_model_len=20)
+    versions = [endless.weights(v) for v in range(3)]
+    wanted: dict[str, int] = {}
+    done: dict[str, Any] = {}
+    aborted: set[str] = set()
+
+    def take(finished: Any) -> None:
+        for item in finished:
+            assert item.request_id not in done
+            done[item.request_id] = item.outcome
+
+    with torch.inference_mode():
+        for action, a, b in [*plan, ("step", 200, 0)]:
+            if action == "submit":
+                name = str(len(wanted))
+                wanted[name] = b
+                submit(core, request(name, [3] * a, max_new_tokens=b, seed=len(wanted)))
+            elif action == "step":
+                for _ in range(a):
+                    take(core.step())
+            elif action == "abort":
+                aborted.add(str(a))
+                take(core.abort([str(a)]))
+            elif action == "swap":
+                core.swap(versions[(core.tag.version + 1) % 3])
+                core.rebuild()
+            else:
+                take(core.fail(EngineError("as asked")))
+    assert core.idle
+    assert set(done) == set(wanted)
+    for name, outcome in done.items():
+        if isinstance(outcome, GenerateResult) and outcome.finish_reason != "abort":
+            assert len(outcome.token_ids) == wanted[name]
+        elif isinstance(outcome, GenerateResult):
+            assert name in aborted

@@ -1,0 +1,120 @@
+"""A tiny model with its tokenizer, and synthetic episodes, for the trainer's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+
+from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from areal_async.wire.messages import Batch, BatchEpisode, BatchGroup
+
+SYMBOLS = ["<pad>", "<eos>", *"0123456789+=-* "]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def write_model(folder: Path, *, tied: bool = True, layers: int = 2, hidden: int = 32, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(SYMBOLS),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        initializer_range=0.2,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = Split("", "isolated")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>"
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def untied_model_dir(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("untied"), tied=False, seed=1)
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., Path]:
+    return write_model
+
+
+@pytest.fixture(scope="session")
+def make_batch() -> Callable[..., tuple[Batch, dict[str, bytes]]]:
+    """A synthetic step: random tokens, log-probs near uniform, versions within the bound."""
+
+    def make(
+        step: int = 0,
+        *,
+        groups: int = 4,
+        group_size: int = 4,
+        max_staleness: int = 0,
+        temperature: float = 1.0,
+        seed: int = 0,
+        lengths: tuple[int, int] = (1, 4),
+    ) -> tuple[Batch, dict[str, bytes]]:
+        rng = np.random.default_rng([seed, step])
+        blobs: dict[str, bytes] = {}
+        made = []
+        for g in range(groups):
+            group_id = f"data0000:{g}:0#{step}"
+            episodes = []
+            prompt = rng.integers(2, len(SYMBOLS), int(rng.integers(3, 7)))
+            for sample in range(group_size):
+                builder = EpisodeBuilder("job", f"data0000:{g}:0", group_id, sample)
+                root = builder.prompt(prompt)
+                n = int(rng.integers(lengths[0], lengths[1] + 1))
+                ids = rng.integers(0, len(SYMBOLS), n)
+                lowest = max(0, step - max_staleness)
+                versions = np.sort(rng.integers(lowest, step + 1, n))
+                builder.sampled(
+                    ids,
+                    (-np.log(len(SYMBOLS)) + 0.3 * rng.standard_normal(n)).astype(np.float32),
+                    versions,
+                    parent=root,
+                    sampling=Sampling(temperature=temperature, max_new_tokens=8),
+                    finish_reason="stop",
+                )
+                episode = builder.build()
+                blobs[episode.episode_id] = pack(episode)
+                episodes.append(
+                    BatchEpisode(
+                        episode_id=episode.episode_id,
+                        sample=sample,
+                        n_units=episode.n_units,
+                        n_sampled=episode.n_sampled,
+                        min_version=episode.min_version,
+                        max_version=episode.max_version,
+                        reward=float(rng.integers(0, 2)),
+                    )
+                )
+            made.append(BatchGroup(group_id, f"data0000:{g}:0", "test", episodes))
+        return Batch(epoch=1, step=step, max_staleness=max_staleness, groups=made), blobs
+
+    return make

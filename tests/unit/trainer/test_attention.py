@@ -1,0 +1,99 @@
+"""Packed attention: the same log-probs and gradients as one sequence at a time."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from trainer_service.attention import PACKED_ATTENTION, packed_attention, runs_of
+
+
+def _model(**changes):
+    torch.manual_seed(0)
+    options = {
+        "vocab_size": 23,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,
+        **changes,
+    }
+    return AutoModelForCausalLM.from_config(Qwen2Config(**options), dtype=torch.float32)
+
+
+def _packed_logprobs(model, sequences):
+    lengths = [len(s) for s in sequences]
+    out = model(
+        input_ids=torch.cat(sequences)[None],
+        position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
+        use_cache=False,
+        packed_runs=runs_of(lengths),
+    )
+    return out.logits[0].log_softmax(-1)
+
+
+def _compare(model, sequences, reference="eager"):
+    """Log-probs and parameter gradients of a weighted sum, packed against one by one."""
+    n_tokens = sum(map(len, sequences))
+    weight = torch.linspace(-1, 1, n_tokens)[:, None] / n_tokens
+    model.set_attn_implementation(PACKED_ATTENTION)
+    model.zero_grad()
+    packed = _packed_logprobs(model, sequences)
+    (packed * weight).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.set_attn_implementation(reference)
+    model.zero_grad()
+    alone = torch.cat([model(input_ids=s[None], use_cache=False).logits[0].log_softmax(-1) for s in sequences])
+    (alone * weight).sum().backward()
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+    for mine, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_packed_rows_equal_unpacked_rows(kv_heads):
+    model = _model(num_key_value_heads=kv_heads)
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(0, 23, (n,), generator=generator) for n in (9, 9, 9, 7, 1, 7, 40, 2)]
+    _compare(model, sequences)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=10), st.integers(0, 2**16))
+def test_any_order_and_mix_of_lengths_is_exact(lengths, seed):
+    generator = torch.Generator().manual_seed(seed)
+    _compare(_model(), [torch.randint(0, 23, (n,), generator=generator) for n in lengths])
+
+
+def test_a_sliding_window_is_kept():
+    model = _model(use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    assert "sliding_attention" in model.config.layer_types
+    generator = torch.Generator().manual_seed(2)
+    _compare(model, [torch.randint(0, 23, (n,), generator=generator) for n in (11, 11, 3)])
+
+
+def test_a_sequence_does_not_see_its_neighbours():
+    model = _model()
+    model.set_attn_implementation(PACKED_ATTENTION)
+    first, second, other = torch.arange(5), torch.arange(5, 10), torch.arange(10, 15)
+    with torch.no_grad():
+        beside_second = _packed_logprobs(model, [first, second])[:5]
+        beside_other = _packed_logprobs(model, [first, other])[:5]
+    assert torch.equal(beside_second, beside_other)
+
+
+def test_runs_are_required_and_must_add_up():
+    q = torch.zeros(1, 2, 6, 4)
+    with pytest.raises(ValueError, match="packed_runs"):
+        packed_attention(torch.nn.Identity(), q, q, q, None)
+    with pytest.raises(ValueError, match="runs that hold 5"):
+        packed_attention(torch.nn.Identity(), q, q, q, None, packed_runs=[(1, 5)])
+
+
+def test_runs_of_names_stretches_of_equal_length():
+    assert runs_of([3, 3, 2, 3]) == [(2, 3), (1, 2), (1, 3)]
+    with pytest.raises(ValueError, match="at least one"):
+        runs_of([3, 0])

@@ -1,0 +1,67 @@
+"""Packing: everything in exactly one place, within the budget, the same on every rank."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer_service.errors import BatchError
+from trainer_service.packing import deal_episodes, deal_groups, pack
+
+lengths_of_rows = st.lists(st.integers(1, 60), max_size=60)
+
+
+@given(lengths_of_rows, st.integers(1, 80), st.integers(0, 8))
+def test_every_row_is_in_exactly_one_micro_batch(lengths, budget, at_least):
+    plan = pack(lengths, budget, at_least=at_least)
+    assert sorted(i for rows in plan for i in rows) == list(range(len(lengths)))
+    assert len(plan) >= at_least
+
+
+@given(lengths_of_rows, st.integers(1, 80))
+def test_the_budget_holds_unless_one_row_alone_exceeds_it(lengths, budget):
+    for rows in pack(lengths, budget):
+        assert rows
+        assert sum(lengths[i] for i in rows) <= budget or len(rows) == 1
+
+
+@given(lengths_of_rows, st.integers(1, 80))
+def test_no_two_micro_batches_would_fit_into_one(lengths, budget):
+    loads = sorted(sum(lengths[i] for i in rows) for rows in pack(lengths, budget))
+    assert len(loads) < 2 or loads[0] + loads[1] > budget
+
+
+@given(lengths_of_rows, st.integers(1, 80))
+def test_rows_of_one_length_are_neighbours(lengths, budget):
+    for rows in pack(lengths, budget):
+        inside = [lengths[i] for i in rows]
+        assert inside == sorted(inside, reverse=True)
+
+
+@given(st.lists(st.integers(0, 100), max_size=50), st.integers(1, 6))
+def test_every_episode_goes_to_exactly_one_rank_and_loads_are_balanced(units, ranks):
+    shares = deal_episodes(units, ranks)
+    assert len(shares) == ranks
+    assert sorted(i for share in shares for i in share) == list(range(len(units)))
+    loads = [sum(units[i] for i in share) for share in shares]
+    assert max(loads) - min(loads) <= max(units, default=0)
+
+
+@given(st.integers(1, 40), st.integers(1, 8))
+def test_groups_are_whole_in_minibatches_of_nearly_equal_size(groups, minibatches):
+    if groups < minibatches:
+        with pytest.raises(BatchError, match="lower trainer.minibatches"):
+            deal_groups(groups, minibatches)
+        return
+    dealt = deal_groups(groups, minibatches)
+    assert [g for share in dealt for g in share] == list(range(groups))
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+
+
+def test_a_plan_is_a_function_of_its_arguments():
+    lengths = [7, 3, 3, 9, 1, 7]
+    assert pack(lengths, 12) == pack(list(lengths), 12) == [[3, 1], [0, 2, 4], [5]]
+
+
+def test_an_empty_row_is_refused():
+    with pytest.raises(BatchError, match="row 1 has 0 tokens"):
+        pack([3, 0], 10)

@@ -1,0 +1,151 @@
+"""The invariants over random DAGs, each against the plain log of an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_async.trajectory import (
+    Limits,
+    check,
+    decode,
+    encode,
+    pack,
+    summarise,
+    training_rows,
+    unpack,
+)
+from areal_async.trajectory.check import LOGPROB_SLACK
+
+drawn = settings(max_examples=120, deadline=None)
+
+
+@drawn
+@given(data=st.data())
+def test_a_root_to_leaf_path_is_exactly_what_the_engine_saw(histories, data):
+    history = data.draw(histories)
+    episode = history.episode
+    for segment, context in history.contexts.items():
+        assert episode.token_ids(segment).tolist() == context
+    assert [c.segment for c in episode.header.calls] == [c.segment for c in history.calls]
+    for call in history.calls:
+        assert episode.token_ids(call.segment).tolist() == call.seen + call.said
+
+
+@drawn
+@given(data=st.data())
+def test_each_sampled_unit_is_trained_in_exactly_one_row_on_the_context_it_was_sampled_in(histories, data):
+    history = data.draw(histories)
+    offset = history.episode.segments.offset
+    expected = {
+        int(offset[call.segment]) + i: (call.seen + call.said[:i], call.said[i], logprob, call.versions[i])
+        for call in history.calls
+        for i, logprob in enumerate(call.logprobs)
+        if call.mask[i]
+    }
+    trained = Counter()
+    for row in training_rows(history.episode):
+        units = np.concatenate(
+            [np.arange(offset[s], offset[s] + n) for s, n in zip(row.path, row.lengths, strict=True)]
+        )
+        assert len(row.token_ids) == len(row.mask) == len(row.logprobs) == len(row.versions) == len(units)
+        assert row.mask.any()
+        for t in np.flatnonzero(row.mask):
+            context, token, logprob, version = expected[int(units[t])]
+            trained[int(units[t])] += 1
+            assert row.token_ids[:t].tolist() == context
+            assert row.token_ids[t] == token
+            assert row.logprobs[t] == np.float32(logprob)
+            assert row.versions[t] == version
+    assert trained == Counter(dict.fromkeys(expected, 1))
+
+
+@drawn
+@given(data=st.data())
+def test_rows_are_whole_paths_and_carry_every_column(histories, data):
+    episode = data.draw(histories).episode
+    parents = set(episode.segments.parent.tolist())
+    for row in training_rows(episode):
+        assert row.path[-1] not in parents
+        assert list(row.path) == episode.path(row.path[-1])
+        assert row.token_ids.tolist() == episode.token_ids(row.path[-1]).tolist()
+        owner = row.segment_of_unit()
+        for name, column in episode.units.columns.items():
+            at = episode.segments.offset[owner] + np.concatenate([np.arange(n) for n in row.lengths])
+            np.testing.assert_array_equal(row.columns[name], column[at])
+
+
+@drawn
+@given(data=st.data())
+def test_the_codec_returns_what_it_was_given_bit_for_bit(histories, data):
+    episode = data.draw(histories).episode
+    blob = pack(episode)
+    assert unpack(blob) == episode
+    assert decode(encode(episode)) == episode
+    assert pack(unpack(blob)) == blob
+    assert len(blob) % 8 == 0
+
+
+@drawn
+@given(data=st.data())
+def test_a_summary_agrees_with_the_log(histories, data):
+    history = data.draw(histories)
+    blob = pack(history.episode)
+    summary = summarise(blob)
+    versions, epochs = history.trained("versions"), history.trained("epochs")
+    assert summary.n_units == sum(history.episode.segments.length.tolist())
+    assert summary.n_sampled == len(versions)
+    assert summary.min_version == min(versions, default=-1)
+    assert summary.max_version == max(versions, default=-1)
+    assert summary.min_epoch == min(epochs, default=-1)
+    assert summary.size_bytes == len(blob)
+    header = history.episode.header
+    assert summary.episode_id == f"{header.group_id}.{header.sample}" == history.episode.episode_id
+    for name in ("job", "task_id", "group_id", "sample", "attempt"):
+        assert getattr(summary, name) == getattr(header, name)
+    for name in ("n_units", "n_sampled", "min_version", "max_version", "min_epoch"):
+        assert getattr(summary, name) == getattr(history.episode, name)
+
+
+@drawn
+@given(data=st.data())
+def test_what_is_built_satisfies_the_invariants_in_plain_words(histories, data):
+    """The same invariants as `check`, restated unit by unit without its shortcuts."""
+    history = data.draw(histories)
+    episode = history.episode
+    segments, units = episode.segments, episode.units
+    covered = []
+    for i in range(len(segments)):
+        assert -1 <= segments.parent[i] < i
+        covered += range(segments.offset[i], segments.offset[i] + segments.length[i])
+        for u in range(segments.offset[i], segments.offset[i] + segments.length[i]):
+            assert np.isfinite(units.logprob[u])
+            assert units.logprob[u] <= LOGPROB_SLACK
+            if segments.kind[i] != 1:
+                assert units.mask[u] == 0
+                assert units.version[u] == -1
+            if units.mask[u]:
+                assert units.version[u] >= 0
+    assert covered == list(range(len(units)))
+    runs = [*episode.header.epochs, (len(units), -1)]
+    per_unit = {
+        u: epoch for (first, epoch), (end, _) in zip(runs, runs[1:], strict=False) for u in range(first, end)
+    }
+    trained = np.flatnonzero(units.mask).tolist()
+    assert [per_unit[u] for u in trained] == history.trained("epochs")
+
+
+@drawn
+@given(data=st.data())
+def test_limits_refuse_exactly_what_is_above_them(histories, data):
+    episode = data.draw(histories).episode
+    exact = Limits(
+        units=len(episode.units), segments=len(episode.segments), columns=len(episode.units.columns)
+    )
+    check(episode.header, episode.segments, episode.units, exact)
+    blob = pack(episode)
+    assert unpack(blob, limits=dataclasses.replace(exact, blob_bytes=len(blob))) == episode

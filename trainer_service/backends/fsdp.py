@@ -1,0 +1,178 @@
+"""FSDP2: named models sharded over ranks, AdamW on the shards.
+
+Promises: n ranks compute what one computes (losses are summed over ranks, never averaged); weights,
+optimizer and random state come back from a checkpoint on any number of ranks.
+
+AdamW is elementwise, so it runs on each rank's plain local shard instead of on DTensors: the same numbers
+without a dispatch through DTensor for every one of its operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from areal_async.config.trainer import OptimizerSection
+from trainer_service.backends.loading import load_sharded, tied_names
+from trainer_service.backends.shards import read_shard, write_shard
+from trainer_service.errors import CheckpointError
+from trainer_service.microbatch import MicroBatch, build_micro_batch
+from trainer_service.ranks import Ranks
+
+POLICY = "policy"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class FsdpBackend:
+    """See `backends.base.Backend`. Models other than `policy` are frozen."""
+
+    def __init__(
+        self, models: Mapping[str, Path], optimizer: OptimizerSection, ranks: Ranks, *, dtype: torch.dtype
+    ) -> None:
+        """`models` maps names to Hugging Face directories and holds `policy`. Raises `ModelError`."""
+        self._ranks = ranks
+        self._settings = optimizer
+        self._dtype = dtype
+        self._models = {name: load_sharded(folder, ranks, dtype) for name, folder in models.items()}
+        self.tied = tied_names(self._models[POLICY])
+        for name, model in self._models.items():
+            model.requires_grad_(name == POLICY)
+            # The first forward of FSDP may move the local shards; the optimizer must see them after it.
+            with torch.no_grad():
+                self.logprobs(name, _empty_batch(ranks.device))
+        self._shards = {
+            name: nn.Parameter(_local(parameter))
+            for name, parameter in self._models[POLICY].named_parameters()
+        }
+        self._rows = {name: p.shape[0] for name, p in self._models[POLICY].named_parameters()}
+        self._adamw = torch.optim.AdamW(
+            self._shards.values(),
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self.updates = 0
+
+    def logprobs(self, model: str, batch: MicroBatch) -> Tensor:
+        logits = self._logits(model, batch) / batch.temperature[:, None]
+        return -F.cross_entropy(logits, batch.target, reduction="none")
+
+    @torch.no_grad()
+    def greedy(self, model: str, batch: MicroBatch) -> Tensor:
+        return self._logits(model, batch).argmax(-1) == batch.target
+
+    def _logits(self, model: str, batch: MicroBatch) -> Tensor:
+        """f32 [S, V]. With a cache, transformers would take the pack for one sequence: it must be off."""
+        out = self._models[model](
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            packed_runs=batch.runs,
+            logits_to_keep=batch.predict,
+        )
+        logits: Tensor = out.logits[0].float()
+        return logits
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        root = self._models[POLICY]
+        assert isinstance(root, FSDPModule)
+        root.set_requires_gradient_sync(last)
+        # FSDP takes the mean over ranks; the objective is a sum over them.
+        (loss * self._ranks.world).backward()
+
+    def update(self) -> float:
+        parameters = dict(self._models[POLICY].named_parameters())
+        gradients = []
+        for name, shard in self._shards.items():
+            gradient = parameters[name].grad
+            shard.grad = None if gradient is None else _local(gradient)
+            if shard.grad is not None:
+                gradients.append(shard.grad)
+        norm = self._norm(gradients)
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient's norm is {norm} in update {self.updates}")
+        scale = min(1.0, self._settings.clip_grad_norm / (norm + 1e-6))
+        if scale < 1:
+            torch._foreach_mul_(gradients, scale)
+        warmup = min(1.0, (self.updates + 1) / max(1, self._settings.warmup_steps))
+        for group in self._adamw.param_groups:
+            group["lr"] = self._settings.lr * warmup
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        for parameter in parameters.values():
+            parameter.grad = None
+        self.updates += 1
+        return norm
+
+    def _norm(self, gradients: list[Tensor]) -> float:
+        """2-norm over all ranks."""
+        norms = torch._foreach_norm(gradients)
+        squared = torch.stack(norms).double().square().sum().cpu()
+        self._ranks.sum(squared)
+        return float(squared.sqrt())
+
+    @torch.no_grad()
+    def tensors(self, model: str) -> dict[str, Tensor]:
+        result = {}
+        for name, parameter in self._models[model].named_parameters():
+            assert isinstance(parameter, DTensor)
+            whole = _local(parameter) if self._ranks.world == 1 else parameter.full_tensor()
+            if self._ranks.first:
+                result[name] = whole.to("cpu", self._dtype)
+        return result
+
+    def save(self, folder: Path) -> None:
+        rank, world = self._ranks.rank, self._ranks.world
+        write_shard(folder, POLICY, self._shards, self._rows, rank, world)
+        if self.updates:
+            for moment in MOMENTS:
+                values = {name: self._adamw.state[shard][moment] for name, shard in self._shards.items()}
+                write_shard(folder, moment, values, self._rows, rank, world)
+        save_file({"cpu": torch.get_rng_state()}, _rng_file(folder, rank))
+
+    def load(self, folder: Path, updates: int) -> None:
+        rank, world = self._ranks.rank, self._ranks.world
+        read_shard(folder, POLICY, self._shards, self._rows, rank, world)
+        self._adamw.state.clear()
+        if updates:
+            for shard in self._shards.values():
+                state = {moment: torch.zeros_like(shard, requires_grad=False) for moment in MOMENTS}
+                self._adamw.state[shard] = {"step": torch.tensor(float(updates)), **state}
+            for moment in MOMENTS:
+                values = {name: self._adamw.state[shard][moment] for name, shard in self._shards.items()}
+                read_shard(folder, moment, values, self._rows, rank, world)
+        if _rng_file(folder, rank).exists():
+            try:
+                torch.set_rng_state(load_file(_rng_file(folder, rank))["cpu"])
+            except (KeyError, RuntimeError) as error:
+                raise CheckpointError(f"checkpoint {folder}: the random state cannot be restored") from error
+        self.updates = updates
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, sharing its memory."""
+    assert isinstance(tensor, DTensor)
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def _rng_file(folder: Path, rank: int) -> Path:
+    return folder / f"rng-{rank:05d}.safetensors"
+
+
+def _empty_batch(device: torch.device) -> MicroBatch:
+    import numpy as np
+
+    return build_micro_batch(
+        [], groups=np.zeros(0, np.int64), advantages=np.zeros(0, np.float32), device=device
+    )

@@ -1,0 +1,129 @@
+"""Checkpoints: everything that a trainer needs to go on as if it had never stopped.
+
+`<root>/step-000050/` holds the state after 50 steps: weights, optimizer and random state (written by the back
+end, one file per rank), the buffer's ledger as of the same commit, and `manifest.json` with the hash of every
+other file. A folder gets its name only when it is complete, so what has a name can be loaded or is refused
+as damaged. Nothing is pickled. The newest `keep` checkpoints of this process are kept.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import blake3
+import msgspec
+
+from trainer_service.errors import CheckpointError
+from trainer_service.modelfiles import replace_folder
+from trainer_service.ranks import Ranks
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+LEDGER = "ledger.bin"
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    size_bytes: int
+    blake3: str
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    schema: int
+    job: str
+    step: int
+    """Finished steps: the version of the weights."""
+    epoch: int
+    """The trainer epoch that wrote it."""
+    updates: int
+    """Optimizer updates made so far."""
+    ranks: int
+    files: dict[str, FileEntry]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint whose files have the hashes of its manifest."""
+
+    folder: Path
+    manifest: Manifest
+
+    def ledger(self) -> bytes:
+        path = self.folder / LEDGER
+        return path.read_bytes() if LEDGER in self.manifest.files else b""
+
+
+class Checkpoints:
+    """The checkpoints of one run. All ranks call `save`, in the same order."""
+
+    def __init__(self, root: Path, *, job: str, keep: int, ranks: Ranks) -> None:
+        self.root = root
+        self._job = job
+        self._keep = keep
+        self._ranks = ranks
+        self._written: list[Path] = []
+
+    def save(
+        self, step: int, *, epoch: int, updates: int, ledger: bytes, write: Callable[[Path], None]
+    ) -> Path:
+        """Write the checkpoint after `step` steps; `write(folder)` adds the back end's files of this rank."""
+        folder = self.root / f"step-{step:06d}"
+        fresh = self.root / f".step-{step:06d}.tmp"
+        if self._ranks.first:
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir(parents=True)
+        self._ranks.barrier()
+        write(fresh)
+        self._ranks.barrier()
+        if self._ranks.first:
+            if ledger:
+                (fresh / LEDGER).write_bytes(ledger)
+            entries = {path.name: _entry(path) for path in sorted(fresh.iterdir())}
+            manifest = Manifest(SCHEMA, self._job, step, epoch, updates, self._ranks.world, entries)
+            (fresh / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+            replace_folder(fresh, folder)
+            self._prune(folder)
+        self._ranks.barrier()
+        return folder
+
+    def _prune(self, newest: Path) -> None:
+        self._written = [path for path in self._written if path != newest] + [newest]
+        for path in self._written[: -self._keep]:
+            shutil.rmtree(path, ignore_errors=True)
+        self._written = self._written[-self._keep :]
+
+
+def newest_checkpoint(root: Path) -> Path | None:
+    """The folder with the most steps under `root`; None when there is none."""
+    found = [path for path in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
+    return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+
+
+def open_checkpoint(folder: Path, *, job: str) -> Checkpoint:
+    """Read and verify a checkpoint. Raises `CheckpointError` for a damaged one, or one of another job."""
+    try:
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}: {error}") from error
+    if manifest.schema != SCHEMA:
+        raise CheckpointError(
+            f"checkpoint {folder} has schema {manifest.schema}; this version reads {SCHEMA}"
+        )
+    if manifest.job != job:
+        raise CheckpointError(f"checkpoint {folder} is of job {manifest.job!r}, not of {job!r}")
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.is_file() or _entry(path) != entry:
+            raise CheckpointError(
+                f"checkpoint {folder}: {name} is missing or damaged; use an older checkpoint of the run"
+            )
+    return Checkpoint(folder, manifest)
+
+
+def _entry(path: Path) -> FileEntry:
+    hasher = blake3.blake3()
+    hasher.update_mmap(path)
+    return FileEntry(path.stat().st_size, hasher.hexdigest())

@@ -1,0 +1,105 @@
+"""From fetched codec blobs to training rows, with every check that comes before a gradient.
+
+Promise `staleness_is_bounded`: `check_staleness` looks at the units themselves, on every rank, whatever the
+manifest and the buffer say. A violation is fatal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_async.trajectory import Call, Episode, Row, TrajectoryError, training_rows, unpack
+from areal_async.wire.messages import BatchEpisode
+from trainer_service.errors import BatchError, StalenessViolation
+from trainer_service.microbatch import TrainingRow, row_of
+
+POLICY = "policy"
+
+
+def rows_of_episode(blob: Any, entry: BatchEpisode, index: int) -> list[TrainingRow]:
+    """The rows of one blob; `index` is the episode's place in the manifest, `entry` what that says of it.
+
+    Raises `BatchError` when the blob cannot be read or is not what the manifest names."""
+    try:
+        episode = unpack(blob)
+        rows = training_rows(episode)
+    except TrajectoryError as error:
+        raise BatchError(f"episode {entry.episode_id} cannot be read: {error}") from error
+    found = (episode.episode_id, episode.n_sampled, episode.min_version, episode.max_version)
+    named = (entry.episode_id, entry.n_sampled, entry.min_version, entry.max_version)
+    if found != named:
+        raise BatchError(
+            f"the batch names episode, sampled units and versions {named}, but the bytes fetched hold {found}"
+        )
+    temperature = call_temperatures(episode)
+    cut = (
+        row_of(
+            index,
+            row.token_ids,
+            row.mask,
+            row.logprobs,
+            row.versions,
+            temperature if isinstance(temperature, float) else _per_token(temperature, row),
+        )
+        for row in rows
+    )
+    return [row for row in cut if row is not None]
+
+
+def call_temperatures(episode: Episode) -> float | dict[int, float]:
+    """What the logits of the episode's sampled units are divided by: one value, or one per segment.
+
+    The behaviour log-probs decide: those of a `raw` call are the model's own, so its units are trained at 1;
+    any other call's at the temperature it sampled with. Raises `BatchError` for a greedy call (nothing can be
+    learned from a choice that was not random) and for a call of another policy.
+    """
+    header = episode.header
+    if header.policies and any(header.policies[call.policy] != POLICY for call in header.calls):
+        raise BatchError(
+            f"episode {episode.episode_id} was sampled by {header.policies}; only `policy` is trained"
+        )
+    by_segment = {call.segment: _temperature(call, episode.episode_id) for call in header.calls}
+    distinct = set(by_segment.values())
+    return by_segment if len(distinct) > 1 else float(next(iter(distinct), 1.0))
+
+
+def _temperature(call: Call, episode_id: str) -> float:
+    if call.logprobs_of == "raw":
+        return 1.0
+    if call.sampling.temperature <= 0:
+        raise BatchError(
+            f"episode {episode_id} was sampled greedily (temperature 0); it cannot be trained on"
+        )
+    return call.sampling.temperature
+
+
+def _per_token(temperature: dict[int, float], row: Row) -> NDArray[np.float32]:
+    """f32 [T]; 1 for tokens that no call sampled."""
+    values = [temperature.get(segment, 1.0) for segment in row.path]
+    return np.repeat(np.asarray(values, np.float32), row.lengths)
+
+
+def check_staleness(rows: Sequence[TrainingRow], *, step: int, max_staleness: int) -> None:
+    """Raise `StalenessViolation` unless every unit has 0 ≤ step - version ≤ max_staleness."""
+    if not rows:
+        return
+    versions = np.concatenate([row.version for row in rows])
+    if step - int(versions.min()) <= max_staleness and int(versions.max()) <= step:
+        return
+    for row in rows:
+        low, high = int(row.version.min()), int(row.version.max())
+        if step - low > max_staleness:
+            raise StalenessViolation(
+                f"episode {row.episode} of step {step} holds a unit of version {low}: staleness {step - low} "
+                f"is above max_staleness {max_staleness}. The buffer must never let this through; the step "
+                "is not trained."
+            )
+        if high > step:
+            raise StalenessViolation(
+                f"episode {row.episode} of step {step} holds a unit of version {high}, which is not "
+                "published yet: its version cannot be true; the step is not trained."
+            )

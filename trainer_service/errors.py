@@ -1,0 +1,29 @@
+"""What the trainer raises on purpose."""
+
+from __future__ import annotations
+
+from areal_async.errors import ArealError
+
+
+class TrainerError(ArealError):
+    """Base of the trainer's errors."""
+
+
+class ObjectiveError(TrainerError):
+    """A combination of objective parts that is wrong; the message says why and what to change."""
+
+
+class BatchError(TrainerError):
+    """A batch that cannot be trained: its bytes do not match its manifest, or it is the wrong shape."""
+
+
+class StalenessViolation(TrainerError):
+    """A unit older than the bound reached the trainer. Fatal: the buffer's own check has failed."""
+
+
+class ModelError(TrainerError):
+    """A model directory that cannot be loaded or sharded."""
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint that is missing, torn or of another job."""

@@ -1,0 +1,68 @@
+"""Hugging Face directories: the files beside the weights, and a whole directory written at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+"""Of configuration and tokenizer files; weights and code are not among them."""
+
+
+def companion_files(source: Path, dtype: str) -> dict[str, bytes | Path]:
+    """Name -> content or path of the configuration and tokenizer files of a model directory.
+
+    `config.json` is rewritten to name `dtype`, that of the weights which will stand beside it."""
+    files: dict[str, bytes | Path] = {
+        path.name: path
+        for path in sorted(source.iterdir())
+        if path.is_file() and path.suffix in SUFFIXES and not path.name.endswith(".index.json")
+    }
+    config = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = dtype
+    files["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
+    return files
+
+
+def write_model(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes | Path]) -> None:
+    """Write a directory that transformers loads, replacing one that is there only once it is complete.
+
+    `tensors` by their name in the model, aliases of tied ones left out."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            (fresh / name).write_bytes(content)
+        else:
+            shutil.copyfile(content, fresh / name)
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, fresh / "model.safetensors", metadata={"format": "pt"})
+    replace_folder(fresh, folder)
+
+
+def replace_folder(fresh: Path, folder: Path) -> None:
+    """Put `fresh` in the place of `folder` and make that durable."""
+    for path in fresh.iterdir():
+        sync(path)
+    sync(fresh)
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)
+    sync(folder.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

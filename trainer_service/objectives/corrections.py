@@ -1,0 +1,25 @@
+"""Corrections: a detached weight per unit for the data's being off-policy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer_service.objectives.losses import ratio_of
+
+
+def behaviour_weight(prox: Tensor, behaviour: Tensor) -> Tensor:
+    """w = exp(prox - beh), detached, in fp32; not truncated. f32 [S] -> f32 [S]."""
+    return ratio_of(prox.detach().float() - behaviour.float())
+
+
+def decoupled(weight: Tensor, cap: float) -> Tensor:
+    """min(w, cap): the decoupled PPO objective weighs a loss whose ratio is taken against the proximal policy
+    by how likely that policy was to sample the unit. Source: Hilton et al. 2022, "Batch size-invariance for
+    policy optimization", eq. 5; Fu et al. 2025, "AReaL"."""
+    return weight.clamp(max=cap)
+
+
+def none(weight: Tensor) -> Tensor:
+    """1 everywhere: only right for units that the current weights sampled."""
+    return torch.ones_like(weight)

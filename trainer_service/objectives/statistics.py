@@ -1,0 +1,90 @@
+"""What the correction and the clip did in a step, split by staleness.
+
+Sums over units are kept in fp64, one row per staleness 0 … η, so micro-batches and ranks add up exactly;
+figures are derived once, at the end of the step. With w = exp(prox - beh) before truncation:
+
+    ess   (Σ w)² / (N Σ w²)          share of the data that is effectively used
+    chi2  mean (w - 1)²              chi-square divergence of prox from beh, sampled from beh
+    kl    mean (w log w - w + 1)     KL(prox ‖ beh), sampled from beh; never negative
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from trainer_service.objectives.compose import UnitTerms
+from trainer_service.objectives.units import Units
+
+COLUMNS = ("count", "w", "w_squared", "chi2", "kl", "truncated", "clipped_low", "clipped_high")
+
+
+class StepStatistics:
+    """Accumulates over the micro-batches of a step that starts from version `step`."""
+
+    def __init__(self, step: int, max_staleness: int) -> None:
+        self._step = step
+        self._sums = torch.zeros(max_staleness + 1, len(COLUMNS), dtype=torch.float64)
+        self._extremes = torch.full((max_staleness + 1, 2), -torch.inf, dtype=torch.float64)
+        """Columns: largest w, largest -w."""
+
+    @torch.no_grad()
+    def add(self, terms: UnitTerms, units: Units) -> None:
+        """Count the unmasked units of one micro-batch; their staleness has been checked."""
+        mask = units.mask
+        if not bool(mask.any()):
+            return
+        staleness = (self._step - units.version[mask]).cpu()
+        w = terms.weight[mask].double().cpu()
+        columns = torch.stack(
+            [
+                torch.ones_like(w),
+                w,
+                w.square(),
+                (w - 1).square(),
+                torch.xlogy(w, w) - w + 1,
+                terms.truncated[mask].double().cpu(),
+                terms.clipped_low[mask].double().cpu(),
+                terms.clipped_high[mask].double().cpu(),
+            ],
+            dim=1,
+        )
+        self._sums.index_add_(0, staleness, columns)
+        both = torch.stack([w, -w], dim=1)
+        self._extremes.index_reduce_(0, staleness, both, "amax")
+
+    def reduce(self, sum_: Callable[[Tensor], None], max_: Callable[[Tensor], None]) -> None:
+        """Add up over ranks, in place; the arguments are all-reduces."""
+        sum_(self._sums)
+        max_(self._extremes)
+
+    def report(self) -> dict[str, object]:
+        """Figures over all units, and under `by_staleness` the same for each staleness that occurred."""
+        figures: dict[str, object] = dict(_figures(self._sums.sum(0), self._extremes.amax(0)))
+        figures["by_staleness"] = {
+            str(staleness): _figures(self._sums[staleness], self._extremes[staleness])
+            for staleness in range(self._sums.shape[0])
+            if self._sums[staleness, 0] > 0
+        }
+        return figures
+
+
+def _figures(sums: Tensor, extremes: Tensor) -> dict[str, float]:
+    total = dict(zip(COLUMNS, sums.tolist(), strict=True))
+    count = total["count"]
+    if count == 0:
+        return {"units": 0}
+    return {
+        "units": int(count),
+        "w_mean": total["w"] / count,
+        "w_max": float(extremes[0]),
+        "w_min": -float(extremes[1]),
+        "ess": total["w"] ** 2 / (count * total["w_squared"]),
+        "chi2": total["chi2"] / count,
+        "kl_prox_beh": total["kl"] / count,
+        "truncated_share": total["truncated"] / count,
+        "clip_low_share": total["clipped_low"] / count,
+        "clip_high_share": total["clipped_high"] / count,
+    }

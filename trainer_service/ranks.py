@@ -1,0 +1,100 @@
+"""The ranks of one trainer: a process group, and the few collectives the trainer uses.
+
+Only tensors travel: the collectives of torch that move Python objects pickle them, so a manifest is
+broadcast as the bytes of its msgpack form. Ranks find each other through a file and talk over the loopback
+interface unless the environment names another (`GLOO_SOCKET_IFNAME`).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+COLLECTIVE_TIMEOUT_S = 600.0
+"""A rank that waits longer than this for another fails."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among the ranks. Made by `join_ranks`; ended by `leave`."""
+
+    rank: int
+    world: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes, on every rank; the others pass None."""
+        if self.world == 1:
+            return data or b""
+        size = torch.tensor([len(data or b"")], dtype=torch.int64)
+        dist.broadcast(size, src=0)
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        if self.first and data:
+            payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        if len(payload):
+            dist.broadcast(payload, src=0)
+        return payload.numpy().tobytes()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Rank 0's values, in place."""
+        if self.world > 1:
+            dist.broadcast(tensor, src=0)
+
+    def sum(self, tensor: Tensor) -> None:
+        """Add up over ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+
+    def max(self, tensor: Tensor) -> None:
+        """The largest over ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+
+    def largest(self, value: int) -> int:
+        tensor = torch.tensor([value], dtype=torch.int64)
+        self.max(tensor)
+        return int(tensor)
+
+    def barrier(self) -> None:
+        self.largest(0)
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join_ranks(rank: int, world: int, *, device: str = "cpu", meeting_place: Path | None = None) -> Ranks:
+    """Join the process group of `world` ranks, or take the one that is there.
+
+    `meeting_place` is a file that all ranks can reach and that does not exist before the first comes; one
+    rank alone needs none."""
+    if not dist.is_initialized():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if world == 1:
+            store: dist.Store = dist.HashStore()
+        elif meeting_place is not None:
+            store = dist.FileStore(str(meeting_place), world)
+        else:
+            raise ValueError("more than one rank needs a meeting_place")
+        dist.init_process_group(
+            "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        )
+    place = torch.device(device)
+    mesh = DeviceMesh(place.type, torch.arange(world), mesh_dim_names=("data",))
+    return Ranks(rank, world, place, mesh)
