@@ -2,12 +2,12 @@
 
     outstanding < (η + 1 − max(0, v_train − v_serving)) · B
 
-`v_train` counts committed steps, `v_serving` is the version that the asking worker serves, `outstanding` counts
-the groups leased and not yet TRAINED or DROPPED, and a step trains B of them. Why it bounds staleness: steps
-take the oldest groups first, so the group granted last has at most (η + 1 − lag)·B − 1 groups before it and is
-trained at the latest in step v_train + η − lag = v_serving + η. Without the `+ 1` nothing could run at η = 0;
-without the lag a worker that has yet to load the newest weights makes groups that are a version too old when
-their turn comes.
+`v_train` counts committed steps, `v_serving` is the version that the asking worker serves, `outstanding`
+counts the groups leased and not yet TRAINED or DROPPED, and a step trains B of them. Why it bounds staleness:
+steps take the oldest groups first, so the group granted last has at most (η + 1 − lag)·B − 1 groups before it
+and is trained at the latest in step v_train + η − lag = v_serving + η. Without the `+ 1` nothing could run at
+η = 0; without the lag a worker that has yet to load the newest weights makes groups that are a version too
+old when their turn comes.
 
 A second limit keeps the last steps of a job from being over-supplied: no step is left for a group beyond
 (steps − v_train) · B. And the buffer's own: groups and bytes held. When those are full, generation waits;
@@ -81,7 +81,7 @@ def _reason(limits: Limits, load: Load, free: Room, most: int, v_serving: int) -
         if most == 0:
             return (
                 f"this worker serves version {v_serving} and the trainer is at {load.v_train}: with "
-                f"max_staleness {limits.max_staleness} what it makes would be too old; it waits for its update"
+                f"max_staleness {limits.max_staleness} what it makes would be too old; it waits for an update"
             )
         return (
             f"{load.outstanding} groups are outstanding and at most {most} may be, for a worker at version "

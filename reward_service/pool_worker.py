@@ -75,10 +75,18 @@ class Worker:
             ended_ns = time.monotonic_ns()
             done.append(Finished(call, (ended_ns - began_ns) / 1e6, verdict))
             if ended_ns - flushed_ns > FLUSH_AFTER_S * 1e9:
-                send(self._link, Finishes(done))
+                self._report(done)
                 done, flushed_ns = [], ended_ns
         if done:
+            self._report(done)
+
+    def _report(self, done: list[Finished]) -> None:
+        try:
             send(self._link, Finishes(done))
+        except OSError:
+            # The pool has gone, or one of these calls broke the link; the last one is not to be blamed.
+            self._marker.begin(0, time.monotonic_ns())
+            raise
 
     def _read_frame(self) -> bytes | None:
         head = self._incoming.read(LENGTH.size)

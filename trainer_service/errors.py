@@ -25,5 +25,9 @@ class ModelError(TrainerError):
     """A model directory that cannot be loaded or sharded."""
 
 
+class DivergenceError(TrainerError):
+    """A gradient that is not finite."""
+
+
 class CheckpointError(TrainerError):
     """A checkpoint that is missing, torn or of another job."""

@@ -67,6 +67,11 @@ class Ranks:
         self.max(tensor)
         return int(tensor)
 
+    def total(self, value: int) -> int:
+        tensor = torch.tensor([value], dtype=torch.int64)
+        self.sum(tensor)
+        return int(tensor)
+
     def barrier(self) -> None:
         self.largest(0)
 

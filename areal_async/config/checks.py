@@ -45,9 +45,13 @@ def _sampling_is_the_policy(job: JobConfig) -> Iterator[Mistake]:
         problem = "greedy sampling gives every episode of a group the same response, so nothing is learned"
         yield Mistake("rollout.sampling.temperature", problem, "Set it above 0, for example 1.0")
     if sampling.top_p != 1:
-        yield Mistake("rollout.sampling.top_p", f"training needs 1, not {sampling.top_p}: {why}", "Set it to 1")
+        yield Mistake(
+            "rollout.sampling.top_p", f"training needs 1, not {sampling.top_p}: {why}", "Set it to 1"
+        )
     if sampling.top_k != 0:
-        yield Mistake("rollout.sampling.top_k", f"training needs 0, not {sampling.top_k}: {why}", "Set it to 0")
+        yield Mistake(
+            "rollout.sampling.top_k", f"training needs 0, not {sampling.top_k}: {why}", "Set it to 0"
+        )
 
 
 def _groups_have_a_baseline(job: JobConfig) -> Iterator[Mistake]:
@@ -59,7 +63,9 @@ def _groups_have_a_baseline(job: JobConfig) -> Iterator[Mistake]:
 def _a_group_fits_a_worker(job: JobConfig) -> Iterator[Mistake]:
     n, limit = job.rollout.group_size, job.rollout.max_concurrent
     if n > limit:
-        problem = f"a worker runs at most {limit} episodes at once, but one group has {n} (rollout.group_size)"
+        problem = (
+            f"a worker runs at most {limit} episodes at once, but one group has {n} (rollout.group_size)"
+        )
         yield Mistake("rollout.max_concurrent", problem, f"Set it to {n} or more", ("rollout.group_size",))
 
 
@@ -127,7 +133,7 @@ def _checkpoint_interval_fits(job: JobConfig) -> Iterator[Mistake]:
         yield Mistake(
             "buffer.max_bytes",
             f"{job.buffer.max_bytes} bytes may not hold one checkpoint interval: {groups} groups of "
-            f"{job.rollout.group_size} episodes of up to {job.rollout.max_model_len} tokens weigh up to {weight}",
+            f"{job.rollout.group_size} episodes of {job.rollout.max_model_len} tokens can be {weight}",
             f"Set it to {weight} or more, or lower checkpoint.every_steps or rollout.max_model_len",
             (*involved, "rollout.group_size", "rollout.max_model_len", "buffer.max_groups"),
         )
@@ -198,7 +204,9 @@ def _ports_are_usable(job: JobConfig) -> Iterator[Mistake]:
 def _stop_accuracy_is_measured(job: JobConfig) -> Iterator[Mistake]:
     if job.sft.stop_at_accuracy is not None and job.tasks.evaluation is None:
         problem = "there is no held-out file to measure the accuracy on"
-        yield Mistake("sft.stop_at_accuracy", problem, "Add tasks.evaluation, or remove it", ("tasks.evaluation",))
+        yield Mistake(
+            "sft.stop_at_accuracy", problem, "Add tasks.evaluation, or remove it", ("tasks.evaluation",)
+        )
 
 
 ANY_KIND: tuple[Rule, ...] = (_held_out_is_held_out, _one_rank, _ports_are_usable)

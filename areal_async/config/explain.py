@@ -42,7 +42,9 @@ def explain(detail: Mapping[str, Any]) -> Mistake:
     if kind == "string_pattern_mismatch":
         return Mistake(field, f"{found!r} does not have the right form", _form(field, context["pattern"]))
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return Mistake(field or "file", f"{found!r} is not a section", "Give indented `key: value` lines under it")
+        return Mistake(
+            field or "file", f"{found!r} is not a section", "Give indented `key: value` lines under it"
+        )
     for prefix, (wanted, fix) in _KINDS.items():
         if kind.startswith(prefix):
             return Mistake(field, f"{found!r} is not {wanted}", fix)

@@ -56,7 +56,9 @@ def _check_model(job: JobConfig) -> Iterator[Mistake]:
     model = job.model
     if not model.is_dir():
         found = "is a file" if model.exists() else "does not exist"
-        fix = "Give a Hugging Face model directory; `hf download NAME --local-dir DIR` makes one of a hub model"
+        fix = (
+            "Give a Hugging Face model directory; `hf download NAME --local-dir DIR` makes one of a hub model"
+        )
         yield Mistake("model", f"{model} {found}", fix)
         return
     try:
@@ -80,7 +82,9 @@ def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mist
     architectures = config.get("architectures") or []
     if architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
         names = ", ".join(map(str, architectures))
-        yield Mistake("model", f"{names} is not a causal language model", "Give a model of a ...ForCausalLM class")
+        yield Mistake(
+            "model", f"{names} is not a causal language model", "Give a model of a ...ForCausalLM class"
+        )
     positions = config.get("max_position_embeddings")
     if job.kind == "rl" and isinstance(positions, int) and job.rollout.max_model_len > positions:
         yield Mistake(
@@ -95,7 +99,9 @@ def _check_tasks(field: str, path: Path) -> tuple[int | None, list[Mistake]]:
     """The number of rows where it is cheap to know, and the mistakes."""
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
-        return None, [Mistake(field, f"{path} {found}", "Give the path of a .parquet or .jsonl file of tasks")]
+        return None, [
+            Mistake(field, f"{path} {found}", "Give the path of a .parquet or .jsonl file of tasks")
+        ]
     try:
         if path.stat().st_size <= READ_WHOLE_BYTES or path.suffix not in (".parquet", ".jsonl", ".json"):
             return len(read_tasks(path)), []
@@ -137,7 +143,7 @@ def _check_passes(job: JobConfig, rows: int) -> Iterator[Mistake]:
     if passes is not None and passes * rows < needed:
         yield Mistake(
             "tasks.passes",
-            f"{passes} × {rows} tasks are fewer than the {needed} that trainer.steps × buffer.batch_groups need",
+            f"{passes} × {rows} tasks are fewer than trainer.steps × buffer.batch_groups = {needed}",
             f"Set it to {-(-needed // rows)} or more, remove it, or lower trainer.steps",
             ("trainer.steps", "buffer.batch_groups", "tasks.train"),
         )
@@ -164,13 +170,17 @@ def _check_code(
         line = getattr(error, "lineno", None)
         yield Mistake(field, f"{path} is not valid Python (line {line})", "Correct the file")
         return
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    functions = {
+        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
     if function in functions:
         if coroutine and not isinstance(functions[function], ast.AsyncFunctionDef):
             yield Mistake(field, f"{function} in {path} is not a coroutine", "Write it as `async def`")
     elif function not in _other_names(tree):
         known = f"it defines {', '.join(functions)}" if functions else "it defines no function"
-        yield Mistake(field, f"{path} has no function {function!r}; {known}", "Correct the name after the colon")
+        yield Mistake(
+            field, f"{path} has no function {function!r}; {known}", "Correct the name after the colon"
+        )
 
 
 def _other_names(tree: ast.Module) -> set[str]:

@@ -72,11 +72,15 @@ def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[M
         try:
             value = parse_yaml(text)
         except yaml.YAMLError:
-            mistakes.append(Mistake(key, f"the override's value {text!r} is not YAML", "Quote it: key='\"text\"'"))
+            mistakes.append(
+                Mistake(key, f"the override's value {text!r} is not YAML", "Quote it: key='\"text\"'")
+            )
             continue
         problem = _set(content, names, value)
         if problem:
-            mistakes.append(Mistake(key, problem, f"Override {'.'.join(names[:-1])} as a whole, or correct the file"))
+            mistakes.append(
+                Mistake(key, problem, f"Override {'.'.join(names[:-1])} as a whole, or correct the file")
+            )
     return mistakes
 
 

@@ -4,7 +4,6 @@ from pydantic import Field
 
 from areal_async.config.base import Section
 
-
 BUILT_IN_REWARDS = ("exact_match", "arithmetic")
 """Names of the verifiers in `reward_service/verifiers`."""
 

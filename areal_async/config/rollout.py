@@ -6,7 +6,6 @@ from pydantic import Field
 
 from areal_async.config.base import Section
 
-
 BUILT_IN_WORKFLOWS = ("single_turn",)
 """Names of the workflows in `rollout_service/workflows`."""
 

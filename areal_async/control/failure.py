@@ -59,7 +59,9 @@ def readable(line: str) -> str:
         return ""
     fields = " ".join(f"{key}={value}" for key, value in record.items() if key not in HIDDEN_FIELDS)
     last = str(record.get("traceback", "")).strip().rpartition("\n")[2]
-    return " ".join(part for part in (f"{record.get('level', 'info')}: {record['event']}", fields, last) if part)
+    return " ".join(
+        part for part in (f"{record.get('level', 'info')}: {record['event']}", fields, last) if part
+    )
 
 
 def parse_log_line(line: str) -> dict[str, Any] | None:
@@ -79,7 +81,7 @@ def _hint(status: int) -> str:
             "If nobody killed it, the machine ran out of memory: lower rollout.max_concurrent, "
             "trainer.micro_batch_tokens or buffer.max_bytes. Its log"
         )
-    if status < 0:
+    if status < 0 or status > 128:
         return "It was ended from outside or crashed in native code; the whole log"
     if status == 0:
         return "It ended by itself, which no service may before the trainer is done; the whole log"

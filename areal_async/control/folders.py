@@ -70,8 +70,8 @@ def claim_folders(job: JobConfig, *, overwrite: bool, shm_root: Path = SHM_ROOT)
     run_dir = job.run_dir / job.job
     if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / LOCK).exists():
         raise RunFolderError(
-            f"{run_dir} is not empty and was not made by a run; nothing in it is touched. Give the job another "
-            "name (`job:`) or another `run_dir`."
+            f"{run_dir} is not empty and was not made by a run; nothing in it is touched. Give the job "
+            "another name (`job:`) or another `run_dir`."
         )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -80,12 +80,11 @@ def claim_folders(job: JobConfig, *, overwrite: bool, shm_root: Path = SHM_ROOT)
         raise RunFolderError(f"{run_dir} cannot be used: {error.strerror}. Set another `run_dir`.") from error
     try:
         _end_dead_run(lock_fd)
-        if work := describe_work(run_dir):
-            if not overwrite:
-                raise RunFolderError(
-                    f"{run_dir} holds {work}. Give the job another name (job=NAME), move that folder away, or add "
-                    "--overwrite to delete it and start anew."
-                )
+        if (work := describe_work(run_dir)) and not overwrite:
+            raise RunFolderError(
+                f"{run_dir} holds {work}. Give the job another name (job=NAME), move that folder away, or "
+                "add --overwrite to delete it and start anew."
+            )
         return _make(job, run_dir, lock_fd, shm_root)
     except BaseException:
         os.close(lock_fd)
@@ -117,8 +116,8 @@ def _lock(run_dir: Path) -> int:
         holder = _parse_json(os.pread(lock_fd, 4096, 0)) or {}
         os.close(lock_fd)
         raise RunFolderError(
-            f"this job is already running (process {holder.get('pid', 'unknown')} uses {run_dir}). Wait for it, "
-            "stop it with Ctrl-C, or give this one another name (job=NAME)."
+            f"this job is already running (process {holder.get('pid', 'unknown')} uses {run_dir}). Wait for "
+            "it, stop it with Ctrl-C, or give this one another name (job=NAME)."
         ) from None
     return lock_fd
 
@@ -166,6 +165,7 @@ def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFol
         targets=job.run_dir / "prometheus" / f"{job.job}.json",
         lock_fd=lock_fd,
     )
+    folders.targets.unlink(missing_ok=True)
     folders.logs.mkdir()
     return folders
 

@@ -114,7 +114,8 @@ class Observer:
         self._tracks = {name: _Track() for name in service_names}
         self._step: dict[str, Any] = {}
         self._rewards: deque[float] = deque(maxlen=HISTORY)
-        self._step_times_s: deque[float] = deque(maxlen=RECENT_STEPS + 1)
+        self._done = 0
+        self._step_times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
         self._first_accuracy: tuple[int, float] | None = None
         self._last_accuracy: tuple[int, float] | None = None
         self._staleness_seen: int | None = None
@@ -128,9 +129,10 @@ class Observer:
         """One record of metrics.jsonl."""
         kind = record.get("kind")
         if kind in ("step", "sft"):
-            self._step = dict(record)
+            self._step = {**self._step, **record}
+            self._done = steps_done(record)
             if isinstance(record.get("time_s"), int | float):
-                self._step_times_s.append(record["time_s"])
+                self._step_times.append((self._done, record["time_s"]))
             if isinstance(record.get("reward_mean"), int | float):
                 self._rewards.append(record["reward_mean"])
             if isinstance(record.get("staleness_max"), int | float):
@@ -168,7 +170,7 @@ class Observer:
     def picture(self, now_s: float) -> Picture:
         job, step = self._job, self._step
         buffer = self._tracks["buffer"].last if "buffer" in self._tracks else {}
-        done, total = int(step.get("step", -1)) + 1, job.trainer.steps
+        done, total = self._done, job.trainer.steps
         message = ""
         if self._message is not None and now_s - self._message[0] < MESSAGE_LIFE_S:
             message = self._message[1]
@@ -202,15 +204,21 @@ class Observer:
         )
 
     def _eta_s(self, steps_left: int) -> float | None:
-        if len(self._step_times_s) < 2:
+        if len(self._step_times) < 2:
             return None
-        steps = len(self._step_times_s) - 1
-        mean_s = (self._step_times_s[-1] - self._step_times_s[0]) / steps
-        return max(0.0, mean_s * steps_left)
+        (first, first_s), (last, last_s) = self._step_times[0], self._step_times[-1]
+        return max(0.0, (last_s - first_s) / (last - first) * steps_left) if last > first else None
 
     def _sum_rate(self, prefix: str, counter: str) -> float | None:
-        rates = [rate for name in self.names(prefix) if (rate := self._tracks[name].rate(counter)) is not None]
+        rates = [
+            rate for name in self.names(prefix) if (rate := self._tracks[name].rate(counter)) is not None
+        ]
         return sum(rates) if rates else None
+
+
+def steps_done(record: Mapping[str, Any]) -> int:
+    """Steps finished by the time of a record: an rl step is named by the version it starts from."""
+    return int(record.get("step", 0)) + (1 if record.get("kind") == "step" else 0)
 
 
 def _whole(value: Any) -> int | None:

@@ -33,6 +33,10 @@ from areal_async.observe.metrics import start_metrics_server
 
 STOP_GRACE_S = 3.5
 """From the stop signal until the service's coroutine is cancelled."""
+STOPPED_STATUS = 128 + signal.SIGTERM
+"""Exit status of a service that ended because it was told to."""
+CANCEL_GRACE_S = 0.8
+"""From the cancellation until the process ends at once, whatever its threads do."""
 ORPHAN_GRACE_S = 8.0
 """From the death of the supervisor until an orphan that still runs ends itself at once."""
 
@@ -44,7 +48,7 @@ log = get_logger("service")
 def run_service(
     role: Role, main: Callable[[ServiceContext], Awaitable[None]], argv: Sequence[str] | None = None
 ) -> None:
-    """Run `main(ctx)` as the process of a service; never returns (exits 0 when `main` returns)."""
+    """Run `main(ctx)` as the process of a service; never returns: exits 0 when `main` has returned."""
     options = _parse(role, argv)
     try:
         ctx = _context(role, options)
@@ -57,7 +61,8 @@ def run_service(
     except BaseException as error:
         _report(options.name, error)
         _leave(1)
-    _leave(0)
+    # A service that was told to end has not finished its work, also when it ended in order.
+    _leave(STOPPED_STATUS if ctx.stopping.is_set() else 0)
 
 
 def _report(name: str, error: BaseException) -> None:
@@ -94,6 +99,7 @@ async def _serve(
         await asyncio.wait({work}, timeout=STOP_GRACE_S)
         if not work.done():
             log.warning("service did not stop by itself; cancelled", grace_s=STOP_GRACE_S)
+            _end_later(CANCEL_GRACE_S)
             work.cancel()
             await asyncio.wait({work})
             log.info("service ends", cancelled=True)
@@ -124,7 +130,7 @@ def stop_on_signals(
             if interrupts > 1:
                 os._exit(130)
             if supervisor_pid is not None and os.getppid() != supervisor_pid:
-                _end_orphan_later()
+                _end_later(ORPHAN_GRACE_S)
             ctx.stopping.set()
             with contextlib.suppress(RuntimeError):  # the loop may have closed meanwhile
                 loop.call_soon_threadsafe(ctx.stop.set)
@@ -150,8 +156,8 @@ def die_with_parent(parent_pid: int | None = None, number: signal.Signals = sign
         os._exit(1)
 
 
-def _end_orphan_later() -> None:
-    timer = threading.Timer(ORPHAN_GRACE_S, os._exit, args=(1,))
+def _end_later(grace_s: float) -> None:
+    timer = threading.Timer(grace_s, os._exit, args=(STOPPED_STATUS,))
     timer.daemon = True
     timer.start()
 
@@ -168,7 +174,9 @@ def _context(role: Role, options: argparse.Namespace) -> ServiceContext:
     try:
         ctx = ServiceContext.load(options.context, options.name, ready_fd=options.ready_fd)
     except KeyError:
-        raise ArealError(f"{options.context} names no service {options.name!r}; look at its `services`") from None
+        raise ArealError(
+            f"{options.context} names no service {options.name!r}; look at its `services`"
+        ) from None
     except (OSError, ValueError) as error:
         raise ArealError(f"cannot read the run's context {options.context}: {error}") from error
     if ctx.role != role:

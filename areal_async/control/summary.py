@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_async.config.job import JobConfig
+from areal_async.control.picture import steps_done
 from areal_async.wire.messages import BufferStats
 
 Record = Mapping[str, Any]
@@ -38,11 +39,12 @@ def summarise(
     if buffer is not None:
         seen.append(buffer.max_staleness_seen)
     train_s = training_s(steps)
+    done = max(map(steps_done, steps), default=0)
     tokens, busy_s, step_s = _sum(steps, "tokens"), _sum(steps, "busy_s"), _sum(steps, "step_s")
     return {
         "accuracy_start": accuracies[0][1] if accuracies else None,
         "accuracy_end": accuracies[-1][1] if accuracies else None,
-        "steps": len(steps),
+        "steps": done,
         "wall_s": round(wall_s, 2),
         "tokens_per_s": _ratio(tokens, train_s, digits=1),
         "max_staleness_bound": job.buffer.max_staleness,
@@ -56,11 +58,11 @@ def summarise(
         "share_multi_version": _mean(steps, "share_multi_version"),
         "staleness_mean": _mean(steps, "staleness_mean"),
         "training_s": None if train_s is None else round(train_s, 2),
-        "steps_per_s": _ratio(len(steps), train_s),
+        "steps_per_s": _ratio(done, train_s),
         "tokens": tokens,
         "reward_first": _edge(steps, "reward_mean", first=True),
         "reward_last": _edge(steps, "reward_mean", first=False),
-        "drop_reasons": dict(sorted(buffer.reasons.items())) if buffer is not None else None,
+        "transitions": dict(sorted(buffer.reasons.items())) if buffer is not None else None,
         "job": job.job,
         "kind": job.kind,
         "seed": job.seed,

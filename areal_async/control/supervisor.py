@@ -80,9 +80,7 @@ class Supervisor:
     def endpoints(self) -> dict[str, int]:
         """Metrics port of each service that serves now, by its name."""
         states = self.lifecycle.states
-        return {
-            name: child.metrics_port for name, child in list(self.children.items()) if states[name].alive
-        }
+        return {name: child.metrics_port for name, child in list(self.children.items()) if states[name].alive}
 
     def _observe(self) -> None:
         """Tell the lifecycle what has happened since the last look."""
@@ -170,7 +168,7 @@ class Supervisor:
         unfinished.replace(self.folders.targets)
 
     def _sweep(self) -> None:
-        """Leave no process: not the services (an error of ours may end `run` early), not what they detached."""
+        """Leave no process: no service (an error of ours may end `run` early), nor what they detached."""
         for child in self.children.values():
             child.kill()
         deadline_s = time.monotonic() + 1.0

@@ -164,7 +164,8 @@ def _busy(axes: Axes, rows: Records, _: int | None) -> None:
 def _sft_accuracy(axes: Axes, rows: Records, _: int | None) -> None:
     accuracy = series(rows, "sft", "step", field("accuracy"))
     axes.plot(*accuracy, color=ORANGE, marker="o", markersize=4.5, lw=1.8)
-    _note(axes, accuracy[0][-1], accuracy[1][-1], f"{accuracy[1][-1]:.3f}", ORANGE)
+    if len(accuracy[0]):
+        _note(axes, accuracy[0][-1], accuracy[1][-1], f"{accuracy[1][-1]:.3f}", ORANGE)
     axes.set_ylim(bottom=0)
     axes.margins(y=0.12)
     axes.set_title("Held-out accuracy, supervised", **TITLE)

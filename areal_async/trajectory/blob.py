@@ -111,12 +111,13 @@ def _frames(buffer: Buffer, limits: Limits) -> list[memoryview]:
         raise SchemaError(f"a blob of schema {schema}, this process reads {TRAJECTORY_SCHEMA}")
     if declared != size or zero:
         raise CodecError(f"the blob says {declared} bytes and has {size}")
-    if not CORE_FRAMES <= n_frames <= CORE_FRAMES + limits.columns or size < _PREFIX.size + n_frames * _FRAME_BYTES:
+    body_at = _PREFIX.size + n_frames * _FRAME_BYTES
+    if not CORE_FRAMES <= n_frames <= CORE_FRAMES + limits.columns or size < body_at:
         raise CodecError(f"a blob of {size} bytes cannot hold {n_frames} frames")
     if zlib.crc32(view[_PREFIX.size :]) != crc:
         raise CodecError("the checksum does not match: the bytes were altered")
     spans = _table_of(n_frames).unpack_from(view, _PREFIX.size)
-    expected = _PREFIX.size + n_frames * _FRAME_BYTES
+    expected = body_at
     frames = []
     for i in range(0, 2 * n_frames, 2):
         offset, length = spans[i], spans[i + 1]

@@ -6,12 +6,13 @@ import hashlib
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_async.trajectory.coerce import Floats, Ints, epoch_runs, floats, ints, mask_bytes
 from areal_async.trajectory.episode import Episode
 from areal_async.trajectory.errors import InvariantError
 from areal_async.trajectory.header import Agent, Call, FinishReason, Header, LogprobsOf, Media, Sampling
@@ -29,9 +30,6 @@ from areal_async.trajectory.tables import (
     Segments,
     Units,
 )
-
-Ints = Sequence[int] | NDArray[Any]
-Floats = Sequence[float] | NDArray[Any]
 
 
 def anchor_of(key: str | bytes) -> int:
@@ -94,7 +92,7 @@ class EpisodeBuilder:
         """Add a segment that no policy sampled (a tool's answer, an environment's); returns its index."""
         if kind == SegmentKind.SAMPLED:
             raise InvariantError("a sampled segment is added with sampled()")
-        tokens = _ints(ids, "ids")
+        tokens = ints(ids, "ids")
         n = len(tokens)
         segment = self._add(kind, n, parent, agent, turn)
         self._token_id += tokens
@@ -125,18 +123,19 @@ class EpisodeBuilder:
         `mask` (0/1 per unit) leaves units out of training; by default all are trained. A masked-out unit that
         was not sampled (forced text) has version -1.
         """
-        tokens = _ints(ids, "ids")
+        tokens = ints(ids, "ids")
         n = len(tokens)
-        probs = _floats(logprobs, "logprobs")
-        vers = array("i", (versions,)) * n if isinstance(versions, int) else _ints(versions, "versions")
-        bits = b"\x01" * n if mask is None else _bits(mask)
+        probs = floats(logprobs, "logprobs")
+        if isinstance(versions, (int, np.integer)):
+            vers = ints((int(versions),), "versions") * n
+        else:
+            vers = ints(versions, "versions")
+        bits = b"\x01" * n if mask is None else mask_bytes(mask)
         if not n == len(probs) == len(vers) == len(bits):
             raise InvariantError(
                 f"{n} ids, {len(probs)} logprobs, {len(vers)} versions, {len(bits)} mask values do not match"
             )
-        per_unit = None if isinstance(epoch, int) else _ints(epoch, "epoch")
-        if per_unit is not None and len(per_unit) != n:
-            raise InvariantError(f"{n} ids and {len(per_unit)} epochs do not match")
+        runs = epoch_runs(epoch, bits)
         if policy is None:
             policy = self._agents[agent].policy if 0 <= agent < len(self._agents) else 0
         start = len(self._token_id)
@@ -146,7 +145,9 @@ class EpisodeBuilder:
         self._version += vers
         self._mask += bits
         self._calls.append(Call(segment, policy, sampling, finish_reason, logprobs_of))
-        self._extend_epochs(start, bits, epoch if isinstance(epoch, int) else per_unit)
+        for first, value in runs:
+            if not self._epochs or self._epochs[-1][1] != value:
+                self._epochs.append((start + first, value))
         return segment
 
     def reward(self, segment: int, value: float) -> None:
@@ -167,7 +168,7 @@ class EpisodeBuilder:
 
     def column(self, name: str, segment: int, values: Floats) -> None:
         """Set an optional f32 column for the units of one segment; elsewhere it is NaN (unknown)."""
-        data = _floats(values, name)
+        data = floats(values, name)
         if len(data) != self._length[self._index(segment)]:
             raise InvariantError(f"column {name}: {len(data)} values for {self._length[segment]} units")
         self._columns.setdefault(name, {})[segment] = data
@@ -242,18 +243,6 @@ class EpisodeBuilder:
         self._anchor.append(NO_ANCHOR)
         return len(self._parent) - 1
 
-    def _extend_epochs(self, start: int, bits: bytes, epoch: int | array[int] | None) -> None:
-        """Append the runs of a sampled segment that starts at unit `start`."""
-        if isinstance(epoch, int):
-            first = bits.find(1)
-            if first >= 0 and (not self._epochs or self._epochs[-1][1] != epoch):
-                self._epochs.append((start + first, epoch))
-            return
-        trained = [(i, e) for i, e in enumerate(epoch or ()) if bits[i]]
-        for value, run in groupby(trained, key=lambda pair: pair[1]):
-            if not self._epochs or self._epochs[-1][1] != value:
-                self._epochs.append((start + next(run)[0], value))
-
     def _dense(self, spans: dict[int, array[float]]) -> NDArray[np.float32]:
         column = np.full(len(self._token_id), np.nan, F32)
         for segment, data in spans.items():
@@ -265,45 +254,3 @@ class EpisodeBuilder:
         if not 0 <= segment < len(self._parent):
             raise InvariantError(f"there is no segment {segment}")
         return segment
-
-
-def _ints(values: Ints, what: str) -> array[int]:
-    """Values as i32; a float, or what does not fit, is refused rather than cut."""
-    out = array("i")
-    try:
-        if not isinstance(values, np.ndarray):
-            if isinstance(values, (bytes, bytearray, memoryview)):
-                values = list(values)  # array() would read bytes as raw memory
-            return array("i", values)
-        if values.dtype.kind not in "iub" or values.ndim != 1:
-            raise InvariantError(f"{what}: a 1-D integer array is needed, not {values.dtype} {values.shape}")
-        if values.dtype != I32:
-            narrow = values.astype(I32)
-            if not np.array_equal(narrow, values):
-                raise InvariantError(f"{what}: a value does not fit 32 bits")
-            values = narrow
-        out.frombytes(values.tobytes())
-    except (TypeError, OverflowError) as error:
-        raise InvariantError(f"{what}: {error}") from error
-    return out
-
-
-def _floats(values: Floats, what: str) -> array[float]:
-    """Values as f32."""
-    out = array("f")
-    try:
-        if not isinstance(values, np.ndarray):
-            return array("f", values)
-        if values.dtype.kind != "f" or values.ndim != 1:
-            raise InvariantError(f"{what}: a 1-D float array is needed, not {values.dtype} {values.shape}")
-        out.frombytes(values.astype(F32, copy=False).tobytes())
-    except (TypeError, OverflowError) as error:
-        raise InvariantError(f"{what}: {error}") from error
-    return out
-
-
-def _bits(mask: Ints) -> bytes:
-    try:
-        return bytes(_ints(mask, "mask"))
-    except ValueError as error:
-        raise InvariantError(f"mask: {error}") from error

@@ -1,7 +1,8 @@
 """The part of an episode that is not arrays: who made it, how it was sampled, what belongs to it.
 
 Small values (`Agent`, `Sampling`, `Call`, `Media`) travel as msgpack arrays in field order; later fields are
-appended with defaults, so older bytes stay readable. `Header` travels as a map without its default fields.
+appended with defaults, so older bytes stay readable. `Header` travels as a map without its default fields;
+a default therefore never changes within one schema.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
     sample: int
     """Index of the episode in its group."""
     attempt: int = 0
-    schema: int = TRAJECTORY_SCHEMA
+    schema: int = msgspec.field(default_factory=lambda: TRAJECTORY_SCHEMA)
+    """Always written: a default from a factory is never omitted."""
     policies: list[str] = []
     """Names of the policies that sampled; versions count per policy."""
     agents: list[Agent] = []

@@ -1,6 +1,4 @@
-"""The bytes of a safetensors file: written so that an existing allocation can be filled again, read so that
-not one
-byte is used before it was hashed.
+"""The bytes of a safetensors file, laid out so that an existing allocation can be filled again.
 
 Format: u64 little-endian header size, JSON header `{name: {dtype, shape, data_offsets}}`, data. Tensors lie
 in order of falling element size, so each is aligned to its element once the data is.

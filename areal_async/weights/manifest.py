@@ -24,9 +24,10 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A box of a tensor: the elements from `offset` on, `extent` many, of a tensor of `shape`; stored in
-    `file`
-    under the tensor's name. `dtype` is safetensors' name for it; `hash` is over the part's bytes."""
+    """A box of a tensor: the elements from `offset` on, `extent` many, of a tensor of `shape`.
+
+    It is stored in `file` under the tensor's name, with `dtype` as safetensors names it; `hash` is over its bytes.
+    """
 
     tensor: str
     dtype: str
@@ -83,8 +84,7 @@ def seal(manifest: Manifest) -> bytes:
 
 
 def unseal(data: bytes) -> Manifest:
-    """Raises `SnapshotError` unless `data` is exactly what `seal` wrote, of this schema, with plain file
-    names."""
+    """Raises `SnapshotError` unless `data` is exactly what `seal` wrote, of this schema."""
     try:
         sealed = msgspec.json.decode(data, type=_Sealed)
         inner = bytes(sealed.manifest)

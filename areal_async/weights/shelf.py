@@ -1,5 +1,4 @@
-"""Which snapshots are kept, which are due for evaluation and which may be overwritten. Pure, with the time
-passed in.
+"""Which snapshots are kept, which are due for evaluation, which may be overwritten. Pure; time is passed in.
 
 Kept are: the newest `keep`; the ones pinned for evaluation, until evaluated; those a receiver was told of
 and has neither acknowledged nor outlived its hold.

@@ -1,9 +1,10 @@
 """The ledger: what became of every task, group and episode of a job, as a pure state machine.
 
 Contract. `decide(index, command, now_ms)` looks at the index and returns a `Decision`: the reply, and the
-writes that make it true. It changes nothing, reads no clock and does no I/O; `index.apply(writes)` is the only
-way the index changes, and the same writes go to Redis in one script call. So the index is always a function of
-what Redis holds, and a crash between two decisions leaves a state from which any message can be asked again.
+writes that make it true. It changes nothing, reads no clock and does no I/O; `index.apply(writes)` is the
+only way the index changes, and the same writes go to Redis in one script call. So the index is always a
+function of what Redis holds, and a crash between two decisions leaves a state from which any message can be
+asked again.
 
 Every group follows
 

@@ -124,8 +124,8 @@ def _wait_for_overtaken(draft: Draft, step: int, chosen: list[Group]) -> Waiting
         names = ", ".join(group.group_id for group in overtaken[:3]) + (" …" if len(overtaken) > 3 else "")
         return Waiting(
             "overtaken groups",
-            f"step {step} waits at most {left_ms / 1000:.1f} s more for {len(overtaken)} unfinished group(s) of "
-            f"version {limit}, which would be too old for the step after it: {names}",
+            f"step {step} waits at most {left_ms / 1000:.1f} s more for {len(overtaken)} unfinished groups "
+            f"of version {limit}, which would be too old for the step after it: {names}",
         )
     for group in overtaken:
         draft.drop(group, "overtaken")
@@ -136,7 +136,9 @@ def _drop_left_behind(draft: Draft, step: int) -> None:
     """With the batch of `step` made, what holds version `step − η` can be trained no more."""
     for group in _aged(draft, step - draft.rules.max_staleness):
         if 0 <= group.min_version <= step - draft.rules.max_staleness:
-            draft.drop(group, "stale" if group.state in (GroupState.SCORED, GroupState.QUEUED) else "overtaken")
+            draft.drop(
+                group, "stale" if group.state in (GroupState.SCORED, GroupState.QUEUED) else "overtaken"
+            )
 
 
 def _manifest(index: Index, plan: BatchPlan, groups: list[Group]) -> Message:

@@ -68,7 +68,8 @@ def checkpointed(index: Index, message: Checkpointed, now_ms: int) -> Decision:
         return fenced(index, message.epoch)
     if message.step > index.meta.v_train:
         return fault(
-            "invalid", f"a checkpoint of step {message.step} cannot exist: {index.meta.v_train} steps are committed"
+            "invalid",
+            f"a checkpoint of step {message.step} cannot exist: {index.meta.v_train} steps are committed",
         )
     draft = Draft(index, now_ms)
     commit_before(draft, message.step)

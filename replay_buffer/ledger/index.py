@@ -61,7 +61,9 @@ class Records:
 class Index:
     """`nonce` makes the ids that this front gives out differ from every other front's."""
 
-    def __init__(self, rules: Rules, tasks: Tasks, records: Records, *, nonce: str, revision: int = 0) -> None:
+    def __init__(
+        self, rules: Rules, tasks: Tasks, records: Records, *, nonce: str, revision: int = 0
+    ) -> None:
         self.rules = rules
         self.tasks = tasks
         self.nonce = nonce
@@ -88,7 +90,7 @@ class Index:
         """Missing episodes of LEASED groups."""
         self.claims_of: dict[str, set[str]] = {}
         """Scorer → its claims."""
-        self._write(Writes(records.meta, *map(dict, _parts(records))))  # type: ignore[arg-type]
+        self._write(Writes(records.meta, *map(dict, _parts(records))))
 
     # --- figures ---
 

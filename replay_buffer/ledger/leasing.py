@@ -52,8 +52,8 @@ def lease(index: Index, message: LeaseRequest, now_ms: int) -> Decision:
         return Decision(
             Leases(
                 [],
-                f"this worker serves version {serving.version} of trainer epoch {serving.epoch}, which is not on "
-                f"the lineage of the trainer (epoch {index.meta.epoch}); it waits for its update",
+                f"this worker serves version {serving.version} of trainer epoch {serving.epoch}, which the "
+                f"trainer of epoch {index.meta.epoch} has abandoned; it waits for an update",
             )
         )
     free = room(limits_of(index.rules), load_of(index), serving.version)
@@ -101,9 +101,7 @@ def _candidates(draft: Draft, free: Room) -> Iterator[Group]:
 
 def _lease_out(draft: Draft, group: Group, worker: str, serving: VersionTag) -> LeasedGroup:
     lease_id = draft.new_id("L")
-    draft.move(
-        group, GroupState.LEASED, leases=(*group.leases, lease_id), leased_version=serving.version
-    )
+    draft.move(group, GroupState.LEASED, leases=(*group.leases, lease_id), leased_version=serving.version)
     draft.set_lease(lease_id, Lease(lease_id, group.group_id, worker, draft.now_ms + draft.rules.lease_ms))
     task = draft.index.tasks.task(group.row, group.pass_index)
     return LeasedGroup(

@@ -1,10 +1,10 @@
 """A trainer opens the job: at its start, or back from a checkpoint.
 
-Two ledgers may be at hand then. Redis has everything up to the moment of the crash; the copy in the checkpoint
-is as of the checkpoint's step `c`. Where Redis is the copy's own continuation and still has every batch from
-`c` on, the redo log is complete: the trainer goes back to `c` and is given the same batches in the same order.
-Otherwise the copy wins: the cursor and the figures are the checkpoint's, of the groups that were under way those
-episodes survive whose bytes are still held, and every other group ends, by name.
+Two ledgers may be at hand then. Redis has everything up to the moment of the crash; the copy in the
+checkpoint is as of the checkpoint's step `c`. Where Redis is the copy's own continuation and still has every
+batch from `c` on, the redo log is complete: the trainer goes back to `c` and is given the same batches in the
+same order. Otherwise the copy wins: the cursor and the figures are the checkpoint's, of the groups that were
+under way those episodes survive whose bytes are still held, and every other group ends, by name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from replay_buffer.ledger.records import (
 
 
 class OpenedWith(msgspec.Struct, frozen=True):
-    """An `OpenTrainer` with its attachment, the ledger copy of the checkpoint (None at the start of a job)."""
+    """An `OpenTrainer` with its attachment: the ledger copy of the checkpoint, None at the start of a job."""
 
     trainer: str
     step: int
@@ -57,8 +57,8 @@ def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
         return fault(
             "invalid",
             f"a trainer at step {command.step} cannot join a ledger at step {index.meta.v_train} whose last "
-            f"checkpoint is of step {index.meta.checkpoint}: resume from a checkpoint with its ledger copy, or start "
-            "a job of another name",
+            f"checkpoint is of step {index.meta.checkpoint}: resume from a checkpoint with its ledger copy, "
+            "or start a job of another name",
         )
     epoch = draft.meta.epoch + 1
     lineage = reopened(draft.meta.lineage, epoch, command.step)
@@ -114,12 +114,13 @@ def _adopt(draft: Draft, copy: Copy) -> None:
         draft.set_claim(id_, None)
     for number in index.batches:
         draft.set_batch(number, None)
-    copied = {group.group_id for group in copy.groups}
+    # Another ledger's groups may bear the same names; their episodes are of other weights.
+    mine = {group.group_id for group in copy.groups} if _same_ledger(index, copy) else set()
     for group in index.groups.values():
-        if group.group_id not in copied:
+        if group.group_id not in mine:
             draft.remove(group, "dropped:not_in_checkpoint")
     for group in copy.groups:
-        _adopt_group(draft, group, index.groups.get(group.group_id))
+        _adopt_group(draft, group, index.groups[group.group_id] if group.group_id in mine else None)
 
 
 def _adopt_group(draft: Draft, group: Group, held: Group | None) -> None:

@@ -9,7 +9,8 @@ Key = tuple[int, ...]
 
 
 class Order:
-    """Ids sorted by (key, id). A change costs a binary search and a move of at most a few thousand pointers."""
+    """Ids sorted by (key, id). A change costs a binary search and a move of at most a few thousand
+    pointers."""
 
     def __init__(self) -> None:
         self._key_of: dict[str, Key] = {}

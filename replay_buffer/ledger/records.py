@@ -38,7 +38,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of what is stored."""
 
 
-class Episode(Record):
+class Episode(Record, frozen=True, array_like=True, gc=False):
     """One sample of a group. Versions are over its sampled units, -1 without any."""
 
     state: int = EpisodeState.MISSING
@@ -61,7 +61,7 @@ class Episode(Record):
 MISSING = Episode()
 
 
-class Group(Record):
+class Group(Record, frozen=True, array_like=True, gc=False):
     """The episodes of one attempt at one task. The record of a COMMITTED or DROPPED group is deleted."""
 
     group_id: str
@@ -92,14 +92,14 @@ class Group(Record):
         return sum(episode.state == state for episode in self.episodes)
 
 
-class Lease(Record):
+class Lease(Record, frozen=True, array_like=True, gc=False):
     lease_id: str
     group_id: str
     worker: str
     deadline_ms: int
 
 
-class Claim(Record):
+class Claim(Record, frozen=True, array_like=True, gc=False):
     claim_id: str
     group_id: str
     scorer: str
@@ -108,7 +108,7 @@ class Claim(Record):
     last_ms: int
 
 
-class BatchPlan(Record):
+class BatchPlan(Record, frozen=True, array_like=True, gc=False):
     """The groups of a step, in order. Kept until a checkpoint covers it: the redo log."""
 
     step: int
@@ -117,12 +117,12 @@ class BatchPlan(Record):
     group_ids: tuple[str, ...]
 
 
-class OvertakenWait(Record):
+class OvertakenWait(Record, frozen=True, array_like=True, gc=False):
     step: int
     since_ms: int
 
 
-class Meta(Record):
+class Meta(Record, frozen=True, array_like=True, gc=False):
     """The figures of the job that belong to no group."""
 
     ledger_id: str

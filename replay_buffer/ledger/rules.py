@@ -12,7 +12,8 @@ from areal_async.wire.messages import Task
 MAX_LEASES = 5
 """Leases that one group may use up; a task that no worker finishes is dropped then, not tried for ever."""
 MAX_ATTEMPTS = 3
-"""Groups made from one task in one pass: a task whose group was overtaken is tried again, this often at most."""
+"""Groups made from one task in one pass: a task whose group was overtaken is tried again, this often at
+most."""
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,7 @@ def _judge(draft: Draft, group: Group, items: list[EpisodeVerdict]) -> list[Refu
                 components=verdict.components or None,
             )
         elif held.tries < draft.rules.retries:
-            changed[sample] = replace(
-                held, state=int(EpisodeState.STORED), tries=held.tries + 1, claim_id=""
-            )
+            changed[sample] = replace(held, state=int(EpisodeState.STORED), tries=held.tries + 1, claim_id="")
         else:
             draft.drop(group, f"verdict_{kind_of(verdict)}")
             return refused

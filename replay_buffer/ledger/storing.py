@@ -38,8 +38,8 @@ def store_episodes(index: Index, command: StoreEpisodes, now_ms: int) -> Decisio
     """Store what the live lease of the group delivers, each sample once.
 
     A sample that this very lease stored before is acknowledged again: its acknowledgement was lost. Anything
-    else from a lease that is not live is refused, for its group may be another worker's by now. An episode too
-    old for every step to come, or from abandoned weights, ends its whole group."""
+    else from a lease that is not live is refused, for its group may be another worker's by now. An episode
+    too old for every step to come, or from abandoned weights, ends its whole group."""
     draft = Draft(index, now_ms)
     group = index.groups.get(command.group_id)
     if group is None or command.lease_id not in group.leases:
@@ -85,7 +85,9 @@ def _problem(index: Index, group: Group, arrival: Arrival, lease_number: int, *,
     if arrival.max_version == NO_VERSION:
         return ""
     meta = index.meta
-    if arrival.min_epoch > meta.epoch or (arrival.min_epoch == meta.epoch and arrival.max_version > meta.v_train + 1):
+    if arrival.min_epoch > meta.epoch or (
+        arrival.min_epoch == meta.epoch and arrival.max_version > meta.v_train + 1
+    ):
         return (
             f"version_unknown: version {arrival.max_version} of trainer epoch {arrival.min_epoch} was not "
             f"published; the trainer is at version {meta.v_train} of epoch {meta.epoch}"

@@ -13,8 +13,8 @@ def starving(index: Index, step: int, ready: int) -> Waiting:
     stored, claimed = episodes[EpisodeState.STORED], episodes[EpisodeState.CLAIMED]
     figures = (
         f"step {step} needs {index.rules.batch_groups} scored groups and has {ready}; "
-        f"{groups[GroupState.LEASED]} are being generated, {groups[GroupState.GENERATED]} are generated and not "
-        f"scored ({stored} episodes unclaimed, {claimed} claimed), {groups[GroupState.QUEUED]} are queued"
+        f"{groups[GroupState.LEASED]} are being generated, {groups[GroupState.GENERATED]} are generated but "
+        f"not scored ({stored} episodes unclaimed, {claimed} claimed), {groups[GroupState.QUEUED]} are queued"
     )
     return Waiting(_edge(index), figures)
 

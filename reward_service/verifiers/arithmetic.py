@@ -3,7 +3,8 @@
 The rule. The answer is the number at the very end of the response; a full stop, white space or a line break
 may follow it, nothing else. So `57`, `The answer is 57.` and `12 + 45 = 57` answer 57, while `57 apples`,
 `57?` and `57 or 58 maybe` answer nothing and score 0. The number stands alone: at the start, or after white
-space or one of `= : ( [ { $`. It is not an answer as the last operand of an expression (`60 - 3`, `60 -3`).
+space or one of `= : ( [ { $`. It is not an answer as the last operand of an expression on its line
+(`60 - 3`, `60 -3`).
 
 A number is an integer, a decimal or a fraction `a/b`, with an optional sign, thousands commas and exponent.
 Integers and fractions compare exactly (`6/8` is `3/4` is `0.75`); when either side is a decimal that is not
@@ -22,8 +23,8 @@ NUMBER = (
     r"(?:[eE][-+]?[0-9]{1,3})?(?:/[0-9]+)?"
 )
 ANSWER = re.compile(rf"(?:^|[\s=:(\[{{$])({NUMBER})\.?\Z")
-BEFORE_OPERAND = re.compile(r"[-+*/^×÷]\s*\Z")
-BEFORE_SIGNED_OPERAND = re.compile(r"[0-9)\]]\s*\Z")
+BEFORE_OPERAND = re.compile(r"[-+*/^×÷][ \t]*\Z")
+BEFORE_SIGNED_OPERAND = re.compile(r"[0-9)\]][ \t]*\Z")
 LONGEST_NUMBER = 80
 """Characters; a longer run of digits is no answer to arithmetic."""
 LAST_CHARACTERS = 200

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from areal_async.config.trainer import OptimizerSection
 from trainer_service.backends.loading import load_sharded, tied_names
 from trainer_service.backends.shards import read_shard, write_shard
-from trainer_service.errors import CheckpointError
+from trainer_service.errors import CheckpointError, DivergenceError
 from trainer_service.microbatch import MicroBatch, build_micro_batch
 from trainer_service.ranks import Ranks
 
@@ -100,7 +101,10 @@ class FsdpBackend:
                 gradients.append(shard.grad)
         norm = self._norm(gradients)
         if not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient's norm is {norm} in update {self.updates}")
+            raise DivergenceError(
+                f"the gradient's norm is {norm} in optimizer update {self.updates}: training has diverged. Lower "
+                "trainer.optimizer.lr, or start from an earlier checkpoint."
+            )
         scale = min(1.0, self._settings.clip_grad_norm / (norm + 1e-6))
         if scale < 1:
             torch._foreach_mul_(gradients, scale)
@@ -171,8 +175,6 @@ def _rng_file(folder: Path, rank: int) -> Path:
 
 
 def _empty_batch(device: torch.device) -> MicroBatch:
-    import numpy as np
-
     return build_micro_batch(
         [], groups=np.zeros(0, np.int64), advantages=np.zeros(0, np.float32), device=device
     )

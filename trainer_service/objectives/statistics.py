@@ -53,7 +53,7 @@ class StepStatistics:
         )
         self._sums.index_add_(0, staleness, columns)
         both = torch.stack([w, -w], dim=1)
-        self._extremes.index_reduce_(0, staleness, both, "amax")
+        self._extremes.scatter_reduce_(0, staleness[:, None].expand(-1, 2), both, "amax")
 
     def reduce(self, sum_: Callable[[Tensor], None], max_: Callable[[Tensor], None]) -> None:
         """Add up over ranks, in place; the arguments are all-reduces."""

@@ -240,7 +240,7 @@ class EngineCore:
         reasons: list[FinishReason | None] = [
             None if broken[i] else "stop" if stopped[i] else "length" for i in at
         ]
-        return self._finish([rows[i] for i in at], reasons)
+        return self._finish([rows[int(i)] for i in at], reasons)
 
     def _stop_strings(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         hit = np.zeros(len(slots), np.bool_)

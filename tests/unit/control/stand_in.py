@@ -55,17 +55,21 @@ async def main(ctx: ServiceContext) -> None:
                 time.sleep(0.01)  # noqa: ASYNC251 - the loop is blocked on purpose
             return
         case "leaves helpers":
-            subprocess.Popen([sys.executable, "-c", HELPER])
-            subprocess.Popen([sys.executable, "-c", HELPER], start_new_session=True)
+            start_helpers()
     ctx.ready()
     await ctx.stop.wait()
     with (ctx.run_dir / "order").open("a") as file:
         file.write(f"{ctx.name}\n")
 
 
+def start_helpers() -> None:
+    subprocess.Popen([sys.executable, "-c", HELPER])
+    subprocess.Popen([sys.executable, "-c", HELPER], start_new_session=True)
+
+
 async def all_serve(ctx: ServiceContext) -> None:
     """Until the supervisor has named the endpoints, which it does once all serve."""
-    while not (ctx.run_dir.parent / "prometheus" / f"{ctx.job.job}.json").exists():
+    while not (ctx.run_dir.parent / "prometheus" / f"{ctx.job.job}.json").exists():  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
 

@@ -62,7 +62,9 @@ def processes_of(run_id: str) -> list[int]:
     return found
 
 
-def test_a_run_ends_well_once_the_trainer_is_done(job: JobConfig, folders: RunFolders, behave: Behave) -> None:
+def test_a_run_ends_well_once_the_trainer_is_done(
+    job: JobConfig, folders: RunFolders, behave: Behave
+) -> None:
     behave({"trainer": "finishes"})
     ending, _ = supervise(job, folders)
     assert ending == Ending("finished")
@@ -168,7 +170,9 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path, job: JobConfig, behave
     assert volatile_folders(job) == []
 
 
-def test_repeated_signals_of_one_ctrl_c_count_once(job: JobConfig, folders: RunFolders, behave: Behave) -> None:
+def test_repeated_signals_of_one_ctrl_c_count_once(
+    job: JobConfig, folders: RunFolders, behave: Behave
+) -> None:
     behave({})
 
     def interrupt() -> None:

@@ -53,9 +53,14 @@ def test_a_running_piece_counts_up_to_the_scrape():
 def test_busy_ends_when_the_piece_raises():
     clock = Clock()
     busy = Busy(clock)
-    with pytest.raises(RuntimeError), busy("train"):
-        clock.now += 1.0
-        raise RuntimeError
+
+    def fail():
+        with busy("train"):
+            clock.now += 1.0
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     clock.now += 1.0
     assert busy.seconds("train") == 1.0
 

@@ -31,10 +31,13 @@ def recurse(n=0):
     return recurse(n + 1) + 1
 
 
+def recurse_in_c(n=0):
+    return max([n], key=recurse_in_c)
+
+
 def crash_the_stack():
     sys.setrecursionlimit(10**9)
-    threading.stack_size(1 << 20)
-    return recurse()
+    return recurse_in_c()
 
 
 def spin():

@@ -132,7 +132,9 @@ def test_samples_of_one_prompt_share_its_prefill(tiny: Any, monkeypatch: pytest.
     core = tiny.core(slots=16)
     widths = []
     hidden = core.model.hidden
-    monkeypatch.setattr(core.model, "hidden", lambda ids, *rest: (widths.append(ids.shape), hidden(ids, *rest))[1])
+    monkeypatch.setattr(
+        core.model, "hidden", lambda ids, *rest: (widths.append(ids.shape), hidden(ids, *rest))[1]
+    )
     same = [request(i, [5, 6, 7], max_new_tokens=1, seed=i) for i in range(15)]
     done = run(core, *same, request("other", [5, 6], max_new_tokens=1))
     assert widths == [(2, 3)]
@@ -156,7 +158,9 @@ def test_prompts_beyond_one_pass_are_prefilled_in_several(
     logits = [endless.reference(endless.weights(v)) for v in (0, 1)]
     assert len(done) == 12
     for one in asked:
-        want = [oracle.logprobs(logits[v], one.prompt_ids, done[one.request_id], one.sampling) for v in (0, 1)]
+        want = [
+            oracle.logprobs(logits[v], one.prompt_ids, done[one.request_id], one.sampling) for v in (0, 1)
+        ]
         got = done[one.request_id]
         np.testing.assert_allclose(got.logprobs, np.choose(got.versions, want), atol=1e-4)
 
@@ -238,7 +242,10 @@ def test_a_stop_string_over_token_boundaries_ends_the_answer(tiny: Any, oracle: 
         # The ids are what was sampled up to the token that completed the string, and no further.
         n = len(got.token_ids)
         assert got.token_ids.tolist() == whole.token_ids[:n].tolist()
-        decoded = [core.model.tokenizer.decode(got.token_ids[:k].tolist(), skip_special_tokens=True) for k in (n - 1, n)]
+        decoded = [
+            core.model.tokenizer.decode(got.token_ids[:k].tolist(), skip_special_tokens=True)
+            for k in (n - 1, n)
+        ]
         assert stop not in decoded[0]
         assert stop in decoded[1]
         np.testing.assert_allclose(

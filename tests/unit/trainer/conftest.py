@@ -44,9 +44,9 @@ def write_model(folder: Path, *, tied: bool = True, layers: int = 2, hidden: int
     model.save_pretrained(folder)
     tokenizer = Tokenizer(WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Split("", "isolated")
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>"
-    ).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(
+        folder
+    )
     return folder
 
 

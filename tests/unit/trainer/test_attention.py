@@ -46,7 +46,9 @@ def _compare(model, sequences, reference="eager"):
     gradients = [p.grad.clone() for p in model.parameters()]
     model.set_attn_implementation(reference)
     model.zero_grad()
-    alone = torch.cat([model(input_ids=s[None], use_cache=False).logits[0].log_softmax(-1) for s in sequences])
+    alone = torch.cat(
+        [model(input_ids=s[None], use_cache=False).logits[0].log_softmax(-1) for s in sequences]
+    )
     (alone * weight).sum().backward()
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
     for mine, parameter in zip(gradients, model.parameters(), strict=True):

@@ -71,9 +71,8 @@ def _histories(draw: st.DrawFn, max_segments: int = 8) -> History:
             exactly = {"min_size": n, "max_size": n}
             mask = draw(st.one_of(st.none(), st.lists(st.integers(0, 1), **exactly)))
             one_epoch = draw(st.booleans())
-            epochs = (
-                [draw(st.integers(0, 3))] * n if one_epoch else draw(st.lists(st.integers(0, 2), **exactly))
-            )
+            one = draw(st.integers(0, 3))
+            epochs = [one] * n if one_epoch else draw(st.lists(st.integers(0, 2), **exactly))
             call = EngineCall(
                 segment=index,
                 seen=seen,
@@ -90,7 +89,7 @@ def _histories(draw: st.DrawFn, max_segments: int = 8) -> History:
                 parent=parent,
                 sampling=draw(_samplings),
                 finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
-                epoch=epochs[0] if one_epoch and n else epochs,
+                epoch=one if one_epoch else epochs,
                 agent=agent,
                 turn=turn,
                 mask=mask,

@@ -12,6 +12,7 @@ import pytest
 from areal_async.trajectory import (
     Agent,
     Episode,
+    EpisodeBuilder,
     InvariantError,
     Limits,
     Media,
@@ -30,7 +31,7 @@ N_UNITS = 12
 def rebuilt(
     episode: Episode, *, table=None, reward=None, anchor=None, header=None, columns=None, **unit_columns
 ):
-    """The same episode with one thing changed: a (row, segment, value) of the table, a (unit, value) of a column."""
+    """The same episode with one change: (row, segment, value) of the table, (index, value) of a column."""
 
     def edited(array, change):
         array = array.copy()
@@ -116,31 +117,19 @@ def test_the_example_itself_is_valid(episode):
         pytest.param({"header": {"epochs": [(3, 0), (9, 1), (4, 0)]}}, "epochs", id="falling runs"),
         pytest.param({"header": {"epochs": [(3, 0), (5, 1)]}}, "epochs", id="a run starts at a tool unit"),
         pytest.param({"header": {"epochs": [(3, 0), (12, 1)]}}, "epochs", id="a run starts past the end"),
-        pytest.param(
-            {"header": {"media": [Media("sha256", "i", 1, 0)]}}, "digest", id="digest without a hash"
-        ),
+        pytest.param({"header": {"media": [Media("sha256", "i", 1, 0)]}}, "digest", id="no hash name"),
         pytest.param({"header": {"media": [Media("a:0", "i", -1, 0)]}}, "size", id="media of negative size"),
-        pytest.param({"header": {"media": [Media("a:0", "i", 1, 5)]}}, "segment 5", id="media of no segment"),
-        pytest.param(
-            {"header": {"media": [Media("a:0", "i", 1, -1)]}}, "segment -1", id="media of segment -1"
-        ),
-        pytest.param(
-            {"header": {"media": [Media("a:0", "i", 1, 0, 1, -1)]}}, "segment", id="media below 0 units"
-        ),
-        pytest.param(
-            {"header": {"media": [Media("a:0", "i", 1, 0, 1, 3)]}}, "outside", id="media past its segment"
-        ),
-        pytest.param(
-            {"header": {"media": [Media("a:0", "i", 1, 1, 2, 1)]}}, "outside", id="media before its segment"
-        ),
+        pytest.param({"header": {"media": [Media("a:0", "i", 1, 5)]}}, "segment 5", id="no segment"),
+        pytest.param({"header": {"media": [Media("a:0", "i", 1, -1)]}}, "segment -1", id="segment -1"),
+        pytest.param({"header": {"media": [Media("a:0", "i", 1, 0, 1, -1)]}}, "segment", id="-1 units"),
+        pytest.param({"header": {"media": [Media("a:0", "i", 1, 0, 1, 3)]}}, "outside", id="past its end"),
+        pytest.param({"header": {"media": [Media("a:0", "i", 1, 1, 2, 1)]}}, "outside", id="before it"),
         pytest.param({"columns": {"mask": np.zeros(N_UNITS)}}, "mask", id="a column shadows a core one"),
         pytest.param({"columns": {"": np.zeros(N_UNITS)}}, "column", id="a column without a name"),
         pytest.param({"columns": {"a\n": np.zeros(N_UNITS)}}, "column", id="a column with a bad name"),
         pytest.param({"columns": {"a" * 65: np.zeros(N_UNITS)}}, "column", id="a column with a long name"),
         pytest.param({"columns": {"a": np.zeros(N_UNITS - 1)}}, "column a", id="a short column"),
-        pytest.param(
-            {"columns": {"a": np.zeros((N_UNITS, 1, 1))}}, "column a", id="a column of three dimensions"
-        ),
+        pytest.param({"columns": {"a": np.zeros((N_UNITS, 1, 1))}}, "column a", id="a 3-d column"),
         pytest.param({"columns": {"a": np.zeros(N_UNITS, complex)}}, "column a", id="a complex column"),
         pytest.param({"columns": {"a": np.zeros(N_UNITS, ">f4")}}, "column a", id="a big-endian column"),
     ],
@@ -250,7 +239,6 @@ def test_a_column_wider_than_the_limit_is_refused(episode):
 @pytest.mark.parametrize("n", [5, 500])
 def test_long_columns_are_checked_like_short_ones(n):
     """Short and long columns are reduced in different ways; both must see one bad value anywhere."""
-    from areal_async.trajectory import EpisodeBuilder
 
     def built(position, **bad):
         logprobs, versions, ids = [-1.0] * n, [3] * n, [7] * n
@@ -294,7 +282,8 @@ def test_sampled_units_left_out_of_training_keep_their_version(two_turns):
 
 
 def test_an_episode_with_nothing_sampled_has_no_versions_and_no_epochs():
-    from areal_async.trajectory import EpisodeBuilder
+    def facts(e):
+        return e.n_units, e.n_sampled, e.min_version, e.max_version, e.min_epoch
 
     builder = EpisodeBuilder("j", "t", "g", 0)
     builder.prompt([])

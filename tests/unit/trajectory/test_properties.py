@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import given, settings
@@ -49,9 +50,8 @@ def test_each_sampled_unit_is_trained_in_exactly_one_row_on_the_context_it_was_s
     }
     trained = Counter()
     for row in training_rows(history.episode):
-        units = np.concatenate(
-            [np.arange(offset[s], offset[s] + n) for s, n in zip(row.path, row.lengths, strict=True)]
-        )
+        spans = zip(offset[list(row.path)], row.lengths, strict=True)
+        units = np.concatenate([np.arange(first, first + n) for first, n in spans])
         assert len(row.token_ids) == len(row.mask) == len(row.logprobs) == len(row.versions) == len(units)
         assert row.mask.any()
         for t in np.flatnonzero(row.mask):
@@ -132,9 +132,7 @@ def test_what_is_built_satisfies_the_invariants_in_plain_words(histories, data):
                 assert units.version[u] >= 0
     assert covered == list(range(len(units)))
     runs = [*episode.header.epochs, (len(units), -1)]
-    per_unit = {
-        u: epoch for (first, epoch), (end, _) in zip(runs, runs[1:], strict=False) for u in range(first, end)
-    }
+    per_unit = {u: epoch for (first, epoch), (end, _) in pairwise(runs) for u in range(first, end)}
     trained = np.flatnonzero(units.mask).tolist()
     assert [per_unit[u] for u in trained] == history.trained("epochs")
 
@@ -143,9 +141,8 @@ def test_what_is_built_satisfies_the_invariants_in_plain_words(histories, data):
 @given(data=st.data())
 def test_limits_refuse_exactly_what_is_above_them(histories, data):
     episode = data.draw(histories).episode
-    exact = Limits(
-        units=len(episode.units), segments=len(episode.segments), columns=len(episode.units.columns)
-    )
+    units, segments = episode.units, episode.segments
+    exact = Limits(units=len(units), segments=len(segments), columns=len(units.columns))
     check(episode.header, episode.segments, episode.units, exact)
     blob = pack(episode)
     assert unpack(blob, limits=dataclasses.replace(exact, blob_bytes=len(blob))) == episode

@@ -1,0 +1,49 @@
+# `make quickstart` and `make test` need nothing but Python 3.11; each target makes what it needs and is safe
+# to run twice.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help quickstart test test-quick lint format clean
+
+help:
+	@echo "make quickstart   set up, then train a tiny model through all services (a few minutes)"
+	@echo "make test         set up, then every test but those of the SGLang and vLLM environments"
+	@echo "make test-quick   the tests that need no minute-long run (at most 3 minutes)"
+	@echo "make lint         ruff and mypy"
+	@echo "make clean        remove the environment and caches; runs/ stays"
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 is needed: install it, or name it with PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(BIN)/python || { echo "Making the virtual environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing areal-async and its pinned requirements into $(VENV) (about 1.5 GB, a minute or two)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+quickstart: $(STAMP)
+	$(BIN)/areal-async quickstart $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not alone" $(ARGS)
+	$(BIN)/python -m pytest -m "alone and not engine" $(ARGS)
+
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not alone and not slow" $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

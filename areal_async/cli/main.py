@@ -1,0 +1,92 @@
+"""The command line: `areal-async run | validate | doctor | quickstart`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from areal_async.cli.errors import readable_errors
+
+app = typer.Typer(
+    name="areal-async",
+    help="Fully asynchronous, decoupled reinforcement learning for language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Fields to change, e.g. buffer.max_staleness=0."),
+]
+Plain = Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Delete what an earlier run of this job left in its folder.")
+]
+
+
+@app.command()
+def run(
+    job_file: JobFile, overrides: Overrides = None, overwrite: Overwrite = False, plain: Plain = False
+) -> None:
+    """Run a job on this machine until it is done."""
+    with readable_errors():
+        from areal_async.config.load import load_job
+        from areal_async.control.run import run_job
+
+        run_job(load_job(job_file, overrides or ()), overwrite=overwrite, plain=plain)
+
+
+@app.command()
+def validate(job_file: JobFile, overrides: Overrides = None) -> None:
+    """Check a job file and print it with every field resolved. Starts nothing."""
+    with readable_errors():
+        from areal_async.config.load import dump_job, load_job
+
+        print(dump_job(load_job(job_file, overrides or ())), end="")
+
+
+@app.command()
+def doctor(
+    clean: Annotated[bool, typer.Option("--clean", help="Delete what dead runs left behind.")] = False,
+) -> None:
+    """Look whether this machine is ready, and say what to do where it is not."""
+    with readable_errors():
+        from areal_async.cli.doctor import examine, remove_leftovers
+
+        console = Console(soft_wrap=True)
+        if clean:
+            for folder in remove_leftovers():
+                console.print(f"removed {folder}", highlight=False)
+        table = Table.grid(padding=(0, 2))
+        failed = False
+        for finding in examine():
+            failed |= finding.level == "fail"
+            color = {"ok": "green", "warn": "yellow", "fail": "bold red"}[finding.level]
+            told = f"{finding.found}. {finding.fix}." if finding.fix else finding.found
+            table.add_row(f"[{color}]{finding.level}[/]", finding.about, told)
+        console.print(table)
+        if failed:
+            raise typer.Exit(1)
+
+
+@app.command()
+def quickstart(
+    seed: Annotated[int, typer.Option(help="Seed of model, tasks and training.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for everything it makes.")] = Path("runs"),
+    plain: Plain = False,
+) -> None:
+    """Make a tiny model and train it through all five services: a few minutes on two cores."""
+    with readable_errors():
+        from areal_async.quickstart.main import quickstart as start
+
+        start(seed=seed, out=out, plain=plain)
+
+
+if __name__ == "__main__":
+    app()

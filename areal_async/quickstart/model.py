@@ -1,0 +1,50 @@
+"""A Qwen2-architecture model of 0.8 M parameters and its character tokenizer, made on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+CHARACTERS = "0123456789+-*/=() "
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character of arithmetic; no special token is added to a prompt."""
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN
+    )
+
+
+def write_model(directory: Path, seed: int) -> int:
+    """Write the randomly initialised model and its tokenizer as a Hugging Face directory.
+
+    Returns the number of parameters.
+    """
+    tokenizer = make_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return model.num_parameters()

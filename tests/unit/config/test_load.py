@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from areal_async.config import files
+from areal_async.config.errors import ConfigError
+from areal_async.config.load import dump_job, load_job
+from areal_async.config.yamlfile import parse_yaml
+
+
+def test_relative_paths_are_relative_to_the_job_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    (folder / "deep").mkdir()
+    job = load_job(folder / "job.yaml", ["run_dir=deep/../out", "reward.name=rewards.py:close"])
+    assert job.model == folder / "model"
+    assert job.tasks.train == folder / "train.jsonl"
+    assert job.run_dir == folder / "out"
+    assert job.reward.name == f"{folder}/rewards.py:close"
+    assert load_job(folder / "job.yaml").run_dir == folder / "runs"
+
+
+def test_the_home_folder_is_understood(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    assert load_job(folder / "job.yaml", ["model=~/model"]).model == folder / "model"
+
+
+def test_overrides_are_yaml_and_make_sections(folder: Path) -> None:
+    job = load_job(
+        folder / "job.yaml",
+        [
+            "buffer.max_staleness=0",
+            "trainer.optimizer.lr=1e-5",
+            "trainer.objective={correction: none, clip_low: 0.1}",
+            "rollout.sampling.stop=['\\n', END]",
+            "tasks.evaluation=null",
+            "tasks.shuffle=false",
+        ],
+    )
+    assert job.buffer.max_staleness == 0
+    assert job.trainer.optimizer.lr == 1e-5
+    assert (job.trainer.objective.correction, job.trainer.objective.clip_low) == ("none", 0.1)
+    assert job.rollout.sampling.stop == ("\\n", "END")
+    assert job.tasks.evaluation is None
+    assert job.tasks.shuffle is False
+
+
+def test_the_resolved_file_loads_as_the_same_job(folder: Path) -> None:
+    job = load_job(folder / "job.yaml", ["trainer.optimizer.lr=3e-7", "rollout.sampling.stop=['é', ': ']"])
+    other = folder / "elsewhere"
+    other.mkdir()
+    (other / "resolved.yaml").write_text(dump_job(job), encoding="utf-8")
+    assert load_job(other / "resolved.yaml") == job
+
+
+def test_the_resolved_file_has_every_field(folder: Path) -> None:
+    job = load_job(folder / "job.yaml")
+    assert yaml.safe_load(dump_job(job)) == job.model_dump(mode="json")
+
+
+def test_exponents_need_no_dot() -> None:
+    assert parse_yaml("[1e-5, 2E6, -3e+2, 1_0e3, 1e, e5]") == [1e-5, 2e6, -300.0, 1e4, "1e", "e5"]
+
+
+def test_a_sft_job_is_not_held_to_the_rules_of_rl(folder: Path) -> None:
+    job = load_job(folder / "job.yaml", ["kind=sft", "rollout.group_size=1", "rollout.sampling.top_p=0.5"])
+    assert job.kind == "sft"
+
+
+def test_a_large_task_file_is_checked_by_its_columns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "READ_WHOLE_BYTES", 0)
+    load_job(folder / "job.yaml")
+    good = {"prompt": ["1+1="], "reward_model": [{"style": "rule", "ground_truth": "2"}]}
+    pq.write_table(pa.table(good), folder / "good.parquet")
+    load_job(folder / "job.yaml", ["tasks.train=good.parquet"])
+    pq.write_table(pa.table({"prompt": ["1+1="]}), folder / "bad.parquet")
+    (folder / "bad.jsonl").write_text(json.dumps({"reward_model": {}}))
+    for name, missing in (("bad.parquet", "reward_model"), ("bad.jsonl", "prompt")):
+        with pytest.raises(ConfigError, match=f"has no column {missing}"):
+            load_job(folder / "job.yaml", [f"tasks.train={name}"])
+
+
+def test_a_file_that_cannot_be_read_is_a_mistake(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *args: object, **kwargs: object) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ConfigError, match=r"tasks\.train.*Permission denied"):
+        load_job(folder / "job.yaml")

@@ -1,0 +1,88 @@
+import numpy as np
+from matplotlib.image import imread
+
+from areal_async.observe.curves import draw_curves, field, ratio, rolling_mean, series
+
+
+def run(steps, scale=1.0):
+    for step in range(steps):
+        yield {
+            "kind": "step",
+            "step": step,
+            "version": step + 1,
+            "reward_mean": scale * (0.4 + 0.3 * step / steps),
+            "tokens": 4600,
+            "step_s": 0.6,
+            "busy_s": 0.5,
+            "wait_s": 0.05,
+            "staleness_mean": min(step, 2.5),
+            "staleness_max": min(step, 4),
+        }
+        if step % 25 == 0:
+            yield {"kind": "evaluation", "version": step, "accuracy": 0.4 + 0.3 * step / steps, "n": 500}
+
+
+def colours(path):
+    """The distinct colours of the page: a blank panel has few."""
+    pixels = (imread(path)[..., :3] * 255).astype(int)
+    return len(np.unique(pixels.reshape(-1, 3), axis=0))
+
+
+def shape(path):
+    return imread(path).shape[:2]
+
+
+def test_an_rl_run_gives_a_page_of_four_panels(tmp_path):
+    page = draw_curves(run(200), tmp_path / "curves.png", title="demo", max_staleness=4)
+    height, width = shape(page)
+    assert (width, height) == (1456, 962)
+    assert colours(page) > 300
+
+
+def test_a_supervised_run_gives_its_two_panels(tmp_path):
+    records = [{"kind": "sft", "step": i, "loss": 2.0 / (i + 1), "accuracy": 0.01 * i} for i in range(40)]
+    height, width = shape(draw_curves(records, tmp_path / "curves.png"))
+    assert (width, height) == (1456, 507)
+
+
+def test_any_part_of_a_run_can_be_drawn(tmp_path):
+    whole = list(run(30))
+    cases = {
+        "nothing": [],
+        "first step only": whole[:1],
+        "an evaluation only": [{"kind": "evaluation", "version": 0, "accuracy": 0.4}],
+        "rewards beyond one": list(run(30, scale=-5.0)),
+        "nulls": [{**record, "reward_mean": None, "staleness_mean": None} for record in whole],
+        "unknown kinds": [{"kind": "something else", "x": 1}],
+        "bare steps": [{"kind": "step", "step": 3}],
+        "zero seconds": [{**record, "step_s": 0.0} for record in whole],
+        "an accuracy without a number": [{"kind": "sft", "step": 1, "accuracy": float("nan")}],
+    }
+    for name, records in cases.items():
+        path = draw_curves(records, tmp_path / f"{name}.png", max_staleness=0)
+        assert path.stat().st_size > 1000, name
+
+
+def test_series_are_sorted_and_skip_what_has_no_number():
+    records = [
+        {"kind": "step", "step": 2, "loss": 0.2},
+        {"kind": "step", "step": 1, "loss": 0.1},
+        {"kind": "step", "step": 3, "loss": None},
+        {"kind": "step", "loss": 0.4},
+        {"kind": "sft", "step": 4, "loss": 0.5},
+    ]
+    x, y = series(records, "step", "step", field("loss"))
+    assert (x.tolist(), y.tolist()) == ([1.0, 2.0], [0.1, 0.2])
+
+
+def test_a_ratio_needs_both_numbers():
+    value = ratio("tokens", "step_s")
+    assert value({"tokens": 10, "step_s": 4}) == 2.5
+    assert value({"tokens": 10, "step_s": 0}) is None
+    assert value({"tokens": 10}) is None
+
+
+def test_a_rolling_mean_keeps_length_and_mean_of_a_constant():
+    assert rolling_mean(np.arange(5.0), 3).tolist() == [0.5, 1.0, 2.0, 3.0, 3.5]
+    assert rolling_mean(np.full(7, 2.0), 4).tolist() == [2.0] * 7
+    assert rolling_mean(np.array([]), 3).tolist() == []

@@ -1,0 +1,143 @@
+import sys
+import textwrap
+
+import pytest
+
+from areal_async.errors import ArealError
+from areal_async.trajectory import EpisodeBuilder, Sampling, TrajectoryError, pack
+from reward_service.sdk import BUILT_IN, RewardInput, RewardLoadError, Score, load_reward, reward
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+
+    def write(text, name="my_reward.py"):
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return write
+
+
+def episode():
+    builder = EpisodeBuilder("job", "t:0:0", "t:0:0#0", 3)
+    prompt = builder.prompt([1, 2])
+    sampling = Sampling(1.0, 1.0, 0, 8, (), 7)
+    builder.sampled([5, 6], [-0.5, -0.25], [4, 5], parent=prompt, sampling=sampling, finish_reason="stop")
+    builder.text(prompt="12 + 45 =", response="57")
+    return builder.build()
+
+
+def test_a_marked_function_is_loaded_by_path_and_name_and_stays_callable(file):
+    path = file(
+        """
+        from reward_service.sdk import RewardInput, reward
+
+        @reward
+        def half(given: RewardInput) -> float:
+            return 0.5
+        """
+    )
+    function = load_reward(f"{path}:half")
+    assert function(RewardInput(prompt="a", response="b")) == 0.5
+
+
+def test_a_reward_file_may_import_its_neighbours_and_define_dataclasses(file):
+    file("SCALE = 4.0\n", "scale_of_mine.py")
+    path = file(
+        """
+        from __future__ import annotations
+        from dataclasses import dataclass
+        from scale_of_mine import SCALE
+        from reward_service.sdk import reward
+
+        @dataclass
+        class Rule:
+            scale: float = SCALE
+
+        @reward
+        def scaled(given):
+            return Rule().scale
+        """
+    )
+    assert load_reward(f"{path}:scaled")(RewardInput()) == 4.0
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_built_in_rewards_load_by_name(name):
+    assert load_reward(name)(RewardInput(response="57", ground_truth="57")) == 1.0
+
+
+MISTAKES = {
+    "unknown built-in": ("exact_mach", "no built-in reward 'exact_mach'.*arithmetic, exact_match"),
+    "no function": ("{path}", "no built-in reward"),
+    "not python": ("{path}.txt:f", "no built-in reward"),
+    "missing file": ("{path}x/other.py:f", "there is no file"),
+    "missing name": ("{path}:other", "defines no 'other'. It has: good."),
+    "not marked": ("{path}:plain", "'plain' .* is not marked.*@reward"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_cannot_be_loaded_says_what_is_missing(file, mistake):
+    path = file(
+        """
+        from reward_service.sdk import reward
+
+        @reward
+        def good(given):
+            return 1.0
+
+        def plain(given):
+            return 1.0
+        """
+    )
+    name, text = MISTAKES[mistake]
+    with pytest.raises(RewardLoadError, match=text) as caught:
+        load_reward(name.format(path=path))
+    assert isinstance(caught.value, ArealError)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import no_such_module_at_all\n", "at line 1: ModuleNotFoundError"),
+        ("x = 1\nraise SystemExit(4)\n", "at line 2: SystemExit: 4"),
+        ("def broken(:\n", "at line 1: SyntaxError"),
+        (
+            "from reward_service.sdk import reward\n@reward\ndef two(a, b):\n    return 1.0\n",
+            "at line 2: TypeError: the reward 'two' must take one argument",
+        ),
+    ],
+)
+def test_a_file_that_fails_on_import_names_the_line_and_the_error(file, text, message):
+    path = file(text)
+    with pytest.raises(RewardLoadError, match=message):
+        load_reward(f"{path}:anything")
+
+
+def test_only_functions_of_one_argument_can_be_marked():
+    with pytest.raises(TypeError, match="one argument"):
+        reward(lambda: 1.0)
+    with pytest.raises(TypeError, match="not str"):
+        reward("text")
+    assert reward(lambda given, scale=2.0: scale)(None) == 2.0
+
+
+def test_the_episode_is_decoded_when_asked_for_and_once():
+    given = RewardInput(prompt="12 + 45 =", response="57", blob=pack(episode()))
+    assert given.episode is given.episode
+    assert given.episode.min_version == 4
+    assert given.episode.header.response_text == "57"
+
+
+def test_an_input_without_an_episode_says_so():
+    with pytest.raises(ValueError, match="no episode"):
+        _ = RewardInput(response="57").episode
+    with pytest.raises(TrajectoryError):
+        _ = RewardInput(blob=b"not an episode").episode
+
+
+def test_a_score_may_name_its_components():
+    assert Score(1.0, {"format": 1.0}).components == {"format": 1.0}

@@ -1,0 +1,213 @@
+"""The engine behind its protocol: a thread, an event loop, weights that change under way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_async.trajectory import Sampling
+from areal_async.wire.messages import VersionTag
+from rollout_service.engines.base import EngineError, GenerateRequest, RequestError
+from rollout_service.engines.local import LocalEngine
+
+DEADLINE_S = 60.0
+
+
+def request(name: object, prompt: list[int], **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(str(name), prompt, Sampling(**sampling))
+
+
+def drive(made: Any, body: Any, **how: Any) -> Any:
+    """Run `body(engine)` against a started engine, within a deadline, and stop the engine after."""
+
+    async def main() -> Any:
+        engine: LocalEngine = made.engine(**how)
+        await engine.start(made.weights(0))
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                return await body(engine)
+        finally:
+            await engine.stop()
+
+    return asyncio.run(main())
+
+
+async def until(condition: Any) -> None:
+    # The engine's thread raises no event that a test could wait on.
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def update(engine: LocalEngine, snapshot: Any) -> None:
+    await engine.pause()
+    await engine.load(snapshot)
+    await engine.resume()
+
+
+def test_versions_are_true_and_nothing_is_lost_under_many_updates(endless: Any, oracle: Any) -> None:
+    asked = [request(i, [2 + i % 20, 5], max_new_tokens=40 + i % 7, seed=i) for i in range(60)]
+    tags = [VersionTag(i // 4, i) for i in range(12)]  # the trainer's epoch changes too
+
+    async def body(engine: LocalEngine) -> list[Any]:
+        calls = [asyncio.ensure_future(engine.generate(one)) for one in asked]
+        for tag in tags[1:]:
+            sampled = engine.stats().tokens_total
+            await until(
+                lambda sampled=sampled: engine.stats().tokens_total > sampled + 100 or calls[-1].done()
+            )
+            await update(engine, endless.weights(tag.version, tag.epoch))
+            assert engine.version == tag
+        return await asyncio.gather(*calls)
+
+    results = drive(endless, body, slots=16)
+    logits = [endless.reference(endless.weights(tag.version, tag.epoch)) for tag in tags]
+    several = 0
+    for one, got in zip(asked, results, strict=True):
+        assert len(got.token_ids) == one.sampling.max_new_tokens
+        assert got.finish_reason == "length"
+        assert [(e, v) for e, v in zip(got.epochs, got.versions, strict=True)] == [
+            (tags[v].epoch, v) for v in got.versions
+        ]
+        several += got.versions[0] != got.versions[-1]
+        for version in np.unique(got.versions):
+            at = got.versions == version
+            want = oracle.logprobs(logits[version], one.prompt_ids, got, one.sampling)
+            np.testing.assert_allclose(got.logprobs[at], want[at], atol=1e-4)
+    assert several >= 10
+
+
+def test_a_paused_engine_samples_nothing_and_holds_what_it_has(endless: Any) -> None:
+    async def body(engine: LocalEngine) -> None:
+        call = asyncio.ensure_future(engine.generate(request("a", [3, 4], max_new_tokens=60)))
+        await until(lambda: engine.stats().running)
+        await engine.pause()
+        frozen = engine.stats().tokens_total
+        later = asyncio.ensure_future(engine.generate(request("b", [3, 4], max_new_tokens=2)))
+        await until(lambda: engine.stats().waiting)
+        assert engine.stats().tokens_total == frozen < 62
+        await engine.load(endless.weights(3))
+        assert engine.stats().tokens_total == frozen
+        await engine.resume()
+        first, second = await asyncio.gather(call, later)
+        assert len(first.token_ids) == 60
+        assert first.versions[-1] == 3
+        assert second.versions.tolist() == [3, 3]
+
+    drive(endless, body)
+
+
+def test_weights_are_not_exchanged_under_a_running_engine(endless: Any) -> None:
+    async def body(engine: LocalEngine) -> None:
+        with pytest.raises(EngineError, match="paused"):
+            await engine.load(endless.weights(1))
+        assert engine.version == VersionTag(0, 0)
+
+    drive(endless, body)
+
+
+def test_cancelling_a_call_frees_its_slot(endless: Any) -> None:
+    async def body(engine: LocalEngine) -> None:
+        calls = [asyncio.ensure_future(engine.generate(request(i, [3], max_new_tokens=90))) for i in range(8)]
+        await until(lambda: engine.stats().running == 2)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await until(lambda: engine.stats().running == engine.stats().waiting == 0)
+        assert engine.stats().requests_total < 8 or engine.stats().tokens_total < 8 * 90
+        assert len((await engine.generate(request("after", [3], max_new_tokens=4))).token_ids) == 4
+
+    drive(endless, body, slots=2)
+
+
+def test_abort_returns_what_was_sampled(endless: Any) -> None:
+    async def body(engine: LocalEngine) -> None:
+        call = asyncio.ensure_future(engine.generate(request("a", [3], max_new_tokens=90)))
+        await until(lambda: engine.stats().tokens_total > 5)
+        await engine.abort(["a", "nobody"])
+        result = await call
+        assert result.finish_reason == "abort"
+        assert 5 < len(result.token_ids) < 90
+
+    drive(endless, body)
+
+
+def test_one_bad_request_touches_no_other(endless: Any) -> None:
+    async def body(engine: LocalEngine) -> None:
+        good = [engine.generate(request(i, [3, 4], max_new_tokens=20, seed=i)) for i in range(5)]
+        bad = [
+            engine.generate(request("x", [999_999])),
+            engine.generate(request("y", [])),
+            engine.generate(request("z", [3], temperature=-1.0)),
+        ]
+        results = await asyncio.gather(*good, *bad, return_exceptions=True)
+        assert [len(r.token_ids) for r in results[:5]] == [20] * 5
+        assert [type(r) for r in results[5:]] == [RequestError] * 3
+
+    drive(endless, body)
+
+
+def test_a_failed_step_fails_its_requests_and_the_engine_lives_on(endless: Any) -> None:
+    async def body(engine: LocalEngine) -> None:
+        model = engine._started().model
+        hidden, model.hidden = model.hidden, lambda *_: 1 / 0  # type: ignore[method-assign]
+        calls = [engine.generate(request(i, [3], max_new_tokens=4)) for i in range(3)]
+        failed = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(r) for r in failed] == [EngineError] * 3
+        assert "division by zero" in str(failed[0])
+        model.hidden = hidden  # type: ignore[method-assign]
+        assert len((await engine.generate(request("b", [3], max_new_tokens=4))).token_ids) == 4
+
+    drive(endless, body)
+
+
+def test_requests_beyond_the_engines_room_wait_in_their_callers(endless: Any) -> None:
+    async def body(engine: LocalEngine) -> None:
+        calls = [asyncio.ensure_future(engine.generate(request(i, [3], max_new_tokens=9))) for i in range(50)]
+        most = 0
+        while not all(call.done() for call in calls):
+            stats = engine.stats()
+            most = max(most, stats.running + stats.waiting)
+            await asyncio.sleep(0)
+        assert 3 <= most <= 6
+        assert sum(len(call.result().token_ids) for call in calls) == 450
+
+    drive(endless, body, slots=3)
+
+
+def test_stopping_ends_every_call(endless: Any) -> None:
+    async def body(engine: LocalEngine) -> None:
+        calls = [asyncio.ensure_future(engine.generate(request(i, [3], max_new_tokens=90))) for i in range(9)]
+        await until(lambda: engine.stats().running)
+        pausing = asyncio.ensure_future(engine.pause())
+        await asyncio.sleep(0)
+        await engine.stop()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(r) for r in results} == {EngineError}
+        await pausing
+        with pytest.raises(EngineError, match="stopped"):
+            await engine.resume()
+
+    drive(endless, body, slots=2)
+
+
+def test_a_directory_without_a_model_is_refused_in_words(tmp_path: Any, tiny: Any) -> None:
+    async def main() -> None:
+        engine = LocalEngine(tmp_path, slots=1, max_model_len=8)
+        with pytest.raises(EngineError, match="Hugging Face directory"):
+            await engine.start(tiny.weights(0))
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_a_length_beyond_the_models_positions_is_refused(tiny: Any) -> None:
+    async def main() -> None:
+        engine = LocalEngine(tiny.directory, slots=1, max_model_len=1000)
+        with pytest.raises(EngineError, match="128 positions"):
+            await engine.start(tiny.weights(0))
+        await engine.stop()
+
+    asyncio.run(main())

@@ -1,0 +1,173 @@
+"""From blobs to rows: what reaches the gradient, and what is refused before it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, unpack
+from areal_async.wire.messages import BatchEpisode
+from trainer_service.episodes import call_temperatures, check_staleness, rows_of_episode
+from trainer_service.errors import BatchError, StalenessViolation
+from trainer_service.microbatch import build_micro_batch, row_of
+
+
+def _entry(episode, **changes):
+    fields = {
+        "episode_id": episode.episode_id,
+        "sample": episode.header.sample,
+        "n_units": episode.n_units,
+        "n_sampled": episode.n_sampled,
+        "min_version": episode.min_version,
+        "max_version": episode.max_version,
+        "reward": 0.0,
+        **changes,
+    }
+    return BatchEpisode(**fields)
+
+
+def _rows(episode, index=0, **changes):
+    return rows_of_episode(pack(episode), _entry(episode, **changes), index)
+
+
+def _sampled(builder, n, parent, version=0, temperature=1.0, **options):
+    return builder.sampled(
+        list(range(n)),
+        [-1.0 - i for i in range(n)],
+        version,
+        parent=parent,
+        sampling=Sampling(temperature=temperature),
+        finish_reason="stop",
+        **options,
+    )
+
+
+@st.composite
+def branching_episodes(draw):
+    """Random trees of sampled and observed segments; each sampled unit has a log-prob of its own."""
+    builder = EpisodeBuilder("job", "t", "t#0", 0)
+    segments = [builder.prompt(list(range(draw(st.integers(1, 3)))))]
+    serial = 0
+    for _ in range(draw(st.integers(1, 7))):
+        parent = draw(st.sampled_from(segments))
+        n = draw(st.integers(0, 4))
+        if draw(st.booleans()):
+            logprobs = [-float(serial + i + 1) for i in range(n)]
+            serial += n
+            versions = draw(st.lists(st.integers(0, 5), min_size=n, max_size=n))
+            ids = draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
+            segments.append(
+                builder.sampled(
+                    ids, logprobs, versions, parent=parent, sampling=Sampling(), finish_reason="stop"
+                )
+            )
+        else:
+            segments.append(builder.observed(SegmentKind.TOOL, [0] * n, parent))
+    return builder.build()
+
+
+@settings(deadline=None)
+@given(branching_episodes())
+def test_every_sampled_unit_is_trained_exactly_once(episode):
+    """Log-probs are unique, so they name the units: each is in the micro-batch once, with its own token."""
+    rows = _rows(episode)
+    sampled = episode.units.mask == 1
+    want = sorted(
+        zip(episode.units.logprob[sampled].tolist(), episode.units.token_id[sampled].tolist(), strict=True)
+    )
+    if not rows:
+        assert not want
+        return
+    batch = build_micro_batch(rows, groups=np.zeros(1, np.int64), advantages=np.ones(1, np.float32))
+    assert sorted(zip(batch.units.behaviour.tolist(), batch.target.tolist(), strict=True)) == want
+
+
+def test_a_pack_feeds_what_came_before_each_unit():
+    builder = EpisodeBuilder("job", "t", "t#0", 0)
+    root = builder.prompt([7, 8])
+    first = builder.sampled(
+        [3, 4], [-1.0, -2.0], 2, parent=root, sampling=Sampling(), finish_reason="stop"
+    )
+    tool = builder.observed(SegmentKind.TOOL, [9], first)
+    builder.sampled([5], [-3.0], 3, parent=tool, sampling=Sampling(), finish_reason="stop")
+    builder.observed(SegmentKind.TOOL, [9, 9], 3)
+    (row,) = _rows(builder.build(), index=1)
+    short = row_of(
+        0,
+        np.array([1, 2], np.int32),
+        np.array([0, 1], np.uint8),
+        np.array([0, -4], np.float32),
+        np.zeros(2, np.int32),
+    )
+    batch = build_micro_batch(
+        [row, short], groups=np.array([5, 6]), advantages=np.array([0.5, -0.5], np.float32)
+    )
+    assert batch.input_ids.tolist() == [[7, 8, 3, 4, 9, 1]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0]]
+    assert batch.runs == [(1, 5), (1, 1)]
+    assert batch.predict.tolist() == [1, 2, 4, 5]
+    assert batch.target.tolist() == [3, 4, 5, 2]
+    assert batch.units.behaviour.tolist() == [-1, -2, -3, -4]
+    assert batch.units.version.tolist() == [2, 2, 3, 0]
+    assert batch.units.episode.tolist() == [1, 1, 1, 0]
+    assert batch.units.group.tolist() == [6, 6, 6, 5]
+    assert batch.units.advantage.tolist() == [-0.5, -0.5, -0.5, 0.5]
+
+
+def test_a_row_that_begins_with_a_sampled_unit_is_refused():
+    one = np.ones(1, np.int32)
+    with pytest.raises(BatchError, match="no token before it"):
+        row_of(0, one, one.astype(np.uint8), one.astype(np.float32), one)
+
+
+def test_bytes_that_are_not_what_the_manifest_names_are_refused():
+    builder = EpisodeBuilder("job", "t", "t#0", 0)
+    _sampled(builder, 2, builder.prompt([1]), version=4)
+    episode = builder.build()
+    assert len(_rows(episode)) == 1
+    for changes in ({"episode_id": "t#0.1"}, {"n_sampled": 3}, {"min_version": 3}, {"max_version": 5}):
+        with pytest.raises(BatchError, match="the bytes fetched hold"):
+            _rows(episode, **changes)
+    with pytest.raises(BatchError, match="cannot be read"):
+        rows_of_episode(pack(episode)[:-3], _entry(episode), 0)
+
+
+def test_each_unit_is_trained_at_the_temperature_of_its_call():
+    builder = EpisodeBuilder("job", "t", "t#0", 0)
+    root = builder.prompt([1])
+    hot = _sampled(builder, 2, root, temperature=2.0)
+    tool = builder.observed(SegmentKind.TOOL, [1], hot)
+    cold = _sampled(builder, 1, tool, temperature=0.5)
+    _sampled(builder, 1, cold, temperature=0.5, logprobs_of="raw")
+    (row,) = _rows(builder.build())
+    assert row.temperature.tolist() == [2.0, 2.0, 0.5, 1.0]
+
+
+def test_greedy_calls_and_other_policies_cannot_be_trained():
+    builder = EpisodeBuilder("job", "t", "t#0", 0)
+    _sampled(builder, 1, builder.prompt([1]), temperature=0.0)
+    with pytest.raises(BatchError, match="greedily"):
+        call_temperatures(builder.build())
+    other = EpisodeBuilder("job", "t", "t#0", 0, policies=("policy", "judge"), agents=(("main", 0), ("j", 1)))
+    _sampled(other, 1, other.prompt([1]), agent=1)
+    with pytest.raises(BatchError, match="only `policy` is trained"):
+        call_temperatures(unpack(pack(other.build())))
+
+
+def _versioned(*versions):
+    n = len(versions)
+    mask = np.array([0] + [1] * n, np.uint8)
+    return row_of(
+        3, np.zeros(n + 1, np.int32), mask, np.zeros(n + 1, np.float32), np.array([-1, *versions], np.int32)
+    )
+
+
+def test_staleness_is_bounded_on_the_units_themselves():
+    check_staleness([_versioned(6, 8), _versioned(10)], step=10, max_staleness=4)
+    check_staleness([], step=10, max_staleness=0)
+    with pytest.raises(StalenessViolation, match=r"episode 3 of step 10 .* version 5: staleness 5 is above max_stal"):
+        check_staleness([_versioned(10), _versioned(9, 5, 9)], step=10, max_staleness=4)
+    with pytest.raises(StalenessViolation, match="not published"):
+        check_staleness([_versioned(11)], step=10, max_staleness=4)
+    with pytest.raises(StalenessViolation):
+        check_staleness([_versioned(9)], step=10, max_staleness=0)

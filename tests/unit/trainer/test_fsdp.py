@@ -1,0 +1,210 @@
+"""The FSDP back end computes what the plain model computes."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from areal_async.config.trainer import OptimizerSection
+from trainer_service.backends.fsdp import FsdpBackend
+from trainer_service.backends.shards import read_shard, row_range, write_shard
+from trainer_service.errors import CheckpointError, ModelError
+from trainer_service.microbatch import build_micro_batch, row_of
+from trainer_service.ranks import join_ranks
+
+OPTIMIZER = OptimizerSection(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5, warmup_steps=3)
+
+
+def _backend(folder, **changes):
+    return FsdpBackend({"policy": folder}, OPTIMIZER, join_ranks(0, 1), **{"dtype": torch.float32, **changes})
+
+
+def _rows(seed=0, temperature=1.0):
+    rng = np.random.default_rng(seed)
+    rows = []
+    for episode in range(6):
+        n = int(rng.integers(4, 9))
+        mask = np.zeros(n, np.uint8)
+        mask[rng.integers(1, n) :] = 1
+        ids = rng.integers(0, 17, n).astype(np.int32)
+        rows.append(row_of(episode, ids, mask, np.zeros(n, np.float32), np.zeros(n, np.int32), temperature))
+    return rows
+
+
+def _batch(rows):
+    return build_micro_batch(rows, groups=np.arange(6), advantages=np.linspace(-1, 1, 6, dtype=np.float32))
+
+
+def _plain_logprobs(model, rows):
+    out = []
+    for row in rows:
+        logits = model(
+            input_ids=torch.from_numpy(row.token_ids[None].astype(np.int64)), use_cache=False
+        ).logits
+        logp = (logits[0] / row.temperature[0]).log_softmax(-1)
+        out.append(logp[row.position - 1, row.token_ids[row.position]])
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_updates_equal_those_of_the_plain_model(model_dir, untied_model_dir, tied):
+    folder = model_dir if tied else untied_model_dir
+    backend = _backend(folder)
+    assert backend.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(5):
+        rows = _rows(step, temperature=0.7)
+        halves = [_batch(rows[:3]), _batch(rows[3:])]
+        for index, half in enumerate(halves):
+            logp = backend.logprobs("policy", half)
+            backend.backward((logp * half.units.advantage).sum(), last=index == 1)
+        norm = backend.update()
+
+        logp = _plain_logprobs(model, rows)
+        advantage = torch.cat([half.units.advantage for half in halves])
+        (logp * advantage).sum().backward()
+        want_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        adamw.param_groups[0]["lr"] = 1e-2 * min(1, (step + 1) / 3)
+        adamw.step()
+        adamw.zero_grad()
+        assert norm == pytest.approx(float(want_norm), rel=1e-4)
+    tensors = backend.tensors("policy")
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(tensors[name], parameter.detach(), atol=2e-5, rtol=1e-4)
+    assert set(tensors) == {name for name, _ in model.named_parameters()}
+
+
+def test_buffers_that_no_file_holds_are_filled(model_dir):
+    """Rotary frequencies are in no state dict; made on the meta device they would be garbage."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        rows = _rows()
+        torch.testing.assert_close(
+            _backend(model_dir).logprobs("policy", _batch(rows)),
+            _plain_logprobs(model, rows),
+            atol=1e-5,
+            rtol=0,
+        )
+
+
+def test_greedy_marks_the_arg_max(model_dir):
+    rows = _rows()
+    backend = _backend(model_dir)
+    batch = _batch(rows)
+    hits = backend.greedy("policy", batch)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    for row, mine in zip(rows, hits.split([len(row.position) for row in rows]), strict=True):
+        with torch.no_grad():
+            best = (
+                model(input_ids=torch.from_numpy(row.token_ids[None].astype(np.int64))).logits[0].argmax(-1)
+            )
+        assert mine.tolist() == (best[row.position - 1].numpy() == row.token_ids[row.position]).tolist()
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_fp32_weights(model_dir):
+    half = _backend(model_dir, dtype=torch.bfloat16)
+    full = _backend(model_dir)
+    batch = _batch(_rows())
+    with torch.no_grad():
+        low, exact = half.logprobs("policy", batch), full.logprobs("policy", batch)
+    assert low.dtype == torch.float32
+    assert 0 < (low - exact).abs().max() < 0.2
+    assert {t.dtype for t in half.tensors("policy").values()} == {torch.bfloat16}
+    half.backward(half.logprobs("policy", batch).sum(), last=True)
+    half.update()
+    assert {shard.dtype for shard in half._shards.values()} == {torch.float32}
+
+
+def test_named_models_other_than_the_policy_are_frozen(model_dir, untied_model_dir):
+    backend = FsdpBackend(
+        {"policy": model_dir, "ref": untied_model_dir}, OPTIMIZER, join_ranks(0, 1), dtype=torch.float32
+    )
+    before = {name: t.clone() for name, t in backend.tensors("ref").items()}
+    batch = _batch(_rows())
+    loss = backend.logprobs("policy", batch).sum() - backend.logprobs("ref", batch).sum()
+    backend.backward(loss, last=True)
+    backend.update()
+    assert all(torch.equal(t, before[name]) for name, t in backend.tensors("ref").items())
+
+
+def test_an_empty_pass_adds_nothing(model_dir):
+    backend = _backend(model_dir)
+    rows = _rows()
+
+    def norm(*parts):
+        for index, part in enumerate(parts):
+            backend.backward(backend.logprobs("policy", part).sum(), last=index + 1 == len(parts))
+        backend.updates = 0
+        for parameter in backend._models["policy"].parameters():
+            assert parameter.grad is not None
+        gradients = [p.grad.to_local().clone() for p in backend._models["policy"].parameters()]
+        for parameter in backend._models["policy"].parameters():
+            parameter.grad = None
+        return gradients
+
+    empty = build_micro_batch([], groups=np.arange(6), advantages=np.zeros(6, np.float32))
+    for a, b in zip(norm(_batch(rows)), norm(_batch(rows), empty), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_training_goes_on_identically_after_a_checkpoint(model_dir, tmp_path):
+    def train(backend, steps):
+        norms = []
+        for step in steps:
+            batch = _batch(_rows(step))
+            backend.backward((backend.logprobs("policy", batch) * batch.units.advantage).sum(), last=True)
+            norms.append(backend.update())
+        return norms
+
+    first = _backend(model_dir)
+    train(first, range(3))
+    first.save(tmp_path)
+    drawn = torch.rand(3)
+    want = train(first, range(3, 6))
+    second = _backend(model_dir)
+    train(second, range(7, 8))
+    second.load(tmp_path, updates=3)
+    assert torch.equal(torch.rand(3), drawn)
+    assert train(second, range(3, 6)) == want
+    for name, tensor in first.tensors("policy").items():
+        assert torch.equal(tensor, second.tensors("policy")[name])
+
+
+def test_a_checkpoint_of_another_model_is_refused(model_dir, make_model, tmp_path):
+    _backend(model_dir).save(tmp_path)
+    wider = _backend(make_model(tmp_path / "wider", hidden=64))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        wider.load(tmp_path, updates=0)
+
+
+def test_an_unusable_model_directory_says_what_it_must_be(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json and safetensors"):
+        _backend(tmp_path)
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 3), (3, 1), (2, 3), (4, 2)])
+def test_shards_are_readable_on_any_number_of_ranks(tmp_path, writers, readers):
+    whole = {"a": torch.arange(14.0).reshape(7, 2), "b": torch.arange(3.0), "c": torch.arange(2.0)}
+    rows = {name: t.shape[0] for name, t in whole.items()}
+
+    def part(tensor, world, rank):
+        start, end = row_range(tensor.shape[0], world, rank)
+        return tensor[start:end]
+
+    for rank in range(writers):
+        write_shard(tmp_path, "x", {n: part(t, writers, rank) for n, t in whole.items()}, rows, rank, writers)
+    for rank in range(readers):
+        into = {n: torch.full_like(part(t, readers, rank), -1) for n, t in whole.items()}
+        read_shard(tmp_path, "x", into, rows, rank, readers)
+        assert all(torch.equal(into[n], part(t, readers, rank)) for n, t in whole.items())
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    whole = torch.arange(6.0)
+    write_shard(tmp_path, "x", {"a": whole[:3]}, {"a": 6}, 0, 2)
+    with pytest.raises(CheckpointError, match="3 of the 6 rows of a"):
+        read_shard(tmp_path, "x", {"a": torch.zeros(6)}, {"a": 6}, 0, 1)
+    with safe_open(next(tmp_path.iterdir()), framework="pt") as file:
+        assert file.metadata() == {"rows": '{"a": [0, 6]}'}

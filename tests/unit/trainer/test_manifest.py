@@ -1,0 +1,96 @@
+"""The plan of a step: the same on every rank, whole groups, nothing stale, nothing twice."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_async.config.trainer import ObjectiveSection
+from areal_async.wire.messages import Batch, BatchEpisode, BatchGroup
+from trainer_service.errors import BatchError, StalenessViolation
+from trainer_service.manifest import figures_of, plan_step
+from trainer_service.objectives.compose import Objective
+
+OBJECTIVE = Objective(ObjectiveSection())
+
+
+def _batch(groups, step=5):
+    """`groups`: a list of lists of (reward, n_sampled, min_version, max_version)."""
+    return Batch(
+        epoch=1,
+        step=step,
+        max_staleness=4,
+        groups=[
+            BatchGroup(
+                f"g{g}",
+                f"t{g}",
+                "",
+                [
+                    BatchEpisode(f"g{g}.{i}", i, 10 + n, n, low, high, reward)
+                    for i, (reward, n, low, high) in enumerate(episodes)
+                ],
+            )
+            for g, episodes in enumerate(groups)
+        ],
+    )
+
+
+def _plan(batch, **changes):
+    options = {"step": 5, "max_staleness": 4, "minibatches": 1, "ranks": 1, **changes}
+    return plan_step(batch, OBJECTIVE, **options)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=5), min_size=1, max_size=8),
+    st.integers(1, 8),
+    st.integers(1, 4),
+)
+def test_groups_are_whole_and_every_episode_has_one_place(sizes, minibatches, ranks):
+    batch = _batch([[(float(n % 2), n, 5, 5) for n in group] for group in sizes])
+    minibatches = min(minibatches, len(sizes))
+    plan = _plan(batch, minibatches=minibatches, ranks=ranks)
+    placed = [index for minibatch in plan.shares for share in minibatch for index in share]
+    assert sorted(placed) == list(range(sum(map(len, sizes))))
+    assert all(len(minibatch) == ranks for minibatch in plan.shares)
+    for minibatch in plan.shares:
+        inside = {int(plan.groups[i]) for share in minibatch for i in share}
+        outside = {int(plan.groups[i]) for i in placed} - inside
+        members = {i for share in minibatch for i in share}
+        assert all(plan.groups[i] in outside for i in set(placed) - members)
+
+
+def test_advantages_are_of_the_episodes_own_group():
+    plan = _plan(_batch([[(1.0, 2, 5, 5), (0.0, 2, 5, 5)], [(7.0, 1, 5, 5)], [(3.0, 1, 5, 5), (3.0, 1, 5, 5)]]))
+    s = 0.5 / (np.sqrt(0.5) + 1e-6)
+    assert plan.advantages == pytest.approx([s, -s, 0, 0, 0])
+    assert plan.groups.tolist() == [0, 0, 1, 2, 2]
+
+
+def test_staleness_is_bounded_by_the_plan_too():
+    _plan(_batch([[(1.0, 2, 1, 5)]]))
+    for low, high in ((0, 5), (6, 6)):
+        with pytest.raises(StalenessViolation, match=r"outside 0 … 4"):
+            _plan(_batch([[(1.0, 2, low, high)]]))
+
+
+def test_wrong_manifests_are_refused():
+    batch = _batch([[(1.0, 2, 5, 5)], [(0.0, 2, 5, 5)]])
+    with pytest.raises(BatchError, match="asked for the batch of step 6"):
+        _plan(batch, step=6)
+    with pytest.raises(BatchError, match="group g0 twice"):
+        _plan(msgspec.structs.replace(batch, groups=[batch.groups[0]] * 2))
+    twice = msgspec.structs.replace(batch.groups[1], episodes=batch.groups[0].episodes)
+    with pytest.raises(BatchError, match=r"episode g0\.0 twice"):
+        _plan(msgspec.structs.replace(batch, groups=[batch.groups[0], twice]))
+    with pytest.raises(BatchError, match="no episodes"):
+        _plan(msgspec.structs.replace(batch, groups=[]))
+
+
+def test_figures_by_hand():
+    figures = figures_of(_batch([[(1.0, 2, 5, 5), (0.0, 4, 3, 5)], [(0.5, 3, 4, 4), (0.5, 0, -1, -1)]]))
+    assert (figures.episodes, figures.tokens, figures.units) == (4, 9, 49)
+    assert figures.reward_mean == 0.5
+    assert (figures.staleness_mean, figures.staleness_max) == (1.0, 2)
+    assert figures.share_stale == pytest.approx(2 / 3)
+    assert figures.share_multi_version == pytest.approx(1 / 3)

@@ -1,0 +1,412 @@
+"""The blob and its frames: what is written, and what hostile bytes come to."""
+
+from __future__ import annotations
+
+import random
+import struct
+import tracemalloc
+import zlib
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_async.trajectory import (
+    CodecError,
+    Episode,
+    EpisodeBuilder,
+    Header,
+    InvariantError,
+    Limits,
+    Sampling,
+    SchemaError,
+    SizeError,
+    TrajectoryError,
+    decode,
+    encode,
+    pack,
+    summarise,
+    unpack,
+)
+
+PREFIX = struct.Struct("<4sHHQII")
+HEAD = 0
+
+
+@pytest.fixture
+def episode(two_turns) -> Episode:
+    return two_turns.build()
+
+
+@pytest.fixture
+def blob(episode) -> bytes:
+    return pack(episode)
+
+
+def sealed(blob: bytes) -> bytes:
+    """The blob with its size and checksum made right again, so that what lies behind them is reached."""
+    magic, schema, n_frames, _, _, zero = PREFIX.unpack_from(blob)
+    crc = zlib.crc32(blob[PREFIX.size :])
+    return PREFIX.pack(magic, schema, n_frames, len(blob), crc, zero) + blob[PREFIX.size :]
+
+
+def frames_of(episode: Episode) -> list[bytes]:
+    return [bytes(frame) for frame in encode(episode)]
+
+
+def with_head(episode: Episode, **changes) -> list[bytes]:
+    """Frames whose head says something else."""
+    frames = frames_of(episode)
+    head = msgspec.msgpack.decode(frames[HEAD])
+    head.update(changes)
+    return [msgspec.msgpack.encode(head), *frames[1:]]
+
+
+def with_header(episode: Episode, **changes) -> list[bytes]:
+    header = msgspec.msgpack.decode(encode(episode)[HEAD])["header"]
+    return with_head(episode, header={**header, **changes})
+
+
+def outcome(data: bytes) -> str:
+    """Read hostile bytes in every way; all agree, and only typed errors come out."""
+    try:
+        episode = unpack(data)
+    except TrajectoryError as error:
+        with pytest.raises(type(error)):
+            summarise(data)
+        return type(error).__name__
+    assert summarise(data).n_units == len(episode.units)
+    assert unpack(pack(episode)) == episode
+    return "valid"
+
+
+def test_decoded_arrays_are_read_only_views_of_the_buffer(blob):
+    buffer = np.frombuffer(bytearray(blob), np.uint8)
+    episode = unpack(memoryview(buffer))
+    units, segments = episode.units, episode.segments
+    arrays = [units.token_id, units.mask, units.logprob, units.version, *units.columns.values()]
+    for array in [*arrays, segments.table, segments.reward, segments.anchor]:
+        assert np.shares_memory(array, buffer)
+        assert not array.flags.writeable
+        assert array.flags.aligned
+
+
+@pytest.mark.parametrize("shift", range(1, 8))
+def test_a_blob_at_any_address_is_read_and_its_arrays_are_aligned(blob, shift):
+    buffer = bytearray(shift) + blob
+    episode = unpack(memoryview(buffer)[shift:])
+    assert episode == unpack(blob)
+    assert episode.units.logprob.flags.aligned
+    assert episode.segments.anchor.flags.aligned
+    assert not episode.segments.anchor.flags.writeable
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda b: memoryview(b).cast("I")])
+def test_any_bytes_like_buffer_is_read(blob, kind):
+    assert unpack(kind(blob)) == unpack(blob)
+    assert summarise(kind(blob)).size_bytes == len(blob)
+
+
+def test_frames_are_the_frames_of_the_blob(episode, blob):
+    frames = frames_of(episode)
+    table = struct.unpack_from(f"<{2 * len(frames)}Q", blob, PREFIX.size)
+    for i, frame in enumerate(frames):
+        offset, size = table[2 * i], table[2 * i + 1]
+        assert offset % 8 == 0
+        assert blob[offset : offset + size] == frame
+    assert decode(frames) == episode
+
+
+def test_encoding_does_not_copy_the_unit_columns(episode):
+    units = episode.units
+    columns = [units.token_id, units.logprob, units.version, units.mask]
+    for frame, column in zip(encode(episode)[2:6], columns, strict=True):
+        assert np.shares_memory(np.frombuffer(frame, np.uint8), column)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        np.arange(12, dtype=np.float16),
+        np.full(12, np.nan, np.float32),
+        np.linspace(0, 1, 12),
+        np.arange(12, dtype=np.int8),
+        np.arange(12, dtype=np.int16),
+        np.arange(36, dtype=np.int32).reshape(12, 3),
+        np.arange(24, dtype=np.int64).reshape(12, 2),
+        np.arange(12, dtype=np.uint8)[:, None],
+        np.arange(48, dtype=np.uint16).reshape(4, 12).T,
+    ],
+)
+def test_optional_columns_of_every_type_and_width_come_back(episode, column):
+    wanted = episode.with_columns({"extra": column})
+    got = unpack(pack(wanted))
+    assert got == wanted
+    np.testing.assert_array_equal(got.units.columns["extra"], column)
+    assert got.units.columns["extra"].dtype == column.dtype
+    assert list(got.units.columns) == ["value", "extra"]
+    assert decode(encode(wanted)) == wanted
+
+
+def test_an_absent_column_is_absent_and_an_unknown_value_is_not_zero(episode):
+    value = unpack(pack(episode)).units.columns["value"]
+    assert np.isnan(value[:7]).all()
+    np.testing.assert_allclose(value[7:10], [0.1, 0.2, 0.3])
+    assert "ref" not in episode.units.columns
+    assert np.isnan(episode.segments.reward[0])
+
+
+def test_an_empty_episode_goes_through_the_codec():
+    builder = EpisodeBuilder("j", "t", "g", 0)
+    builder.prompt([])
+    episode = builder.build().with_columns({"experts": np.zeros((0, 4), np.uint16)})
+    assert unpack(pack(episode)) == episode
+    assert decode(encode(episode)) == episode
+
+
+def test_a_long_episode_costs_at_most_15_bytes_per_token():
+    builder = EpisodeBuilder("job", "t:0:0", "t:0:0#0", 0)
+    sampling = Sampling(max_new_tokens=4096, stop=("</s>",), seed=2**60)
+    parent = None
+    for turn in range(16):
+        parent = builder.prompt([turn] * 200, parent, turn=turn)
+        parent = builder.sampled(
+            [turn] * 312, [-1.0] * 312, 3, parent=parent, sampling=sampling, finish_reason="stop", turn=turn
+        )
+    episode = builder.build()
+    assert episode.n_units == 8192
+    assert len(pack(episode)) / episode.n_units <= 15
+
+
+# --- hostile bytes -----------------------------------------------------------------------------------
+
+
+def test_every_truncation_is_refused(blob):
+    for size in range(len(blob)):
+        assert outcome(blob[:size]) == "CodecError"
+        if size >= PREFIX.size:
+            assert outcome(sealed(blob[:size])) != "valid"
+
+
+def test_trailing_bytes_are_refused(blob):
+    assert outcome(blob + bytes(8)) == "CodecError"
+    assert outcome(sealed(blob + bytes(8))) == "CodecError"
+
+
+def test_every_flipped_bit_is_noticed(blob):
+    for bit in range(8 * len(blob)):
+        hurt = bytearray(blob)
+        hurt[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(TrajectoryError):
+            unpack(hurt)
+
+
+def test_a_flipped_bit_under_a_valid_checksum_gives_a_typed_error_or_a_valid_episode(blob):
+    seen = set()
+    for bit in range(8 * PREFIX.size, 8 * len(blob)):
+        hurt = bytearray(blob)
+        hurt[bit // 8] ^= 1 << bit % 8
+        seen.add(outcome(sealed(hurt)))
+    assert seen >= {"valid", "CodecError", "InvariantError"}
+
+
+def test_random_damage_under_a_valid_checksum_gives_a_typed_error_or_a_valid_episode(blob):
+    rng = random.Random(7)
+    for _ in range(3000):
+        hurt = bytearray(blob)
+        for _ in range(rng.randint(1, 6)):
+            at = rng.randrange(PREFIX.size, len(hurt))
+            match rng.randrange(4):
+                case 0:
+                    hurt[at] = rng.randrange(256)
+                case 1:
+                    hurt[at : at + 4] = rng.choice([b"\xff\xff\xff\xff", b"\0\0\0\x80", b"\xdd\x7f\xff\xff"])
+                case 2:
+                    del hurt[at : at + rng.randint(1, 16)]
+                case 3:
+                    hurt[at:at] = rng.randbytes(rng.randint(1, 16))
+            if len(hurt) <= PREFIX.size:
+                break
+        outcome(sealed(bytes(hurt)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_give_a_typed_error(data):
+    with pytest.raises(TrajectoryError):
+        unpack(data)
+    with pytest.raises(TrajectoryError):
+        decode([data] * 6)
+    if len(data) >= PREFIX.size:
+        spans = b"ATRJ" + struct.pack("<HH", 1, 6) + data[8:]
+        with pytest.raises(TrajectoryError):
+            unpack(sealed(spans))
+
+
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=4), v, max_size=3),
+    max_leaves=6,
+)
+_fields = st.sampled_from([*Header.__struct_fields__, "header", "segments", "units", "columns"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(field=_fields, value=_values, top=st.booleans())
+def test_a_well_formed_head_with_wrong_contents_gives_a_typed_error_or_a_valid_episode(field, value, top):
+    builder = EpisodeBuilder("j", "t", "g", 0)
+    builder.sampled([1], [-1.0], 0, parent=None, sampling=Sampling(), finish_reason="stop")
+    episode = builder.build()
+    frames = with_head(episode, **{field: value}) if top else with_header(episode, **{field: value})
+    try:
+        got = decode(frames)
+    except TrajectoryError:
+        return
+    assert unpack(pack(got)) == got
+
+
+@pytest.mark.parametrize(
+    ("prefix", "error"),
+    [
+        ((b"ATRK", 1, 7, 0), CodecError),
+        ((b"ATRJ", 2, 7, 0), SchemaError),
+        ((b"ATRJ", 0, 7, 0), SchemaError),
+        ((b"ATRJ", 1, 5, 0), CodecError),
+        ((b"ATRJ", 1, 6, 0), CodecError),
+        ((b"ATRJ", 1, 8, 0), CodecError),
+        ((b"ATRJ", 1, 65535, 0), CodecError),
+        ((b"ATRJ", 1, 7, 1), CodecError),
+    ],
+)
+def test_a_wrong_prefix_is_refused(blob, prefix, error):
+    magic, schema, n_frames, zero = prefix
+    crc = zlib.crc32(blob[PREFIX.size :])
+    with pytest.raises(error):
+        unpack(PREFIX.pack(magic, schema, n_frames, len(blob), crc, zero) + blob[PREFIX.size :])
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("field", range(14))
+def test_huge_and_tiny_spans_in_the_frame_table_are_refused(blob, field, size):
+    hurt = bytearray(blob)
+    struct.pack_into("<Q", hurt, PREFIX.size + 8 * field, size)
+    with pytest.raises(TrajectoryError):
+        unpack(sealed(hurt))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"segments": 2**62}, SizeError),
+        ({"segments": -1}, SizeError),
+        ({"segments": 4}, CodecError),
+        ({"segments": 0}, CodecError),
+        ({"units": 2**64 - 1}, SizeError),
+        ({"units": -1}, SizeError),
+        ({"units": 11}, CodecError),
+        ({"columns": []}, CodecError),
+        ({"columns": [("value", "f32", 0)] * 2}, CodecError),
+        ({"columns": [("value", "f33", 0)]}, CodecError),
+        ({"columns": [("value", "f64", 0)]}, CodecError),
+        ({"columns": [("value", "f32", 2)]}, CodecError),
+        ({"columns": [("value", "f32", 2**63)]}, SizeError),
+        ({"columns": [("value", "f32", -1)]}, SizeError),
+        ({"columns": [("mask", "f32", 0)]}, InvariantError),
+    ],
+)
+def test_a_head_that_disagrees_with_its_frames_is_refused(episode, changes, error):
+    with pytest.raises(error):
+        decode(with_head(episode, **changes))
+
+
+def test_a_repeated_column_is_refused(episode):
+    frames = with_head(episode, columns=[("value", "f32", 0)] * 2)
+    with pytest.raises(CodecError, match="repeated"):
+        decode([*frames, frames[-1]])
+
+
+@pytest.mark.parametrize("frame", range(1, 7))
+@pytest.mark.parametrize("cut", [1, 4, 8])
+def test_a_frame_of_the_wrong_size_is_refused(episode, frame, cut):
+    for wrong in (frames_of(episode)[frame][:-cut], frames_of(episode)[frame] + bytes(cut), b""):
+        frames = frames_of(episode)
+        frames[frame] = wrong
+        with pytest.raises(CodecError):
+            decode(frames)
+
+
+def test_too_few_and_too_many_frames_are_refused(episode):
+    frames = frames_of(episode)
+    for wrong in ([], frames[:5], [*frames, b""], frames * 9):
+        with pytest.raises(CodecError):
+            decode(wrong)
+
+
+def test_a_size_claimed_in_the_head_allocates_nothing(episode):
+    """Arrays and maps of four thousand million items, claimed at every level of the head."""
+    claims = [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+    ]
+    frames = frames_of(episode)
+    fields = ["calls", "agents", "epochs", "media", "metadata", "policies", "rewards", "job"]
+    tracemalloc.start()
+    try:
+        for claim in claims:
+            for field in fields:
+                header = b"\x81" + msgspec.msgpack.encode(field) + claim + b"\x01"
+                for head in (claim, b"\x81" + msgspec.msgpack.encode("header") + header):
+                    with pytest.raises(CodecError):
+                        decode([head, *frames[1:]])
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_deeply_nested_head_is_refused(episode):
+    for nest in (b"\x91", b"\x81\x00", b"\x81\xa1a"):
+        deep = b"\x81\xa6header\x81\xa8metadata\x81\xa1k" + nest * 200_000
+        with pytest.raises(CodecError):
+            decode([deep, *frames_of(episode)[1:]])
+
+
+def test_sizes_are_capped_before_anything_is_read(episode, blob):
+    with pytest.raises(SizeError):
+        unpack(blob, limits=Limits(blob_bytes=len(blob) - 1))
+    with pytest.raises(SizeError):
+        unpack(blob, limits=Limits(head_bytes=10))
+    with pytest.raises(SizeError):
+        unpack(blob, limits=Limits(units=11))
+    with pytest.raises(SizeError):
+        unpack(blob, limits=Limits(segments=4))
+    with pytest.raises(CodecError):
+        unpack(blob, limits=Limits(columns=0))
+    with pytest.raises(SizeError):
+        pack(episode, limits=Limits(blob_bytes=len(blob) - 1))
+    with pytest.raises(SizeError):
+        pack(episode, limits=Limits(head_bytes=10))
+    with pytest.raises(SizeError):
+        encode(episode, limits=Limits(head_bytes=10))
+    wide = pack(episode.with_columns({"experts": np.zeros((12, 3), np.uint16)}))
+    with pytest.raises(SizeError):
+        unpack(wide, limits=Limits(column_width=2))
+
+
+def test_more_optional_columns_than_by_default_need_a_wider_limit(episode):
+    limits = Limits(columns=50)
+    wide = episode.with_columns({f"c{i}": np.zeros(12, np.float32) for i in range(49)}, limits=limits)
+    blob = pack(wide, limits=limits)
+    assert unpack(blob, limits=limits) == wide
+    with pytest.raises(CodecError):
+        unpack(blob)
+
+
+@pytest.mark.parametrize("value", [object(), {1, frozenset}, 2**70, "\ud800", np.float32(1)])
+def test_metadata_that_msgpack_cannot_hold_is_a_typed_error(two_turns, value):
+    two_turns.meta(bad=value)
+    with pytest.raises(CodecError):
+        pack(two_turns.build())

@@ -1,0 +1,238 @@
+"""What a workflow hands to the builder, right and wrong."""
+
+from __future__ import annotations
+
+import math
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+
+from areal_async.trajectory import (
+    Call,
+    EpisodeBuilder,
+    InvariantError,
+    Limits,
+    Sampling,
+    SegmentFlag,
+    SegmentKind,
+    SizeError,
+    anchor_of,
+)
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture
+def builder() -> EpisodeBuilder:
+    return EpisodeBuilder("job", "task", "group#0", 4, attempt=2)
+
+
+def test_the_example_is_built_as_told(two_turns):
+    episode = two_turns.build()
+    header, segments, units = episode.header, episode.segments, episode.units
+    assert segments.parent.tolist() == [-1, 0, 1, 2, 0]
+    assert segments.kind.tolist() == [0, 1, 2, 1, 1]
+    assert segments.offset.tolist() == [0, 3, 5, 7, 10]
+    assert segments.length.tolist() == [3, 2, 2, 3, 2]
+    assert segments.turn.tolist() == [0, 0, 1, 1, 0]
+    assert segments.flags.tolist() == [0, 0, 0, int(SegmentFlag.TRUNCATED), 0]
+    assert segments.reward[3] == 0.5
+    assert np.isnan(segments.reward[[0, 1, 2, 4]]).all()
+    assert segments.anchor.tolist() == [0, 0, anchor_of("state-7"), 0, 0]
+    assert units.token_id.tolist() == [11, 12, 13, 21, 22, 31, 32, 41, 42, 43, 51, 52]
+    assert units.mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1, 1]
+    assert units.version.tolist() == [-1, -1, -1, 4, 4, -1, -1, 5, 5, 6, 6, 6]
+    np.testing.assert_allclose(units.logprob, [0, 0, 0, -0.5, -0.25, 0, 0, -1.5, -0.125, -2, -1, -3])
+    assert header.epochs == [(3, 0), (9, 1)]
+    assert [call.finish_reason for call in header.calls] == ["stop", "length", "abort"]
+    assert header.rewards == {"tests_passed": 0.75}
+    assert header.media[0].first_unit == 1
+    assert header.metadata["nested"] == {"k": [1, None, True]}
+    assert (header.prompt_text, header.response_text) == ("what is this?", "a größer plot")
+    assert episode.episode_id == "abcdef01:3:0#1.2"
+    assert (episode.min_version, episode.max_version, episode.min_epoch, episode.n_sampled) == (4, 6, 0, 7)
+
+
+def test_lists_arrays_and_other_integer_types_give_the_same_episode():
+    def built(ids, logprobs, versions, epoch):
+        b = EpisodeBuilder("j", "t", "g", 0)
+        b.sampled(ids, logprobs, versions, parent=None, sampling=GREEDY, finish_reason="stop", epoch=epoch)
+        return b.build()
+
+    plain = built([1, 2], [-1.0, -2.0], [3, 3], [5, 5])
+    assert built((1, 2), (-1, -2), 3, 5) == plain
+    assert built(range(1, 3), np.array([-1, -2.0]), np.array([3, 3]), np.array([5, 5])) == plain
+    for dtype in (np.int32, np.int64, np.uint8, ">i4"):
+        assert built(np.array([1, 2], dtype), np.array([-1, -2], np.float16), 3, 5) == plain
+    assert built(np.array([9, 1, 9, 2, 9])[1::2], np.array([-1, 0, -2], np.float32)[::2], 3, 5) == plain
+    assert built(b"\x01\x02", [-1.0, -2.0], np.int64(3), np.int32(5)) == plain
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [1.5],
+        [2**31],
+        [-(2**31) - 1],
+        ["a"],
+        [None],
+        np.array([1.0]),
+        np.array([2**31]),
+        np.array([2**63], np.uint64),
+        np.array([[1]]),
+        None,
+    ],
+)
+def test_ids_that_are_not_32_bit_integers_are_refused_and_nothing_is_added(builder, ids):
+    with pytest.raises(InvariantError, match="ids"):
+        builder.prompt(ids)
+    builder.prompt([1])
+    assert builder.build().units.token_id.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"logprobs": [-1.0]},
+        {"logprobs": ["a", "b"]},
+        {"logprobs": np.array([[-1.0, -1.0]])},
+        {"logprobs": np.array([1, 2])},
+        {"versions": [1]},
+        {"versions": 2**31},
+        {"versions": [1.0, 1.0]},
+        {"epoch": [1]},
+        {"epoch": [1, 2**31]},
+        {"mask": [1]},
+        {"mask": [1, 256]},
+        {"mask": [1, -1]},
+    ],
+)
+def test_columns_that_do_not_fit_the_ids_are_refused_and_nothing_is_added(builder, wrong):
+    good = {"logprobs": [-1.0, -1.0], "versions": 1, "epoch": 0}
+    with pytest.raises(InvariantError):
+        builder.sampled([1, 2], parent=None, sampling=GREEDY, finish_reason="stop", **{**good, **wrong})
+    builder.sampled([1, 2], parent=None, sampling=GREEDY, finish_reason="stop", **good)
+    assert builder.build().n_units == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda b: b.prompt([1], parent=0),
+        lambda b: b.prompt([1], parent=-2),
+        lambda b: b.prompt([1], agent=1),
+        lambda b: b.prompt([1], turn=-1),
+        lambda b: b.prompt([1], turn=2**31),
+        lambda b: b.prompt([-1]),
+        lambda b: b.sampled([1], [0.5], 0, parent=None, sampling=GREEDY, finish_reason="stop"),
+        lambda b: b.sampled([1], [math.nan], 0, parent=None, sampling=GREEDY, finish_reason="stop"),
+        lambda b: b.sampled([1], [-1e300], 0, parent=None, sampling=GREEDY, finish_reason="stop"),
+        lambda b: b.sampled([1], [-1.0], -1, parent=None, sampling=GREEDY, finish_reason="stop"),
+        lambda b: b.sampled([1], [-1.0], 0, parent=None, sampling=GREEDY, finish_reason="stop", epoch=-1),
+        lambda b: b.sampled([1], [-1.0], 0, parent=None, sampling=GREEDY, finish_reason="stop", policy=1),
+        lambda b: b.sampled([1], [-1.0], 0, parent=None, sampling=GREEDY, finish_reason="stop", agent=7),
+        lambda b: b.sampled([1], [-1.0], 0, parent=None, sampling=GREEDY, finish_reason="stop", mask=[2]),
+        lambda b: b.reward(b.prompt([1]), math.inf),
+        lambda b: b.reward(b.prompt([1]), 1e300),
+        lambda b: b.reward(b.prompt([1]), "high"),
+        lambda b: b.episode_reward("x", math.nan),
+        lambda b: b.reward(0, 1.0),
+        lambda b: b.anchor(-1, "k"),
+        lambda b: b.flag(0, SegmentFlag.TERMINAL),
+        lambda b: b.column("value", 0, []),
+        lambda b: b.column("value", b.prompt([1]), [1.0, 2.0]),
+        lambda b: b.column("mask", b.prompt([1]), [1.0]),
+        lambda b: b.media(b.prompt([1]), "sha256:0", "image/png", 1, start=1, n_units=1),
+        lambda b: b.observed(SegmentKind.SAMPLED, [1], None),
+        lambda b: None,
+    ],
+)
+def test_a_contradiction_is_refused_at_the_latest_in_build(builder, wrong):
+    def attempt():
+        wrong(builder)
+        builder.build()
+
+    with pytest.raises(InvariantError):
+        attempt()
+
+
+def test_build_may_be_repeated_and_what_it_returned_does_not_change(builder):
+    prompt = builder.prompt([1, 2])
+    first = builder.build()
+    builder.sampled([3], [-1.0], 7, parent=prompt, sampling=GREEDY, finish_reason="stop")
+    builder.meta(more=True)
+    second = builder.build()
+    assert (first.n_units, first.header.calls, first.header.metadata) == (2, [], {})
+    assert (second.n_units, second.max_version) == (3, 7)
+    assert second == builder.build()
+
+
+def test_what_is_built_cannot_be_changed(two_turns):
+    episode = two_turns.build()
+    for array in (
+        episode.units.token_id,
+        episode.units.mask,
+        episode.segments.table,
+        episode.units.columns["value"],
+    ):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+def test_a_call_takes_the_policy_of_its_agent_unless_told():
+    b = EpisodeBuilder("j", "t", "g", 0, policies=("a", "b"), agents=(("x", 0), ("y", 1)))
+    for agent, policy in ((0, None), (1, None), (1, 0)):
+        b.sampled(
+            [1], [-1.0], 0, parent=None, sampling=GREEDY, finish_reason="stop", agent=agent, policy=policy
+        )
+    calls = b.build().header.calls
+    assert calls == [Call(i, p, GREEDY, "stop", "sampled") for i, p in enumerate((0, 1, 0))]
+
+
+def test_epochs_run_over_segments_and_skip_what_is_not_trained(builder):
+    def sampled(n, epoch, mask=None):
+        builder.sampled(
+            [1] * n, [-1.0] * n, 0, parent=None, sampling=GREEDY, finish_reason="stop", epoch=epoch, mask=mask
+        )
+
+    sampled(2, 3)
+    builder.prompt([1])
+    sampled(2, 3)
+    sampled(0, 9)
+    sampled(3, 4, mask=[0, 0, 1])
+    sampled(4, [4, 5, 6, 5], mask=[1, 1, 0, 1])
+    assert builder.build().header.epochs == [(0, 3), (7, 4), (9, 5)]
+
+
+def test_equal_anchors_meet_across_episodes_and_none_is_zero():
+    keys = ["", "a", "b", "ä", b"a", b"\x00"]
+    assert anchor_of("a") == anchor_of(b"a")
+    assert len({anchor_of(k) for k in keys}) == len(keys) - 1
+    assert all(anchor_of(k) != 0 for k in keys)
+    assert anchor_of("state-7") == int.from_bytes(
+        blake2b(b"state-7", digest_size=8).digest(), "little", signed=True
+    )
+
+
+def test_build_respects_limits(builder):
+    builder.prompt([1, 2, 3])
+    with pytest.raises(SizeError):
+        builder.build(limits=Limits(units=2))
+
+
+def test_paths_and_contexts_are_read_off_the_episode(two_turns):
+    episode = two_turns.build()
+    assert episode.path(3) == [0, 1, 2, 3]
+    assert episode.path(4) == [0, 4]
+    assert episode.token_ids(2).tolist() == [11, 12, 13, 21, 22, 31, 32]
+    assert episode.token_ids(4).tolist() == [11, 12, 13, 51, 52]
+
+
+def test_episodes_compare_by_content(two_turns):
+    episode = two_turns.build()
+    assert episode == two_turns.build()
+    assert episode != episode.with_columns({"ref": np.zeros(12, np.float32)})
+    assert episode != "episode"
+    two_turns.meta(tool_seconds=0.25)
+    assert episode != two_turns.build()

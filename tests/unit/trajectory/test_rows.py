@@ -1,0 +1,77 @@
+"""Training rows of hand-made trees; random ones are in test_properties.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from areal_async.trajectory import EpisodeBuilder, Limits, Sampling, SegmentKind, SizeError, training_rows
+
+
+def tree(*segments: tuple[str, int | None]):
+    """A tree of one-letter segments: `s` sampled, `p` prompt, each two tokens (10·i, 10·i + 1)."""
+    builder = EpisodeBuilder("j", "t", "g", 0)
+    for i, (kind, parent) in enumerate(segments):
+        ids = [10 * i, 10 * i + 1]
+        if kind == "s":
+            builder.sampled(
+                ids, [-1.0, -2.0], i, parent=parent, sampling=Sampling(), finish_reason="stop", epoch=i % 2
+            )
+        else:
+            builder.observed(SegmentKind.PROMPT, ids, parent)
+    return builder.build()
+
+
+def told(rows) -> list[tuple[tuple[int, ...], str]]:
+    return [(row.path, "".join(map(str, row.mask))) for row in rows]
+
+
+def test_a_single_path_is_the_unit_table_itself():
+    episode = tree(("p", None), ("s", 0), ("p", 1), ("s", 2))
+    (row,) = training_rows(episode)
+    assert row.token_ids is episode.units.token_id
+    assert told([row]) == [((0, 1, 2, 3), "00110011")]
+    assert row.lengths == (2, 2, 2, 2)
+    assert row.segment_of_unit().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_shared_segment_is_trained_with_its_first_leaf_and_is_context_for_the_others():
+    rows = training_rows(tree(("p", None), ("s", 0), ("s", 1), ("s", 1), ("s", 3)))
+    assert told(rows) == [((0, 1, 2), "001111"), ((0, 1, 3, 4), "00001111")]
+    assert rows[1].token_ids.tolist() == [0, 1, 10, 11, 30, 31, 40, 41]
+    assert rows[1].versions.tolist() == [-1, -1, 1, 1, 3, 3, 4, 4]
+
+
+def test_a_path_with_nothing_of_its_own_to_train_gives_no_row():
+    assert training_rows(tree(("p", None), ("p", 0))) == []
+    rows = training_rows(tree(("p", None), ("s", 0), ("p", 1), ("p", 1), ("p", None)))
+    assert told(rows) == [((0, 1, 2), "001100")]
+
+
+def test_several_roots_give_rows_of_their_own():
+    rows = training_rows(tree(("p", None), ("p", None), ("s", 1), ("s", 0), ("s", None)))
+    assert told(rows) == [((1, 2), "0011"), ((0, 3), "0011"), ((4,), "11")]
+
+
+def test_rows_carry_optional_columns_in_path_order():
+    episode = tree(("p", None), ("s", 0), ("s", 0))
+    wide = episode.with_columns({"one": np.arange(6.0), "two": np.arange(12, dtype=np.int64).reshape(6, 2)})
+    first, second = training_rows(wide)
+    assert first.columns["one"].tolist() == [0, 1, 2, 3]
+    assert second.columns["one"].tolist() == [0, 1, 4, 5]
+    assert second.columns["two"].tolist() == [[0, 1], [2, 3], [8, 9], [10, 11]]
+
+
+def test_rows_are_read_only():
+    for row in training_rows(tree(("p", None), ("s", 0), ("s", 0))):
+        for array in (row.token_ids, row.mask, row.logprobs, row.versions):
+            assert not array.flags.writeable
+
+
+def test_a_tree_whose_shared_prefixes_would_blow_up_is_refused_before_it_does():
+    star = tree(("p", None), *[("s", 0)] * 50)
+    assert len(training_rows(star, limits=Limits(row_units=200, row_segments=100))) == 50
+    with pytest.raises(SizeError):
+        training_rows(star, limits=Limits(row_units=199))
+    with pytest.raises(SizeError):
+        training_rows(star, limits=Limits(row_segments=99))

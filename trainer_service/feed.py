@@ -1,0 +1,113 @@
+"""How a step's data reaches the ranks.
+
+Rank 0 alone asks the buffer for the manifest and broadcasts it as msgpack bytes; every rank then plans the
+same step from it and fetches only its own episodes, by id. While rank 0 waits, the others are told so in
+every round, so no rank sits in a collective longer than one long poll.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from areal_async.observe.log import get_logger
+from areal_async.wire.messages import Batch, BatchEpisode, TrainerOpened, Waiting
+from trainer_service.errors import BatchError
+from trainer_service.ranks import Ranks
+
+POLL_MS = 1000
+"""Length of one long poll for a batch."""
+REPORT_S = 10.0
+"""How often a wait is reported while its edge stays the same."""
+FETCH_UNITS = 4 << 20
+"""Most units asked for in one fetch."""
+
+log = get_logger("trainer")
+
+
+class Buffer(Protocol):
+    """The part of the experience buffer's blocking client that the trainer uses."""
+
+    def open_trainer(self, trainer: str, step: int, ledger: bytes) -> TrainerOpened: ...
+
+    def next_batch(self, epoch: int, step: int, *, wait_ms: int) -> Batch | Waiting: ...
+
+    def fetch(self, episode_ids: Sequence[str]) -> Sequence[memoryview]: ...
+
+    def commit(self, epoch: int, step: int) -> None: ...
+
+    def export_ledger(self, epoch: int, step: int) -> bytes: ...
+
+    def checkpointed(self, epoch: int, step: int) -> None: ...
+
+
+_decoder = msgspec.msgpack.Decoder(Batch | Waiting)
+
+
+class Feed:
+    """The batches of one trainer epoch, on one rank."""
+
+    def __init__(self, buffer: Buffer, ranks: Ranks, stopping: threading.Event) -> None:
+        self._buffer = buffer
+        self._ranks = ranks
+        self._stopping = stopping
+
+    def next_batch(self, epoch: int, step: int) -> Batch | None:
+        """The manifest of `step`, the same on every rank; None when the trainer is told to stop first."""
+        begun_s = reported_s = time.monotonic()
+        edge = ""
+        while True:
+            answer = self._round(epoch, step)
+            if answer is None or isinstance(answer, Batch):
+                return answer
+            now_s = time.monotonic()
+            if self._ranks.first and (answer.edge != edge or now_s - reported_s >= REPORT_S):
+                waited_s = round(now_s - begun_s, 1)
+                log.info(
+                    "waiting for a batch",
+                    step=step,
+                    edge=answer.edge,
+                    detail=answer.detail,
+                    waited_s=waited_s,
+                )
+                edge, reported_s = answer.edge, now_s
+
+    def _round(self, epoch: int, step: int) -> Batch | Waiting | None:
+        """One long poll by rank 0, told to all ranks."""
+        data = b""
+        answer: Batch | Waiting | None = None
+        if self._ranks.first and not self._stopping.is_set():
+            answer = self._buffer.next_batch(epoch, step, wait_ms=POLL_MS)
+        if self._ranks.world == 1:
+            return answer
+        if answer is not None:
+            data = msgspec.msgpack.encode(answer)
+        data = self._ranks.broadcast_bytes(data)
+        return _decoder.decode(data) if data else None
+
+    def fetch(self, episodes: Sequence[BatchEpisode]) -> dict[str, memoryview]:
+        """The codec blobs of these episodes by id. Raises `BatchError` when not as many come back."""
+        blobs: dict[str, memoryview] = {}
+        for part in _by_units(episodes, FETCH_UNITS):
+            ids = [episode.episode_id for episode in part]
+            found = self._buffer.fetch(ids)
+            if len(found) != len(ids):
+                raise BatchError(f"asked the buffer for {len(ids)} episodes, got {len(found)}")
+            blobs.update(zip(ids, found, strict=True))
+        return blobs
+
+
+def _by_units(episodes: Sequence[BatchEpisode], most: int) -> list[list[BatchEpisode]]:
+    parts: list[list[BatchEpisode]] = []
+    units = 0
+    for episode in episodes:
+        if not parts or units + episode.n_units > most:
+            parts.append([])
+            units = 0
+        parts[-1].append(episode)
+        units += episode.n_units
+    return parts

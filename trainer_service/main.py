@@ -1,0 +1,84 @@
+"""The trainer's process: builds what the loops need and takes it down again."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+
+import torch
+from replay_buffer.client import SyncBufferClient
+from transformers.utils import logging as transformers_logging
+
+from areal_async.control.context import ServiceContext
+from areal_async.observe.log import get_logger
+from areal_async.observe.record import RunLog
+from areal_async.weights.publisher import Publisher
+from trainer_service.backends.fsdp import POLICY, FsdpBackend
+from trainer_service.modelfiles import companion_files
+from trainer_service.ranks import Ranks, join_ranks
+from trainer_service.rl import RlTrainer
+from trainer_service.sft import SftTrainer
+
+log = get_logger("trainer")
+
+
+async def main(ctx: ServiceContext) -> None:
+    """Train the job of `ctx` to its end, in a thread of its own: the loop of this one answers signals."""
+    await asyncio.to_thread(train, ctx)
+
+
+def train(ctx: ServiceContext) -> None:
+    """Blocking. Raises `ArealError`."""
+    section = ctx.job.trainer
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(section.torch_threads)
+    torch.manual_seed(ctx.job.seed)
+    ctx.run_dir.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        ranks = join_ranks(0, 1, device=section.device)
+        stack.callback(ranks.leave)
+        dtype = torch.bfloat16 if section.dtype == "bfloat16" else torch.float32
+        backend = FsdpBackend({POLICY: ctx.job.model}, section.optimizer, ranks, dtype=dtype)
+        run_log = stack.enter_context(RunLog(ctx.run_log))
+        log.info("model loaded", model=str(ctx.job.model), ranks=ranks.world, dtype=section.dtype)
+        if ctx.job.kind == "sft":
+            ctx.ready()
+            finished = _sft(ctx, ranks, backend, run_log)
+        else:
+            finished = _rl(ctx, ranks, backend, run_log, stack)
+        log.info("training ends", finished=finished)
+
+
+def _rl(ctx: ServiceContext, ranks: Ranks, backend: FsdpBackend, run_log: RunLog, stack: ExitStack) -> bool:
+    files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
+    buffer = stack.enter_context(
+        SyncBufferClient(ctx.buffer_endpoint, job=ctx.job.job, role="trainer", name=ctx.name)
+    )
+    publisher = Publisher(
+        ctx.shm_dir,
+        ctx.weights_endpoint,
+        job=ctx.job.job,
+        keep=ctx.job.weights.keep,
+        files=files,
+        tied=backend.tied,
+    )
+    publisher.start()
+    # What is left goes with the run's shared memory: a worker may still be reading the last snapshot.
+    stack.callback(publisher.close, remove=False)
+    trainer = RlTrainer(
+        ctx.job,
+        ranks,
+        backend,
+        buffer,
+        run_dir=ctx.run_dir,
+        files=files,
+        publisher=publisher,
+        run_log=run_log,
+        stopping=ctx.stopping,
+    )
+    return trainer.run(name=ctx.name, ready=ctx.ready)
+
+
+def _sft(ctx: ServiceContext, ranks: Ranks, backend: FsdpBackend, run_log: RunLog) -> bool:
+    trainer = SftTrainer(ctx.job, ranks, backend, run_dir=ctx.run_dir, run_log=run_log, stopping=ctx.stopping)
+    return trainer.run()

@@ -1,0 +1,111 @@
+"""What a step's manifest says: checks, group ids, figures, and who trains what. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from areal_async.wire.messages import Batch, BatchEpisode
+from trainer_service.errors import BatchError, StalenessViolation
+from trainer_service.objectives.compose import Objective
+from trainer_service.packing import deal_episodes, deal_groups
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step as every rank sees it. E episodes, in manifest order."""
+
+    episodes: list[BatchEpisode]
+    groups: NDArray[np.int64]
+    """i64 [E]: index of the episode's group."""
+    advantages: NDArray[np.float32]
+    """f32 [E]"""
+    shares: list[list[list[int]]]
+    """[minibatch][rank] -> indices of its episodes."""
+
+
+@dataclass(frozen=True)
+class BatchFigures:
+    """A step in numbers. Staleness of an episode: step - its smallest version."""
+
+    episodes: int
+    tokens: int
+    """Sampled ones."""
+    units: int
+    """Prompt and response tokens."""
+    reward_mean: float
+    reward_std: float
+    staleness_mean: float
+    staleness_max: int
+    share_stale: float
+    """Episodes with staleness 1 or more."""
+    share_multi_version: float
+    """Episodes that more than one version sampled."""
+
+
+def plan_step(
+    batch: Batch, objective: Objective, *, step: int, max_staleness: int, minibatches: int, ranks: int
+) -> Plan:
+    """Check the manifest of `step`, take advantages over whole groups and deal its episodes out.
+
+    Deterministic: every rank comes to the same plan. Raises `BatchError` for a manifest that is not one of
+    this step or names a group or an episode twice, and `StalenessViolation`.
+    """
+    if batch.step != step:
+        raise BatchError(f"asked for the batch of step {step}, got that of step {batch.step}")
+    group_ids = [group.group_id for group in batch.groups]
+    episodes = [episode for group in batch.groups for episode in group.episodes]
+    ids = [episode.episode_id for episode in episodes]
+    for what, names in (("group", group_ids), ("episode", ids)):
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise BatchError(f"the batch of step {step} names {what} {twice} twice")
+    if not episodes:
+        raise BatchError(f"the batch of step {step} has no episodes")
+    for episode in episodes:
+        if episode.n_sampled and not 0 <= step - episode.min_version <= max_staleness:
+            raise StalenessViolation(
+                f"episode {episode.episode_id} of step {step} has min version {episode.min_version}: "
+                f"staleness {step - episode.min_version} is outside 0 … {max_staleness}"
+            )
+    groups = np.repeat(np.arange(len(batch.groups)), [len(group.episodes) for group in batch.groups])
+    rewards = torch.tensor([episode.reward for episode in episodes], dtype=torch.float64)
+    return Plan(
+        episodes=episodes,
+        groups=groups.astype(np.int64),
+        advantages=objective.advantages(rewards, torch.from_numpy(groups)).numpy(),
+        shares=[
+            _deal(members, episodes, groups, ranks) for members in deal_groups(len(batch.groups), minibatches)
+        ],
+    )
+
+
+def _deal(
+    members: list[int], episodes: list[BatchEpisode], groups: NDArray[np.int64], ranks: int
+) -> list[list[int]]:
+    """The episodes of some groups, dealt to ranks."""
+    indices = np.flatnonzero(np.isin(groups, members)).tolist()
+    shares = deal_episodes([episodes[index].n_units for index in indices], ranks)
+    return [[indices[place] for place in share] for share in shares]
+
+
+def figures_of(batch: Batch) -> BatchFigures:
+    episodes = [episode for group in batch.groups for episode in group.episodes]
+    rewards = np.array([episode.reward for episode in episodes])
+    sampled = [episode for episode in episodes if episode.n_sampled]
+    staleness = np.array([batch.step - episode.min_version for episode in sampled] or [0])
+    multi = [episode.min_version != episode.max_version for episode in sampled] or [False]
+    return BatchFigures(
+        episodes=len(episodes),
+        tokens=sum(episode.n_sampled for episode in episodes),
+        units=sum(episode.n_units for episode in episodes),
+        reward_mean=float(rewards.mean()),
+        reward_std=float(rewards.std()),
+        staleness_mean=float(staleness.mean()),
+        staleness_max=int(staleness.max()),
+        share_stale=float((staleness > 0).mean()),
+        share_multi_version=float(np.mean(multi)),
+    )

@@ -1,0 +1,19 @@
+"""The trainer's Prometheus series."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge
+
+STEP = Gauge("areal_trainer_step", "Steps finished.")
+VERSION = Gauge("areal_trainer_version", "Version of the newest published weights.")
+TOKENS = Counter("areal_trainer_tokens", "Sampled tokens trained.")
+REWARD_MEAN = Gauge("areal_trainer_reward_mean", "Mean reward of the last step's episodes.")
+LOSS = Gauge("areal_trainer_loss", "Loss of the last step.")
+STALENESS_MEAN = Gauge(
+    "areal_trainer_staleness_mean", "Mean staleness of the last step's episodes, in versions."
+)
+STALENESS_MAX = Gauge("areal_trainer_staleness_max", "Largest staleness in the last step, in versions.")
+GRAD_NORM = Gauge("areal_trainer_grad_norm", "Gradient norm of the last step before clipping.")
+EFFECTIVE_SAMPLES = Gauge(
+    "areal_trainer_effective_sample_share", "Effective sample size of the last step's units."
+)

@@ -1,0 +1,266 @@
+"""Reinforcement learning: batches in, versions out.
+
+For step s, which starts from version s: take the batch of s, check every unit's staleness again, train,
+publish snapshot s + 1, commit s. The order matters: what is committed is already published, so a worker can
+never be admitted to a version that does not exist. Every `checkpoint.every_steps` and after the last step
+the state goes to disk together with the buffer's ledger of the same commit; only then may the buffer free
+the bytes.
+
+Promises: `staleness_is_bounded` (a unit above η ends the trainer, on every rank); each step is one
+publication; waiting and computing are timed apart. It does not survive its own death: a restart from a
+checkpoint is the supervisor's decision.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from areal_async.config.job import JobConfig
+from areal_async.observe.log import get_logger
+from areal_async.observe.metrics import busy
+from areal_async.observe.record import RunLog
+from areal_async.weights.publisher import Publisher
+from areal_async.wire.messages import Batch, VersionTag
+from trainer_service import metrics, record
+from trainer_service.backends.base import Backend
+from trainer_service.checkpoint import Checkpoint, Checkpoints
+from trainer_service.episodes import check_staleness, rows_of_episode
+from trainer_service.feed import Buffer, Feed
+from trainer_service.manifest import Plan, figures_of, plan_step
+from trainer_service.microbatch import TrainingRow
+from trainer_service.modelfiles import write_model
+from trainer_service.objectives.compose import Objective
+from trainer_service.ranks import Ranks
+from trainer_service.step import StepResult, train_step
+
+FINAL_EVALUATION_S = 300.0
+"""Longest wait for the evaluator to finish with the last snapshots."""
+
+log = get_logger("trainer")
+
+
+class RlTrainer:
+    """One rank of the trainer of a job of kind `rl`. `publisher` and `run_log` exist on rank 0 only."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        ranks: Ranks,
+        backend: Backend,
+        buffer: Buffer,
+        *,
+        run_dir: Path,
+        files: Mapping[str, bytes | Path],
+        publisher: Publisher | None,
+        run_log: RunLog | None,
+        stopping: threading.Event,
+    ) -> None:
+        self._job = job
+        self._ranks = ranks
+        self._backend = backend
+        self._buffer = buffer
+        self._feed = Feed(buffer, ranks, stopping)
+        self._objective = Objective(job.trainer.objective)
+        self._run_dir = run_dir
+        self._files = files
+        self._publisher = publisher
+        self._run_log = run_log
+        self._stopping = stopping
+        self._checkpoints = Checkpoints(
+            run_dir / "checkpoints", job=job.job, keep=job.checkpoint.keep, ranks=ranks
+        )
+        self._epoch = 0
+
+    def run(self, *, name: str, ready: Callable[[], None], restored: Checkpoint | None = None) -> bool:
+        """Train to the last step; False when told to stop before. `ready` is called once snapshots are
+        served.
+
+        `restored` is the checkpoint to go on from; its state is loaded here, and its ledger given back."""
+        step = self._open(name, restored)
+        self._publish(step)
+        ready()
+        for current in range(step, self._job.trainer.steps):
+            if not self._one_step(current):
+                return False
+        self._export()
+        return self._wait_for_evaluation()
+
+    def _open(self, name: str, restored: Checkpoint | None) -> int:
+        """Become the job's trainer; returns the step to begin with."""
+        step = 0
+        if restored is not None:
+            step = restored.manifest.step
+            self._backend.load(restored.folder, restored.manifest.updates)
+        if self._ranks.first:
+            opened = self._buffer.open_trainer(name, step, restored.ledger() if restored else b"")
+            step, self._epoch = opened.step, opened.epoch
+        place = torch.tensor([self._epoch, step])
+        self._ranks.broadcast(place)
+        self._epoch, step = place.tolist()
+        log.info("trainer opened", epoch=self._epoch, step=step, steps=self._job.trainer.steps)
+        return step
+
+    def _one_step(self, step: int) -> bool:
+        begun_s = time.monotonic()
+        batch = self._feed.next_batch(self._epoch, step)
+        if batch is None:
+            return False
+        wait_s = time.monotonic() - begun_s
+        with busy("train"):
+            result = self._train(batch, step)
+        trained_s = time.monotonic()
+        self._publish(step + 1)
+        if self._ranks.first:
+            self._buffer.commit(self._epoch, step)
+        ended_s = time.monotonic()
+        self._write(
+            batch,
+            result,
+            step_s=ended_s - begun_s,
+            wait_s=wait_s,
+            busy_s=trained_s - begun_s - wait_s,
+            publish_s=ended_s - trained_s,
+        )
+        done = step + 1
+        if done % self._job.checkpoint.every_steps == 0 or done == self._job.trainer.steps:
+            self._checkpoint(done)
+        return True
+
+    def _train(self, batch: Batch, step: int) -> StepResult:
+        eta = self._job.buffer.max_staleness
+        plan = plan_step(
+            batch,
+            self._objective,
+            step=step,
+            max_staleness=eta,
+            minibatches=self._job.trainer.minibatches,
+            ranks=self._ranks.world,
+        )
+        minibatches, blobs = self._rows(plan)
+        check_staleness([row for rows in minibatches for row in rows], step=step, max_staleness=eta)
+        result = train_step(
+            self._backend,
+            self._objective,
+            self._ranks,
+            minibatches,
+            step=step,
+            max_staleness=eta,
+            groups=plan.groups,
+            advantages=plan.advantages,
+            micro_batch_tokens=self._job.trainer.micro_batch_tokens,
+        )
+        if self._job.trainer.record_batches:
+            record.write_step(
+                self._run_dir / "batches",
+                batch,
+                blobs,
+                losses=result.losses,
+                grad_norms=result.grad_norms,
+                rank=self._ranks.rank,
+            )
+        return result
+
+    def _rows(self, plan: Plan) -> tuple[list[list[TrainingRow]], dict[str, memoryview]]:
+        """This rank's rows of each minibatch, and the blobs they came from."""
+        mine = [share[self._ranks.rank] for share in plan.shares]
+        blobs = self._feed.fetch([plan.episodes[index] for share in mine for index in share])
+        rows = [
+            [
+                row
+                for index in share
+                for row in rows_of_episode(
+                    blobs[plan.episodes[index].episode_id], plan.episodes[index], index
+                )
+            ]
+            for share in mine
+        ]
+        return rows, blobs
+
+    def _publish(self, version: int) -> None:
+        """Give out the weights as `version`; pinned for evaluation where the job asks for it."""
+        with busy("publish"):
+            tensors = self._backend.tensors("policy")
+            if self._publisher is None:
+                return
+            every, last = self._job.evaluation.every_steps, self._job.trainer.steps
+            final = version == last
+            self._publisher.publish(
+                VersionTag(self._epoch, version),
+                tensors,
+                evaluate=self._job.tasks.evaluation is not None and (version % every == 0 or final),
+                final=final,
+            )
+            for ack in self._publisher.acks():
+                if ack.error:
+                    log.warning(
+                        "a receiver refused a snapshot", receiver=ack.receiver, tag=ack.tag, error=ack.error
+                    )
+        metrics.VERSION.set(version)
+
+    def _checkpoint(self, step: int) -> None:
+        with busy("checkpoint"):
+            ledger = self._buffer.export_ledger(self._epoch, step) if self._ranks.first else b""
+            folder = self._checkpoints.save(
+                step,
+                epoch=self._epoch,
+                updates=self._backend.updates,
+                ledger=ledger,
+                write=self._backend.save,
+            )
+        if self._ranks.first:
+            self._buffer.checkpointed(self._epoch, step)
+            log.info("checkpoint written", step=step, folder=str(folder))
+
+    def _write(self, batch: Batch, result: StepResult, **seconds: float) -> None:
+        if self._run_log is None:
+            return
+        figures = figures_of(batch)
+        self._run_log.write(
+            "step",
+            step=batch.step,
+            version=batch.step + 1,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            **asdict(figures),
+            packed_tokens=result.packed_tokens,
+            micro_batches=result.micro_batches,
+            **{name: round(value, 6) for name, value in seconds.items()},
+            correction=result.statistics,
+        )
+        metrics.STEP.set(batch.step + 1)
+        metrics.TOKENS.inc(figures.tokens)
+        metrics.REWARD_MEAN.set(figures.reward_mean)
+        metrics.LOSS.set(result.loss)
+        metrics.GRAD_NORM.set(result.grad_norm)
+        metrics.STALENESS_MEAN.set(figures.staleness_mean)
+        metrics.STALENESS_MAX.set(figures.staleness_max)
+        share = result.statistics.get("ess")
+        if isinstance(share, float):
+            metrics.EFFECTIVE_SAMPLES.set(share)
+
+    def _export(self) -> None:
+        tensors = self._backend.tensors("policy")
+        if self._ranks.first:
+            write_model(self._run_dir / "model", tensors, self._files)
+            log.info("model written", folder=str(self._run_dir / "model"))
+
+    def _wait_for_evaluation(self) -> bool:
+        """Keep serving until every pinned snapshot is evaluated; False when told to stop before."""
+        if self._publisher is None:
+            return True
+        deadline_s = time.monotonic() + FINAL_EVALUATION_S
+        while not self._publisher.wait_evaluated(timeout_s=0.2):
+            if self._stopping.is_set():
+                return False
+            if time.monotonic() > deadline_s:
+                log.warning(
+                    "the evaluator did not finish with the last snapshots", waited_s=FINAL_EVALUATION_S
+                )
+                break
+        return True

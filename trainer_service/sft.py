@@ -1,0 +1,197 @@
+"""Supervised training on the tasks' own ground truth (`kind: sft`).
+
+An example is a task's prompt, rendered as a rollout renders it, followed by its ground truth as text and the
+tokenizer's end-of-sequence token; the loss is on what follows the prompt. Held-out accuracy is greedy exact
+match, measured by teacher forcing: when every token of the answer is the arg max given those before it,
+greedy decoding produces exactly that answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from areal_async.config.job import JobConfig
+from areal_async.config.trainer import ObjectiveSection
+from areal_async.observe.log import get_logger
+from areal_async.observe.metrics import busy
+from areal_async.observe.record import RunLog
+from areal_async.prompts import prompt_ids
+from areal_async.tasks import TaskTable, pass_order, read_tasks
+from areal_async.wire.messages import Task
+from trainer_service import metrics
+from trainer_service.backends.base import Backend
+from trainer_service.errors import BatchError, ModelError
+from trainer_service.microbatch import TrainingRow, row_of
+from trainer_service.modelfiles import companion_files, write_model
+from trainer_service.objectives.compose import Objective
+from trainer_service.packing import deal_episodes
+from trainer_service.ranks import Ranks
+from trainer_service.step import pack_rows, train_step
+
+log = get_logger("trainer")
+
+
+class SftTrainer:
+    """One rank of the trainer of a job of kind `sft`."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        ranks: Ranks,
+        backend: Backend,
+        *,
+        run_dir: Path,
+        run_log: RunLog | None,
+        stopping: threading.Event,
+    ) -> None:
+        self._job = job
+        self._ranks = ranks
+        self._backend = backend
+        self._run_dir = run_dir
+        self._run_log = run_log
+        self._stopping = stopping
+        normaliser = job.trainer.objective.normaliser
+        self._objective = Objective(ObjectiveSection(loss="sft", correction="none", normaliser=normaliser))
+        tokenizer = load_tokenizer(job.model)
+        self._train = examples(tokenizer, read_tasks(job.tasks.train))
+        held_out = job.tasks.evaluation
+        self._held_out = examples(tokenizer, read_tasks(held_out)) if held_out is not None else []
+
+    def run(self) -> bool:
+        """Train until `trainer.steps`, the passes or the accuracy asked for; False when told to stop before.
+
+        The model is in `<run_dir>/model` afterwards."""
+        step = 0
+        accuracy = self.accuracy()
+        self._write(step, accuracy=accuracy)
+        for indices in self._batches():
+            if self._stop_asked():
+                return False
+            if self._good_enough(accuracy) or step == self._job.trainer.steps:
+                break
+            begun_s = time.monotonic()
+            with busy("train"):
+                loss, grad_norm, tokens = self._one_step(indices, step)
+            step += 1
+            accuracy = self.accuracy() if step % self._job.sft.evaluate_every == 0 else None
+            self._write(
+                step,
+                loss=loss,
+                grad_norm=grad_norm,
+                tokens=tokens,
+                accuracy=accuracy,
+                step_s=round(time.monotonic() - begun_s, 6),
+            )
+            metrics.STEP.set(step)
+            metrics.LOSS.set(loss)
+            metrics.GRAD_NORM.set(grad_norm)
+            metrics.TOKENS.inc(tokens)
+        if step % self._job.sft.evaluate_every:
+            self._write(step, accuracy=self.accuracy())
+        tensors = self._backend.tensors("policy")
+        if self._ranks.first:
+            files = companion_files(self._job.model, self._job.trainer.dtype)
+            write_model(self._run_dir / "model", tensors, files)
+        return True
+
+    def accuracy(self) -> float | None:
+        """Share of held-out tasks answered exactly by greedy decoding; None without a held-out file."""
+        if not self._held_out:
+            return None
+        with busy("evaluate"):
+            mine = self._held_out[self._ranks.rank :: self._ranks.world]
+            n = len(mine)
+            rows = [_renumbered(row, index) for index, row in enumerate(mine)]
+            ignored = np.zeros(n, np.int64)
+            wrong = np.zeros(n, np.bool_)
+            for batch in pack_rows(
+                rows,
+                self._ranks,
+                groups=ignored,
+                advantages=ignored.astype(np.float32),
+                micro_batch_tokens=self._job.trainer.micro_batch_tokens,
+            ):
+                missed = ~self._backend.greedy("policy", batch)
+                wrong[batch.units.episode[missed].cpu().numpy()] = True
+            return 1.0 - self._ranks.total(int(wrong.sum())) / len(self._held_out)
+
+    def _one_step(self, indices: Sequence[int], step: int) -> tuple[float, float, int]:
+        """(loss, gradient norm, tokens trained on) of one optimizer step on these examples."""
+        chosen = [_renumbered(self._train[index], place) for place, index in enumerate(indices)]
+        mine = deal_episodes([len(row.token_ids) for row in chosen], self._ranks.world)[self._ranks.rank]
+        n = len(chosen)
+        result = train_step(
+            self._backend,
+            self._objective,
+            self._ranks,
+            [[chosen[place] for place in mine]],
+            step=0,
+            max_staleness=0,
+            groups=np.arange(n, dtype=np.int64),
+            advantages=np.zeros(n, np.float32),
+            micro_batch_tokens=self._job.trainer.micro_batch_tokens,
+        )
+        return result.loss, result.grad_norm, sum(len(row.position) for row in chosen)
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Indices of the examples of each step; a step never mixes two passes."""
+        size, passes, index = self._job.sft.batch_size, self._job.tasks.passes, 0
+        while passes is None or index < passes:
+            order = pass_order(
+                len(self._train), seed=self._job.seed, pass_index=index, shuffle=self._job.tasks.shuffle
+            )
+            yield from (order[start : start + size] for start in range(0, len(order), size))
+            index += 1
+
+    def _good_enough(self, accuracy: float | None) -> bool:
+        wanted = self._job.sft.stop_at_accuracy
+        return wanted is not None and accuracy is not None and accuracy >= wanted
+
+    def _stop_asked(self) -> bool:
+        """Rank 0's word, so that all ranks stop at the same step."""
+        return self._ranks.broadcast_bytes(b"stop" if self._stopping.is_set() else b"") == b"stop"
+
+    def _write(self, step: int, **fields: float | None) -> None:
+        if self._run_log is not None:
+            present = {name: value for name, value in fields.items() if value is not None}
+            self._run_log.write("sft", step=step, **present)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a model directory. Raises `ModelError`."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"no tokenizer can be loaded from {folder}: {error}") from error
+
+
+def examples(tokenizer: Any, table: TaskTable) -> list[TrainingRow]:
+    """One row per task. Raises `BatchError` for a task that makes no example."""
+    if tokenizer.eos_token_id is None:
+        raise ModelError("the model's tokenizer has no end-of-sequence token, so no answer could end")
+    return [_example(tokenizer, table, index, task) for index, task in enumerate(table)]
+
+
+def _example(tokenizer: Any, table: TaskTable, index: int, task: Task) -> TrainingRow:
+    prompt = prompt_ids(tokenizer, task.prompt)
+    if task.ground_truth is None or not prompt:
+        missing = "its prompt has no tokens" if task.ground_truth is not None else "its ground truth is null"
+        raise BatchError(f"task file {table.path}, row {index}: {missing}; sft needs a prompt and an answer.")
+    answer = tokenizer(str(task.ground_truth), add_special_tokens=False)["input_ids"]
+    ids = np.array([*prompt, *answer, tokenizer.eos_token_id], np.int32)
+    mask = np.zeros(len(ids), np.uint8)
+    mask[len(prompt) :] = 1
+    row = row_of(index, ids, mask, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
+    assert row is not None
+    return row
+
+
+def _renumbered(row: TrainingRow, episode: int) -> TrainingRow:
+    return TrainingRow(episode, row.token_ids, row.position, row.behaviour, row.version, row.temperature)
