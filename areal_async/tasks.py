@@ -127,5 +127,7 @@ def _is_chat(prompt: Any) -> bool:
     return (
         isinstance(prompt, list)
         and bool(prompt)
-        and all(isinstance(message, dict) and "role" in message and "content" in message for message in prompt)
+        and all(
+            isinstance(message, dict) and "role" in message and "content" in message for message in prompt
+        )
     )

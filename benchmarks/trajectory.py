@@ -3,8 +3,8 @@
     python benchmarks/trajectory.py [--json FILE] [--seconds 0.3]
 
 Three episodes: `tiny` (one short answer, the quickstart's), `turns` (8k tokens in 16 turns with tools) and
-`flat` (8k tokens in one answer). Beside each figure stand its share of the target, where there is one, and its
-ratio to two baselines of the same run: copying the blob once, and one bare `np.frombuffer` over it.
+`flat` (8k tokens in one answer). Beside each figure stand its target, where there is one, and its ratio to
+two baselines of the same run: copying the blob once, and one bare `np.frombuffer` over it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def build_long(turns: int, sampled: int, observed: int) -> Callable[[], Episode]
     read = rng.integers(0, 150_000, observed).astype(np.int32)
     ids = rng.integers(0, 150_000, sampled).astype(np.int32)
     logprobs = -rng.random(sampled).astype(np.float32)
-    versions = np.repeat(np.int32([41, 42]), (sampled - sampled // 2, sampled // 2))
+    versions = np.repeat(np.array([41, 42], np.int32), (sampled - sampled // 2, sampled // 2))
     epochs = np.zeros(sampled, np.int32)
 
     def build() -> Episode:
@@ -88,7 +88,7 @@ def build_long(turns: int, sampled: int, observed: int) -> Callable[[], Episode]
 
 
 def microseconds(call: Callable[[], object], seconds: float) -> dict[str, float]:
-    """Best and median over batches of `BATCH` calls: the best is the cost, the median what load made of it."""
+    """Best and median over batches of calls: the best is the cost, the median what load made of it."""
     call()
     batches: list[float] = []
     end = time.perf_counter() + seconds
@@ -134,19 +134,19 @@ def table(results: list[dict[str, Any]]) -> str:
         targets = result["targets"]
         share = f", target {targets['bytes_per_token']:.0f}" if "bytes_per_token" in targets else ""
         lines.append(
-            f"\n{result['episode']}: {result['units']} tokens in {result['segments']} segments, "
+            f"{result['episode']}: {result['units']} tokens in {result['segments']} segments, "
             f"{result['size_bytes']} bytes, {result['bytes_per_token']:.2f} bytes/token{share}"
         )
-        lines.append(
-            f"  {'':<12}{'best µs':>10}{'median µs':>11}{'x memcpy':>10}{'x frombuffer':>14}{'target µs':>11}"
-        )
+        columns = ("best µs", "median µs", "x memcpy", "x frombuffer", "target µs")
+        lines.append("  {:<12}{:>10}{:>11}{:>10}{:>14}{:>11}".format("", *columns))
         for label, timing in result["times"].items():
             target = f"{targets[label]:.0f}" if label in targets else ""
             lines.append(
                 f"  {label:<12}{timing['best_us']:>10.2f}{timing['median_us']:>11.2f}"
                 f"{timing['x_memcpy']:>10.1f}{timing['x_frombuffer']:>14.1f}{target:>11}"
             )
-    return "\n".join(lines[:1] and [lines[0].lstrip("\n"), *lines[1:]])
+        lines.append("")
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -40,12 +40,14 @@ _decode_batch = msgspec.msgpack.Decoder(BatchPlan).decode
 
 @dataclass(frozen=True)
 class Opened:
-    """A ledger taken over. `idle_ms`: time since the last write of whoever had it before."""
+    """A ledger taken over. `idle_ms`: time since the last write of whoever had it before. `lost_writes`:
+    writes confirmed to this store before, and not there any more."""
 
     records: Records
     revision: int
     front_epoch: int
     idle_ms: int
+    lost_writes: int
 
 
 class Store:
@@ -60,6 +62,7 @@ class Store:
         self._clock = clock
         self._redis = connect(url)
         self._writer: Writer | None = None
+        self._confirmed = 0
         self._sha = ""
 
     @property
@@ -74,14 +77,16 @@ class Store:
         `StoreUnavailable` while Redis does not answer, `StoreUnusable` when it must not be used."""
         if self._writer is not None:
             await self._writer.close()
+            self._confirmed = max(self._confirmed, self._writer.confirmed)
             self._writer = None
         try:
             await check_redis(self._redis, self.url, self._durability)
             self._sha = await self._redis.script_load(SCRIPT)
             await self._look_at_clock()
             had_before = self.front_epoch > 0
-            self.front_epoch = await (self._take_back() if had_before else self._take_over())
-            opened = await self._load()
+            revision = await (self._take_back() if had_before else self._take_over())
+            opened = await self._load(lost_writes=max(0, self._confirmed - revision))
+            self._confirmed = opened.revision
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis at {self.url} does not answer: {error}") from error
         self._writer = Writer(self._redis, self._sha, self.front_epoch, self._clock, on_failure)
@@ -128,7 +133,7 @@ class Store:
     # --- taking over ---
 
     async def _take_over(self) -> int:
-        """As a new front: the epoch counts on, whoever had it."""
+        """As a new front: the epoch counts on, whoever had it. Returns the revision found."""
         epoch = int(await self._redis.hincrby(self._keys.meta, "front", 1))
         if await self._redis.hsetnx(self._keys.meta, "revision", 0):
             begin = Commands(self._keys)
@@ -136,11 +141,12 @@ class Store:
             state = msgspec.msgpack.encode(meta)
             begin.add("HSET", self._keys.meta, ("schema", SCHEMA, "state", state))
             await self._run(begin, epoch, 0)
-        return epoch
+        self.front_epoch = epoch
+        return 0
 
     async def _take_back(self) -> int:
         """As the front that had it: only if no other front came in between. The new epoch fences this front's
-        own writes that were lost from sight."""
+        own writes that were lost from sight. Returns the revision found."""
         front, revision = await self._redis.hmget(self._keys.meta, "front", "revision")
         if front is None or revision is None:
             raise StoreUnusable(
@@ -154,7 +160,8 @@ class Store:
         step = Commands(self._keys)
         step.add("HSET", self._keys.meta, ("front", self.front_epoch + 1))
         await self._run(step, self.front_epoch, int(revision))
-        return self.front_epoch + 1
+        self.front_epoch += 1
+        return int(revision)
 
     async def _run(self, commands: Commands, epoch: int, revision: int) -> None:
         keys = commands.keys
@@ -164,7 +171,7 @@ class Store:
             )
         )
 
-    async def _load(self) -> Opened:
+    async def _load(self, lost_writes: int) -> Opened:
         keys = self._keys
         pipeline = self._redis.pipeline(transaction=False)
         for key in (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches):
@@ -185,10 +192,10 @@ class Store:
         if records.meta.dataset_hash != self._dataset_hash:
             raise StoreUnusable(
                 f"the ledger in {self.url} was begun with the data set {records.meta.dataset_hash}, but "
-                f"tasks.train is now {self._dataset_hash}: give back the old file, or give the job another name"
+                f"tasks.train is now {self._dataset_hash}: give back the old file, or rename the job"
             )
         idle_ms = max(0, self._clock.now_ms() - int(meta.get(b"alive_ms", self._clock.now_ms())))
-        return Opened(records, int(meta[b"revision"]), self.front_epoch, idle_ms)
+        return Opened(records, int(meta[b"revision"]), self.front_epoch, idle_ms, lost_writes)
 
     async def _look_at_clock(self) -> None:
         sent_ms = self._clock.local_ms()

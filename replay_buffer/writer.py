@@ -37,12 +37,14 @@ class Writer:
     ) -> None:
         self.tail: asyncio.Future[None] | None = None
         """Confirmation of the last write submitted: when it is there, so are all before it."""
+        self.confirmed = 0
+        """Revision of the ledger after the last confirmed write."""
         self._redis = redis
         self._sha = sha
         self._front_epoch = front_epoch
         self._clock = clock
         self._on_failure = on_failure
-        self._queue: list[tuple[list[Argument], asyncio.Future[None]]] = []
+        self._queue: list[tuple[int, list[Argument], asyncio.Future[None]]] = []
         self._in_flight: list[asyncio.Future[None]] = []
         self._some = asyncio.Event()
         self._failure: StoreError | None = None
@@ -57,7 +59,7 @@ class Writer:
             return future
         keys = commands.keys
         call = ["EVALSHA", self._sha, len(keys), *keys, self._front_epoch, revision, *commands.arguments]
-        self._queue.append((call, future))
+        self._queue.append((revision, call, future))
         self._some.set()
         return future
 
@@ -75,12 +77,13 @@ class Writer:
             batch, self._queue = self._queue[:MOST_AT_ONCE], self._queue[MOST_AT_ONCE:]
             if not self._queue:
                 self._some.clear()
-            self._in_flight = [future for _, future in batch]
+            self._in_flight = [future for _, _, future in batch]
             try:
-                await self._write([call for call, _ in batch])
+                await self._write([call for _, call, _ in batch])
             except StoreError as error:
                 self._fail(error)
                 return
+            self.confirmed = batch[-1][0] + 1
             for future in self._in_flight:
                 if not future.done():
                     future.set_result(None)
@@ -107,7 +110,7 @@ class Writer:
         if self._failure is None and tell:
             self._on_failure(error)
         self._failure = error
-        for future in (*self._in_flight, *(future for _, future in self._queue)):
+        for future in (*self._in_flight, *(future for _, _, future in self._queue)):
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # marks it as seen: whoever asked may be gone

@@ -6,7 +6,8 @@ that runs past the deadline is ended by killing its worker's process group, and 
 run elsewhere; closing the pool leaves no process of its workers' groups. At most `MAX_QUEUED` calls wait.
 
 Does not promise isolation: a reward is the job's own code. A child that a reward moves into a session of its
-own escapes the kill. A call may run twice when its worker dies before reporting it; one verdict counts.
+own escapes the kill, and code that sets out to forge its worker's messages or marker can. A call may run
+twice when its worker dies before reporting it; one verdict counts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -156,10 +157,9 @@ class Pool:
         for task in list(self._restarts):
             task.cancel()
         for slot in self._slots:
-            self._refuse(slot.inflight.values())
+            self._queue.extend(slot.inflight.values())
             slot.inflight.clear()
-        self._refuse(self._queue)
-        self._queue.clear()
+        self._refuse_queue()
         processes = [slot.process for slot in self._slots if slot.process is not None]
         for process in processes:
             process.kill()
@@ -167,7 +167,6 @@ class Pool:
             async with asyncio.timeout(CLOSE_LIMIT_S):
                 for process in processes:
                     await process.ended.wait()
-        self._room.set()
 
     # --- a worker's life -----------------------------------------------------------------------------
 
@@ -209,22 +208,30 @@ class Pool:
         slot.process.close()
         slot.process = None
         self._changed.set()
-        if not self._open():
-            return
         if not slot.loaded:
-            slot.failed_starts += 1
-            if self._watch is None or slot.failed_starts >= MAX_FAILED_STARTS:
-                self._break(f"the reward {self.reward!r}: its process ended while loading it: {cause}")
-                return
-        delay_s = 0.1 * 2**slot.failed_starts if slot.failed_starts else 0.0
-        task = asyncio.create_task(self._restart(slot, delay_s))
+            self._failed_to_start(slot, f"its process ended while loading it: {cause}")
+        if not self._open():
+            self._refuse_queue()
+            return
+        self._dispatch()
+        task = asyncio.create_task(self._restart(slot))
         self._restarts.add(task)
         task.add_done_callback(self._restarts.discard)
 
-    async def _restart(self, slot: Slot, delay_s: float) -> None:
-        await asyncio.sleep(delay_s)
-        if self._open():
-            self._start(slot)
+    def _failed_to_start(self, slot: Slot, why: str) -> None:
+        slot.failed_starts += 1
+        if self._open() and (self._watch is None or slot.failed_starts >= MAX_FAILED_STARTS):
+            self._break(f"the reward {self.reward!r}: {why}")
+
+    async def _restart(self, slot: Slot) -> None:
+        while self._open():
+            if slot.failed_starts:
+                await asyncio.sleep(0.1 * 2**slot.failed_starts)
+            try:
+                self._start(slot)
+                return
+            except OSError as error:
+                self._failed_to_start(slot, f"a worker process cannot be started: {error}")
 
     def _settle(self, slot: Slot, marker: Marker, cause: str) -> None:
         """Give the call that the dead worker ran its verdict; send the others round again.
@@ -239,10 +246,10 @@ class Pool:
         blamed = alone or slot.overdue in (None, running)
         guilty = slot.inflight.pop(running, None) if blamed else None
         if guilty is not None:
-            elapsed_s = min(time.monotonic() - began_ns / 1e9, self.timeout_s + STUCK_GRACE_S)
+            elapsed_s = max(0.0, min(time.monotonic() - began_ns / 1e9, self.timeout_s + STUCK_GRACE_S))
             late = slot.overdue is not None
             verdict = Timeout(round(self.timeout_s * 1000)) if late else Failure("process_died", cause)
-            log.warning("reward call lost its process", verdict="timeout" if late else "error", cause=cause)
+            log.warning("reward call lost its process", reason="deadline" if late else cause)
             self._pace.note(elapsed_s)
             guilty.on_verdict(guilty.index, verdict, elapsed_s * 1000)
         for call in reversed(slot.inflight.values()):
@@ -255,9 +262,7 @@ class Pool:
         if not self.broken.done():
             self.broken.set_result(RewardLoadError(message))
         self._changed.set()
-        self._refuse(self._queue)
-        self._queue.clear()
-        self._room.set()
+        self._refuse_queue()
 
     # --- calls ---------------------------------------------------------------------------------------
 
@@ -310,9 +315,10 @@ class Pool:
         if slot.progress.saw(running, now_s):
             return
         idle = not self._queue and any(s.ready and not s.inflight for s in self._slots)
+        still_for_s = now_s - slot.progress.moved_s
         state = State(
-            running_for_s=now_s - began_ns / 1e9 if running in slot.inflight else None,
-            still_for_s=now_s - slot.progress.moved_s,
+            running_for_s=max(now_s - began_ns / 1e9, still_for_s) if running in slot.inflight else None,
+            still_for_s=still_for_s,
             waiting=len(slot.inflight),
             others_idle=idle,
         )
@@ -339,6 +345,8 @@ class Pool:
     def _refusal(self) -> Failure:
         return Failure("pool", str(self.broken.result()) if self.broken.done() else "the pool was closed")
 
-    def _refuse(self, calls: Iterable[Call]) -> None:
-        for call in list(calls):
+    def _refuse_queue(self) -> None:
+        while self._queue:
+            call = self._queue.popleft()
             call.on_verdict(call.index, self._refusal(), 0.0)
+        self._room.set()

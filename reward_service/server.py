@@ -15,22 +15,23 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from areal_async.control.context import ServiceContext
 from areal_async.errors import FaultError, RpcTimeout
 from areal_async.observe.log import get_logger
 from areal_async.observe.metrics import busy
 from areal_async.trajectory import TrajectoryError, unpack
 from areal_async.wire.messages import (
+    Abstain,
     ClaimedEpisode,
     Claims,
     EpisodeVerdict,
     Failure,
+    Score,
+    Timeout,
     Verdict,
     VerdictAck,
 )
-from replay_buffer.client import BufferClient
 from reward_service import metrics
 from reward_service.intake import Load, episodes_to_claim
 from reward_service.pool import Pool
@@ -50,7 +51,12 @@ RETRY_PAUSE_S = 0.5
 STOP_LIMIT_S = 2.0
 """For calls under way and verdicts unsent when the service is told to stop."""
 
-TAGS = {"Score": "score", "Timeout": "timeout", "Failure": "error", "Abstain": "abstain"}
+VERDICTS = {
+    Score: metrics.VERDICTS.labels("score"),
+    Timeout: metrics.VERDICTS.labels("timeout"),
+    Failure: metrics.VERDICTS.labels("error"),
+    Abstain: metrics.VERDICTS.labels("abstain"),
+}
 
 
 class Buffer(Protocol):
@@ -86,25 +92,26 @@ class RewardServer:
         """Until `stop` is set. Raises what makes going on pointless: the pool's `RewardLoadError`, or a
         `FaultError` that no retry cures."""
         metrics.WORKERS_ALIVE.set_function(lambda: self._pool.workers_alive)
+        metrics.PENDING.set_function(lambda: self._pending)
         claiming = asyncio.create_task(self._claim(), name="claim")
         sending = asyncio.create_task(self._send(), name="send")
         stopping = asyncio.create_task(stop.wait(), name="stop")
-        everything: set[asyncio.Future[object]] = {claiming, sending, stopping, self._pool.broken}  # type: ignore[arg-type]
+        tasks: list[asyncio.Task[Any]] = [claiming, sending, stopping]
         try:
-            done, _ = await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
-            if self._pool.broken in done:
+            await asyncio.wait((*tasks, self._pool.broken), return_when=asyncio.FIRST_COMPLETED)
+            if self._pool.broken.done():
                 raise self._pool.broken.result()
             for task in (claiming, sending):
-                if task in done:
+                if task.done():
                     task.result()
             claiming.cancel()
-            await self._finish(sending)
+            await self._finish()
         finally:
-            for task in (claiming, sending, stopping):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(claiming, sending, stopping, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _finish(self, sending: asyncio.Task[None]) -> None:
+    async def _finish(self) -> None:
         """Wait a little for what is under way."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_LIMIT_S):
@@ -169,10 +176,9 @@ class RewardServer:
             self._idle.clear()
         self._pending += 1
         self._pending_bytes += size_bytes
-        metrics.PENDING.set(self._pending)
 
     def _end(self, item: ClaimedEpisode, size_bytes: int, verdict: Verdict, elapsed_ms: float) -> None:
-        metrics.VERDICTS.labels(TAGS[type(verdict).__name__]).inc()
+        VERDICTS[type(verdict)].inc()
         result = EpisodeVerdict(item.episode_id, item.claim_id, verdict, elapsed_ms)
         self._outbox.append((result, size_bytes))
         self._news.set()
@@ -199,7 +205,6 @@ class RewardServer:
                 self._news.clear()
             self._pending -= len(batch)
             self._pending_bytes -= sum(size_bytes for _, size_bytes in batch)
-            metrics.PENDING.set(self._pending)
             self._room.set()
             if self._pending == 0:
                 busy.end("score")
@@ -224,13 +229,3 @@ def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:
         extra_info=item.task.extra_info,
         blob=blob,
     )
-
-
-async def main(ctx: ServiceContext) -> None:
-    """The service's process: pool, connection, loops; see `RewardServer.run` for what ends it."""
-    section = ctx.job.reward
-    async with Pool(section.name, workers=section.workers, timeout_s=section.timeout_s) as pool:
-        async with BufferClient(ctx.buffer_endpoint, job=ctx.job.job, role="reward", name=ctx.name) as buffer:
-            ctx.ready()
-            log.info("reward service serves", reward=section.name, workers=section.workers)
-            await RewardServer(buffer, pool, scorer=ctx.name, workers=section.workers).run(ctx.stop)

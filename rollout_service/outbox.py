@@ -18,18 +18,18 @@ MAX_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Parcel:
-    """One message: episodes `samples` of a lease, and their codec blobs."""
+    """One message: codec blobs of a lease, by sample."""
 
     lease_id: str
     group_id: str
-    samples: list[int]
-    blobs: list[bytes]
+    episodes: dict[int, bytes]
 
 
 @dataclass
 class _Pile:
     group_id: str
     finished: dict[int, bytes] = field(default_factory=dict)
+    size_bytes: int = 0
     since_s: float = math.inf
     complete: bool = False
     """Nothing more will come for this lease."""
@@ -47,7 +47,7 @@ class Outbox:
     def episodes(self) -> int:
         """Finished and not yet acknowledged."""
         return sum(
-            len(p.finished) + (len(p.under_way.samples) if p.under_way else 0) for p in self._piles.values()
+            len(p.finished) + (len(p.under_way.episodes) if p.under_way else 0) for p in self._piles.values()
         )
 
     def add(self, lease_id: str, group_id: str, sample: int, blob: bytes, now_s: float) -> None:
@@ -55,6 +55,7 @@ class Outbox:
         if not pile.finished:
             pile.since_s = now_s
         pile.finished[sample] = blob
+        pile.size_bytes += len(blob)
 
     def complete(self, lease_id: str) -> None:
         """Nothing more will come for this lease: what there is goes at once."""
@@ -67,7 +68,7 @@ class Outbox:
     def take(self, now_s: float) -> Parcel | None:
         """The next message that is due, if any; it is under way until `settled`."""
         for lease_id, pile in self._piles.items():
-            if self._due_s(pile) <= now_s:
+            if (due_s := self._due_s(pile)) <= now_s and due_s < math.inf:
                 pile.under_way = _parcel(lease_id, pile)
                 pile.since_s = now_s
                 return pile.under_way
@@ -94,18 +95,17 @@ class Outbox:
     def _due_s(self, pile: _Pile) -> float:
         if pile.under_way is not None or not pile.finished:
             return math.inf
-        full = len(pile.finished) >= MAX_EPISODES or sum(map(len, pile.finished.values())) >= MAX_BYTES
+        full = len(pile.finished) >= MAX_EPISODES or pile.size_bytes >= MAX_BYTES
         return -math.inf if pile.complete or full else pile.since_s + self._linger_s
 
 
 def _parcel(lease_id: str, pile: _Pile) -> Parcel:
-    samples: list[int] = []
-    blobs: list[bytes] = []
+    episodes: dict[int, bytes] = {}
     size_bytes = 0
     for sample, blob in list(pile.finished.items()):
-        if samples and (len(samples) == MAX_EPISODES or size_bytes + len(blob) > MAX_BYTES):
+        if episodes and (len(episodes) == MAX_EPISODES or size_bytes + len(blob) > MAX_BYTES):
             break
-        samples.append(sample)
-        blobs.append(pile.finished.pop(sample))
+        episodes[sample] = pile.finished.pop(sample)
         size_bytes += len(blob)
-    return Parcel(lease_id, pile.group_id, samples, blobs)
+    pile.size_bytes -= size_bytes
+    return Parcel(lease_id, pile.group_id, episodes)

@@ -43,7 +43,7 @@ class Updates:
     def __init__(self, source: Source, engine: Engine, on_change: Callable[[], None] = lambda: None) -> None:
         self._source = source
         self._engine = engine
-        self._on_change = on_change
+        self.on_change = on_change
         self._offered: VersionTag | None = None
         """The last snapshot that was dealt with, used or not."""
 
@@ -96,11 +96,11 @@ class Updates:
             return None
 
     async def _swap(self, tag: VersionTag, snapshot: Weights) -> None:
-        began_s = time.monotonic()
+        began_s = paused_s = loaded_s = time.monotonic()
         try:
-            await self._engine.pause()
-            paused_s = time.monotonic()
             try:
+                await self._engine.pause()
+                paused_s = time.monotonic()
                 await self._engine.load(snapshot)
                 loaded_s = time.monotonic()
             finally:
@@ -120,7 +120,7 @@ class Updates:
             load_ms=round(1e3 * (loaded_s - paused_s), 2),
             resume_ms=round(1e3 * (resumed_s - loaded_s), 2),
         )
-        self._on_change()
+        self.on_change()
         await self._ack(tag, stall_ms=1e3 * stall_s)
 
     async def _ack(self, tag: VersionTag, *, stall_ms: float = 0.0, error: str = "") -> None:

@@ -18,8 +18,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from areal_async.config.job import JobConfig
@@ -41,7 +42,7 @@ MAX_LEASE_CALLS = 3
 """Lease requests under way at once: one with the version served now, and older ones on their way back."""
 EMPTY_PAUSE_S = 0.05
 """Least time between two requests when nothing is granted."""
-LINGER_S = 0.02
+LINGER_S = 0.05
 MAX_PUTS = 4
 """Messages with episodes under way at once."""
 HEARTBEAT_SHARE = 1 / 3
@@ -59,13 +60,11 @@ class Buffer(Protocol):
 
     async def lease(self, worker: str, capacity: int, serving: VersionTag, *, wait_ms: int = 0) -> Leases: ...
 
-    async def heartbeat(self, worker: str, lease_ids: list[str], serving: VersionTag) -> HeartbeatAck: ...
+    async def heartbeat(self, worker: str, lease_ids: Sequence[str], serving: VersionTag) -> HeartbeatAck: ...
 
     async def release(self, worker: str, lease_id: str, reason: str) -> None: ...
 
-    async def put(
-        self, lease_id: str, group_id: str, samples: list[int], blobs: Sequence[bytes]
-    ) -> PutAck: ...
+    async def put(self, lease_id: str, group_id: str, episodes: Mapping[int, bytes]) -> PutAck: ...
 
 
 @dataclass
@@ -74,8 +73,15 @@ class Held:
 
     group: LeasedGroup
     episodes: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    stored: int = 0
+    """Samples that the buffer has acknowledged under this lease."""
     failure: str = ""
     """Why one of its samples will not come."""
+
+    @property
+    def whole(self) -> bool:
+        """With its last sample stored, a group has ended its lease by itself."""
+        return self.stored >= len(self.group.missing)
 
 
 class Worker:
@@ -100,6 +106,7 @@ class Worker:
         self._sampling = sampling_of(job.rollout.sampling)
         self._held: dict[str, Held] = {}
         self._outbox = Outbox(LINGER_S)
+        self._puts: set[asyncio.Task[None]] = set()
         self._running = 0
         self._failures = 0
         self._last_failure: BaseException | None = None
@@ -176,7 +183,9 @@ class Worker:
         held = self._held[group.lease_id] = Held(group)
         self._running += len(group.missing)
         for sample in group.missing:
-            held.episodes[sample] = asyncio.ensure_future(self._episode(held, sample))
+            task = held.episodes[sample] = asyncio.ensure_future(self._episode(held, sample))
+            # Not in the coroutine itself: one that is cancelled before it begins never runs.
+            task.add_done_callback(partial(self._ended, held, sample))
         if len(self._held) == 1:
             self._wake_heart.set()
 
@@ -222,15 +231,16 @@ class Worker:
             self._failed(held, sample, error)
         else:
             self._failures = 0
-            self._outbox.add(group.lease_id, group.group_id, sample, blob, time.monotonic())
-        finally:
-            self._running -= 1
-            held.episodes.pop(sample, None)
-            if not held.episodes:
-                self._outbox.complete(group.lease_id)
-            metrics.UNSENT.set(self._outbox.episodes)
-            self._wake_sender.set()
-            self._wake_leases.set()
+            if group.lease_id in self._held:
+                self._outbox.add(group.lease_id, group.group_id, sample, blob, time.monotonic())
+
+    def _ended(self, held: Held, sample: int, _: asyncio.Task[None]) -> None:
+        self._running -= 1
+        del held.episodes[sample]
+        if not held.episodes:
+            self._outbox.complete(held.group.lease_id)
+        self._wake_sender.set()
+        self._wake_leases.set()
 
     def _failed(self, held: Held, sample: int, error: Exception) -> None:
         metrics.FAILED.inc()
@@ -243,26 +253,21 @@ class Worker:
 
     async def _send(self) -> None:
         """Send what is due, and end the leases of which nothing more will come."""
-        puts: set[asyncio.Task[None]] = set()
-        try:
-            while True:
-                self._wake_sender.clear()
-                if self._failures > MAX_FAILURES:
-                    raise WorkflowError(
-                        f"{self._failures} episodes in a row failed and none succeeded; the last one with "
-                        f"{type(self._last_failure).__name__}: {self._last_failure}"
-                    ) from self._last_failure
-                while len(puts) < MAX_PUTS and (parcel := self._outbox.take(time.monotonic())):
-                    puts.add(asyncio.ensure_future(self._put(parcel)))
-                await self._close_leases()
-                await _first([*puts], self._wake_sender, self._pause_s(full=len(puts) == MAX_PUTS))
-                for put in [put for put in puts if put.done()]:
-                    puts.discard(put)
-                    put.result()
-        finally:
-            for put in puts:
-                put.cancel()
-            await asyncio.gather(*puts, return_exceptions=True)
+        while True:
+            self._wake_sender.clear()
+            if self._failures > MAX_FAILURES:
+                raise WorkflowError(
+                    f"{self._failures} episodes in a row failed and none succeeded; the last one with "
+                    f"{type(self._last_failure).__name__}: {self._last_failure}"
+                ) from self._last_failure
+            while len(self._puts) < MAX_PUTS and (parcel := self._outbox.take(time.monotonic())):
+                self._puts.add(asyncio.ensure_future(self._put(parcel)))
+            self._close_leases()
+            metrics.UNSENT.set(self._outbox.episodes)
+            await _first([*self._puts], self._wake_sender, self._pause_s(full=len(self._puts) >= MAX_PUTS))
+            for put in [put for put in self._puts if put.done()]:
+                self._puts.discard(put)
+                put.result()
 
     def _pause_s(self, *, full: bool) -> float:
         if full:
@@ -273,16 +278,17 @@ class Worker:
         """Send one message until it is answered. A repetition is harmless: each sample is stored once."""
         while parcel.lease_id in self._held:
             try:
-                ack = await self._buffer.put(parcel.lease_id, parcel.group_id, parcel.samples, parcel.blobs)
+                ack = await self._buffer.put(parcel.lease_id, parcel.group_id, parcel.episodes)
             except (RpcTimeout, FaultError) as error:
                 await _wait_out(error, "put")
                 continue
             metrics.EPISODES.inc(len(ack.stored))
+            if held := self._held.get(parcel.lease_id):
+                held.stored += len(ack.stored)
             if ack.refused:
                 self._refused(parcel, ack)
             break
         self._outbox.settled(parcel)
-        metrics.UNSENT.set(self._outbox.episodes)
         self._wake_sender.set()
         self._wake_leases.set()
 
@@ -301,14 +307,14 @@ class Worker:
             # Stale, abandoned or leased to another: no sample of this group is wanted from us any more.
             self._lose(parcel.lease_id, first.reason)
 
-    async def _close_leases(self) -> None:
-        """Leases of which every sample is sent or has failed. A group that is whole ended its lease itself."""
+    def _close_leases(self) -> None:
+        """Forget the leases of which nothing more will come; hand back those that are not whole."""
         for lease_id, held in list(self._held.items()):
             if held.episodes or self._outbox.holds(lease_id):
                 continue
             del self._held[lease_id]
-            if held.failure:
-                await self._release(lease_id, held.failure)
+            if not held.whole:
+                self._puts.add(asyncio.ensure_future(self._release(lease_id, held.failure)))
 
     async def _release(self, lease_id: str, reason: str) -> None:
         """Handing back early is a courtesy: a lease that nobody renews ends by itself."""
@@ -333,7 +339,9 @@ class Worker:
                 await _wait_out(error, "heartbeat")
                 continue
             for lease_id in ack.lost:
-                self._lose(lease_id, "the buffer no longer knows it")
+                # A group that has just become whole has no lease either: there the answer to its put tells.
+                if lease_id in self._held and self._held[lease_id].episodes:
+                    self._lose(lease_id, "the buffer no longer knows it")
             if ack.drain and not self._draining:
                 log.info("told to drain: no more leases", held=len(self._held))
             self._draining = ack.drain
@@ -346,15 +354,23 @@ class Worker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for lease_id in self._held:
-            self._outbox.complete(lease_id)
         try:
             async with asyncio.timeout(FLUSH_LIMIT_S):
-                while parcel := self._outbox.take(math.inf):
-                    await self._put(parcel)
+                while True:
+                    while parcel := self._outbox.take(math.inf):
+                        self._puts.add(asyncio.ensure_future(self._put(parcel)))
+                    if not self._puts:
+                        break
+                    done, self._puts = await asyncio.wait(self._puts, return_when=asyncio.FIRST_COMPLETED)
+                    for put in done:
+                        put.result()
         except (TimeoutError, RpcTimeout, FaultError):
             log.info("stopped with episodes unsent", episodes=self._outbox.episodes)
-        await asyncio.gather(*(self._release(lease_id, "the worker stops") for lease_id in self._held))
+        for put in self._puts:
+            put.cancel()
+        await asyncio.gather(*self._puts, return_exceptions=True)
+        unfinished = [lease_id for lease_id, held in self._held.items() if not held.whole]
+        await asyncio.gather(*(self._release(lease_id, "the worker stops") for lease_id in unfinished))
         self._held.clear()
 
 

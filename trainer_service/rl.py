@@ -31,6 +31,7 @@ from trainer_service import metrics, record
 from trainer_service.backends.base import Backend
 from trainer_service.checkpoint import Checkpoint, Checkpoints
 from trainer_service.episodes import check_staleness, rows_of_episode
+from trainer_service.errors import TrainerError
 from trainer_service.feed import Buffer, Feed
 from trainer_service.manifest import Plan, figures_of, plan_step
 from trainer_service.microbatch import TrainingRow
@@ -99,7 +100,11 @@ class RlTrainer:
             self._backend.load(restored.folder, restored.manifest.updates)
         if self._ranks.first:
             opened = self._buffer.open_trainer(name, step, restored.ledger() if restored else b"")
-            step, self._epoch = opened.step, opened.epoch
+            if opened.step != step:
+                raise TrainerError(
+                    f"the weights are those of step {step}, but the buffer is at {opened.step}"
+                )
+            self._epoch = opened.epoch
         place = torch.tensor([self._epoch, step])
         self._ranks.broadcast(place)
         self._epoch, step = place.tolist()

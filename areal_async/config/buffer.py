@@ -11,22 +11,26 @@ class OvertakenSection(Section):
     """What step `v` does about a group with a live lease and minimum version `v - max_staleness`."""
 
     policy: Literal["wait", "drop"] = "wait"
+    """`wait`: the step waits for the group and takes it in; `drop`: the group is dropped at once, counted."""
     limit_s: float = Field(default=60.0, gt=0)
-    """Longest wait for such groups; then they are dropped, counted."""
+    """Longest wait for such groups, in seconds; then they are dropped, counted."""
 
 
 class BufferSection(Section):
     redis: str = "embedded"
     """`embedded` starts a redis-server of the job's own; else a `redis://` or `unix://` URL."""
     durability: Literal["memory", "everysec", "always"] = "everysec"
+    """What an acknowledged episode survives: the death of our processes (`memory`), of Redis but for its last
+    second (`everysec`), of Redis at any moment (`always`)."""
     max_staleness: int = Field(default=4, ge=0)
-    """η: no unit with staleness above it is ever in a gradient."""
+    """η: no token whose weights were more than so many steps older than the step's is ever in a gradient;
+    0 is synchronous training."""
     batch_groups: int = Field(default=16, ge=1)
     """B: groups in one step."""
     on_overtaken: OvertakenSection = OvertakenSection()
     lease_s: float = Field(default=30.0, gt=0)
-    """A lease not renewed by a heartbeat for this long is re-queued."""
+    """A worker not heard of for so many seconds loses its groups; another generates what is missing."""
     max_groups: int = Field(default=4096, ge=1)
-    """Groups held at once, in any state before COMMITTED."""
+    """Most groups held at once, from their first lease to the checkpoint that holds them."""
     max_bytes: int = Field(default=1 << 30, ge=1 << 20)
-    """Episode payload held at once, in bytes."""
+    """Most bytes of episodes held at once."""

@@ -24,12 +24,15 @@ class JobConfig(Section):
     """The whole of one training job. Relative paths are relative to the job file."""
 
     job: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}$")
-    """Name; also that of its folder under `run_dir`."""
+    """Name of the job and of its folder: lower-case letters, digits, `-` and `_`, at most 48."""
     kind: Literal["rl", "sft"] = "rl"
+    """`rl`: all services, rewards; `sft`: the trainer alone, on the tasks' ground truth."""
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """Decides task order and sampling."""
     run_dir: Path = Path("runs")
+    """Folder of run folders: the run's own is `<run_dir>/<job>`."""
     model: Path
-    """A Hugging Face causal-LM directory with its tokenizer."""
+    """Hugging Face directory of a causal language model (safetensors) with its tokenizer."""
     tasks: TasksSection
     rollout: RolloutSection = RolloutSection()
     buffer: BufferSection = BufferSection()

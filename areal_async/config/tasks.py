@@ -11,8 +11,10 @@ class TasksSection(Section):
     """Parquet or jsonl files with the columns `data_source, prompt, ability, reward_model, extra_info`."""
 
     train: Path
+    """Tasks to train on."""
     evaluation: Path | None = None
+    """Held-out tasks; none means that accuracy is not measured."""
     shuffle: bool = True
-    """Seeded by the job's seed and the pass; off means file order."""
+    """Draw a new order for each pass from `seed`; off means file order."""
     passes: int | None = Field(default=None, ge=1)
-    """How often the file is gone through; none means as often as the steps need."""
+    """How often the training file is gone through; none means as often as the steps need."""

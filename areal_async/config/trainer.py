@@ -1,56 +1,76 @@
 """`trainer`: back end, optimizer, objective and batch shape."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from areal_async.config.base import Section
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSection(Section):
     """AdamW."""
 
     lr: float = Field(default=1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    """Learning rate."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay rates of the two moments."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer updates over which the rate rises linearly; constant after."""
     clip_grad_norm: float = Field(default=1.0, gt=0)
+    """Largest gradient norm of an update; larger ones are scaled down to it."""
 
 
 class ObjectiveSection(Section):
     """advantage × loss × correction × KL × normaliser (see docs/objectives.md)."""
 
     advantage: Literal["grpo"] = "grpo"
+    """`grpo`: the reward less its group's mean, over its group's standard deviation."""
     loss: Literal["ppo", "sft"] = "ppo"
+    """`ppo`: the clipped ratio loss; `sft`: the log-likelihood (for `kind: sft`)."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The ratio is clipped below 1 - this."""
     clip_high: float = Field(default=0.2, gt=0)
+    """The ratio is clipped above 1 + this."""
     correction: Literal["decoupled", "none"] = "decoupled"
+    """What makes up for stale samples: `decoupled` weighs each token by exp(prox - behaviour)."""
     correction_cap: float = Field(default=5.0, gt=0)
-    """C: the behaviour weight exp(prox - beh) is truncated at it."""
+    """C: that weight is truncated at it."""
     prox: Literal["recompute", "reuse"] = "recompute"
-    """Where proximal log-probs come from; `reuse` is legal with one minibatch per step."""
+    """Where proximal log-probs come from: a forward pass of their own, or `reuse` of the update's own forward
+    pass, which is right with one minibatch per step."""
     allow_uncorrected: bool = False
+    """Allow `correction: none` with stale samples, for an experiment."""
     normaliser: Literal["token", "sequence"] = "token"
+    """Mean over all tokens of the update, or over episodes of the mean over each one's tokens."""
 
 
 class TrainerSection(Section):
     backend: Literal["fsdp"] = "fsdp"
+    """What holds and updates the weights: torch FSDP2."""
     ranks: int = Field(default=1, ge=1)
+    """Training processes; this version trains on one."""
     steps: int = Field(default=100, ge=1)
+    """Steps of the job: batches trained and versions published."""
     minibatches: int = Field(default=1, ge=1)
     """Optimizer updates in one step; groups are dealt to them whole."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Most tokens in one packed forward pass."""
+    """Most tokens in one packed forward pass; a longer episode gets a pass of its own."""
     optimizer: OptimizerSection = OptimizerSection()
     objective: ObjectiveSection = ObjectiveSection()
     record_batches: bool = False
     """Keep the episodes, manifest and losses of every step under `batches/` in the run's folder."""
     torch_threads: int = Field(default=1, ge=1)
+    """CPU threads of the trainer's torch."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
-    """`cpu`, `cuda` or `cuda:N`."""
+    """Where the trainer computes: `cpu`, `cuda` or `cuda:N`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights and the computation."""
 
 
 class SftSection(Section):

@@ -62,17 +62,20 @@ class Picture:
 
 @dataclass
 class _Track:
-    """Samples of one service over the rate window, and its first one since training began."""
+    """Samples of one service over the rate window, and those at the first and the last finished step."""
 
     recent: deque[tuple[float, Samples]] = field(default_factory=lambda: deque(maxlen=64))
-    since_training: tuple[float, Samples] | None = None
+    steps_done: int = 0
+    first_step: tuple[float, Samples] | None = None
+    last_step: tuple[float, Samples] | None = None
 
-    def add(self, now_s: float, samples: Samples, *, training: bool) -> None:
+    def add(self, now_s: float, samples: Samples, steps_done: int) -> None:
         self.recent.append((now_s, samples))
         while len(self.recent) > 2 and now_s - self.recent[1][0] >= RATE_WINDOW_S:
             self.recent.popleft()
-        if training and self.since_training is None:
-            self.since_training = (now_s, samples)
+        if steps_done > self.steps_done:
+            self.steps_done, self.last_step = steps_done, (now_s, samples)
+            self.first_step = self.first_step or self.last_step
 
     @property
     def last(self) -> Samples:
@@ -87,21 +90,13 @@ class _Track:
             return None
         return max(0.0, last[name] - first.get(name, 0.0)) / (last_s - first_s)
 
-    def busy(self, since: tuple[float, Samples] | None = None) -> float | None:
-        """Share of time in the busiest activity, over the window or from `since` to the last sample."""
-        if not self.recent or (since is None and len(self.recent) < 2):
-            return None
-        (first_s, first), (last_s, last) = since or self.recent[0], self.recent[-1]
-        if last_s <= first_s:
-            return None
-        name = "areal_busy_seconds_total"
-        before = dict(by_label(first, name, "activity"))
-        spent = [
-            seconds - before.get(activity, 0.0)
-            for activity, seconds in by_label(last, name, "activity")
-            if activity not in IDLE_ACTIVITIES
-        ]
-        return min(1.0, max(0.0, max(spent)) / (last_s - first_s)) if spent else None
+    def busy(self) -> float | None:
+        """Share of the window in the busiest activity."""
+        return busy_share(self.recent[0], self.recent[-1]) if self.recent else None
+
+    def busy_while_training(self) -> float | None:
+        """The same from the first to the last finished step."""
+        return busy_share(self.first_step, self.last_step) if self.first_step and self.last_step else None
 
 
 class Observer:
@@ -119,7 +114,8 @@ class Observer:
         self._first_accuracy: tuple[int, float] | None = None
         self._last_accuracy: tuple[int, float] | None = None
         self._staleness_seen: int | None = None
-        self._message: tuple[float, str] | None = None
+        self._message: tuple[float, str, bool] | None = None
+        """When it came, its text, and whether the next step makes it void."""
         self.stopping = False
 
     def set_phases(self, phases: Mapping[str, str]) -> None:
@@ -131,6 +127,8 @@ class Observer:
         if kind in ("step", "sft"):
             self._step = {**self._step, **record}
             self._done = steps_done(record)
+            if self._message is not None and self._message[2]:
+                self._message = None
             if isinstance(record.get("time_s"), int | float):
                 self._step_times.append((self._done, record["time_s"]))
             if isinstance(record.get("reward_mean"), int | float):
@@ -146,7 +144,7 @@ class Observer:
 
     def feed_samples(self, name: str, samples: Samples, now_s: float) -> None:
         """What the endpoint of service `name` said at `now_s`."""
-        self._tracks[name].add(now_s, samples, training=bool(self._step))
+        self._tracks[name].add(now_s, samples, self._done)
 
     def feed_log_line(self, name: str, line: str, now_s: float) -> None:
         """A line of a service's log: warnings, errors and what it waits for are kept to be shown."""
@@ -155,14 +153,14 @@ class Observer:
         record = parse_log_line(line)
         if record is None:
             return
-        shown = ("detail", "reason", "message", "edge", "group_id", "error")
+        shown = ("edge", "detail", "reason", "message", "group_id", "error")
         extra = ", ".join(str(record[key]) for key in shown if record.get(key))
-        self._message = (now_s, f"{name}: {record['event']}" + (f" ({extra})" if extra else ""))
+        text = f"{name}: {record['event']}" + (f" ({extra})" if extra else "")
+        self._message = (now_s, text, record.get("level") not in ("warning", "error"))
 
     def busy_while_training(self, name: str) -> float | None:
-        """Busy share of a service from the first finished step to the last sample."""
-        track = self._tracks[name]
-        return track.busy(track.since_training) if track.since_training is not None else None
+        """Busy share of a service from the first to the last finished step."""
+        return self._tracks[name].busy_while_training()
 
     def names(self, prefix: str) -> list[str]:
         return [name for name in self._tracks if name.startswith(prefix)]
@@ -214,6 +212,19 @@ class Observer:
             rate for name in self.names(prefix) if (rate := self._tracks[name].rate(counter)) is not None
         ]
         return sum(rates) if rates else None
+
+
+def busy_share(first: tuple[float, Samples], last: tuple[float, Samples]) -> float | None:
+    """Share of the time between two timed samples in the activity that took most of it."""
+    elapsed_s = last[0] - first[0]
+    name = "areal_busy_seconds_total"
+    before = dict(by_label(first[1], name, "activity"))
+    spent = [
+        seconds - before.get(activity, 0.0)
+        for activity, seconds in by_label(last[1], name, "activity")
+        if activity not in IDLE_ACTIVITIES
+    ]
+    return min(1.0, max(0.0, max(spent)) / elapsed_s) if spent and elapsed_s > 0 else None
 
 
 def steps_done(record: Mapping[str, Any]) -> int:

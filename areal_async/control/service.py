@@ -116,7 +116,8 @@ def stop_on_signals(
     stop because the supervisor died is given `ORPHAN_GRACE_S`.
 
     The signal number goes from the C handler through a pipe to a thread: a Python handler would wait for
-    the main thread to leave native code, and could deadlock on the event's own lock.
+    the main thread to leave native code, and could deadlock on the event's own lock. So a service must not
+    use `loop.add_signal_handler`, which takes over that pipe.
     """
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
@@ -131,6 +132,7 @@ def stop_on_signals(
                 os._exit(130)
             if supervisor_pid is not None and os.getppid() != supervisor_pid:
                 _end_later(ORPHAN_GRACE_S)
+            log.info("asked to stop", signals=[signal.Signals(number).name for number in numbers])
             ctx.stopping.set()
             with contextlib.suppress(RuntimeError):  # the loop may have closed meanwhile
                 loop.call_soon_threadsafe(ctx.stop.set)

@@ -158,7 +158,7 @@ class Supervisor:
         targets = [
             {
                 "targets": [f"127.0.0.1:{self.children[place.name].metrics_port}"],
-                "labels": {"areal_job": self.job.job, "service": place.role, "process": place.name},
+                "labels": {"job": self.job.job, "service": place.role, "process": place.name},
             }
             for place in self.services
         ]

@@ -22,7 +22,7 @@ from areal_async.control.picture import Picture, ServicePicture
 
 PLAIN_EVERY_S = 5.0
 MIN_WIDTH, MAX_WIDTH = 60, 110
-MAX_SERVICES = 12
+MAX_SERVICES = 10
 SPARKS = "▁▂▃▄▅▆▇█"
 STATE_ORDER = ("queued", "leased", "generated", "scored", "batched", "trained", "committed", "dropped")
 LABEL, DIM, GOOD, WARN = "bold", "bright_black", "green", "yellow"
@@ -133,7 +133,7 @@ def render(picture: Picture, width: int) -> RenderableType:
         rows.add_row(label, content)
     parts: list[RenderableType] = [_progress(picture, width - 4), Text(), rows]
     if picture.message:
-        parts += [Text(), Text(f"! {picture.message}"[: 2 * width], style=WARN)]
+        parts += [Text(), Text(_clip(f"! {picture.message}", 2 * (width - 12)), style=WARN)]
     title = Text.assemble(("areal-async", "bold"), f" · {picture.job}")
     if picture.stopping:
         title.append(" · stopping", style=WARN)
@@ -261,6 +261,10 @@ def _busy_cell(service: ServicePicture) -> Text:
     filled = round(service.busy * 10)
     text.append("█" * filled, style="blue").append("░" * (10 - filled), style=DIM)
     return text.append(f" {service.busy:>4.0%}")
+
+
+def _clip(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def _starting(services: Sequence[ServicePicture]) -> list[str]:

@@ -35,7 +35,12 @@ def prepare(directory: Path, seed: int) -> None:
 
 
 def quickstart(
-    *, seed: int, out: Path, plain: bool = False, overrides: Sequence[str] = (), console: Console | None = None
+    *,
+    seed: int,
+    out: Path,
+    plain: bool = False,
+    overrides: Sequence[str] = (),
+    console: Console | None = None,
 ) -> RunResult:
     """Run both jobs under `out`, replacing an earlier quickstart there; returns the result of the RL job.
 

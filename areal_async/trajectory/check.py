@@ -14,17 +14,15 @@ columns       optional columns have one value (or a row of values) per unit and 
 
 `training_rows` adds the last one: each unit with mask 1 is trained in exactly one row.
 
-The work is done on whole columns: reductions in numpy on the unit table, C-level list and byte-string
-operations on the small ones, where numpy's cost per call would dominate a ten-token episode.
+The unit table is checked in whole columns, the segment table row by row. Short columns are reduced as lists:
+for a ten-token episode numpy's cost per call would be most of the time.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import re
-from itertools import accumulate
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,35 +76,12 @@ def check(header: Header, segments: Segments, units: Units, limits: Limits = DEF
     """Raise InvariantError, SchemaError or SizeError unless every invariant above holds."""
     _check_header(header)
     _check_arrays(segments, units, limits)
-    parent, kind, agent, turn, offset, length, flags = segments.table.tolist()
-    n_segments = len(parent)
-
-    if min(map(operator.sub, range(n_segments), parent)) < 1 or min(parent) < NO_PARENT:
-        _fail("parent", "a parent must be an earlier segment, or -1")
-    if min(kind) < 0 or max(kind) > _MAX_KIND:
-        _fail("kind", f"kinds are 0 to {_MAX_KIND}")
-    if min(agent) < 0 or max(agent) >= len(header.agents):
-        _fail("agent", f"the header has {len(header.agents)} agents")
-    if min(turn) < 0:
-        _fail("turn", "turns count from 0")
-    if min(flags) < 0 or max(flags) > _ALL_FLAGS:
-        _fail("flags", f"known bits are {_ALL_FLAGS:#x}")
-    rewards = segments.reward.tolist()
-    if math.inf in rewards or -math.inf in rewards:
-        _fail("reward", "a reward is finite, or NaN for none")
-
-    ends = list(accumulate(length))
-    if min(length) < 0 or offset[0] != 0 or offset[1:] != ends[:-1] or ends[-1] != len(units):
-        _fail("offset, length", f"segments must tile the {len(units)} units in order")
-
-    sampled = [i for i, k in enumerate(kind) if k == _SAMPLED]
-    if [call.segment for call in header.calls] != sampled:
-        raise InvariantError(f"calls: one per sampled segment, in order, is needed (segments {sampled[:8]})")
-    for call in header.calls:
-        _check_call(call, len(header.policies))
+    mask, versioned, n_sampled, min_version, max_version = _check_units(units)
+    sampled = _check_segments(segments, len(units), versioned, len(header.agents))
+    _check_calls(header.calls, sampled, len(header.policies))
     for media in header.media:
-        _check_media(media, offset, ends)
-    return _check_units(header, units, kind, offset, ends)
+        _check_media(media, segments)
+    return Facts(n_sampled, min_version, max_version, _check_epochs(header.epochs, mask, n_sampled))
 
 
 def _check_header(header: Header) -> None:
@@ -153,64 +128,94 @@ def _check_arrays(segments: Segments, units: Units, limits: Limits) -> None:
             raise SizeError(f"column {name}: width {column.shape[1]}, the limit is {limits.column_width}")
 
 
-def _check_call(call: Call, n_policies: int) -> None:
-    if not 0 <= call.policy < n_policies:
-        raise InvariantError(f"call of segment {call.segment}: policy {call.policy} of {n_policies}")
-    s = call.sampling
-    # Chained comparisons are false for NaN, so these refuse it too.
-    if not (0 <= s.temperature < math.inf and 0 < s.top_p <= 1):
-        raise InvariantError(f"call of segment {call.segment}: temperature {s.temperature}, top_p {s.top_p}")
-    if s.top_k < 0 or s.max_new_tokens < 0 or not _SEED_MIN <= s.seed <= _SEED_MAX:
-        raise InvariantError(f"call of segment {call.segment}: top_k, max_new_tokens or seed out of range")
-
-
-def _check_media(media: Media, offset: list[int], ends: list[int]) -> None:
-    if not _DIGEST.match(media.digest) or media.size_bytes < 0:
-        raise InvariantError(
-            f"media {media.digest[:MAX_NAME_CHARS]!r}: a digest is <hash>:<hex>, a size >= 0"
-        )
-    segment, first = media.segment, media.first_unit
-    if not 0 <= segment < len(ends) or media.n_units < 0:
-        raise InvariantError(f"media {media.digest}: segment {segment} of {len(ends)}")
-    if not offset[segment] <= first <= first + media.n_units <= ends[segment]:
-        raise InvariantError(f"media {media.digest}: its units lie outside segment {segment}")
-
-
-def _check_units(header: Header, units: Units, kind: list[int], offset: list[int], ends: list[int]) -> Facts:
+def _check_units(units: Units) -> tuple[bytes, bytes, int, int, int]:
+    """The mask and `version >= 0` as bytes of 0 and 1, and the first three facts."""
     if not len(units):
-        if header.epochs:
-            raise InvariantError("epochs: there is no unit")
-        return Facts(0, NO_VERSION, NO_VERSION, -1)
+        return b"", b"", 0, NO_VERSION, NO_VERSION
     version = units.version
     lowest, max_version = _extremes(version)
     if lowest < NO_VERSION:
-        _fail("version", "a version is >= 0, or -1 for none")
-    if _extremes(units.token_id)[0] < 0:
-        _fail("token_id", "token ids are >= 0")
+        raise InvariantError(f"version: {lowest}; a version is >= 0, or -1 for none")
+    lowest, _ = _extremes(units.token_id)
+    if lowest < 0:
+        raise InvariantError(f"token_id: {lowest}; token ids are >= 0")
     lowest, highest = _extremes(units.logprob, may_be_nan=True)
     if not (lowest > -math.inf and highest <= LOGPROB_SLACK):  # false for NaN
-        _fail("logprob", f"log-probs are finite and <= {LOGPROB_SLACK}")
+        raise InvariantError(f"logprob: {lowest} to {highest}; log-probs are finite, at most {LOGPROB_SLACK}")
 
     mask = units.mask.tobytes()
     versioned = (version >= 0).tobytes()
     n_sampled = int(np.count_nonzero(units.mask))
+    if not n_sampled:
+        return mask, versioned, 0, NO_VERSION, NO_VERSION
     if versioned == mask:
         # As unsigned, -1 is the largest value: the minimum is that of the real versions.
-        min_version = int(_extremes(version.view(U32))[0]) if n_sampled else NO_VERSION
+        min_version, _ = _extremes(version.view(U32))
     else:
         if units.mask.max() > 1:
-            _fail("mask", "a mask is 0 or 1")
-        trained = version[units.mask.view(np.bool_)]
-        min_version, max_version = (int(trained.min()), int(trained.max())) if n_sampled else (-1, -1)
-        if n_sampled and min_version < 0:
-            _fail("version", "a unit with mask 1 has the version that sampled it")
-    # Mask 1 implies a version by now, so looking for versions finds both.
-    for i, k in enumerate(kind):
-        if k != _SAMPLED and (
-            mask.find(1, offset[i], ends[i]) >= 0 or versioned.find(1, offset[i], ends[i]) >= 0
-        ):
-            _fail("mask, version", f"segment {i} is not sampled, so its units have mask 0 and version -1")
-    return Facts(n_sampled, min_version, int(max_version), _check_epochs(header.epochs, mask, n_sampled))
+            raise InvariantError("mask: a mask is 0 or 1")
+        min_version, max_version = _extremes(version[units.mask.view(np.bool_)])
+        if min_version < 0:
+            raise InvariantError("version: a unit with mask 1 has the version that sampled it")
+    return mask, versioned, n_sampled, int(min_version), int(max_version)
+
+
+def _check_segments(segments: Segments, n_units: int, versioned: bytes, n_agents: int) -> list[int]:
+    """The sampled segments."""
+    sampled = []
+    end = 0
+    rows = zip(*segments.table.tolist(), strict=True)
+    for i, (parent, kind, agent, turn, offset, length, flags) in enumerate(rows):
+        if not NO_PARENT <= parent < i:
+            raise InvariantError(f"segment {i}: parent {parent} is neither an earlier segment nor -1")
+        if not 0 <= kind <= _MAX_KIND:
+            raise InvariantError(f"segment {i}: kind {kind} is unknown")
+        if not 0 <= agent < n_agents:
+            raise InvariantError(f"segment {i}: agent {agent} of {n_agents}")
+        if turn < 0:
+            raise InvariantError(f"segment {i}: turn {turn}, turns count from 0")
+        if not 0 <= flags <= _ALL_FLAGS:
+            raise InvariantError(f"segment {i}: flags {flags:#x}, the known bits are {_ALL_FLAGS:#x}")
+        if offset != end or length < 0:
+            raise InvariantError(f"segment {i}: offset {offset}, length {length}; {end} units came before it")
+        end += length
+        if kind == _SAMPLED:
+            sampled.append(i)
+        elif versioned.find(1, offset, end) >= 0:  # mask 1 implies a version, so this covers the mask
+            raise InvariantError(f"segment {i}: it is not sampled, so its units have mask 0 and version -1")
+    if end != n_units:
+        raise InvariantError(f"segments: their lengths sum to {end}, there are {n_units} units")
+    rewards = segments.reward.tolist()
+    if math.inf in rewards or -math.inf in rewards:
+        raise InvariantError("reward: a reward is finite, or NaN for none")
+    return sampled
+
+
+def _check_calls(calls: list[Call], sampled: list[int], n_policies: int) -> None:
+    if len(calls) != len(sampled):
+        raise InvariantError(f"calls: {len(calls)} for {len(sampled)} sampled segments")
+    for call, segment in zip(calls, sampled, strict=True):
+        if call.segment != segment:
+            raise InvariantError(f"calls: segment {segment} was sampled next, not {call.segment}")
+        if not 0 <= call.policy < n_policies:
+            raise InvariantError(f"call of segment {segment}: policy {call.policy} of {n_policies}")
+        s = call.sampling
+        # Chained comparisons are false for NaN, so these refuse it too.
+        if not (0 <= s.temperature < math.inf and 0 < s.top_p <= 1):
+            raise InvariantError(f"call of segment {segment}: temperature {s.temperature}, top_p {s.top_p}")
+        if s.top_k < 0 or s.max_new_tokens < 0 or not _SEED_MIN <= s.seed <= _SEED_MAX:
+            raise InvariantError(f"call of segment {segment}: top_k, max_new_tokens or seed out of range")
+
+
+def _check_media(media: Media, segments: Segments) -> None:
+    if not _DIGEST.match(media.digest) or media.size_bytes < 0:
+        raise InvariantError(f"media {media.digest[:64]!r}: a digest is <hash>:<hex>, a size >= 0")
+    segment, first = media.segment, media.first_unit
+    if not 0 <= segment < len(segments) or media.n_units < 0:
+        raise InvariantError(f"media {media.digest}: {media.n_units} units in segment {segment}")
+    offset, length = int(segments.offset[segment]), int(segments.length[segment])
+    if not offset <= first <= first + media.n_units <= offset + length:
+        raise InvariantError(f"media {media.digest}: its units lie outside segment {segment}")
 
 
 def _extremes(column: NDArray, may_be_nan: bool = False) -> tuple[float, float]:
@@ -240,7 +245,3 @@ def _check_epochs(epochs: list[tuple[int, int]], mask: bytes, n_sampled: int) ->
         last_unit, last_epoch = first_unit, epoch
         smallest = min(smallest, epoch)
     return smallest
-
-
-def _fail(column: str, rule: str) -> NoReturn:
-    raise InvariantError(f"{column}: {rule}")

@@ -234,8 +234,8 @@ class Client:
         sock = context.socket(zmq.DEALER)
         try:
             endpoints.tune(sock)
-            # Nothing queues for a server that is not there: a new one must hear hello first.
-            sock.setsockopt(zmq.IMMEDIATE, 1)
+            # Not zmq.IMMEDIATE: with it, libzmq drops replies that came just before a disconnect. What it may
+            # queue for a server that is not there is answered WHO by the next one, and then repeated.
             sock.setsockopt(zmq.RECONNECT_IVL, 20)
             sock.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
             monitor = sock.get_monitor_socket(_EVENTS)

@@ -141,15 +141,13 @@ class Draft:
         self.count(f"{state.name.lower()}:{reason}" if reason else state.name.lower())
         return self.set_group(group, state=int(state), since_ms=self.now_ms, **changes)
 
-    def drop(self, group: Group, reason: str) -> Group | None:
-        """The group ends as DROPPED(reason), and its bytes go. Returns the group of the task's next attempt,
-        if it is to have one."""
+    def drop(self, group: Group, reason: str) -> None:
+        """The group ends as DROPPED(reason), and its bytes go; its task may be QUEUED as a new attempt."""
         self.move(group, D, reason)
         self.set_meta(episodes_dropped=self.meta.episodes_dropped + len(group.episodes))
         self._forget(group)
         if reason in TRY_AGAIN and group.attempt + 1 < MAX_ATTEMPTS:
-            return self.new_group(group.row, group.pass_index, group.attempt + 1)
-        return None
+            self.new_group(group.row, group.pass_index, group.attempt + 1)
 
     def commit(self, group: Group) -> None:
         """The group ends as COMMITTED."""

@@ -78,16 +78,11 @@ def _grant(draft: Draft, message: LeaseRequest, serving: VersionTag, free: Room)
 
 
 def _candidates(draft: Draft, free: Room) -> Iterator[Group]:
-    """Queued groups that can still be trained, then new ones, QUEUED in this very decision.
+    """Queued groups, then new ones, QUEUED in this very decision.
 
     The limits on groups and bytes hold for new groups only: what is queued is held already, and finishing it
     is what makes room. The first groups of a job pass while the size of an episode is not known."""
-    oldest = draft.index.next_step - draft.rules.max_staleness
-    for group in map(draft.index.groups.__getitem__, draft.index.queue):
-        if not 0 <= group.min_version < oldest:
-            yield group
-        elif (again := draft.drop(group, "stale")) is not None:
-            yield again
+    yield from map(draft.index.groups.__getitem__, draft.index.queue)
     group_bytes = draft.rules.group_size * draft.index.mean_episode_bytes
     bytes_left = free.bytes
     for _ in range(free.new):

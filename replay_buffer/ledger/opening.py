@@ -115,12 +115,13 @@ def _adopt(draft: Draft, copy: Copy) -> None:
     for number in index.batches:
         draft.set_batch(number, None)
     # Another ledger's groups may bear the same names; their episodes are of other weights.
-    mine = {group.group_id for group in copy.groups} if _same_ledger(index, copy) else set()
+    held = index.groups if _same_ledger(index, copy) else {}
+    known = {group.group_id for group in copy.groups if group.group_id in held}
     for group in index.groups.values():
-        if group.group_id not in mine:
+        if group.group_id not in known:
             draft.remove(group, "dropped:not_in_checkpoint")
     for group in copy.groups:
-        _adopt_group(draft, group, index.groups[group.group_id] if group.group_id in mine else None)
+        _adopt_group(draft, group, held.get(group.group_id))
 
 
 def _adopt_group(draft: Draft, group: Group, held: Group | None) -> None:

@@ -102,8 +102,8 @@ class FsdpBackend:
         norm = self._norm(gradients)
         if not math.isfinite(norm):
             raise DivergenceError(
-                f"the gradient's norm is {norm} in optimizer update {self.updates}: training has diverged. Lower "
-                "trainer.optimizer.lr, or start from an earlier checkpoint."
+                f"the gradient's norm is {norm} in optimizer update {self.updates}: training has diverged. "
+                "Lower trainer.optimizer.lr, or start from an earlier checkpoint."
             )
         scale = min(1.0, self._settings.clip_grad_norm / (norm + 1e-6))
         if scale < 1:

@@ -75,11 +75,6 @@ class LocalEngine:
     def version(self) -> VersionTag:
         return self._started().tag
 
-    @property
-    def tokenizer(self) -> object:
-        """The Hugging Face tokenizer of the model's directory."""
-        return self._started().model.tokenizer
-
     async def start(self, snapshot: Weights) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
@@ -175,12 +170,14 @@ class LocalEngine:
             self._wake.notify()
 
     async def _call(self, command: Callable[[], T]) -> T:
-        """`_post`, and wait for what it returns or raises."""
+        """`_post`, and wait for what it returns or raises. Cancelled before its turn, it is not run."""
         if self._stopping:
             raise EngineError("the engine has stopped")
         done: Future[T] = Future()
 
         def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
             try:
                 done.set_result(command())
             except Exception as error:  # it is the caller's to handle

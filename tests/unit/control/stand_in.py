@@ -13,6 +13,7 @@ import time
 from areal_async.control.context import ServiceContext
 from areal_async.control.service import run_service
 from areal_async.errors import ArealError
+from areal_async.observe.record import RunLog
 
 HELPER = "import time; time.sleep(600)"
 
@@ -28,6 +29,11 @@ async def main(ctx: ServiceContext) -> None:
             raise RuntimeError("an index was out of range")
         case "never ready":
             await ctx.stop.wait()
+            return
+        case "trains":
+            ctx.ready()
+            await all_serve(ctx)
+            train(ctx)
             return
         case "killed":
             ctx.ready()
@@ -60,6 +66,19 @@ async def main(ctx: ServiceContext) -> None:
     await ctx.stop.wait()
     with (ctx.run_dir / "order").open("a") as file:
         file.write(f"{ctx.name}\n")
+
+
+def train(ctx: ServiceContext) -> None:
+    """Write the records of a run of `trainer.steps` steps, and a model."""
+    steps = ctx.job.trainer.steps
+    with RunLog(ctx.run_log) as records:
+        records.write("evaluation", version=0, accuracy=0.25, n=100, wall_s=0.1)
+        for step in range(steps):
+            figures = {"reward_mean": 0.5, "loss": 0.1, "tokens": 100, "episodes": 8, "staleness_max": 1}
+            times = {"step_s": 0.01, "wait_s": 0.0, "busy_s": 0.008, "share_stale": 0.5}
+            records.write("step", step=step, version=step + 1, **figures, **times)
+        records.write("evaluation", version=steps, accuracy=0.75, n=100, wall_s=0.1)
+    (ctx.run_dir / "model").mkdir()
 
 
 def start_helpers() -> None:

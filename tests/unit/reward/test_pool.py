@@ -137,7 +137,7 @@ def test_verdicts_are_final_for_a_crowd_in_which_some_misbehave(section, call):
     names = ["true"] * 400
     for place, name in [(3, "segfault"), (50, "spin"), (51, "os._exit"), (200, "raise"), (399, "nan")]:
         names[place] = name
-    verdicts = score(section(timeout_s=0.5), [call(name) for name in names], workers=2)
+    verdicts = score(section(timeout_s=1.0), [call(name) for name in names], workers=2)
     kinds = [type(verdict) for verdict in verdicts]
     assert [i for i, kind in enumerate(kinds) if kind is not Score] == [3, 50, 51, 200, 399]
     assert [kinds[i] for i in (3, 50, 51, 200, 399)] == [Failure, Timeout, Failure, Failure, Failure]
@@ -298,6 +298,41 @@ def test_a_reward_file_that_breaks_later_ends_the_pool_with_verdicts(tmp_path, s
     assert first.kind == "process_died"
     assert {other.kind for other in others} == {"pool"}
     assert "there is no file" in others[0].message
+
+
+def test_verdicts_are_final_for_calls_that_come_back_to_a_pool_that_has_given_up(tmp_path, section):
+    file = tmp_path / "fragile.py"
+    file.write_text(
+        "import os, time\nfrom reward_service.sdk import reward\n"
+        "@reward\ndef f(given):\n"
+        "    if given.response == 'first':\n        os.remove(__file__)\n        os._exit(1)\n"
+        "    if given.response == 'second':\n        time.sleep(1)\n        os._exit(2)\n"
+        "    return 1.0\n"
+    )
+
+    async def run():
+        broken = section().model_copy(update={"name": f"{file}:f", "timeout_s": 30.0})
+        async with LocalScorer(broken, workers=2) as scorer:
+            inputs = [RewardInput(response=name) for name in ("first", "behind", "second", "behind")]
+            return await asyncio.wait_for(scorer.score(inputs), 20)
+
+    verdicts = asyncio.run(run())
+    assert [verdict.kind for verdict in verdicts] == ["process_died", "pool", "process_died", "pool"]
+
+
+def test_dying_workers_leave_no_descriptor_behind(section, call):
+    async def run():
+        async with LocalScorer(section(), workers=2) as scorer:
+            await scorer.score([call("true")] * 4)
+            before = len(os.listdir("/proc/self/fd"))
+            await scorer.score([call("os._exit")] * 12 + [call("true")] * 50)
+            async with asyncio.timeout(20):
+                while scorer._pool.workers_alive < 2:
+                    scorer._pool._changed.clear()
+                    await scorer._pool._changed.wait()
+            return len(os.listdir("/proc/self/fd")) - before
+
+    assert asyncio.run(run()) == 0
 
 
 def test_an_input_that_cannot_be_sent_is_that_calls_failure(section, call):

@@ -3,6 +3,7 @@ import textwrap
 
 import pytest
 
+from areal_async.config.reward import BUILT_IN_REWARDS
 from areal_async.errors import ArealError
 from areal_async.trajectory import EpisodeBuilder, Sampling, TrajectoryError, pack
 from reward_service.sdk import BUILT_IN, RewardInput, RewardLoadError, Score, load_reward, reward
@@ -67,6 +68,10 @@ def test_a_reward_file_may_import_its_neighbours_and_define_dataclasses(file):
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_built_in_rewards_load_by_name(name):
     assert load_reward(name)(RewardInput(response="57", ground_truth="57")) == 1.0
+
+
+def test_the_job_file_knows_the_same_built_in_rewards():
+    assert set(BUILT_IN) == set(BUILT_IN_REWARDS)
 
 
 MISTAKES = {

@@ -85,9 +85,7 @@ def test_every_sampled_unit_is_trained_exactly_once(episode):
 def test_a_pack_feeds_what_came_before_each_unit():
     builder = EpisodeBuilder("job", "t", "t#0", 0)
     root = builder.prompt([7, 8])
-    first = builder.sampled(
-        [3, 4], [-1.0, -2.0], 2, parent=root, sampling=Sampling(), finish_reason="stop"
-    )
+    first = builder.sampled([3, 4], [-1.0, -2.0], 2, parent=root, sampling=Sampling(), finish_reason="stop")
     tool = builder.observed(SegmentKind.TOOL, [9], first)
     builder.sampled([5], [-3.0], 3, parent=tool, sampling=Sampling(), finish_reason="stop")
     builder.observed(SegmentKind.TOOL, [9, 9], 3)
@@ -165,7 +163,9 @@ def _versioned(*versions):
 def test_staleness_is_bounded_on_the_units_themselves():
     check_staleness([_versioned(6, 8), _versioned(10)], step=10, max_staleness=4)
     check_staleness([], step=10, max_staleness=0)
-    with pytest.raises(StalenessViolation, match=r"episode 3 of step 10 .* version 5: staleness 5 is above max_stal"):
+    with pytest.raises(
+        StalenessViolation, match=r"episode 3 of step 10 .* version 5: staleness 5 is above max_stal"
+    ):
         check_staleness([_versioned(10), _versioned(9, 5, 9)], step=10, max_staleness=4)
     with pytest.raises(StalenessViolation, match="not published"):
         check_staleness([_versioned(11)], step=10, max_staleness=4)

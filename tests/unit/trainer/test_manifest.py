@@ -61,7 +61,9 @@ def test_groups_are_whole_and_every_episode_has_one_place(sizes, minibatches, ra
 
 
 def test_advantages_are_of_the_episodes_own_group():
-    plan = _plan(_batch([[(1.0, 2, 5, 5), (0.0, 2, 5, 5)], [(7.0, 1, 5, 5)], [(3.0, 1, 5, 5), (3.0, 1, 5, 5)]]))
+    plan = _plan(
+        _batch([[(1.0, 2, 5, 5), (0.0, 2, 5, 5)], [(7.0, 1, 5, 5)], [(3.0, 1, 5, 5), (3.0, 1, 5, 5)]])
+    )
     s = 0.5 / (np.sqrt(0.5) + 1e-6)
     assert plan.advantages == pytest.approx([s, -s, 0, 0, 0])
     assert plan.groups.tolist() == [0, 0, 1, 2, 2]

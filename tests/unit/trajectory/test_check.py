@@ -22,7 +22,10 @@ from areal_async.trajectory import (
     SizeError,
     Units,
     check,
+    pack,
+    unpack,
 )
+from areal_async.trajectory.check import LOGPROB_SLACK
 
 PARENT, KIND, AGENT, TURN, OFFSET, LENGTH, FLAGS = range(7)
 N_UNITS = 12
@@ -77,16 +80,16 @@ def test_the_example_itself_is_valid(episode):
         pytest.param({"table": (FLAGS, 0, -1)}, "flags", id="negative flags"),
         pytest.param({"table": (OFFSET, 0, 1)}, "offset", id="first offset is not 0"),
         pytest.param({"table": (OFFSET, 1, 4)}, "offset", id="a hole between segments"),
-        pytest.param({"table": (LENGTH, 4, 3)}, "offset", id="the last segment is too long"),
-        pytest.param({"table": (LENGTH, 4, 1)}, "offset", id="the last segment is too short"),
+        pytest.param({"table": (LENGTH, 4, 3)}, "lengths", id="the last segment is too long"),
+        pytest.param({"table": (LENGTH, 4, 1)}, "lengths", id="the last segment is too short"),
         pytest.param({"table": (LENGTH, 0, -3)}, "offset", id="negative length"),
         pytest.param({"reward": (0, math.inf)}, "reward", id="infinite reward"),
         pytest.param({"reward": (3, -math.inf)}, "reward", id="reward of minus infinity"),
         pytest.param({"token_id": (0, -1)}, "token_id", id="negative token"),
-        pytest.param({"mask": (3, 2)}, "mask", id="mask of 2"),
+        pytest.param({"mask": (4, 2)}, "a mask is 0 or 1", id="mask of 2"),
         pytest.param({"mask": (0, 1)}, "version", id="a prompt unit is trained"),
-        pytest.param({"version": (0, 4)}, "mask, version", id="a prompt unit has a version"),
-        pytest.param({"version": (6, 4)}, "mask, version", id="a tool unit has a version"),
+        pytest.param({"version": (0, 4)}, "segment 0", id="a prompt unit has a version"),
+        pytest.param({"version": (6, 4)}, "segment 2", id="a tool unit has a version"),
         pytest.param({"version": (4, -1)}, "version", id="a trained unit has no version"),
         pytest.param({"version": (0, -2)}, "version", id="version below -1"),
         pytest.param({"logprob": (3, math.nan)}, "logprob", id="NaN log-prob"),
@@ -160,6 +163,46 @@ def test_a_call_out_of_range_is_refused(episode, change, named):
     calls = episode.header.calls
     with pytest.raises(InvariantError, match=named):
         rebuilt(episode, header={"calls": [calls[0], msgspec.structs.replace(calls[1], **change), calls[2]]})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logprob": (3, np.nextafter(np.float32(LOGPROB_SLACK), np.float32(0)))},
+        {"logprob": (3, np.finfo(np.float32).min)},
+        {"token_id": (0, 2**31 - 1)},
+        {"version": (9, 2**31 - 1)},
+        {"table": (KIND, 0, 3)},
+        {"table": (FLAGS, 0, 3)},
+        {"table": (TURN, 0, 2**31 - 1)},
+        {"table": (PARENT, 4, 3)},
+        {"reward": (0, np.finfo(np.float32).max)},
+        {"anchor": (0, -(2**63))},
+        {"header": {"sample": 2**31 - 1, "attempt": 2**31 - 1}},
+        {"header": {"epochs": [(3, 2**31 - 1), (9, 0)]}},
+        {"header": {"epochs": [(3, 0), (11, 1)]}},
+        {"header": {"media": [Media("a:0", "i", 0, 0, 0, 3), Media("a:0", "i", 0, 0, 0, 0)]}},
+        {"header": {"media": [Media("a:0", "i", 0, 4, 12, 0), Media("a:0", "i", 0, 4, 10, 2)]}},
+        {"columns": {"a" * 64: np.zeros(N_UNITS)}},
+        {"columns": {}},
+    ],
+)
+def test_values_at_the_edge_are_valid_and_survive_the_codec(episode, change):
+    edited = rebuilt(episode, **change)
+    assert unpack(pack(edited)) == edited
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0, top_p=1, top_k=0, max_new_tokens=0, seed=-(2**63)),
+        Sampling(temperature=1e9, top_p=1e-9, top_k=2**40, max_new_tokens=2**40, seed=2**64 - 1),
+    ],
+)
+def test_sampling_parameters_at_the_edge_are_valid_and_survive_the_codec(episode, sampling):
+    calls = [msgspec.structs.replace(call, sampling=sampling) for call in episode.header.calls]
+    edited = rebuilt(episode, header={"calls": calls})
+    assert unpack(pack(edited)) == edited
 
 
 def test_calls_must_be_one_per_sampled_segment(episode):
@@ -307,3 +350,7 @@ def test_an_episode_with_nothing_sampled_has_no_versions_and_no_epochs():
     for episode in (empty, seen):
         with pytest.raises(InvariantError, match="epochs"):
             rebuilt(episode, header={"epochs": [(0, 0)]})
+
+
+def test_an_episode_exactly_at_its_limits_is_valid(episode):
+    check(episode.header, episode.segments, episode.units, Limits(segments=5, units=N_UNITS, columns=1))

@@ -24,7 +24,7 @@ MODULES = {
     "pickletools", "shelve",
 }  # fmt: skip
 NAMES = {
-    "send_pyobj", "recv_pyobj", "ProcessPoolExecutor", "SimpleQueue", "to_pickle", "read_pickle",
+    "send_pyobj", "recv_pyobj", "ProcessPoolExecutor", "to_pickle", "read_pickle",
     "broadcast_object_list", "scatter_object_list", "all_gather_object", "gather_object",
 }  # fmt: skip
 

@@ -1,0 +1,101 @@
+"""The tables of `docs/job-file.md`, made from the models so that page and code cannot part.
+
+`python -m areal_async.config.reference docs/job-file.md` renews the tables between their markers.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+import yaml
+
+from areal_async.config.fields import Field, job_fields
+
+_TABLE = re.compile(r"(<!-- fields: ?([\w.]*) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path"}
+_BOUNDS = (
+    ((annotated_types.Ge, "≥", "ge"), (annotated_types.Gt, ">", "gt")),
+    (
+        (annotated_types.Le, "≤", "le"),
+        (annotated_types.Lt, "<", "lt"),
+    ),
+)
+
+
+def renew(page: str) -> str:
+    """The page with each table between `<!-- fields: SECTION -->` and `<!-- end -->` made anew.
+
+    Raises ValueError when the page leaves a field out or has one twice."""
+    shown: list[str] = []
+
+    def table(match: re.Match[str]) -> str:
+        fields = _fields_of(match[2])
+        shown.extend(field.path for field in fields)
+        return f"{match[1]}{_table(fields)}{match[3]}"
+
+    renewed = _TABLE.sub(table, page)
+    if sorted(shown) != sorted(job_fields()):
+        different = set(job_fields()).symmetric_difference(shown) or {"a section"}
+        raise ValueError(f"fields that are missing or there twice: {', '.join(sorted(different))}")
+    return renewed
+
+
+def _fields_of(section: str) -> list[Field]:
+    """The leaves of a section and its subsections; "" is the top level of the file alone."""
+    if not section:
+        return [field for field in job_fields().values() if "." not in field.path]
+    return [field for field in job_fields().values() if field.path.startswith(f"{section}.")]
+
+
+def _table(fields: list[Field]) -> str:
+    lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    for field in fields:
+        default = "required" if field.required else f"`{_yaml(field.default)}`"
+        meaning = " ".join(field.description.split())
+        row = (f"`{field.path}`", f"{_type(field)}", default, meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _type(field: Field) -> str:
+    return _name(field.annotation) + _range(field.info.metadata)
+
+
+def _name(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _name(arguments[0])
+    if origin is Literal:
+        return " or ".join(f"`{choice}`" for choice in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join("none" if part is type(None) else _name(part) for part in arguments)
+    if origin is tuple:
+        many = arguments[-1] is Ellipsis
+        return (
+            f"list of {_name(arguments[0])}s" if many else f"list of {len(arguments)} {_name(arguments[0])}s"
+        )
+    return _TYPES[annotation]
+
+
+def _range(metadata: list[Any]) -> str:
+    parts = []
+    for bounds in _BOUNDS:
+        for kind, sign, name in bounds:
+            values = [getattr(item, name) for item in metadata if isinstance(item, kind)]
+            parts += [f"{sign} {value}" for value in values]
+    return f", {' and '.join(parts)}" if parts else ""
+
+
+def _yaml(value: Any) -> str:
+    plain = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(plain, default_flow_style=True).removesuffix("...\n").strip()
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    file.write_text(renew(file.read_text(encoding="utf-8")), encoding="utf-8")

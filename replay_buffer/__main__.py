@@ -1,0 +1,7 @@
+"""`python -m replay_buffer --context FILE --name buffer`: serve the replay buffer of a run."""
+
+from areal_async.control.service import run_service
+from replay_buffer.server import main
+
+if __name__ == "__main__":
+    run_service("buffer", main)

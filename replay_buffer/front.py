@@ -1,0 +1,245 @@
+"""The front of a job's ledger: one process that decides, and answers only what Redis has confirmed.
+
+Promises: commands are decided one after the other on the index in memory, and their writes go to Redis in
+that order without waiting for one another; a reply is given only when its write, and every write before it,
+is confirmed. When a write is not, the index is dropped at once, whoever waits is told `unavailable`, and the
+index is built again from Redis. A front that another one has replaced, or whose Redis has become unusable,
+ends: `ended` has the reason.
+
+Deadlines are kept by Redis's clock. While this process or Redis was out nobody could renew anything, so every
+deadline moves on by the length of the outage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from areal_async.errors import FaultError
+from areal_async.observe.log import get_logger
+from areal_async.observe.metrics import busy
+from areal_async.wire.messages import Message
+from replay_buffer.clock import RedisClock
+from replay_buffer.edges import Edges
+from replay_buffer.errors import StoreError, StoreUnavailable
+from replay_buffer.keys import Bytes
+from replay_buffer.ledger.decide import Command, Expire, Extend, decide
+from replay_buffer.ledger.draft import Decision
+from replay_buffer.ledger.index import Edge, Index
+from replay_buffer.ledger.rules import Rules, Tasks
+from replay_buffer.store import Opened, Store
+
+BEAT_S = 0.5
+"""The front looks at the clock at least this often."""
+OUTAGE_MS = 3_000
+"""A longer gap between two looks is an outage of this process."""
+FIRST_PAUSE_S = 0.05
+LAST_PAUSE_S = 1.0
+RETRY_MS = 100
+
+log = get_logger("buffer")
+
+
+class Front:
+    """`start`, then `execute` and `poll` from any number of coroutines of one loop, then `stop`.
+
+    `revive` is awaited before each attempt to reach a Redis that was lost."""
+
+    def __init__(
+        self,
+        store: Store,
+        rules: Rules,
+        tasks: Tasks,
+        clock: RedisClock,
+        revive: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self.index: Index | None = None
+        """None while it is being rebuilt."""
+        self.ended: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.lost_writes = 0
+        """Acknowledged writes that Redis came back without."""
+        self._store = store
+        self._rules = rules
+        self._tasks = tasks
+        self._clock = clock
+        self._revive = revive
+        self._edges = Edges()
+        self._seen_ms = 0
+        self._stopping = False
+        self._workers: set[asyncio.Task[None]] = set()
+
+    @property
+    def front_epoch(self) -> int:
+        return self._store.front_epoch
+
+    @property
+    def now_ms(self) -> int:
+        return self._clock.now_ms()
+
+    async def start(self) -> None:
+        """Take the job over and load its ledger. Raises `StoreError`."""
+        self._use(await self._store.open(self._on_failure))
+        self._spawn(self._beat())
+
+    async def stop(self) -> None:
+        """Let waiting polls answer empty-handed, write what is decided, and let go of Redis."""
+        self._stopping = True
+        self._edges.fire()
+        for task in self._workers:
+            task.cancel()
+        if self._workers:
+            await asyncio.wait(self._workers)
+        await self._store.close()
+
+    async def execute(self, command: Command, attachments: Sequence[Bytes] = ()) -> Decision:
+        """Decide, write, and return the decision once it is true in Redis.
+
+        Raises `FaultError("unavailable")` when that cannot be known; the command may be repeated."""
+        index = self._ready()
+        self._pass_time(index)
+        decision, written = self._take(index, command, attachments)
+        if written is not None and not written.done():
+            # Shielded: a caller that goes away must not take the write's confirmation from the others.
+            await _confirmed(asyncio.shield(written))
+        elif written is not None:
+            await _confirmed(written)
+        return decision
+
+    async def poll(
+        self, command: Command, wait_ms: int, edge: Edge, is_empty: Callable[[Message], bool]
+    ) -> Decision:
+        """Execute; while the reply is empty, execute again whenever `edge` fires, for at most `wait_ms`."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + wait_ms / 1000
+        while True:
+            fired = self._edges.next(edge)
+            decision = await self.execute(command)
+            left_s = deadline_s - loop.time()
+            if left_s <= 0 or self._stopping or not is_empty(decision.reply):
+                return decision
+            try:
+                async with asyncio.timeout(self._until_change(edge, left_s)):
+                    await fired.wait()
+            except TimeoutError:
+                continue
+
+    async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[bytes | None]:
+        """Episode bytes by (group id, sample). Raises `FaultError("unavailable")`."""
+        try:
+            return await self._store.blobs(wanted)
+        except StoreUnavailable as error:
+            raise _unavailable(error) from error
+
+    # --- deciding ---
+
+    def _ready(self) -> Index:
+        if self.index is None:
+            raise FaultError("unavailable", "the buffer has lost Redis and waits for it", RETRY_MS)
+        return self.index
+
+    def _take(
+        self, index: Index, command: Command, attachments: Sequence[Bytes] = ()
+    ) -> tuple[Decision, asyncio.Future[None] | None]:
+        """Decide and apply; returns what confirms the decision."""
+        with busy("serve"):
+            decision = decide(index, command, self.now_ms)
+            if decision.writes is None:
+                return decision, self._store.tail
+            written = self._store.submit(index.revision, decision.writes, attachments)
+            self._edges.fire(index.apply(decision.writes))
+            return decision, written
+
+    def _pass_time(self, index: Index) -> None:
+        """Take note of the time that has passed: an outage, or deadlines reached."""
+        now_ms = self.now_ms
+        gap_ms, self._seen_ms = now_ms - self._seen_ms, now_ms
+        if gap_ms > OUTAGE_MS:
+            log.warning("this process was held up; deadlines move on", held_up_s=gap_ms / 1000)
+            self._take(index, Extend(gap_ms))
+        due_ms = index.next_deadline_ms
+        if due_ms is not None and due_ms <= now_ms:
+            self._take(index, Expire())
+
+    def _until_change(self, edge: Edge, left_s: float) -> float:
+        """How long to wait for an edge at most: the trainer's wait for overtaken groups ends by itself."""
+        due_ms = self.index.overtaken_due_ms if edge == "batch" and self.index is not None else None
+        return left_s if due_ms is None else min(left_s, max(0.001, (due_ms - self.now_ms) / 1000))
+
+    async def _beat(self) -> None:
+        """Let time pass when nobody asks."""
+        while True:
+            due_ms = self.index.next_deadline_ms if self.index is not None else None
+            pause_s = BEAT_S if due_ms is None else min(BEAT_S, (due_ms - self.now_ms) / 1000)
+            await asyncio.sleep(max(0.001, pause_s))
+            if self.index is not None:
+                self._pass_time(self.index)
+
+    # --- losing and finding Redis ---
+
+    def _use(self, opened: Opened) -> None:
+        if opened.lost_writes:
+            self.lost_writes += opened.lost_writes
+            log.error("Redis came back without acknowledged writes", lost=opened.lost_writes)
+        nonce = secrets.token_hex(3)
+        index = Index(self._rules, self._tasks, opened.records, nonce=nonce, revision=opened.revision)
+        self.index = index
+        self._seen_ms = self.now_ms
+        if opened.idle_ms and index.deadlines:
+            self._take(index, Extend(opened.idle_ms))
+        log.info(
+            "ledger loaded",
+            front_epoch=opened.front_epoch,
+            revision=opened.revision,
+            groups=len(index.groups),
+            v_train=index.meta.v_train,
+        )
+
+    def _on_failure(self, error: StoreError) -> None:
+        """A write was not confirmed: nothing that was decided on top of it is true."""
+        self.index = None
+        self._edges.fire()
+        if not self._stopping:
+            log.warning("a write was not confirmed", error=str(error))
+            self._spawn(self._rebuild(error))
+
+    async def _rebuild(self, error: StoreError) -> None:
+        pause_s = FIRST_PAUSE_S
+        while isinstance(error, StoreUnavailable):
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+            try:
+                if self._revive is not None:
+                    await self._revive()
+                self._use(await self._store.open(self._on_failure))
+                return
+            except StoreError as again:
+                error = again
+        log.error("the front ends", error=str(error))
+        self._end(error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._workers.add(task)
+        task.add_done_callback(self._on_worker_done)
+
+    def _on_worker_done(self, task: asyncio.Task[None]) -> None:
+        self._workers.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        if not self.ended.done():
+            self.ended.set_result(error)
+
+
+async def _confirmed(written: Awaitable[None]) -> None:
+    try:
+        await written
+    except StoreError as error:
+        raise _unavailable(error) from error
+
+
+def _unavailable(error: StoreError) -> FaultError:
+    return FaultError("unavailable", str(error), RETRY_MS)

@@ -1,0 +1,239 @@
+"""The replay buffer service: every message of the wire that concerns tasks, episodes and batches.
+
+Promises:
+- `staleness_is_bounded`: no batch holds a unit older than η steps, whatever failed or was late.
+- `trained_effectively_once`: an acknowledged episode is in Redis, as durable as the acknowledgement says, and
+  in at most one batch; every message may be sent again.
+- `groups_are_whole`: a batch holds whole groups, each with all its episodes and their scores.
+- `nothing_is_unbounded`: what is held and what is under way has limits; at a limit leases wait.
+
+It does not judge what an episode says (that is the reward service), and does not survive the loss of Redis
+and its files together: then the last checkpoint is where the job resumes. """
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import msgspec
+
+from areal_async.control.context import ServiceContext
+from areal_async.errors import FaultError
+from areal_async.observe.log import get_logger
+from areal_async.observe.metrics import busy
+from areal_async.trajectory import TrajectoryError, summarise
+from areal_async.wire.messages import (
+    BufferStats,
+    Checkpointed,
+    Claim,
+    Claims,
+    Commit,
+    ExportLedger,
+    Fetch,
+    Fetched,
+    Heartbeat,
+    Lease,
+    Leases,
+    Message,
+    NextBatch,
+    OpenTrainer,
+    PutEpisodes,
+    PutVerdicts,
+    Release,
+    Stats,
+    Waiting,
+)
+from areal_async.wire.rpc import Answer, Peer, Server
+from replay_buffer import metrics
+from replay_buffer.clock import RedisClock
+from replay_buffer.embedded import EmbeddedRedis
+from replay_buffer.errors import StoreUnavailable
+from replay_buffer.front import Front
+from replay_buffer.ledger.decide import stats
+from replay_buffer.ledger.index import Edge
+from replay_buffer.ledger.opening import OpenedWith
+from replay_buffer.ledger.rules import Rules
+from replay_buffer.ledger.storing import Arrival, StoreEpisodes
+from replay_buffer.store import Store
+from replay_buffer.tasks import TaskOrder
+
+LONGEST_WAIT_MS = 30_000
+LARGE_PUT_BYTES = 4 << 20
+"""A put above it is read in a thread, so that it does not hold up everybody else."""
+FIGURES_S = 1.0
+"""How often the metrics are brought up to date."""
+
+log = get_logger("buffer")
+
+
+class BufferServer:
+    """Answers the messages of one job by its front."""
+
+    def __init__(self, front: Front, job: str, store: Store) -> None:
+        self._front = front
+        self._job = job
+        self._store = store
+        self._redis_bytes = 0
+
+    async def handle(self, peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
+        """The handler of the RPC server; raises `FaultError`."""
+        match message:
+            case Lease():
+                return await self._poll(message, message.wait_ms, "lease")
+            case PutEpisodes():
+                return await self._put(message, attachments)
+            case Claim():
+                return await self._claim(message)
+            case NextBatch():
+                return await self._poll(message, message.wait_ms, "batch")
+            case Fetch():
+                return await self._fetch(message)
+            case OpenTrainer():
+                copy = bytes(attachments[0]) if attachments and len(attachments[0]) else None
+                log.info(
+                    "trainer opens", trainer=message.trainer, step=message.step, resumed=copy is not None
+                )
+                return (await self._front.execute(OpenedWith(message.trainer, message.step, copy))).reply
+            case ExportLedger():
+                decision = await self._front.execute(message)
+                return decision.reply, [decision.payload] if decision.payload is not None else []
+            case Heartbeat() | Release() | PutVerdicts() | Commit() | Checkpointed():
+                return (await self._front.execute(message)).reply
+            case Stats():
+                reply = (await self._front.execute(message)).reply
+                return self._with_redis(reply) if isinstance(reply, BufferStats) else reply
+            case _:
+                raise FaultError("invalid", f"the buffer does not answer {type(message).__name__}")
+
+    async def keep_figures(self, collector: metrics.BufferCollector) -> None:
+        """Bring the metrics up to date, for ever."""
+        while True:
+            if self._front.index is not None:
+                with contextlib.suppress(StoreUnavailable):
+                    self._redis_bytes = await self._store.used_bytes()
+            if (index := self._front.index) is not None:
+                figures = stats(index, self._front.now_ms)
+                collector.show(self._with_redis(figures), self._front.lost_writes)
+            await asyncio.sleep(FIGURES_S)
+
+    async def _poll(self, message: Lease | NextBatch, wait_ms: int, edge: Edge) -> Message:
+        wait_ms = min(wait_ms, LONGEST_WAIT_MS)
+        return (await self._front.poll(message, wait_ms, edge, _is_empty)).reply
+
+    async def _put(self, message: PutEpisodes, attachments: list[memoryview]) -> Message:
+        if len(attachments) != len(message.samples):
+            raise FaultError(
+                "invalid", f"a put of {len(message.samples)} samples came with {len(attachments)} attachments"
+            )
+        if sum(map(len, attachments)) > LARGE_PUT_BYTES:
+            arrivals = await asyncio.to_thread(self._read, message, attachments)
+        else:
+            with busy("serve"):
+                arrivals = self._read(message, attachments)
+        command = StoreEpisodes(message.lease_id, message.group_id, arrivals)
+        return (await self._front.execute(command, attachments)).reply
+
+    def _read(self, message: PutEpisodes, attachments: list[memoryview]) -> tuple[Arrival, ...]:
+        return tuple(
+            read_arrival(self._job, message.group_id, sample, blob)
+            for sample, blob in zip(message.samples, attachments, strict=True)
+        )
+
+    async def _claim(self, message: Claim) -> Answer:
+        wait_ms = min(message.wait_ms, LONGEST_WAIT_MS)
+        reply = (await self._front.poll(message, wait_ms, "claim", _is_empty)).reply
+        if not isinstance(reply, Claims):
+            return reply
+        blobs = await self._front.blobs([place_of(item.episode_id) for item in reply.items])
+        # Between the claim and the reading a group may have been dropped, and its bytes freed.
+        held = [(item, blob) for item, blob in zip(reply.items, blobs, strict=True) if blob is not None]
+        return Claims([item for item, _ in held]), [blob for _, blob in held]
+
+    async def _fetch(self, message: Fetch) -> Answer:
+        blobs = await self._front.blobs([place_of(episode_id) for episode_id in message.episode_ids])
+        found = [blob for blob in blobs if blob is not None]
+        if len(found) < len(blobs):
+            missing = message.episode_ids[blobs.index(None)]
+            raise FaultError("invalid", f"episode {missing} is not held here (any more)")
+        return Fetched(message.episode_ids), found
+
+    def _with_redis(self, figures: BufferStats) -> BufferStats:
+        return msgspec.structs.replace(figures, redis_bytes=self._redis_bytes)
+
+
+def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arrival:
+    """What a blob says of itself, checked against what its sender says of it."""
+    try:
+        summary = summarise(blob)
+    except TrajectoryError as error:
+        return Arrival(sample, problem=str(error))
+    if (summary.job, summary.group_id, summary.sample) != (job, group_id, sample):
+        return Arrival(sample, problem=f"the blob is episode {summary.episode_id} of job {summary.job}")
+    return Arrival(
+        sample=sample,
+        size_bytes=summary.size_bytes,
+        n_units=summary.n_units,
+        n_sampled=summary.n_sampled,
+        min_version=summary.min_version,
+        max_version=summary.max_version,
+        min_epoch=summary.min_epoch,
+    )
+
+
+def place_of(episode_id: str) -> tuple[str, int]:
+    """(group id, sample) of an episode id; raises `FaultError` for a text that is none."""
+    group_id, _, sample = episode_id.rpartition(".")
+    if not group_id or not sample.isdecimal():
+        raise FaultError("invalid", f"{episode_id!r} is not an episode id")
+    return group_id, int(sample)
+
+
+def _is_empty(reply: Message) -> bool:
+    match reply:
+        case Leases():
+            return not reply.groups
+        case Claims():
+            return not reply.items
+        case _:
+            return isinstance(reply, Waiting)
+
+
+async def main(ctx: ServiceContext) -> None:
+    """The service's process: Redis, front, server; ends when told to, or raises why it cannot go on."""
+    job = ctx.job
+    rules, tasks, clock = Rules.of(job), TaskOrder.of(job), RedisClock()
+    embedded = None
+    if job.buffer.redis == "embedded":
+        embedded = EmbeddedRedis(ctx.run_dir / "buffer", ctx.socket_dir / "redis", rules.durability)
+    async with contextlib.AsyncExitStack() as stack:
+        if embedded is not None:
+            stack.push_async_callback(embedded.stop)
+            await embedded.start()
+        url = embedded.url if embedded is not None else job.buffer.redis
+        store = Store(url, job.job, tasks.dataset_hash, rules.durability, clock)
+        front = Front(store, rules, tasks, clock, embedded.start if embedded is not None else None)
+        stack.push_async_callback(front.stop)
+        await front.start()
+        buffer = BufferServer(front, job.job, store)
+        server = Server(
+            ctx.buffer_endpoint,
+            service="buffer",
+            job=job.job,
+            handler=buffer.handle,
+            front_epoch=front.front_epoch,
+        )
+        await server.start()
+        stack.push_async_callback(server.stop)
+        figures = asyncio.create_task(buffer.keep_figures(metrics.register()), name="buffer-figures")
+        stack.callback(figures.cancel)
+        ctx.ready()
+        log.info("buffer serves", redis=url, durability=rules.durability, tasks=len(tasks.table))
+        stopped = asyncio.create_task(ctx.stop.wait(), name="stop")
+        stack.callback(stopped.cancel)
+        ends: set[asyncio.Future[Any]] = {stopped, front.ended, figures}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if front.ended.done():
+            raise front.ended.result()
+        if figures.done():
+            figures.result()

@@ -1,0 +1,253 @@
+"""A ledger driven by hand: decisions on a simulated clock, applied in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from areal_async.wire.messages import (
+    Batch,
+    Checkpointed,
+    Claim,
+    ClaimedEpisode,
+    Commit,
+    EpisodeVerdict,
+    Heartbeat,
+    Lease,
+    LeasedGroup,
+    Message,
+    NextBatch,
+    Ok,
+    PutAck,
+    PutVerdicts,
+    Release,
+    Score,
+    Task,
+    Verdict,
+    VerdictAck,
+    VersionTag,
+    Waiting,
+)
+from replay_buffer.ledger.decide import Command, Expire, decide
+from replay_buffer.ledger.draft import Decision, Draft
+from replay_buffer.ledger.index import Index, Records
+from replay_buffer.ledger.opening import OpenedWith
+from replay_buffer.ledger.records import Meta
+from replay_buffer.ledger.rules import Rules
+from replay_buffer.ledger.storing import Arrival, StoreEpisodes
+
+
+class CountedTasks:
+    """`rows` tasks, in file order, for `passes` passes."""
+
+    dataset_hash = "cafe0123"
+
+    def __init__(self, rows: int = 1000, passes: int | None = None) -> None:
+        self.rows, self.passes = rows, passes
+
+    def at(self, position: int) -> tuple[int, int] | None:
+        pass_index, row = divmod(position, self.rows)
+        return None if self.passes is not None and pass_index >= self.passes else (row, pass_index)
+
+    def task(self, row: int, pass_index: int) -> Task:
+        return Task(f"{self.dataset_hash}:{row}:{pass_index}", f"prompt {row}", data_source="test")
+
+
+class Driver:
+    """One ledger with its clock. Commands go in by name; the reply comes out, its writes applied."""
+
+    def __init__(self, tasks: CountedTasks | None = None, **rules: Any) -> None:
+        self.rules = Rules(**{"group_size": 2, "batch_groups": 2, "max_staleness": 1} | rules)
+        self.tasks = tasks or CountedTasks()
+        self.now_ms = 1_000_000
+        self.epoch = 0
+        self.decisions: list[Decision] = []
+        self.index = self._index(Records(Meta(ledger_id="ledger", dataset_hash=self.tasks.dataset_hash)), 0)
+
+    def _index(self, records: Records, revision: int) -> Index:
+        return Index(self.rules, self.tasks, records, nonce="n", revision=revision)
+
+    # --- the way in ---
+
+    def send(self, command: Command) -> Message:
+        return self.decide(command).reply
+
+    def decide(self, command: Command) -> Decision:
+        due_ms = self.index.next_deadline_ms
+        if due_ms is not None and due_ms <= self.now_ms:
+            self._take(Expire())
+        return self._take(command)
+
+    def _take(self, command: Command) -> Decision:
+        decision = decide(self.index, command, self.now_ms)
+        if decision.writes is not None:
+            self.index.apply(decision.writes)
+        self.decisions.append(decision)
+        return decision
+
+    def rebuilt(self) -> Index:
+        """The index that a new front would make of the records alone."""
+        now = self.index
+        records = Records(now.meta, dict(now.groups), dict(now.leases), dict(now.claims), dict(now.batches))
+        return self._index(records, now.revision)
+
+    # --- shorthands ---
+
+    def open(self, step: int = 0, copy: bytes | None = None) -> Message:
+        reply = self.send(OpenedWith("trainer", step, copy))
+        self.epoch = getattr(reply, "epoch", self.epoch)
+        return reply
+
+    def tag(self, version: int | None = None) -> VersionTag:
+        return VersionTag(self.epoch, self.index.meta.v_train if version is None else version)
+
+    def lease(
+        self, capacity: int = 1, version: int | None = None, worker: str = "rollout-0"
+    ) -> list[LeasedGroup]:
+        return self.send(Lease(worker, capacity, self.tag(version))).groups  # type: ignore[attr-defined]
+
+    def why_not(self, version: int | None = None) -> str:
+        return self.send(Lease("rollout-0", 1, self.tag(version))).reason  # type: ignore[attr-defined]
+
+    def put(
+        self,
+        lease: LeasedGroup,
+        samples: Iterable[int] | None = None,
+        version: int | None = None,
+        newest: int | None = None,
+        epoch: int | None = None,
+        size_bytes: int = 100,
+    ) -> PutAck:
+        version = self.index.meta.v_train if version is None else version
+        arrivals = tuple(
+            Arrival(
+                sample=sample,
+                size_bytes=size_bytes,
+                n_units=8,
+                n_sampled=4,
+                min_version=version,
+                max_version=version if newest is None else newest,
+                min_epoch=self.epoch if epoch is None else epoch,
+            )
+            for sample in (lease.missing if samples is None else samples)
+        )
+        reply = self.send(StoreEpisodes(lease.lease_id, lease.group_id, arrivals))
+        assert isinstance(reply, PutAck)
+        return reply
+
+    def claim(self, most: int = 1000, scorer: str = "reward-0") -> list[ClaimedEpisode]:
+        return self.send(Claim(scorer, most)).items  # type: ignore[attr-defined]
+
+    def judge(
+        self, items: Sequence[ClaimedEpisode], verdict: Verdict | None = None, scorer: str = "reward-0"
+    ) -> VerdictAck:
+        verdict = Score(1.0) if verdict is None else verdict
+        reply = self.send(
+            PutVerdicts(scorer, [EpisodeVerdict(i.episode_id, i.claim_id, verdict) for i in items])
+        )
+        assert isinstance(reply, VerdictAck)
+        return reply
+
+    def scored(
+        self, groups: int = 1, version: int | None = None, serving: int | None = None
+    ) -> list[LeasedGroup]:
+        """`groups` groups leased, generated at `version` and scored."""
+        leases = self.lease(groups, serving if serving is not None else version)
+        assert len(leases) == groups, self.why_not(version)
+        for lease in leases:
+            self.put(lease, version=version)
+        mine = {lease.group_id for lease in leases}
+        self.judge([item for item in self.claim() if item.episode_id.rpartition(".")[0] in mine])
+        return leases
+
+    def ask(self, step: int | None = None, epoch: int | None = None) -> Message:
+        step = self.index.meta.v_train if step is None else step
+        return self.send(NextBatch(self.epoch if epoch is None else epoch, step))
+
+    def batch(self, step: int | None = None) -> Batch:
+        reply = self.ask(step)
+        assert isinstance(reply, Batch), reply
+        return reply
+
+    def waiting(self, step: int | None = None) -> Waiting:
+        reply = self.ask(step)
+        assert isinstance(reply, Waiting), reply
+        return reply
+
+    def commit(self, step: int | None = None) -> Message:
+        return self.send(Commit(self.epoch, self.index.meta.v_train if step is None else step))
+
+    def step(self) -> Batch:
+        """Generate what is needed, and train it."""
+        missing = self.rules.batch_groups - self.index.group_counts[3]
+        if missing > 0:
+            self.scored(missing)
+        batch = self.batch()
+        self.commit()
+        return batch
+
+    def checkpointed(self, step: int | None = None) -> Message:
+        return self.send(Checkpointed(self.epoch, self.index.meta.v_train if step is None else step))
+
+    def heartbeat(self, *leases: LeasedGroup, worker: str = "rollout-0") -> list[str]:
+        ids = [lease.lease_id for lease in leases]
+        return self.send(Heartbeat(worker, ids, self.tag())).lost  # type: ignore[attr-defined]
+
+    def release(self, lease: LeasedGroup, worker: str = "rollout-0") -> Message:
+        return self.send(Release(worker, lease.lease_id, "test"))
+
+    def decide_batch_without(self, group: LeasedGroup) -> Batch:
+        """The next batch, not waiting for `group`, which nevertheless lives on: as a put that was on its way
+        when its group was overtaken."""
+        rules, self.index.rules = self.index.rules, replace(self.index.rules, overtaken_waits=False)
+        batch = self.batch()
+        self.index.rules = rules
+        assert group.group_id not in [held.group_id for held in batch.groups]
+        return batch
+
+    def drop_by_name(self, group: LeasedGroup, reason: str) -> None:
+        """Drop a group as some other part of the ledger would."""
+        draft = Draft(self.index, self.now_ms)
+        draft.drop(self.index.groups[group.group_id], reason)
+        writes = draft.decide(Ok()).writes
+        assert writes is not None
+        self.index.apply(writes)
+
+    # --- looking ---
+
+    def state(self, group: LeasedGroup | str) -> str | None:
+        group_id = group if isinstance(group, str) else group.group_id
+        held = self.index.groups.get(group_id)
+        return None if held is None else GROUP_STATES[held.state]
+
+    def count(self, reason: str) -> int:
+        return self.index.meta.counts.get(reason, 0)
+
+
+GROUP_STATES = ("QUEUED", "LEASED", "GENERATED", "SCORED", "BATCHED", "TRAINED", "COMMITTED", "DROPPED")
+
+
+@pytest.fixture(scope="session")
+def driver_type() -> type[Driver]:
+    """The driver itself, for tests that make their own."""
+    return Driver
+
+
+@pytest.fixture
+def drive() -> Callable[..., Driver]:
+    """A new ledger with the given rules, its trainer opened at step 0."""
+
+    def make(tasks: CountedTasks | None = None, **rules: Any) -> Driver:
+        driver = Driver(tasks, **rules)
+        driver.open()
+        return driver
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def counted_tasks() -> type[CountedTasks]:
+    return CountedTasks

@@ -1,0 +1,62 @@
+"""The admission formula and its limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from replay_buffer.admission import Limits, Load, capacity, room
+
+
+def limits(**changes):
+    return Limits(
+        **{"max_staleness": 4, "batch_groups": 16, "steps": 1000, "max_groups": 4096, "max_bytes": 1 << 30}
+        | changes
+    )
+
+
+def load(**changes):
+    return Load(
+        **{"v_train": 10, "outstanding": 0, "groups": 0, "payload_bytes": 0, "in_flight_bytes": 0.0} | changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("eta", "v_train", "v_serving", "expected"),
+    [
+        (0, 10, 10, 16),
+        (0, 10, 9, 0),
+        (4, 10, 10, 80),
+        (4, 10, 9, 64),
+        (4, 10, 6, 16),
+        (4, 10, 5, 0),
+        (4, 10, 0, 0),
+        (4, 10, 11, 80),  # the snapshot of a step is published before the step is committed
+    ],
+)
+def test_capacity_is_the_formula(eta, v_train, v_serving, expected):
+    assert capacity(limits(max_staleness=eta), v_train, v_serving) == expected
+
+
+def test_the_last_steps_are_not_over_supplied():
+    assert capacity(limits(steps=12), 10, 10) == 32
+    assert capacity(limits(steps=10), 10, 10) == 0
+    assert capacity(limits(steps=12), 10, 6) == 16
+
+
+def test_room_is_what_each_limit_leaves():
+    free = room(limits(), load(outstanding=70, groups=4000, payload_bytes=100, in_flight_bytes=24.0), 10)
+    assert (free.outstanding, free.new, free.bytes, free.reason) == (10, 96, (1 << 30) - 124, "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "serving", "words"),
+    [
+        ({"outstanding": 80}, 10, "generation waits for the trainer"),
+        ({"outstanding": 10}, 5, "too old"),
+        ({"v_train": 1000}, 1000, "all 1000 steps are trained"),
+        ({"groups": 4096, "waiting_for_checkpoint": 9}, 10, "9 of its groups wait for a checkpoint"),
+        ({"payload_bytes": 1 << 30}, 10, "buffer.max_bytes"),
+    ],
+)
+def test_what_is_full_is_said_in_words(changes, serving, words):
+    assert words in room(limits(), load(**changes), serving).reason

@@ -1,0 +1,210 @@
+"""The batch of a step: its order, the hard bound, and groups that would be overtaken."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_async.wire.messages import Batch, Fault
+
+
+def ids(batch):
+    return [group.group_id for group in batch.groups]
+
+
+def test_a_batch_holds_whole_groups_with_their_scores(drive):
+    """groups_are_whole"""
+    ledger = drive(group_size=3, batch_groups=2)
+    groups = ledger.scored(2)
+    batch = ledger.batch()
+    assert (batch.epoch, batch.step, batch.max_staleness) == (1, 0, 1)
+    assert ids(batch) == [group.group_id for group in groups]
+    for group, lease in zip(batch.groups, groups, strict=True):
+        assert (group.task_id, group.data_source) == (lease.task.task_id, "test")
+        assert [(e.episode_id, e.sample, e.n_units, e.n_sampled, e.reward) for e in group.episodes] == [
+            (f"{lease.group_id}.{sample}", sample, 8, 4, 1.0) for sample in range(3)
+        ]
+
+
+def test_groups_are_whole_in_every_batch(drive):
+    ledger = drive(group_size=3, batch_groups=1)
+    (group,) = ledger.lease()
+    ledger.put(group, [0, 1])
+    ledger.judge(ledger.claim())
+    ledger.waiting()
+    ledger.put(group, [2])
+    ledger.waiting()
+    ledger.judge(ledger.claim())
+    assert len(ledger.batch().groups[0].episodes) == 3
+
+
+def test_a_batch_is_the_same_however_often_it_is_asked_for(drive):
+    ledger = drive()
+    ledger.scored(2)
+    first = ledger.batch(0)
+    ledger.scored(2)
+    assert ledger.batch(0) == first
+    ledger.commit(0)
+    assert ledger.batch(0) == first
+    assert ids(ledger.batch(1)) != ids(first)
+
+
+def test_only_the_next_step_can_be_asked_for(drive):
+    ledger = drive()
+    ledger.scored(2)
+    assert ledger.ask(1) == Fault("invalid", "step 1 is not next: 0 steps are committed")
+
+
+def test_a_fenced_trainer_gets_no_batch_and_commits_nothing(drive):
+    ledger = drive()
+    ledger.scored(2)
+    ledger.batch()
+    old = ledger.epoch
+    ledger.open()
+    reply = ledger.ask(0, epoch=old)
+    assert isinstance(reply, Fault)
+    assert reply.kind == "fenced"
+    assert "trainer (epoch 2)" in reply.message
+    ledger.epoch = old
+    assert ledger.commit(0).kind == "fenced"
+    assert ledger.index.meta.v_train == 0
+
+
+def test_the_oldest_version_is_trained_first_then_the_oldest_group(drive):
+    ledger = drive(batch_groups=2, max_staleness=4)
+    ledger.step()
+    a, b, c, d = ledger.lease(4)
+    for group, version in ((a, 1), (b, 0), (c, 1), (d, 0)):
+        ledger.put(group, version=version)
+    ledger.judge(ledger.claim())
+    assert ids(ledger.batch()) == [b.group_id, d.group_id]
+    ledger.commit()
+    assert ids(ledger.batch()) == [a.group_id, c.group_id]
+
+
+@pytest.mark.parametrize("eta", [1, 3])
+def test_staleness_is_bounded_in_the_batch(drive, eta):
+    """A scored group that has become too old is dropped, never trained."""
+    ledger = drive(batch_groups=1, max_staleness=eta, overtaken_waits=False)
+    (late,) = ledger.lease()
+    ledger.put(late, version=0)
+    items = ledger.claim()
+    for _ in range(eta):
+        ledger.step()
+    assert ledger.state(late) == "GENERATED"
+    ledger.scored()
+    batch = ledger.batch()
+    assert late.group_id not in ids(batch)
+    assert ledger.state(late) is None, "it could not have been trained in any later step"
+    assert ledger.count("dropped:overtaken") == 1
+    assert [refusal.reason for refusal in ledger.judge(items).refused] == ["group_ended"] * 2
+
+
+def test_a_waiting_trainer_is_told_what_lacks(drive):
+    ledger = drive(batch_groups=2, group_size=2)
+    assert "no worker has leased" in ledger.waiting().edge
+    first, second = ledger.lease(2)
+    assert "generation" in ledger.waiting().edge
+    ledger.put(first)
+    ledger.put(second)
+    waiting = ledger.waiting()
+    assert "no scorer holds a claim" in waiting.edge
+    assert "4 episodes unclaimed" in waiting.detail
+    items = ledger.claim()
+    assert "scoring is behind" in ledger.waiting().edge
+    ledger.judge(items[:2])
+    assert "needs 2 scored groups and has 1" in ledger.waiting().detail
+
+
+def test_exhausted_tasks_starve_by_name(drive, counted_tasks):
+    ledger = drive(counted_tasks(rows=1, passes=1))
+    ledger.scored(1)
+    assert "exhausted" in ledger.waiting().edge
+
+
+def overtaken(drive, **rules):
+    """At η=1 and step 1: one group of version 0 under way, and two scored ones of version 1."""
+    ledger = drive(batch_groups=2, max_staleness=1, overtaken_ms=5000, lease_ms=60_000, **rules)
+    (slow,) = ledger.lease()
+    ledger.step()
+    ledger.scored(2)
+    return ledger, slow
+
+
+def test_a_step_waits_for_a_group_that_it_would_overtake_and_takes_it_in(drive):
+    ledger, slow = overtaken(drive)
+    waiting = ledger.waiting()
+    assert waiting.edge == "overtaken groups"
+    assert slow.group_id in waiting.detail
+    ledger.put(slow, version=0)
+    assert ledger.waiting().edge == "overtaken groups", "generated, but not scored"
+    ledger.judge(ledger.claim())
+    assert ids(ledger.batch())[0] == slow.group_id
+
+
+def test_a_group_that_comes_in_with_newer_versions_is_not_waited_for(drive):
+    ledger, slow = overtaken(drive)
+    ledger.waiting()
+    ledger.put(slow, version=1)
+    assert slow.group_id not in ids(ledger.batch())
+    assert ledger.state(slow) == "GENERATED"
+
+
+def test_the_wait_for_overtaken_groups_ends_at_its_limit(drive):
+    ledger, slow = overtaken(drive)
+    ledger.waiting()
+    assert ledger.index.overtaken_due_ms == ledger.now_ms + 5000
+    ledger.now_ms += 4999
+    assert "0.0 s more" in ledger.waiting().detail
+    ledger.now_ms += 1
+    assert slow.group_id not in ids(ledger.batch())
+    assert ledger.count("dropped:overtaken") == 1
+    assert ledger.index.overtaken_due_ms is None
+    assert ledger.heartbeat(slow) == [slow.lease_id], "its worker is told to stop"
+    assert ledger.state(f"{slow.task.task_id}#1") == "QUEUED"
+
+
+@pytest.mark.parametrize("ending", ["release", "expiry"])
+def test_the_wait_for_overtaken_groups_ends_with_their_lease(drive, ending):
+    ledger, slow = overtaken(drive)
+    ledger.waiting()
+    if ending == "release":
+        ledger.release(slow)
+    else:
+        ledger.now_ms = next(iter(ledger.index.leases.values())).deadline_ms
+    assert isinstance(ledger.ask(), Batch)
+    assert ledger.state(slow) == "QUEUED", "it holds no version, so nothing of it is too old"
+
+
+def test_under_drop_no_step_waits(drive):
+    ledger, slow = overtaken(drive, overtaken_waits=False)
+    ledger.put(slow, [0], version=0)
+    assert slow.group_id not in ids(ledger.batch())
+    assert ledger.count("dropped:overtaken") == 1
+
+
+def test_no_step_waits_in_vain(drive):
+    """Where the batch is full of equally old groups there is no place for another."""
+    ledger = drive(batch_groups=1, max_staleness=1, overtaken_waits=True)
+    a, b = ledger.lease(2)
+    ledger.put(b, version=0)
+    ledger.judge(ledger.claim())
+    ledger.batch()
+    ledger.commit()
+    # Leased by a worker that lags: both groups of version 0 come up for the one place in step 1.
+    (c,) = ledger.lease(1, version=1)
+    ledger.put(c, version=0)
+    ledger.judge(ledger.claim())
+    assert ids(ledger.batch()) == [c.group_id]
+    assert ledger.state(a) == "LEASED"
+
+
+def test_a_task_is_given_up_after_its_last_attempt(drive):
+    ledger = drive(batch_groups=1, max_staleness=0, overtaken_ms=1)
+    attempts = []
+    for _ in range(4):
+        (group,) = ledger.lease()
+        attempts.append(group.group_id)
+        ledger.put(group, [0])
+        ledger.release(group)
+        ledger.drop_by_name(group, "stale")
+    assert attempts == ["cafe0123:0:0#0", "cafe0123:0:0#1", "cafe0123:0:0#2", "cafe0123:1:0#0"]

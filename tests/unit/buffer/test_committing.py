@@ -1,0 +1,90 @@
+"""Commits, checkpoints and the ledger copy."""
+
+from __future__ import annotations
+
+import msgspec
+
+from areal_async.wire.messages import ExportLedger, Fault, Ok
+from replay_buffer.ledger.committing import Copy
+
+
+def test_a_commit_counts_a_step_once(drive):
+    ledger = drive()
+    ledger.step()
+    assert ledger.index.meta.v_train == 1
+    assert ledger.commit(0) == Ok()
+    assert ledger.index.meta.v_train == 1
+    assert ledger.index.meta.episodes_trained == 4
+    assert ledger.count("trained") == 2
+
+
+def test_a_step_cannot_be_committed_before_its_batch_was_given_out(drive):
+    ledger = drive()
+    assert ledger.commit(0).kind == "invalid"
+    ledger.scored(2)
+    ledger.batch()
+    assert ledger.commit(1).kind == "invalid"
+    assert ledger.index.meta.v_train == 0
+
+
+def test_a_trained_group_makes_room(drive):
+    ledger = drive(batch_groups=1, max_staleness=0)
+    ledger.scored(1)
+    ledger.batch()
+    assert ledger.lease() == []
+    ledger.commit()
+    assert len(ledger.lease()) == 1
+
+
+def test_the_largest_staleness_is_remembered(drive):
+    ledger = drive(batch_groups=1, max_staleness=2)
+    (old,) = ledger.lease()
+    ledger.step()
+    ledger.step()
+    ledger.put(old, version=0)
+    ledger.judge(ledger.claim())
+    ledger.batch()
+    assert ledger.index.meta.max_staleness_seen == 0
+    ledger.commit()
+    assert ledger.index.meta.max_staleness_seen == 2
+
+
+def test_bytes_are_freed_only_when_a_checkpoint_covers_them(drive):
+    ledger = drive(batch_groups=1)
+    freed = lambda: [g for d in ledger.decisions if d.writes for g in d.writes.freed]  # noqa: E731
+    first = ledger.step().groups[0].group_id
+    second = ledger.step().groups[0].group_id
+    assert freed() == []
+    assert ledger.index.payload_bytes == 400
+    assert ledger.checkpointed(1) == Ok()
+    assert freed() == [first]
+    assert (ledger.state(first), ledger.state(second)) == (None, "TRAINED")
+    assert list(ledger.index.batches) == [1]
+    assert ledger.count("committed") == 1
+    assert ledger.checkpointed(1) == Ok()
+    assert ledger.checkpointed(0) == Ok()
+    assert ledger.count("committed") == 1
+
+
+def test_a_checkpoint_of_a_step_to_come_is_refused(drive):
+    ledger = drive()
+    assert isinstance(ledger.checkpointed(1), Fault)
+
+
+def test_the_copy_holds_what_is_under_way_and_nothing_that_is_trained(drive):
+    ledger = drive(batch_groups=1, max_staleness=3)
+    ledger.step()
+    ledger.scored(1)
+    (leased,) = ledger.lease()
+    decision = ledger.decide(ExportLedger(ledger.epoch, 1))
+    copy = msgspec.msgpack.decode(decision.payload, type=Copy)
+    assert copy.meta == ledger.index.meta
+    assert {group.group_id for group in copy.groups} == {"cafe0123:1:0#0", leased.group_id}
+    assert decision.writes is None
+
+
+def test_the_copy_is_of_the_last_committed_step_or_refused(drive):
+    ledger = drive()
+    ledger.step()
+    assert ledger.send(ExportLedger(ledger.epoch, 0)).kind == "invalid"
+    assert ledger.send(ExportLedger(ledger.epoch + 1, 1)).kind == "fenced"

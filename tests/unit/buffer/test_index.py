@@ -1,0 +1,87 @@
+"""The index: derived figures, order, and what a change makes possible."""
+
+from __future__ import annotations
+
+import random
+
+from replay_buffer.ledger.order import Order
+
+
+def test_order_is_by_key_then_id_and_follows_changes():
+    rng = random.Random(0)
+    order, model = Order(), {}
+    for _ in range(2000):
+        id_ = f"g{rng.randrange(40)}"
+        key = None if rng.random() < 0.3 else (rng.randrange(5), rng.randrange(5))
+        order.set(id_, key)
+        model.pop(id_, None)
+        if key is not None:
+            model[id_] = key
+        expected = sorted(model, key=lambda name: (model[name], name))
+        assert list(order) == expected
+        assert order.first_key() == (model[expected[0]] if expected else None)
+        assert (id_ in order) == (key is not None)
+
+
+def test_edges_say_what_has_become_possible(drive):
+    ledger = drive(batch_groups=1, max_staleness=0, group_size=2)
+
+    def edges(action):
+        fired, apply = set(), ledger.index.apply
+
+        def applied(writes):
+            fired.update(apply(writes))
+            return fired
+
+        ledger.index.apply = applied
+        result = action()
+        del ledger.index.apply
+        return fired, result
+
+    fired, (group,) = edges(ledger.lease)
+    assert fired == set()
+    fired, _ = edges(lambda: ledger.put(group, [0]))
+    assert fired == {"claim"}
+    fired, _ = edges(lambda: ledger.put(group, [1]))
+    assert fired == {"claim", "batch"}, "what waited for the group may go on"
+    fired, items = edges(ledger.claim)
+    assert fired == set()
+    fired, _ = edges(lambda: ledger.judge(items))
+    assert fired == {"batch"}
+    ledger.batch()
+    fired, _ = edges(ledger.commit)
+    assert fired == {"lease", "batch"}
+    (group,) = ledger.lease()
+    fired, _ = edges(lambda: ledger.release(group))
+    assert fired == {"lease", "batch"}
+
+
+def test_figures_are_those_of_the_records(drive):
+    ledger = drive(batch_groups=2, max_staleness=3, group_size=3)
+    ledger.step()
+    ledger.scored(1)
+    (group,) = ledger.lease()
+    ledger.put(group, [0], size_bytes=40)
+    index = ledger.index
+    assert index.outstanding == 2
+    assert index.generating == 2
+    assert index.payload_bytes == 3 * 300 + 40
+    assert index.mean_episode_bytes == 94.0
+    assert index.next_step == 1
+    assert index.group_counts == [0, 1, 0, 1, 0, 2, 0, 0]
+    assert index.episode_counts == [2, 1, 0, 9]
+    for name in ("outstanding", "generating", "payload_bytes", "group_counts", "episode_counts"):
+        assert getattr(ledger.rebuilt(), name) == getattr(index, name), name
+
+
+def test_decisions_change_nothing_by_themselves(drive):
+    from areal_async.wire.messages import Lease
+    from replay_buffer.ledger.decide import decide
+
+    ledger = drive()
+    ledger.scored(2)
+    before = repr(ledger.index.state())
+    first = decide(ledger.index, Lease("w", 2, ledger.tag()), ledger.now_ms)
+    second = decide(ledger.index, Lease("w", 2, ledger.tag()), ledger.now_ms)
+    assert repr(ledger.index.state()) == before
+    assert first == second

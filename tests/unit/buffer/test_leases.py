@@ -1,0 +1,140 @@
+"""Leases: what a worker is granted, keeps and loses."""
+
+from __future__ import annotations
+
+from areal_async.wire.messages import Lease, VersionTag
+
+
+def test_a_lease_names_the_task_and_all_its_samples(drive):
+    ledger = drive(group_size=3)
+    (group,) = ledger.lease()
+    assert group.group_id == "cafe0123:0:0#0"
+    assert group.task.task_id == "cafe0123:0:0"
+    assert group.missing == [0, 1, 2]
+    assert group.attempt == 0
+    assert group.deadline_ms == ledger.rules.lease_ms
+    assert ledger.state(group) == "LEASED"
+
+
+def test_the_cursor_moves_with_the_group_that_it_makes(drive):
+    ledger = drive()
+    assert [group.group_id for group in ledger.lease(3)] == [f"cafe0123:{row}:0#0" for row in range(3)]
+    assert ledger.index.meta.position == 3
+    writes = ledger.decisions[-1].writes
+    assert writes.meta.position == 3
+    assert len(writes.groups) == len(writes.leases) == 3
+
+
+def test_no_more_is_granted_than_asked_for_or_admitted(drive):
+    ledger = drive(batch_groups=2, max_staleness=1)
+    assert len(ledger.lease(1)) == 1
+    assert len(ledger.lease(100)) == 3
+    assert ledger.lease(1) == []
+    assert "4 groups are outstanding" in ledger.why_not()
+
+
+def test_group_seeds_depend_on_the_task_and_the_job_only(drive):
+    first, second = drive(seed=1), drive(seed=2)
+    (a, b), (c, d) = first.lease(2), second.lease(2)
+    assert len({a.seed, b.seed, c.seed, d.seed}) == 4
+    assert a.seed == drive(seed=1).lease()[0].seed
+
+
+def test_a_worker_of_an_unknown_trainer_epoch_gets_nothing(drive):
+    ledger = drive()
+    reply = ledger.send(Lease("rollout-0", 1, VersionTag(7, 0)))
+    assert reply.groups == []
+    assert "abandoned" in reply.reason
+
+
+def test_exhausted_tasks_are_said_to_be(drive, counted_tasks):
+    ledger = drive(counted_tasks(rows=3, passes=1))
+    assert len(ledger.lease(10)) == 3
+    assert "exhausted after 3 tasks" in ledger.why_not()
+
+
+def test_a_heartbeat_renews_and_names_what_is_lost(drive):
+    ledger = drive(lease_ms=1000)
+    kept, lost = ledger.lease(2)
+    ledger.now_ms += 900
+    assert ledger.heartbeat(kept) == []
+    ledger.now_ms += 200
+    assert ledger.heartbeat(kept, lost) == [lost.lease_id]
+    assert ledger.state(kept) == "LEASED"
+    assert ledger.state(lost) == "QUEUED"
+    assert ledger.count("queued:lease_expired") == 1
+
+
+def test_a_lease_of_another_worker_cannot_be_renewed_or_released(drive):
+    ledger = drive()
+    (group,) = ledger.lease()
+    assert ledger.heartbeat(group, worker="rollout-1") == [group.lease_id]
+    ledger.release(group, worker="rollout-1")
+    assert ledger.state(group) == "LEASED"
+
+
+def test_an_expired_lease_is_granted_again_for_the_missing_samples_only(drive):
+    ledger = drive(group_size=4, lease_ms=1000)
+    (first,) = ledger.lease()
+    ledger.put(first, [1, 3])
+    ledger.now_ms += 1000
+    (second,) = ledger.lease(worker="rollout-1")
+    assert second.group_id == first.group_id
+    assert second.lease_id != first.lease_id
+    assert second.missing == [0, 2]
+    assert second.attempt == first.attempt
+
+
+def test_what_is_queued_again_goes_before_new_tasks(drive):
+    ledger = drive()
+    first, second = ledger.lease(2)
+    ledger.release(second)
+    ledger.release(first)
+    assert [group.group_id for group in ledger.lease(3)][:2] == [first.group_id, second.group_id]
+
+
+def test_a_release_keeps_what_is_stored_and_may_be_repeated(drive):
+    ledger = drive()
+    (group,) = ledger.lease()
+    ledger.put(group, [0])
+    ledger.release(group)
+    ledger.release(group)
+    assert ledger.count("queued:released") == 1
+    (again,) = ledger.lease()
+    assert again.missing == [1]
+
+
+def test_a_group_that_uses_up_its_leases_is_dropped_and_its_task_not_tried_again(drive):
+    ledger = drive()
+    for _ in range(5):
+        (group,) = ledger.lease()
+        assert group.group_id == "cafe0123:0:0#0"
+        ledger.release(group)
+    assert ledger.state(group) is None
+    assert ledger.count("dropped:leases_used_up") == 1
+    assert ledger.lease()[0].group_id == "cafe0123:1:0#0"
+
+
+def test_groups_and_bytes_held_limit_new_leases_but_not_what_is_held_already(drive):
+    ledger = drive(max_groups=2, max_bytes=350, max_staleness=8)
+    first, second = ledger.lease(5)
+    assert "buffer.max_groups 2" in ledger.why_not()
+    ledger.put(first, [0], size_bytes=300)
+    ledger.release(second)
+    (again,) = ledger.lease(5)
+    assert again.group_id == second.group_id
+
+
+def test_bytes_in_flight_are_expected_at_the_mean_size(drive):
+    ledger = drive(group_size=2, max_bytes=1000, max_staleness=100)
+    ledger.put(ledger.lease()[0], size_bytes=100)
+    # 200 bytes are held and a group is expected to weigh 200: four more fit.
+    assert len(ledger.lease(50)) == 4
+    assert "buffer.max_bytes" in ledger.why_not()
+
+
+def test_no_group_is_generated_that_no_step_is_left_for(drive):
+    ledger = drive(steps=1, batch_groups=2, max_staleness=4)
+    assert len(ledger.lease(50)) == 2
+    for group in list(ledger.index.groups):
+        assert ledger.state(group) == "LEASED"

@@ -1,0 +1,218 @@
+"""A trainer opens the job: first, again, and back from a checkpoint."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from areal_async.wire.messages import Batch, ExportLedger, Fault, TrainerOpened
+from replay_buffer.ledger.committing import Copy
+
+
+def ids(batch):
+    return [group.group_id for group in batch.groups]
+
+
+def export(ledger):
+    return ledger.decide(ExportLedger(ledger.epoch, ledger.index.meta.v_train)).payload
+
+
+def trained_steps(ledger, n):
+    """Train `n` steps with asynchronous groups; returns the batches."""
+    return [ledger.step() for _ in range(n)]
+
+
+def test_every_opening_starts_a_new_epoch(drive):
+    ledger = drive()
+    assert ledger.epoch == 1
+    assert ledger.open() == TrainerOpened(2, 0)
+
+
+def test_a_job_cannot_be_joined_in_the_middle_without_its_checkpoint(drive):
+    ledger = drive(batch_groups=1)
+    trained_steps(ledger, 2)
+    ledger.checkpointed(2)
+    reply = ledger.open(step=0)
+    assert isinstance(reply, Fault)
+    assert "ledger at step 2" in reply.message
+    assert ledger.open(step=3).kind == "invalid"
+    assert ledger.open(step=2) == TrainerOpened(2, 2)
+
+
+def test_trained_effectively_once_the_same_batches_are_redone_in_order(drive):
+    """Before the first checkpoint a trainer that died starts again from the job's beginning."""
+    ledger = drive(batch_groups=2, max_staleness=0)
+    batches = trained_steps(ledger, 3)
+    ledger.scored(2)
+    pending = ledger.batch()
+    ledger.open(step=0)
+    assert ledger.index.meta.episodes_trained == 0
+    assert ledger.count("batched:redo") == 6
+    assert ledger.lease() == [], "what is run again counts as outstanding"
+    first = ledger.batch()
+    assert first == msgspec.structs.replace(batches[0], epoch=2)
+    assert ledger.batch() == first
+    assert ledger.index.batches[3].group_ids == tuple(ids(pending))
+
+
+def test_units_of_abandoned_weights_are_not_trained(drive):
+    """The redone steps may give other weights than the ones those units were sampled from."""
+    ledger = drive(batch_groups=1, max_staleness=2)
+    batches = trained_steps(ledger, 3)
+    assert batches[1].groups[0].episodes[0].max_version == 1
+    ledger.open(step=0)
+    assert ids(ledger.batch(0)) == ids(batches[0]), "its units are from version 0, which still is"
+    ledger.commit()
+    waiting = ledger.waiting(1)
+    assert ledger.count("dropped:abandoned") == 1
+    assert "has 0" in waiting.detail
+    again = ledger.lease(10)
+    assert "cafe0123:1:0#1" in [group.group_id for group in again], "its task is tried again"
+    for group in again:
+        ledger.put(group)
+    ledger.judge(ledger.claim())
+    assert isinstance(ledger.ask(1), Batch)
+
+
+def test_a_worker_with_abandoned_weights_gets_no_lease_and_its_puts_are_refused(drive):
+    ledger = drive(batch_groups=1, max_staleness=4)
+    trained_steps(ledger, 1)
+    (group,) = ledger.lease()
+    ledger.open(step=0)
+    ledger.scored()
+    ledger.batch()
+    ledger.commit()
+    ack = ledger.put(group, version=1, epoch=1)
+    assert [refusal.reason for refusal in ack.refused] == ["abandoned"] * 2
+    assert ledger.state(group) is None
+    old_epoch, ledger.epoch = ledger.epoch, 1
+    assert "abandoned" in ledger.why_not(version=1)
+    ledger.epoch = old_epoch
+
+
+def test_after_a_checkpoint_nothing_before_it_is_redone(drive):
+    ledger = drive(batch_groups=1, max_staleness=0)
+    trained_steps(ledger, 2)
+    copy = export(ledger)
+    ledger.checkpointed(2)
+    batches = trained_steps(ledger, 2)
+    assert ledger.open(step=2, copy=copy) == TrainerOpened(2, 2)
+    assert ledger.index.meta.v_train == 2
+    assert ids(ledger.batch()) == ids(batches[0])
+    assert ledger.index.meta.episodes_trained == 4
+
+
+def test_a_checkpoint_whose_announcement_was_lost_counts_when_it_is_opened(drive):
+    ledger = drive(batch_groups=1, max_staleness=0)
+    trained_steps(ledger, 2)
+    copy = export(ledger)
+    trained_steps(ledger, 1)
+    ledger.open(step=2, copy=copy)
+    assert ledger.index.meta.checkpoint == 2
+    assert ledger.count("committed") == 2
+    assert list(ledger.index.batches) == [2]
+
+
+def test_the_copy_wins_over_a_ledger_without_the_redo_log(drive):
+    """Resuming from an older checkpoint: the cursor is its cursor, and what it did not know of ends."""
+    ledger = drive(batch_groups=1, max_staleness=1)
+    trained_steps(ledger, 1)
+    (kept,) = ledger.lease()
+    ledger.put(kept, [0], version=1)
+    copy = export(ledger)
+    position = ledger.index.meta.position
+    ledger.checkpointed(1)
+    ledger.release(kept)
+    (kept,) = ledger.lease()
+    ledger.put(kept, [1], version=1)
+    ledger.judge(ledger.claim())
+    trained_steps(ledger, 2)
+    ledger.checkpointed(3)
+    (unknown,) = ledger.lease()
+    assert ledger.open(step=1, copy=copy) == TrainerOpened(2, 1)
+    meta = ledger.index.meta
+    assert (meta.v_train, meta.checkpoint, meta.position) == (1, 1, position)
+    assert ledger.state(unknown) is None
+    assert ledger.count("dropped:not_in_checkpoint") >= 1
+    assert ledger.state(kept) == "QUEUED", "its bytes were freed when it was committed"
+    assert ledger.index.leases == {}
+    assert ledger.index.batches == {}
+    assert [group.group_id for group in ledger.lease(1)] == [kept.group_id]
+
+
+def test_episodes_whose_bytes_are_held_survive_when_the_copy_wins(drive):
+    ledger = drive(batch_groups=1, max_staleness=3, group_size=3)
+    trained_steps(ledger, 1)
+    (group,) = ledger.lease()
+    ledger.put(group, [0], version=1)
+    copy = export(ledger)
+    ledger.checkpointed(1)
+    ledger.judge(ledger.claim())
+    ledger.scored(1)
+    ledger.decide_batch_without(group)
+    ledger.commit()
+    ledger.checkpointed(2)
+    ledger.put(group, [1], version=2)
+    ledger.open(step=1, copy=copy)
+    held = ledger.index.groups[group.group_id]
+    assert held.missing == [1, 2], "version 2 is abandoned"
+    assert held.episodes[0].reward == 1.0
+    assert ledger.decisions[-1].writes.freed[group.group_id] == (1,)
+    assert ledger.index.payload_bytes == 100
+
+
+def test_a_new_redis_starts_from_the_copy_alone(drive, driver_type):
+    ledger = drive(batch_groups=1, max_staleness=1)
+    trained_steps(ledger, 2)
+    (group,) = ledger.lease()
+    ledger.put(group, [0])
+    copy = export(ledger)
+    fresh = driver_type(batch_groups=1, max_staleness=1)
+    fresh.index.meta = msgspec.structs.replace(fresh.index.meta, ledger_id="another")
+    fresh.open(step=2, copy=copy)
+    assert fresh.epoch == 2, "epochs go on from the copy's"
+    meta = fresh.index.meta
+    assert (meta.ledger_id, meta.v_train, meta.position) == ("ledger", 2, 3)
+    (again,) = fresh.lease()
+    assert again.group_id == group.group_id
+    assert again.missing == [0, 1]
+
+
+def test_another_job_s_episodes_of_the_same_name_do_not_survive(drive, driver_type):
+    ledger = drive(batch_groups=1)
+    (group,) = ledger.lease()
+    ledger.put(group)
+    copy = export(ledger)
+    other = driver_type(batch_groups=1)
+    other.index.meta = msgspec.structs.replace(other.index.meta, ledger_id="another")
+    other.open()
+    (same,) = other.lease()
+    assert same.group_id == group.group_id
+    other.put(same)
+    other.open(step=0, copy=copy)
+    assert other.state(same) == "QUEUED"
+    assert other.decisions[-1].writes.freed == {same.group_id: None}
+
+
+@pytest.mark.parametrize("damage", ["bytes", "step", "dataset", "schema"])
+def test_a_copy_that_does_not_fit_is_refused_with_the_reason(drive, damage):
+    ledger = drive(batch_groups=1)
+    trained_steps(ledger, 1)
+    copy = msgspec.msgpack.decode(export(ledger), type=Copy)
+    ledger.checkpointed(1)
+    step = 1
+    match damage:
+        case "bytes":
+            blob = b"\x00nonsense"
+        case "step":
+            step, blob = 0, msgspec.msgpack.encode(copy)
+        case "dataset":
+            meta = msgspec.structs.replace(copy.meta, dataset_hash="other")
+            blob = msgspec.msgpack.encode(msgspec.structs.replace(copy, meta=meta))
+        case "schema":
+            blob = msgspec.msgpack.encode(msgspec.structs.replace(copy, schema=99))
+    reply = ledger.open(step=step, copy=blob)
+    assert isinstance(reply, Fault)
+    expected = {"bytes": "cannot be read", "step": "of step 1", "dataset": "other", "schema": "schema 99"}
+    assert expected[damage] in reply.message
+    assert ledger.index.meta.epoch == 1

@@ -1,0 +1,128 @@
+"""Puts: stored once, fenced by lease, repeatable, never too old."""
+
+from __future__ import annotations
+
+import pytest
+
+from replay_buffer.ledger.storing import Arrival, StoreEpisodes
+
+
+def reasons(ack):
+    return [refusal.reason.split(":")[0] for refusal in ack.refused]
+
+
+def test_a_group_is_generated_once_every_sample_is_stored(drive):
+    ledger = drive(group_size=3)
+    (group,) = ledger.lease()
+    ack = ledger.put(group, [0, 2])
+    assert (ack.stored, ack.refused, ack.durability) == ([0, 2], [], "everysec")
+    assert ledger.state(group) == "LEASED"
+    ledger.put(group, [1])
+    assert ledger.state(group) == "GENERATED"
+    assert ledger.index.leases == {}
+    assert ledger.index.payload_bytes == 300
+
+
+def test_the_bytes_to_keep_are_named_by_attachment(drive):
+    ledger = drive(group_size=3)
+    (group,) = ledger.lease()
+    ledger.put(group, [2, 0])
+    assert ledger.decisions[-1].writes.blobs == {group.group_id: {2: 0, 0: 1}}
+
+
+def test_a_repeated_put_is_acknowledged_and_stores_nothing(drive):
+    ledger = drive(group_size=2)
+    (group,) = ledger.lease()
+    ledger.put(group, [0])
+    assert ledger.put(group, [0]).stored == [0]
+    assert ledger.decisions[-1].writes is None
+    ledger.put(group, [1])
+    assert ledger.put(group, [0, 1]).stored == [0, 1]
+    assert ledger.count("stored") == 2
+
+
+def test_a_sample_twice_in_one_put_is_stored_once(drive):
+    ledger = drive(group_size=2)
+    (group,) = ledger.lease()
+    assert ledger.put(group, [1, 1]).stored == [1, 1]
+    assert ledger.decisions[-1].writes.blobs == {group.group_id: {1: 0}}
+    assert ledger.index.payload_bytes == 100
+
+
+def test_a_zombie_s_late_results_are_refused(drive):
+    ledger = drive(group_size=2, lease_ms=1000)
+    (zombie,) = ledger.lease()
+    ledger.now_ms += 1000
+    (living,) = ledger.lease(worker="rollout-1")
+    assert reasons(ledger.put(zombie, [0])) == ["lease_lost"]
+    ledger.put(living, [0])
+    assert reasons(ledger.put(zombie, [0, 1])) == ["stored_by_another_lease", "lease_lost"]
+    assert ledger.index.groups[living.group_id].missing == [1]
+    assert ledger.count("refused:lease_lost") == 2
+
+
+def test_a_put_into_a_group_that_ended_is_refused(drive):
+    ledger = drive(batch_groups=1)
+    (group,) = ledger.scored()
+    ledger.step()
+    ledger.checkpointed()
+    assert reasons(ledger.put(group, [0], version=0)) == ["lease_lost"]
+
+
+def test_what_is_no_episode_is_refused_and_the_rest_stored(drive):
+    ledger = drive(group_size=2)
+    (group,) = ledger.lease()
+    good = Arrival(0, 100, 8, 4, 0, 0, 1)
+    bad = Arrival(1, problem="the checksum does not match")
+    beyond = Arrival(7, 100, 8, 4, 0, 0, 1)
+    ack = ledger.send(StoreEpisodes(group.lease_id, group.group_id, (good, bad, beyond)))
+    assert ack.stored == [0]
+    assert [refusal.item for refusal in ack.refused] == [f"{group.group_id}.1", f"{group.group_id}.7"]
+    assert "checksum" in ack.refused[0].reason
+    assert ledger.index.groups[group.group_id].missing == [1]
+
+
+def test_a_version_that_was_never_published_is_refused(drive):
+    ledger = drive()
+    (group,) = ledger.lease()
+    assert reasons(ledger.put(group, [0], version=0, newest=2)) == ["version_unknown"]
+    assert reasons(ledger.put(group, [0], epoch=9)) == ["version_unknown"]
+    # The snapshot of a step is published before the step is committed.
+    assert ledger.put(group, [0], version=0, newest=1).stored == [0]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_staleness_is_bounded_at_arrival(drive, batched):
+    """Too old for the next step that is still to be made up, the episode takes its group with it."""
+    ledger = drive(batch_groups=1, max_staleness=1)
+    (old,) = ledger.lease()
+    while ledger.index.meta.v_train < 1 + (not batched):
+        ledger.scored(version=ledger.index.meta.v_train)
+        ledger.decide_batch_without(old)
+        ledger.commit()
+    if batched:
+        ledger.scored()
+        ledger.decide_batch_without(old)
+    ack = ledger.put(old, [0], version=0)
+    assert reasons(ack) == ["stale"]
+    assert ledger.state(old) is None
+    assert ledger.count("dropped:stale") == 1
+    assert ledger.state(f"{old.task.task_id}#1") == "QUEUED"
+
+
+def test_versions_of_a_group_span_its_episodes(drive):
+    ledger = drive(group_size=3, max_staleness=8, batch_groups=1)
+    ledger.step()
+    (group,) = ledger.lease()
+    ledger.put(group, [0], version=1, newest=2)
+    ledger.put(group, [1], version=0, newest=0)
+    held = ledger.index.groups[group.group_id]
+    assert (held.min_version, held.max_version) == (0, 2)
+
+
+def test_an_episode_without_sampled_units_has_no_version_and_is_never_stale(drive):
+    ledger = drive(group_size=1, batch_groups=1, max_staleness=0)
+    (group,) = ledger.lease()
+    assert ledger.put(group, [0], version=-1).stored == [0]
+    ledger.judge(ledger.claim())
+    assert ledger.batch().groups[0].episodes[0].min_version == -1

@@ -1,0 +1,79 @@
+"""Whatever a job file holds, it is loaded or refused with a `ConfigError`; nothing else is ever raised."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_async.config.errors import ConfigError
+from areal_async.config.fields import job_fields
+from areal_async.config.load import job_from_mapping, load_job
+from areal_async.config.yamlfile import parse_yaml
+
+VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=20),
+        st.sampled_from(["", "~", "a.py:b", "redis://[", "unix://", "/", "cuda:0", "local", "\x00"]),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.one_of(st.text(max_size=8), st.integers()), inner, max_size=3),
+    ),
+    max_leaves=5,
+)
+SECTIONS = sorted({path.rpartition(".")[0] for path in job_fields()} - {""})
+KEYS = st.sampled_from([*job_fields(), *SECTIONS, "nowhere", "buffer.nowhere"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(KEYS, VALUES, min_size=1, max_size=4))
+def test_hostile_values_give_a_typed_error(changes: dict[str, Any]) -> None:
+    content: dict[str, Any] = {"job": "a", "model": "m", "tasks": {"train": "t.jsonl"}}
+    for path, value in changes.items():
+        inner: Any = content
+        *sections, last = path.split(".")
+        for name in sections:
+            inner = inner.setdefault(name, {}) if isinstance(inner, dict) else None
+        if isinstance(inner, dict):
+            inner[last] = value
+    with pytest.raises(ConfigError) as caught:  # the model does not exist, so none of these is right
+        job_from_mapping(content, source="job.yaml", base=Path("/nowhere"))
+    assert all(mistake.field and mistake.problem and mistake.fix for mistake in caught.value.mistakes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(st.binary(max_size=60), st.text(max_size=60).map(str.encode)))
+def test_hostile_bytes_give_a_typed_error(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.yaml"
+        path.write_bytes(data)
+        with pytest.raises(ConfigError):
+            load_job(path)
+
+
+@given(st.lists(st.text(max_size=30), max_size=3))
+def test_hostile_overrides_give_a_typed_error(overrides: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        job_from_mapping({}, overrides, source="job.yaml", base=Path("/nowhere"))
+
+
+@given(st.dictionaries(st.text(max_size=8), st.one_of(st.integers(), st.text(max_size=8)), max_size=4))
+def test_yaml_of_our_own_is_read_back(content: dict[str, Any]) -> None:
+    assert parse_yaml(yaml.safe_dump(content, allow_unicode=True)) == content
+
+
+def test_anchors_and_merges_work_and_odd_keys_do_not() -> None:
+    assert parse_yaml("a: &x {b: 1}\nc: {<<: *x, d: 2}") == {"a": {"b": 1}, "c": {"b": 1, "d": 2}}
+    for text in ("{[1]: 2}", "? {a: b}\n: c", "a: !!python/object:os.system {}"):
+        with pytest.raises(yaml.YAMLError):
+            parse_yaml(text)

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areal_async.config.fields import job_fields, section_of, suggest
+from areal_async.config.job import JobConfig
+from areal_async.config.reference import renew
+from areal_async.config.reward import BUILT_IN_REWARDS
+from areal_async.config.rollout import BUILT_IN_WORKFLOWS
+
+PAGE = Path(__file__).parents[3] / "docs" / "job-file.md"
+
+
+def test_the_page_of_the_job_file_is_in_step_with_the_models() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert renew(page) == page, "run `python -m areal_async.config.reference docs/job-file.md`"
+
+
+def test_a_page_that_leaves_a_section_out_is_noticed() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match=r"tasks\.train"):
+        renew(page.replace("<!-- fields: tasks -->", ""))
+
+
+def test_the_example_of_the_page_is_a_valid_job() -> None:
+    example = re.search(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert example is not None
+    JobConfig.model_validate(yaml.safe_load(example[1]))
+
+
+def test_every_field_says_what_it_means() -> None:
+    assert [path for path, field in job_fields().items() if not field.description] == []
+
+
+def test_a_section_default_is_that_of_its_owner() -> None:
+    assert job_fields()["evaluation.sampling.temperature"].default == 0.0
+    assert job_fields()["rollout.sampling.temperature"].default == 1.0
+    assert job_fields()["model"].required
+
+
+def test_built_in_names_are_those_of_the_services() -> None:
+    from reward_service.sdk import BUILT_IN as REWARDS
+    from rollout_service.workflows.base import BUILT_IN as WORKFLOWS
+
+    assert set(BUILT_IN_REWARDS) == set(REWARDS)
+    assert set(BUILT_IN_WORKFLOWS) == set(WORKFLOWS)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "meant"),
+    [
+        ("", "job_name", None),
+        ("", "modle", "model"),
+        ("buffer", "max_stale", "buffer.max_staleness"),
+        ("", "learning_rate", None),
+        ("trainer", "lr", "trainer.optimizer.lr"),
+        ("rollout", "temperature", "rollout.sampling.temperature"),
+        ("", "max_stalness", "buffer.max_staleness"),
+        ("nowhere", "metrics_port", "observe.metrics_port"),
+        ("reward", "xyzzy", None),
+    ],
+)
+def test_an_unknown_key_is_guessed_or_left_alone(section: str, key: str, meant: str | None) -> None:
+    assert suggest(section, key) == meant
+
+
+def test_sections_are_found_by_path() -> None:
+    assert section_of("") is JobConfig
+    assert section_of("rollout.sampling") is not None
+    assert section_of("rollout.engine") is None
+    assert section_of("nowhere") is None

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_async.config.job import JobConfig
+from areal_async.control.monitor import Monitor, Tail
+from areal_async.control.picture import MESSAGE_LIFE_S, Observer, Picture
+from areal_async.control.samples import by_label, fetch_samples, parse_samples
+from areal_async.observe.metrics import busy, start_metrics_server
+
+EXPOSITION = """\
+# HELP areal_buffer_groups Groups.
+# TYPE areal_buffer_groups gauge
+areal_buffer_groups{state="queued"} 3.0
+areal_buffer_groups{state="say \\"hi\\""} 1.0
+areal_reward_call_seconds_bucket{le="0.1"} 5.0
+areal_reward_call_seconds_sum 0.25
+areal_busy_seconds_total{activity="train"} 1.5
+python_info{version="3"} 1.0
+"""
+
+
+@pytest.fixture
+def observer(job: JobConfig) -> Observer:
+    return Observer(job, ["buffer", "trainer", "rollout-0", "rollout-1"], started_s=100.0)
+
+
+def test_only_our_series_are_read_and_no_buckets() -> None:
+    samples = parse_samples(EXPOSITION)
+    assert len(samples) == 4
+    assert samples["areal_reward_call_seconds_sum"] == 0.25
+    assert dict(by_label(samples, "areal_buffer_groups", "state")) == {"queued": 3.0, 'say \\"hi\\"': 1.0}
+
+
+def test_a_real_endpoint_is_read() -> None:
+    with busy("picture_test"):
+        port = start_metrics_server(0)
+        samples = fetch_samples(port)
+    assert 'areal_busy_seconds_total{activity="picture_test"}' in samples
+
+
+def test_an_empty_run_has_an_empty_picture(observer: Observer) -> None:
+    picture = observer.picture(101.0)
+    assert (picture.step, picture.elapsed_s, picture.eta_s, picture.reward) == (0, 1.0, None, None)
+    assert picture.bound == 4
+
+
+def test_records_make_progress_and_time_left(observer: Observer) -> None:
+    for step in range(30):
+        observer.feed_record(
+            {"kind": "step", "step": step, "version": step + 1, "time_s": 1000 + 2 * step, "reward_mean": 0.5}
+            | {"staleness_mean": 0.7, "staleness_max": 2 if step == 5 else 1}
+        )
+    picture = observer.picture(160.0)
+    assert (picture.step, picture.steps, picture.version) == (30, 100, 30)
+    assert picture.eta_s == pytest.approx(2 * 70)
+    assert (picture.staleness_max, picture.staleness_seen) == (1, 2)
+    assert len(picture.rewards) == 30
+
+
+def test_held_out_accuracy_is_by_version_not_by_arrival(observer: Observer) -> None:
+    for version, accuracy in ((25, 0.5), (0, 0.3), (50, 0.6)):
+        observer.feed_record({"kind": "evaluation", "version": version, "accuracy": accuracy})
+    picture = observer.picture(101.0)
+    assert (picture.accuracy_start, picture.accuracy, picture.accuracy_version) == (0.3, 0.6, 50)
+
+
+def test_supervised_records_count_from_one(job: JobConfig) -> None:
+    observer = Observer(job.model_copy(update={"kind": "sft"}), ["trainer"], 0.0)
+    observer.feed_record({"kind": "sft", "step": 0, "accuracy": 0.0, "time_s": 10.0})
+    observer.feed_record({"kind": "sft", "step": 10, "loss": 2.0, "time_s": 15.0})
+    picture = observer.picture(5.0)
+    assert (picture.step, picture.loss, picture.eta_s) == (10, 2.0, pytest.approx(45.0))
+
+
+def test_rates_and_busy_shares_are_of_the_last_seconds(observer: Observer) -> None:
+    for tick in range(41):
+        now_s = 100 + tick / 2
+        rate = 100 if tick <= 20 else 50
+        base = 0 if tick <= 20 else 500
+        for name in ("rollout-0", "rollout-1"):
+            observer.feed_samples(
+                name,
+                {
+                    "areal_rollout_tokens_total": base + rate * tick / 2,
+                    'areal_busy_seconds_total{activity="generate"}': 0.9 * tick / 2,
+                    'areal_busy_seconds_total{activity="load"}': 0.1 * tick / 2,
+                    'areal_busy_seconds_total{activity="wait"}': 1.0 * tick / 2,
+                },
+                now_s,
+            )
+    picture = observer.picture(120.0)
+    assert picture.generated_per_s == pytest.approx(100.0)
+    shares = {service.name: service.busy for service in picture.services}
+    assert shares["rollout-0"] == pytest.approx(0.9)
+    assert shares["trainer"] is None
+
+
+def test_busy_while_training_leaves_out_what_came_before_and_after(observer: Observer) -> None:
+    series = 'areal_busy_seconds_total{activity="generate"}'
+    observer.feed_samples("rollout-0", {series: 0.0}, 100.0)
+    assert observer.busy_while_training("rollout-0") is None
+    observer.feed_record({"kind": "step", "step": 0})
+    observer.feed_samples("rollout-0", {series: 1.0}, 150.0)
+    observer.feed_samples("rollout-0", {series: 2.0}, 160.0)
+    assert observer.busy_while_training("rollout-0") is None
+    observer.feed_record({"kind": "step", "step": 1})
+    observer.feed_samples("rollout-0", {series: 41.0}, 200.0)
+    observer.feed_samples("rollout-0", {series: 41.0}, 900.0)
+    assert observer.busy_while_training("rollout-0") == pytest.approx(0.8)
+
+
+def test_the_last_warning_is_shown_for_a_while(observer: Observer) -> None:
+    line = {"event": "waiting for scored groups", "level": "info", "detail": "reward has 0 of 4 workers"}
+    observer.feed_log_line("trainer", json.dumps(line), 110.0)
+    observer.feed_log_line("trainer", '{"event": "step", "level": "info"}', 111.0)
+    observer.feed_log_line("trainer", "a line that is not structured, with waiting for", 111.0)
+    shown = "trainer: waiting for scored groups (reward has 0 of 4 workers)"
+    assert observer.picture(112.0).message == shown
+    assert observer.picture(111.0 + MESSAGE_LIFE_S).message == ""
+
+
+def test_what_is_waited_for_is_void_with_the_next_step_but_a_warning_stays(observer: Observer) -> None:
+    for level, left in (("info", ""), ("warning", "trainer: waiting for room")):
+        line = json.dumps({"event": "waiting for room", "level": level})
+        observer.feed_log_line("trainer", line, 110.0)
+        assert observer.picture(111.0).message == "trainer: waiting for room"
+        observer.feed_record({"kind": "step", "step": 3})
+        assert observer.picture(111.0).message == left
+
+
+def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "log")
+    assert list(tail.lines()) == []
+    with (tmp_path / "log").open("a") as file:
+        file.write("one\ntw")
+        file.flush()
+        assert list(tail.lines()) == ["one"]
+        file.write("o\n\nthree\n")
+        file.flush()
+        assert list(tail.lines()) == ["two", "three"]
+    assert list(tail.lines()) == []
+
+
+def test_a_monitor_shows_what_it_can_read_and_survives_what_it_cannot(job: JobConfig, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "trainer.log").write_text('{"event": "odd", "level": "warning"}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 4}\nnot json\n[1]\n')
+    shown: list[Picture] = []
+    monitor = Monitor(
+        Observer(job, ["trainer"], 0.0),
+        tmp_path,
+        endpoints=lambda: {"trainer": 1},  # nothing listens there
+        phases=lambda: {"trainer": "serving"},
+        show=shown.append,
+        poll_s=0.01,
+    )
+    monitor.start()
+    monitor.stop()
+    assert shown[-1].step == 5
+    assert shown[-1].message == "trainer: odd"

@@ -1,0 +1,150 @@
+"""`run_job` from a configuration to its summary, with stand-in services."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from areal_async.config.errors import ConfigError
+from areal_async.config.job import JobConfig
+from areal_async.config.load import load_job
+from areal_async.control import preflight
+from areal_async.control.context import ServicePlace
+from areal_async.control.errors import RunFailed, RunFolderError, RunInterrupted
+from areal_async.control.plan import MODULES
+from areal_async.control.run import RunResult, run_job
+
+STAND_IN = dict.fromkeys(MODULES, "stand_in")
+Behave = Callable[[dict[str, str]], None]
+
+
+def run(job: JobConfig, **options: bool) -> tuple[RunResult, str]:
+    console = Console(file=io.StringIO(), width=100)
+    result = run_job(job, console=console, modules=STAND_IN, **options)
+    assert isinstance(console.file, io.StringIO)
+    return result, console.file.getvalue()
+
+
+def changed(job: JobConfig, section: str, **fields: object) -> JobConfig:
+    return job.model_copy(update={section: getattr(job, section).model_copy(update=fields)})
+
+
+def test_a_run_leaves_all_that_was_promised(job: JobConfig, behave: Behave) -> None:
+    behave({"trainer": "trains"})
+    result, shown = run(changed(job, "trainer", steps=5))
+    folder = job.run_dir / "test"
+    assert result.run_dir == folder
+    assert json.loads((folder / "summary.json").read_text()) == result.summary
+    assert (result.summary["accuracy_start"], result.summary["accuracy_end"]) == (0.25, 0.75)
+    assert result.summary["steps"] == 5
+    assert result.summary["trainer_busy"] == 0.8
+    names = {"summary.json", "metrics.jsonl", "curves.png", "job.yaml", "logs", "model", "context.json"}
+    assert names <= {path.name for path in folder.iterdir()}
+    assert "0.250 → 0.750" in shown
+    assert "test is done" in shown
+    assert not (job.run_dir / "prometheus" / "test.json").exists()
+
+
+def test_a_finished_run_is_only_replaced_when_asked(job: JobConfig, behave: Behave) -> None:
+    behave({"trainer": "trains"})
+    small = changed(job.model_copy(update={"kind": "sft"}), "trainer", steps=1)
+    run(small)
+    before = (job.run_dir / "test" / "summary.json").read_text()
+    with pytest.raises(RunFolderError, match="a finished run"):
+        run(small)
+    assert (job.run_dir / "test" / "summary.json").read_text() == before
+    run(small, overwrite=True)
+
+
+def test_a_supervised_job_starts_the_trainer_alone(job: JobConfig, behave: Behave) -> None:
+    behave({"trainer": "trains"})
+    run(changed(job.model_copy(update={"kind": "sft"}), "trainer", steps=1))
+    logs = {path.name for path in (job.run_dir / "test" / "logs").iterdir()}
+    assert logs == {"trainer.log", "supervisor.log"}
+
+
+def test_the_resolved_job_file_of_a_run_runs_again(job: JobConfig, behave: Behave, tmp_path: Path) -> None:
+    behave({"trainer": "trains"})
+    run(changed(job.model_copy(update={"kind": "sft"}), "trainer", steps=1))
+    with pytest.raises(ConfigError) as caught:  # this test's job has no model and no tasks
+        load_job(tmp_path / "runs" / "test" / "job.yaml")
+    assert {mistake.field for mistake in caught.value.mistakes} == {"model", "tasks.train"}
+
+
+def test_a_failed_run_says_why_and_keeps_its_logs(job: JobConfig, behave: Behave) -> None:
+    behave({"rollout-0": "dies at start"})
+    with pytest.raises(RunFailed, match=r"(?s)rollout-0 ended with status 1.*no config.json") as caught:
+        run(job)
+    assert "logs/rollout-0.log" in str(caught.value)
+    assert not (job.run_dir / "test" / "summary.json").exists()
+    assert "no config.json" in (job.run_dir / "test" / "logs" / "rollout-0.log").read_text()
+
+
+def test_an_interrupted_run_says_so(job: JobConfig, behave: Behave) -> None:
+    behave({})
+    targets = job.run_dir / "prometheus" / "test.json"
+
+    def interrupt_once_it_serves() -> None:
+        while not targets.exists():
+            gone.wait(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    gone = threading.Event()
+    thread = threading.Thread(target=interrupt_once_it_serves, daemon=True)
+    thread.start()
+    with pytest.raises(RunInterrupted, match="every process has ended"):
+        run(job)
+    thread.join()
+
+
+def test_a_busy_metrics_port_is_found_before_anything_starts(job: JobConfig, behave: Behave) -> None:
+    behave({})
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:
+            run(changed(job, "observe", metrics_port=port))
+    text = str(caught.value)
+    assert f"port {port}, for the metrics of buffer, is busy" in text
+    assert f"process {os.getpid()}" in text
+    assert not job.run_dir.exists()
+
+
+def test_what_the_machine_lacks_is_found_before_anything_starts(
+    job: JobConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (job.model).mkdir()
+    (job.model / "model.safetensors").write_bytes(b"")
+    monkeypatch.setattr(preflight, "find_redis_server", lambda: None)
+    monkeypatch.setattr(preflight, "model_bytes", lambda model: 1 << 60)
+    hungry = changed(job, "buffer", max_bytes=1 << 60)
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_machine(hungry, [])
+    assert [mistake.field for mistake in caught.value.mistakes] == [
+        "buffer.redis",
+        "buffer.max_bytes",
+        "model",
+    ]
+
+
+def test_the_redis_server_in_use_is_found_and_runs() -> None:
+    binary = preflight.find_redis_server()
+    assert binary is not None
+    version = preflight.redis_server_version(binary)
+    assert version is not None
+    assert int(version.split(".")[0]) >= 6
+    assert preflight.redis_server_version(Path("/bin/false")) is None
+
+
+def test_ports_that_services_pick_themselves_are_not_checked(job: JobConfig) -> None:
+    preflight.check_machine(job, [ServicePlace("buffer", "buffer", 0, "m", 0)])

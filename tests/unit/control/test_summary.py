@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from areal_async.config.job import JobConfig
+from areal_async.control.summary import summarise, training_s
+from areal_async.wire.messages import BufferStats
+
+PROMISED = [
+    "accuracy_start",
+    "accuracy_end",
+    "steps",
+    "wall_s",
+    "tokens_per_s",
+    "max_staleness_bound",
+    "max_staleness_seen",
+    "share_stale",
+    "trainer_busy",
+    "rollout_busy",
+    "episodes_trained",
+    "episodes_dropped",
+]
+
+
+def step_record(step: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "kind": "step",
+        "step": step,
+        "version": step + 1,
+        "time_s": 1000.0 + 2 * step,
+        "reward_mean": 0.4 + 0.01 * step,
+        "tokens": 500,
+        "episodes": 10,
+        "staleness_mean": 1.0,
+        "staleness_max": 3,
+        "share_stale": 0.5,
+        "share_multi_version": 0.2,
+        "step_s": 2.0,
+        "busy_s": 1.5,
+    } | changes
+
+
+STATS = BufferStats(
+    groups={},
+    episodes={},
+    reasons={"overtaken": 1},
+    v_train=20,
+    outstanding=0,
+    capacity=0,
+    payload_bytes=0,
+    redis_bytes=0,
+    max_staleness_seen=4,
+    episodes_trained=200,
+    episodes_dropped=50,
+)
+
+
+def test_a_whole_run_in_numbers(job: JobConfig) -> None:
+    records = [step_record(step) for step in range(20)]
+    records[3] = step_record(3, share_stale=1.0, episodes=30)
+    records += [
+        {"kind": "evaluation", "version": 20, "accuracy": 0.9},
+        {"kind": "evaluation", "version": 0, "accuracy": 0.4},
+    ]
+    summary = summarise(job, records, wall_s=61.234, buffer=STATS, rollout_busy=0.91234)
+    assert list(summary)[: len(PROMISED)] == PROMISED
+    assert summary["accuracy_start"] == 0.4
+    assert summary["accuracy_end"] == 0.9
+    assert summary["steps"] == 20
+    assert summary["wall_s"] == 61.23
+    assert summary["tokens_per_s"] == 500 * 20 / 40
+    assert (summary["max_staleness_bound"], summary["max_staleness_seen"]) == (4, 4)
+    assert summary["share_stale"] == pytest.approx((190 * 0.5 + 30) / 220, abs=1e-4)
+    assert summary["trainer_busy"] == 0.75
+    assert summary["rollout_busy"] == 0.9123
+    assert (summary["episodes_trained"], summary["episodes_dropped"]) == (200, 50)
+    assert summary["share_wasted"] == 0.2
+
+
+def test_what_is_not_known_is_none(job: JobConfig) -> None:
+    summary = summarise(job, [], wall_s=1.0)
+    assert set(PROMISED) <= set(summary)
+    known = {"steps": 0, "wall_s": 1.0, "max_staleness_bound": 4}
+    assert {name: summary[name] for name in PROMISED if summary[name] is not None} == known
+
+
+def test_without_the_buffer_the_records_still_count(job: JobConfig) -> None:
+    summary = summarise(job, [step_record(0), step_record(1)], wall_s=1.0)
+    assert summary["episodes_trained"] == 20
+    assert summary["max_staleness_seen"] == 3
+    assert summary["episodes_dropped"] is None
+
+
+def test_a_supervised_run(job: JobConfig) -> None:
+    records: list[dict[str, Any]] = [
+        {"kind": "sft", "step": 0, "accuracy": 0.0, "time_s": 1.0},
+        {
+            "kind": "sft",
+            "step": 10,
+            "loss": 2.0,
+            "tokens": 100,
+            "step_s": 0.5,
+            "time_s": 6.0,
+            "accuracy": 0.38,
+        },
+    ]
+    summary = summarise(job.model_copy(update={"kind": "sft"}), records, wall_s=9.0)
+    assert (summary["accuracy_start"], summary["accuracy_end"], summary["steps"]) == (0.0, 0.38, 10)
+    assert summary["max_staleness_seen"] is None
+
+
+def test_training_time_includes_the_first_step() -> None:
+    assert training_s([step_record(0), step_record(1), step_record(2)]) == 6.0
+    assert training_s([{"kind": "step"}]) is None

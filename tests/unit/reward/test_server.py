@@ -1,0 +1,263 @@
+"""The reward service between a buffer that the test plays and a real pool."""
+
+import asyncio
+import time
+from collections import Counter
+
+import psutil
+import pytest
+from prometheus_client import REGISTRY
+
+from areal_async.errors import FaultError, RpcTimeout
+from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from areal_async.wire.messages import (
+    ClaimedEpisode,
+    Claims,
+    Failure,
+    Refusal,
+    Score,
+    Task,
+    Timeout,
+    VerdictAck,
+)
+from reward_service.pool import Pool
+from reward_service.sdk import RewardLoadError
+from reward_service.server import RewardServer
+
+DEADLINE_S = 30.0
+
+
+class FakeBuffer:
+    """Hands out episodes and takes verdicts; `away` makes it unreachable, `refuse` names what it refuses."""
+
+    def __init__(self):
+        self.waiting = []
+        self.claims = []
+        self.taken = {}
+        self.messages = 0
+        self.away = False
+        self.turned_away = 0
+        self.fault = None
+        self.refuse = set()
+        self.arrived = asyncio.Event()
+        self.changed = asyncio.Event()
+
+    def store(self, response, task_id="t", blob=None, **extra):
+        n = len(self.claims) + len(self.waiting)
+        builder = EpisodeBuilder("job", task_id, f"{task_id}#0", n)
+        prompt = builder.prompt([1, 2, 3])
+        sampling = Sampling(1.0, 1.0, 0, 8, (), 7)
+        builder.sampled([5, 6], [-0.5, -0.5], [3, 4], parent=prompt, sampling=sampling, finish_reason="stop")
+        builder.text(prompt="p", response=response)
+        task = Task(task_id=task_id, prompt="p", ground_truth="57", extra_info=extra)
+        item = ClaimedEpisode(f"{task_id}#0.{n}", "", task, 50_000)
+        self.waiting.append((item, pack(builder.build()) if blob is None else blob))
+        self.arrived.set()
+        return item.episode_id
+
+    async def claim(self, scorer, max_episodes, *, wait_ms=0):
+        self.answer()
+        if not self.waiting:
+            self.arrived.clear()
+            try:
+                await asyncio.wait_for(self.arrived.wait(), wait_ms / 1000)
+            except TimeoutError:
+                return Claims([]), []
+        self.answer()
+        out, self.waiting = self.waiting[:max_episodes], self.waiting[max_episodes:]
+        self.claims += [item.episode_id for item, _ in out]
+        self.changed.set()
+        return Claims([item for item, _ in out]), [memoryview(blob) for _, blob in out]
+
+    async def verdicts(self, scorer, verdicts):
+        self.answer()
+        self.messages += 1
+        refused = [Refusal(v.episode_id, "expired") for v in verdicts if v.episode_id in self.refuse]
+        for verdict in verdicts:
+            assert verdict.episode_id not in self.taken, "a second verdict"
+            self.taken[verdict.episode_id] = verdict
+        self.changed.set()
+        return VerdictAck(refused)
+
+    def answer(self):
+        if self.away:
+            self.turned_away += 1
+            self.changed.set()
+            raise RpcTimeout("nobody answers")
+        if self.fault:
+            raise self.fault
+
+    async def has(self, *episode_ids):
+        await self.until(lambda: set(episode_ids) <= set(self.taken))
+
+    async def until(self, holds):
+        async with asyncio.timeout(DEADLINE_S):
+            while not holds():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+def serve(section, drive, *, timeout_s=20.0, workers=1):
+    """Run the service with a fake buffer while `drive(buffer, stop)` goes on; then stop it."""
+
+    async def run():
+        buffer, stop = FakeBuffer(), asyncio.Event()
+        async with Pool(section.name, workers=workers, timeout_s=timeout_s) as pool:
+            server = RewardServer(buffer, pool, scorer="reward-0", workers=workers)
+            serving = asyncio.ensure_future(server.run(stop))
+            driving = asyncio.ensure_future(drive(buffer, stop))
+            await asyncio.wait({serving, driving}, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                driving.result()
+            stop.set()
+            began = time.monotonic()
+            await serving
+            buffer.stop_s = time.monotonic() - began
+            return buffer
+
+    buffer = asyncio.run(run())
+    assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    return buffer
+
+
+def test_every_claimed_episode_gets_one_verdict_whatever_the_reward_does(section):
+    names = (["true"] * 7 + ["raise", "nan"]) * 20
+    names[30], names[60] = "spin", "segfault"
+
+    async def drive(buffer, stop):
+        buffer.ids = [buffer.store(name) for name in names]
+        await buffer.has(*buffer.ids)
+
+    buffer = serve(section(), drive, timeout_s=1.0)
+    kinds = Counter(type(buffer.taken[i].verdict).__name__ for i in buffer.ids)
+    assert kinds == {"Score": names.count("true"), "Failure": 41, "Timeout": 1}
+    assert buffer.taken[buffer.ids[30]].verdict == Timeout(1000)
+    assert buffer.taken[buffer.ids[30]].elapsed_ms >= 1000
+    assert buffer.messages < len(names) / 2
+
+
+def test_rewards_see_the_texts_the_task_and_the_trajectory(section):
+    async def drive(buffer, stop):
+        buffer.ids = [buffer.store("value", value=0.75), buffer.store("version")]
+        await buffer.has(*buffer.ids)
+
+    buffer = serve(section(), drive)
+    assert [buffer.taken[i].verdict for i in buffer.ids] == [Score(0.75), Score(3.0)]
+
+
+def test_a_slow_call_delays_neither_the_claims_nor_the_verdicts_of_others(section):
+    async def drive(buffer, stop):
+        slow = buffer.store("nap", seconds=20.0)
+        quick = [buffer.store("true") for _ in range(10)]
+        await buffer.has(*quick)
+        later = [buffer.store("true") for _ in range(10)]
+        await buffer.has(*later)
+        assert slow not in buffer.taken
+
+    serve(section(), drive, timeout_s=60.0, workers=2)
+
+
+def test_a_damaged_episode_is_an_error_of_its_own(section):
+    async def drive(buffer, stop):
+        bad, good = buffer.store("true", blob=b"damaged"), buffer.store("true")
+        await buffer.has(bad, good)
+        assert isinstance(buffer.taken[bad].verdict, Failure)
+        assert buffer.taken[bad].verdict.kind == "episode"
+        assert buffer.taken[good].verdict == Score(1.0)
+
+    serve(section(), drive)
+
+
+def test_an_outage_of_the_buffer_loses_and_repeats_no_verdict(section, monkeypatch):
+    monkeypatch.setattr("reward_service.server.RETRY_PAUSE_S", 0.02)
+
+    async def drive(buffer, stop):
+        first = [buffer.store("nap", seconds=0.05) for _ in range(8)]
+        await buffer.has(first[0])
+        buffer.away = True
+        second = [buffer.store("true") for _ in range(50)]
+        await buffer.until(lambda: buffer.turned_away > 5)
+        assert not set(second) & set(buffer.taken)
+        buffer.away = False
+        await buffer.has(*first, *second)
+
+    serve(section(), drive)
+
+
+def test_what_the_buffer_refuses_is_counted_and_let_go(section):
+    def refused():
+        return REGISTRY.get_sample_value("areal_reward_verdicts_refused_total")
+
+    before = refused()
+
+    async def drive(buffer, stop):
+        one, two = buffer.store("true"), buffer.store("true")
+        buffer.refuse = {one}
+        await buffer.has(one, two)
+
+    serve(section(), drive)
+    assert refused() == before + 1
+
+
+def test_a_fault_that_no_retry_cures_ends_the_service(section):
+    async def drive(buffer, stop):
+        buffer.fault = FaultError("fenced", "a newer buffer has taken over")
+        buffer.store("true")
+        await stop.wait()
+
+    with pytest.raises(FaultError, match="newer buffer"):
+        serve(section(), drive)
+
+
+def test_a_reward_that_cannot_be_loaded_again_ends_the_service(section, tmp_path):
+    file = tmp_path / "fragile.py"
+    file.write_text(
+        "import os\nfrom reward_service.sdk import reward\n"
+        "@reward\ndef f(given):\n    os.remove(__file__)\n    os._exit(1)\n"
+    )
+
+    async def drive(buffer, stop):
+        buffer.store("x")
+        await stop.wait()
+
+    with pytest.raises(RewardLoadError, match="there is no file"):
+        serve(section().model_copy(update={"name": f"{file}:f"}), drive)
+
+
+def test_stopping_finishes_what_is_short(section):
+    async def drive(buffer, stop):
+        buffer.ids = [buffer.store("nap", seconds=0.1) for _ in range(4)]
+        await buffer.has(buffer.ids[0])
+
+    buffer = serve(section(), drive)
+    assert set(buffer.taken) == set(buffer.claims)
+    assert buffer.stop_s < 2.0
+
+
+def test_stopping_abandons_what_hangs_in_bounded_time(section):
+    async def drive(buffer, stop):
+        buffer.ids = [buffer.store("spin"), buffer.store("true")]
+        await buffer.until(lambda: len(buffer.claims) == 2)
+
+    buffer = serve(section(), drive, timeout_s=600.0)
+    assert buffer.stop_s < 4.0
+
+
+def test_the_series_of_the_contract_are_served(section):
+    def sample(name, **labels):
+        return REGISTRY.get_sample_value(name, labels) or 0.0
+
+    before = {kind: sample("areal_reward_verdicts_total", kind=kind) for kind in ("score", "error")}
+    calls = sample("areal_reward_call_seconds_count")
+
+    async def drive(buffer, stop):
+        ids = [buffer.store(name) for name in ("true", "raise", "true")]
+        await buffer.has(*ids)
+        assert sample("areal_reward_workers_alive") == 1
+
+    serve(section(), drive)
+    assert sample("areal_reward_verdicts_total", kind="score") == before["score"] + 2
+    assert sample("areal_reward_verdicts_total", kind="error") == before["error"] + 1
+    assert sample("areal_reward_call_seconds_count") == calls + 3
+    assert sample("areal_reward_pending_episodes") == 0
+    assert sample("areal_reward_workers_alive") == 0

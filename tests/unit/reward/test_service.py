@@ -1,0 +1,240 @@
+"""The process of the reward service against a buffer that speaks the real wire."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+import psutil
+import pytest
+
+from areal_async.config.job import JobConfig
+from areal_async.control.context import RunPlaces, ServicePlace
+from areal_async.control.samples import fetch_samples
+from areal_async.control.service import STOPPED_STATUS
+from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from areal_async.wire.messages import (
+    Claim,
+    ClaimedEpisode,
+    Claims,
+    PutVerdicts,
+    Score,
+    Task,
+    VerdictAck,
+)
+from areal_async.wire.rpc import Server
+
+DEADLINE_S = 40.0
+
+
+def blob(response):
+    builder = EpisodeBuilder("demo", "t", "t#0", 0)
+    prompt = builder.prompt([1, 2, 3])
+    sampling = Sampling(1.0, 1.0, 0, 8, (), 7)
+    builder.sampled([5, 6], [-0.5, -0.5], [3, 4], parent=prompt, sampling=sampling, finish_reason="stop")
+    builder.text(prompt="12 + 45 =", response=response)
+    return pack(builder.build())
+
+
+class WireBuffer:
+    """A buffer that holds `total` episodes and takes verdicts."""
+
+    def __init__(self, endpoint, total):
+        self.endpoint = endpoint
+        self.left = [f"t#0.{n}" for n in range(total)]
+        self.claimed = []
+        self.taken = {}
+        self.changed = asyncio.Event()
+        self.blob = blob("57")
+
+    async def handle(self, peer, message, attachments):
+        match message:
+            case Claim():
+                ids, self.left = self.left[: message.max_episodes], self.left[message.max_episodes :]
+                self.claimed += ids
+                self.changed.set()
+                if not ids:
+                    await asyncio.sleep(0.02)
+                task = Task("t", "12 + 45 =", ground_truth="57")
+                items = [ClaimedEpisode(name, "C1", task, 50_000) for name in ids]
+                return Claims(items), [self.blob] * len(items)
+            case PutVerdicts():
+                for verdict in message.verdicts:
+                    # A request may come again when its reply was lost; never with another verdict.
+                    before = self.taken.setdefault(verdict.episode_id, verdict.verdict)
+                    assert before == verdict.verdict
+                self.changed.set()
+                return VerdictAck()
+
+    def server(self):
+        return Server(self.endpoint, service="buffer", job="demo", handler=self.handle)
+
+    async def until(self, holds):
+        async with asyncio.timeout(DEADLINE_S):
+            while not holds():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@pytest.fixture
+def endpoint(tmp_path):
+    return f"ipc://{tmp_path}/b"
+
+
+@pytest.fixture
+def start(tmp_path, endpoint):
+    """Start the service for a reward; returns (process, what it told when ready)."""
+    started = []
+
+    def run(reward="arithmetic", workers=2):
+        job = JobConfig.model_validate(
+            {
+                "job": "demo",
+                "model": str(tmp_path),
+                "tasks": {"train": str(tmp_path / "tasks.jsonl")},
+                "reward": {"name": reward, "workers": workers, "timeout_s": 600},
+            }
+        )
+        places = RunPlaces(
+            run_id="r",
+            supervisor_pid=os.getpid(),
+            run_dir=str(tmp_path),
+            socket_dir=str(tmp_path),
+            shm_dir=str(tmp_path),
+            buffer_endpoint=endpoint,
+            weights_endpoint=f"ipc://{tmp_path}/w",
+            services=[ServicePlace("reward-0", "reward", 0, "reward_service", 0)],
+            job=job.model_dump(mode="json"),
+        )
+        context = tmp_path / "context.json"
+        context.write_bytes(msgspec.json.encode(places))
+        read_fd, write_fd = os.pipe()
+        command = [sys.executable, "-m", "reward_service", "--context", str(context), "--name", "reward-0"]
+        with open(tmp_path / "reward.log", "w") as log:
+            process = subprocess.Popen(
+                [*command, "--ready-fd", str(write_fd)], pass_fds=(write_fd,), stdout=log, stderr=log
+            )
+        os.close(write_fd)
+        started.append(process)
+        with open(read_fd) as told:
+            return process, told.readline()
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def play():
+    """Run a buffer's coroutine beside blocking test code. It is given an event that the test sets, or the
+    end of the test; the function returned waits for its result."""
+    threads = []
+
+    def begin(coroutine_function):
+        stopped, result = threading.Event(), {}
+
+        async def run():
+            result["value"] = await coroutine_function(lambda: asyncio.to_thread(stopped.wait, DEADLINE_S))
+
+        thread = threading.Thread(target=lambda: asyncio.run(run()))
+        thread.start()
+        threads.append((thread, stopped))
+
+        def finish():
+            stopped.set()
+            thread.join(DEADLINE_S)
+            return result["value"]
+
+        return finish
+
+    yield begin
+    for thread, stopped in threads:
+        stopped.set()
+        thread.join(DEADLINE_S)
+
+
+def family(process):
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def all_gone(processes):
+    deadline = time.monotonic() + 5
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        assert time.monotonic() < deadline, processes
+        os.sched_yield()
+
+
+def test_the_service_scores_over_a_restart_of_the_buffer_and_stops_clean(endpoint, start, play):
+    served = threading.Event()
+
+    async def buffer(end_of_test):
+        front = WireBuffer(endpoint, 300)
+        first = front.server()
+        await first.start()
+        await front.until(lambda: len(front.taken) >= 100)
+        await first.stop()
+        second = front.server()
+        await second.start()
+        await front.until(lambda: set(front.taken) == {f"t#0.{n}" for n in range(300)})
+        served.set()
+        await end_of_test()
+        await second.stop()
+        return front
+
+    finish = play(buffer)
+    process, told = start()
+    assert served.wait(DEADLINE_S)
+    samples = fetch_samples(json.loads(told)["metrics_port"], timeout_s=5)
+    assert samples['areal_reward_verdicts_total{kind="score"}'] == 300
+    assert samples["areal_reward_workers_alive"] == 2
+    assert samples['areal_busy_seconds_total{activity="score"}'] > 0
+    workers = family(process)
+    assert len(workers) == 2
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(6) == STOPPED_STATUS
+    all_gone(workers)
+    assert all(verdict == Score(1.0) for verdict in finish().taken.values())
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_service_stopped_amid_hanging_calls_leaves_no_process(endpoint, start, play, tmp_path, how):
+    file = tmp_path / "hang.py"
+    file.write_text(
+        "from reward_service.sdk import reward\n@reward\ndef f(given):\n    while True:\n        pass\n"
+    )
+    hanging = threading.Event()
+
+    async def buffer(end_of_test):
+        front = WireBuffer(endpoint, 20)
+        server = front.server()
+        await server.start()
+        await front.until(lambda: front.claimed)
+        hanging.set()
+        await end_of_test()
+        await server.stop()
+        return front
+
+    finish = play(buffer)
+    process, _ = start(f"{file}:f")
+    assert hanging.wait(DEADLINE_S)
+    workers = family(process)
+    assert len(workers) == 2
+    process.send_signal(how)
+    assert process.wait(6) == (STOPPED_STATUS if how == signal.SIGTERM else -9)
+    all_gone(workers)
+    assert finish().taken == {}
+
+
+def test_a_reward_that_cannot_be_loaded_ends_the_service_with_one_paragraph(start, tmp_path):
+    process, told = start("no_such_file.py:f")
+    assert process.wait(20) == 1
+    assert told == ""
+    log = (tmp_path / "reward.log").read_text()
+    assert "there is no file no_such_file.py" in log
+    assert "Traceback" not in log

@@ -1,0 +1,204 @@
+"""Updates from a scripted source, and from a real publisher through shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_async.errors import FaultError, RpcTimeout, SnapshotError
+from areal_async.trajectory import Sampling
+from areal_async.weights.publisher import Publisher
+from areal_async.weights.receiver import Receiver
+from areal_async.wire.messages import NoNews, SnapshotNotice, VersionTag
+from rollout_service import updates as updates_module
+from rollout_service.engines.base import EngineError, GenerateRequest
+from rollout_service.updates import Updates
+
+
+class Over(Exception):
+    """The script has ended."""
+
+
+class ScriptedSource:
+    """`news` are answered one by one; `open` gives the tag itself, or raises what is in `torn`."""
+
+    def __init__(self, *news: Any, torn: Any = ()) -> None:
+        self._news = iter(news)
+        self._torn = dict(torn)
+        self.asked: list[VersionTag | None] = []
+        self.acks: list[tuple[int, str]] = []
+        self.journal: list[str] = []
+
+    async def next(self, after: VersionTag | None, wait_ms: int = 0) -> Any:
+        self.asked.append(after)
+        assert wait_ms > 0
+        answer = next(self._news, Over())
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def open(self, notice: SnapshotNotice) -> Any:
+        self.journal.append(f"verify {notice.tag.version}")
+        if notice.tag.version in self._torn:
+            raise self._torn[notice.tag.version]
+        return notice
+
+    async def ack(self, tag: VersionTag, stall_ms: float = 0.0, error: str = "") -> None:
+        self.journal.append(f"ack {tag.version}")
+        self.acks.append((tag.version, error))
+
+
+class ScriptedEngine:
+    def __init__(self, journal: list[str], misfit: int = -1) -> None:
+        self.journal = journal
+        self.misfit = misfit
+
+    async def start(self, snapshot: Any) -> None:
+        self.journal.append(f"start {snapshot.tag.version}")
+
+    async def pause(self) -> None:
+        self.journal.append("pause")
+
+    async def load(self, snapshot: Any) -> None:
+        self.journal.append(f"load {snapshot.tag.version}")
+        if snapshot.tag.version == self.misfit:
+            raise EngineError("it does not fit")
+
+    async def resume(self) -> None:
+        self.journal.append("resume")
+
+
+def notice(version: int) -> SnapshotNotice:
+    return SnapshotNotice(VersionTag(0, version), "", "")
+
+
+def follow(source: ScriptedSource, **how: Any) -> list[int]:
+    """Start and run until the script is over; returns after how many journal entries each change came."""
+    changes: list[int] = []
+
+    async def main() -> None:
+        engine: Any = ScriptedEngine(source.journal, **how)
+        updates = Updates(source, engine, lambda: changes.append(len(source.journal)))
+        await updates.start()
+        await updates.run()
+
+    with pytest.raises(Over):
+        asyncio.run(main())
+    return changes
+
+
+def test_versions_are_true_only_verified_snapshots_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    torn = {0: SnapshotError("torn"), 3: SnapshotError("mixed")}
+    source = ScriptedSource(notice(0), notice(1), NoNews(), notice(3), notice(4), torn=torn)
+    changes = follow(source)
+    assert source.journal == [
+        *("verify 0", "ack 0", "verify 1", "start 1", "ack 1"),
+        *("verify 3", "ack 3", "verify 4", "pause", "load 4", "resume", "ack 4"),
+    ]
+    assert source.acks == [(0, "torn"), (1, ""), (3, "mixed"), (4, "")]
+    # A refused snapshot is not asked for again.
+    assert [a.version if a else None for a in source.asked] == [None, 0, 1, 1, 3, 4]
+    assert len(changes) == 1
+
+
+def test_a_publisher_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates_module, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(updates_module, "FINISHED_PAUSE_S", 0.0)
+    source = ScriptedSource(
+        RpcTimeout("away"),
+        notice(0),
+        FaultError("unavailable", "soon"),
+        NoNews(finished=True),
+        RpcTimeout("gone"),
+        notice(1),
+    )
+    follow(source)
+    assert source.acks == [(0, ""), (1, "")]
+
+
+def test_weights_that_do_not_fit_are_acknowledged_with_the_reason_and_end_the_worker() -> None:
+    source = ScriptedSource(notice(0), notice(1))
+    engine: Any = ScriptedEngine(source.journal, misfit=1)
+
+    async def main() -> None:
+        updates = Updates(source, engine)
+        await updates.start()
+        await updates.run()
+
+    with pytest.raises(EngineError, match="does not fit"):
+        asyncio.run(main())
+    assert source.journal[-3:] == ["load 1", "resume", "ack 1"]
+    assert source.acks[-1] == (1, "it does not fit")
+
+
+def test_versions_are_true_with_snapshots_through_shared_memory(
+    endless: Any, oracle: Any, tmp_path: Path
+) -> None:
+    publisher = Publisher(tmp_path / "shm", f"ipc://{tmp_path}/w", job="job", keep=2)
+    publisher.start()
+    versions = [endless.weights(v) for v in range(5)]
+
+    async def main() -> list[tuple[GenerateRequest, Any]]:
+        receiver = Receiver(publisher.endpoint, job="job", name="rollout-0")
+        await receiver.connect()
+        engine = endless.engine(slots=8)
+        reached = 0
+
+        def changed() -> None:
+            nonlocal reached
+            reached = engine.version.version
+
+        updates = Updates(receiver, engine, changed)
+        publisher.publish(versions[0].tag, versions[0].tensors)
+        await updates.start()
+        following = asyncio.ensure_future(updates.run())
+        done: list[tuple[GenerateRequest, Any]] = []
+
+        async def produce(lane: int) -> None:
+            number = 0
+            while reached < 4:
+                asked = GenerateRequest(
+                    f"{lane}.{number}", [3 + lane, 5], Sampling(max_new_tokens=40, seed=100 * lane + number)
+                )
+                number += 1
+                done.append((asked, await engine.generate(asked)))
+
+        async def publish() -> None:
+            for version in versions[1:]:
+                enough = engine.stats().tokens_total + 200
+                while engine.stats().tokens_total < enough or reached < version.tag.version - 1:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                await asyncio.to_thread(publisher.publish, version.tag, version.tensors)
+
+        try:
+            async with asyncio.timeout(60):
+                await asyncio.gather(*(produce(lane) for lane in range(8)), publish())
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await engine.stop()
+            await receiver.close()
+        return done
+
+    try:
+        done = asyncio.run(main())
+        acks = publisher.acks()
+    finally:
+        publisher.close()
+    assert [a.tag.version for a in acks] == [0, 1, 2, 3, 4]
+    assert not any(a.error for a in acks)
+    assert all(a.stall_ms > 0 for a in acks[1:])
+    logits = [endless.reference(version) for version in versions]
+    spans = 0
+    for asked, got in done:
+        assert len(got.token_ids) == 40
+        for version in np.unique(got.versions):
+            at = got.versions == version
+            want = oracle.logprobs(logits[version], asked.prompt_ids, got, asked.sampling)
+            np.testing.assert_allclose(got.logprobs[at], want[at], atol=1e-4)
+        spans += len(np.unique(got.versions)) - 1
+    assert spans >= 4

@@ -1,0 +1,516 @@
+"""The worker against a buffer and an engine that the test holds in its hand."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_async.config.job import JobConfig
+from areal_async.errors import FaultError, RpcTimeout
+from areal_async.trajectory import unpack
+from areal_async.wire.messages import HeartbeatAck, LeasedGroup, Leases, PutAck, Refusal, Task, VersionTag
+from rollout_service import worker as worker_module
+from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult, RequestError
+from rollout_service.worker import Worker
+from rollout_service.workflows import Renderer, WorkflowError, load_workflow
+
+DEADLINE_S = 20.0
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """For states that raise no event; the deadline is that of the whole drive."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+class LetterTokenizer:
+    """One id per character."""
+
+    chat_template = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) for c in text]}
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(map(chr, ids))
+
+
+class FakeEngine:
+    """Answers every request with its prompt backwards, when `gate` lets it."""
+
+    def __init__(self) -> None:
+        self.version = VersionTag(0, 0)
+        self.gate: Callable[[GenerateRequest], Coroutine[Any, Any, None]] | None = None
+        self.running: dict[str, GenerateRequest] = {}
+        self.seen: list[GenerateRequest] = []
+        self.cancelled: list[str] = []
+        self.most = 0
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        assert request.request_id not in self.running
+        self.running[request.request_id] = request
+        self.seen.append(request)
+        self.most = max(self.most, len(self.running))
+        try:
+            if self.gate is not None:
+                await self.gate(request)
+            else:
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.cancelled.append(request.request_id)
+            raise
+        finally:
+            del self.running[request.request_id]
+        ids = np.asarray(request.prompt_ids, np.int32)[::-1].copy()
+        n = len(ids)
+        return GenerateResult(
+            token_ids=ids,
+            logprobs=-np.arange(n, dtype=np.float32),
+            versions=np.full(n, self.version.version, np.int32),
+            epochs=np.full(n, self.version.epoch, np.int32),
+            finish_reason="stop",
+            text="".join(map(chr, ids)),
+        )
+
+    def stats(self) -> EngineStats:
+        return EngineStats(len(self.running), 0, 8, 0.0, 0, 0, 0.0)
+
+
+class FakeBuffer:
+    """Hands out the groups it was given, and keeps what it is sent."""
+
+    def __init__(self, groups: Iterable[LeasedGroup] = ()) -> None:
+        self.groups = list(groups)
+        self.stored: dict[str, dict[int, bytes]] = {}
+        self.puts: list[tuple[str, list[int]]] = []
+        self.asked: list[tuple[int, VersionTag]] = []
+        self.beats: list[tuple[list[str], VersionTag]] = []
+        self.released: dict[str, str] = {}
+        self.changed = asyncio.Condition()
+        self.on_put: Callable[[str, str, Any], Coroutine[Any, Any, PutAck | None]] | None = None
+        self.lost: set[str] = set()
+        self.drain = False
+
+    async def lease(self, worker: str, capacity: int, serving: VersionTag, *, wait_ms: int = 0) -> Leases:
+        self.asked.append((capacity, serving))
+        await self.tell()
+        async with self.changed:
+            try:
+                async with asyncio.timeout(wait_ms / 1000):
+                    await self.changed.wait_for(lambda: self.groups)
+            except TimeoutError:
+                return Leases([], "there is nothing")
+            granted, self.groups = self.groups[:capacity], self.groups[capacity:]
+            return Leases(granted)
+
+    async def heartbeat(self, worker: str, lease_ids: Any, serving: VersionTag) -> HeartbeatAck:
+        self.beats.append((list(lease_ids), serving))
+        await self.tell()
+        return HeartbeatAck(sorted(self.lost & set(lease_ids)), self.drain)
+
+    async def release(self, worker: str, lease_id: str, reason: str) -> None:
+        self.released[lease_id] = reason
+        await self.tell()
+
+    async def put(self, lease_id: str, group_id: str, episodes: Any) -> PutAck:
+        if self.on_put is not None and (answer := await self.on_put(lease_id, group_id, episodes)):
+            return answer
+        self.puts.append((lease_id, list(episodes)))
+        self.stored.setdefault(group_id, {}).update({s: bytes(b) for s, b in episodes.items()})
+        await self.tell()
+        return PutAck(list(episodes), "memory")
+
+    async def add(self, *groups: LeasedGroup) -> None:
+        self.groups += groups
+        await self.tell()
+
+    async def tell(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with self.changed:
+            await self.changed.wait_for(condition)
+
+    def whole(self, *numbers: int) -> bool:
+        return all(len(self.stored.get(f"t{n}#0", {})) == 4 for n in numbers)
+
+
+def group(
+    number: int, *, prompt: str = "abc", life_ms: int = 30_000, missing: Any = (0, 1, 2, 3)
+) -> LeasedGroup:
+    task = Task(f"t{number}", prompt, ground_truth="cba")
+    return LeasedGroup(f"t{number}#0", f"L{number}", 0, task, 4, list(missing), 1000 + number, life_ms)
+
+
+def job(**rollout: Any) -> JobConfig:
+    section = {"group_size": 4, "max_concurrent": 8} | rollout
+    return JobConfig.model_validate(
+        {"job": "test", "model": "m", "tasks": {"train": "t.jsonl"}, "rollout": section}
+    )
+
+
+def drive(
+    buffer: Callable[[], FakeBuffer],
+    body: Callable[[Worker, FakeBuffer, FakeEngine], Coroutine[Any, Any, Any]],
+    *,
+    workflow: Any = None,
+    engine: Any = None,
+    **rollout: Any,
+) -> tuple[FakeBuffer, FakeEngine]:
+    """Run a worker while `body` watches; stop it when `body` returns. All within a deadline."""
+
+    async def main() -> tuple[FakeBuffer, FakeEngine]:
+        held = buffer()
+        fake = engine or FakeEngine()
+        worker = Worker(
+            held,
+            fake,
+            workflow or load_workflow("single_turn"),
+            Renderer(LetterTokenizer()),
+            job=job(**rollout),
+            name="rollout-0",
+        )
+        stop = asyncio.Event()
+        running = asyncio.ensure_future(worker.run(stop))
+        watching = asyncio.ensure_future(body(worker, held, fake))
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
+                if watching.done():
+                    watching.result()
+                stop.set()
+                await running
+        finally:
+            running.cancel()
+            watching.cancel()
+            await asyncio.gather(running, watching, return_exceptions=True)
+        return held, fake
+
+    return asyncio.run(main())
+
+
+def test_groups_are_whole_and_travel_in_few_messages() -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        await buffer.until(lambda: buffer.whole(*range(20)))
+
+    buffer, engine = drive(lambda: FakeBuffer(group(n) for n in range(20)), body)
+    assert len(buffer.puts) == 20
+    assert len({r.sampling.seed for r in engine.seen}) == 80
+    assert buffer.released == {}
+    for number in range(20):
+        for sample, blob in buffer.stored[f"t{number}#0"].items():
+            episode = unpack(blob)
+            assert episode.episode_id == f"t{number}#0.{sample}"
+            assert episode.header.task_id == f"t{number}"
+            assert episode.units.token_id.tolist() == [ord(c) for c in "abccba"]
+            assert episode.units.mask.tolist() == [0, 0, 0, 1, 1, 1]
+            assert episode.units.logprob[3:].tolist() == [0, -1, -2]
+            assert (episode.header.prompt_text, episode.header.response_text) == ("abc", "cba")
+
+
+def test_only_the_missing_samples_are_made() -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        await buffer.until(lambda: buffer.puts)
+
+    buffer, engine = drive(lambda: FakeBuffer([group(0, missing=[1, 3])]), body)
+    assert sorted(buffer.stored["t0#0"]) == [1, 3]
+    assert len(engine.seen) == 2
+
+
+def test_seeds_depend_on_group_sample_and_attempt_alone() -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        await buffer.until(lambda: buffer.whole(0, 1))
+
+    runs = [drive(lambda: FakeBuffer([group(0), group(1)]), body)[1] for _ in range(2)]
+    seeds = [{r.request_id: r.sampling.seed for r in engine.seen} for engine in runs]
+    assert seeds[0] == seeds[1]
+
+
+def test_leases_are_taken_by_free_capacity() -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        await buffer.until(lambda: buffer.whole(*range(12)))
+
+    buffer, engine = drive(lambda: FakeBuffer(group(n) for n in range(12)), body, max_concurrent=10)
+    # Room for 10 episodes begins three groups of 4: the engine is never short of the last two.
+    assert buffer.asked[0] == (3, VersionTag(0, 0))
+    assert engine.most <= 12
+
+
+def test_a_slow_buffer_slows_generation_and_nothing_is_lost() -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        open_ = asyncio.Event()
+
+        async def blocked(*_: Any) -> None:
+            await open_.wait()
+
+        buffer.on_put = blocked
+        await buffer.add(*(group(n) for n in range(30)))
+        await eventually(lambda: worker._outbox.episodes >= 16)
+        assert worker._wanted_groups() == 0
+        begun = len(engine.seen)
+        assert begun <= 16 + 4
+        assert len(buffer.groups) == 30 - begun // 4
+        open_.set()
+        await buffer.until(lambda: buffer.whole(*range(30)))
+
+    drive(FakeBuffer, body)
+
+
+def test_a_lost_lease_ends_its_episodes_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        never, later = asyncio.Event(), asyncio.Event()
+
+        async def gate(request: GenerateRequest) -> None:
+            await (never if request.request_id.startswith("t0") else later).wait()
+
+        engine.gate = gate
+        await buffer.add(group(0, life_ms=30), group(1, life_ms=30))
+        buffer.lost.add("L0")
+        await buffer.until(lambda: len(buffer.beats) >= 3 and buffer.beats[-1][0] == ["L1"])
+        assert sorted(engine.cancelled) == [f"t0#0.{n}/0" for n in range(4)]
+        assert worker._running == 4
+        later.set()
+        await buffer.until(lambda: buffer.whole(1))
+
+    buffer, _ = drive(FakeBuffer, body)
+    assert "t0#0" not in buffer.stored
+    assert "L0" not in buffer.released
+
+
+def test_a_cancelled_episode_gives_its_capacity_back_even_before_it_began() -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        worker._begin(group(7))
+        worker._lose("L7", "as the test wants")
+        await eventually(lambda: not worker._running)
+        assert engine.seen == []
+
+    drive(FakeBuffer, body)
+
+
+@pytest.mark.parametrize("reason", ["stale", "lease_lost", "abandoned"])
+def test_what_is_refused_for_the_group_ends_the_group(reason: str) -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        async def gate(request: GenerateRequest) -> None:
+            if request.request_id.startswith("t0#0.3"):
+                await asyncio.Event().wait()
+
+        async def refuse(lease: str, group_id: str, episodes: Any) -> PutAck | None:
+            if lease != "L0":
+                return None
+            return PutAck([], "memory", [Refusal(f"{group_id}.{n}", reason) for n in episodes])
+
+        engine.gate = gate
+        buffer.on_put = refuse
+        await buffer.add(group(0), group(1))
+        await buffer.until(lambda: buffer.whole(1))
+        await eventually(lambda: engine.cancelled)
+        assert engine.cancelled == ["t0#0.3/0"]
+        assert "L0" not in worker._held
+
+    buffer, _ = drive(FakeBuffer, body)
+    assert buffer.released == {}
+
+
+def test_an_episode_the_buffer_finds_invalid_hands_the_lease_back() -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        async def refuse(lease: str, group_id: str, episodes: Any) -> PutAck:
+            stored = [n for n in episodes if n != 2]
+            return PutAck(stored, "memory", [Refusal(f"{group_id}.2", "invalid: because")])
+
+        buffer.on_put = refuse
+        await buffer.add(group(0))
+        await buffer.until(lambda: buffer.released)
+
+    buffer, _ = drive(FakeBuffer, body)
+    assert "invalid: because" in buffer.released["L0"]
+
+
+def test_a_failing_episode_costs_its_own_sample() -> None:
+    async def workflow(ctx: Any, task: Task) -> None:
+        if ctx.sample == 2:
+            raise ValueError("sample 2 is cursed")
+        await ctx.generate(task.prompt)
+
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        await buffer.until(lambda: len(buffer.released) == 2)
+
+    buffer, _ = drive(lambda: FakeBuffer([group(0), group(1)]), body, workflow=workflow)
+    assert {k: sorted(v) for k, v in buffer.stored.items()} == {"t0#0": [0, 1, 3], "t1#0": [0, 1, 3]}
+    assert buffer.released["L0"] == "ValueError: sample 2 is cursed"
+
+
+def test_a_worker_in_which_everything_fails_ends_with_the_reason() -> None:
+    class Refusing(FakeEngine):
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            raise RequestError("a prompt of 9000 tokens leaves no room")
+
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(WorkflowError, match="9000 tokens"):
+        drive(lambda: FakeBuffer(group(n) for n in range(50)), body, engine=Refusing())
+
+
+def test_a_new_version_is_asked_with_at_once_beside_the_older_request() -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        await buffer.until(lambda: len(buffer.asked) == 1)
+        for version in range(1, 6):
+            engine.version = VersionTag(0, version)
+            worker.weights_changed()
+            # Three requests at most are under way; the heartbeat names the version in any case.
+            await buffer.until(lambda v=version: any(s.version == v for _, s in buffer.beats))
+        await buffer.add(group(0))
+        await buffer.until(lambda: buffer.whole(0))
+        await buffer.until(lambda: buffer.asked[-1][1].version == 5)
+
+    buffer, _ = drive(FakeBuffer, body)
+    assert [serving.version for _, serving in buffer.asked[:3]] == [0, 1, 2]
+
+
+def test_leases_are_renewed_well_before_their_end() -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        async def gate(request: GenerateRequest) -> None:
+            await asyncio.Event().wait()
+
+        engine.gate = gate
+        loop = asyncio.get_running_loop()
+        await buffer.add(group(0, life_ms=300))
+        await buffer.until(lambda: buffer.beats)
+        times = []
+        for count in range(2, 6):
+            await buffer.until(lambda n=count: len(buffer.beats) >= n)
+            times.append(loop.time())
+        assert all(b - a < 0.3 for a, b in itertools.pairwise(times))
+
+    buffer, _ = drive(FakeBuffer, body)
+    assert buffer.beats[-1][0] == ["L0"]
+    assert buffer.released == {"L0": "the worker stops"}
+
+
+def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        release = asyncio.Event()
+
+        async def gate(request: GenerateRequest) -> None:
+            await release.wait()
+
+        engine.gate = gate
+        buffer.drain = True
+        await buffer.add(group(0, life_ms=90))
+        await buffer.until(lambda: buffer.beats)
+        await eventually(lambda: worker._draining)
+        release.set()
+        await buffer.until(lambda: buffer.whole(0))
+        assert worker._wanted_groups() == 0
+
+    drive(FakeBuffer, body)
+
+
+def test_an_outage_of_the_buffer_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "RETRY_PAUSE_S", 0.001)
+
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        troubles: Any = iter([RpcTimeout("away"), FaultError("unavailable", "no redis"), RpcTimeout("away")])
+
+        async def flaky(*_: Any) -> None:
+            for trouble in troubles:
+                raise trouble
+
+        buffer.on_put = flaky
+        await buffer.add(group(0), group(1))
+        await buffer.until(lambda: buffer.whole(0, 1))
+
+    drive(FakeBuffer, body)
+
+
+def test_a_fault_that_no_retry_cures_ends_the_worker() -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        async def fenced(*_: Any) -> None:
+            raise FaultError("fenced", "another front")
+
+        buffer.on_put = fenced
+        await buffer.add(group(0))
+        await asyncio.Event().wait()
+
+    with pytest.raises(FaultError, match="another front"):
+        drive(FakeBuffer, body)
+
+
+def test_a_stop_sends_what_is_finished_and_releases_the_rest() -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        async def gate(request: GenerateRequest) -> None:
+            if ".3/" in request.request_id:
+                await asyncio.Event().wait()
+
+        engine.gate = gate
+        await buffer.add(group(0), group(1))
+        await eventually(lambda: worker._running == 2)
+
+    buffer, engine = drive(FakeBuffer, body)
+    assert {k: sorted(v) for k, v in buffer.stored.items()} == {"t0#0": [0, 1, 2], "t1#0": [0, 1, 2]}
+    assert buffer.released == {"L0": "the worker stops", "L1": "the worker stops"}
+    assert engine.running == {}
+
+
+def test_a_stop_does_not_wait_for_a_buffer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "FLUSH_LIMIT_S", 0.05)
+    monkeypatch.setattr(worker_module, "RELEASE_LIMIT_S", 0.05)
+
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        async def gone(*_: Any) -> Any:
+            await asyncio.Event().wait()
+
+        buffer.on_put = gone
+        monkeypatch.setattr(buffer, "release", gone)
+        await buffer.add(group(0))
+        await eventually(lambda: worker._puts)
+
+    loop_time = asyncio.new_event_loop().time
+    began = loop_time()
+    drive(FakeBuffer, body)
+    assert loop_time() - began < 5
+
+
+def test_a_worker_of_a_real_engine_fills_its_groups_across_updates(endless: Any, oracle: Any) -> None:
+    async def main() -> FakeBuffer:
+        buffer = FakeBuffer(group(n, prompt="1+2=", missing=range(4)) for n in range(12))
+        engine = endless.engine(slots=8)
+        await engine.start(endless.weights(0))
+        render = Renderer(engine._started().model.tokenizer)
+        limits = job(sampling={"max_new_tokens": 24})
+        worker = Worker(buffer, engine, load_workflow("single_turn"), render, job=limits, name="rollout-0")
+
+        async def updates() -> None:
+            for version in itertools.count(1):
+                enough = engine.stats().tokens_total + 60
+                await eventually(lambda n=enough: engine.stats().tokens_total > n)
+                await engine.pause()
+                await engine.load(endless.weights(version))
+                await engine.resume()
+                worker.weights_changed()
+
+        stop = asyncio.Event()
+        running = asyncio.ensure_future(worker.run(stop, updates()))
+        try:
+            async with asyncio.timeout(60):
+                await buffer.until(lambda: buffer.whole(*range(12)) or running.done())
+                stop.set()
+                await running
+        finally:
+            await engine.stop()
+        return buffer
+
+    buffer = asyncio.run(main())
+    several = 0
+    for blobs in buffer.stored.values():
+        for blob in blobs.values():
+            episode = unpack(blob)
+            assert episode.n_sampled == 24
+            several += episode.min_version != episode.max_version
+    assert several > 0

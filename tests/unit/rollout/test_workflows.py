@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from areal_async.prompts import prompt_ids, prompt_text
+from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, training_rows
+from areal_async.wire.messages import Task
+from rollout_service.engines.base import GenerateRequest, GenerateResult, RequestError
+from rollout_service.workflows import Context, EpisodeAborted, Renderer, WorkflowError, load_workflow
+from rollout_service.workflows.context import call_seed
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "says"),
+    [
+        ("no_such", None, "built-in workflow 'no_such'.*single_turn"),
+        ("flow.py:", None, "path.py:function"),
+        ("flow.py:go", None, "there is no file"),
+        ("flow.py:go", "async def other(ctx, task): ...", "defines no 'go'. It has: other"),
+        ("flow.py:go", "x = 1", "no `async def` function"),
+        ("flow.py:go", "def go(ctx, task): ...", "not an `async def`"),
+        ("flow.py:go", "async def go(ctx): ...", "two arguments"),
+        ("flow.py:go", "import nowhere_to_be_found", "ModuleNotFoundError"),
+        ("flow.py:go", "def broken(:", "SyntaxError"),
+        ("flow.py:go", "raise SystemExit(3)", "SystemExit"),
+    ],
+)
+def test_a_workflow_that_cannot_be_loaded_says_why(
+    name: str, source: str | None, says: str, tmp_path: Path
+) -> None:
+    if source is not None:
+        (tmp_path / "flow.py").write_text(source)
+    if name.startswith("flow.py"):
+        name = f"{tmp_path}/{name}"
+    with pytest.raises(WorkflowError, match=says):
+        load_workflow(name)
+
+
+def test_a_workflow_of_ones_own_may_import_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_flow.py").write_text("ANSWER = 42")
+    (tmp_path / "flow.py").write_text(
+        "from neighbour_of_flow import ANSWER\nasync def go(ctx, task):\n    return ANSWER\n"
+    )
+    workflow: Any = load_workflow(f"{tmp_path}/flow.py:go")
+    assert asyncio.run(workflow(None, None)) == 42
+
+
+@pytest.fixture
+def tokenizer(tiny: Any) -> Any:
+    # Not AutoTokenizer: for a Qwen2 model that splits text in Qwen's way, whatever tokenizer.json says.
+    return PreTrainedTokenizerFast.from_pretrained(tiny.directory)
+
+
+def test_text_is_tokenised_as_it_is(tokenizer: Any) -> None:
+    assert prompt_ids(tokenizer, "1+2=") == [3, 12, 4, 14]
+    assert prompt_text(tokenizer, "1+2=") == "1+2="
+
+
+CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+
+
+def test_messages_without_a_template_are_joined_by_newlines(tokenizer: Any) -> None:
+    assert prompt_text(tokenizer, CHAT) == "1+2=\n3"
+    assert tokenizer.decode(prompt_ids(tokenizer, CHAT)) == "1+2=\n3"
+
+
+def test_messages_go_through_the_chat_template_once(tokenizer: Any) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'abc'[loop.index] }}={{ m['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}a={% endif %}"
+    )
+    rendered = Renderer(tokenizer)(CHAT)
+    assert rendered.text == "b=1+2= c=3 a="
+    assert tokenizer.decode(rendered.ids.tolist()) == rendered.text
+
+
+class CountingTokenizer:
+    chat_template = None
+    calls = 0
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        self.calls += 1
+        return {"input_ids": [len(text)]}
+
+
+def test_a_groups_prompt_is_rendered_once_and_memory_is_bounded() -> None:
+    counting: Any = CountingTokenizer()
+    render = Renderer(counting, remember=3)
+    for _ in range(5):
+        render("same")
+        render([{"role": "user", "content": "same"}])
+    assert counting.calls == 2
+    for number in range(10):
+        render(str(number))
+    assert len(render._known) == 3
+
+
+def context(engine: Any, tokenizer: Any, **how: Any) -> Context:
+    builder = EpisodeBuilder("job", "t", "t#0", 0)
+    return Context(
+        engine,
+        Renderer(tokenizer),
+        builder,
+        episode_id="t#0.0",
+        sampling=Sampling(max_new_tokens=6),
+        seed=5,
+        **how,
+    )
+
+
+class Recording:
+    """An engine that remembers what it was asked and said."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.said: list[tuple[GenerateRequest, GenerateResult]] = []
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await self._engine.generate(request)
+        self.said.append((request, result))
+        return result
+
+
+async def two_turns_and_a_fork(ctx: Context, task: Task) -> None:
+    first = await ctx.generate(task.prompt)
+    tool = ctx.observe(SegmentKind.TOOL, "=7", parent=first.segment)
+    await ctx.generate(parent=tool, temperature=0.0, turn=1)
+    await ctx.generate("+1", parent=first.segment, max_new_tokens=3, turn=1)
+
+
+def test_a_path_is_exactly_what_the_engine_saw(endless: Any, tokenizer: Any) -> None:
+    async def main() -> tuple[Any, Any]:
+        engine = endless.engine()
+        await engine.start(endless.weights(4, epoch=2))
+        recording = Recording(engine)
+        ctx = context(recording, tokenizer)
+        await two_turns_and_a_fork(ctx, Task("t", "1+2="))
+        await engine.stop()
+        return ctx.builder.build(), recording.said
+
+    episode, said = asyncio.run(main())
+    assert len(said) == 3
+    for call, (request, result) in zip(episode.header.calls, said, strict=True):
+        assert episode.token_ids(call.segment).tolist() == [*request.prompt_ids, *result.token_ids]
+        assert call.sampling == request.sampling
+        assert call.finish_reason == result.finish_reason
+    assert [c.logprobs_of for c in episode.header.calls] == ["sampled", "raw", "sampled"]
+    assert [c.sampling.max_new_tokens for c in episode.header.calls] == [6, 6, 3]
+    assert len({c.sampling.seed for c in episode.header.calls}) == 3
+    assert episode.header.epochs == [(4, 2)]
+    assert episode.n_sampled == 15
+    assert (episode.min_version, episode.max_version) == (4, 4)
+    assert episode.header.prompt_text == "1+2="
+    assert episode.header.response_text == said[-1][1].text
+    rows = training_rows(episode)
+    assert len(rows) == 2
+    trained = sorted(float(p) for row in rows for p in row.logprobs[row.mask == 1])
+    assert trained == sorted(float(p) for _, result in said for p in result.logprobs)
+
+
+def test_an_aborted_request_makes_no_episode(endless: Any, tokenizer: Any) -> None:
+    async def main() -> None:
+        engine = endless.engine()
+        await engine.start(endless.weights(0))
+        ctx = context(engine, tokenizer)
+        call = asyncio.ensure_future(ctx.generate("1+2=", max_new_tokens=90))
+        while not engine.stats().tokens_total:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await engine.abort(["t#0.0/0"])
+        with pytest.raises(EpisodeAborted):
+            await call
+        with pytest.raises(RequestError, match="vocabulary"):
+            await ctx.generate([3, 4_000])
+        with pytest.raises(ValueError, match="prompt"):
+            await ctx.generate()
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_seeds_of_calls_differ_in_every_part() -> None:
+    seeds = {
+        call_seed(group, sample, attempt, call)
+        for group in (0, 1, 2**48 - 1)
+        for sample in range(3)
+        for attempt in range(3)
+        for call in range(3)
+    }
+    assert len(seeds) == 81
+    assert all(0 <= seed < 2**63 for seed in seeds)

@@ -1,0 +1,118 @@
+"""One rank of a trainer that replays recorded batches: a script for each rank of a test, or in process.
+
+python rank_process.py RANK WORLD MEETING_FILE MODEL BATCHES OUT
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from areal_async.config.job import JobConfig
+from areal_async.observe.record import RunLog
+from areal_async.wire.messages import TrainerOpened, Waiting
+from trainer_service.backends.fsdp import FsdpBackend
+from trainer_service.checkpoint import Checkpoint
+from trainer_service.ranks import join_ranks
+from trainer_service.record import read_step
+from trainer_service.rl import RlTrainer
+
+
+class RecordedBuffer:
+    """The trainer's side of a buffer whose batches are on disk. `calls` lists what was asked, in order."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.calls: list[tuple] = []
+        self._waits = 1
+
+    def open_trainer(self, trainer, step, ledger):
+        self.calls.append(("open", step, ledger))
+        return TrainerOpened(epoch=1, step=step)
+
+    def next_batch(self, epoch, step, *, wait_ms):
+        if self._waits:
+            self._waits -= 1
+            return Waiting("rollout -> buffer", "0 of 4 groups are scored")
+        self.calls.append(("next", step))
+        return read_step(self.root, step).batch
+
+    def fetch(self, episode_ids):
+        step = int(episode_ids[0].split("#")[1].split(".")[0])
+        self.calls.append(("fetch", len(episode_ids)))
+        blobs = read_step(self.root, step).blobs
+        return [memoryview(blobs[name]) for name in episode_ids]
+
+    def commit(self, epoch, step):
+        self.calls.append(("commit", step))
+
+    def export_ledger(self, epoch, step):
+        self.calls.append(("export", step))
+        return b"ledger of %d" % step
+
+    def checkpointed(self, epoch, step):
+        self.calls.append(("checkpointed", step))
+
+
+def job_of(model: Path, out: Path, **trainer) -> JobConfig:
+    settings = {
+        "steps": 4,
+        "minibatches": 2,
+        "micro_batch_tokens": 24,
+        "optimizer": {"lr": 1e-3},
+        **trainer,
+    }
+    return JobConfig.model_validate(
+        {
+            "job": "job",
+            "model": str(model),
+            "run_dir": str(out),
+            "tasks": {"train": "unused.jsonl"},
+            "buffer": {"max_staleness": 2},
+            "checkpoint": {"every_steps": 2, "keep": 4},
+            "trainer": settings,
+        }
+    )
+
+
+def run(
+    rank: int,
+    world: int,
+    meeting: Path | None,
+    model: Path,
+    batches: Path,
+    out: Path,
+    *,
+    restored: Checkpoint | None = None,
+    **trainer,
+) -> RecordedBuffer:
+    torch.set_num_threads(1)
+    job = job_of(model, out, **trainer)
+    out.mkdir(parents=True, exist_ok=True)
+    ranks = join_ranks(rank, world, meeting_place=meeting)
+    backend = FsdpBackend({"policy": model}, job.trainer.optimizer, ranks, dtype=torch.float32)
+    buffer = RecordedBuffer(batches)
+    trainer_ = RlTrainer(
+        job,
+        ranks,
+        backend,
+        buffer,
+        run_dir=out,
+        files={},
+        publisher=None,
+        run_log=RunLog(out / "metrics.jsonl") if rank == 0 else None,
+        stopping=threading.Event(),
+    )
+    assert trainer_.run(name="trainer", ready=lambda: None, restored=restored)
+    return buffer
+
+
+if __name__ == "__main__":
+    number, size, *paths = sys.argv[1:]
+    run(int(number), int(size), *map(Path, paths))
+    sys.stdout.flush()
+    os._exit(0)

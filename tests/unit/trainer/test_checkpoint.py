@@ -1,0 +1,73 @@
+"""A checkpoint is complete or not there; a damaged one is refused."""
+
+import pytest
+
+from trainer_service.checkpoint import Checkpoints, newest_checkpoint, open_checkpoint
+from trainer_service.errors import CheckpointError
+from trainer_service.ranks import join_ranks
+
+
+def _save(root, step, *, keep=2, checkpoints=None, content=b"weights"):
+    checkpoints = checkpoints or Checkpoints(root, job="job", keep=keep, ranks=join_ranks(0, 1))
+
+    def write(folder):
+        assert folder.name.startswith(".")
+        (folder / "policy.bin").write_bytes(content)
+
+    checkpoints.save(step, epoch=3, updates=2 * step, ledger=b"ledger", write=write)
+    return checkpoints
+
+
+def test_what_was_saved_is_opened(tmp_path):
+    _save(tmp_path, 50)
+    checkpoint = open_checkpoint(newest_checkpoint(tmp_path), job="job")
+    assert checkpoint.folder == tmp_path / "step-000050"
+    assert checkpoint.ledger() == b"ledger"
+    manifest = checkpoint.manifest
+    assert (manifest.step, manifest.epoch, manifest.updates, manifest.ranks) == (50, 3, 100, 1)
+    assert set(manifest.files) == {"policy.bin", "ledger.bin"}
+
+
+def test_the_newest_are_kept_and_those_of_others_are_left_alone(tmp_path):
+    foreign = tmp_path / "step-000999"
+    foreign.mkdir()
+    checkpoints = None
+    for step in (1, 2, 3):
+        checkpoints = _save(tmp_path, step, checkpoints=checkpoints)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003", "step-000999"]
+
+
+def test_a_checkpoint_cut_short_has_no_name(tmp_path):
+    checkpoints = Checkpoints(tmp_path, job="job", keep=2, ranks=join_ranks(0, 1))
+
+    def write(folder):
+        (folder / "policy.bin").write_bytes(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        checkpoints.save(7, epoch=1, updates=7, ledger=b"", write=write)
+    assert newest_checkpoint(tmp_path) is None
+    _save(tmp_path, 7, checkpoints=checkpoints)
+    assert open_checkpoint(tmp_path / "step-000007", job="job").manifest.step == 7
+    _save(tmp_path, 7, checkpoints=checkpoints, content=b"again")
+    assert (tmp_path / "step-000007" / "policy.bin").read_bytes() == b"again"
+
+
+def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path):
+    _save(tmp_path, 1)
+    folder = newest_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="of job 'job', not of 'other'"):
+        open_checkpoint(folder, job="other")
+    (folder / "policy.bin").write_bytes(b"weightz")
+    with pytest.raises(CheckpointError, match=r"policy\.bin is missing or damaged"):
+        open_checkpoint(folder, job="job")
+    (folder / "policy.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"policy\.bin is missing or damaged"):
+        open_checkpoint(folder, job="job")
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"no readable manifest\.json"):
+        open_checkpoint(folder, job="job")
+
+
+def test_no_checkpoint_is_no_path(tmp_path):
+    assert newest_checkpoint(tmp_path / "none") is None

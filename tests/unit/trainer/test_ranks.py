@@ -1,0 +1,96 @@
+"""Two ranks compute what one does, and each reads the other's checkpoint."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from areal_async.observe.record import read_run_log
+from trainer_service.checkpoint import open_checkpoint
+from trainer_service.record import write_step
+
+SCRIPT = Path(__file__).with_name("rank_process.py")
+spec = importlib.util.spec_from_file_location("rank_process", SCRIPT)
+rank_process = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(rank_process)
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory, make_batch) -> Path:
+    root = tmp_path_factory.mktemp("batches")
+    for step in range(4):
+        batch, blobs = make_batch(step, groups=5, max_staleness=2, lengths=(1, 7))
+        write_step(root, batch, blobs, losses=[], grad_norms=[])
+    return root
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory, model_dir, batches) -> Path:
+    out = tmp_path_factory.mktemp("one")
+    rank_process.run(0, 1, None, model_dir, batches, out)
+    return out
+
+
+def _steps(out):
+    return [record for record in read_run_log(out / "metrics.jsonl") if record["kind"] == "step"]
+
+
+def _same_training(one, two):
+    for mine, other in zip(_steps(one), _steps(two), strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert mine["correction"]["w_max"] == pytest.approx(other["correction"]["w_max"], rel=1e-4)
+        assert mine["correction"]["units"] == other["correction"]["units"]
+        assert mine["packed_tokens"] <= other["packed_tokens"]  # a rank short of rows runs empty passes
+    first, second = (load_file(out / "model" / "model.safetensors") for out in (one, two))
+    assert first.keys() == second.keys()
+    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
+
+
+def test_two_ranks_match_one(tmp_path, model_dir, batches, one_rank):
+    arguments = [str(path) for path in (tmp_path / "meet", model_dir, batches, tmp_path / "two")]
+    ranks = [
+        subprocess.Popen([sys.executable, str(SCRIPT), str(rank), "2", *arguments], stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors.decode()
+    finally:
+        for process in ranks:
+            process.kill()
+    _same_training(one_rank, tmp_path / "two")
+    checkpoint = open_checkpoint(tmp_path / "two" / "checkpoints" / "step-000002", job="job")
+    assert checkpoint.manifest.ranks == 2
+    rank_process.run(0, 1, None, model_dir, batches, tmp_path / "resumed", restored=checkpoint)
+    assert [step["step"] for step in _steps(tmp_path / "resumed")] == [2, 3]
+    first, second = (
+        load_file(out / "model" / "model.safetensors") for out in (one_rank, tmp_path / "resumed")
+    )
+    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
+
+
+def test_training_goes_on_identically_after_a_restart(tmp_path, model_dir, batches, one_rank):
+    checkpoint = open_checkpoint(one_rank / "checkpoints" / "step-000002", job="job")
+    buffer = rank_process.run(0, 1, None, model_dir, batches, tmp_path / "resumed", restored=checkpoint)
+    assert buffer.calls[0] == ("open", 2, b"ledger of 2")
+    resumed = _steps(tmp_path / "resumed")
+    assert [(r["step"], r["loss"], r["grad_norm"]) for r in resumed] == [
+        (r["step"], r["loss"], r["grad_norm"]) for r in _steps(one_rank)[2:]
+    ]
+
+
+def test_what_a_step_asks_of_the_buffer_and_in_which_order(tmp_path, model_dir, batches):
+    buffer = rank_process.run(0, 1, None, model_dir, batches, tmp_path, steps=2, record_batches=True)
+    assert buffer.calls == [
+        ("open", 0, b""),
+        *[("next", 0), ("fetch", 20), ("commit", 0)],
+        *[("next", 1), ("fetch", 20), ("commit", 1), ("export", 2), ("checkpointed", 2)],
+    ]
+    replayed = rank_process.run(0, 1, None, model_dir, tmp_path / "batches", tmp_path / "replay", steps=2)
+    assert len(replayed.calls) == len(buffer.calls)
+    _same_training(tmp_path, tmp_path / "replay")

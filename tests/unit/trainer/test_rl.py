@@ -1,0 +1,197 @@
+"""The loop around the steps: publications, records, waiting, stopping, and what ends it."""
+
+import asyncio
+import importlib.util
+import json
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal_async.config.job import JobConfig
+from areal_async.observe.record import RunLog, read_run_log
+from areal_async.weights.publisher import Publisher
+from areal_async.weights.receiver import Receiver
+from areal_async.weights.snapshot import open_snapshot
+from areal_async.wire.messages import NoNews, VersionTag, Waiting
+from trainer_service.backends.fsdp import FsdpBackend
+from trainer_service.errors import BatchError, StalenessViolation
+from trainer_service.modelfiles import companion_files
+from trainer_service.ranks import join_ranks
+from trainer_service.record import read_step, write_step
+from trainer_service.rl import RlTrainer
+
+spec = importlib.util.spec_from_file_location("rank_process", Path(__file__).with_name("rank_process.py"))
+rank_process = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(rank_process)
+
+
+@pytest.fixture
+def batches(tmp_path, make_batch) -> Path:
+    for step in range(4):
+        batch, blobs = make_batch(step, max_staleness=2)
+        write_step(tmp_path / "batches", batch, blobs, losses=[], grad_norms=[])
+    return tmp_path / "batches"
+
+
+class Recording(Publisher):
+    """A publisher that also writes its publications into the buffer's list of calls."""
+
+    calls: list
+
+    def publish(self, tag, tensors, *, evaluate=False, final=False):
+        self.calls.append(("publish", tag.version, evaluate, final))
+        return super().publish(tag, tensors, evaluate=evaluate, final=final)
+
+
+def _trainer(model, out, buffer, *, publisher=None, stopping=None, changes=None):
+    job = rank_process.job_of(model, out, minibatches=1, micro_batch_tokens=8192)
+    if changes:
+        job = JobConfig.model_validate({**job.model_dump(mode="json"), **changes})
+    backend = FsdpBackend({"policy": model}, job.trainer.optimizer, join_ranks(0, 1), dtype=torch.float32)
+    return RlTrainer(
+        job,
+        join_ranks(0, 1),
+        backend,
+        buffer,
+        run_dir=out,
+        files=companion_files(model, "float32"),
+        publisher=publisher,
+        run_log=RunLog(out / "metrics.jsonl"),
+        stopping=stopping or threading.Event(),
+    )
+
+
+def test_each_version_is_published_before_its_step_is_committed(tmp_path, model_dir, batches):
+    """A whole run with an evaluator beside it: versions 0, 2 and the last are evaluated, then it ends."""
+    buffer = rank_process.RecordedBuffer(batches)
+    publisher = Recording(
+        tmp_path / "shm",
+        f"ipc://{tmp_path}/w",
+        job="job",
+        files=companion_files(model_dir, "float32"),
+        tied={"lm_head.weight": "model.embed_tokens.weight"},
+    )
+    publisher.calls = buffer.calls
+    publisher.start()
+    evaluated = []
+
+    async def evaluate():
+        receiver = Receiver(publisher.endpoint, job="job", name="evaluator", purpose="evaluate")
+        await receiver.connect()
+        after = None
+        async with asyncio.timeout(60):
+            while True:
+                news = await receiver.next(after, wait_ms=500)
+                if isinstance(news, NoNews):
+                    if news.finished:
+                        break
+                    continue
+                snapshot = await receiver.open(news)
+                evaluated.append((news.tag.version, news.final, len(snapshot.tensors)))
+                after = news.tag
+                await receiver.ack(news.tag)
+        await receiver.close()
+
+    evaluator = threading.Thread(target=asyncio.run, args=(evaluate(),))
+    ready = []
+    with closing(publisher):
+        evaluator.start()
+        trainer = _trainer(
+            model_dir,
+            tmp_path,
+            buffer,
+            publisher=publisher,
+            changes={
+                "tasks": {"train": "a.jsonl", "evaluation": "b.jsonl"},
+                "evaluation": {"every_steps": 2},
+                "checkpoint": {"every_steps": 3},
+            },
+        )
+        assert trainer.run(name="trainer", ready=lambda: ready.append(list(buffer.calls)))
+        last = open_snapshot(tmp_path / "shm" / "e1-v4")
+        evaluator.join(30)
+    assert buffer.calls == [
+        ("open", 0, b""),
+        ("publish", 0, True, False),
+        *[("next", 0), ("fetch", 16), ("publish", 1, False, False), ("commit", 0)],
+        *[("next", 1), ("fetch", 16), ("publish", 2, True, False), ("commit", 1)],
+        *[("next", 2), ("fetch", 16), ("publish", 3, False, False), ("commit", 2)],
+        *[("export", 3), ("checkpointed", 3)],
+        *[("next", 3), ("fetch", 16), ("publish", 4, True, True), ("commit", 3)],
+        *[("export", 4), ("checkpointed", 4)],
+    ]
+    assert ready == [buffer.calls[:2]]
+    assert [version for version, _, _ in evaluated] == [0, 2, 4]
+    assert evaluated[-1][1]
+    assert last.tag == VersionTag(1, 4)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, last.tensors[name])
+
+
+def test_a_record_of_every_step(tmp_path, model_dir, batches):
+    buffer = rank_process.RecordedBuffer(batches)
+    assert _trainer(model_dir, tmp_path, buffer).run(name="trainer", ready=lambda: None)
+    records = read_run_log(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    third = records[2]
+    assert (third["kind"], third["version"], third["episodes"]) == ("step", 3, 16)
+    episodes = [e for group in read_step(batches, 2).batch.groups for e in group.episodes]
+    assert third["tokens"] == sum(e.n_sampled for e in episodes)
+    assert third["reward_mean"] == pytest.approx(sum(e.reward for e in episodes) / 16)
+    assert third["staleness_max"] == max(2 - e.min_version for e in episodes)
+    assert {"loss", "grad_norm", "share_stale", "share_multi_version", "staleness_mean"} <= third.keys()
+    assert third["step_s"] >= third["wait_s"] + third["busy_s"] > 0
+    assert {"w_mean", "w_max", "w_min", "ess", "chi2", "kl_prox_beh", "by_staleness"} <= third[
+        "correction"
+    ].keys()
+
+
+def test_staleness_is_bounded_whatever_the_manifest_says(tmp_path, model_dir, make_batch):
+    """A manifest that names stale units, and one that hides them: both end the trainer before a gradient."""
+    batch, blobs = make_batch(5, max_staleness=4)
+    write_step(tmp_path / "batches", batch, blobs, losses=[], grad_norms=[])
+
+    def fresh(entry):
+        return msgspec.structs.replace(entry, min_version=max(3, entry.min_version))
+
+    hidden = [
+        msgspec.structs.replace(group, episodes=[fresh(entry) for entry in group.episodes])
+        for group in batch.groups
+    ]
+    lie = msgspec.structs.replace(batch, groups=hidden)
+    trainer = _trainer(model_dir, tmp_path, rank_process.RecordedBuffer(tmp_path / "batches"))
+    with pytest.raises(StalenessViolation, match=r"outside 0 … 2"):
+        trainer._train(batch, 5)
+    with pytest.raises(BatchError, match=r"the bytes fetched hold"):
+        trainer._train(lie, 5)
+    assert trainer._backend.updates == 0
+
+
+def test_a_wait_is_reported_with_its_edge_and_a_stop_ends_it(tmp_path, model_dir, monkeypatch, capsys):
+    from areal_async.observe.log import setup_logging
+
+    stopping = threading.Event()
+
+    class Starving(rank_process.RecordedBuffer):
+        def next_batch(self, epoch, step, *, wait_ms):
+            self.calls.append(("next", step))
+            if len(self.calls) > 4:
+                stopping.set()
+            return Waiting("reward -> buffer", "0 of 4 workers alive")
+
+    setup_logging("job", "trainer")
+    buffer = Starving(tmp_path)
+    trainer = _trainer(model_dir, tmp_path, buffer, stopping=stopping)
+    assert trainer.run(name="trainer", ready=lambda: None) is False
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    waits = [line for line in lines if line["event"] == "waiting for a batch"]
+    assert [(line["edge"], line["detail"]) for line in waits] == [
+        ("reward -> buffer", "0 of 4 workers alive")
+    ]
+    assert not (tmp_path / "model").exists()

@@ -1,0 +1,124 @@
+"""Supervised training: what an example is, what accuracy means, when it stops."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from areal_async.config.job import JobConfig
+from areal_async.observe.record import RunLog, read_run_log
+from areal_async.tasks import read_tasks
+from trainer_service.backends.fsdp import FsdpBackend
+from trainer_service.errors import BatchError
+from trainer_service.ranks import join_ranks
+from trainer_service.sft import SftTrainer, examples, load_tokenizer
+
+
+def _tasks(path: Path, pairs) -> Path:
+    rows = [
+        {"prompt": prompt, "data_source": "t", "reward_model": {"style": "rule", "ground_truth": answer}}
+        for prompt, answer in pairs
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+SUMS = [(f"{a}+{b}=", a + b) for a in range(5) for b in range(5)]
+
+
+def _trainer(tmp_path, model, *, stopping=None, held_out=SUMS, **changes):
+    settings = {"steps": 60, "optimizer": {"lr": 3e-3}, **changes.pop("trainer", {})}
+    job = JobConfig.model_validate(
+        {
+            "job": "warm",
+            "kind": "sft",
+            "model": str(model),
+            "tasks": {
+                "train": str(_tasks(tmp_path / "train.jsonl", SUMS)),
+                "evaluation": str(_tasks(tmp_path / "held.jsonl", held_out)) if held_out else None,
+                **changes.pop("tasks", {}),
+            },
+            "trainer": settings,
+            "sft": {"batch_size": 25, "evaluate_every": 5, **changes.pop("sft", {})},
+            **changes,
+        }
+    )
+    ranks = join_ranks(0, 1)
+    backend = FsdpBackend({"policy": model}, job.trainer.optimizer, ranks, dtype=torch.float32)
+    log = RunLog(tmp_path / "metrics.jsonl")
+    return SftTrainer(
+        job, ranks, backend, run_dir=tmp_path, run_log=log, stopping=stopping or threading.Event()
+    )
+
+
+def test_an_example_is_prompt_answer_and_end_with_the_loss_after_the_prompt(tmp_path, model_dir):
+    tokenizer = load_tokenizer(model_dir)
+    chat = [{"role": "user", "content": "1+1="}]
+    table = read_tasks(_tasks(tmp_path / "t.jsonl", [("12+3=", 15), (chat, "2")]))
+    first, second = examples(tokenizer, table)
+    assert tokenizer.convert_ids_to_tokens(first.token_ids) == [*"12+3=15", "<eos>"]
+    assert first.position.tolist() == [5, 6, 7]
+    assert tokenizer.convert_ids_to_tokens(second.token_ids) == [*"1+1=2", "<eos>"]
+
+
+def test_a_task_without_an_answer_is_named(tmp_path, model_dir):
+    table = read_tasks(_tasks(tmp_path / "t.jsonl", [("1+1=", "2"), ("1+2=", None)]))
+    with pytest.raises(BatchError, match=r"t\.jsonl, row 1: its ground truth is null"):
+        examples(load_tokenizer(model_dir), table)
+
+
+def test_training_raises_accuracy_and_stops_where_asked(tmp_path, make_model):
+    model = make_model(tmp_path / "start", hidden=64)
+    assert _trainer(tmp_path, model, sft={"stop_at_accuracy": 0.5}).run()
+    records = read_run_log(tmp_path / "metrics.jsonl")
+    measured = [(record["step"], record["accuracy"]) for record in records if "accuracy" in record]
+    assert measured[0][0] == 0
+    assert measured[0][1] < 0.3
+    assert measured[-1][1] >= 0.5
+    assert all(accuracy < 0.5 for _, accuracy in measured[:-1])
+    assert measured[-1][0] % 5 == 0
+    assert records[-1]["step"] == measured[-1][0] < 60
+    assert records[-1]["loss"] < records[1]["loss"]
+
+    # The measure is greedy decoding: generate with transformers and compare whole answers.
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    right = 0
+    for prompt, answer in SUMS:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        out = trained.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)
+        right += tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == str(answer)
+    assert right / len(SUMS) == pytest.approx(measured[-1][1])
+
+
+def test_it_ends_with_its_steps_or_its_passes_and_measures_last(tmp_path, model_dir):
+    assert _trainer(tmp_path, model_dir, trainer={"steps": 3}, sft={"batch_size": 10}).run()
+    records = read_run_log(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 2, 3, 3]
+    assert "accuracy" in records[-1]
+    (tmp_path / "metrics.jsonl").unlink()
+    assert _trainer(tmp_path, model_dir, held_out=None, tasks={"passes": 2}, sft={"batch_size": 10}).run()
+    records = read_run_log(tmp_path / "metrics.jsonl")
+    assert max(record["step"] for record in records) == 6  # 25 examples: 10, 10, 5, twice
+    assert not any("accuracy" in record for record in records)
+
+
+def test_the_same_seed_gives_the_same_losses(tmp_path, model_dir):
+    losses = []
+    for seed in (1, 1, 2):
+        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+        _trainer(
+            tmp_path, model_dir, held_out=None, seed=seed, trainer={"steps": 4}, sft={"batch_size": 8}
+        ).run()
+        losses.append([r["loss"] for r in read_run_log(tmp_path / "metrics.jsonl") if "loss" in r])
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_a_stop_ends_it_without_a_model(tmp_path, model_dir):
+    stopping = threading.Event()
+    stopping.set()
+    assert _trainer(tmp_path, model_dir, stopping=stopping).run() is False
+    assert not (tmp_path / "model").exists()

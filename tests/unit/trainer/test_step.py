@@ -1,0 +1,111 @@
+"""A step's result depends on its data, not on how the data is cut."""
+
+import numpy as np
+import pytest
+import torch
+
+from areal_async.config.trainer import ObjectiveSection, OptimizerSection
+from trainer_service.backends.fsdp import FsdpBackend
+from trainer_service.episodes import rows_of_episode
+from trainer_service.errors import DivergenceError
+from trainer_service.manifest import plan_step
+from trainer_service.objectives.compose import Objective
+from trainer_service.ranks import join_ranks
+from trainer_service.step import train_step
+
+
+def _step(folder, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, lr=1e-2, **objective):
+    ranks = join_ranks(0, 1)
+    backend = FsdpBackend({"policy": folder}, OptimizerSection(lr=lr), ranks, dtype=torch.float32)
+    composed = Objective(ObjectiveSection(**objective))
+    plan = plan_step(
+        batch,
+        composed,
+        step=batch.step,
+        max_staleness=batch.max_staleness,
+        minibatches=minibatches,
+        ranks=1,
+    )
+    rows = [
+        [
+            row
+            for index in minibatch[0]
+            for row in rows_of_episode(blobs[plan.episodes[index].episode_id], plan.episodes[index], index)
+        ]
+        for minibatch in plan.shares
+    ]
+    if shuffle is not None:
+        for part in rows:
+            np.random.default_rng(shuffle).shuffle(part)
+    result = train_step(
+        backend,
+        composed,
+        ranks,
+        rows,
+        step=batch.step,
+        max_staleness=batch.max_staleness,
+        groups=plan.groups,
+        advantages=plan.advantages,
+        micro_batch_tokens=budget,
+    )
+    return result, backend.tensors("policy")
+
+
+def _same(a, b):
+    (first, weights), (second, others) = a, b
+    assert first.losses == pytest.approx(second.losses, abs=1e-6)
+    assert first.grad_norms == pytest.approx(second.grad_norms, rel=1e-4)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, others[name], atol=2e-5, rtol=0)
+    for name in ("units", "w_mean", "w_max", "w_min", "ess", "chi2", "kl_prox_beh", "clip_high_share"):
+        assert first.statistics[name] == pytest.approx(second.statistics[name], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("normaliser", ["token", "sequence"])
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_a_step_is_invariant_to_micro_batching(model_dir, make_batch, normaliser, minibatches):
+    batch, blobs = make_batch(3, max_staleness=2, lengths=(1, 9))
+    options = {"minibatches": minibatches, "normaliser": normaliser}
+    whole = _step(model_dir, batch, blobs, **options)
+    tiny = _step(model_dir, batch, blobs, budget=12, shuffle=1, **options)
+    assert whole[0].micro_batches == minibatches
+    assert tiny[0].micro_batches > 3 * minibatches
+    _same(whole, tiny)
+
+
+def test_reused_prox_equals_recomputed_prox_in_the_first_update(model_dir, make_batch):
+    batch, blobs = make_batch(3, max_staleness=2)
+    _same(_step(model_dir, batch, blobs), _step(model_dir, batch, blobs, prox="reuse"))
+
+
+def test_prox_is_that_of_the_start_of_the_step_in_every_minibatch(model_dir, make_batch):
+    """w = exp(prox - beh) must not see the updates of earlier minibatches of the step."""
+    batch, blobs = make_batch(0)
+    one, _ = _step(model_dir, batch, blobs)
+    four, _ = _step(model_dir, batch, blobs, minibatches=4, lr=0.3)
+    for name in ("w_mean", "w_max", "w_min", "chi2"):
+        assert four.statistics[name] == pytest.approx(one.statistics[name], rel=1e-4)
+    assert four.statistics["clip_high_share"] + four.statistics["clip_low_share"] > 0
+    assert one.statistics["clip_high_share"] == one.statistics["clip_low_share"] == 0
+
+
+def test_statistics_are_split_by_staleness(model_dir, make_batch):
+    batch, blobs = make_batch(5, max_staleness=2)
+    result, _ = _step(model_dir, batch, blobs)
+    by = result.statistics["by_staleness"]
+    assert set(by) <= {"0", "1", "2"}
+    assert sum(figures["units"] for figures in by.values()) == result.statistics["units"]
+    assert result.statistics["units"] == sum(e.n_sampled for g in batch.groups for e in g.episodes)
+
+
+def test_a_gradient_that_is_not_finite_ends_training(model_dir, make_batch):
+    batch, blobs = make_batch(0)
+    ranks, objective = join_ranks(0, 1), Objective(ObjectiveSection())
+    backend = FsdpBackend({"policy": model_dir}, OptimizerSection(), ranks, dtype=torch.float32)
+    with torch.no_grad():
+        next(iter(backend.tensors("policy").values())).fill_(float("nan"))
+    plan = plan_step(batch, objective, step=0, max_staleness=0, minibatches=1, ranks=1)
+    rows = [rows_of_episode(blobs[e.episode_id], e, i)[0] for i, e in enumerate(plan.episodes)]
+    options = {"groups": plan.groups, "advantages": plan.advantages, "micro_batch_tokens": 64}
+    with pytest.raises(DivergenceError, match=r"trainer\.optimizer\.lr"):
+        train_step(backend, objective, ranks, [rows], step=0, max_staleness=0, **options)

@@ -1,0 +1,324 @@
+import asyncio
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal_async.errors import EndpointError, FaultError, SnapshotError
+from areal_async.weights import Publisher, Receiver, open_snapshot
+from areal_async.weights.shelf import Purpose
+from areal_async.weights.snapshot import MODEL_FILE
+from areal_async.wire.messages import AckSnapshot, NoNews, SnapshotNotice, Stats, VersionTag
+from areal_async.wire.rpc import Client
+
+
+def tag(version: int, epoch: int = 1) -> VersionTag:
+    return VersionTag(epoch, version)
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((100,), float(version)), "b": torch.arange(7)}
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="weights-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def publisher(place: Path, clock: Clock) -> Iterator[Publisher]:
+    publisher = Publisher(
+        place / "shm",
+        f"ipc://{place}/s",
+        job="j",
+        keep=2,
+        files={"config.json": b"{}"},
+        hold_s=100,
+        clock=clock,
+    )
+    publisher.start()
+    yield publisher
+    publisher.close()
+
+
+async def receiver(publisher: Publisher, purpose: Purpose = "serve", name: str = "r") -> Receiver:
+    made = Receiver(publisher.endpoint, job="j", name=name, purpose=purpose)
+    await made.connect(10)
+    return made
+
+
+def expect_notice(news: SnapshotNotice | NoNews, version: int, final: bool = False) -> SnapshotNotice:
+    assert isinstance(news, SnapshotNotice)
+    assert (news.tag, news.final) == (tag(version), final)
+    return news
+
+
+def test_a_receiver_opens_what_was_published_and_its_word_reaches_the_trainer(publisher: Publisher) -> None:
+    publisher.publish(tag(0), weights(0))
+
+    async def main() -> None:
+        r = await receiver(publisher)
+        notice = expect_notice(await r.next(None), 0)
+        snapshot = await r.open(notice)
+        assert torch.equal(snapshot.tensors["w"], weights(0)["w"])
+        assert (snapshot.path / "config.json").read_bytes() == b"{}"
+        await r.ack(notice.tag, stall_ms=1.5)
+        assert await r.next(notice.tag) == NoNews()
+        await r.close()
+
+    asyncio.run(main())
+    assert publisher.acks() == [AckSnapshot("r", "serve", tag(0), 1.5)]
+    assert publisher.acks() == []
+
+
+def test_a_waiting_receiver_hears_of_a_publication_at_once(publisher: Publisher) -> None:
+    async def main() -> None:
+        r = await receiver(publisher)
+        waiting = asyncio.create_task(r.next(None, wait_ms=30_000))
+        await r.next(None)  # answered, so the wait is under way
+        publisher.publish(tag(0), weights(0))
+        notice = expect_notice(await asyncio.wait_for(waiting, 10), 0)
+        waiting = asyncio.create_task(r.next(notice.tag, wait_ms=30_000))
+        await r.next(notice.tag)
+        publisher.publish(tag(1), weights(1))
+        publisher.publish(tag(2), weights(2))
+        later = await asyncio.wait_for(waiting, 10)
+        assert isinstance(later, SnapshotNotice)
+        assert later.tag in (tag(1), tag(2))
+        expect_notice(await r.next(tag(1)), 2)
+        await r.close()
+
+    asyncio.run(main())
+
+
+def test_a_wait_without_news_ends_in_time(publisher: Publisher) -> None:
+    async def main() -> None:
+        r = await receiver(publisher)
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        assert await r.next(None, wait_ms=100) == NoNews()
+        assert 0.09 < loop.time() - begin < 5
+        await r.close()
+
+    asyncio.run(main())
+
+
+def test_the_evaluator_gets_the_pinned_ones_in_order_and_the_trainer_waits_for_it(
+    publisher: Publisher,
+) -> None:
+    for version in range(5):
+        publisher.publish(tag(version), weights(version), evaluate=version in (0, 2, 4), final=version == 4)
+    assert not publisher.wait_evaluated(0.01)
+
+    async def main() -> None:
+        e = await receiver(publisher, "evaluate", "e")
+        after = None
+        for version in (0, 2, 4):
+            notice = expect_notice(await e.next(after, 1000), version, final=version == 4)
+            snapshot = await e.open(notice)
+            assert snapshot.tensors["w"][0] == version
+            await e.ack(notice.tag)
+            after = notice.tag
+        assert await e.next(after, 30_000) == NoNews(finished=True)
+        await e.close()
+
+    waiting: list[bool] = []
+    thread = threading.Thread(target=lambda: waiting.append(publisher.wait_evaluated(20)))
+    thread.start()
+    asyncio.run(main())
+    thread.join(20)
+    assert waiting == [True]
+
+
+def test_a_failed_evaluation_is_over_too(publisher: Publisher) -> None:
+    publisher.publish(tag(0), weights(0), evaluate=True)
+
+    async def main() -> None:
+        e = await receiver(publisher, "evaluate", "e")
+        notice = expect_notice(await e.next(None), 0)
+        await e.ack(notice.tag, error="no memory")
+        await e.close()
+
+    asyncio.run(main())
+    assert publisher.wait_evaluated(0)
+    assert publisher.acks()[0].error == "no memory"
+
+
+def test_finish_tells_those_who_wait_that_nothing_more_will_come(publisher: Publisher) -> None:
+    publisher.publish(tag(0), weights(0), evaluate=True)
+
+    async def main() -> None:
+        r, e = await receiver(publisher), await receiver(publisher, "evaluate", "e")
+        waiting = asyncio.create_task(r.next(tag(0), 30_000))
+        await r.next(tag(0))
+        publisher.finish()
+        assert await asyncio.wait_for(waiting, 10) == NoNews(finished=True)
+        notice = expect_notice(await e.next(None, 30_000), 0)  # what is due is still handed out
+        await e.ack(notice.tag)
+        assert await e.next(None, 30_000) == NoNews(finished=True)
+        await r.close()
+        await e.close()
+
+    asyncio.run(main())
+    with pytest.raises(SnapshotError, match="final"):
+        publisher.publish(tag(1), weights(1))
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+def test_nothing_is_unbounded_old_snapshots_go_and_their_memory_is_used_again(
+    publisher: Publisher, place: Path
+) -> None:
+    inodes = set()
+    for version in range(20):
+        written = publisher.publish(tag(version), weights(version))
+        inodes.add(os.stat(written.path / MODEL_FILE).st_ino)
+        assert open_snapshot(written.path, manifest_hash=written.manifest_hash).tensors["w"][0] == version
+        assert len(names(place / "shm")) <= 3
+    assert len(inodes) == 3
+
+
+def test_versions_are_true_memory_somebody_may_still_read_is_not_used_again(
+    publisher: Publisher, place: Path, clock: Clock
+) -> None:
+    publisher.publish(tag(0), weights(0))
+
+    async def main() -> None:
+        r = await receiver(publisher)
+        notice = expect_notice(await r.next(None), 0)
+        for version in range(1, 6):
+            publisher.publish(tag(version), weights(version))
+        assert (await r.open(notice)).tensors["w"][0] == 0
+        reading = os.open(Path(notice.path) / MODEL_FILE, os.O_RDONLY)
+        content = os.pread(reading, 10_000, 0)
+        clock.now_s = 101.0  # the hold is over, without an acknowledgement
+        for version in range(6, 12):
+            publisher.publish(tag(version), weights(version))
+        assert os.pread(reading, 10_000, 0) == content
+        os.close(reading)
+        with pytest.raises(SnapshotError, match="cannot be read"):
+            await r.open(notice)
+        await r.close()
+
+    asyncio.run(main())
+    assert len(names(place / "shm")) <= 3
+
+
+def test_versions_are_true_a_damaged_snapshot_is_refused_and_the_next_one_opens(publisher: Publisher) -> None:
+    written = publisher.publish(tag(0), weights(0))
+    with open(written.path / MODEL_FILE, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+
+    async def main() -> None:
+        r = await receiver(publisher)
+        notice = expect_notice(await r.next(None), 0)
+        with pytest.raises(SnapshotError, match="does not match its hash") as caught:
+            await r.open(notice)
+        await r.ack(notice.tag, error=str(caught.value))
+        publisher.publish(tag(1), weights(1))
+        snapshot = await r.open(expect_notice(await r.next(notice.tag), 1))
+        assert snapshot.tensors["w"][0] == 1
+        await r.close()
+
+    asyncio.run(main())
+    assert "does not match its hash" in publisher.acks()[0].error
+
+
+def test_versions_only_grow(publisher: Publisher) -> None:
+    publisher.publish(tag(3), weights(3))
+    for old in (tag(3), tag(2)):
+        with pytest.raises(SnapshotError, match="not newer than e1-v3"):
+            publisher.publish(old, weights(0))
+    publisher.publish(tag(1, epoch=2), weights(1))
+
+
+def test_a_publication_that_fails_leaves_the_publisher_working(publisher: Publisher, place: Path) -> None:
+    publisher.publish(tag(0), weights(0))
+    with pytest.raises(SnapshotError, match="complex"):
+        publisher.publish(tag(1), {"w": torch.ones(1, dtype=torch.complex64)})
+    publisher.publish(tag(1), weights(1))
+    assert names(place / "shm") == {"e1-v0", "e1-v1"}
+
+
+def test_tensors_may_change_once_published(publisher: Publisher) -> None:
+    tensors = weights(0)
+    written = publisher.publish(tag(0), tensors)
+    tensors["w"].fill_(9)
+    assert open_snapshot(written.path).tensors["w"][0] == 0
+
+
+def test_other_requests_are_refused(publisher: Publisher) -> None:
+    async def main() -> None:
+        async with Client(publisher.endpoint, job="j", role="r", name="n") as client:
+            with pytest.raises(FaultError, match="does not serve Stats"):
+                await client.call(Stats(), timeout_s=5)
+
+    asyncio.run(main())
+
+
+def test_closing_leaves_no_thread_socket_or_file(place: Path) -> None:
+    def use() -> None:
+        publisher = Publisher(place / "shm", f"ipc://{place}/s", job="j")
+        publisher.start()
+        publisher.publish(tag(0), weights(0), evaluate=True)
+        publisher.close()
+        publisher.close()
+        assert list((place / "shm").iterdir()) == []
+        assert names(place) == {"shm"}
+
+    use()
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        use()
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+def test_one_death_is_local_a_new_publisher_clears_what_a_killed_one_left(place: Path) -> None:
+    root = place / "shm"
+    killed = Publisher(root, f"ipc://{place}/s", job="j")
+    killed.start()
+    killed.publish(tag(0), weights(0))
+    killed.close(remove=False)
+    (root / ".writing-e1-v1").mkdir()
+    (root / ".spare-model").write_bytes(b"x")
+    (root / "notes").write_text("not ours")
+    fresh = Publisher(root, f"ipc://{place}/s", job="j")
+    fresh.start()
+    assert names(root) == {"notes"}
+    fresh.publish(tag(0, epoch=2), weights(0))
+    fresh.close()
+
+
+def test_a_second_publisher_neither_takes_the_address_nor_the_files(
+    publisher: Publisher, place: Path
+) -> None:
+    publisher.publish(tag(0), weights(0))
+    threads = threading.active_count()
+    second = Publisher(place / "shm", publisher.endpoint, job="j")
+    with pytest.raises(EndpointError, match="already serves"):
+        second.start()
+    second.close()
+    assert names(place / "shm") == {"e1-v0"}
+    assert threading.active_count() == threads

@@ -1,0 +1,175 @@
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from areal_async.weights.shelf import MAX_HOLDS, MAX_PENDING, Retired, Shelf
+from areal_async.wire.messages import VersionTag
+
+
+def tag(version: int, epoch: int = 1) -> VersionTag:
+    return VersionTag(epoch, version)
+
+
+def shelf_with(*versions: int, keep: int = 2, evaluate: bool = False) -> Shelf:
+    shelf = Shelf(keep, hold_ms=1000)
+    for version in versions:
+        shelf.add(tag(version), evaluate=evaluate, final=False)
+    return shelf
+
+
+def test_serving_skips_to_the_newest() -> None:
+    shelf = shelf_with(0, 1, 2)
+    assert shelf.serve("r", None, 0) == tag(2)
+    assert shelf.serve("r", tag(0), 0) == tag(2)
+    assert shelf.serve("r", tag(2), 0) is None
+
+
+def test_a_newer_epoch_is_newer_whatever_its_version() -> None:
+    shelf = shelf_with(8, 9)
+    shelf.add(tag(5, epoch=2), evaluate=False, final=False)
+    assert shelf.serve("r", tag(9), 0) == tag(5, epoch=2)
+    with pytest.raises(ValueError, match="not newer"):
+        shelf.add(tag(10), evaluate=False, final=False)
+
+
+def test_evaluation_gets_every_pinned_one_in_order() -> None:
+    shelf = shelf_with(0, 1, 2, evaluate=True)
+    for version in (0, 1, 2):
+        assert shelf.evaluate("e", None, 0) == tag(version)
+        assert shelf.evaluate("e", None, 0) == tag(version)  # asked again after a restart
+        shelf.acknowledge("e", "evaluate", tag(version))
+    assert shelf.evaluate("e", None, 0) is None
+    assert shelf.pending_evaluations == []
+
+
+def test_two_evaluators_share_the_work() -> None:
+    shelf = shelf_with(0, 1, evaluate=True)
+    assert shelf.evaluate("e1", None, 0) == tag(0)
+    assert shelf.evaluate("e2", None, 0) == tag(1)
+    assert shelf.evaluate("e1", tag(0), 0) is None
+
+
+def test_the_work_of_an_evaluator_that_died_is_offered_again() -> None:
+    shelf = shelf_with(0, evaluate=True)
+    assert shelf.evaluate("e1", None, 0) == tag(0)
+    assert shelf.evaluate("e2", None, 999) is None
+    assert shelf.evaluate("e2", None, 1000) == tag(0)
+
+
+def test_nothing_is_unbounded_an_evaluation_that_falls_behind_loses_the_oldest_but_never_the_ends() -> None:
+    shelf = Shelf(2, hold_ms=1000)
+    shelf.add(tag(0), evaluate=True, final=False)
+    for version in range(1, 10):
+        shelf.add(tag(version), evaluate=True, final=version == 9)
+    assert shelf.pending_evaluations == [tag(0), tag(7), tag(8), tag(9)]
+    assert shelf.evaluations_dropped == 6
+    assert shelf.is_final(tag(9))
+    assert not shelf.is_final(tag(8))
+
+
+def test_what_is_being_evaluated_is_not_dropped() -> None:
+    shelf = shelf_with(1, evaluate=True)
+    assert shelf.evaluate("e", None, 0) == tag(1)
+    for version in (2, 3, 4, 5):
+        shelf.add(tag(version), evaluate=True, final=False)
+    assert shelf.pending_evaluations == [tag(1), tag(4), tag(5)]
+
+
+def test_old_ones_retire_and_may_be_filled_again() -> None:
+    assert shelf_with(0, 1, 2, 3).retire(0) == [Retired(tag(0), True), Retired(tag(1), True)]
+
+
+def test_what_a_receiver_was_told_of_stays_until_acknowledged() -> None:
+    shelf = shelf_with(0)
+    shelf.serve("r", None, 0)
+    for version in (1, 2, 3):
+        shelf.add(tag(version), evaluate=False, final=False)
+    assert shelf.retire(0) == [Retired(tag(1), True)]
+    shelf.acknowledge("r", "serve", tag(0))
+    assert shelf.retire(0) == [Retired(tag(0), True)]
+
+
+def test_what_a_receiver_never_acknowledged_is_not_filled_again() -> None:
+    shelf = shelf_with(0)
+    shelf.serve("r", None, 0)
+    for version in (1, 2):
+        shelf.add(tag(version), evaluate=False, final=False)
+    assert shelf.retire(999) == []
+    assert shelf.retire(1000) == [Retired(tag(0), False)]
+
+
+def test_acknowledging_a_newer_one_ends_older_holds() -> None:
+    shelf = shelf_with(0)
+    shelf.serve("r", None, 0)
+    shelf.add(tag(1), evaluate=False, final=False)
+    shelf.serve("r", None, 0)
+    for version in (2, 3):
+        shelf.add(tag(version), evaluate=False, final=False)
+    shelf.acknowledge("r", "serve", tag(1))
+    assert shelf.retire(0) == [Retired(tag(0), True), Retired(tag(1), True)]
+
+
+class Shelves(RuleBasedStateMachine):
+    KEEP, HOLD_MS = 2, 50
+    receivers = st.sampled_from(["r0", "r1"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shelf = Shelf(self.KEEP, self.HOLD_MS)
+        self.now_ms = 0
+        self.version = 0
+        self.on_disk: list[VersionTag] = []
+        self.reading: dict[tuple[str, str, VersionTag], int] = {}
+        self.pinned: list[VersionTag] = []
+
+    @rule(evaluate=st.booleans())
+    def publish(self, evaluate: bool) -> None:
+        for gone in self.shelf.retire(self.now_ms):
+            assert gone.tag not in self.on_disk[-self.KEEP :]
+            assert gone.tag not in self.shelf.pending_evaluations
+            self.on_disk.remove(gone.tag)
+            readers = [key for key in self.reading if key[2] == gone.tag]
+            assert not (readers and gone.reusable), "bytes may be overwritten under a reader"
+            for key in readers:
+                # Unlinked under a reader only after its hold, or when it went on to newer ones.
+                newer = [k for k in self.reading if k[:2] == key[:2] and k[2] > gone.tag]
+                assert self.now_ms - self.reading[key] >= self.HOLD_MS or len(newer) >= MAX_HOLDS
+                del self.reading[key]
+        self.shelf.add(tag(self.version), evaluate=evaluate, final=False)
+        self.on_disk.append(tag(self.version))
+        if evaluate:
+            self.pinned.append(tag(self.version))
+        self.version += 1
+
+    @rule(receiver=receivers, purpose=st.sampled_from(["serve", "evaluate"]), behind=st.integers(0, 4))
+    def ask(self, receiver: str, purpose: str, behind: int) -> None:
+        after = tag(self.version - behind) if behind else None
+        look = self.shelf.serve if purpose == "serve" else self.shelf.evaluate
+        told = look(receiver, after, self.now_ms)
+        if told is not None:
+            assert told in self.on_disk
+            assert after is None or told > after
+            assert (told == self.shelf.newest) if purpose == "serve" else (told in self.pinned)
+            self.reading[(receiver, purpose, told)] = self.now_ms
+
+    @rule(receiver=receivers, purpose=st.sampled_from(["serve", "evaluate"]), back=st.integers(0, 5))
+    def acknowledge(self, receiver: str, purpose: str, back: int) -> None:
+        done = tag(max(0, self.version - back))
+        self.shelf.acknowledge(receiver, purpose, done)  # type: ignore[arg-type]
+        for key in [k for k in self.reading if k[:2] == (receiver, purpose) and k[2] <= done]:
+            del self.reading[key]
+
+    @rule(ms=st.integers(1, 60))
+    def wait(self, ms: int) -> None:
+        self.now_ms += ms
+
+    @invariant()
+    def memory_is_bounded(self) -> None:
+        readers = 2 * 2 * MAX_HOLDS
+        assert len(self.on_disk) <= self.KEEP + 1 + (MAX_PENDING + 1) + 2 * readers
+        assert set(self.shelf.pending_evaluations) <= set(self.on_disk)
+
+
+Shelves.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+test_shelf_keeps_its_promises = Shelves.TestCase

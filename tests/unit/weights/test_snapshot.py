@@ -1,0 +1,272 @@
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_async.errors import SnapshotError
+from areal_async.weights import layout, open_snapshot, write_snapshot
+from areal_async.weights.manifest import Manifest, Part, directory_name, seal, unseal
+from areal_async.weights.snapshot import MODEL_FILE, publish_directory, write_shard
+from areal_async.wire.messages import VersionTag
+
+TAG = VersionTag(2, 5)
+
+
+def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 2, (3, 5), generator=generator)
+    tensors = {str(dtype): values.to(dtype) for dtype in layout.DTYPES}
+    tensors |= {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "transposed": torch.arange(6.0).reshape(2, 3).t(),
+        "slice": torch.arange(10, dtype=torch.int16)[1::3],
+        "with_grad": torch.ones(2, requires_grad=True),
+    }
+    written = write_snapshot(tmp_path, TAG, tensors)
+    opened = open_snapshot(written.path, manifest_hash=written.manifest_hash).tensors
+    assert opened.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert opened[name].dtype == tensor.dtype
+        assert opened[name].shape == tensor.shape
+        assert torch.equal(opened[name].float(), tensor.detach().float())
+        assert opened[name].is_contiguous()
+        assert not opened[name].requires_grad
+        assert opened[name].data_ptr() % opened[name].element_size() == 0
+    read = safetensors.torch.load_file(written.path / MODEL_FILE)
+    assert all(torch.equal(read[name].float(), opened[name].float()) for name in tensors)
+
+
+shapes = st.lists(st.integers(0, 5), max_size=3)
+
+
+@given(st.lists(st.tuples(shapes, st.sampled_from(list(layout.DTYPES))), max_size=6), st.integers(0, 2**31))
+@settings(max_examples=50, deadline=None)
+def test_any_set_of_tensors_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[list[int], torch.dtype]], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        f"layer.{i}": torch.randint(0, 2, shape, generator=generator).to(dtype)
+        for i, (shape, dtype) in enumerate(kinds)
+    }
+    written = write_snapshot(tmp_path_factory.mktemp("s"), TAG, tensors)
+    opened = open_snapshot(written.path, manifest_hash=written.manifest_hash).tensors
+    assert {n: (t.dtype, t.float().tolist()) for n, t in opened.items()} == {
+        n: (t.dtype, t.float().tolist()) for n, t in tensors.items()
+    }
+    assert sum(f.stat().st_size for f in written.path.iterdir()) == written.size_bytes
+
+
+def test_tied_weights_are_stored_once_and_restored_under_both_names(tmp_path: Path) -> None:
+    embedding = torch.randn(50, 8)
+    state = {"model.embed_tokens.weight": embedding, "norm": torch.ones(8), "lm_head.weight": embedding}
+    found = write_snapshot(tmp_path / "found", TAG, state)
+    separate = state | {"lm_head.weight": embedding.clone()}
+    tied = {"lm_head.weight": "model.embed_tokens.weight"}
+    declared = write_snapshot(tmp_path / "declared", TAG, separate, tied=tied)
+    for written in (found, declared):
+        snapshot = open_snapshot(written.path)
+        assert snapshot.manifest.tied == tied
+        assert snapshot.tensors["lm_head.weight"] is snapshot.tensors["model.embed_tokens.weight"]
+        assert set(safetensors.torch.load_file(written.path / MODEL_FILE)) == {
+            "model.embed_tokens.weight",
+            "norm",
+        }
+
+
+def test_tensors_said_to_be_tied_that_differ_are_refused(tmp_path: Path) -> None:
+    state = {"a": torch.zeros(2), "b": torch.ones(2)}
+    with pytest.raises(SnapshotError, match="b is said to be tied to a but holds other values"):
+        write_snapshot(tmp_path, TAG, state, tied={"b": "a"})
+    with pytest.raises(SnapshotError, match="tied to c, which is not among the tensors"):
+        write_snapshot(tmp_path, TAG, state, tied={"b": "c"})
+
+
+def test_views_of_one_memory_with_other_shapes_are_stored_each(tmp_path: Path) -> None:
+    base = torch.arange(6.0)
+    written = write_snapshot(tmp_path, TAG, {"flat": base, "square": base.view(2, 3), "part": base[:3]})
+    snapshot = open_snapshot(written.path)
+    assert snapshot.manifest.tied == {}
+    assert torch.equal(snapshot.tensors["square"], base.view(2, 3))
+
+
+def test_transformers_loads_the_directory(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).eval()
+    config.save_pretrained(tmp_path / "config")
+    written = write_snapshot(
+        tmp_path, TAG, model.state_dict(), files={"config.json": tmp_path / "config" / "config.json"}
+    )
+    assert open_snapshot(written.path).manifest.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        written.path, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(ids).logits, model(ids).logits)
+    direct = Qwen2ForCausalLM(config)
+    direct.load_state_dict(open_snapshot(written.path).tensors)
+
+
+def test_files_travel_along(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b"{}")
+    files: dict[str, bytes | Path] = {
+        "tokenizer.json": tmp_path / "tokenizer.json",
+        "config.json": b'{"a": 1}',
+    }
+    written = write_snapshot(tmp_path, TAG, {"a": torch.ones(1)}, files=files)
+    open_snapshot(written.path)
+    assert (written.path / "tokenizer.json").read_bytes() == b"{}"
+    assert (written.path / "config.json").read_bytes() == b'{"a": 1}'
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "manifest.json", MODEL_FILE, "x\0y"])
+def test_files_lie_in_the_directory_or_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SnapshotError):
+        write_snapshot(tmp_path, TAG, {"a": torch.ones(1)}, files={name: b""})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_snapshot_is_written_once(tmp_path: Path) -> None:
+    write_snapshot(tmp_path, TAG, {"a": torch.ones(1)})
+    with pytest.raises(SnapshotError, match="written once"):
+        write_snapshot(tmp_path, TAG, {"a": torch.zeros(1)})
+
+
+def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError, match="complex64"):
+        write_snapshot(tmp_path, TAG, {"a": torch.ones(1, dtype=torch.complex64)})
+    with pytest.raises(SnapshotError, match="cannot be written"):
+        write_snapshot(tmp_path, TAG, {"a": torch.ones(1)}, files={"config.json": tmp_path / "absent"})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("old_size", [10, 5000])
+def test_an_old_allocation_is_filled_again(tmp_path: Path, old_size: int) -> None:
+    old = write_snapshot(tmp_path, VersionTag(2, 4), {"a": torch.full((old_size,), 7.0)})
+    inode = os.stat(old.path / MODEL_FILE).st_ino
+    new = write_snapshot(tmp_path, TAG, {"a": torch.arange(100.0)}, reuse=old.path / MODEL_FILE)
+    assert os.stat(new.path / MODEL_FILE).st_ino == inode
+    assert torch.equal(open_snapshot(new.path).tensors["a"], torch.arange(100.0))
+    with pytest.raises(SnapshotError):
+        open_snapshot(old.path)
+
+
+# --- tensors in several parts ----------------------------------------------------------------------------
+
+
+def sharded(root: Path, boxes: dict[str, tuple[list[int], list[int]]], whole: torch.Tensor) -> Path:
+    """A snapshot of tensor `w`, one file per box (extent, offset)."""
+    staging = root / "staging"
+    staging.mkdir()
+    shards, parts = [], []
+    for file, (extent, offset) in boxes.items():
+        piece = whole[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))]
+        shard, part = write_shard(staging / file, {"w": piece}, {"w": (list(whole.shape), offset)})
+        shards.append(shard)
+        parts += part
+    manifest = Manifest(1, TAG, VersionTag(2, 4), "full", parts, shards, [], {"alias": "w"})
+    return publish_directory(staging, root / directory_name(TAG), manifest).path
+
+
+def test_a_tensor_in_parts_is_put_together(tmp_path: Path) -> None:
+    whole = torch.randn(4, 6)
+    boxes = {
+        "a.safetensors": ([4, 2], [0, 0]),
+        "b.safetensors": ([1, 4], [0, 2]),
+        "c.safetensors": ([3, 4], [1, 2]),
+    }
+    snapshot = open_snapshot(sharded(tmp_path, boxes, whole))
+    assert torch.equal(snapshot.tensors["w"], whole)
+    assert snapshot.tensors["alias"] is snapshot.tensors["w"]
+    assert snapshot.manifest.base == VersionTag(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "problem"),
+    [
+        ({"a": ([4, 2], [0, 0])}, "do not cover"),
+        ({"a": ([4, 2], [0, 0]), "b": ([4, 3], [0, 2])}, "do not cover"),
+        ({"a": ([4, 4], [0, 0]), "b": ([4, 2], [0, 3])}, "overlap"),
+        ({"a": ([4, 6], [0, 0]), "b": ([4, 6], [0, 0])}, "overlap"),
+    ],
+)
+def test_parts_that_do_not_cover_a_tensor_exactly_once_are_refused(
+    tmp_path: Path, boxes: dict[str, tuple[list[int], list[int]]], problem: str
+) -> None:
+    path = sharded(tmp_path, boxes, torch.randn(4, 6))
+    with pytest.raises(SnapshotError, match=problem):
+        open_snapshot(path)
+
+
+def change(path: Path, **fields: object) -> None:
+    """Seal another manifest over the same files: a writer's mistake, not damage."""
+    manifest = unseal((path / "manifest.json").read_bytes())
+    (path / "manifest.json").write_bytes(seal(msgspec.structs.replace(manifest, **fields)))
+
+
+def test_a_manifest_that_does_not_describe_its_files_is_refused(tmp_path: Path) -> None:
+    path = write_snapshot(tmp_path, TAG, {"a": torch.ones(2, 2), "b": torch.ones(1)}).path
+    original = unseal((path / "manifest.json").read_bytes())
+    (shard,) = original.shards
+    a, b = original.parts
+    replace = msgspec.structs.replace
+    wrong: list[dict[str, object]] = [
+        {"schema": 99},
+        {"tag": VersionTag(2, 6)},
+        {"parts": [a]},
+        {"parts": [a, b, replace(b, file="absent")]},
+        {"parts": [replace(a, dtype="F16"), b]},
+        {"parts": [replace(a, shape=[4], offset=[0], extent=[4]), b]},
+        {"parts": [replace(a, offset=[0]), b]},
+        {"parts": [replace(a, offset=[1, 0]), b]},
+        {"parts": [replace(a, hash=b.hash), b]},
+        {"shards": [replace(shard, size_bytes=shard.size_bytes + 1)]},
+        {"shards": [replace(shard, header_bytes=shard.header_bytes - 64)]},
+        {"shards": [replace(shard, header_bytes=1 << 60)]},
+        {"shards": [replace(shard, file="../x")]},
+        {"shards": [shard, shard]},
+        {"tied": {"c": "absent"}},
+        {"tied": {"a": "b"}},
+    ]
+    for fields in wrong:
+        change(path, **fields)
+        with pytest.raises(SnapshotError):
+            open_snapshot(path)
+        (path / "manifest.json").write_bytes(seal(original))
+    open_snapshot(path)
+
+
+@given(st.binary(max_size=300))
+def test_noise_is_no_manifest_and_no_header(noise: bytes) -> None:
+    with pytest.raises(SnapshotError):
+        unseal(noise)
+    with pytest.raises(SnapshotError):
+        layout.parse_header(noise)
+
+
+def test_a_manifest_has_one_form(tmp_path: Path) -> None:
+    sealed = seal(Manifest(1, TAG, None, "full", [Part("a", "F32", [], [], [], "f", "h")], [], [], {}))
+    assert unseal(sealed).tag == TAG
+    for other in (sealed + b" ", sealed.replace(b":", b": ", 1), sealed.replace(b'"F32"', b'"F3\\u0032"')):
+        with pytest.raises(SnapshotError):
+            unseal(other)
