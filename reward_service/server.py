@@ -80,6 +80,7 @@ class RewardServer:
         self._pending = 0
         self._pending_bytes = 0
         self._calls_done = 0
+        self._calls_open = 0
         self._deadline_s = math.inf
         self._outbox: list[tuple[EpisodeVerdict, int]] = []
         """Verdicts to send, each with the size of its episode."""
@@ -166,14 +167,18 @@ class RewardServer:
             item, size_bytes = taken[index]
             metrics.CALL_SECONDS.observe(elapsed_ms / 1000)
             self._calls_done += 1
+            self._calls_open -= 1
+            if self._calls_open == 0:
+                busy.end("score")
             self._end(item, size_bytes, verdict, elapsed_ms)
 
+        if inputs and self._calls_open == 0:
+            busy.begin("score")
+        self._calls_open += len(inputs)
         await self._pool.submit(inputs, on_verdict)
 
     def _begin(self, size_bytes: int) -> None:
-        if self._pending == 0:
-            busy.begin("score")
-            self._idle.clear()
+        self._idle.clear()
         self._pending += 1
         self._pending_bytes += size_bytes
 
@@ -207,7 +212,6 @@ class RewardServer:
             self._pending_bytes -= sum(size_bytes for _, size_bytes in batch)
             self._room.set()
             if self._pending == 0:
-                busy.end("score")
                 self._idle.set()
 
     async def _wait_out(self, error: RpcTimeout | FaultError, what: str) -> None:

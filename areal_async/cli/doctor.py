@@ -9,7 +9,7 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ from typing import Literal
 import psutil
 
 from areal_async.config.run import ObserveSection
-from areal_async.control.folders import SHM_ROOT, leftovers
+from areal_async.control.folders import SHM_ROOT, leftovers, volatile_roots
 from areal_async.control.preflight import find_redis_server, port_holder, redis_server_version
 
 GIB = 1 << 30
@@ -60,9 +60,9 @@ def examine() -> Iterator[Finding]:
         yield from check()
 
 
-def remove_leftovers(shm_root: Path = SHM_ROOT) -> list[Path]:
-    """Delete the folders that dead runs left behind; return them."""
-    found = list(leftovers(shm_root))
+def remove_leftovers(roots: Sequence[Path]) -> list[Path]:
+    """Delete the folders that dead runs left behind below `roots`; return them."""
+    found = list(leftovers(roots))
     for folder in found:
         shutil.rmtree(folder, ignore_errors=True)
     return found
@@ -148,7 +148,7 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _leftovers() -> Iterator[Finding]:
-    found = list(leftovers())
+    found = list(leftovers(volatile_roots()))
     if found:
         names = ", ".join(map(str, found[:3])) + (" …" if found[3:] else "")
         yield Finding("warn", "leftovers", f"of dead runs: {names}", "Run `areal-async doctor --clean`")

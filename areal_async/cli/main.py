@@ -58,12 +58,15 @@ def doctor(
     """Look whether this machine is ready, and say what to do where it is not."""
     with readable_errors():
         from areal_async.cli.doctor import examine, remove_leftovers
+        from areal_async.control.folders import volatile_roots
 
         console = Console(soft_wrap=True)
         if clean:
-            for folder in remove_leftovers():
+            for folder in remove_leftovers(volatile_roots()):
                 console.print(f"removed {folder}", highlight=False)
         table = Table.grid(padding=(0, 2))
+        for _ in range(3):
+            table.add_column(overflow="fold")
         failed = False
         for finding in examine():
             failed |= finding.level == "fail"

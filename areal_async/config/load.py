@@ -16,7 +16,7 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.explain import explain
 from areal_async.config.files import check_files
 from areal_async.config.job import JobConfig
-from areal_async.config.yamlfile import parse_yaml, read_mapping
+from areal_async.config.yamlfile import dump_yaml, parse_yaml, read_mapping
 
 PATH_FIELDS = ("run_dir", "model", "tasks.train", "tasks.evaluation")
 CODE_FIELDS = ("reward.name", "rollout.workflow")
@@ -56,7 +56,7 @@ def job_from_mapping(
 
 def dump_job(job: JobConfig) -> str:
     """The resolved job as YAML, every field included; loading it gives the same job."""
-    return yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+    return dump_yaml(job.model_dump(mode="json"))
 
 
 def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[Mistake]:

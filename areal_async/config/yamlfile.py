@@ -33,16 +33,27 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes what `_StrictLoader` would otherwise read as a number."""
+
+
+for _kind in (_StrictLoader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
 
 
 def parse_yaml(text: str) -> Any:
     """One YAML document as plain values. Raises yaml.YAMLError."""
     return yaml.load(text, Loader=_StrictLoader)
+
+
+def dump_yaml(value: Any) -> str:
+    """Plain values as a YAML document that `parse_yaml` reads as the same values."""
+    # Not `allow_unicode`: PyYAML would write some line separators in a way that it reads as blanks.
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=110)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,9 +99,14 @@ def describe_work(run_dir: Path) -> str:
     return f"an unfinished run ({', '.join(sorted(kept))})" if kept else ""
 
 
-def leftovers(shm_root: Path = SHM_ROOT) -> Iterator[Path]:
-    """Shared memory and socket folders of this user's runs whose supervisor is gone."""
-    for root in dict.fromkeys((shm_root, Path(tempfile.gettempdir()), Path("/tmp"))):
+def volatile_roots() -> list[Path]:
+    """Where shared memory and socket folders of runs are."""
+    return list(dict.fromkeys((SHM_ROOT, Path(tempfile.gettempdir()), Path("/tmp"))))
+
+
+def leftovers(roots: Sequence[Path]) -> Iterator[Path]:
+    """Shared memory and socket folders below `roots` of this user's runs whose supervisor is gone."""
+    for root in roots:
         for folder in sorted(root.glob(f"areal-{os.getuid()}-*")) if root.is_dir() else ():
             owner = _read_json(folder / "owner.json")
             if owner is not None and not _is_alive(owner):

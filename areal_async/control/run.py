@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,8 @@ def run_job(
     check_machine(job, services_of(job, modules), source=f"job {job.job}")
     folders = claim_folders(job, overwrite=overwrite)
     try:
-        with (folders.logs / "supervisor.log").open("a", encoding="utf-8") as stream:
-            setup_logging(job.job, "supervisor", job.observe.log_level, stream)
-            try:
-                result = _run(job, folders, plain=plain, console=console, modules=modules)
-            finally:
-                setup_logging(job.job, "areal-async", "warning")
+        with _logged_to(folders.logs / "supervisor.log", job):
+            result = _run(job, folders, plain=plain, console=console, modules=modules)
     finally:
         folders.release()
     print_closing(console, job, result)
@@ -117,6 +114,20 @@ def _run(
     unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(folders.run_dir / "summary.json")
     return RunResult(folders.run_dir, summary)
+
+
+@contextmanager
+def _logged_to(path: Path, job: JobConfig) -> Iterator[None]:
+    """This process's log goes to `path` meanwhile, not over the live view; the rest is as before after."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    with path.open("a", encoding="utf-8") as stream:
+        setup_logging(job.job, "supervisor", job.observe.log_level, stream)
+        try:
+            yield
+        finally:
+            root.handlers[:] = handlers
+            root.setLevel(level)
 
 
 def _raise_unless_finished(ending: Ending, folders: RunFolders) -> None:

@@ -25,6 +25,7 @@ from typing_extensions import Buffer
 
 from areal_async.errors import ArealError, EndpointError, FaultError, PeerGone, ProtocolError, RpcTimeout
 from areal_async.wire import endpoints
+from areal_async.wire.contexts import drop_context, end_context, open_context
 from areal_async.wire.endpoints import CurveKeys
 from areal_async.wire.frames import Kind, read_attachments, read_header, read_reply, write_frames
 from areal_async.wire.messages import SCHEMA, Fault, Hello, Message, Reply, Welcome
@@ -168,7 +169,7 @@ class Client:
         self._socket.close()
         context, self._context, self._socket, self._monitor = self._context, None, None, None
         self._link = _Link.DOWN
-        await asyncio.to_thread(context.term)
+        await end_context(context)
 
     # --- one call ------------------------------------------------------------------------------------
 
@@ -230,7 +231,7 @@ class Client:
 
     def _open(self) -> None:
         loop = asyncio.get_running_loop()
-        context = zmq.Context[zmq.Socket[bytes]](io_threads=1)
+        context = open_context()
         sock = context.socket(zmq.DEALER)
         try:
             endpoints.tune(sock)
@@ -241,7 +242,7 @@ class Client:
             monitor = sock.get_monitor_socket(_EVENTS)
             endpoints.connect(sock, self.endpoint, self._keys)
         except BaseException:
-            context.destroy(linger=0)
+            drop_context(context)
             raise
         self._context = context
         self._fatal = None

@@ -25,6 +25,7 @@ from typing_extensions import Buffer
 
 from areal_async.errors import FaultError, ProtocolError
 from areal_async.wire import endpoints, zap
+from areal_async.wire.contexts import drop_context, end_context, open_context
 from areal_async.wire.endpoints import CurveKeys
 from areal_async.wire.frames import (
     Header,
@@ -43,8 +44,7 @@ log = logging.getLogger("areal.wire")
 MAX_SESSIONS = 4096
 BUSY_RETRY_MS = 10
 STOP_RETRY_MS = 100
-BIND_RETRY_S = 0.05
-NO_REQUEST = 0
+CANCEL_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Server:
         handler: Handler,
         max_in_flight_per_peer: int = 64,
         cached_replies: int = 4096,
-        cached_bytes: int = 256 << 20,
+        cached_bytes: int = 64 << 20,
         front_epoch: int = 0,
         keys: CurveKeys | None = None,
     ) -> None:
@@ -123,7 +123,7 @@ class Server:
     async def start(self) -> None:
         """Bind and serve. Raises `EndpointError` when the address cannot or must not be served."""
         endpoints.check_bindable(self.endpoint, self._keys)
-        context = zmq.Context[zmq.Socket[bytes]](io_threads=1)
+        context = open_context()
         sock = context.socket(zmq.ROUTER)
         try:
             endpoints.tune(sock)
@@ -132,11 +132,10 @@ class Server:
                 self._zap = zap.serve(context, self._keys.trusted)
             self.endpoint = endpoints.bind(sock, self.endpoint, self._keys)
         except BaseException:
-            sock.close(linger=0)
             if self._zap is not None:
                 self._zap.close()
                 self._zap = None
-            context.term()
+            drop_context(context)
             raise
         self._context = context
         self._stopping = False
@@ -152,12 +151,14 @@ class Server:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks)
+            _, stuck = await asyncio.wait(self._tasks, timeout=CANCEL_LIMIT_S)
+            if stuck:
+                log.error("%d handlers of %s do not end when cancelled", len(stuck), self._service)
         self._socket.close()
         if self._zap is not None:
             self._zap.close()
         context, self._context, self._socket, self._zap = self._context, None, None, None
-        await asyncio.to_thread(context.term)
+        await end_context(context)
         endpoints.remove_ipc_file(self.endpoint)
         self._sessions.clear()
         self._identities.clear()

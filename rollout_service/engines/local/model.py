@@ -3,6 +3,7 @@ exchange of its weights in place."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.local.kv import ATTENTION, Decode, Prefill, SlotKV, Slots
+
+_LOADING = threading.Lock()
+"""transformers patches torch's globals while it loads: two engines of one process take turns."""
 
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Largest difference of a logit between the engine's passes and the model's own forward pass."""
@@ -26,10 +30,11 @@ class LocalModel:
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, dtype)
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=self.dtype, attn_implementation=ATTENTION, local_files_only=True
-            )
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            with _LOADING:
+                model: Any = AutoModelForCausalLM.from_pretrained(
+                    directory, dtype=self.dtype, attn_implementation=ATTENTION, local_files_only=True
+                )
+                self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise EngineError(
                 f"{directory} cannot be loaded as a causal language model: {error}. `model` must name a "

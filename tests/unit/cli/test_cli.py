@@ -14,7 +14,6 @@ from typer.testing import CliRunner, Result
 from areal_async.cli import doctor as doctor_module
 from areal_async.cli.doctor import Finding, examine
 from areal_async.cli.main import app
-from areal_async.control import folders
 from areal_async.control.errors import RunFailed, RunInterrupted
 
 
@@ -136,14 +135,13 @@ def test_doctor_fails_where_a_run_would(monkeypatch: pytest.MonkeyPatch) -> None
     assert call("doctor").exit_code == 1
 
 
-def test_doctor_cleans_up_after_dead_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_cleans_up_after_dead_runs(tmp_path: Path) -> None:
     dead, alive = (tmp_path / f"areal-{os.getuid()}-{name}-shm" for name in ("dead", "alive"))
     for folder, pid in ((dead, 2**22 + 1), (alive, os.getpid())):
         folder.mkdir()
         created_s = doctor_module.psutil.Process().create_time()
         (folder / "owner.json").write_text(json.dumps({"pid": pid, "created_s": created_s}))
-    monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(tmp_path))
-    assert doctor_module.remove_leftovers(tmp_path) == [dead]
+    assert doctor_module.remove_leftovers([tmp_path]) == [dead]
     assert alive.exists()
     assert not dead.exists()
 

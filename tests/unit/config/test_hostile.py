@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from areal_async.config.errors import ConfigError
 from areal_async.config.fields import job_fields
 from areal_async.config.load import job_from_mapping, load_job
-from areal_async.config.yamlfile import parse_yaml
+from areal_async.config.yamlfile import dump_yaml, parse_yaml
 
 VALUES = st.recursive(
     st.one_of(
@@ -35,7 +35,7 @@ SECTIONS = sorted({path.rpartition(".")[0] for path in job_fields()} - {""})
 KEYS = st.sampled_from([*job_fields(), *SECTIONS, "nowhere", "buffer.nowhere"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.dictionaries(KEYS, VALUES, min_size=1, max_size=4))
 def test_hostile_values_give_a_typed_error(changes: dict[str, Any]) -> None:
     content: dict[str, Any] = {"job": "a", "model": "m", "tasks": {"train": "t.jsonl"}}
@@ -67,9 +67,14 @@ def test_hostile_overrides_give_a_typed_error(overrides: list[str]) -> None:
         job_from_mapping({}, overrides, source="job.yaml", base=Path("/nowhere"))
 
 
-@given(st.dictionaries(st.text(max_size=8), st.one_of(st.integers(), st.text(max_size=8)), max_size=4))
+TEXT = st.one_of(
+    st.text(max_size=8), st.from_regex(r"[-+]?[0-9]{1,2}(\.[0-9_]*)?[eE][-+]?[0-9]", fullmatch=True)
+)
+
+
+@given(st.dictionaries(TEXT, st.one_of(st.integers(), st.floats(allow_nan=False), TEXT), max_size=4))
 def test_yaml_of_our_own_is_read_back(content: dict[str, Any]) -> None:
-    assert parse_yaml(yaml.safe_dump(content, allow_unicode=True)) == content
+    assert parse_yaml(dump_yaml(content)) == content
 
 
 def test_anchors_and_merges_work_and_odd_keys_do_not() -> None:

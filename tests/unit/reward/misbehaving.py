@@ -52,10 +52,12 @@ def deaf():
     spin()
 
 
-def start_children(given):
+def start_children(given, then):
     children = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
     Path(given.extra_info["pids"]).write_text(" ".join(str(child.pid) for child in children))
-    spin()
+    for child in children:
+        child.returncode = 0  # else their objects warn that nobody waited for them
+    return then()
 
 
 def close_everything():
@@ -106,7 +108,9 @@ BEHAVIOUR = {
     "kill itself": lambda g: os.kill(os.getpid(), signal.SIGKILL),
     "close everything": lambda g: close_everything(),
     "garble": lambda g: garble_every_descriptor(),
-    "children": start_children,
+    "children, hangs": lambda g: start_children(g, spin),
+    "children, dies": lambda g: start_children(g, lambda: os._exit(5)),
+    "children, returns": lambda g: start_children(g, lambda: 1.0),
     "die later": later,
     "nan": lambda g: float("nan"),
     "infinity": lambda g: float("-inf"),

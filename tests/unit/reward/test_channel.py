@@ -1,13 +1,14 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reward_service.channel import FrameError, FrameReader, Marker, framed
 
 
 @given(st.lists(st.binary(max_size=50), max_size=8), st.lists(st.integers(0, 400), max_size=8))
+@settings(derandomize=True)
 def test_frames_survive_any_cutting_of_the_stream(payloads, cuts):
     stream = b"".join(framed(payload) for payload in payloads)
     reader = FrameReader(limit=1000)

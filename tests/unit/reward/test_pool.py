@@ -195,9 +195,11 @@ def test_quick_calls_behind_a_slow_one_go_to_an_idle_worker(section, call):
     assert elapsed_s < 2.0
 
 
-def test_children_of_a_hanging_reward_die_with_it(section, call, tmp_path):
+@pytest.mark.parametrize("end", ["hangs", "dies", "returns"])
+def test_children_that_a_reward_started_end_with_its_worker(section, call, tmp_path, end):
     pids = tmp_path / "pids"
-    assert score(section(timeout_s=0.7), [call("children", pids=str(pids))]) == [Timeout(700)]
+    [verdict] = score(section(timeout_s=1.0), [call(f"children, {end}", pids=str(pids))])
+    assert type(verdict) is {"hangs": Timeout, "dies": Failure, "returns": Score}[end]
     children = [int(pid) for pid in pids.read_text().split()]
     assert len(children) == 3
     deadline = time.monotonic() + 5

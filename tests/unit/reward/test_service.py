@@ -1,6 +1,7 @@
 """The process of the reward service against a buffer that speaks the real wire."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -71,8 +72,14 @@ class WireBuffer:
                 self.changed.set()
                 return VerdictAck()
 
-    def server(self):
-        return Server(self.endpoint, service="buffer", job="demo", handler=self.handle)
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        server = Server(self.endpoint, service="buffer", job="demo", handler=self.handle)
+        await server.start()
+        try:
+            yield
+        finally:
+            await server.stop()
 
     async def until(self, holds):
         async with asyncio.timeout(DEADLINE_S):
@@ -175,23 +182,21 @@ def test_the_service_scores_over_a_restart_of_the_buffer_and_stops_clean(endpoin
 
     async def buffer(end_of_test):
         front = WireBuffer(endpoint, 300)
-        first = front.server()
-        await first.start()
-        await front.until(lambda: len(front.taken) >= 100)
-        await first.stop()
-        second = front.server()
-        await second.start()
-        await front.until(lambda: set(front.taken) == {f"t#0.{n}" for n in range(300)})
-        served.set()
-        await end_of_test()
-        await second.stop()
+        async with front.serving():
+            await front.until(lambda: len(front.taken) >= 100)
+        # As a buffer does when a claim runs out: its reply may have been lost with the first server.
+        front.left += [name for name in front.claimed if name not in front.taken]
+        async with front.serving():
+            await front.until(lambda: set(front.taken) == {f"t#0.{n}" for n in range(300)})
+            served.set()
+            await end_of_test()
         return front
 
     finish = play(buffer)
     process, told = start()
     assert served.wait(DEADLINE_S)
     samples = fetch_samples(json.loads(told)["metrics_port"], timeout_s=5)
-    assert samples['areal_reward_verdicts_total{kind="score"}'] == 300
+    assert samples['areal_reward_verdicts_total{kind="score"}'] >= 300
     assert samples["areal_reward_workers_alive"] == 2
     assert samples['areal_busy_seconds_total{activity="score"}'] > 0
     workers = family(process)
@@ -212,12 +217,10 @@ def test_a_service_stopped_amid_hanging_calls_leaves_no_process(endpoint, start,
 
     async def buffer(end_of_test):
         front = WireBuffer(endpoint, 20)
-        server = front.server()
-        await server.start()
-        await front.until(lambda: front.claimed)
-        hanging.set()
-        await end_of_test()
-        await server.stop()
+        async with front.serving():
+            await front.until(lambda: front.claimed)
+            hanging.set()
+            await end_of_test()
         return front
 
     finish = play(buffer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ class Tiny:
 
     directory: Path
 
+    @functools.cache  # noqa: B019 - a handful of tiny models, for as long as the tests run
     def weights(self, version: int, epoch: int = 0) -> Version:
         """Weights unlike those of any other version."""
         tensors = AutoModelForCausalLM.from_pretrained(self.directory).state_dict(keep_vars=True)

@@ -7,11 +7,19 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from areal_async.config.rollout import BUILT_IN_WORKFLOWS
 from areal_async.prompts import prompt_ids, prompt_text
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, training_rows
 from areal_async.wire.messages import Task
 from rollout_service.engines.base import GenerateRequest, GenerateResult, RequestError
-from rollout_service.workflows import Context, EpisodeAborted, Renderer, WorkflowError, load_workflow
+from rollout_service.workflows import (
+    BUILT_IN,
+    Context,
+    EpisodeAborted,
+    Renderer,
+    WorkflowError,
+    load_workflow,
+)
 from rollout_service.workflows.context import call_seed
 
 
@@ -39,6 +47,10 @@ def test_a_workflow_that_cannot_be_loaded_says_why(
         name = f"{tmp_path}/{name}"
     with pytest.raises(WorkflowError, match=says):
         load_workflow(name)
+
+
+def test_the_job_file_knows_the_built_in_workflows() -> None:
+    assert set(BUILT_IN) == set(BUILT_IN_WORKFLOWS)
 
 
 def test_a_workflow_of_ones_own_may_import_its_neighbours(tmp_path: Path) -> None:

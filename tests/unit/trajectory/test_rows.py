@@ -51,6 +51,7 @@ def test_a_path_with_nothing_of_its_own_to_train_gives_no_row():
 def test_several_roots_give_rows_of_their_own():
     rows = training_rows(tree(("p", None), ("p", None), ("s", 1), ("s", 0), ("s", None)))
     assert told(rows) == [((1, 2), "0011"), ((0, 3), "0011"), ((4,), "11")]
+    assert told(training_rows(tree(("s", None), ("p", 0), ("p", 0)))) == [((0, 1), "1100")]
 
 
 def test_rows_carry_optional_columns_in_path_order():

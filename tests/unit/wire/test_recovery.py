@@ -13,7 +13,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.errors import FaultError, ProtocolError
+from areal_async.errors import FaultError, ProtocolError, RpcTimeout
 from areal_async.wire import client as client_module
 from areal_async.wire.frames import HEADER, Kind, write_frames
 from areal_async.wire.messages import SCHEMA, Commit, Fault, Hello, Message, Ok, Stats, Welcome
@@ -165,6 +165,8 @@ def test_a_client_outlives_a_restart_of_its_server(ipc: str) -> None:
         calls = [asyncio.create_task(client.call(Stats(), timeout_s=30)) for _ in range(5)]
         await asyncio.wait_for(asked.wait(), 5)
         await first.stop(grace_s=0)
+        with pytest.raises(RpcTimeout, match="there is no connection"):
+            await client.call(Commit(1, 1), timeout_s=0.5)
         second = serve("second!")
         await second.start()
         assert [(await call)[0] for call in calls] == [Ok()] * 5
@@ -221,7 +223,12 @@ def spawn(endpoint: str) -> tuple["subprocess.Popen[str]", str]:
     return process, process.stdout.readline().strip()
 
 
-def test_one_death_is_local_a_killed_server_process_is_replaced_under_its_clients(endpoint: str) -> None:
+def test_one_death_is_local_a_killed_server_process_is_replaced_under_its_clients(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        client_module, "RESEND_AFTER_S", 1e9
+    )  # the lost connection is noticed, not waited out
     process, real = spawn(endpoint)
 
     async def main() -> None:
@@ -230,10 +237,10 @@ def test_one_death_is_local_a_killed_server_process_is_replaced_under_its_client
             blobs = [os.urandom(300_000), b"x"]
             reply, attachments = await client.call(Stats(), timeout_s=20, attachments=blobs)
             assert (reply, [bytes(a) for a in attachments]) == (Ok(), blobs)
-            stuck = asyncio.create_task(client.call(Commit(1, 1), timeout_s=60))
+            stuck = asyncio.create_task(client.call(Commit(1, 1), timeout_s=25))
             process.send_signal(signal.SIGKILL)
             await asyncio.to_thread(process.wait)
-            waiting = asyncio.create_task(client.call(Stats(), timeout_s=60, attachments=blobs))
+            waiting = asyncio.create_task(client.call(Stats(), timeout_s=25, attachments=blobs))
             process, again = await asyncio.to_thread(spawn, real)
             assert again == real
             reply, attachments = await waiting
@@ -247,6 +254,38 @@ def test_one_death_is_local_a_killed_server_process_is_replaced_under_its_client
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
+
+
+ABANDON = """
+import asyncio, gc, sys
+from areal_async.wire.messages import Ok, Stats
+from areal_async.wire.rpc import Client, Server, SyncClient
+
+async def handle(peer, message, attachments):
+    await asyncio.sleep(3600)
+
+async def main():
+    server = Server(sys.argv[1], service="t", job="j", handler=handle)
+    await server.start()
+    client = Client(sys.argv[1], job="j", role="r", name="n")
+    await client.connect(20)
+    call = asyncio.create_task(client.call(Stats(), timeout_s=3600))
+    blocking = SyncClient(sys.argv[1], job="j", role="r", name="s")
+    await asyncio.to_thread(blocking.connect, 20)
+    raise RuntimeError("a bug")
+
+try:
+    asyncio.run(main())
+except RuntimeError:
+    gc.collect()
+    raise
+"""
+
+
+def test_a_process_that_fails_without_closing_ends_all_the_same(ipc: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", ABANDON, ipc], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "RuntimeError: a bug" in ended.stderr
 
 
 @given(st.lists(st.lists(st.binary(max_size=64), min_size=1, max_size=4), max_size=8), st.booleans())
