@@ -1,11 +1,11 @@
 """CPU of the replay buffer (front and Redis) under the quickstart's kind of load.
 
-    python benchmarks/buffer_load.py [--rate 1000] [--seconds 15] [--put 8] [--durability everysec] [--json FILE]
+    python benchmarks/buffer_load.py [--rate 1000] [--seconds 15] [--put 8] [--durability everysec] [--json
+    FILE]
 
-One process plays worker, scorer and trainer against a real buffer service with its embedded Redis: groups of 32
-tiny episodes are leased, put in handfuls, claimed, judged, batched, fetched, committed and, every few steps,
-checkpointed. The rate is held by waiting, so the CPU seconds per episode are those of this load.
-"""
+One process plays worker, scorer and trainer against a real buffer service with its embedded Redis: groups of
+32 tiny episodes are leased, put in handfuls, claimed, judged, batched, fetched, committed and, every few
+steps, checkpointed. The rate is held by waiting, so the CPU seconds per episode are those of this load. """
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8, stop=
 
 def job_in(folder: Path, durability: str) -> JobConfig:
     rows = [
-        {"prompt": f"{i}+{i}=", "data_source": "load", "reward_model": {"style": "rule", "ground_truth": str(2 * i)}}
+        {
+            "prompt": f"{i}+{i}=",
+            "data_source": "load",
+            "reward_model": {"style": "rule", "ground_truth": str(2 * i)},
+        }
         for i in range(5000)
     ]
     (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))

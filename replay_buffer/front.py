@@ -35,6 +35,8 @@ BEAT_S = 0.5
 """The front looks at the clock at least this often."""
 OUTAGE_MS = 3_000
 """A longer gap between two looks is an outage of this process."""
+GATHER_S = 0.02
+"""How long a claim waits for a group to become complete."""
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
 RETRY_MS = 100
@@ -108,22 +110,30 @@ class Front:
         return decision
 
     async def poll(
-        self, command: Command, wait_ms: int, edge: Edge, is_empty: Callable[[Message], bool]
+        self,
+        command: Command,
+        wait_ms: int,
+        edge: Edge,
+        is_empty: Callable[[Message], bool],
+        more_comes: Callable[[Index], bool] | None = None,
     ) -> Decision:
-        """Execute; while the reply is empty, execute again whenever `edge` fires, for at most `wait_ms`."""
+        """Execute; while the reply is empty, execute again whenever `edge` fires, for at most `wait_ms`.
+
+        While `more_comes`, what there is may wait for `GATHER_S`: fewer and fuller replies cost less."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + wait_ms / 1000
+        gather_s = deadline_s if more_comes is not None else 0.0
         while True:
             fired = self._edges.next(edge)
+            if more_comes is not None and self.index is not None and more_comes(self.index):
+                gather_s = min(gather_s, loop.time() + GATHER_S)
+                if await _happens(fired, gather_s - loop.time()):
+                    continue
             decision = await self.execute(command)
             left_s = deadline_s - loop.time()
             if left_s <= 0 or self._stopping or not is_empty(decision.reply):
                 return decision
-            try:
-                async with asyncio.timeout(self._until_change(edge, left_s)):
-                    await fired.wait()
-            except TimeoutError:
-                continue
+            await _happens(fired, self._until_change(edge, left_s))
 
     async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[bytes | None]:
         """Episode bytes by (group id, sample). Raises `FaultError("unavailable")`."""
@@ -232,6 +242,17 @@ class Front:
     def _end(self, error: BaseException) -> None:
         if not self.ended.done():
             self.ended.set_result(error)
+
+
+async def _happens(event: asyncio.Event, limit_s: float) -> bool:
+    """Wait for `event`, at most `limit_s`; whether it came."""
+    if limit_s <= 0:
+        return False
+    try:
+        async with asyncio.timeout(limit_s):
+            return await event.wait()
+    except TimeoutError:
+        return False
 
 
 async def _confirmed(written: Awaitable[None]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from replay_buffer.ledger.index import Writes
+from replay_buffer.pipe import Argument
 
 MOST_ARGUMENTS = 2000
 """Per command: Lua can unpack some thousand at once."""
@@ -25,7 +26,6 @@ MOST_ARGUMENTS = 2000
 _encode = msgspec.msgpack.Encoder().encode
 
 Bytes = bytes | memoryview
-Argument = str | int | Bytes
 
 
 class Keys:

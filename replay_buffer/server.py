@@ -8,7 +8,7 @@ Promises:
 - `nothing_is_unbounded`: what is held and what is under way has limits; at a limit leases wait.
 
 It does not judge what an episode says (that is the reward service), and does not survive the loss of Redis
-and its files together: then the last checkpoint is where the job resumes. """
+and its files together: then the last checkpoint is where the job resumes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from replay_buffer.embedded import EmbeddedRedis
 from replay_buffer.errors import StoreUnavailable
 from replay_buffer.front import Front
 from replay_buffer.ledger.decide import stats
-from replay_buffer.ledger.index import Edge
+from replay_buffer.ledger.index import Edge, Index
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
@@ -142,7 +142,11 @@ class BufferServer:
 
     async def _claim(self, message: Claim) -> Answer:
         wait_ms = min(message.wait_ms, LONGEST_WAIT_MS)
-        reply = (await self._front.poll(message, wait_ms, "claim", _is_empty)).reply
+
+        def more_comes(index: Index) -> bool:
+            return not index.claimable_group and 0 < index.claimable_episodes < message.max_episodes
+
+        reply = (await self._front.poll(message, wait_ms, "claim", _is_empty, more_comes)).reply
         if not isinstance(reply, Claims):
             return reply
         blobs = await self._front.blobs([place_of(item.episode_id) for item in reply.items])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+import hiredis
 import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -24,11 +25,10 @@ from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, Stor
 from replay_buffer.keys import Bytes, Commands, Keys, commands_of
 from replay_buffer.ledger.index import Records, Writes
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, Claim, Group, Lease, Meta
+from replay_buffer.pipe import ANSWER_LIMIT_S, CONNECT_LIMIT_S, RedisPipe
 from replay_buffer.redis_check import check_redis
-from replay_buffer.writer import Writer, check_answer
+from replay_buffer.writer import Writer, check_answer, script_call
 
-ANSWER_LIMIT_S = 20.0
-"""Redis not answering for so long counts as gone."""
 SCRIPT = files("replay_buffer").joinpath("write.lua").read_bytes()
 
 _decode_meta = msgspec.msgpack.Decoder(Meta).decode
@@ -61,6 +61,7 @@ class Store:
         self._durability = durability
         self._clock = clock
         self._redis = connect(url)
+        self._reads: RedisPipe | None = None
         self._writer: Writer | None = None
         self._confirmed = 0
         self._sha = ""
@@ -75,22 +76,24 @@ class Store:
 
         A store that had the job before raises `StoreFenced` if another front has it now. Also raises
         `StoreUnavailable` while Redis does not answer, `StoreUnusable` when it must not be used."""
-        if self._writer is not None:
-            await self._writer.close()
-            self._confirmed = max(self._confirmed, self._writer.confirmed)
-            self._writer = None
+        await self._let_go()
+        writes: RedisPipe | None = None
         try:
             await check_redis(self._redis, self.url, self._durability)
             self._sha = await self._redis.script_load(SCRIPT)
+            writes, self._reads = await RedisPipe.open(self.url), await RedisPipe.open(self.url)
             await self._look_at_clock()
             had_before = self.front_epoch > 0
             revision = await (self._take_back() if had_before else self._take_over())
             opened = await self._load(lost_writes=max(0, self._confirmed - revision))
             self._confirmed = opened.revision
+            self._writer = Writer(writes, self._sha, self.front_epoch, self._clock, on_failure)
+            return opened
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis at {self.url} does not answer: {error}") from error
-        self._writer = Writer(self._redis, self._sha, self.front_epoch, self._clock, on_failure)
-        return opened
+        finally:
+            if self._writer is None and writes is not None:
+                writes.close()
 
     def submit(self, revision: int, writes: Writes, attachments: Sequence[Bytes]) -> asyncio.Future[None]:
         """Write in order; the future ends when Redis has confirmed."""
@@ -100,21 +103,21 @@ class Store:
 
     async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[bytes | None]:
         """The codec blobs of (group id, sample), in order; None for one that is not held."""
+        if self._reads is None:
+            raise StoreUnavailable("the store is not open")
         by_group: dict[str, list[int]] = {}
         for group_id, sample in wanted:
             by_group.setdefault(group_id, []).append(sample)
-        try:
-            pipeline = self._redis.pipeline(transaction=False)
-            for group_id, samples in by_group.items():
-                pipeline.hmget(self._keys.blobs(group_id), samples)
-            answers = await pipeline.execute()
-        except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis did not give back episodes: {error}") from error
-        found = {
-            (group_id, sample): blob
-            for (group_id, samples), blobs in zip(by_group.items(), answers, strict=True)
-            for sample, blob in zip(samples, blobs, strict=True)
-        }
+        asked = [
+            (group_id, samples, self._reads.call("HMGET", self._keys.blobs(group_id), *samples))
+            for group_id, samples in by_group.items()
+        ]
+        found: dict[tuple[str, int], bytes | None] = {}
+        for group_id, samples, answer in asked:
+            blobs = await answer
+            if isinstance(blobs, hiredis.ReplyError):
+                raise StoreUnavailable(f"Redis did not give back episodes: {blobs}")
+            found.update(zip(((group_id, sample) for sample in samples), blobs, strict=True))
         return [found[place] for place in wanted]
 
     async def used_bytes(self) -> int:
@@ -126,9 +129,17 @@ class Store:
 
     async def close(self) -> None:
         """Write what is queued, and disconnect."""
+        await self._let_go()
+        await self._redis.aclose()
+
+    async def _let_go(self) -> None:
         if self._writer is not None:
             await self._writer.close()
-        await self._redis.aclose()
+            self._confirmed = max(self._confirmed, self._writer.confirmed)
+            self._writer = None
+        if self._reads is not None:
+            self._reads.close()
+            self._reads = None
 
     # --- taking over ---
 
@@ -164,12 +175,8 @@ class Store:
         return int(revision)
 
     async def _run(self, commands: Commands, epoch: int, revision: int) -> None:
-        keys = commands.keys
-        check_answer(
-            await self._redis.execute_command(
-                "EVALSHA", self._sha, len(keys), *keys, epoch, revision, *commands.arguments
-            )
-        )
+        call = script_call(self._sha, epoch, revision, commands)
+        check_answer(await self._redis.execute_command(*call))
 
     async def _load(self, lost_writes: int) -> Opened:
         keys = self._keys
@@ -207,7 +214,7 @@ def connect(url: str) -> Redis:
     """A client that repeats nothing by itself: what was not confirmed is the store's to sort out."""
     options: dict[str, Any] = {
         "socket_timeout": ANSWER_LIMIT_S,
-        "socket_connect_timeout": 5.0,
+        "socket_connect_timeout": CONNECT_LIMIT_S,
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
     }

@@ -31,8 +31,9 @@ from reward_service.sdk import RewardInput
 from rollout_service import metrics
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, EngineError, Weights
-from rollout_service.process import connect, make_renderer, prepare, unless_stopped
+from rollout_service.process import connect, make_renderer, prepare
 from rollout_service.updates import Source
+from rollout_service.waiting import unless_stopped
 from rollout_service.worker import sampling_of
 from rollout_service.workflows import Context, Renderer, Workflow, load_workflow
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from transformers import AutoTokenizer
@@ -18,7 +15,6 @@ from areal_async.weights.receiver import Receiver
 from rollout_service.workflows import Renderer
 
 log = get_logger("rollout")
-T = TypeVar("T")
 
 CONNECT_WAIT_S = 15.0
 
@@ -54,16 +50,3 @@ async def connect(receiver: Receiver) -> None:
             log.info("waiting for the trainer's first snapshot", error=str(error))
         else:
             return
-
-
-async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None when `stop` came first; `work` is cancelled then."""
-    task = asyncio.ensure_future(work)
-    stopping = asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for each in (task, stopping):
-            each.cancel()
-        await asyncio.gather(task, stopping, return_exceptions=True)

@@ -9,8 +9,9 @@ from areal_async.wire.messages import VersionTag
 from replay_buffer.client import BufferClient
 from rollout_service.engines import make_engine
 from rollout_service.metrics import watch_engine
-from rollout_service.process import connect, make_renderer, prepare, unless_stopped
+from rollout_service.process import connect, make_renderer, prepare
 from rollout_service.updates import Updates
+from rollout_service.waiting import unless_stopped
 from rollout_service.worker import Worker
 from rollout_service.workflows import load_workflow
 

@@ -1,9 +1,9 @@
 """The rollout worker: leases groups, runs their episodes, puts what they produced.
 
 Promises:
-- At most `max_concurrent` episodes are begun by leasing (the last group may go over it by less than a
-  group), and no group is leased while as many finished ones await acknowledgement: when the buffer is slow
-  or away generation slows down, and nothing is thrown away for lack of room.
+- Groups are leased while fewer than `max_concurrent` episodes run (the last group may go over it, and so
+  may the late answer to an older request), and not while as many finished ones await acknowledgement: when
+  the buffer is slow or away generation slows down, and nothing is thrown away for lack of room.
 - An episode that finished is sent until the buffer has acknowledged or refused it, or its lease is lost.
 - A lost lease ends its episodes; other leases do not notice. A stop releases every lease.
 - A failing episode costs its own sample: the lease goes back once its other samples are stored. A worker
@@ -18,20 +18,21 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import SamplingSection
 from areal_async.errors import FaultError, RpcTimeout
 from areal_async.observe.log import get_logger
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
-from areal_async.wire.messages import HeartbeatAck, LeasedGroup, Leases, PutAck, VersionTag
+from areal_async.wire.messages import LeasedGroup, Leases, PutAck, VersionTag
 from rollout_service import metrics
 from rollout_service.engines.base import Engine
+from rollout_service.leases import Buffer, Held
 from rollout_service.outbox import Outbox, Parcel
+from rollout_service.waiting import IDLE_WAIT_S, first_of, wait_out
 from rollout_service.workflows import Context, Renderer, Workflow, WorkflowError
 
 log = get_logger("rollout")
@@ -47,41 +48,11 @@ MAX_PUTS = 4
 """Messages with episodes under way at once."""
 HEARTBEAT_SHARE = 1 / 3
 """Of a lease's life; a heartbeat may be lost without losing the lease."""
-IDLE_WAIT_S = 1.0
-RETRY_PAUSE_S = 0.5
 FLUSH_LIMIT_S = 1.0
 RELEASE_LIMIT_S = 1.0
-MAX_FAILURES = 32
-"""Episodes that may fail with none succeeding in between."""
-
-
-class Buffer(Protocol):
-    """The part of `replay_buffer.client.BufferClient` that a worker needs."""
-
-    async def lease(self, worker: str, capacity: int, serving: VersionTag, *, wait_ms: int = 0) -> Leases: ...
-
-    async def heartbeat(self, worker: str, lease_ids: Sequence[str], serving: VersionTag) -> HeartbeatAck: ...
-
-    async def release(self, worker: str, lease_id: str, reason: str) -> None: ...
-
-    async def put(self, lease_id: str, group_id: str, episodes: Mapping[int, bytes]) -> PutAck: ...
-
-
-@dataclass
-class Held:
-    """A lease, and the episodes of it that are not finished."""
-
-    group: LeasedGroup
-    episodes: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    stored: int = 0
-    """Samples that the buffer has acknowledged under this lease."""
-    failure: str = ""
-    """Why one of its samples will not come."""
-
-    @property
-    def whole(self) -> bool:
-        """With its last sample stored, a group has ended its lease by itself."""
-        return self.stored >= len(self.group.missing)
+MAX_FAILURES = 8
+"""Failures in a row, with no episode succeeding in between, that end the worker. What had begun when an
+episode failed counts as the same failure: a step of the engine that fails takes all its requests along."""
 
 
 class Worker:
@@ -108,7 +79,10 @@ class Worker:
         self._outbox = Outbox(LINGER_S)
         self._puts: set[asyncio.Task[None]] = set()
         self._running = 0
+        self._begun = 0
         self._failures = 0
+        self._failed_before = 0
+        """Episodes that had begun at the last failure counted."""
         self._last_failure: BaseException | None = None
         self._draining = False
         self._wake_leases = asyncio.Event()
@@ -153,7 +127,7 @@ class Worker:
                 serving, wanted = self._engine.version, self._wanted_groups()
                 if wanted and serving not in calls.values() and len(calls) < MAX_LEASE_CALLS:
                     calls[asyncio.ensure_future(self._ask(wanted, serving))] = serving
-                await _first([*calls], self._wake_leases)
+                await first_of([*calls], self._wake_leases)
                 for call in [call for call in calls if call.done()]:
                     del calls[call]
                     for group in call.result().groups:
@@ -172,7 +146,7 @@ class Worker:
         try:
             leases = await self._buffer.lease(self._name, wanted, serving, wait_ms=LEASE_WAIT_MS)
         except (RpcTimeout, FaultError) as error:
-            await _wait_out(error, "lease")
+            await wait_out(error, "lease")
             return Leases([])
         if not leases.groups:
             log.debug("no lease", reason=leases.reason)
@@ -211,6 +185,8 @@ class Worker:
     async def _episode(self, held: Held, sample: int) -> None:
         """One sample, from prompt to outbox. Takes every error of the workflow; see `_failed`."""
         group = held.group
+        self._begun += 1
+        number = self._begun
         builder = EpisodeBuilder(
             self._job.job, group.task.task_id, group.group_id, sample, attempt=group.attempt
         )
@@ -228,7 +204,7 @@ class Worker:
             await self._workflow(ctx, group.task)
             blob = pack(builder.build())
         except Exception as error:
-            self._failed(held, sample, error)
+            self._failed(held, sample, number, error)
         else:
             self._failures = 0
             if group.lease_id in self._held:
@@ -242,9 +218,11 @@ class Worker:
         self._wake_sender.set()
         self._wake_leases.set()
 
-    def _failed(self, held: Held, sample: int, error: Exception) -> None:
+    def _failed(self, held: Held, sample: int, number: int, error: Exception) -> None:
         metrics.FAILED.inc()
-        self._failures += 1
+        if number > self._failed_before:
+            self._failures += 1
+            self._failed_before = self._begun
         self._last_failure = error
         held.failure = f"{type(error).__name__}: {error}"
         log.warning("episode failed", group_id=held.group.group_id, sample=sample, error=held.failure)
@@ -255,16 +233,16 @@ class Worker:
         """Send what is due, and end the leases of which nothing more will come."""
         while True:
             self._wake_sender.clear()
-            if self._failures > MAX_FAILURES:
+            if self._failures >= MAX_FAILURES:
                 raise WorkflowError(
-                    f"{self._failures} episodes in a row failed and none succeeded; the last one with "
+                    f"episodes failed {self._failures} times in a row and none succeeded; the last one with "
                     f"{type(self._last_failure).__name__}: {self._last_failure}"
                 ) from self._last_failure
             while len(self._puts) < MAX_PUTS and (parcel := self._outbox.take(time.monotonic())):
                 self._puts.add(asyncio.ensure_future(self._put(parcel)))
             self._close_leases()
             metrics.UNSENT.set(self._outbox.episodes)
-            await _first([*self._puts], self._wake_sender, self._pause_s(full=len(self._puts) >= MAX_PUTS))
+            await first_of([*self._puts], self._wake_sender, self._pause_s(full=len(self._puts) >= MAX_PUTS))
             for put in [put for put in self._puts if put.done()]:
                 self._puts.discard(put)
                 put.result()
@@ -280,7 +258,7 @@ class Worker:
             try:
                 ack = await self._buffer.put(parcel.lease_id, parcel.group_id, parcel.episodes)
             except (RpcTimeout, FaultError) as error:
-                await _wait_out(error, "put")
+                await wait_out(error, "put")
                 continue
             metrics.EPISODES.inc(len(ack.stored))
             if held := self._held.get(parcel.lease_id):
@@ -330,13 +308,13 @@ class Worker:
         while True:
             self._wake_heart.clear()
             life_s = min((held.group.deadline_ms / 1000 for held in self._held.values()), default=math.inf)
-            await _first([], self._wake_heart, min(10 * IDLE_WAIT_S, life_s * HEARTBEAT_SHARE))
+            await first_of([], self._wake_heart, min(10 * IDLE_WAIT_S, life_s * HEARTBEAT_SHARE))
             if not self._held and not self._wake_heart.is_set():
                 continue
             try:
                 ack = await self._buffer.heartbeat(self._name, list(self._held), self._engine.version)
             except (RpcTimeout, FaultError) as error:
-                await _wait_out(error, "heartbeat")
+                await wait_out(error, "heartbeat")
                 continue
             for lease_id in ack.lost:
                 # A group that has just become whole has no lease either: there the answer to its put tells.
@@ -379,24 +357,3 @@ def sampling_of(section: SamplingSection) -> Sampling:
     return Sampling(
         section.temperature, section.top_p, section.top_k, section.max_new_tokens, tuple(section.stop)
     )
-
-
-async def _wait_out(error: RpcTimeout | FaultError, what: str) -> None:
-    """Return after a pause for what may pass (the buffer is away, busy, or restarts), else raise."""
-    if isinstance(error, FaultError) and error.kind in ("schema", "invalid", "fenced"):
-        raise error
-    log.warning("buffer does not answer", call=what, error=str(error))
-    await asyncio.sleep(RETRY_PAUSE_S)
-
-
-async def _first(
-    tasks: Sequence[asyncio.Task[Any]], event: asyncio.Event, timeout_s: float = IDLE_WAIT_S
-) -> None:
-    """Until one of the tasks is done, the event is set or the time is up."""
-    if event.is_set():
-        return
-    waiter = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait([*tasks, waiter], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiter.cancel()

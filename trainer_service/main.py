@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, suppress
 
 import torch
-from replay_buffer.client import SyncBufferClient
 from transformers.utils import logging as transformers_logging
 
 from areal_async.control.context import ServiceContext
 from areal_async.observe.log import get_logger
 from areal_async.observe.record import RunLog
 from areal_async.weights.publisher import Publisher
+from replay_buffer.client import SyncBufferClient
 from trainer_service.backends.fsdp import POLICY, FsdpBackend
 from trainer_service.modelfiles import companion_files
 from trainer_service.ranks import Ranks, join_ranks
@@ -23,8 +24,32 @@ log = get_logger("trainer")
 
 
 async def main(ctx: ServiceContext) -> None:
-    """Train the job of `ctx` to its end, in a thread of its own: the loop of this one answers signals."""
-    await asyncio.to_thread(train, ctx)
+    """Train the job of `ctx` to its end, in a thread of its own: the loop of this one answers signals.
+
+    A daemon thread, not one of the loop's pool: a process told to stop must not wait for a long step."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def work() -> None:
+        error: BaseException | None = None
+        try:
+            train(ctx)
+        except BaseException as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed: the service was cancelled and nobody asks
+            loop.call_soon_threadsafe(_settle, ended, error)
+
+    threading.Thread(target=work, name="train", daemon=True).start()
+    await ended
+
+
+def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 def train(ctx: ServiceContext) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -33,11 +32,12 @@ from trainer_service.checkpoint import Checkpoint, Checkpoints
 from trainer_service.episodes import check_staleness, rows_of_episode
 from trainer_service.errors import TrainerError
 from trainer_service.feed import Buffer, Feed
-from trainer_service.manifest import Plan, figures_of, plan_step
+from trainer_service.manifest import Plan, plan_step
 from trainer_service.microbatch import TrainingRow
 from trainer_service.modelfiles import write_model
 from trainer_service.objectives.compose import Objective
 from trainer_service.ranks import Ranks
+from trainer_service.report import report_step
 from trainer_service.step import StepResult, train_step
 
 FINAL_EVALUATION_S = 300.0
@@ -124,14 +124,14 @@ class RlTrainer:
         if self._ranks.first:
             self._buffer.commit(self._epoch, step)
         ended_s = time.monotonic()
-        self._write(
-            batch,
-            result,
-            step_s=ended_s - begun_s,
-            wait_s=wait_s,
-            busy_s=trained_s - begun_s - wait_s,
-            publish_s=ended_s - trained_s,
-        )
+        if self._run_log is not None:
+            seconds = {
+                "step_s": ended_s - begun_s,
+                "wait_s": wait_s,
+                "busy_s": trained_s - begun_s - wait_s,
+                "publish_s": ended_s - trained_s,
+            }
+            report_step(self._run_log, batch, result, seconds)
         done = step + 1
         if done % self._job.checkpoint.every_steps == 0 or done == self._job.trainer.steps:
             self._checkpoint(done)
@@ -221,33 +221,6 @@ class RlTrainer:
         if self._ranks.first:
             self._buffer.checkpointed(self._epoch, step)
             log.info("checkpoint written", step=step, folder=str(folder))
-
-    def _write(self, batch: Batch, result: StepResult, **seconds: float) -> None:
-        if self._run_log is None:
-            return
-        figures = figures_of(batch)
-        self._run_log.write(
-            "step",
-            step=batch.step,
-            version=batch.step + 1,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            **asdict(figures),
-            packed_tokens=result.packed_tokens,
-            micro_batches=result.micro_batches,
-            **{name: round(value, 6) for name, value in seconds.items()},
-            correction=result.statistics,
-        )
-        metrics.STEP.set(batch.step + 1)
-        metrics.TOKENS.inc(figures.tokens)
-        metrics.REWARD_MEAN.set(figures.reward_mean)
-        metrics.LOSS.set(result.loss)
-        metrics.GRAD_NORM.set(result.grad_norm)
-        metrics.STALENESS_MEAN.set(figures.staleness_mean)
-        metrics.STALENESS_MAX.set(figures.staleness_max)
-        share = result.statistics.get("ess")
-        if isinstance(share, float):
-            metrics.EFFECTIVE_SAMPLES.set(share)
 
     def _export(self) -> None:
         tensors = self._backend.tensors("policy")

@@ -159,9 +159,12 @@ class SftTrainer:
         return self._ranks.broadcast_bytes(b"stop" if self._stopping.is_set() else b"") == b"stop"
 
     def _write(self, step: int, **fields: float | None) -> None:
-        if self._run_log is not None:
-            present = {name: value for name, value in fields.items() if value is not None}
+        """A record of what is known; none when nothing is."""
+        present = {name: value for name, value in fields.items() if value is not None}
+        if self._run_log is not None and present:
             self._run_log.write("sft", step=step, **present)
+        if fields.get("accuracy") is not None:
+            log.info("held-out accuracy", step=step, accuracy=fields["accuracy"])
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -176,11 +176,12 @@ class Draft:
             self.move(group, Q, reason, leased_version=NO_VERSION)
 
     def set_episodes(self, group: Group, changed: dict[int, Episode]) -> Group:
-        """Replace some episodes, and the group's figures that follow from them."""
-        episodes = list(group.episodes)
-        for sample, episode in changed.items():
-            episodes[sample] = episode
-        return self.set_group(group, **figures(tuple(episodes)))
+        """Replace some episodes by themselves in another state: the figures of the group stay."""
+        return self.set_group(group, episodes=_with(group, changed))
+
+    def add_episodes(self, group: Group, arrived: dict[int, Episode]) -> Group:
+        """Replace MISSING episodes, and the group's figures."""
+        return self.set_group(group, **figures(_with(group, arrived)))
 
     # --- end ---
 
@@ -195,6 +196,13 @@ class Draft:
             counts[reason] = counts.get(reason, 0) + times
         writes.meta = replace(self.meta, counts=counts)
         return Decision(reply, writes, payload)
+
+
+def _with(group: Group, changed: dict[int, Episode]) -> tuple[Episode, ...]:
+    episodes = list(group.episodes)
+    for sample, episode in changed.items():
+        episodes[sample] = episode
+    return tuple(episodes)
 
 
 def figures(episodes: tuple[Episode, ...]) -> dict[str, Any]:

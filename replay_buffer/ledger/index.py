@@ -90,6 +90,8 @@ class Index:
         """Missing episodes of LEASED groups."""
         self.claims_of: dict[str, set[str]] = {}
         """Scorer → its claims."""
+        self._counts: dict[str, list[int]] = {}
+        """Group → its episodes by state, as counted in."""
         self._write(Writes(records.meta, *map(dict, _parts(records))))
 
     # --- figures ---
@@ -105,6 +107,15 @@ class Index:
         while step in self.batches:
             step += 1
         return step
+
+    @property
+    def claimable_episodes(self) -> int:
+        return self.episode_counts[EpisodeState.STORED]
+
+    @property
+    def claimable_group(self) -> bool:
+        """Whether a group to which no episode will be added waits to be claimed."""
+        return any(self.groups[group_id].state == GroupState.GENERATED for group_id in self.claimable)
 
     @property
     def mean_episode_bytes(self) -> float:
@@ -165,8 +176,17 @@ class Index:
 
     def _set_group(self, group_id: str, group: Group | None) -> set[Edge]:
         old = self.groups.get(group_id)
-        stored_before = self._tally(old, -1) if old is not None else 0
-        stored_now = self._tally(group, +1) if group is not None else 0
+        stored_before = stored_now = 0
+        if old is not None:
+            counts = self._counts.pop(group_id)
+            stored_before = counts[EpisodeState.STORED]
+            self._tally(old, counts, -1)
+        if group is not None:
+            counts = self._counts[group_id] = [0] * len(EpisodeState)
+            for episode in group.episodes:
+                counts[episode.state] += 1
+            stored_now = counts[EpisodeState.STORED]
+            self._tally(group, counts, +1)
         _put(self.groups, group_id, group)
         state = None if group is None else GroupState(group.state)
         seq = 0 if group is None else group.seq
@@ -179,18 +199,14 @@ class Index:
         self.aging.set(group_id, (oldest, seq) if aging else None)
         return _edges(old, group, more_to_claim=stored_now > stored_before)
 
-    def _tally(self, group: Group, sign: int) -> int:
-        """Count `group` in (+1) or out (-1); returns its STORED episodes."""
-        counts = [0] * len(EpisodeState)
-        for episode in group.episodes:
-            counts[episode.state] += 1
+    def _tally(self, group: Group, counts: list[int], sign: int) -> None:
+        """Count `group` in (+1) or out (-1)."""
         for state, count in enumerate(counts):
             self.episode_counts[state] += sign * count
         self.group_counts[group.state] += sign
         self.payload_bytes += sign * group.size_bytes
         if group.state == GroupState.LEASED:
             self.generating += sign * counts[EpisodeState.MISSING]
-        return counts[EpisodeState.STORED]
 
 
 def oldest_version(group: Group) -> int:

@@ -64,7 +64,7 @@ def store_episodes(index: Index, command: StoreEpisodes, now_ms: int) -> Decisio
             draft.keep_blob(group.group_id, arrival.sample, attachment)
     if arrived:
         draft.count("stored", len(arrived))
-        group = draft.set_episodes(group, arrived)
+        group = draft.add_episodes(group, arrived)
         if not group.missing:
             draft.set_lease(command.lease_id, None)
             draft.move(group, GroupState.GENERATED, leased_version=NO_VERSION)

@@ -9,9 +9,10 @@ dict and would otherwise stay whatever was in that memory.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -29,25 +30,21 @@ def load_sharded(folder: Path, ranks: Ranks, dtype: torch.dtype) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         source = _whole_model(folder) if ranks.first else None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(
             f"no model can be loaded from {folder}: {error}. It must be a Hugging Face causal-LM directory "
             "with config.json and safetensors weights."
         ) from error
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(
+        model: Any = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
         )
     _shard(model, ranks, dtype)
     model.to_empty(device=ranks.device)
-    tie_weights(model)
+    model.tie_weights()
     _fill(model, source, ranks)
     model.train()
-    return model
-
-
-def tie_weights(model: Any) -> None:
-    model.tie_weights()
+    return cast(nn.Module, model)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

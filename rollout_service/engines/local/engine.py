@@ -206,19 +206,24 @@ class LocalEngine:
     def _run(self) -> None:
         with torch.inference_mode():
             while not self._stopping:
+                self._keep_time()
                 for command in self._commands():
                     command()
-                work = self._core is not None and not self._paused and not self._core.idle
-                if work != self._computing:
-                    (busy.begin if work else busy.end)(self._activity)
-                    self._computing = work
-                if work:
+                self._keep_time()
+                if self._computing:
                     self._guarded(lambda: self._deliver(self._started().step()))
             # What was asked before the stop is answered; nothing can be asked after it.
             for command in self._inbox:
                 command()
             if self._computing:
                 busy.end(self._activity)
+
+    def _keep_time(self) -> None:
+        """Count the time in which there is something to compute. Looked at before each wait and after."""
+        computing = self._core is not None and not self._paused and not self._core.idle
+        if computing != self._computing:
+            (busy.begin if computing else busy.end)(self._activity)
+            self._computing = computing
 
     def _commands(self) -> list[Callable[[], None]]:
         """What was posted; waits for something to do."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from areal_async.control.context import short_socket_dir
+from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from areal_async.wire.messages import (
     Batch,
     Checkpointed,
@@ -31,6 +35,7 @@ from areal_async.wire.messages import (
     VersionTag,
     Waiting,
 )
+from replay_buffer.embedded import EmbeddedRedis
 from replay_buffer.ledger.decide import Command, Expire, decide
 from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import Index, Records
@@ -38,6 +43,8 @@ from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Meta
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8, stop=(), seed=1)
 
 
 class CountedTasks:
@@ -251,3 +258,40 @@ def drive() -> Callable[..., Driver]:
 @pytest.fixture(scope="session")
 def counted_tasks() -> type[CountedTasks]:
     return CountedTasks
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Redis for the whole session; a test takes a job name of its own."""
+    folder = short_socket_dir(tmp_path_factory.mktemp("redis"))
+    folder.mkdir(exist_ok=True)
+    server = EmbeddedRedis(folder / "data", folder / "redis", "everysec")
+    asyncio.run(server.start())
+    yield server.url
+    asyncio.run(server.stop())
+
+
+@pytest.fixture
+def job_name() -> str:
+    return f"job-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture(scope="session")
+def blob() -> Callable[..., bytes]:
+    """A codec blob as a worker puts it: three sampled units of `version`."""
+
+    def make(job: str, group_id: str, sample: int, *, version: int = 0, epoch: int = 1, n: int = 3) -> bytes:
+        builder = EpisodeBuilder(job, group_id.rpartition("#")[0], group_id, sample)
+        prompt = builder.prompt([5, 6, 7])
+        builder.sampled(
+            list(range(n)),
+            [-0.5] * n,
+            [version] * n,
+            parent=prompt,
+            sampling=SAMPLING,
+            finish_reason="stop",
+            epoch=epoch,
+        )
+        return pack(builder.build())
+
+    return make

@@ -177,6 +177,26 @@ def test_requests_beyond_the_engines_room_wait_in_their_callers(endless: Any) ->
     drive(endless, body, slots=3)
 
 
+def test_an_engine_with_nothing_to_do_or_paused_is_not_busy(endless: Any) -> None:
+    async def body(engine: LocalEngine) -> None:
+        def still() -> bool:
+            return engine.stats().busy_s == engine.stats().busy_s
+
+        await engine.generate(request("a", [3], max_new_tokens=20))
+        assert engine.stats().busy_s > 0
+        await until(still)
+        call = asyncio.ensure_future(engine.generate(request("b", [3], max_new_tokens=80)))
+        await until(lambda: engine.stats().running)
+        await engine.pause()
+        await until(still)
+        await engine.resume()
+        await until(lambda: not still())
+        await call
+        await until(still)
+
+    drive(endless, body)
+
+
 def test_stopping_ends_every_call(endless: Any) -> None:
     async def body(engine: LocalEngine) -> None:
         calls = [asyncio.ensure_future(engine.generate(request(i, [3], max_new_tokens=90))) for i in range(9)]

@@ -14,8 +14,15 @@ from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError, RpcTimeout
 from areal_async.trajectory import unpack
 from areal_async.wire.messages import HeartbeatAck, LeasedGroup, Leases, PutAck, Refusal, Task, VersionTag
+from rollout_service import waiting
 from rollout_service import worker as worker_module
-from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult, RequestError
+from rollout_service.engines.base import (
+    EngineError,
+    EngineStats,
+    GenerateRequest,
+    GenerateResult,
+    RequestError,
+)
 from rollout_service.worker import Worker
 from rollout_service.workflows import Renderer, WorkflowError, load_workflow
 
@@ -357,6 +364,24 @@ def test_a_worker_in_which_everything_fails_ends_with_the_reason() -> None:
         drive(lambda: FakeBuffer(group(n) for n in range(50)), body, engine=Refusing())
 
 
+def test_one_failure_of_the_engine_is_one_failure_however_many_it_takes_along() -> None:
+    class FailingOnce(FakeEngine):
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            if int(request.request_id[1:].split("#")[0]) < 20:
+                await asyncio.sleep(0)
+                raise EngineError("a step failed")
+            return await super().generate(request)
+
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        await buffer.until(lambda: len(buffer.released) == 20)
+        assert worker._failures == 1
+        await buffer.add(group(20))
+        await buffer.until(lambda: buffer.whole(20))
+        assert worker._failures == 0
+
+    drive(lambda: FakeBuffer(group(n) for n in range(20)), body, engine=FailingOnce(), max_concurrent=80)
+
+
 def test_a_new_version_is_asked_with_at_once_beside_the_older_request() -> None:
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
         await buffer.until(lambda: len(buffer.asked) == 1)
@@ -413,7 +438,7 @@ def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> None:
 
 
 def test_an_outage_of_the_buffer_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "RETRY_PAUSE_S", 0.001)
+    monkeypatch.setattr(waiting, "RETRY_PAUSE_S", 0.001)
 
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
         troubles: Any = iter([RpcTimeout("away"), FaultError("unavailable", "no redis"), RpcTimeout("away")])

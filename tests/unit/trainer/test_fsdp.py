@@ -179,9 +179,14 @@ def test_a_checkpoint_of_another_model_is_refused(model_dir, make_model, tmp_pat
         wider.load(tmp_path, updates=0)
 
 
-def test_an_unusable_model_directory_says_what_it_must_be(tmp_path):
+def test_an_unusable_model_directory_says_what_it_must_be(make_model, tmp_path):
     with pytest.raises(ModelError, match=r"config\.json and safetensors"):
         _backend(tmp_path)
+    broken = make_model(tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"config\.json and safetensors"):
+        _backend(broken)
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 3), (3, 1), (2, 3), (4, 2)])

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from areal_async.config.trainer import ObjectiveSection
 from areal_async.observe.record import read_run_log
 from trainer_service.checkpoint import open_checkpoint
-from trainer_service.record import write_step
+from trainer_service.manifest import plan_step
+from trainer_service.objectives.compose import Objective
+from trainer_service.packing import pack
+from trainer_service.record import read_step, write_step
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
 spec = importlib.util.spec_from_file_location("rank_process", SCRIPT)
@@ -22,7 +26,7 @@ spec.loader.exec_module(rank_process)
 def batches(tmp_path_factory, make_batch) -> Path:
     root = tmp_path_factory.mktemp("batches")
     for step in range(4):
-        batch, blobs = make_batch(step, groups=5, max_staleness=2, lengths=(1, 7))
+        batch, blobs = make_batch(step, groups=5, max_staleness=2, lengths=(1, 14))
         write_step(root, batch, blobs, losses=[], grad_norms=[])
     return root
 
@@ -32,6 +36,20 @@ def one_rank(tmp_path_factory, model_dir, batches) -> Path:
     out = tmp_path_factory.mktemp("one")
     rank_process.run(0, 1, None, model_dir, batches, out)
     return out
+
+
+def test_the_ranks_of_these_batches_need_different_numbers_of_micro_batches(batches):
+    """Else the tests below would not notice a rank that leaves a collective early."""
+    counts = set()
+    for step in range(4):
+        batch = read_step(batches, step).batch
+        plan = plan_step(
+            batch, Objective(ObjectiveSection()), step=step, max_staleness=2, minibatches=2, ranks=2
+        )
+        for shares in plan.shares:
+            lengths = [[plan.episodes[index].n_units - 1 for index in share] for share in shares]
+            counts.add(tuple(len(pack(mine, 24)) for mine in lengths))
+    assert any(first != second for first, second in counts)
 
 
 def _steps(out):

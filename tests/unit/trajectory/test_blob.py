@@ -392,6 +392,9 @@ def test_sizes_are_capped_before_anything_is_read(episode, blob):
     with pytest.raises(SizeError):
         encode(episode, limits=Limits(head_bytes=10))
     wide = pack(episode.with_columns({"experts": np.zeros((12, 3), np.uint16)}))
+    head = len(encode(unpack(wide))[HEAD])
+    exact = Limits(len(wide), head, units=12, segments=5, columns=2, column_width=3)
+    assert pack(unpack(wide, limits=exact), limits=exact) == wide
     with pytest.raises(SizeError):
         unpack(wide, limits=Limits(column_width=2))
 

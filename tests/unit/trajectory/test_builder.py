@@ -103,6 +103,7 @@ def test_ids_that_are_not_32_bit_integers_are_refused_and_nothing_is_added(build
         {"versions": [1.0, 1.0]},
         {"epoch": [1]},
         {"epoch": [1, 2**31]},
+        {"logprobs": [None, None, None]},
         {"mask": [1]},
         {"mask": [1, 256]},
         {"mask": [1, -1]},
@@ -157,10 +158,15 @@ def test_a_contradiction_is_refused_at_the_latest_in_build(builder, wrong):
 
 
 def test_a_sampled_segment_cannot_be_added_as_observed(builder):
-    with pytest.raises(InvariantError, match="sampled()"):
+    with pytest.raises(InvariantError, match="sampled segment"):
         builder.observed(SegmentKind.SAMPLED, [1], None)
     builder.prompt([1])
     assert builder.build().n_units == 1
+
+
+def test_log_probs_that_are_not_numbers_are_named(builder):
+    with pytest.raises(InvariantError, match="logprobs: must be real number"):
+        builder.sampled([1], ["a"], 0, parent=None, sampling=GREEDY, finish_reason="stop")
 
 
 def test_build_may_be_repeated_and_what_it_returned_does_not_change(builder):

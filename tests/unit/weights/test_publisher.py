@@ -183,6 +183,28 @@ def test_finish_tells_those_who_wait_that_nothing_more_will_come(publisher: Publ
         publisher.publish(tag(1), weights(1))
 
 
+def test_an_evaluator_is_not_sent_home_while_anothers_work_may_come_back(
+    publisher: Publisher, clock: Clock
+) -> None:
+    publisher.publish(tag(0), weights(0), evaluate=True, final=True)
+
+    async def main() -> None:
+        first, second = (
+            await receiver(publisher, "evaluate", "e1"),
+            await receiver(publisher, "evaluate", "e2"),
+        )
+        expect_notice(await first.next(None), 0, final=True)
+        assert await second.next(None) == NoNews(finished=False)
+        clock.now_s = 101.0  # the first one has died
+        notice = expect_notice(await second.next(None), 0, final=True)
+        await second.ack(notice.tag)
+        assert await second.next(None) == NoNews(finished=True)
+        await first.close()
+        await second.close()
+
+    asyncio.run(main())
+
+
 def names(root: Path) -> set[str]:
     return {path.name for path in root.iterdir()}
 

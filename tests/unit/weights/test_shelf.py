@@ -99,6 +99,14 @@ def test_what_a_receiver_never_acknowledged_is_not_filled_again() -> None:
     assert shelf.retire(1000) == [Retired(tag(0), False)]
 
 
+def test_nothing_is_unbounded_a_receiver_that_never_acknowledges_holds_only_a_few() -> None:
+    shelf = shelf_with()
+    for version in range(MAX_HOLDS + 4):
+        shelf.add(tag(version), evaluate=False, final=False)
+        assert shelf.serve("r", None, 0) == tag(version)
+    assert shelf.retire(0) == [Retired(tag(version), False) for version in range(4)]
+
+
 def test_acknowledging_a_newer_one_ends_older_holds() -> None:
     shelf = shelf_with(0)
     shelf.serve("r", None, 0)

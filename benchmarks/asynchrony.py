@@ -1,0 +1,138 @@
+"""What asynchrony buys: steps per second at max_staleness η against max_staleness 0, same tasks, same machine.
+
+    python benchmarks/asynchrony.py [--eta 4] [--steps 80] [--pairs 2] [--out benchmarks/results/asynchrony.json]
+
+Needs a warm start: run `make quickstart` first. The trainer is pinned to one core, the rollout worker to
+another; the small services run wherever there is room. Runs alternate η, 0, η, 0, … and the first steps of
+each are left out. Asynchrony creates no throughput by itself: with U the busy share of the busier role in
+the synchronous run, the speedup is at most 1 / U; reported is the share of that ideal that was reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from areal_async.control.child import RUN_VARIABLE
+from areal_async.observe.record import read_run_log
+
+WARMUP_STEPS = 10
+PINNED = {"trainer": 0, "rollout-0": 1}
+
+
+def pin(run_lock: Path, limit_s: float = 120.0) -> None:
+    """Give each pinned role its core as soon as its process exists."""
+    missing, deadline_s = dict(PINNED), time.monotonic() + limit_s
+    cores = sorted(os.sched_getaffinity(0))
+    while missing and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+        try:
+            run_id = json.loads(run_lock.read_text())["run_id"]
+        except (OSError, ValueError):
+            continue
+        for process in psutil.process_iter():
+            try:
+                ours = process.environ().get(RUN_VARIABLE) == run_id
+                for name in [name for name in missing if ours and name in process.cmdline()]:
+                    for thread in process.threads():
+                        os.sched_setaffinity(thread.id, {cores[missing[name] % len(cores)]})
+                    del missing[name]
+            except (psutil.Error, ProcessLookupError):
+                continue
+    if missing:
+        raise SystemExit(f"these processes did not start: {', '.join(missing)}")
+
+
+def measure(job_file: Path, eta: int, steps: int) -> dict[str, Any]:
+    """Run the job once and return its figures after the warm-up steps."""
+    name = f"asynchrony-{eta}"
+    overrides = [
+        f"job={name}",
+        f"buffer.max_staleness={eta}",
+        f"trainer.steps={steps}",
+        "tasks.evaluation=null",
+        f"checkpoint.every_steps={steps}",
+        "observe.metrics_port=0",
+    ]
+    command = [sys.executable, "-m", "areal_async.cli.main", "run", str(job_file), *overrides]
+    run_dir = job_file.parent.parent / name
+    process = subprocess.Popen([*command, "--plain", "--overwrite"], stdout=subprocess.DEVNULL)
+    try:
+        pin(run_dir / "run.lock")
+        if process.wait(600):
+            raise SystemExit(f"the run at η={eta} failed: see {run_dir}/logs")
+    finally:
+        process.kill()
+    records = [record for record in read_run_log(run_dir / "metrics.jsonl") if record["kind"] == "step"]
+    counted = records[WARMUP_STEPS:]
+    wall_s = counted[-1]["time_s"] - records[WARMUP_STEPS - 1]["time_s"]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return {
+        "eta": eta,
+        "steps_per_s": len(counted) / wall_s,
+        "trainer_busy": sum(record["busy_s"] + record["publish_s"] for record in counted) / wall_s,
+        "rollout_busy": summary["rollout_busy"],
+        "max_staleness_seen": summary["max_staleness_seen"],
+        "episodes_dropped": summary["episodes_dropped"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--job", type=Path, default=Path("runs/quickstart-files/train.yaml"))
+    parser.add_argument("--eta", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    runs = [
+        measure(options.job, eta, options.steps) for _ in range(options.pairs) for eta in (options.eta, 0)
+    ]
+    figures = {}
+    for eta in (options.eta, 0):
+        mine = [run for run in runs if run["eta"] == eta]
+        figures[eta] = {
+            key: statistics.median(run[key] for run in mine)
+            for key in (
+                "steps_per_s",
+                "trainer_busy",
+                "rollout_busy",
+                "max_staleness_seen",
+                "episodes_dropped",
+            )
+        }
+    sync = figures[0]
+    u_sync = max(sync["trainer_busy"], sync["rollout_busy"])
+    speedup = figures[options.eta]["steps_per_s"] / sync["steps_per_s"]
+    result = {
+        "runs": runs,
+        "median": figures,
+        "speedup": speedup,
+        "u_sync": u_sync,
+        "ideal_speedup": 1 / u_sync,
+        "share_of_ideal": speedup * u_sync,
+    }
+    print(f"{'η':>3} {'steps/s':>8} {'trainer':>8} {'rollout':>8} {'staleness':>10} {'dropped':>8}")
+    for run in runs:
+        print(
+            f"{run['eta']:>3} {run['steps_per_s']:>8.2f} {run['trainer_busy']:>8.0%} {run['rollout_busy']:>8.0%} "
+            f"{run['max_staleness_seen']:>10} {run['episodes_dropped']:>8}"
+        )
+    print(
+        f"speedup {speedup:.2f}; ideal 1/U_sync {1 / u_sync:.2f}; share of the ideal {speedup * u_sync:.2f}"
+    )
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

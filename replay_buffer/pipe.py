@@ -1,0 +1,133 @@
+"""One connection to Redis on which many commands are under way at once.
+
+Promises: commands run in the order of `call`, and are answered in that order. When the connection ends, or an
+answer takes longer than `ANSWER_LIMIT_S`, every command without an answer fails with `StoreUnavailable`; none
+is repeated.
+
+Why not a client library: per command its general machinery costs five times what Redis does, and it gives
+no order between commands of different coroutines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import hiredis
+from redis.asyncio.connection import parse_url
+
+from replay_buffer.errors import StoreUnavailable
+
+ANSWER_LIMIT_S = 20.0
+"""Redis not answering for so long counts as gone."""
+CONNECT_LIMIT_S = 5.0
+
+Argument = str | bytes | int | memoryview
+
+
+class RedisPipe(asyncio.Protocol):
+    """`await RedisPipe.open(url)`, then `call`; `close` at the end. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._reader = hiredis.Reader()
+        self._waiting: deque[tuple[float, asyncio.Future[Any]]] = deque()
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._watch: asyncio.TimerHandle | None = None
+        self._why_closed = "the connection is not open"
+
+    @classmethod
+    async def open(cls, url: str) -> RedisPipe:
+        """Connect and log in as the URL says. Raises `StoreUnavailable`."""
+        parts = parse_url(url)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_LIMIT_S):
+                if "path" in parts:
+                    _, pipe = await loop.create_unix_connection(cls, parts["path"])
+                else:
+                    secure = ssl.create_default_context() if url.startswith("rediss:") else None
+                    host, port = parts.get("host", "localhost"), parts.get("port", 6379)
+                    _, pipe = await loop.create_connection(cls, host, port, ssl=secure)
+                for command in _greetings(parts):
+                    if isinstance(answer := await pipe.call(*command), hiredis.ReplyError):
+                        pipe.close()
+                        raise StoreUnavailable(f"Redis at {url} refuses {command[0]!r}: {answer}")
+        except (OSError, TimeoutError) as error:
+            raise StoreUnavailable(f"Redis at {url} does not answer: {error}") from error
+        return pipe
+
+    def call(self, *command: Argument) -> asyncio.Future[Any]:
+        """Send one command. The future ends with its answer, a `hiredis.ReplyError` among them."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+        if self._transport is None or self._transport.is_closing():
+            future.set_exception(StoreUnavailable(self._why_closed))
+            return future
+        now_s = self._loop.time()
+        self._waiting.append((now_s, future))
+        self._transport.write(hiredis.pack_command(command))  # type: ignore[arg-type]
+        if self._watch is None:
+            self._watch = self._loop.call_at(now_s + ANSWER_LIMIT_S, self._look)
+        return future
+
+    def close(self) -> None:
+        """End the connection; what has no answer yet fails."""
+        self._end("the connection was closed")
+
+    # --- asyncio.Protocol ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._reader.feed(data)
+        while (answer := self._reader.gets()) is not False:
+            _, future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(answer)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(f"Redis closed the connection{f': {error}' if error else ''}")
+
+    # --- ending ---
+
+    def _look(self) -> None:
+        """Give up on a Redis that has left its oldest command unanswered for too long."""
+        self._watch = None
+        if not self._waiting:
+            return
+        due_s = self._waiting[0][0] + ANSWER_LIMIT_S
+        if self._loop.time() >= due_s:
+            self._end(f"Redis has not answered for {ANSWER_LIMIT_S:g} s")
+        else:
+            self._watch = self._loop.call_at(due_s, self._look)
+
+    def _end(self, why: str) -> None:
+        if self._transport is None:
+            return
+        self._why_closed = why
+        self._transport.abort()
+        self._transport = None
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        waiting, self._waiting = self._waiting, deque()
+        for _, future in waiting:
+            if not future.done():
+                future.set_exception(StoreUnavailable(why))
+                future.exception()  # marks it as seen: whoever asked may be gone
+
+
+def _greetings(parts: dict[str, Any]) -> list[Sequence[Argument]]:
+    """The commands that make a new connection the one the URL asks for."""
+    greetings: list[Sequence[Argument]] = []
+    if password := parts.get("password"):
+        user = parts.get("username")
+        greetings.append(("AUTH", user, password) if user else ("AUTH", password))
+    if db := parts.get("db"):
+        greetings.append(("SELECT", db))
+    return greetings

