@@ -63,7 +63,14 @@ def train(ctx: ServiceContext) -> None:
         ranks = join_ranks(0, 1, device=section.device)
         stack.callback(ranks.leave)
         dtype = torch.bfloat16 if section.dtype == "bfloat16" else torch.float32
-        backend = FsdpBackend({POLICY: ctx.job.model}, section.optimizer, ranks, dtype=dtype)
+        minibatches = section.minibatches if ctx.job.kind == "rl" else 1
+        backend = FsdpBackend(
+            {POLICY: ctx.job.model},
+            section.optimizer,
+            ranks,
+            dtype=dtype,
+            total_updates=section.steps * minibatches,
+        )
         run_log = stack.enter_context(RunLog(ctx.run_log))
         log.info("model loaded", model=str(ctx.job.model), ranks=ranks.world, dtype=section.dtype)
         if ctx.job.kind == "sft":

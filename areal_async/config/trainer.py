@@ -21,7 +21,11 @@ class OptimizerSection(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer updates over which the rate rises linearly; constant after."""
+    """Optimizer updates over which the rate rises linearly."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the rate does after the warm-up, down to `final_lr_share` at the last update."""
+    final_lr_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of `lr` that is left at the end of a `linear` or `cosine` schedule."""
     clip_grad_norm: float = Field(default=1.0, gt=0)
     """Largest gradient norm of an update; larger ones are scaled down to it."""
 

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-CHARACTERS = "0123456789+-*/=() "
+CHARACTERS = "0123456789+-="
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 

@@ -27,6 +27,7 @@ from trainer_service.backends.shards import read_shard, write_shard
 from trainer_service.errors import CheckpointError, DivergenceError
 from trainer_service.microbatch import MicroBatch, build_micro_batch
 from trainer_service.ranks import Ranks
+from trainer_service.schedule import learning_rate
 
 POLICY = "policy"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -36,11 +37,19 @@ class FsdpBackend:
     """See `backends.base.Backend`. Models other than `policy` are frozen."""
 
     def __init__(
-        self, models: Mapping[str, Path], optimizer: OptimizerSection, ranks: Ranks, *, dtype: torch.dtype
+        self,
+        models: Mapping[str, Path],
+        optimizer: OptimizerSection,
+        ranks: Ranks,
+        *,
+        dtype: torch.dtype,
+        total_updates: int,
     ) -> None:
-        """`models` maps names to Hugging Face directories and holds `policy`. Raises `ModelError`."""
+        """`models` maps names to Hugging Face directories and holds `policy`; `total_updates` is how many
+        optimizer updates the whole run makes, for the learning rate's schedule. Raises `ModelError`."""
         self._ranks = ranks
         self._settings = optimizer
+        self._total_updates = total_updates
         self._dtype = dtype
         self._models = {name: load_sharded(folder, ranks, dtype) for name, folder in models.items()}
         self.tied = tied_names(self._models[POLICY])
@@ -108,9 +117,8 @@ class FsdpBackend:
         scale = min(1.0, self._settings.clip_grad_norm / (norm + 1e-6))
         if scale < 1:
             torch._foreach_mul_(gradients, scale)
-        warmup = min(1.0, (self.updates + 1) / max(1, self._settings.warmup_steps))
         for group in self._adamw.param_groups:
-            group["lr"] = self._settings.lr * warmup
+            group["lr"] = learning_rate(self._settings, self.updates, self._total_updates)
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         for parameter in parameters.values():

@@ -94,7 +94,9 @@ def run(
     job = job_of(model, out, **trainer)
     out.mkdir(parents=True, exist_ok=True)
     ranks = join_ranks(rank, world, meeting_place=meeting)
-    backend = FsdpBackend({"policy": model}, job.trainer.optimizer, ranks, dtype=torch.float32)
+    backend = FsdpBackend(
+        {"policy": model}, job.trainer.optimizer, ranks, dtype=torch.float32, total_updates=100
+    )
     buffer = RecordedBuffer(batches)
     trainer_ = RlTrainer(
         job,

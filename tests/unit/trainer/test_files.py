@@ -19,7 +19,7 @@ from trainer_service.record import read_step, write_step
 def test_an_export_loads_with_transformers(model_dir, untied_model_dir, tmp_path, tied, dtype):
     source = model_dir if tied else untied_model_dir
     backend = FsdpBackend(
-        {"policy": source}, OptimizerSection(), join_ranks(0, 1), dtype=getattr(torch, dtype)
+        {"policy": source}, OptimizerSection(), join_ranks(0, 1), dtype=getattr(torch, dtype), total_updates=1
     )
     for _ in range(2):  # the second replaces the first
         write_model(tmp_path / "model", backend.tensors("policy"), companion_files(source, dtype))

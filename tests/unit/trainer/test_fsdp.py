@@ -17,7 +17,12 @@ OPTIMIZER = OptimizerSection(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5, warm
 
 
 def _backend(folder, **changes):
-    return FsdpBackend({"policy": folder}, OPTIMIZER, join_ranks(0, 1), **{"dtype": torch.float32, **changes})
+    return FsdpBackend(
+        {"policy": folder},
+        OPTIMIZER,
+        join_ranks(0, 1),
+        **{"dtype": torch.float32, "total_updates": 100, **changes},
+    )
 
 
 def _rows(seed=0, temperature=1.0):
@@ -119,7 +124,11 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_fp32_weights(model_dir):
 
 def test_named_models_other_than_the_policy_are_frozen(model_dir, untied_model_dir):
     backend = FsdpBackend(
-        {"policy": model_dir, "ref": untied_model_dir}, OPTIMIZER, join_ranks(0, 1), dtype=torch.float32
+        {"policy": model_dir, "ref": untied_model_dir},
+        OPTIMIZER,
+        join_ranks(0, 1),
+        dtype=torch.float32,
+        total_updates=100,
     )
     before = {name: t.clone() for name, t in backend.tensors("ref").items()}
     batch = _batch(_rows())

@@ -52,7 +52,9 @@ def _trainer(model, out, buffer, *, publisher=None, stopping=None, changes=None)
     job = rank_process.job_of(model, out, minibatches=1, micro_batch_tokens=8192)
     if changes:
         job = JobConfig.model_validate({**job.model_dump(mode="json"), **changes})
-    backend = FsdpBackend({"policy": model}, job.trainer.optimizer, join_ranks(0, 1), dtype=torch.float32)
+    backend = FsdpBackend(
+        {"policy": model}, job.trainer.optimizer, join_ranks(0, 1), dtype=torch.float32, total_updates=100
+    )
     return RlTrainer(
         job,
         join_ranks(0, 1),

@@ -47,7 +47,9 @@ def _trainer(tmp_path, model, *, stopping=None, held_out=SUMS, **changes):
         }
     )
     ranks = join_ranks(0, 1)
-    backend = FsdpBackend({"policy": model}, job.trainer.optimizer, ranks, dtype=torch.float32)
+    backend = FsdpBackend(
+        {"policy": model}, job.trainer.optimizer, ranks, dtype=torch.float32, total_updates=100
+    )
     log = RunLog(tmp_path / "metrics.jsonl")
     return SftTrainer(
         job, ranks, backend, run_dir=tmp_path, run_log=log, stopping=stopping or threading.Event()

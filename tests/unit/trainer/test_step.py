@@ -16,7 +16,9 @@ from trainer_service.step import train_step
 
 def _step(folder, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, lr=1e-2, **objective):
     ranks = join_ranks(0, 1)
-    backend = FsdpBackend({"policy": folder}, OptimizerSection(lr=lr), ranks, dtype=torch.float32)
+    backend = FsdpBackend(
+        {"policy": folder}, OptimizerSection(lr=lr), ranks, dtype=torch.float32, total_updates=100
+    )
     composed = Objective(ObjectiveSection(**objective))
     plan = plan_step(
         batch,
@@ -101,7 +103,9 @@ def test_statistics_are_split_by_staleness(model_dir, make_batch):
 def test_a_gradient_that_is_not_finite_ends_training(model_dir, make_batch):
     batch, blobs = make_batch(0)
     ranks, objective = join_ranks(0, 1), Objective(ObjectiveSection())
-    backend = FsdpBackend({"policy": model_dir}, OptimizerSection(), ranks, dtype=torch.float32)
+    backend = FsdpBackend(
+        {"policy": model_dir}, OptimizerSection(), ranks, dtype=torch.float32, total_updates=100
+    )
     with torch.no_grad():
         next(iter(backend.tensors("policy").values())).fill_(float("nan"))
     plan = plan_step(batch, objective, step=0, max_staleness=0, minibatches=1, ranks=1)
