@@ -135,6 +135,10 @@ class Front:
                 return decision
             await _happens(fired, self._until_change(edge, left_s))
 
+    def wake(self, edge: Edge) -> None:
+        """Have every poll of `edge` look again."""
+        self._edges.fire([edge])
+
     async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[bytes | None]:
         """Episode bytes by (group id, sample). Raises `FaultError("unavailable")`."""
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -67,6 +68,16 @@ FIGURES_S = 1.0
 log = get_logger("buffer")
 
 
+def _is_empty(reply: Message) -> bool:
+    match reply:
+        case Leases():
+            return not reply.groups
+        case Claims():
+            return not reply.items
+        case _:
+            return isinstance(reply, Waiting)
+
+
 class BufferServer:
     """Answers the messages of one job by its front."""
 
@@ -75,12 +86,14 @@ class BufferServer:
         self._job = job
         self._store = store
         self._redis_bytes = 0
+        self._lease_waits: dict[str, object] = {}
+        """Worker → a token of its latest lease request under way."""
 
     async def handle(self, peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
         """The handler of the RPC server; raises `FaultError`."""
         match message:
             case Lease():
-                return await self._poll(message, message.wait_ms, "lease")
+                return await self._lease(message)
             case PutEpisodes():
                 return await self._put(message, attachments)
             case Claim():
@@ -117,9 +130,33 @@ class BufferServer:
                 collector.show(self._with_redis(figures), self._front.lost_writes)
             await asyncio.sleep(FIGURES_S)
 
-    async def _poll(self, message: Lease | NextBatch, wait_ms: int, edge: Edge) -> Message:
+    async def _poll(
+        self,
+        message: Lease | NextBatch,
+        wait_ms: int,
+        edge: Edge,
+        is_empty: Callable[[Message], bool] = _is_empty,
+    ) -> Message:
         wait_ms = min(wait_ms, LONGEST_WAIT_MS)
-        return (await self._front.poll(message, wait_ms, edge, _is_empty)).reply
+        return (await self._front.poll(message, wait_ms, edge, is_empty)).reply
+
+    async def _lease(self, message: Lease) -> Message:
+        """A worker that asks again, for it serves another version now, no longer waits for its older request:
+        that one is answered at once, so that old requests do not hold the worker's places."""
+        waiting = self._lease_waits.get(message.worker)
+        current = self._lease_waits[message.worker] = object()
+        if waiting is not None:
+            self._front.wake("lease")
+        try:
+            return await self._poll(
+                message,
+                message.wait_ms,
+                "lease",
+                lambda reply: self._lease_waits.get(message.worker) is current and _is_empty(reply),
+            )
+        finally:
+            if self._lease_waits.get(message.worker) is current:
+                del self._lease_waits[message.worker]
 
     async def _put(self, message: PutEpisodes, attachments: list[memoryview]) -> Message:
         if len(attachments) != len(message.samples):
@@ -191,16 +228,6 @@ def place_of(episode_id: str) -> tuple[str, int]:
     if not group_id or not sample.isdecimal():
         raise FaultError("invalid", f"{episode_id!r} is not an episode id")
     return group_id, int(sample)
-
-
-def _is_empty(reply: Message) -> bool:
-    match reply:
-        case Leases():
-            return not reply.groups
-        case Claims():
-            return not reply.items
-        case _:
-            return isinstance(reply, Waiting)
 
 
 async def main(ctx: ServiceContext) -> None:

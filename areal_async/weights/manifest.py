@@ -26,7 +26,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 class Part(msgspec.Struct, frozen=True):
     """A box of a tensor: the elements from `offset` on, `extent` many, of a tensor of `shape`.
 
-    It is stored in `file` under the tensor's name, with `dtype` as safetensors names it; `hash` is over its bytes.
+    It is stored in `file` under the tensor's name; `hash` covers its bytes, `dtype` is safetensors' word.
     """
 
     tensor: str

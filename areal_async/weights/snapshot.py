@@ -58,8 +58,8 @@ class Written:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """An opened snapshot: every hash matched. `tensors` has each name of the model, tied ones included (the same
-    tensor object); the memory is this process's own."""
+    """An opened snapshot: every hash matched. `tensors` has each name of the model, tied ones included (these
+    are one tensor object); the memory is this process's own."""
 
     tag: VersionTag
     path: Path

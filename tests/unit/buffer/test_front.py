@@ -70,6 +70,15 @@ async def judge(front):
     await front.execute(PutVerdicts("s", verdicts))
 
 
+async def until(condition, limit_s=10.0):
+    """Let the loop run until `condition` holds."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + limit_s
+    while not condition():
+        assert loop.time() < deadline_s, "it did not happen in time"
+        await asyncio.sleep(0.001)
+
+
 async def some_life(front):
     """A bit of everything: a trained step, a batch given out, and groups in every other state."""
     await front.execute(OpenedWith("t", 0))
@@ -89,7 +98,8 @@ async def some_life(front):
 
 def ledger(front):
     """What is stored, without the revision, which counts the openings too."""
-    return front.index.state()[1:]
+    meta, *tables = front.index.state()[1:]
+    return meta, *map(dict, tables)
 
 
 def test_one_death_is_local_a_new_front_finds_the_ledger_as_it_was(a_front):
@@ -202,8 +212,7 @@ def test_a_write_failure_drops_the_index_and_the_front_recovers(a_front, redis_u
             await redis.hincrby(Keys(job_name).meta, "revision", 5)
             results = await asyncio.gather(*(lease(front) for _ in range(3)), return_exceptions=True)
             assert [getattr(result, "kind", None) for result in results] == ["unavailable"] * 3
-            while front.index is None:
-                await asyncio.sleep(0)
+            await until(lambda: front.index is not None)
             assert ledger(front)[1] == before[1]
             assert len(await lease(front)) == 1
             assert not front.ended.done()
@@ -306,9 +315,7 @@ def test_deadlines_expire_when_nobody_asks(a_front):
         async with a_front(rules) as front:
             await front.execute(OpenedWith("t", 0))
             (group,) = await lease(front)
-            async with asyncio.timeout(10):
-                while front.index.leases:
-                    await asyncio.sleep(0.005)
+            await until(lambda: not front.index.leases)
             assert front.index.meta.counts["queued:lease_expired"] == 1
             assert group.group_id in front.index.queue
 
@@ -398,9 +405,7 @@ def test_acknowledged_writes_that_redis_lost_are_counted(a_front, redis_url, job
             await redis.hset(Keys(job_name).meta, "revision", revision - 3)
             with pytest.raises(FaultError):
                 await lease(front, version=1)
-            async with asyncio.timeout(5):
-                while front.index is None:
-                    await asyncio.sleep(0.005)
+            await until(lambda: front.index is not None)
             assert front.lost_writes == 3
         await redis.aclose()
 

@@ -12,7 +12,7 @@ OnFrames = Callable[[list[bytes], list[Buffer]], None]
 
 
 def read_what_was_sent(messages: list[list[bytes]], on_frames: OnFrames, seen: asyncio.Event) -> list[object]:
-    """Send all `messages` before the first is read, read until `seen`; returns what the loop complained of."""
+    """Send all `messages` before the first is read, read until `seen`; returns what the loop reported."""
     complaints: list[object] = []
 
     async def main() -> None:

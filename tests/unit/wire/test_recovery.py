@@ -24,11 +24,16 @@ async def answer_ok(peer: Peer, message: Message, attachments: list[memoryview])
     return Ok()
 
 
+# A failing test leaves its sockets open; a context that is collected before them waits for ever.
+OPEN: list["zmq.Context[zmq.Socket[bytes]]"] = []
+
+
 class Wire:
     """A peer that speaks frames by hand."""
 
     def __init__(self, endpoint: str, kind: int = zmq.DEALER) -> None:
         self.context = zmq.Context()
+        OPEN.append(self.context)
         self.socket = self.context.socket(kind)
         self.socket.linger = 0
         (self.socket.bind if kind == zmq.ROUTER else self.socket.connect)(endpoint)
