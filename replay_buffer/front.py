@@ -102,11 +102,9 @@ class Front:
         index = self._ready()
         self._pass_time(index)
         decision, written = self._take(index, command, attachments)
-        if written is not None and not written.done():
+        if written is not None:
             # Shielded: a caller that goes away must not take the write's confirmation from the others.
             await _confirmed(asyncio.shield(written))
-        elif written is not None:
-            await _confirmed(written)
         return decision
 
     async def poll(

@@ -21,7 +21,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from replay_buffer.clock import RedisClock
-from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, StoreUnusable
+from replay_buffer.errors import StoreError, StoreUnavailable, StoreUnusable
 from replay_buffer.keys import Bytes, Commands, Keys, commands_of
 from replay_buffer.ledger.index import Records, Writes
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, Claim, Group, Lease, Meta
@@ -146,7 +146,8 @@ class Store:
     async def _take_over(self) -> int:
         """As a new front: the epoch counts on, whoever had it. Returns the revision found."""
         epoch = int(await self._redis.hincrby(self._keys.meta, "front", 1))
-        if await self._redis.hsetnx(self._keys.meta, "revision", 0):
+        await self._redis.hsetnx(self._keys.meta, "revision", 0)
+        if not await self._redis.hexists(self._keys.meta, "state"):
             begin = Commands(self._keys)
             meta = Meta(ledger_id=secrets.token_hex(8), dataset_hash=self._dataset_hash)
             state = msgspec.msgpack.encode(meta)
@@ -158,15 +159,11 @@ class Store:
     async def _take_back(self) -> int:
         """As the front that had it: only if no other front came in between. The new epoch fences this front's
         own writes that were lost from sight. Returns the revision found."""
-        front, revision = await self._redis.hmget(self._keys.meta, "front", "revision")
-        if front is None or revision is None:
+        revision = await self._redis.hget(self._keys.meta, "revision")
+        if revision is None:
             raise StoreUnusable(
                 f"Redis at {self.url} has lost the whole ledger of this job (durability tier "
                 f"{self._durability}). Resume from the last checkpoint."
-            )
-        if int(front) != self.front_epoch:
-            raise StoreFenced(
-                f"another buffer front (epoch {int(front)}) has taken over this job; this one ends"
             )
         step = Commands(self._keys)
         step.add("HSET", self._keys.meta, ("front", self.front_epoch + 1))

@@ -3,10 +3,13 @@
 -- KEYS[1]  the meta hash; further keys as the write set names them
 -- ARGV     the front's epoch, the revision the decision was made at, then for each command:
 --          its name, the number of its key in KEYS, how many arguments follow, the arguments
--- Returns  {"ok", now_ms}, {"fenced", epoch} when a newer front has taken over, or
---          {"behind", revision} when the ledger is not at the expected revision.
+-- Returns  {"ok", now_ms}, {"fenced", epoch} when a newer front has taken over,
+--          {"behind", revision} when the ledger is not at the expected revision, or {"gone"}.
 local meta = KEYS[1]
 local held = redis.call('HMGET', meta, 'front', 'revision')
+if not (held[1] and held[2]) then
+  return {'gone'}
+end
 if held[1] ~= ARGV[1] then
   return {'fenced', held[1]}
 end

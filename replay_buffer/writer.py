@@ -22,6 +22,9 @@ from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable
 from replay_buffer.keys import Commands
 from replay_buffer.pipe import RedisPipe
 
+CLOSE_LIMIT_S = 3.0
+"""How long closing waits for the last answers."""
+
 
 class Writer:
     """Runs the write script over a pipe of its own. `sha` is the script's, loaded before."""
@@ -61,7 +64,7 @@ class Writer:
     async def close(self) -> None:
         """Wait for the answers to what was sent, then disconnect."""
         if self._under_way:
-            await asyncio.wait(list(self._under_way))
+            await asyncio.wait(list(self._under_way), timeout=CLOSE_LIMIT_S)
         self._failure = self._failure or StoreUnavailable("the buffer stops")
         self._pipe.close()
 
@@ -102,6 +105,8 @@ def check_answer(answer: Any) -> None:
         raise StoreFenced(
             f"another buffer front (epoch {answer[1].decode()}) has taken over this job; this one ends"
         )
+    if answer[0] == b"gone":
+        raise StoreUnavailable("the ledger is not in Redis any more")
     if answer[0] != b"ok":
         raise StoreUnavailable(
             f"the ledger in Redis is at revision {answer[1].decode()}, not where it was left"

@@ -16,7 +16,7 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
     """The batch of `step`, the same one however often it is asked for.
 
     A batch is `batch_groups` SCORED groups, those with the oldest version first, then the oldest groups. None
-    has a version below `step − η`: what fell below is dropped here, and checked once more. A group that holds
+    has a version below `step − η`: what fell below is dropped here. A group that holds
     (or may come to hold) version `step − η` and is not finished would be too old for the next step; under
     `wait` the step does not start without it, until the limit."""
     meta, step = index.meta, message.step
@@ -31,7 +31,7 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
     groups = _still_on_lineage(draft, plan)
     if len(groups) < index.rules.batch_groups:
         _drop_stale(draft, step)
-        ready = _ready(draft, step, index.rules.batch_groups - len(groups))
+        ready = _ready(draft, index.rules.batch_groups - len(groups))
         if len(groups) + len(ready) < index.rules.batch_groups:
             return draft.decide(starving(index, step, len(groups) + len(ready)))
         waiting = _wait_for_overtaken(draft, step, ready)
@@ -88,22 +88,19 @@ def _aged(draft: Draft, version: int) -> list[Group]:
     return [group for group in draft.groups(aged) if group.state < GroupState.BATCHED]
 
 
-def _ready(draft: Draft, step: int, most: int) -> list[Group]:
-    """Up to `most` scored groups in the order of training. One with versions beyond `step` comes from before
-    a restart and is judged when its step is reached."""
+def _ready(draft: Draft, most: int) -> list[Group]:
+    """Up to `most` scored groups in the order of training."""
     chosen: list[Group] = []
     for group_id in draft.index.ready:
         if len(chosen) >= most:
             break
         group = draft.group(group_id)
-        if group is None or group.max_version > step:
+        if group is None:
             continue
-        if not on_lineage(draft, group):
-            draft.drop(group, "abandoned")
-        elif 0 <= group.min_version < step - draft.rules.max_staleness:
-            raise AssertionError(f"{group_id}: version {group.min_version} is too old for step {step}")
-        else:
+        if on_lineage(draft, group):
             chosen.append(group)
+        else:
+            draft.drop(group, "abandoned")
     return chosen
 
 

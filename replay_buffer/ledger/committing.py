@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import msgspec
 
 from areal_async.wire.messages import Checkpointed, Commit, ExportLedger, LedgerCopy, Ok
@@ -57,7 +59,7 @@ def export(index: Index, message: ExportLedger) -> Decision:
             f"the ledger is at step {index.meta.v_train}; it cannot be exported as of step {message.step}",
         )
     groups = [group for group in index.groups.values() if group.state in UNBATCHED]
-    copy = Copy(SCHEMA, index.meta, groups)
+    copy = Copy(SCHEMA, index.meta, sorted(groups, key=attrgetter("seq")))
     return Decision(LedgerCopy(message.step), payload=msgspec.msgpack.encode(copy))
 
 

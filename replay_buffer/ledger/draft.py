@@ -173,7 +173,7 @@ class Draft:
         if len(group.leases) >= MAX_LEASES:
             self.drop(group, "leases_used_up")
         else:
-            self.move(group, Q, reason, leased_version=NO_VERSION)
+            self.move(group, Q, reason)
 
     def set_episodes(self, group: Group, changed: dict[int, Episode]) -> Group:
         """Replace some episodes by themselves in another state: the figures of the group stay."""
@@ -207,11 +207,9 @@ def _with(group: Group, changed: dict[int, Episode]) -> tuple[Episode, ...]:
 
 def figures(episodes: tuple[Episode, ...]) -> dict[str, Any]:
     """The fields of a group that follow from its episodes."""
-    low = high = NO_VERSION
-    size_bytes = 0
-    for episode in episodes:
-        size_bytes += episode.size_bytes
-        if episode.min_version != NO_VERSION:
-            low = episode.min_version if low == NO_VERSION else min(low, episode.min_version)
-            high = max(high, episode.max_version)
-    return {"episodes": episodes, "min_version": low, "max_version": high, "size_bytes": size_bytes}
+    versions = [episode.min_version for episode in episodes if episode.min_version != NO_VERSION]
+    return {
+        "episodes": episodes,
+        "min_version": min(versions, default=NO_VERSION),
+        "size_bytes": sum([episode.size_bytes for episode in episodes]),
+    }

@@ -211,7 +211,7 @@ class Index:
 
 def oldest_version(group: Group) -> int:
     """The oldest version the group holds or, while it is leased, may come to hold; -1 for none."""
-    if group.state != GroupState.LEASED or group.leased_version == NO_VERSION:
+    if group.state != GroupState.LEASED:
         return group.min_version
     if group.min_version == NO_VERSION:
         return group.leased_version

@@ -19,7 +19,6 @@ from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.lineage import accepts, reopened
 from replay_buffer.ledger.records import (
     MISSING,
-    NO_VERSION,
     SCHEMA,
     Episode,
     EpisodeState,
@@ -147,7 +146,6 @@ def _adopt_group(draft: Draft, group: Group, held: Group | None) -> None:
         group,
         state=int(state),
         leases=leases,
-        leased_version=NO_VERSION,
         step=-1,
         since_ms=draft.now_ms,
         **figures(episodes),

@@ -77,9 +77,9 @@ class Group(Record, frozen=True, array_like=True, gc=False):
     leases: tuple[str, ...] = ()
     """Ids of all leases it had; the last one is live iff the state is LEASED."""
     leased_version: int = NO_VERSION
-    """What the worker served when it leased: no version in flight is older. -1 when nothing is in flight."""
+    """What the worker of the last lease served when it leased: while that is live, no version in flight is
+    older."""
     min_version: int = NO_VERSION
-    max_version: int = NO_VERSION
     size_bytes: int = 0
     step: int = -1
     """The step it is batched for or was trained in."""

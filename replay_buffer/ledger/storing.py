@@ -67,7 +67,7 @@ def store_episodes(index: Index, command: StoreEpisodes, now_ms: int) -> Decisio
         group = draft.add_episodes(group, arrived)
         if not group.missing:
             draft.set_lease(command.lease_id, None)
-            draft.move(group, GroupState.GENERATED, leased_version=NO_VERSION)
+            draft.move(group, GroupState.GENERATED)
     return draft.decide(PutAck(stored, index.rules.durability, refused))
 
 
@@ -92,10 +92,7 @@ def _problem(index: Index, group: Group, arrival: Arrival, lease_number: int, *,
             f"version_unknown: version {arrival.max_version} of trainer epoch {arrival.min_epoch} was not "
             f"published; the trainer is at version {meta.v_train} of epoch {meta.epoch}"
         )
-    # Versions of an older epoch beyond `v_train` may turn out to be on the lineage when their step is redone.
-    if arrival.max_version <= meta.v_train and not accepts(
-        meta.lineage, arrival.min_epoch, arrival.min_version, arrival.max_version
-    ):
+    if not accepts(meta.lineage, arrival.min_epoch, arrival.min_version, arrival.max_version):
         return "abandoned"
     if index.next_step - arrival.min_version > index.rules.max_staleness:
         return "stale"

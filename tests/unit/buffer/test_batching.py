@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from areal_async.wire.messages import Batch, Fault
 
@@ -97,6 +98,16 @@ def test_staleness_is_bounded_in_the_batch(drive, eta):
     assert ledger.state(late) is None, "it could not have been trained in any later step"
     assert ledger.count("dropped:overtaken") == 1
     assert [refusal.reason for refusal in ledger.judge(items).refused] == ["group_ended"] * 2
+
+
+def test_the_hard_bound_does_not_rely_on_what_came_before(drive):
+    """staleness_is_bounded: a scored group that is too old, however it got there, is not in the batch."""
+    ledger = drive(batch_groups=1, max_staleness=1)
+    (old,) = ledger.scored(1, version=0)
+    ledger.index.meta = replace(ledger.index.meta, v_train=2)
+    assert "has 0" in ledger.waiting(2).detail
+    assert ledger.state(old) is None
+    assert ledger.count("dropped:stale") == 1
 
 
 def test_a_waiting_trainer_is_told_what_lacks(drive):

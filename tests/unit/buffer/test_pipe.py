@@ -1,0 +1,85 @@
+"""Many commands under way on one connection to a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+
+import hiredis
+import pytest
+
+from replay_buffer import pipe as pipe_module
+from replay_buffer.errors import StoreUnavailable
+from replay_buffer.pipe import RedisPipe, _greetings
+from replay_buffer.store import connect
+
+
+def test_answers_come_in_the_order_of_the_calls(redis_url, job_name):
+    async def run():
+        pipe = await RedisPipe.open(redis_url)
+        answers = await asyncio.gather(*(pipe.call("INCR", job_name) for _ in range(200)))
+        big = b"x" * (3 << 20)
+        await pipe.call("SET", job_name, memoryview(big))
+        assert await pipe.call("GET", job_name) == big
+        await pipe.call("DEL", job_name)
+        pipe.close()
+        return answers
+
+    assert asyncio.run(run()) == list(range(1, 201))
+
+
+def test_an_error_is_an_answer_and_the_next_command_has_its_own(redis_url):
+    async def run():
+        pipe = await RedisPipe.open(redis_url)
+        wrong, right = pipe.call("NONSENSE"), pipe.call("PING")
+        assert isinstance(await wrong, hiredis.ReplyError)
+        assert await right == b"PONG"
+        pipe.close()
+
+    asyncio.run(run())
+
+
+def test_a_lost_connection_fails_what_has_no_answer(redis_url):
+    async def run():
+        pipe = await RedisPipe.open(redis_url)
+        number = await pipe.call("CLIENT", "ID")
+        redis = connect(redis_url)
+        waiting = pipe.call("BLPOP", "never", 0)
+        await redis.client_kill_filter(_id=number)
+        await redis.aclose()
+        with pytest.raises(StoreUnavailable):
+            await waiting
+        with pytest.raises(StoreUnavailable, match="closed the connection"):
+            await pipe.call("PING")
+
+    asyncio.run(run())
+
+
+def test_a_redis_that_does_not_answer_is_given_up(redis_url, monkeypatch):
+    monkeypatch.setattr(pipe_module, "ANSWER_LIMIT_S", 0.05)
+
+    async def run():
+        pipe = await RedisPipe.open(redis_url)
+        answered = pipe.call("PING")
+        silent = pipe.call("BLPOP", "never", 0)
+        assert await answered == b"PONG"
+        with pytest.raises(StoreUnavailable, match="has not answered"):
+            await silent
+
+    asyncio.run(run())
+
+
+def test_nobody_there_and_a_refused_login_are_clear_errors(redis_url, tmp_path):
+    with pytest.raises(StoreUnavailable, match="does not answer"):
+        asyncio.run(RedisPipe.open(f"unix://{tmp_path}/nobody"))
+    with pytest.raises(StoreUnavailable, match="refuses 'AUTH'"):
+        asyncio.run(RedisPipe.open(f"{redis_url}?password=wrong"))
+    with pytest.raises(StoreUnavailable, match="refuses 'SELECT'"):
+        asyncio.run(RedisPipe.open(f"{redis_url}?db=7"))
+
+
+def test_the_url_says_how_to_log_in():
+    from redis.asyncio.connection import parse_url
+
+    assert _greetings(parse_url("redis://user:p%40ss@host:1/3")) == [("AUTH", "user", "p@ss"), ("SELECT", 3)]
+    assert _greetings(parse_url("unix:///tmp/x?password=p")) == [("AUTH", "p")]
+    assert _greetings(parse_url("redis://host")) == []

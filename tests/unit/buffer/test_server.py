@@ -1,0 +1,391 @@
+"""The service over the wire: front, real Redis, RPC, client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import prometheus_client
+import psutil
+import pytest
+
+from areal_async.config.job import JobConfig
+from areal_async.control.context import ServiceContext
+from areal_async.errors import ArealError, FaultError
+from areal_async.wire.messages import (
+    Batch,
+    EpisodeVerdict,
+    Failure,
+    PutEpisodes,
+    Score,
+    VersionTag,
+    Waiting,
+    WaitSnapshot,
+)
+from areal_async.wire.rpc import Client
+from replay_buffer import calls, metrics
+from replay_buffer.client import BufferClient, SyncBufferClient
+from replay_buffer.clock import RedisClock
+from replay_buffer.server import main
+from replay_buffer.store import Store
+
+
+@pytest.fixture
+def context(tmp_path, redis_url, job_name):
+    """`context(redis=…)`: the service context of this test's job."""
+
+    def make(redis=redis_url, rows=20, **buffer):
+        tasks = [
+            {
+                "prompt": f"{i}+1=",
+                "data_source": "sums",
+                "reward_model": {"style": "rule", "ground_truth": i + 1},
+            }
+            for i in range(rows)
+        ]
+        (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+        job = JobConfig.model_validate(
+            {
+                "job": job_name,
+                "model": str(tmp_path),
+                "tasks": {"train": str(tmp_path / "tasks.jsonl"), "shuffle": False},
+                "rollout": {"group_size": 2},
+                "buffer": {"batch_groups": 2, "max_staleness": 1, "redis": redis} | buffer,
+                "reward": {"retries": 0},
+            }
+        )
+        return ServiceContext.for_test(job, tmp_path, "buffer", "buffer")
+
+    return make
+
+
+@pytest.fixture
+def collector(monkeypatch):
+    """Each service has a registry of its own, as in a process of its own."""
+    shown = metrics.BufferCollector()
+    monkeypatch.setattr(metrics, "register", lambda: shown)
+    return shown
+
+
+@asynccontextmanager
+async def serving(ctx):
+    """The service in this loop, and a client of it."""
+    service = asyncio.create_task(main(ctx))
+    client = BufferClient(ctx.buffer_endpoint, job=ctx.job.job, role="test", name="test", timeout_s=10.0)
+    connecting = asyncio.create_task(client.connect())
+    await asyncio.wait({service, connecting}, return_when=asyncio.FIRST_COMPLETED)
+    if service.done():
+        connecting.cancel()
+        await client.close()
+        service.result()
+    try:
+        yield client
+    finally:
+        ctx.stop.set()
+        await client.close()
+        await asyncio.wait_for(service, 10)
+
+
+async def generate(client, blob, job, groups):
+    for group in groups:
+        episodes = {sample: blob(job, group.group_id, sample) for sample in group.missing}
+        ack = await client.put(group.lease_id, group.group_id, episodes)
+        assert ack.stored == group.missing
+
+
+async def score(client, verdict=None):
+    claims, blobs = await client.claim("reward-0", 100, wait_ms=2000)
+    assert len(claims.items) == len(blobs)
+    verdicts = [EpisodeVerdict(i.episode_id, i.claim_id, verdict or Score(0.5)) for i in claims.items]
+    assert (await client.verdicts("reward-0", verdicts)).refused == []
+    return claims.items, blobs
+
+
+def test_a_step_over_the_wire(context, blob, job_name, collector):
+    async def run():
+        async with serving(context()) as client:
+            opened = await client.open_trainer("trainer", 0)
+            tag = VersionTag(opened.epoch, 0)
+            leases = await client.lease("rollout-0", 2, tag)
+            assert [group.task.prompt for group in leases.groups] == ["0+1=", "1+1="]
+            assert (await client.heartbeat("rollout-0", [g.lease_id for g in leases.groups], tag)).lost == []
+            assert isinstance(await client.next_batch(opened.epoch, 0), Waiting)
+            await generate(client, blob, job_name, leases.groups)
+            items, blobs = await score(client)
+            assert {item.task.ground_truth for item in items} == {1, 2}
+            batch = await client.next_batch(opened.epoch, 0, wait_ms=5000)
+            assert isinstance(batch, Batch)
+            ids = [episode.episode_id for group in batch.groups for episode in group.episodes]
+            fetched = await client.fetch(ids[::-1])
+            by_id = dict(zip((item.episode_id for item in items), map(bytes, blobs), strict=True))
+            assert [bytes(part) for part in fetched] == [by_id[id_] for id_ in ids[::-1]]
+            await client.commit(opened.epoch, 0)
+            assert len(await client.export_ledger(opened.epoch, 1)) > 0
+            await client.checkpointed(opened.epoch, 1)
+            stats = await client.stats()
+            assert (stats.v_train, stats.episodes_trained, stats.payload_bytes) == (1, 4, 0)
+            assert stats.reasons["committed"] == 2
+            with pytest.raises(FaultError, match="is not held here"):
+                await client.fetch(ids)
+
+    asyncio.run(run())
+
+
+def test_waiting_calls_are_answered_as_soon_as_they_can_be(context, blob, job_name, collector):
+    async def run():
+        async with serving(context()) as client:
+            epoch = (await client.open_trainer("trainer", 0)).epoch
+            tag = VersionTag(epoch, 0)
+            batching = asyncio.create_task(client.next_batch(epoch, 0, wait_ms=30_000))
+            scoring = asyncio.create_task(score(client))
+            leases = await client.lease("rollout-0", 4, tag)
+            await generate(client, blob, job_name, leases.groups[:2])
+            items, _ = await scoring
+            while len(items) < 4:
+                more, _ = await score(client)
+                items += more
+            assert isinstance(await asyncio.wait_for(batching, 10), Batch)
+            leasing = asyncio.create_task(client.lease("rollout-1", 1, tag, wait_ms=30_000))
+            await client.release("rollout-0", leases.groups[2].lease_id, "test")
+            assert len((await asyncio.wait_for(leasing, 10)).groups) == 1
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_gets_nothing_is_told_why(context, collector):
+    async def run():
+        async with serving(context()) as client:
+            epoch = (await client.open_trainer("trainer", 0)).epoch
+            await client.lease("rollout-0", 100, VersionTag(epoch, 0))
+            reply = await client.lease("rollout-0", 1, VersionTag(epoch, 0), wait_ms=20)
+            assert "4 groups are outstanding and at most 4 may be" in reply.reason
+
+    asyncio.run(run())
+
+
+def test_blobs_that_are_not_what_they_are_said_to_be_are_refused(context, blob, job_name, collector):
+    async def run():
+        async with serving(context()) as client:
+            epoch = (await client.open_trainer("trainer", 0)).epoch
+            (group,) = (await client.lease("rollout-0", 1, VersionTag(epoch, 0))).groups
+            wrong = {
+                "another sample": blob(job_name, group.group_id, 1),
+                "another group": blob(job_name, "cafe:1:0#0", 0),
+                "another job": blob("other", group.group_id, 0),
+                "no episode": b"nonsense" * 20,
+                "altered": blob(job_name, group.group_id, 0)[:-1] + b"!",
+            }
+            for what, data in wrong.items():
+                ack = await client.put(group.lease_id, group.group_id, {0: data})
+                assert ack.stored == [], what
+                assert ack.refused[0].reason.startswith("invalid"), what
+            assert (await client.stats()).reasons["refused:invalid"] == len(wrong)
+
+    asyncio.run(run())
+
+
+def test_a_message_that_makes_no_sense_is_invalid(context, job_name, collector):
+    async def run():
+        ctx = context()
+        async with serving(ctx) as client:
+            raw = Client(ctx.buffer_endpoint, job=job_name, role="test", name="raw")
+            async with raw:
+                for message in (PutEpisodes("l", "g", [0, 1]), WaitSnapshot("r", "serve")):
+                    with pytest.raises(FaultError) as caught:
+                        await raw.call(message, timeout_s=5, attachments=[b"x"])
+                    assert caught.value.kind == "invalid"
+            with pytest.raises(FaultError, match="is not an episode id"):
+                await client.fetch(["nonsense"])
+
+    asyncio.run(run())
+
+
+def test_a_failed_reward_drops_its_group_counted(context, blob, job_name, collector):
+    async def run():
+        async with serving(context()) as client:
+            epoch = (await client.open_trainer("trainer", 0)).epoch
+            leases = await client.lease("rollout-0", 1, VersionTag(epoch, 0))
+            await generate(client, blob, job_name, leases.groups)
+            claims, _ = await client.claim("reward-0", 1)
+            item = claims.items[0]
+            await client.verdicts(
+                "reward-0", [EpisodeVerdict(item.episode_id, item.claim_id, Failure("ValueError", "no"))]
+            )
+            stats = await client.stats()
+            assert stats.reasons["dropped:verdict_error"] == 1
+            assert stats.episodes_dropped == 2
+
+    asyncio.run(run())
+
+
+def test_one_death_is_local_a_service_started_again_goes_on(context, blob, job_name, collector):
+    """The client does not notice more than a pause."""
+
+    async def run():
+        ctx = context()
+        async with serving(ctx) as client:
+            epoch = (await client.open_trainer("trainer", 0)).epoch
+            leases = await client.lease("rollout-0", 2, VersionTag(epoch, 0))
+            await generate(client, blob, job_name, leases.groups)
+        async with serving(context()) as client:
+            await score(client)
+            assert isinstance(await client.next_batch(epoch, 0, wait_ms=5000), Batch)
+
+    asyncio.run(run())
+
+
+def test_its_own_redis_starts_and_ends_with_it(context, collector):
+    async def run():
+        ctx = context(redis="embedded")
+        async with serving(ctx) as client:
+            assert (await client.stats()).v_train == 0
+            assert (ctx.socket_dir / "redis").exists()
+        assert not (ctx.socket_dir / "redis").exists()
+        assert (ctx.run_dir / "buffer" / "appendonly.aof").exists() or (
+            ctx.run_dir / "buffer" / "appendonlydir"
+        ).exists()
+
+    asyncio.run(run())
+
+
+def test_a_redis_that_dies_is_started_again(context, blob, job_name, collector):
+    """With tier always nothing acknowledged is lost, and the calls meanwhile only wait."""
+
+    async def run():
+        ctx = context(redis="embedded", durability="always")
+        async with serving(ctx) as client:
+            epoch = (await client.open_trainer("trainer", 0)).epoch
+            leases = await client.lease("rollout-0", 2, VersionTag(epoch, 0))
+            await generate(client, blob, job_name, leases.groups)
+            (redis,) = (
+                p for p in psutil.Process().children() if str(ctx.socket_dir) in " ".join(p.cmdline())
+            )
+            redis.kill()
+            await score(client)
+            batch = await client.next_batch(epoch, 0, wait_ms=5000)
+            assert isinstance(batch, Batch)
+            assert len(await client.fetch([e.episode_id for g in batch.groups for e in g.episodes])) == 4
+
+    asyncio.run(run())
+
+
+def test_the_blocking_client_has_the_same_calls(context, blob, job_name, collector):
+    """As the trainer uses it: from a thread of its own."""
+    results = []
+
+    def trainer(endpoint):
+        with SyncBufferClient(endpoint, job=job_name, role="trainer", name="trainer") as client:
+            opened = client.open_trainer("trainer", 0)
+            groups = client.lease("rollout-0", 2, VersionTag(opened.epoch, 0)).groups
+            for group in groups:
+                client.put(
+                    group.lease_id, group.group_id, {s: blob(job_name, group.group_id, s) for s in (0, 1)}
+                )
+            claims, _ = client.claim("reward-0", 4, wait_ms=1000)
+            client.verdicts("r", [EpisodeVerdict(i.episode_id, i.claim_id, Score(1.0)) for i in claims.items])
+            batch = client.next_batch(opened.epoch, 0, wait_ms=1000)
+            client.fetch([e.episode_id for g in batch.groups for e in g.episodes])
+            client.heartbeat("rollout-0", [], VersionTag(opened.epoch, 0))
+            client.release("rollout-0", "unknown", "test")
+            client.commit(opened.epoch, 0)
+            assert client.export_ledger(opened.epoch, 1)
+            client.checkpointed(opened.epoch, 1)
+            results.append(client.stats())
+
+    async def run():
+        ctx = context()
+        async with serving(ctx):
+            await asyncio.to_thread(trainer, ctx.buffer_endpoint)
+
+    asyncio.run(run())
+    assert results[0].episodes_trained == 4
+
+
+def test_both_clients_have_one_method_for_every_call():
+    names = {
+        name
+        for name in vars(calls)
+        if name.islower() and getattr(vars(calls)[name], "__module__", "") == calls.__name__
+    }
+    names -= {"expect"} | {name for name in names if name.startswith("_")}
+    assert len(names) == 13
+    for client in (BufferClient, SyncBufferClient):
+        assert names <= set(vars(client))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"redis": "unix:///nowhere/redis.sock"}, "does not answer"),
+        ({"durability": "always"}, "appendfsync everysec, but buffer.durability is always"),
+    ],
+)
+def test_a_redis_that_cannot_be_used_ends_the_service_with_one_paragraph(context, collector, change, words):
+    async def run():
+        async with serving(context(**change)):
+            pass
+
+    with pytest.raises(ArealError, match=words) as caught:
+        asyncio.run(run())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_second_front_ends_the_first_service(context, collector, redis_url, job_name):
+    async def run():
+        ctx = context()
+        service = asyncio.create_task(main(ctx))
+        client = BufferClient(ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=5.0)
+        await client.connect()
+        await client.open_trainer("trainer", 0)
+        (group,) = (await client.lease("w", 1, VersionTag(1, 0))).groups
+        dataset_hash = group.task.task_id.partition(":")[0]
+        thief = Store(redis_url, job_name, dataset_hash, "everysec", RedisClock())
+        await thief.open(lambda error: None)
+        asking = asyncio.create_task(client.lease("w", 1, VersionTag(1, 0)))
+        with pytest.raises(ArealError, match="taken over this job"):
+            await asyncio.wait_for(service, 10)
+        asking.cancel()
+        await client.close()
+        await thief.close()
+
+    asyncio.run(run())
+
+
+def test_the_figures_are_served_to_prometheus(context, blob, job_name, collector):
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(collector)
+
+    async def run():
+        async with serving(context()) as client:
+            epoch = (await client.open_trainer("trainer", 0)).epoch
+            leases = await client.lease("rollout-0", 3, VersionTag(epoch, 0))
+            await generate(client, blob, job_name, leases.groups[:1])
+            text = ""
+            loop = asyncio.get_running_loop()
+            deadline_s = loop.time() + 10
+            while 'areal_buffer_groups{state="generated"} 1.0' not in text:
+                assert loop.time() < deadline_s, text
+                await asyncio.sleep(0.05)
+                text = prometheus_client.generate_latest(registry).decode()
+            return text
+
+    text = asyncio.run(run())
+    for line in (
+        'areal_buffer_groups{state="leased"} 2.0',
+        'areal_buffer_episodes{state="stored"} 2.0',
+        'areal_buffer_transitions_total{reason="leased"} 3.0',
+        "areal_buffer_outstanding_groups 3.0",
+        "areal_buffer_capacity_groups 4.0",
+        "areal_buffer_version 0.0",
+        "areal_buffer_max_staleness_seen 0.0",
+    ):
+        assert line in text
+    assert "areal_buffer_payload_bytes" in text
+    assert "areal_buffer_redis_bytes" in text
+
+
+def test_before_the_first_figures_there_are_no_series():
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(metrics.BufferCollector())
+    assert prometheus_client.generate_latest(registry) == b""
