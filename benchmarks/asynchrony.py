@@ -1,6 +1,6 @@
-"""What asynchrony buys: steps per second at max_staleness η against max_staleness 0, same tasks, same machine.
+"""What asynchrony buys: steps per second at max_staleness η against 0, on the same tasks and machine.
 
-    python benchmarks/asynchrony.py [--eta 4] [--steps 80] [--pairs 2] [--out benchmarks/results/asynchrony.json]
+    python benchmarks/asynchrony.py [--eta 4] [--steps 80] [--pairs 2] [--out FILE.json]
 
 Needs a warm start: run `make quickstart` first. The trainer is pinned to one core, the rollout worker to
 another; the small services run wherever there is room. Runs alternate η, 0, η, 0, … and the first steps of
@@ -26,6 +26,7 @@ from areal_async.control.child import RUN_VARIABLE
 from areal_async.observe.record import read_run_log
 
 WARMUP_STEPS = 10
+FIGURES = ("steps_per_s", "trainer_busy", "rollout_busy", "max_staleness_seen", "episodes_dropped")
 PINNED = {"trainer": 0, "rollout-0": 1}
 
 
@@ -124,8 +125,8 @@ def main() -> None:
     print(f"{'η':>3} {'steps/s':>8} {'trainer':>8} {'rollout':>8} {'staleness':>10} {'dropped':>8}")
     for run in runs:
         print(
-            f"{run['eta']:>3} {run['steps_per_s']:>8.2f} {run['trainer_busy']:>8.0%} {run['rollout_busy']:>8.0%} "
-            f"{run['max_staleness_seen']:>10} {run['episodes_dropped']:>8}"
+            f"{run['eta']:>3} {run['steps_per_s']:>8.2f} {run['trainer_busy']:>8.0%} "
+            f"{run['rollout_busy']:>8.0%} {run['max_staleness_seen']:>10} {run['episodes_dropped']:>8}"
         )
     print(
         f"speedup {speedup:.2f}; ideal 1/U_sync {1 / u_sync:.2f}; share of the ideal {speedup * u_sync:.2f}"

@@ -5,7 +5,7 @@
 
 One process plays worker, scorer and trainer against a real buffer service with its embedded Redis: groups of
 32 tiny episodes are leased, put in handfuls, claimed, judged, batched, fetched, committed and, every few
-steps, checkpointed. The rate is held by waiting, so the CPU seconds per episode are those of this load. """
+steps, checkpointed. The rate is held by waiting, so the CPU seconds per episode are those of this load."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     python benchmarks/local_engine.py [--in-flight 1,8,64,256,512] [--seconds 4]
 
-A Qwen2-architecture model of 0.8 M parameters and an arithmetic task's shapes: prompts of 7 tokens, 32
-samples each, answers of 2 to 4 tokens. The engine is driven through its protocol with a fixed number of
-requests in flight; `generate` gets the same number as one batch, again and again. Both are timed by the
+The quickstart's model and an arithmetic task's shapes: prompts of 7 tokens, 32 samples each, answers of 2
+to 4 tokens. The engine is driven through its protocol with a fixed number of requests in flight; `generate`
+gets the same number as one batch, again and again. Both are timed by the
 CPU time of the whole process and by the wall; the CPU figure is the one to compare on a shared machine.
 """
 
@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
+from areal_async.quickstart.model import write_model
 from areal_async.trajectory import Sampling
 from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import GenerateRequest
@@ -50,32 +50,8 @@ class Measured:
         return self.tokens / self.cpu_s
 
 
-def make_model(directory: Path) -> None:
-    vocab = {c: i for i, c in enumerate(["<pad>", "<eos>", *"0123456789+-*/= ()abcdef"])}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>").save_pretrained(
-        directory
-    )
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(vocab),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
-
-
 def prompt(number: int) -> list[int]:
-    return np.random.default_rng(number).integers(2, 20, PROMPT_TOKENS).tolist()
+    return np.random.default_rng(number).integers(3, 16, PROMPT_TOKENS).tolist()
 
 
 async def engine_rate(directory: Path, in_flight: int, seconds: float) -> Measured:
@@ -143,7 +119,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        make_model(directory)
+        write_model(directory, seed=0)
         if not options.json:
             print(f"{'in flight':>9} {'engine tok/s':>13} {'(wall)':>8} {'generate tok/s':>15} {'ratio':>6}")
         for in_flight in map(int, options.in_flight.split(",")):

@@ -198,7 +198,7 @@ class Front:
         index = Index(self._rules, self._tasks, opened.records, nonce=nonce, revision=opened.revision)
         self.index = index
         self._seen_ms = self.now_ms
-        if opened.idle_ms and index.deadlines:
+        if opened.idle_ms:
             self._take(index, Extend(opened.idle_ms))
         log.info(
             "ledger loaded",

@@ -14,18 +14,16 @@ something else, NaN, hang, die) becomes a verdict that says so, never a score of
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Awaitable, Callable
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from areal_async.errors import ArealError
+from areal_async.usercode import run_user_file
 from areal_async.wire.messages import Abstain, Score
 
 if TYPE_CHECKING:
@@ -106,7 +104,7 @@ def load_reward(name: str) -> RewardFunction:
             f"there is no built-in reward {name!r}. Set reward.name to one of {', '.join(sorted(BUILT_IN))}, "
             "or to path.py:function for one of your own."
         )
-    module = _run_file(Path(path_text), name)
+    module = run_user_file(Path(path_text), kind="reward", name=name, error=RewardLoadError)
     found = getattr(module, attribute, None)
     marked = sorted(key for key, value in vars(module).items() if getattr(value, MARK, False) is True)
     choice = f"It has: {', '.join(marked)}." if marked else "It has no function marked @reward."
@@ -119,39 +117,3 @@ def load_reward(name: str) -> RewardFunction:
         )
     loaded: RewardFunction = found
     return loaded
-
-
-def _run_file(path: Path, name: str) -> ModuleType:
-    if not path.is_file():
-        raise RewardLoadError(
-            f"the reward {name!r}: there is no file {path}. Check reward.name in the job file."
-        )
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    module_name = f"areal_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise RewardLoadError(f"the reward {name!r}: {path} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and msgspec look their module up by name while they are being defined.
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise RewardLoadError(
-            f"the reward {name!r}: {path} failed while it was imported{_where(error, path)}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    return module
-
-
-def _where(error: BaseException, path: Path) -> str:
-    """` at line n`, the last line of the file itself that was running."""
-    line = error.lineno if isinstance(error, SyntaxError) else None
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return f" at line {line}" if line else ""

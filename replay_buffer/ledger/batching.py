@@ -16,11 +16,11 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
     """The batch of `step`, the same one however often it is asked for.
 
     A batch is `batch_groups` SCORED groups, those with the oldest version first, then the oldest groups. None
-    has a version below `step − η`: what fell below is dropped here. A group that holds
-    (or may come to hold) version `step − η` and is not finished would be too old for the next step; under
-    `wait` the step does not start without it, until the limit."""
+    has a version below `step − η`: what fell below is dropped here. A group that holds (or may come to hold)
+    version `step − η` and is not finished would be too old for the next step; under `wait` the step does not
+    start without it, until the limit."""
     meta, step = index.meta, message.step
-    if message.epoch != meta.epoch:
+    if is_fenced(index, message.epoch):
         return fenced(index, message.epoch)
     plan = index.batches.get(step)
     if plan is not None and plan.epoch == message.epoch:
@@ -44,6 +44,11 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
     if draft.meta.overtaken is not None:
         draft.set_meta(overtaken=None)
     return draft.decide(_manifest(index, new_plan, groups))
+
+
+def is_fenced(index: Index, epoch: int) -> bool:
+    """Whether a message of trainer epoch `epoch` comes from any but the running trainer."""
+    return epoch != index.meta.epoch or epoch == 0
 
 
 def fenced(index: Index, epoch: int) -> Decision:

@@ -7,7 +7,7 @@ from operator import attrgetter
 import msgspec
 
 from areal_async.wire.messages import Checkpointed, Commit, ExportLedger, LedgerCopy, Ok
-from replay_buffer.ledger.batching import fenced
+from replay_buffer.ledger.batching import fenced, is_fenced
 from replay_buffer.ledger.draft import Decision, Draft, fault
 from replay_buffer.ledger.index import UNBATCHED, Index
 from replay_buffer.ledger.lineage import pruned
@@ -26,7 +26,7 @@ class Copy(msgspec.Struct, frozen=True):
 def commit(index: Index, message: Commit, now_ms: int) -> Decision:
     """Step `step` is trained and published: its groups are TRAINED. Committing it again changes nothing."""
     meta, step = index.meta, message.step
-    if message.epoch != meta.epoch:
+    if is_fenced(index, message.epoch):
         return fenced(index, message.epoch)
     if step < meta.v_train:
         return Decision(Ok())
@@ -51,7 +51,7 @@ def commit(index: Index, message: Commit, now_ms: int) -> Decision:
 
 def export(index: Index, message: ExportLedger) -> Decision:
     """The ledger as of the last committed step, for the checkpoint of that step."""
-    if message.epoch != index.meta.epoch:
+    if is_fenced(index, message.epoch):
         return fenced(index, message.epoch)
     if message.step != index.meta.v_train:
         return fault(
@@ -66,7 +66,7 @@ def export(index: Index, message: ExportLedger) -> Decision:
 def checkpointed(index: Index, message: Checkpointed, now_ms: int) -> Decision:
     """The checkpoint after `step` steps is on disk: what was trained before it is COMMITTED, its bytes freed,
     and its part of the redo log forgotten."""
-    if message.epoch != index.meta.epoch:
+    if is_fenced(index, message.epoch):
         return fenced(index, message.epoch)
     if message.step > index.meta.v_train:
         return fault(

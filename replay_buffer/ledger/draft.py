@@ -7,6 +7,7 @@ every transition with its reason.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,7 @@ class Draft:
             return self._writes.groups[group_id]
         return self.index.groups.get(group_id)
 
-    def groups(self, ids: Any) -> list[Group]:
+    def groups(self, ids: Iterable[str]) -> list[Group]:
         """Those of `ids` that still exist."""
         return [group for group_id in ids if (group := self.group(group_id)) is not None]
 

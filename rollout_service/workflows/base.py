@@ -9,14 +9,12 @@ the episode fail: the sample is handed back, and nothing of it is stored.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import ModuleType
 
 from areal_async.errors import ArealError
+from areal_async.usercode import run_user_file
 from areal_async.wire.messages import Task
 from rollout_service.workflows.context import Context
 from rollout_service.workflows.single_turn import single_turn
@@ -42,7 +40,7 @@ def load_workflow(name: str) -> Workflow:
             f"there is no built-in workflow {name!r}. Set rollout.workflow to one of "
             f"{', '.join(sorted(BUILT_IN))}, or to path.py:function for one of your own."
         )
-    module = _run_file(Path(path_text), name)
+    module = run_user_file(Path(path_text), kind="workflow", name=name, error=WorkflowError)
     found = getattr(module, attribute, None)
     if found is None:
         own = [k for k, v in vars(module).items() if inspect.iscoroutinefunction(v)]
@@ -61,27 +59,3 @@ def load_workflow(name: str) -> Workflow:
         ) from None
     workflow: Workflow = found
     return workflow
-
-
-def _run_file(path: Path, name: str) -> ModuleType:
-    if not path.is_file():
-        raise WorkflowError(
-            f"the workflow {name!r}: there is no file {path}. Check rollout.workflow in the job file."
-        )
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    module_name = f"areal_workflow_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise WorkflowError(f"the workflow {name!r}: {path} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and msgspec look their module up by name while they are being defined.
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise WorkflowError(
-            f"the workflow {name!r}: {path} failed while it was imported: {type(error).__name__}: {error}"
-        ) from error
-    return module

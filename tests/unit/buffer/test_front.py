@@ -285,7 +285,7 @@ def test_a_poll_answers_empty_handed_when_its_wait_is_over_or_the_front_stops(a_
             polling = asyncio.ensure_future(
                 front.poll(Lease("w", 1, VersionTag(9, 9)), 60_000, "lease", lambda reply: not reply.groups)
             )
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
         assert isinstance((await asyncio.wait_for(polling, 5)).reply, Leases)
 
     asyncio.run(run())

@@ -28,6 +28,14 @@ def test_every_opening_starts_a_new_epoch(drive):
     assert ledger.open() == TrainerOpened(2, 0)
 
 
+def test_nothing_is_trained_before_a_trainer_has_opened(driver_type):
+    ledger = driver_type()
+    ledger.scored(2)
+    for reply in (ledger.ask(0), ledger.commit(0), ledger.checkpointed(0)):
+        assert reply.kind == "fenced"
+        assert "not there yet" in reply.message
+
+
 def test_a_job_cannot_be_joined_in_the_middle_without_its_checkpoint(drive):
     ledger = drive(batch_groups=1)
     trained_steps(ledger, 2)
