@@ -20,8 +20,8 @@ class BufferSection(Section):
     redis: str = "embedded"
     """`embedded` starts a redis-server of the job's own; else a `redis://` or `unix://` URL."""
     durability: Literal["memory", "everysec", "always"] = "everysec"
-    """What an acknowledged episode survives: the death of our processes (`memory`), of Redis but for its last
-    second (`everysec`), of Redis at any moment (`always`)."""
+    """What an acknowledged episode survives: the death of workers, scorers and trainer (`memory`), of Redis
+    but for its last second (`everysec`), of Redis at any moment (`always`)."""
     max_staleness: int = Field(default=4, ge=0)
     """η: no token whose weights were more than so many steps older than the step's is ever in a gradient;
     0 is synchronous training."""

@@ -164,6 +164,31 @@ def test_a_worker_that_gets_nothing_is_told_why(context, collector):
     asyncio.run(run())
 
 
+def test_a_newer_lease_request_of_a_worker_ends_the_wait_of_its_older_one(context, collector):
+    """A worker that serves a new version asks again beside its waiting request, which is of no use then."""
+
+    async def run():
+        async with serving(context()) as client:
+            while (await client.lease("w0", 4, VersionTag(0, 0))).groups:
+                pass  # until there is no more room
+            older = asyncio.create_task(client.lease("w0", 1, VersionTag(0, 0), wait_ms=20_000))
+            other = asyncio.create_task(client.lease("w1", 1, VersionTag(0, 0), wait_ms=20_000))
+            await (
+                client.stats()
+            )  # both requests were sent before this one, and wait by the time it is answered
+            newer = asyncio.create_task(client.lease("w0", 1, VersionTag(0, 1), wait_ms=20_000))
+            answer = await asyncio.wait_for(older, 10)
+            assert not answer.groups
+            assert answer.reason
+            assert not other.done()
+            assert not newer.done()
+            for waiting in (other, newer):
+                waiting.cancel()
+            await asyncio.gather(other, newer, return_exceptions=True)
+
+    asyncio.run(run())
+
+
 def test_blobs_that_are_not_what_they_are_said_to_be_are_refused(context, blob, job_name, collector):
     async def run():
         async with serving(context()) as client:
