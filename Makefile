@@ -8,7 +8,7 @@ ARGS ?=
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help quickstart test test-quick lint format clean
+.PHONY: help quickstart prometheus test test-quick lint format clean
 
 help:
 	@echo "make quickstart   set up, then train a tiny model through all services (a few minutes)"
@@ -28,7 +28,17 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)
 	$(BIN)/areal-async quickstart $(ARGS)
 
-test: $(STAMP)
+# One test runs the real Prometheus on the scrape file; without it that test is skipped, and says so.
+prometheus:
+	@command -v prometheus >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "Installing the Debian package prometheus for the test of the scrape file"; \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus; } >/dev/null 2>&1 \
+			|| echo "The Debian package prometheus could not be installed; its test will be skipped"; \
+	else \
+		echo "Not found: prometheus (Debian package 'prometheus'); its test will be skipped"; \
+	fi
+
+test: $(STAMP) prometheus
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not alone" $(ARGS)
 	$(BIN)/python -m pytest -m "alone and not engine" $(ARGS)
 
