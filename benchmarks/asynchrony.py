@@ -61,7 +61,7 @@ def measure(job_file: Path, eta: int, steps: int) -> dict[str, Any]:
         f"buffer.max_staleness={eta}",
         f"trainer.steps={steps}",
         "tasks.evaluation=null",
-        f"checkpoint.every_steps={steps}",
+        "checkpoint.every_steps=50",
         "observe.metrics_port=0",
     ]
     command = [sys.executable, "-m", "areal_async.cli.main", "run", str(job_file), *overrides]

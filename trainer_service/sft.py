@@ -151,8 +151,8 @@ class SftTrainer:
             index += 1
 
     def _good_enough(self, accuracy: float | None) -> bool:
-        wanted = self._job.sft.stop_at_accuracy
-        return wanted is not None and accuracy is not None and accuracy >= wanted
+        wanted = self._job.sft.stop_between
+        return wanted is not None and accuracy is not None and wanted[0] <= accuracy <= wanted[1]
 
     def _stop_asked(self) -> bool:
         """Rank 0's word, so that all ranks stop at the same step."""

@@ -202,11 +202,15 @@ def _ports_are_usable(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _stop_accuracy_is_measured(job: JobConfig) -> Iterator[Mistake]:
-    if job.sft.stop_at_accuracy is not None and job.tasks.evaluation is None:
+    if job.sft.stop_between is not None and job.tasks.evaluation is None:
         problem = "there is no held-out file to measure the accuracy on"
         yield Mistake(
-            "sft.stop_at_accuracy", problem, "Add tasks.evaluation, or remove it", ("tasks.evaluation",)
+            "sft.stop_between", problem, "Add tasks.evaluation, or remove it", ("tasks.evaluation",)
         )
+    if job.sft.stop_between is not None and job.sft.stop_between[0] > job.sft.stop_between[1]:
+        low, high = job.sft.stop_between
+        problem = f"no accuracy is at least {low} and at most {high}"
+        yield Mistake("sft.stop_between", problem, "Write the lower limit first, as in [0.35, 0.45]")
 
 
 ANY_KIND: tuple[Rule, ...] = (_held_out_is_held_out, _one_rank, _ports_are_usable)

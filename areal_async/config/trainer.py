@@ -77,6 +77,9 @@ class TrainerSection(Section):
     """Of the weights and the computation."""
 
 
+Accuracy = Annotated[float, Field(ge=0, le=1)]
+
+
 class SftSection(Section):
     """Supervised warm-up on the tasks' own ground truth (`kind: sft`)."""
 
@@ -84,5 +87,6 @@ class SftSection(Section):
     """Examples in one optimizer step."""
     evaluate_every: int = Field(default=25, ge=1)
     """Steps between two held-out measurements (greedy exact match, by teacher forcing)."""
-    stop_at_accuracy: float | None = Field(default=None, gt=0, le=1)
-    """End as soon as held-out accuracy reaches this."""
+    stop_between: tuple[Accuracy, Accuracy] | None = None
+    """Lowest and highest held-out accuracy: the job ends at the first measurement within them. Early in
+    training accuracy jumps between measurements, so a lower limit alone may be passed by far."""

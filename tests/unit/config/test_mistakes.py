@@ -144,9 +144,16 @@ CASES = [
     ),
     Case("same tasks", ["tasks.evaluation=train.jsonl"], "tasks.evaluation", "held out", "another file"),
     Case(
+        "limits the wrong way round",
+        ["kind=sft", "sft.stop_between=[0.5, 0.4]"],
+        "sft.stop_between",
+        "no accuracy",
+        "lower limit first",
+    ),
+    Case(
         "nothing to stop at",
-        ["kind=sft", "sft.stop_at_accuracy=0.5", "tasks.evaluation=null"],
-        "sft.stop_at_accuracy",
+        ["kind=sft", "sft.stop_between=[0.4, 0.5]", "tasks.evaluation=null"],
+        "sft.stop_between",
         "no held-out file",
         "tasks.evaluation",
     ),

@@ -74,7 +74,7 @@ def test_a_task_without_an_answer_is_named(tmp_path, model_dir):
 
 def test_training_raises_accuracy_and_stops_where_asked(tmp_path, make_model):
     model = make_model(tmp_path / "start", hidden=64)
-    assert _trainer(tmp_path, model, sft={"stop_at_accuracy": 0.5}).run()
+    assert _trainer(tmp_path, model, sft={"stop_between": [0.5, 1.0]}).run()
     records = read_run_log(tmp_path / "metrics.jsonl")
     measured = [(record["step"], record["accuracy"]) for record in records if "accuracy" in record]
     assert measured[0][0] == 0
@@ -94,6 +94,14 @@ def test_training_raises_accuracy_and_stops_where_asked(tmp_path, make_model):
         out = trained.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)
         right += tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == str(answer)
     assert right / len(SUMS) == pytest.approx(measured[-1][1])
+
+
+def test_a_measurement_above_the_wanted_accuracy_does_not_stop_it(tmp_path, make_model):
+    model = make_model(tmp_path / "start", hidden=64)
+    assert _trainer(tmp_path, model, trainer={"steps": 60}, sft={"stop_between": [0.999, 0.9995]}).run()
+    records = read_run_log(tmp_path / "metrics.jsonl")
+    assert records[-1]["step"] == 60
+    assert max(record.get("accuracy") or 0 for record in records) > 0.5
 
 
 def test_it_ends_with_its_steps_or_its_passes_and_measures_last(tmp_path, model_dir):
