@@ -158,6 +158,10 @@ class Observer:
         text = f"{name}: {record['event']}" + (f" ({extra})" if extra else "")
         self._message = (now_s, text, record.get("level") not in ("warning", "error"))
 
+    def tell(self, text: str, now_s: float) -> None:
+        """Something to show that no log says."""
+        self._message = (now_s, text, False)
+
     def busy_while_training(self, name: str) -> float | None:
         """Busy share of a service from the first to the last finished step."""
         return self._tracks[name].busy_while_training()

@@ -1,7 +1,7 @@
 """The event log: what each process of a run knows to have happened, for a checker that reads it afterwards.
 
-Off unless `observe.event_log` is set. Then every process appends to `run_dir/events/<process>-<pid>.jsonl`, one
-JSON object per line and one `write` per event, before it goes on: a line written survives SIGKILL of its
+Off unless `observe.event_log` is set. Then every process appends to `run_dir/events/<process>-<pid>.jsonl`,
+one JSON object per line and one `write` per event, before it goes on: a line written survives SIGKILL of its
 process. A last line without its newline was cut off by the kill and is to be ignored.
 
 Every event has
@@ -41,7 +41,7 @@ reward
 trainer
     restored      step, folder: the checkpoint it goes on from; not written when it begins at version 0
     opened        epoch, step
-    batched       epoch, step, groups [group_id, …], episodes [[episode_id, min_version], …] in order of training
+    batched       epoch, step, groups [group_id, …], episodes [[episode_id, min_version], …], in their order
     trained       epoch, step: the optimizer has used exactly the batch of the last `batched` of this step
     published     epoch, version, manifest_hash, final
     committed     epoch, step: acknowledged by the buffer

@@ -2,10 +2,10 @@
 
     AREAL_ASYNC_FAILPOINTS="trainer.after_publish@3,rollout.before_put"
 
-kills a trainer with SIGKILL at its third pass of that place and a rollout worker at its first. Each entry fires
-once per run folder (a file under `run_dir/failpoints` remembers it), in whichever process comes first; with
-`*` at its end (`trainer.after_publish@3*`) it fires in every process that gets there. Not set, a failpoint
-costs one look at an empty dictionary.
+kills a trainer with SIGKILL at its third pass of that place and a rollout worker at its first. Each entry
+fires once per run folder (a file under `run_dir/failpoints` remembers it), in whichever process comes first;
+with `*` at its end (`trainer.after_publish@3*`) it fires in every process that gets there. Not set, a
+failpoint costs one look at an empty dictionary.
 
 The places:
     trainer  before_batch after_batch after_train after_publish before_commit after_commit

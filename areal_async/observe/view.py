@@ -256,7 +256,7 @@ def _busy(services: Sequence[ServicePicture], width: int) -> RenderableType:
 
 def _busy_cell(service: ServicePicture) -> Text:
     text = Text(f"{service.name:<12.12}")
-    if service.busy is None or service.phase == "ended":
+    if service.busy is None or service.phase in ("ended", "restarting"):
         return text.append(service.phase, style=DIM)
     filled = round(service.busy * 10)
     text.append("█" * filled, style="blue").append("░" * (10 - filled), style=DIM)
