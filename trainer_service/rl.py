@@ -8,7 +8,8 @@ the bytes.
 
 Promises: `staleness_is_bounded` (a unit above η ends the trainer, on every rank); each step is one
 publication; waiting and computing are timed apart. A trainer that is started again goes on from the newest
-checkpoint, or from version 0, under a new epoch: the buffer gives it the batches since then in their order.
+checkpoint, or from version 0, under a new epoch: the buffer gives it the batches since then in their order,
+and is told of each redone version whether its weights are those that it was before.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from trainer_service.manifest import Plan, plan_step
 from trainer_service.microbatch import TrainingRow
 from trainer_service.modelfiles import write_model
 from trainer_service.objectives.compose import Objective
+from trainer_service.published import Published
 from trainer_service.ranks import Ranks
 from trainer_service.report import report_step
 from trainer_service.step import StepResult, train_step
@@ -80,6 +82,9 @@ class RlTrainer:
             run_dir / "checkpoints", job=job.job, keep=job.checkpoint.keep, ranks=ranks
         )
         self._epoch = 0
+        self._published = Published(run_dir)
+        self._same_as: list[int] = []
+        """Earlier epochs that had published the newest version alike."""
         self._evaluated = -1
         """The version of the restored checkpoint, if these very weights were evaluated before."""
 
@@ -106,7 +111,8 @@ class RlTrainer:
             self._checkpoints.went_on_from(restored.folder)
             record_event("restored", step=step, folder=restored.folder.name)
         if self._ranks.first:
-            opened = self._buffer.open_trainer(name, step, restored.ledger() if restored else b"")
+            ledger = restored.ledger() if restored is not None else b""
+            opened = self._buffer.open_trainer(name, step, ledger, self._published.last_epoch)
             if opened.step != step:
                 raise TrainerError(
                     f"the weights are those of step {step}, but the buffer is at {opened.step}"
@@ -150,7 +156,7 @@ class RlTrainer:
         failpoint("trainer.after_publish")
         if self._ranks.first:
             failpoint("trainer.before_commit")
-            self._buffer.commit(self._epoch, step)
+            self._buffer.commit(self._epoch, step, self._same_as)
             record_event("committed", epoch=self._epoch, step=step)
             failpoint("trainer.after_commit")
         ended_s = time.monotonic()
@@ -232,11 +238,13 @@ class RlTrainer:
                 evaluate=due and version != self._evaluated,
                 final=final,
             )
+            self._same_as = self._published.add(written.tag, written.weights_hash)
             record_event(
                 "published",
                 epoch=self._epoch,
                 version=version,
                 manifest_hash=written.manifest_hash,
+                same_as=self._same_as,
                 final=final,
             )
             for ack in self._publisher.acks():
@@ -261,6 +269,7 @@ class RlTrainer:
             failpoint("trainer.after_checkpoint")
             self._buffer.checkpointed(self._epoch, step)
             record_event("checkpointed", epoch=self._epoch, step=step)
+            self._published.forget_before(step)
             failpoint("trainer.after_checkpointed")
             log.info("checkpoint written", step=step, folder=str(folder))
 

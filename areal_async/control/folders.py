@@ -66,9 +66,9 @@ def claim_folders(
 ) -> RunFolders:
     """Take the job's run folder, clean up after a dead run, and make the volatile folders.
 
-    With `resume` what an earlier run left in its folder stays, to be gone on with. Raises `RunFolderError` when
-    another run uses it, when it holds work that is neither to be resumed nor overwritten, or when it is not a
-    run folder of ours.
+    With `resume` what an earlier run left in its folder stays, to be gone on with. Raises `RunFolderError`
+    when another run uses it, when it holds work that is neither to be resumed nor overwritten, or when it is
+    not a run folder of ours.
     """
     run_dir = job.run_dir / job.job
     if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / LOCK).exists():

@@ -73,8 +73,8 @@ def _check(run_dir: Path, target: Path) -> None:
         raise RunFolderError(f"there is nothing to resume: the run in {run_dir} is finished.")
     if job_kind(run_dir) == "sft":
         raise RunFolderError(
-            f"there is nothing to resume: jobs of kind sft keep no checkpoints. Run it again with {start} and "
-            "--overwrite."
+            f"there is nothing to resume: jobs of kind sft keep no checkpoints. Run it again with {start} "
+            "and --overwrite."
         )
     if not describe_work(run_dir) and not any((run_dir / "buffer").glob("appendonlydir/*")):
         raise RunFolderError(

@@ -23,13 +23,14 @@ from areal_async.control.folders import RunFolders, claim_folders, describe_work
 from areal_async.control.lifecycle import Ending
 from areal_async.control.monitor import Monitor
 from areal_async.control.picture import Observer
-from areal_async.control.plan import MODULES, services_of
+from areal_async.control.plan import MODULES, services_of, supervisor_port
 from areal_async.control.preflight import check_machine
 from areal_async.control.summary import summarise
 from areal_async.control.supervisor import Supervisor
 from areal_async.errors import WireError
 from areal_async.observe.events import close_events, open_events
 from areal_async.observe.log import setup_logging
+from areal_async.observe.metrics import serve_metrics
 from areal_async.observe.record import RunLog, as_it_became, read_run_log
 from areal_async.observe.view import open_view
 from areal_async.wire.messages import BufferStats, Stats
@@ -71,7 +72,8 @@ def run_job(
                     run_log.write("resume")
             if job.observe.event_log:
                 open_events(folders.run_dir, "supervisor")
-            result = _run(job, folders, plain=plain, console=console, modules=modules)
+            with serve_metrics(supervisor_port(job, services_of(job, modules))) as port:
+                result = _run(job, folders, port, plain=plain, console=console, modules=modules)
     finally:
         close_events()
         folders.release()
@@ -80,7 +82,13 @@ def run_job(
 
 
 def _run(
-    job: JobConfig, folders: RunFolders, *, plain: bool, console: Console, modules: Mapping[Role, str]
+    job: JobConfig,
+    folders: RunFolders,
+    metrics_port: int,
+    *,
+    plain: bool,
+    console: Console,
+    modules: Mapping[Role, str],
 ) -> RunResult:
     started_s = time.monotonic()
     final: dict[str, Any] = {"restarts": {}}
@@ -96,7 +104,14 @@ def _run(
         final["restarts"][name] = final["restarts"].get(name, 0) + 1
         observer.tell(text, time.monotonic())
 
-    supervisor = Supervisor(job, folders, modules=modules, on_ending=on_ending, on_restart=on_restart)
+    supervisor = Supervisor(
+        job,
+        folders,
+        modules=modules,
+        metrics_port=metrics_port,
+        on_ending=on_ending,
+        on_restart=on_restart,
+    )
     states = supervisor.lifecycle.states
     observer = Observer(job, list(states), started_s)
     with open_view(console, plain=plain) as view:

@@ -21,8 +21,8 @@ def summarise(
     rollout_busy: float | None = None,
     restarts: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The summary of a run from its records (each step once: `as_it_became`), the buffer's last figures and the
-    share of the training time in which the rollout workers generated. A figure that cannot be known is None.
+    """The summary of a run from its records (each step once: `as_it_became`), the buffer's last figures and
+    the share of the training time in which the rollout workers generated. What cannot be known is None.
 
     `restarts` says how often which service was started again. `wall_s` is from the first process started, by
     the last `resume` of a resumed run, to the end of training; `tokens_per_s`, `trainer_busy` and

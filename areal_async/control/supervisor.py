@@ -41,9 +41,11 @@ log = get_logger("supervisor")
 
 
 class Supervisor:
-    """Runs the services of one job. `on_serving` is called once all serve, `on_ending` once when the end is
-    decided and the services that did not cause it still run, `on_restart` with the name and a line of text
-    when a service died and is to be started again; all must be quick."""
+    """Runs the services of one job. `metrics_port` is its own process's, 0 for none.
+
+    `on_serving` is called once all serve, `on_restart` with the name and a line of text when a service died and
+    is to be started again, `on_ending` once when the end is decided and the services that did not cause it
+    still run; all must be quick."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class Supervisor:
         folders: RunFolders,
         *,
         modules: Mapping[Role, str] = MODULES,
+        metrics_port: int = 0,
         on_serving: Callable[[], None] = lambda: None,
         on_ending: Callable[[Ending], None] = lambda ending: None,
         on_restart: Callable[[str, str], None] = lambda name, text: None,
@@ -63,6 +66,7 @@ class Supervisor:
         self._on_serving = on_serving
         self._on_ending = on_ending
         self._on_restart = on_restart
+        self._metrics_port = metrics_port
         self._told_serving = False
         self._told_ports: list[int] = []
         self._told_ending = False
@@ -186,12 +190,15 @@ class Supervisor:
 
     def _write_targets(self) -> None:
         """Name the metrics endpoints for Prometheus; whole or not at all, since it watches the file."""
+        ports = [(place.role, place.name, self.children[place.name].metrics_port) for place in self.services]
+        if self._metrics_port:
+            ports.append(("supervisor", "supervisor", self._metrics_port))
         targets = [
             {
-                "targets": [f"127.0.0.1:{self.children[place.name].metrics_port}"],
-                "labels": {"job": self.job.job, "service": place.role, "process": place.name},
+                "targets": [f"127.0.0.1:{port}"],
+                "labels": {"job": self.job.job, "service": role, "process": name},
             }
-            for place in self.services
+            for role, name, port in ports
         ]
         self.folders.targets.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.folders.targets.with_suffix(".tmp")

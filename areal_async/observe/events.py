@@ -43,7 +43,8 @@ trainer
     opened        epoch, step
     batched       epoch, step, groups [group_id, …], episodes [[episode_id, min_version], …], in their order
     trained       epoch, step: the optimizer has used exactly the batch of the last `batched` of this step
-    published     epoch, version, manifest_hash, final
+    published     epoch, version, manifest_hash, final, same_as [earlier epochs that had the same weights as
+                  this version: what was sampled from theirs stays true]
     committed     epoch, step: acknowledged by the buffer
     saved         epoch, step: the checkpoint after `step` steps is complete on disk
     checkpointed  epoch, step: acknowledged by the buffer
