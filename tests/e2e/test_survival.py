@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 
 import pytest
 
@@ -82,6 +83,49 @@ def test_a_job_whose_supervisor_was_killed_is_resumed(workspace, running, nothin
     with running("resume", job_file) as again:
         assert "is finished" in again.read_all(30)
         assert again.process.wait(10) == 1
+
+
+@pytest.mark.timeout(400)
+def test_a_stopped_service_is_not_taken_for_dead_and_the_stall_has_a_name(workspace, running):
+    """SIGSTOP for longer than a lease lives."""
+    steps = 40
+    job_file = workspace.job(
+        "sleeper",
+        trainer__steps=steps,
+        buffer={"max_staleness": 4, "batch_groups": 8, "lease_s": 4},
+        checkpoint={"every_steps": 6, "keep": 2},
+        observe=WATCHED,
+        supervisor=TOUGH,
+    )
+    with running("run", job_file) as job:
+        job.wait_for(lambda: len(job.steps()) >= 3, "step 3", 120)
+        for name in ("reward", "rollout-0", "buffer", "redis", "trainer"):
+            process = job.service(name)
+            process.send_signal(signal.SIGSTOP)
+            if name in EDGES:
+                assert EDGES[name] in job.read_until(f"stalled for .*{EDGES[name]}", 40)
+            time.sleep(5)
+            process.send_signal(signal.SIGCONT)
+            job.wait_for_steps(4, 60)
+        job.read_all(150)
+        assert job.process.wait(10) == 0, job.told
+    summary = summary_of(job.folder)
+    assert summary["restarts"] == {}
+    assert_trained_effectively_once(job, summary, steps)
+    stalls = {json.loads(line).get("edge") for line in supervisor_log(job) if "training stands still" in line}
+    assert {"reward", "rollout", "trainer"} <= stalls
+
+
+EDGES = {
+    "reward": "trainer waits for scored groups",
+    "rollout-0": "rollout",
+    "buffer": "buffer",
+    "trainer": "no step is trained",
+}
+
+
+def supervisor_log(job):
+    return (job.folder / "logs" / "supervisor.log").read_text().splitlines()
 
 
 def summary_of(folder):
