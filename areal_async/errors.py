@@ -22,13 +22,21 @@ from areal_async.wire.messages import Fault, FaultKind
 class ArealError(Exception):
     """Base of every error this project raises on purpose."""
 
+    restart_helps: bool | None = None
+    """Whether a service that ends with this error may do better when started again. None: if it has served
+    before, for then its configuration was right."""
+
 
 class WireError(ArealError):
     """Base of everything that can go wrong between two processes."""
 
+    restart_helps: bool | None = True
+
 
 class EndpointError(WireError):
     """An address cannot be served or reached as configured."""
+
+    restart_helps = None
 
 
 class ProtocolError(WireError):
@@ -58,6 +66,8 @@ class FaultError(WireError):
         super().__init__(f"{kind}: {message}")
         self.kind: FaultKind = kind
         self.message = message
+        if kind in ("schema", "invalid", "stale"):
+            self.restart_helps = None
         self.retry_after_ms = retry_after_ms
 
     @classmethod

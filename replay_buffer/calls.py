@@ -93,9 +93,9 @@ def verdicts(scorer: str, items: Sequence[EpisodeVerdict]) -> Call[VerdictAck]:
     return Call(PutVerdicts(scorer, list(items)), _reply(VerdictAck))
 
 
-def open_trainer(trainer: str, step: int, ledger: bytes) -> Call[TrainerOpened]:
+def open_trainer(trainer: str, step: int, ledger: bytes, after_epoch: int) -> Call[TrainerOpened]:
     attachments = [ledger] if ledger else []
-    return Call(OpenTrainer(trainer, step), _reply(TrainerOpened), attachments=attachments)
+    return Call(OpenTrainer(trainer, step, after_epoch), _reply(TrainerOpened), attachments=attachments)
 
 
 def next_batch(epoch: int, step: int, wait_ms: int) -> Call[Batch | Waiting]:
@@ -113,8 +113,8 @@ def fetch(episode_ids: Sequence[str]) -> Call[list[memoryview]]:
     return Call(Fetch(list(episode_ids)), read)
 
 
-def commit(epoch: int, step: int) -> Call[None]:
-    return Call(Commit(epoch, step), _done)
+def commit(epoch: int, step: int, same_as: Sequence[int]) -> Call[None]:
+    return Call(Commit(epoch, step, list(same_as)), _done)
 
 
 def export_ledger(epoch: int, step: int) -> Call[bytes]:

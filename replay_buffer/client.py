@@ -97,9 +97,11 @@ class BufferClient:
         """Verdicts on claimed episodes."""
         return await self._do(calls.verdicts(scorer, verdicts))
 
-    async def open_trainer(self, trainer: str, step: int, ledger: bytes = b"") -> TrainerOpened:
+    async def open_trainer(
+        self, trainer: str, step: int, ledger: bytes = b"", after_epoch: int = 0
+    ) -> TrainerOpened:
         """Become the trainer. `ledger` is the copy in the checkpoint of `step`, empty at the start."""
-        return await self._do(calls.open_trainer(trainer, step, ledger))
+        return await self._do(calls.open_trainer(trainer, step, ledger, after_epoch))
 
     async def next_batch(self, epoch: int, step: int, *, wait_ms: int = 0) -> Batch | Waiting:
         """The manifest of a step, or what it waits for."""
@@ -109,9 +111,9 @@ class BufferClient:
         """Codec blobs in the order of the ids."""
         return await self._do(calls.fetch(episode_ids))
 
-    async def commit(self, epoch: int, step: int) -> None:
-        """Step `step` is trained, its snapshot published."""
-        return await self._do(calls.commit(epoch, step))
+    async def commit(self, epoch: int, step: int, same_as: Sequence[int] = ()) -> None:
+        """Step `step` is trained, its snapshot published; it equals those of the epochs `same_as`."""
+        return await self._do(calls.commit(epoch, step, same_as))
 
     async def export_ledger(self, epoch: int, step: int) -> bytes:
         """The ledger copy for the checkpoint after `step` steps."""
@@ -187,9 +189,11 @@ class SyncBufferClient:
         """Verdicts on claimed episodes."""
         return self._do(calls.verdicts(scorer, verdicts))
 
-    def open_trainer(self, trainer: str, step: int, ledger: bytes = b"") -> TrainerOpened:
+    def open_trainer(
+        self, trainer: str, step: int, ledger: bytes = b"", after_epoch: int = 0
+    ) -> TrainerOpened:
         """Become the trainer. `ledger` is the copy in the checkpoint of `step`, empty at the start."""
-        return self._do(calls.open_trainer(trainer, step, ledger))
+        return self._do(calls.open_trainer(trainer, step, ledger, after_epoch))
 
     def next_batch(self, epoch: int, step: int, *, wait_ms: int = 0) -> Batch | Waiting:
         """The manifest of a step, or what it waits for."""
@@ -199,9 +203,9 @@ class SyncBufferClient:
         """Codec blobs in the order of the ids."""
         return self._do(calls.fetch(episode_ids))
 
-    def commit(self, epoch: int, step: int) -> None:
+    def commit(self, epoch: int, step: int, same_as: Sequence[int] = ()) -> None:
         """Step `step` is trained, its snapshot published."""
-        return self._do(calls.commit(epoch, step))
+        return self._do(calls.commit(epoch, step, same_as))
 
     def export_ledger(self, epoch: int, step: int) -> bytes:
         """The ledger copy for the checkpoint after `step` steps."""

@@ -13,6 +13,8 @@ class StoreUnavailable(StoreError):
     """Redis does not answer, or refused a write. What was not acknowledged may or may not be written; after
     a rebuild of the index the same message can be asked again."""
 
+    restart_helps = True
+
 
 class StoreFenced(StoreError):
     """Another front has taken over the job. This one must end."""

@@ -15,15 +15,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from areal_async.errors import FaultError
+from areal_async.observe.events import record, recording
+from areal_async.observe.failpoint import failpoint
 from areal_async.observe.log import get_logger
 from areal_async.observe.metrics import busy
 from areal_async.wire.messages import Message
 from replay_buffer.clock import RedisClock
 from replay_buffer.edges import Edges
 from replay_buffer.errors import StoreError, StoreUnavailable
+from replay_buffer.history import note_decided, note_loaded
 from replay_buffer.keys import Bytes
 from replay_buffer.ledger.decide import Command, Expire, Extend, decide
 from replay_buffer.ledger.draft import Decision
@@ -105,6 +109,8 @@ class Front:
         if written is not None:
             # Shielded: a caller that goes away must not take the write's confirmation from the others.
             await _confirmed(asyncio.shield(written))
+        if decision.writes is not None:
+            failpoint("buffer.before_reply")
         return decision
 
     async def poll(
@@ -159,9 +165,18 @@ class Front:
             decision = decide(index, command, self.now_ms)
             if decision.writes is None:
                 return decision, self._store.tail
+            note_decided(index, decision.writes, type(command).__name__, front_epoch=self.front_epoch)
+            failpoint("buffer.before_write")
             written = self._store.submit(index.revision, decision.writes, attachments)
+            if recording():
+                written.add_done_callback(partial(self._note_confirmed, self.front_epoch, index.revision + 1))
             self._edges.fire(index.apply(decision.writes))
             return decision, written
+
+    def _note_confirmed(self, front_epoch: int, revision: int, written: asyncio.Future[None]) -> None:
+        if not written.cancelled() and written.exception() is None:
+            record("confirmed", front_epoch=front_epoch, revision=revision)
+            failpoint("buffer.after_write")
 
     def _pass_time(self, index: Index) -> None:
         """Take note of the time that has passed: an outage, or deadlines reached."""
@@ -198,6 +213,12 @@ class Front:
         index = Index(self._rules, self._tasks, opened.records, nonce=nonce, revision=opened.revision)
         self.index = index
         self._seen_ms = self.now_ms
+        note_loaded(
+            index,
+            front_epoch=opened.front_epoch,
+            idle_ms=opened.idle_ms,
+            lost_writes=opened.lost_writes,
+        )
         if opened.idle_ms:
             self._take(index, Extend(opened.idle_ms))
         log.info(

@@ -107,7 +107,8 @@ class BufferServer:
                 log.info(
                     "trainer opens", trainer=message.trainer, step=message.step, resumed=copy is not None
                 )
-                return (await self._front.execute(OpenedWith(message.trainer, message.step, copy))).reply
+                opened = OpenedWith(message.trainer, message.step, copy, message.after_epoch)
+                return (await self._front.execute(opened)).reply
             case ExportLedger():
                 decision = await self._front.execute(message)
                 return decision.reply, [decision.payload] if decision.payload is not None else []

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from areal_async.errors import FaultError, RpcTimeout
+from areal_async.observe.events import record, recording
+from areal_async.observe.failpoint import failpoint
 from areal_async.observe.log import get_logger
 from areal_async.observe.metrics import busy
 from areal_async.trajectory import TrajectoryError, unpack
@@ -135,6 +137,9 @@ class RewardServer:
             except (RpcTimeout, FaultError) as error:
                 await self._wait_out(error, "claim")
                 continue
+            if claims.items:
+                record("claimed", claims=[[item.episode_id, item.claim_id] for item in claims.items])
+                failpoint("reward.after_claim")
             await self._take(claims.items, blobs)
             spent_s = time.monotonic() - began_s
             await asyncio.sleep(max(0.0, CLAIM_PAUSE_S - spent_s))
@@ -195,12 +200,18 @@ class RewardServer:
             await self._news.wait()
             await asyncio.sleep(SEND_PAUSE_S)
             batch = self._outbox[:MAX_VERDICTS]
+            verdicts = [verdict for verdict, _ in batch]
             while True:
+                if recording():
+                    record("verdicts", items=[_as_event(verdict) for verdict in verdicts])
+                failpoint("reward.before_verdict")
                 try:
-                    ack = await self._buffer.verdicts(self._scorer, [verdict for verdict, _ in batch])
+                    ack = await self._buffer.verdicts(self._scorer, verdicts)
                     break
                 except (RpcTimeout, FaultError) as error:
                     await self._wait_out(error, "verdicts")
+            if recording():
+                _note_acked(verdicts, ack)
             if ack.refused:
                 metrics.REFUSED.inc(len(ack.refused))
                 first = ack.refused[0]
@@ -220,6 +231,21 @@ class RewardServer:
             raise error
         log.warning("buffer does not answer", call=what, error=str(error))
         await asyncio.sleep(RETRY_PAUSE_S)
+
+
+def _as_event(item: EpisodeVerdict) -> list[str | float | None]:
+    score = item.verdict.value if isinstance(item.verdict, Score) else None
+    return [item.episode_id, item.claim_id, item.verdict.__struct_config__.tag, score]
+
+
+def _note_acked(verdicts: list[EpisodeVerdict], ack: VerdictAck) -> None:
+    refused = {refusal.item for refusal in ack.refused}
+    taken = [[item.episode_id, item.claim_id] for item in verdicts if item.episode_id not in refused]
+    record(
+        "verdicts_acked",
+        items=taken,
+        refused=[[refusal.item, refusal.reason] for refusal in ack.refused],
+    )
 
 
 def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:

@@ -20,8 +20,9 @@ from typing import Protocol
 from areal_async.config.job import JobConfig
 from areal_async.control.context import ServiceContext
 from areal_async.errors import ArealError, FaultError, RpcTimeout, SnapshotError
+from areal_async.observe.events import record
 from areal_async.observe.log import get_logger
-from areal_async.observe.record import RunLog
+from areal_async.observe.record import RunLog, read_run_log
 from areal_async.tasks import read_tasks
 from areal_async.trajectory import EpisodeBuilder, pack
 from areal_async.weights.receiver import Receiver
@@ -41,8 +42,8 @@ log = get_logger("evaluator")
 
 WAIT_MS = 10_000
 RETRY_PAUSE_S = 0.5
-GIVE_UP_S = 30.0
-"""After the publisher was last heard of."""
+GIVE_UP_S = 600.0
+"""After the publisher was last heard of: time for a trainer to be started again and to load its state."""
 
 
 class EvaluationError(ArealError):
@@ -185,7 +186,7 @@ async def _evaluate_one(
     try:
         result = await evaluator.evaluate(await source.open(notice), tasks)
     except (SnapshotError, EngineError, EvaluationError) as error:
-        await source.ack(notice.tag, error=str(error))
+        await _ack(source, notice.tag, error=str(error))
         if isinstance(error, SnapshotError) and not notice.final:
             log.warning("snapshot not evaluated", version=notice.tag.version, error=str(error))
             return
@@ -208,11 +209,32 @@ async def _evaluate_one(
     log.info("evaluated", version=notice.tag.version, accuracy=round(result.accuracy, 4), n=result.n)
     if result.unscored:
         log.warning("held-out tasks without a score", n=result.unscored, version=notice.tag.version)
-    await source.ack(notice.tag, stall_ms=0.0)
+    record("evaluated", epoch=notice.tag.epoch, version=notice.tag.version, accuracy=result.accuracy)
+    await _ack(source, notice.tag)
+
+
+async def _ack(source: Source, tag: VersionTag, *, error: str = "") -> None:
+    """A trainer that has died meanwhile publishes anew, and need not know."""
+    try:
+        await source.ack(tag, error=error)
+    except (RpcTimeout, FaultError) as failed:
+        log.warning("acknowledgement not taken", version=tag.version, error=str(failed))
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def is_done(ctx: ServiceContext) -> bool:
+    """Whether the job's final model is written and evaluated: then no trainer may be there to ask."""
+    if not (ctx.run_dir / "model").exists():
+        return False
+    records = read_run_log(ctx.run_log)
+    trained = max((record.get("epoch", 0) for record in records if record["kind"] == "step"), default=0)
+    return any(
+        record["kind"] == "evaluation" and record.get("final") and record["epoch"] >= trained
+        for record in records
+    )
 
 
 async def main(ctx: ServiceContext) -> None:
@@ -226,6 +248,11 @@ async def main(ctx: ServiceContext) -> None:
     render = make_renderer(job.model)
     engine = make_engine(job, slots=job.evaluation.max_concurrent, activity="evaluation")
     receiver = Receiver(ctx.weights_endpoint, job=job.job, name=ctx.name, purpose="evaluate")
+
+    if is_done(ctx):
+        log.info("the final snapshot was evaluated before this process was started")
+        ctx.ready()
+        return
 
     async def work() -> None:
         async with LocalScorer(job.reward, workers=1) as scorer:

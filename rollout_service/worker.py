@@ -25,6 +25,8 @@ from typing import Any
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import SamplingSection
 from areal_async.errors import FaultError, RpcTimeout
+from areal_async.observe.events import record
+from areal_async.observe.failpoint import failpoint
 from areal_async.observe.log import get_logger
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from areal_async.wire.messages import LeasedGroup, Leases, PutAck, VersionTag
@@ -129,9 +131,9 @@ class Worker:
                     calls[asyncio.ensure_future(self._ask(wanted, serving))] = serving
                 await first_of([*calls], self._wake_leases)
                 for call in [call for call in calls if call.done()]:
-                    del calls[call]
+                    serving = calls.pop(call)
                     for group in call.result().groups:
-                        self._begin(group)
+                        self._begin(group, serving)
         finally:
             for call in calls:
                 call.cancel()
@@ -153,8 +155,16 @@ class Worker:
             await asyncio.sleep(max(0.0, began_s + EMPTY_PAUSE_S - time.monotonic()))
         return leases
 
-    def _begin(self, group: LeasedGroup) -> None:
+    def _begin(self, group: LeasedGroup, serving: VersionTag) -> None:
         held = self._held[group.lease_id] = Held(group)
+        record(
+            "leased",
+            lease_id=group.lease_id,
+            group_id=group.group_id,
+            missing=group.missing,
+            epoch=serving.epoch,
+            version=serving.version,
+        )
         self._running += len(group.missing)
         for sample in group.missing:
             task = held.episodes[sample] = asyncio.ensure_future(self._episode(held, sample))
@@ -169,6 +179,7 @@ class Worker:
         if held is None:
             return
         metrics.LOST.inc()
+        record("lease_lost", lease_id=lease_id, reason=reason)
         dropped = self._outbox.drop(lease_id)
         log.info(
             "lease lost",
@@ -254,14 +265,26 @@ class Worker:
 
     async def _put(self, parcel: Parcel) -> None:
         """Send one message until it is answered. A repetition is harmless: each sample is stored once."""
-        while parcel.lease_id in self._held:
+        lease_id, group_id = parcel.lease_id, parcel.group_id
+        while lease_id in self._held:
+            record("put", lease_id=lease_id, group_id=group_id, samples=list(parcel.episodes))
+            failpoint("rollout.before_put")
             try:
-                ack = await self._buffer.put(parcel.lease_id, parcel.group_id, parcel.episodes)
+                ack = await self._buffer.put(lease_id, group_id, parcel.episodes)
             except (RpcTimeout, FaultError) as error:
                 await wait_out(error, "put")
                 continue
+            record(
+                "put_acked",
+                lease_id=lease_id,
+                group_id=group_id,
+                stored=ack.stored,
+                refused=[[refusal.item, refusal.reason] for refusal in ack.refused],
+                durability=ack.durability,
+            )
+            failpoint("rollout.after_put")
             metrics.EPISODES.inc(len(ack.stored))
-            if held := self._held.get(parcel.lease_id):
+            if held := self._held.get(lease_id):
                 held.stored += len(ack.stored)
             if ack.refused:
                 self._refused(parcel, ack)

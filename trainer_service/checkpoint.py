@@ -3,7 +3,7 @@
 `<root>/step-000050/` holds the state after 50 steps: weights, optimizer and random state (written by the back
 end, one file per rank), the buffer's ledger as of the same commit, and `manifest.json` with the hash of every
 other file. A folder gets its name only when it is complete, so what has a name can be loaded or is refused
-as damaged. Nothing is pickled. The newest `keep` checkpoints of this process are kept.
+as damaged. Nothing is pickled. The newest `keep` checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 import blake3
 import msgspec
 
+from areal_async.observe.failpoint import failpoint
+from areal_async.observe.log import get_logger
 from trainer_service.errors import CheckpointError
 from trainer_service.modelfiles import replace_folder
 from trainer_service.ranks import Ranks
@@ -24,6 +26,8 @@ from trainer_service.ranks import Ranks
 SCHEMA = 1
 MANIFEST = "manifest.json"
 LEDGER = "ledger.bin"
+
+log = get_logger("trainer")
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -66,6 +70,10 @@ class Checkpoints:
         self._ranks = ranks
         self._written: list[Path] = []
 
+    def went_on_from(self, restored: Path) -> None:
+        """Count the checkpoints up to `restored` among those written, so that they are pruned in turn."""
+        self._written = [path for path in named_checkpoints(self.root) if path.name <= restored.name]
+
     def save(
         self, step: int, *, epoch: int, updates: int, ledger: bytes, write: Callable[[Path], None]
     ) -> Path:
@@ -84,6 +92,7 @@ class Checkpoints:
             entries = {path.name: _entry(path) for path in sorted(fresh.iterdir())}
             manifest = Manifest(SCHEMA, self._job, step, epoch, updates, self._ranks.world, entries)
             (fresh / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+            failpoint("trainer.mid_checkpoint")
             replace_folder(fresh, folder)
             self._prune(folder)
         self._ranks.barrier()
@@ -96,10 +105,31 @@ class Checkpoints:
         self._written = self._written[-self._keep :]
 
 
+def named_checkpoints(root: Path) -> list[Path]:
+    """The checkpoint folders under `root`, fewest steps first."""
+    found = [path for path in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
 def newest_checkpoint(root: Path) -> Path | None:
     """The folder with the most steps under `root`; None when there is none."""
-    found = [path for path in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
-    return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+    return next(reversed(named_checkpoints(root)), None)
+
+
+def newest_usable(root: Path, *, job: str) -> Checkpoint | None:
+    """The newest checkpoint under `root` that is whole; None when there is none at all.
+
+    Raises `CheckpointError`, that of the newest, when there are some and all are damaged."""
+    first: CheckpointError | None = None
+    for folder in reversed(named_checkpoints(root)):
+        try:
+            return open_checkpoint(folder, job=job)
+        except CheckpointError as error:
+            log.warning("checkpoint passed over", folder=str(folder), error=str(error))
+            first = first or error
+    if first is not None:
+        raise first
+    return None
 
 
 def open_checkpoint(folder: Path, *, job: str) -> Checkpoint:

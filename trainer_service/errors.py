@@ -20,6 +20,8 @@ class BatchError(TrainerError):
 class StalenessViolation(TrainerError):
     """A unit older than the bound reached the trainer. Fatal: the buffer's own check has failed."""
 
+    restart_helps = False
+
 
 class ModelError(TrainerError):
     """A model directory that cannot be loaded or sharded."""
@@ -28,6 +30,10 @@ class ModelError(TrainerError):
 class DivergenceError(TrainerError):
     """A gradient that is not finite."""
 
+    restart_helps = False
+
 
 class CheckpointError(TrainerError):
     """A checkpoint that is missing, torn or of another job."""
+
+    restart_helps = False

@@ -15,10 +15,14 @@ from areal_async.observe.record import RunLog
 from areal_async.weights.publisher import Publisher
 from replay_buffer.client import SyncBufferClient
 from trainer_service.backends.fsdp import POLICY, FsdpBackend
+from trainer_service.checkpoint import newest_usable
 from trainer_service.modelfiles import companion_files
 from trainer_service.ranks import Ranks, join_ranks
 from trainer_service.rl import RlTrainer
 from trainer_service.sft import SftTrainer
+
+BUFFER_PATIENCE_S = 600.0
+"""How long one call waits for a buffer that is away: giving up would cost the steps since the checkpoint."""
 
 log = get_logger("trainer")
 
@@ -83,8 +87,17 @@ def train(ctx: ServiceContext) -> None:
 
 def _rl(ctx: ServiceContext, ranks: Ranks, backend: FsdpBackend, run_log: RunLog, stack: ExitStack) -> bool:
     files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
+    restored = newest_usable(ctx.run_dir / "checkpoints", job=ctx.job.job)
+    if restored is not None:
+        log.info("going on from a checkpoint", step=restored.manifest.step, folder=str(restored.folder))
     buffer = stack.enter_context(
-        SyncBufferClient(ctx.buffer_endpoint, job=ctx.job.job, role="trainer", name=ctx.name)
+        SyncBufferClient(
+            ctx.buffer_endpoint,
+            job=ctx.job.job,
+            role="trainer",
+            name=ctx.name,
+            timeout_s=BUFFER_PATIENCE_S,
+        )
     )
     publisher = Publisher(
         ctx.shm_dir,
@@ -108,7 +121,7 @@ def _rl(ctx: ServiceContext, ranks: Ranks, backend: FsdpBackend, run_log: RunLog
         run_log=run_log,
         stopping=ctx.stopping,
     )
-    return trainer.run(name=ctx.name, ready=ctx.ready)
+    return trainer.run(name=ctx.name, ready=ctx.ready, restored=restored)
 
 
 def _sft(ctx: ServiceContext, ranks: Ranks, backend: FsdpBackend, run_log: RunLog) -> bool:

@@ -22,6 +22,7 @@ def report_step(run_log: RunLog, batch: Batch, result: StepResult, seconds: Mapp
         "step",
         step=batch.step,
         version=batch.step + 1,
+        epoch=batch.epoch,
         loss=result.loss,
         grad_norm=result.grad_norm,
         **asdict(figures),

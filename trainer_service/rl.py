@@ -7,8 +7,9 @@ the state goes to disk together with the buffer's ledger of the same commit; onl
 the bytes.
 
 Promises: `staleness_is_bounded` (a unit above η ends the trainer, on every rank); each step is one
-publication; waiting and computing are timed apart. It does not survive its own death: a restart from a
-checkpoint is the supervisor's decision.
+publication; waiting and computing are timed apart. A trainer that is started again goes on from the newest
+checkpoint, or from version 0, under a new epoch: the buffer gives it the batches since then in their order,
+and is told of each redone version whether its weights are those that it was before.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from pathlib import Path
 import torch
 
 from areal_async.config.job import JobConfig
+from areal_async.observe.events import record as record_event
+from areal_async.observe.events import recording
+from areal_async.observe.failpoint import failpoint
 from areal_async.observe.log import get_logger
 from areal_async.observe.metrics import busy
-from areal_async.observe.record import RunLog
+from areal_async.observe.record import RunLog, read_run_log
 from areal_async.weights.publisher import Publisher
 from areal_async.wire.messages import Batch, VersionTag
 from trainer_service import metrics, record
@@ -36,6 +40,7 @@ from trainer_service.manifest import Plan, plan_step
 from trainer_service.microbatch import TrainingRow
 from trainer_service.modelfiles import write_model
 from trainer_service.objectives.compose import Objective
+from trainer_service.published import Published
 from trainer_service.ranks import Ranks
 from trainer_service.report import report_step
 from trainer_service.step import StepResult, train_step
@@ -77,6 +82,11 @@ class RlTrainer:
             run_dir / "checkpoints", job=job.job, keep=job.checkpoint.keep, ranks=ranks
         )
         self._epoch = 0
+        self._published = Published(run_dir)
+        self._same_as: list[int] = []
+        """Earlier epochs that had published the newest version alike."""
+        self._evaluated = -1
+        """The version of the restored checkpoint, if these very weights were evaluated before."""
 
     def run(self, *, name: str, ready: Callable[[], None], restored: Checkpoint | None = None) -> bool:
         """Train to the last step; False when told to stop before. `ready` is called once snapshots are
@@ -98,13 +108,23 @@ class RlTrainer:
         if restored is not None:
             step = restored.manifest.step
             self._backend.load(restored.folder, restored.manifest.updates)
+            self._checkpoints.went_on_from(restored.folder)
+            record_event("restored", step=step, folder=restored.folder.name)
         if self._ranks.first:
-            opened = self._buffer.open_trainer(name, step, restored.ledger() if restored else b"")
+            ledger = restored.ledger() if restored is not None else b""
+            opened = self._buffer.open_trainer(name, step, ledger, self._published.last_epoch)
             if opened.step != step:
                 raise TrainerError(
                     f"the weights are those of step {step}, but the buffer is at {opened.step}"
                 )
             self._epoch = opened.epoch
+            record_event("opened", epoch=opened.epoch, step=opened.step)
+        if (
+            self._run_log is not None
+            and restored is not None
+            and was_evaluated(self._run_log.path, restored.manifest.epoch, step)
+        ):
+            self._evaluated = step
         place = torch.tensor([self._epoch, step])
         self._ranks.broadcast(place)
         self._epoch, step = place.tolist()
@@ -113,16 +133,32 @@ class RlTrainer:
 
     def _one_step(self, step: int) -> bool:
         begun_s = time.monotonic()
+        failpoint("trainer.before_batch")
         batch = self._feed.next_batch(self._epoch, step)
         if batch is None:
             return False
+        if self._ranks.first and recording():
+            record_event(
+                "batched",
+                epoch=self._epoch,
+                step=step,
+                groups=[group.group_id for group in batch.groups],
+                episodes=[[e.episode_id, e.min_version] for group in batch.groups for e in group.episodes],
+            )
+        failpoint("trainer.after_batch")
         wait_s = time.monotonic() - begun_s
         with busy("train"):
             result = self._train(batch, step)
         trained_s = time.monotonic()
+        record_event("trained", epoch=self._epoch, step=step)
+        failpoint("trainer.after_train")
         self._publish(step + 1)
+        failpoint("trainer.after_publish")
         if self._ranks.first:
-            self._buffer.commit(self._epoch, step)
+            failpoint("trainer.before_commit")
+            self._buffer.commit(self._epoch, step, self._same_as)
+            record_event("committed", epoch=self._epoch, step=step)
+            failpoint("trainer.after_commit")
         ended_s = time.monotonic()
         if self._run_log is not None:
             seconds = {
@@ -195,10 +231,20 @@ class RlTrainer:
                 return
             every, last = self._job.evaluation.every_steps, self._job.trainer.steps
             final = version == last
-            self._publisher.publish(
+            due = self._job.tasks.evaluation is not None and (version % every == 0 or final)
+            written = self._publisher.publish(
                 VersionTag(self._epoch, version),
                 tensors,
-                evaluate=self._job.tasks.evaluation is not None and (version % every == 0 or final),
+                evaluate=due and version != self._evaluated,
+                final=final,
+            )
+            self._same_as = self._published.add(written.tag, written.weights_hash)
+            record_event(
+                "published",
+                epoch=self._epoch,
+                version=version,
+                manifest_hash=written.manifest_hash,
+                same_as=self._same_as,
                 final=final,
             )
             for ack in self._publisher.acks():
@@ -219,7 +265,12 @@ class RlTrainer:
                 write=self._backend.save,
             )
         if self._ranks.first:
+            record_event("saved", epoch=self._epoch, step=step)
+            failpoint("trainer.after_checkpoint")
             self._buffer.checkpointed(self._epoch, step)
+            record_event("checkpointed", epoch=self._epoch, step=step)
+            self._published.forget_before(step)
+            failpoint("trainer.after_checkpointed")
             log.info("checkpoint written", step=step, folder=str(folder))
 
     def _export(self) -> None:
@@ -227,6 +278,7 @@ class RlTrainer:
         if self._ranks.first:
             write_model(self._run_dir / "model", tensors, self._files)
             log.info("model written", folder=str(self._run_dir / "model"))
+            record_event("finished", epoch=self._epoch, step=self._job.trainer.steps)
 
     def _wait_for_evaluation(self) -> bool:
         """Keep serving until every pinned snapshot is evaluated; False when told to stop before."""
@@ -242,3 +294,11 @@ class RlTrainer:
                 )
                 break
         return True
+
+
+def was_evaluated(run_log: Path, epoch: int, version: int) -> bool:
+    """Whether the run log has an evaluation of what trainer epoch `epoch` published as `version`."""
+    return any(
+        record["kind"] == "evaluation" and (record.get("epoch"), record["version"]) == (epoch, version)
+        for record in read_run_log(run_log)
+    )

@@ -1,4 +1,4 @@
-"""The command line: `areal-async run | validate | doctor | quickstart`."""
+"""The command line: `areal-async run | resume | validate | doctor | quickstart`."""
 
 from __future__ import annotations
 
@@ -40,6 +40,22 @@ def run(
         from areal_async.control.run import run_job
 
         run_job(load_job(job_file, overrides or ()), overwrite=overwrite, plain=plain)
+
+
+@app.command()
+def resume(
+    target: Annotated[
+        Path, typer.Argument(metavar="RUN_FOLDER|JOB.YAML", help="The folder of the run, or its job file.")
+    ],
+    overrides: Overrides = None,
+    plain: Plain = False,
+) -> None:
+    """Go on with a run that was killed, interrupted or failed."""
+    with readable_errors():
+        from areal_async.control.resume import job_to_resume
+        from areal_async.control.run import run_job
+
+        run_job(job_to_resume(target, overrides or ()), resume=True, plain=plain)
 
 
 @app.command()

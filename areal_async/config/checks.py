@@ -192,7 +192,7 @@ def _held_out_is_held_out(job: JobConfig) -> Iterator[Mistake]:
 
 def _ports_are_usable(job: JobConfig) -> Iterator[Mistake]:
     first = job.observe.metrics_port
-    last = first + job.rollout.workers + 3
+    last = first + job.rollout.workers + 4
     fix = "Set it to the first of some free consecutive ports from 1024 up, or to 0 for free ones"
     if 0 < first < 1024:
         yield Mistake("observe.metrics_port", f"ports below 1024 need root, and {first} is one", fix)

@@ -45,6 +45,11 @@ class ObserveSection(Section):
     """First of the consecutive ports that the services serve Prometheus metrics on; 0 picks free ones."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe events that the services log."""
+    event_log: bool = False
+    """Every process appends what it knows to have happened to `events/` in the run folder, for tests that
+    look for what was lost or done twice. It costs time and disk."""
+    stall_s: float = Field(default=30.0, gt=0)
+    """A trainer that has waited for a batch so many seconds is reported, with the edge that starves."""
 
 
 class SupervisorSection(Section):
@@ -52,3 +57,12 @@ class SupervisorSection(Section):
 
     ready_s: float = Field(default=300.0, gt=0)
     """Longest time from starting a service until it serves, in seconds; loading a large model takes long."""
+    restarts: int = Field(default=5, ge=0)
+    """Deaths of one service within `window_s` that are survived by starting it again; one more ends the job,
+    which can be resumed. 0 ends it at the first."""
+    window_s: float = Field(default=300.0, gt=0)
+    """Deaths longer ago than so many seconds are forgotten."""
+    first_pause_s: float = Field(default=0.5, ge=0)
+    """Pause before a service is started again; doubled with each death within the window."""
+    longest_pause_s: float = Field(default=30.0, ge=0)
+    """The pause is doubled up to here."""

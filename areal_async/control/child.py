@@ -101,6 +101,8 @@ def exit_text(status: int) -> str:
     """An exit status in words: `ended with status 1`, `was killed by SIGKILL`."""
     if status == 128 + signal.SIGTERM:
         return "ended in order because something outside the run sent it a signal"
+    if status == os.EX_TEMPFAIL:
+        return f"ended with status {status} (an error that may pass)"
     if status >= 0:
         return f"ended with status {status}"
     try:

@@ -84,6 +84,11 @@ class ServiceContext:
         """`metrics.jsonl`, shared by all processes of the run (one append per record)."""
         return self.run_dir / "metrics.jsonl"
 
+    @property
+    def has_served(self) -> bool:
+        """Whether `ready` has been called in a process of a supervisor."""
+        return self._told.is_set()
+
     def ready(self) -> None:
         """Tell the supervisor that this service serves. A second call does nothing; so does a call in a
         process started by hand."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ def failure_text(ending: Ending, log_path: Path) -> str:
             fix = "See what it waits for"
         case _:
             status = ending.status if ending.status is not None else 0
-            what = f"{name} {exit_text(status)} after {ending.lived_s:.1f} s, so the run was stopped."
+            often = f", its death number {ending.deaths} in a short time" if ending.deaths > 1 else ""
+            what = f"{name} {exit_text(status)} after {ending.lived_s:.1f} s{often}, so the run was stopped."
             fix = _hint(status)
     tail = last_lines(log_path)
     said = "".join(f"\n    {line}" for line in tail) if tail else " nothing."
@@ -81,6 +83,8 @@ def _hint(status: int) -> str:
             "If nobody killed it, the machine ran out of memory: lower rollout.max_concurrent, "
             "trainer.micro_batch_tokens or buffer.max_bytes. Its log"
         )
+    if status == os.EX_TEMPFAIL:
+        return "Correct what it names; the whole log"
     if status < 0 or status > 128:
         return "It was ended from outside or crashed in native code; the whole log"
     if status == 0:

@@ -27,7 +27,7 @@ from areal_async.control.context import short_socket_dir
 from areal_async.control.errors import RunFolderError
 
 LOCK = "run.lock"
-STATE = frozenset({LOCK, "job.yaml", "context.json", "logs", "buffer"})
+STATE = frozenset({LOCK, "job.yaml", "context.json", "logs", "buffer", "events", "failpoints"})
 """What a run needs while it lives. Everything else in its folder is work, also what we do not know."""
 SHM_ROOT = Path("/dev/shm")
 
@@ -61,11 +61,14 @@ class RunFolders:
         os.close(self.lock_fd)
 
 
-def claim_folders(job: JobConfig, *, overwrite: bool, shm_root: Path = SHM_ROOT) -> RunFolders:
+def claim_folders(
+    job: JobConfig, *, overwrite: bool, resume: bool = False, shm_root: Path = SHM_ROOT
+) -> RunFolders:
     """Take the job's run folder, clean up after a dead run, and make the volatile folders.
 
-    Raises `RunFolderError` when another run uses it, when it holds work and `overwrite` is off, or when it
-    is not a run folder of ours.
+    With `resume` what an earlier run left in its folder stays, to be gone on with. Raises `RunFolderError`
+    when another run uses it, when it holds work that is neither to be resumed nor overwritten, or when it is
+    not a run folder of ours.
     """
     run_dir = job.run_dir / job.job
     if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / LOCK).exists():
@@ -80,11 +83,16 @@ def claim_folders(job: JobConfig, *, overwrite: bool, shm_root: Path = SHM_ROOT)
         raise RunFolderError(f"{run_dir} cannot be used: {error.strerror}. Set another `run_dir`.") from error
     try:
         _end_dead_run(lock_fd)
+        if resume:
+            return _make(job, run_dir, lock_fd, shm_root)
         if (work := describe_work(run_dir)) and not overwrite:
+            is_done = (run_dir / "summary.json").exists()
+            go_on = "" if is_done else f"go on with `areal-async resume {run_dir}`, "
             raise RunFolderError(
-                f"{run_dir} holds {work}. Give the job another name (job=NAME), move that folder away, or "
-                "add --overwrite to delete it and start anew."
+                f"{run_dir} holds {work}. Give the job another name (job=NAME), move that folder away, "
+                f"{go_on}or add --overwrite to delete it and start anew."
             )
+        _clear(run_dir)
         return _make(job, run_dir, lock_fd, shm_root)
     except BaseException:
         os.close(lock_fd)
@@ -142,7 +150,7 @@ def _end_dead_run(lock_fd: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFolders:
+def _clear(run_dir: Path) -> None:
     for entry in run_dir.iterdir():
         if entry.name == LOCK:
             continue
@@ -150,6 +158,9 @@ def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFol
             shutil.rmtree(entry)
         else:
             entry.unlink()
+
+
+def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFolders:
     run_id = secrets.token_hex(6)
     name = f"areal-{os.getuid()}-{run_id}"
     usable = shm_root.is_dir() and os.access(shm_root, os.W_OK | os.X_OK)
@@ -171,7 +182,7 @@ def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFol
         lock_fd=lock_fd,
     )
     folders.targets.unlink(missing_ok=True)
-    folders.logs.mkdir()
+    folders.logs.mkdir(exist_ok=True)
     return folders
 
 

@@ -1,11 +1,11 @@
 """The life of a run as a pure state machine: events in, actions out; the clock comes with each event.
 
-Promises: the buffer serves before anything else is started; a service that dies, or does not serve in time,
-ends the run with a reason that names it; once a stop has begun nothing is started, the stages of
-`plan.STOP_STAGES` are ended in order, and `STOP_LIMIT_S` after the stop began every process has been told to
-end and then killed; the run is over only when no process is left or the limit has passed.
-
-Does not restart anything: `_ended_early` is the one place that decides what an unexpected exit means.
+Promises: the buffer serves before anything else is started; a service that dies is started again after the
+pause that `restart.py` decides, and the others go on meanwhile; one that dies too often, that a restart would
+not cure, or that does not serve in time, ends the run with a reason that names it; once a stop has begun
+nothing is started, the stages of `plan.STOP_STAGES` are ended in order, and `STOP_LIMIT_S` after the stop
+began every process has been told to end and then killed; the run is over only when no process is left or the
+limit has passed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Literal
 
 from areal_async.control.context import ServicePlace
 from areal_async.control.plan import STOP_STAGES, awaited_first, ends_the_job
+from areal_async.control.restart import NO_RESTARTS, RestartPolicy, next_pause_s
 
 STAGE_LIMITS_S = (4.5, 1.5, 2.0)
 """From asking a stage to end until what is left of it is killed. The first is above the services' own
@@ -32,6 +33,8 @@ class Phase(Enum):
     WAITING = "waiting"
     STARTING = "starting"
     SERVING = "serving"
+    RESTARTING = "restarting"
+    """Dead, and to be started again when its pause is over."""
     ENDED = "ended"
 
 
@@ -42,6 +45,10 @@ class ServiceState:
     started_s: float = 0.0
     status: int | None = None
     """Exit status as of subprocess: negative for a signal; None for one that never ran."""
+    deaths_s: list[float] = field(default_factory=list)
+    """When it died, within the policy's window."""
+    restart_s: float = 0.0
+    """When it is to be started again."""
 
     @property
     def alive(self) -> bool:
@@ -67,12 +74,15 @@ class Ending:
     culprit: str = ""
     status: int | None = None
     lived_s: float = 0.0
+    deaths: int = 1
+    """How often the culprit died within the window of the restart policy."""
 
 
 @dataclass
 class Lifecycle:
     services: Sequence[ServicePlace]
     ready_limit_s: float
+    restarts: RestartPolicy = NO_RESTARTS
     ending: Ending | None = None
     over: bool = False
     states: dict[str, ServiceState] = field(init=False)
@@ -92,7 +102,7 @@ class Lifecycle:
         return [name for name, state in self.states.items() if state.alive]
 
     def all_serve(self) -> bool:
-        """Every service has reported that it serves (those that ended since included)."""
+        """Every service serves now, or has finished."""
         return all(state.phase in (Phase.SERVING, Phase.ENDED) for state in self.states.values())
 
     def begin(self, now_s: float) -> list[Action]:
@@ -109,12 +119,13 @@ class Lifecycle:
 
     def exited(self, name: str, status: int, now_s: float) -> list[Action]:
         state = self.states[name]
+        lived_s = now_s - state.started_s
         state.phase, state.status = Phase.ENDED, status
         if self.stopping:
             return self.tick(now_s)
         enders = ends_the_job(self.services)
         if status != 0 or name not in enders:
-            return self._ended_early(state, now_s)
+            return self._died(state, lived_s, now_s)
         if all(self.states[ender].phase is Phase.ENDED for ender in enders):
             return self._stop(Ending("finished"), now_s)
         if state.place.role == "trainer":
@@ -135,8 +146,12 @@ class Lifecycle:
             lived_s = now_s - state.started_s
             if state.phase is Phase.STARTING and lived_s > self.ready_limit_s:
                 return self._stop(Ending("not_ready", name, lived_s=lived_s), now_s)
+        due = [name for name, state in self.states.items() if self._may_restart(state, now_s)]
+        if due:
+            return self._start(due, now_s)
         if self._last_one_deadline_s is not None and now_s > self._last_one_deadline_s:
-            late = next(name for name in ends_the_job(self.services) if self.states[name].alive)
+            enders = ends_the_job(self.services)
+            late = next(name for name in enders if self.states[name].phase is not Phase.ENDED)
             return self._stop(Ending("did_not_end", late, lived_s=LAST_ONE_LIMIT_S), now_s)
         return []
 
@@ -150,9 +165,26 @@ class Lifecycle:
             actions.append(Action("start", name))
         return actions
 
-    def _ended_early(self, state: ServiceState, now_s: float) -> list[Action]:
-        lived_s = now_s - state.started_s
-        return self._stop(Ending("died", state.place.name, state.status, lived_s), now_s)
+    def _may_restart(self, state: ServiceState, now_s: float) -> bool:
+        first = awaited_first(self.services)
+        # The others cannot come up without the buffer: to start them now would only cost them a death.
+        has_room = state.place.name in first or all(map(self._served, first))
+        return state.phase is Phase.RESTARTING and now_s >= state.restart_s and has_room
+
+    def _died(self, state: ServiceState, lived_s: float, now_s: float) -> list[Action]:
+        """Start it again later, or end the run."""
+        name, status = state.place.name, state.status
+        state.deaths_s = [*self.restarts.recent(state.deaths_s, now_s), now_s]
+        pause_s = next_pause_s(len(state.deaths_s), status, self.restarts)
+        if pause_s is None:
+            return self._stop(Ending("died", name, status, lived_s, len(state.deaths_s)), now_s)
+        state.phase, state.restart_s = Phase.RESTARTING, now_s + pause_s
+        if state.place.role == "trainer":
+            # It may publish its last versions again, as another epoch: an evaluator that was done is not.
+            for other in self.states.values():
+                if other.place.role == "evaluator" and other.phase is Phase.ENDED:
+                    other.phase, other.restart_s = Phase.RESTARTING, state.restart_s
+        return []
 
     def _stop(self, ending: Ending, now_s: float) -> list[Action]:
         self.ending = ending

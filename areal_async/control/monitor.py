@@ -1,4 +1,5 @@
-"""Watches a run from a thread: polls the services' metrics, follows `metrics.jsonl` and the logs.
+"""Watches a run from a thread: polls the services' metrics, follows `metrics.jsonl` and the logs, and reports
+a stall with the name of the starving edge.
 
 Promises: costs the run little (one small HTTP request per service and poll, files read from where it left
 off); never ends a run by failing: what cannot be read now is read at the next poll.
@@ -15,8 +16,15 @@ from pathlib import Path
 
 from areal_async.control.picture import Observer, Picture
 from areal_async.control.samples import fetch_samples
+from areal_async.observe.log import get_logger
+from areal_async.observe.metrics import STALL
+from areal_async.observe.watchdog import Stall
+
+log = get_logger("watchdog")
 
 POLL_S = 0.5
+REPORT_S = 30.0
+"""How often a stall is logged while it lasts."""
 READ_LIMIT_BYTES = 1 << 20
 """Most of one file that one poll reads."""
 
@@ -65,6 +73,8 @@ class Monitor:
         self._logs = {name: Tail(run_dir / "logs" / f"{name}.log") for name in phases()}
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._stall: Stall | None = None
+        self._reported_s = 0.0
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
     def start(self) -> None:
@@ -94,11 +104,29 @@ class Monitor:
                 for line in tail.lines():
                     self._observer.feed_log_line(name, line, time.monotonic())
 
+    def _report_stall(self, picture: Picture) -> None:
+        """To the log when the edge changes and every `REPORT_S`, and as a metric."""
+        stall, told = picture.stall, self._stall
+        edge = stall.edge if stall is not None else None
+        if told is not None and told.edge != edge:
+            STALL.labels(told.edge).set(0)
+            if stall is None:
+                log.info("training goes on", was_waiting_for=told.edge)
+        if stall is not None:
+            STALL.labels(stall.edge).set(round(picture.stall_s, 3))
+            if told is None or told.edge != edge or picture.elapsed_s - self._reported_s >= REPORT_S:
+                self._reported_s = picture.elapsed_s
+                stalled_s = round(picture.stall_s, 1)
+                log.warning("training stands still", edge=edge, stalled_s=stalled_s, detail=stall.detail)
+        self._stall = stall
+
     def _run(self) -> None:
         while True:
             last = self._stop.wait(self._poll_s)
             self.look()
-            self._show(self._observer.picture(time.monotonic()))
+            picture = self._observer.picture(time.monotonic())
+            self._report_stall(picture)
+            self._show(picture)
             if last:
                 return
 

@@ -13,6 +13,7 @@ from typing import Any
 from areal_async.config.job import JobConfig
 from areal_async.control.failure import parse_log_line
 from areal_async.control.samples import Samples, by_label
+from areal_async.observe.watchdog import Facts, Stall, find_stall
 
 RATE_WINDOW_S = 10.0
 """Rates and shares are over the last so many seconds."""
@@ -57,6 +58,9 @@ class Picture:
     groups: Mapping[str, int]
     services: tuple[ServicePicture, ...]
     message: str
+    stall: Stall | None = None
+    """Set while the trainer has computed nothing for `observe.stall_s`."""
+    stall_s: float = 0.0
     stopping: bool = False
 
 
@@ -116,9 +120,16 @@ class Observer:
         self._staleness_seen: int | None = None
         self._message: tuple[float, str, bool] | None = None
         """When it came, its text, and whether the next step makes it void."""
+        self._answered_s: dict[str, float] = {}
+        self._trainer_busy_s = -1.0
+        self._computed_s: float | None = None
+        """When the trainer was last seen to compute; None before it has served."""
         self.stopping = False
 
     def set_phases(self, phases: Mapping[str, str]) -> None:
+        for name, phase in phases.items():
+            if phase != self._phases.get(name):
+                self._answered_s.pop(name, None)  # silence is counted from its first answer
         self._phases.update(phases)
 
     def feed_record(self, record: Mapping[str, Any]) -> None:
@@ -144,6 +155,11 @@ class Observer:
 
     def feed_samples(self, name: str, samples: Samples, now_s: float) -> None:
         """What the endpoint of service `name` said at `now_s`."""
+        self._answered_s[name] = now_s
+        if name == "trainer":
+            busy_s = sum(seconds for _, seconds in by_label(samples, "areal_busy_seconds_total", "activity"))
+            if busy_s != self._trainer_busy_s or self._computed_s is None:
+                self._trainer_busy_s, self._computed_s = busy_s, now_s
         self._tracks[name].add(now_s, samples, self._done)
 
     def feed_log_line(self, name: str, line: str, now_s: float) -> None:
@@ -158,6 +174,10 @@ class Observer:
         text = f"{name}: {record['event']}" + (f" ({extra})" if extra else "")
         self._message = (now_s, text, record.get("level") not in ("warning", "error"))
 
+    def tell(self, text: str, now_s: float) -> None:
+        """Something to show that no log says."""
+        self._message = (now_s, text, False)
+
     def busy_while_training(self, name: str) -> float | None:
         """Busy share of a service from the first to the last finished step."""
         return self._tracks[name].busy_while_training()
@@ -165,9 +185,38 @@ class Observer:
     def names(self, prefix: str) -> list[str]:
         return [name for name in self._tracks if name.startswith(prefix)]
 
+    def idle_s(self, now_s: float) -> float:
+        """Since the trainer was last seen to compute; 0 where that says nothing."""
+        at_work = self._computed_s is not None and self._phases.get("trainer") != "ended"
+        return (
+            now_s - self._computed_s
+            if at_work and self._computed_s is not None and not self.stopping
+            else 0.0
+        )
+
+    def stall(self, now_s: float) -> Stall | None:
+        """The starving edge, when the trainer has computed nothing for `observe.stall_s`."""
+        job = self._job
+        reward = self._tracks["reward"].last if "reward" in self._tracks else {}
+        alive = reward.get("areal_reward_workers_alive")
+        facts = Facts(
+            idle_s=self.idle_s(now_s),
+            phases=self._phases,
+            silent_s={name: now_s - at_s for name, at_s in self._answered_s.items()},
+            groups=self._groups(),
+            workers_alive=None if alive is None else int(alive),
+            workers=job.reward.workers,
+            max_groups=job.buffer.max_groups,
+            steps_left=job.trainer.steps - self._done,
+        )
+        return find_stall(facts, job.observe.stall_s)
+
+    def _groups(self) -> dict[str, int]:
+        buffer = self._tracks["buffer"].last if "buffer" in self._tracks else {}
+        return {state: int(count) for state, count in by_label(buffer, "areal_buffer_groups", "state")}
+
     def picture(self, now_s: float) -> Picture:
         job, step = self._job, self._step
-        buffer = self._tracks["buffer"].last if "buffer" in self._tracks else {}
         done, total = self._done, job.trainer.steps
         message = ""
         if self._message is not None and now_s - self._message[0] < MESSAGE_LIFE_S:
@@ -193,11 +242,13 @@ class Observer:
             staleness_max=_whole(step.get("staleness_max")),
             staleness_seen=self._staleness_seen,
             bound=job.buffer.max_staleness,
-            groups={state: int(count) for state, count in by_label(buffer, "areal_buffer_groups", "state")},
+            groups=self._groups(),
             services=tuple(
                 ServicePicture(name, self._phases[name], track.busy()) for name, track in self._tracks.items()
             ),
             message=message,
+            stall=self.stall(now_s),
+            stall_s=self.idle_s(now_s),
             stopping=self.stopping,
         )
 

@@ -54,3 +54,9 @@ def thread_count(job: JobConfig, role: Role) -> int:
         "evaluator": job.evaluation.torch_threads,
     }
     return threads.get(role, 1)
+
+
+def supervisor_port(job: JobConfig, services: Sequence[ServicePlace]) -> int:
+    """The port after the services', for the supervisor's own metrics; 0: any free one."""
+    first = job.observe.metrics_port
+    return first + len(services) if first else 0

@@ -66,15 +66,14 @@ def model_bytes(model: Path) -> int:
 
 
 def _check_ports(services: Sequence[ServicePlace]) -> list[Mistake]:
-    taken = [
-        (service.metrics_port, service.name, holder)
-        for service in services
-        if service.metrics_port and (holder := port_holder(service.metrics_port))
-    ]
+    wanted = {service.metrics_port: service.name for service in services if service.metrics_port}
+    if wanted:
+        wanted[max(wanted) + 1] = "supervisor"
+    taken = [(port, name, holder) for port, name in wanted.items() if (holder := port_holder(port))]
     if not taken:
         return []
     port, name, holder = taken[0]
-    more = f" (and {len(taken) - 1} more of the ports up to {services[-1].metrics_port})" if taken[1:] else ""
+    more = f" (and {len(taken) - 1} more of the ports up to {max(wanted)})" if taken[1:] else ""
     return [
         Mistake(
             "observe.metrics_port",

@@ -19,17 +19,19 @@ from areal_async.config.job import JobConfig
 from areal_async.control.context import Role
 from areal_async.control.errors import RunFailed, RunInterrupted
 from areal_async.control.failure import failure_text
-from areal_async.control.folders import RunFolders, claim_folders
+from areal_async.control.folders import RunFolders, claim_folders, describe_work
 from areal_async.control.lifecycle import Ending
 from areal_async.control.monitor import Monitor
 from areal_async.control.picture import Observer
-from areal_async.control.plan import MODULES, services_of
+from areal_async.control.plan import MODULES, services_of, supervisor_port
 from areal_async.control.preflight import check_machine
 from areal_async.control.summary import summarise
 from areal_async.control.supervisor import Supervisor
 from areal_async.errors import WireError
+from areal_async.observe.events import close_events, open_events
 from areal_async.observe.log import setup_logging
-from areal_async.observe.record import read_run_log
+from areal_async.observe.metrics import serve_metrics
+from areal_async.observe.record import RunLog, as_it_became, read_run_log
 from areal_async.observe.view import open_view
 from areal_async.wire.messages import BufferStats, Stats
 from areal_async.wire.rpc import SyncClient
@@ -49,32 +51,47 @@ def run_job(
     job: JobConfig,
     *,
     overwrite: bool = False,
+    resume: bool = False,
     plain: bool = False,
     console: Console | None = None,
     modules: Mapping[Role, str] = MODULES,
 ) -> RunResult:
-    """Run `job` and return once it is done; must be called in the main thread.
+    """Run `job`, or with `resume` go on with its run, and return once it is done; must be called in the main
+    thread.
 
     Everything it starts has ended when it returns or raises. Raises `ConfigError` when the machine cannot
     run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`.
     """
     console = console or Console()
     check_machine(job, services_of(job, modules), source=f"job {job.job}")
-    folders = claim_folders(job, overwrite=overwrite)
+    folders = claim_folders(job, overwrite=overwrite, resume=resume)
     try:
         with _logged_to(folders.logs / "supervisor.log", job):
-            result = _run(job, folders, plain=plain, console=console, modules=modules)
+            if resume:
+                with RunLog(folders.run_dir / "metrics.jsonl") as run_log:
+                    run_log.write("resume")
+            if job.observe.event_log:
+                open_events(folders.run_dir, "supervisor")
+            with serve_metrics(supervisor_port(job, services_of(job, modules))) as port:
+                result = _run(job, folders, port, plain=plain, console=console, modules=modules)
     finally:
+        close_events()
         folders.release()
     print_closing(console, job, result)
     return result
 
 
 def _run(
-    job: JobConfig, folders: RunFolders, *, plain: bool, console: Console, modules: Mapping[Role, str]
+    job: JobConfig,
+    folders: RunFolders,
+    metrics_port: int,
+    *,
+    plain: bool,
+    console: Console,
+    modules: Mapping[Role, str],
 ) -> RunResult:
     started_s = time.monotonic()
-    final: dict[str, Any] = {}
+    final: dict[str, Any] = {"restarts": {}}
 
     def on_ending(ending: Ending) -> None:
         observer.stopping = True
@@ -83,7 +100,18 @@ def _run(
             monitor.look()
             final["buffer"] = _buffer_stats(job, folders)
 
-    supervisor = Supervisor(job, folders, modules=modules, on_ending=on_ending)
+    def on_restart(name: str, text: str) -> None:
+        final["restarts"][name] = final["restarts"].get(name, 0) + 1
+        observer.tell(text, time.monotonic())
+
+    supervisor = Supervisor(
+        job,
+        folders,
+        modules=modules,
+        metrics_port=metrics_port,
+        on_ending=on_ending,
+        on_restart=on_restart,
+    )
     states = supervisor.lifecycle.states
     observer = Observer(job, list(states), started_s)
     with open_view(console, plain=plain) as view:
@@ -99,15 +127,16 @@ def _run(
             ending = supervisor.run()
         finally:
             monitor.stop()
-    _raise_unless_finished(ending, folders)
+    _raise_unless_finished(job, ending, folders)
     shares = [share for name in observer.names("rollout") if (share := observer.busy_while_training(name))]
-    records = read_run_log(folders.run_dir / "metrics.jsonl")
+    records = as_it_became(read_run_log(folders.run_dir / "metrics.jsonl"))
     summary = summarise(
         job,
         records,
         wall_s=final["wall_s"],
         buffer=final.get("buffer"),
         rollout_busy=sum(shares) / len(shares) if shares else None,
+        restarts=final["restarts"],
     )
     _draw(job, records, folders)
     unfinished = folders.run_dir / "summary.json.tmp"
@@ -130,13 +159,19 @@ def _logged_to(path: Path, job: JobConfig) -> Iterator[None]:
             root.setLevel(level)
 
 
-def _raise_unless_finished(ending: Ending, folders: RunFolders) -> None:
+def _raise_unless_finished(job: JobConfig, ending: Ending, folders: RunFolders) -> None:
+    if ending.kind == "finished":
+        return
+    can_resume = job.kind == "rl" and describe_work(folders.run_dir)
+    command = f"areal-async resume {_short(folders.run_dir)}"
     if ending.kind == "interrupted":
+        how = f" `{command}` goes on with it." if can_resume else ""
         raise RunInterrupted(
-            f"stopped on request; every process has ended. Logs and checkpoints are in {folders.run_dir}."
+            "stopped on request; every process has ended. Logs and checkpoints are in "
+            f"{folders.run_dir}.{how}"
         )
-    if ending.kind != "finished":
-        raise RunFailed(failure_text(ending, folders.logs / f"{ending.culprit}.log"))
+    how = f"\nOnce that is put right, `{command}` goes on with the job." if can_resume else ""
+    raise RunFailed(failure_text(ending, folders.logs / f"{ending.culprit}.log") + how)
 
 
 def _buffer_stats(job: JobConfig, folders: RunFolders) -> BufferStats | None:
@@ -180,6 +215,9 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
         table.add_row(
             "episodes", f"{summary['episodes_trained']} trained, {summary['episodes_dropped']} dropped"
         )
+    if restarts := summary["restarts"]:
+        times = ", ".join(f"{name} {count}" for name, count in sorted(restarts.items()))
+        table.add_row("restarts", times)
     table.add_row("model", f"{run_dir}/model")
     table.add_row("numbers", f"{run_dir}/summary.json, metrics.jsonl, curves.png")
     table.add_row("logs", f"{run_dir}/logs")

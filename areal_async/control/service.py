@@ -3,7 +3,8 @@
 Promises: logs as JSON lines and metrics are up before the service's own code runs; SIGTERM and SIGINT set
 `ctx.stop` and `ctx.stopping` even while the main thread is inside a long native call; a service that has
 not returned `STOP_GRACE_S` after that is cancelled; the process does not outlive its supervisor; an
-`ArealError` ends it with one paragraph and status 1, anything else with its traceback and status 1.
+`ArealError` ends it with one paragraph, anything else with its traceback. The status is `RETRY_STATUS` where
+starting it again may help, else 1.
 
 Does not promise to interrupt native code: what ignores both signals is killed by the supervisor.
 """
@@ -28,6 +29,8 @@ import msgspec
 
 from areal_async.control.context import Role, RunPlaces, ServiceContext
 from areal_async.errors import ArealError
+from areal_async.observe.events import open_events
+from areal_async.observe.failpoint import arm_from_environment
 from areal_async.observe.log import get_logger, setup_logging
 from areal_async.observe.metrics import start_metrics_server
 
@@ -35,6 +38,8 @@ STOP_GRACE_S = 3.5
 """From the stop signal until the service's coroutine is cancelled."""
 STOPPED_STATUS = 128 + signal.SIGTERM
 """Exit status of a service that ended because it was told to."""
+RETRY_STATUS = os.EX_TEMPFAIL
+"""Exit status after an error that a restart may cure; 1 is one that it would not."""
 CANCEL_GRACE_S = 0.8
 """From the cancellation until the process ends at once, whatever its threads do."""
 ORPHAN_GRACE_S = 8.0
@@ -50,6 +55,7 @@ def run_service(
 ) -> None:
     """Run `main(ctx)` as the process of a service; never returns: exits 0 when `main` has returned."""
     options = _parse(role, argv)
+    served = False
     try:
         ctx = _context(role, options)
         setup_logging(ctx.job.job, ctx.name, ctx.job.observe.log_level, sys.stderr)
@@ -57,20 +63,39 @@ def run_service(
         if supervisor_pid is not None:
             die_with_parent(supervisor_pid)
         ctx = dataclasses.replace(ctx, metrics_port=start_metrics_server(ctx.metrics_port))
-        asyncio.run(_serve(ctx, main, supervisor_pid))
+        if ctx.job.observe.event_log:
+            open_events(ctx.run_dir, ctx.name)
+        arm_from_environment(ctx.run_dir)
+        try:
+            asyncio.run(_serve(ctx, main, supervisor_pid))
+        finally:
+            served = ctx.has_served
     except BaseException as error:
+        error = _cause(error)
         _report(options.name, error)
-        _leave(1)
+        _leave(RETRY_STATUS if restart_may_help(error, served=served) else 1)
     # A service that was told to end has not finished its work, also when it ended in order.
     _leave(STOPPED_STATUS if ctx.stopping.is_set() else 0)
 
 
-def _report(name: str, error: BaseException) -> None:
-    """One paragraph for an `ArealError` (also one inside an exception group), else the traceback."""
+def restart_may_help(error: BaseException, *, served: bool) -> bool:
+    """Whether a service that ended with `error` should be started again. What fails before it has ever served
+    is taken to be wrong in the same way the next time."""
+    helps = error.restart_helps if isinstance(error, ArealError) else None
+    return served if helps is None else helps
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The one error to report: in an exception group, the first of ours."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     if isinstance(error, BaseExceptionGroup) and (ours := error.subgroup(ArealError)) is not None:
         error = _first_leaf(ours)
+    return error
+
+
+def _report(name: str, error: BaseException) -> None:
+    """One paragraph for an `ArealError`, else the traceback."""
     if isinstance(error, ArealError):
         log.error("service failed", error=type(error).__name__, message=str(error))
         print(f"{name}: {error}", file=sys.stderr, flush=True)

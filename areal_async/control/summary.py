@@ -19,13 +19,15 @@ def summarise(
     wall_s: float,
     buffer: BufferStats | None = None,
     rollout_busy: float | None = None,
+    restarts: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The summary of a run from its `metrics.jsonl`, the buffer's last figures and the share of the training
-    time in which the rollout workers generated. A figure that cannot be known is None.
+    """The summary of a run from its records (each step once: `as_it_became`), the buffer's last figures and
+    the share of the training time in which the rollout workers generated. What cannot be known is None.
 
-    `wall_s` is the whole run, from the first process started to the end of training; `tokens_per_s`,
-    `trainer_busy` and `rollout_busy` are over training alone. `share_stale` counts episodes with staleness
-    of 1 or more; `share_wasted` is dropped / (dropped + trained).
+    `restarts` says how often which service was started again. `wall_s` is from the first process started, by
+    the last `resume` of a resumed run, to the end of training; `tokens_per_s`, `trainer_busy` and
+    `rollout_busy` are over training alone. `share_stale` counts episodes with staleness of 1 or more;
+    `share_wasted` is dropped / (dropped + trained).
     """
     steps = [record for record in records if record.get("kind") == ("sft" if job.kind == "sft" else "step")]
     accuracies = sorted(
@@ -38,7 +40,7 @@ def summarise(
     seen = [record["staleness_max"] for record in steps if record.get("staleness_max") is not None]
     if buffer is not None:
         seen.append(buffer.max_staleness_seen)
-    train_s = training_s(steps)
+    train_s = training_s(records, "sft" if job.kind == "sft" else "step")
     done = max(map(steps_done, steps), default=0)
     tokens, busy_s, step_s = _sum(steps, "tokens"), _sum(steps, "busy_s"), _sum(steps, "step_s")
     return {
@@ -63,19 +65,28 @@ def summarise(
         "reward_first": _edge(steps, "reward_mean", first=True),
         "reward_last": _edge(steps, "reward_mean", first=False),
         "transitions": dict(sorted(buffer.reasons.items())) if buffer is not None else None,
+        "restarts": dict(restarts or {}),
+        "resumes": sum(record.get("kind") == "resume" for record in records),
         "job": job.job,
         "kind": job.kind,
         "seed": job.seed,
     }
 
 
-def training_s(steps: Sequence[Record]) -> float | None:
-    """Seconds from the start of the first step to the end of the last; None where no step says when."""
-    timed = [record for record in steps if record.get("time_s") is not None]
-    if not timed:
-        return None
-    first_s = timed[0].get("step_s") or 0.0
-    return float(timed[-1]["time_s"] - timed[0]["time_s"] + first_s)
+def training_s(records: Sequence[Record], kind: str = "step") -> float | None:
+    """Seconds from the start of the first step to the end of the last, without those before a `resume` in
+    which nothing ran; None where no step says when."""
+    total_s, begin_s, last_s = 0.0, None, None
+    for record in records:
+        if record.get("kind") == "resume":
+            total_s += last_s - begin_s if begin_s is not None and last_s is not None else 0.0
+            begin_s = last_s = None
+        elif record.get("kind") == kind and record.get("time_s") is not None:
+            last_s = float(record["time_s"])
+            begin_s = last_s - (record.get("step_s") or 0.0) if begin_s is None else begin_s
+    if begin_s is not None and last_s is not None:
+        total_s += last_s - begin_s
+    return total_s or None
 
 
 def _sum(steps: Sequence[Record], name: str) -> float | None:

@@ -1,6 +1,7 @@
 """The shell around the lifecycle: real processes, signals and time.
 
-Promises: when `run` returns or raises, no process of the run is left, at most `STOP_LIMIT_S` after the first
+Promises: a service that died is started again as the lifecycle decides, on the same places, and the rest
+goes on; when `run` returns or raises, no process of the run is left, at most `STOP_LIMIT_S` after the first
 Ctrl-C or SIGTERM, or at once after the second; a service learns of a stop only from here (each leads its own
 session); one that outlives the supervisor's death is told by the kernel.
 
@@ -22,11 +23,13 @@ import msgspec
 
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
-from areal_async.control.child import RUN_VARIABLE, Child, kill_processes_of
+from areal_async.control.child import RUN_VARIABLE, Child, exit_text, kill_processes_of
 from areal_async.control.context import Role, RunPlaces
 from areal_async.control.folders import RunFolders
 from areal_async.control.lifecycle import Action, Ending, Lifecycle, Phase
 from areal_async.control.plan import MODULES, services_of, thread_count
+from areal_async.control.restart import RestartPolicy
+from areal_async.observe import events
 from areal_async.observe.log import get_logger
 
 TICK_S = 0.1
@@ -38,8 +41,11 @@ log = get_logger("supervisor")
 
 
 class Supervisor:
-    """Runs the services of one job. `on_serving` is called once all serve, `on_ending` once when the end is
-    decided and the services that did not cause it still run; both must be quick."""
+    """Runs the services of one job. `metrics_port` is its own process's, 0 for none.
+
+    `on_serving` is called once all serve, `on_restart` with the name and a line of text when a service died and
+    is to be started again, `on_ending` once when the end is decided and the services that did not cause it
+    still run; all must be quick."""
 
     def __init__(
         self,
@@ -47,17 +53,22 @@ class Supervisor:
         folders: RunFolders,
         *,
         modules: Mapping[Role, str] = MODULES,
+        metrics_port: int = 0,
         on_serving: Callable[[], None] = lambda: None,
         on_ending: Callable[[Ending], None] = lambda ending: None,
+        on_restart: Callable[[str, str], None] = lambda name, text: None,
     ) -> None:
         self.job = job
         self.folders = folders
         self.services = services_of(job, modules)
-        self.lifecycle = Lifecycle(self.services, job.supervisor.ready_s)
+        self.lifecycle = Lifecycle(self.services, job.supervisor.ready_s, RestartPolicy.of(job.supervisor))
         self.children: dict[str, Child] = {}
         self._on_serving = on_serving
         self._on_ending = on_ending
+        self._on_restart = on_restart
+        self._metrics_port = metrics_port
         self._told_serving = False
+        self._told_ports: list[int] = []
         self._told_ending = False
         self._interrupted_s: float | None = None
 
@@ -88,16 +99,36 @@ class Supervisor:
             child = self.children[name]
             if self.lifecycle.states[name].phase is Phase.STARTING and child.poll_ready():
                 log.info("service serves", service=name, pid=child.pid)
+                events.record("ready", service=name, service_pid=child.pid)
                 self._apply(self.lifecycle.ready(name, time.monotonic()))
             status = child.poll_exit()
             if status is not None:
                 log.info("service ended", service=name, status=status)
+                events.record("ended", service=name, service_pid=child.pid, status=status)
                 self._apply(self.lifecycle.exited(name, status, time.monotonic()))
+                self._tell_restart(name)
         self._apply(self.lifecycle.tick(time.monotonic()))
-        if self.lifecycle.all_serve() and not self._told_serving and not self.lifecycle.stopping:
-            self._told_serving = True
+        if self.lifecycle.stopping or not self.lifecycle.all_serve():
+            return
+        ports = [child.metrics_port for child in self.children.values()]
+        if ports != self._told_ports:
+            self._told_ports = ports
             self._write_targets()
+        if not self._told_serving:
+            self._told_serving = True
             self._on_serving()
+
+    def _tell_restart(self, name: str) -> None:
+        state = self.lifecycle.states[name]
+        if state.phase is not Phase.RESTARTING:
+            return
+        deaths, pause_s = len(state.deaths_s), state.restart_s - state.deaths_s[-1]
+        ended = exit_text(state.status or 0)
+        log.warning(
+            f"{name} {ended}; it is started again", service=name, deaths=deaths, pause_s=round(pause_s, 2)
+        )
+        events.record("restart", service=name, deaths=deaths, pause_s=pause_s)
+        self._on_restart(name, f"{name} {ended}; it is started again in {pause_s:.1f} s (death {deaths})")
 
     def _interrupt(self, signals: int) -> None:
         os.read(signals, 64)
@@ -113,6 +144,7 @@ class Supervisor:
         if ending is not None and not self._told_ending:
             self._told_ending = True
             log.info("the run ends", kind=ending.kind, culprit=ending.culprit)
+            events.record("ending", kind=ending.kind, culprit=ending.culprit)
             self._on_ending(ending)
         for action in actions:
             log.info(action.do, service=action.name)
@@ -135,7 +167,10 @@ class Supervisor:
             "TOKENIZERS_PARALLELISM": "false",
         }
         log_path = self.folders.logs / f"{name}.log"
-        self.children[name] = Child(place, self.folders.context, log_path, environment)
+        if name in self.children:
+            self.children[name].close()
+        child = self.children[name] = Child(place, self.folders.context, log_path, environment)
+        events.record("started", service=name, service_pid=child.pid)
 
     def _write_places(self) -> None:
         folders = self.folders
@@ -155,12 +190,15 @@ class Supervisor:
 
     def _write_targets(self) -> None:
         """Name the metrics endpoints for Prometheus; whole or not at all, since it watches the file."""
+        ports = [(place.role, place.name, self.children[place.name].metrics_port) for place in self.services]
+        if self._metrics_port:
+            ports.append(("supervisor", "supervisor", self._metrics_port))
         targets = [
             {
-                "targets": [f"127.0.0.1:{self.children[place.name].metrics_port}"],
-                "labels": {"job": self.job.job, "service": place.role, "process": place.name},
+                "targets": [f"127.0.0.1:{port}"],
+                "labels": {"job": self.job.job, "service": role, "process": name},
             }
-            for place in self.services
+            for role, name, port in ports
         ]
         self.folders.targets.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.folders.targets.with_suffix(".tmp")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from wsgiref.simple_server import WSGIServer
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily
@@ -29,9 +30,25 @@ class MetricsPortError(ArealError):
 
 
 def start_metrics_server(port: int) -> int:
-    """Serve the default registry at `http://127.0.0.1:<port>/metrics` from a daemon thread.
+    """Serve the default registry at `http://127.0.0.1:<port>/metrics` from a daemon thread, as long as the
+    process lives.
 
     `port` 0 picks a free one. Returns the port in use. Raises `MetricsPortError` when it is taken."""
+    return int(_serve(port).server_port)
+
+
+@contextmanager
+def serve_metrics(port: int) -> Iterator[int]:
+    """The same for the time of a block."""
+    server = _serve(port)
+    try:
+        yield int(server.server_port)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _serve(port: int) -> WSGIServer:
     try:
         server, _ = prometheus_client.start_http_server(port, addr="127.0.0.1")
     except OSError as error:
@@ -40,7 +57,7 @@ def start_metrics_server(port: int) -> int:
             f"cannot serve metrics on 127.0.0.1:{port}: {reason}. Set observe.metrics_port in the job file "
             "to the first of some free consecutive ports, or to 0 to let every service pick its own."
         ) from error
-    return int(server.server_port)
+    return server
 
 
 @dataclass
@@ -109,3 +126,9 @@ class Busy(Collector):
 
 busy = Busy()
 prometheus_client.REGISTRY.register(busy)
+
+STALL = prometheus_client.Gauge(
+    "areal_stall_seconds",
+    "Seconds since the trainer last computed, by the edge that starves it; 0 while it does.",
+    ["edge"],
+)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,14 @@ def read_run_log(path: Path) -> list[dict[str, Any]]:
         except msgspec.DecodeError:
             log.warning("unreadable record", path=str(path), line=number)
     return records
+
+
+def as_it_became(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The records of a run without those of work that a restarted trainer did again: of each step, and of
+    each version's evaluation, the last record, in the order of the last ones."""
+    last: dict[Any, int] = {}
+    for number, record in enumerate(records):
+        kind = record.get("kind")
+        name = record.get("version") if kind == "evaluation" else record.get("step")
+        last[(kind, name) if kind in ("step", "evaluation", "sft") else number] = number
+    return [dict(records[number]) for number in sorted(last.values())]

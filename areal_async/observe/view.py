@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.control.picture import Picture, ServicePicture
+from areal_async.observe.watchdog import Stall
 
 PLAIN_EVERY_S = 5.0
 MIN_WIDTH, MAX_WIDTH = 60, 110
@@ -80,11 +81,13 @@ class PlainView:
         self._clock = clock
         self._next_s = 0.0
         self._message = ""
+        self._stall: Stall | None = None
 
     def show(self, picture: Picture) -> None:
-        if picture.message and picture.message != self._message:
-            self.say(f"{clock_text(picture.elapsed_s)} {picture.message}")
-        self._message = picture.message
+        message = _message(picture)
+        if message and message != self._message and not (picture.stall and picture.stall == self._stall):
+            self.say(f"{clock_text(picture.elapsed_s)} {message}")
+        self._message, self._stall = message, picture.stall
         if self._clock() >= self._next_s:
             self._next_s = self._clock() + self._every_s
             self.say(plain_line(picture))
@@ -132,8 +135,8 @@ def render(picture: Picture, width: int) -> RenderableType:
     for label, content in _rows(picture, width - 18):
         rows.add_row(label, content)
     parts: list[RenderableType] = [_progress(picture, width - 4), Text(), rows]
-    if picture.message:
-        parts += [Text(), Text(_clip(f"! {picture.message}", 2 * (width - 12)), style=WARN)]
+    if message := _message(picture):
+        parts += [Text(), Text(_clip(f"! {message}", 2 * (width - 12)), style=WARN)]
     title = Text.assemble(("areal-async", "bold"), f" · {picture.job}")
     if picture.stopping:
         title.append(" · stopping", style=WARN)
@@ -256,11 +259,18 @@ def _busy(services: Sequence[ServicePicture], width: int) -> RenderableType:
 
 def _busy_cell(service: ServicePicture) -> Text:
     text = Text(f"{service.name:<12.12}")
-    if service.busy is None or service.phase == "ended":
+    if service.busy is None or service.phase in ("ended", "restarting"):
         return text.append(service.phase, style=DIM)
     filled = round(service.busy * 10)
     text.append("█" * filled, style="blue").append("░" * (10 - filled), style=DIM)
     return text.append(f" {service.busy:>4.0%}")
+
+
+def _message(picture: Picture) -> str:
+    """The one thing to know now: a stall before all else."""
+    if picture.stall is None:
+        return picture.message
+    return f"stalled for {clock_text(picture.stall_s)}: {picture.stall.detail}"
 
 
 def _clip(text: str, length: int) -> str:

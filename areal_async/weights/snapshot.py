@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from areal_async.errors import SnapshotError
@@ -54,6 +55,8 @@ class Written:
     path: Path
     manifest_hash: str
     size_bytes: int
+    weights_hash: str = ""
+    """Of names, shapes and bytes of all tensors alone: equal for equal weights, whatever their tag."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def publish_directory(staging: Path, final: Path, manifest: Manifest) -> Written
     (staging / MANIFEST_FILE).write_bytes(sealed)
     os.rename(staging, final)
     size = len(sealed) + sum(entry.size_bytes for entry in files_of(manifest))
-    return Written(manifest.tag, final, hash_of(sealed), size)
+    parts = sorted(manifest.parts, key=lambda part: (part.tensor, part.offset))
+    return Written(manifest.tag, final, hash_of(sealed), size, hash_of(msgspec.json.encode(parts)))
 
 
 def write_shard(

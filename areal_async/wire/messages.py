@@ -240,10 +240,14 @@ class VerdictAck(Message, frozen=True):
 
 class OpenTrainer(Message, frozen=True):
     """Become the job's only trainer, fencing any earlier one. `step` is the step the trainer's own state
-    is at (0, or that of the restored checkpoint); the ledger copy of that checkpoint is the attachment."""
+    is at (0, or that of the restored checkpoint); the ledger copy of that checkpoint is the attachment.
+
+    The new epoch is above `after_epoch`, the last one that the trainer's folder knows of: the buffer may have
+    lost it with its Redis."""
 
     trainer: str
     step: int
+    after_epoch: int = 0
 
 
 class TrainerOpened(Message, frozen=True):
@@ -306,10 +310,14 @@ class Fetched(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """Step `step` is trained and its snapshot `step + 1` published. Idempotent by (epoch, step)."""
+    """Step `step` is trained and its snapshot `step + 1` published. Idempotent by (epoch, step).
+
+    `same_as` are earlier trainer epochs whose version `step + 1` had the very same weights: units sampled
+    from those are still true."""
 
     epoch: int
     step: int
+    same_as: list[int] = []
 
 
 class ExportLedger(Message, frozen=True):

@@ -10,7 +10,7 @@ from areal_async.wire.messages import Checkpointed, Commit, ExportLedger, Ledger
 from replay_buffer.ledger.batching import fenced, is_fenced
 from replay_buffer.ledger.draft import Decision, Draft, fault
 from replay_buffer.ledger.index import UNBATCHED, Index
-from replay_buffer.ledger.lineage import pruned
+from replay_buffer.ledger.lineage import accepts, continued, pruned, undecided
 from replay_buffer.ledger.records import SCHEMA, Group, GroupState, Meta
 
 
@@ -24,7 +24,9 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 def commit(index: Index, message: Commit, now_ms: int) -> Decision:
-    """Step `step` is trained and published: its groups are TRAINED. Committing it again changes nothing."""
+    """Step `step` is trained and published: its groups are TRAINED. Committing it again changes nothing.
+
+    Where an earlier epoch had published another version `step + 1`, what came of its later weights ends."""
     meta, step = index.meta, message.step
     if is_fenced(index, message.epoch):
         return fenced(index, message.epoch)
@@ -41,12 +43,32 @@ def commit(index: Index, message: Commit, now_ms: int) -> Decision:
             staleness = max(staleness, step - group.min_version)
         trained += len(group.episodes)
         draft.move(group, GroupState.TRAINED)
+    lineage = continued(meta.lineage, step, message.same_as)
+    left_behind = any(
+        old.last == step and new.last == step for old, new in zip(meta.lineage, lineage, strict=True)
+    )
+    draft.set_meta(lineage=lineage)
+    if left_behind:
+        _drop_abandoned(draft, step + 1)
     draft.set_meta(
         v_train=step + 1,
         episodes_trained=meta.episodes_trained + trained,
         max_staleness_seen=staleness,
     )
     return draft.decide(Ok())
+
+
+def _drop_abandoned(draft: Draft, version: int) -> None:
+    """End every group not trained yet that holds units of weights that will not come again."""
+    lineage = draft.meta.lineage
+    groups = [group for group in draft.index.groups.values() if group.max_version >= version]
+    for group in draft.groups(group.group_id for group in groups):
+        if group.state <= GroupState.BATCHED and not all(
+            accepts(lineage, e.min_epoch, e.min_version, e.max_version)
+            or undecided(lineage, version, e.min_epoch, e.max_version)
+            for e in group.episodes
+        ):
+            draft.drop(group, "abandoned")
 
 
 def export(index: Index, message: ExportLedger) -> Decision:

@@ -1,14 +1,16 @@
 """Which snapshots are on the lineage of the trainer as it is now.
 
 A trainer that comes back from a checkpoint at version `c` starts a new epoch. What its predecessor published
-up to `c` is still true; what it published after `c` is abandoned, and units sampled under it must not be
-trained.
+up to `c` is still true; of what it published after `c`, as much as the new epoch publishes again bit by bit.
+The rest is abandoned, and units sampled under it must not be trained.
 
 An episode is judged by its oldest epoch and its version range alone, which errs on the safe side for an
 episode that spans a restart.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 
@@ -46,6 +48,21 @@ def reopened(lineage: Lineage, epoch: int, version: int) -> Lineage:
         if span.first <= version
     )
     return (*held, Span(epoch, version))
+
+
+def continued(lineage: Lineage, step: int, same_as: Sequence[int]) -> Lineage:
+    """The running epoch has published `step + 1`, which the epochs `same_as` had published alike. An epoch
+    once left behind stays so."""
+    return tuple(
+        Span(span.epoch, span.first, step + 1) if span.last == step and span.epoch in same_as else span
+        for span in lineage
+    )
+
+
+def undecided(lineage: Lineage, step: int, min_epoch: int, max_version: int) -> bool:
+    """Whether an episode with units beyond version `step`, the newest of the running epoch, is of an earlier
+    epoch that this one has equalled so far: the steps to come will tell."""
+    return max_version > step and any(span.epoch == min_epoch and span.last == step for span in lineage)
 
 
 def pruned(lineage: Lineage, oldest: int) -> Lineage:

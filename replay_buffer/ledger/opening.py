@@ -34,6 +34,7 @@ class OpenedWith(msgspec.Struct, frozen=True):
     trainer: str
     step: int
     copy: bytes | None = None
+    after_epoch: int = 0
 
 
 def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
@@ -59,7 +60,7 @@ def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
             f"checkpoint is of step {index.meta.checkpoint}: resume from a checkpoint with its ledger copy, "
             "or start a job of another name",
         )
-    epoch = draft.meta.epoch + 1
+    epoch = max(draft.meta.epoch, command.after_epoch) + 1
     lineage = reopened(draft.meta.lineage, epoch, command.step)
     draft.set_meta(epoch=epoch, trainer=command.trainer, lineage=lineage, overtaken=None)
     return draft.decide(TrainerOpened(epoch, command.step))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from areal_async.wire.messages import PutAck, Refusal
 from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import Index
-from replay_buffer.ledger.lineage import accepts
+from replay_buffer.ledger.lineage import accepts, undecided
 from replay_buffer.ledger.records import NO_VERSION, Episode, EpisodeState, Group, GroupState
 
 
@@ -92,7 +92,9 @@ def _problem(index: Index, group: Group, arrival: Arrival, lease_number: int, *,
             f"version_unknown: version {arrival.max_version} of trainer epoch {arrival.min_epoch} was not "
             f"published; the trainer is at version {meta.v_train} of epoch {meta.epoch}"
         )
-    if not accepts(meta.lineage, arrival.min_epoch, arrival.min_version, arrival.max_version):
+    if not accepts(
+        meta.lineage, arrival.min_epoch, arrival.min_version, arrival.max_version
+    ) and not undecided(meta.lineage, meta.v_train, arrival.min_epoch, arrival.max_version):
         return "abandoned"
     if index.next_step - arrival.min_version > index.rules.max_staleness:
         return "stale"

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import selectors
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
+from areal_async.observe.events import read_events
 from areal_async.observe.record import read_run_log
 from areal_async.quickstart.model import write_model
 from areal_async.quickstart.tasks import split_problems, write_parquet
@@ -86,6 +94,111 @@ class FinishedRun:
         if version == 0:
             return self.workspace.folder / "model"
         return self.folder / "checkpoints" / f"step-{version:06d}"
+
+
+class RunningJob:
+    """A job started from the command line, and its processes."""
+
+    def __init__(self, folder: Path, *arguments: str | Path, **environment: str) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            command(*arguments, "--plain"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | environment,
+        )
+        self.told = ""
+
+    def read_until(self, pattern: str, limit_s: float) -> str:
+        """What the process printed up to a line that matches, or up to its end."""
+        assert self.process.stdout is not None
+        told, deadline_s = b"", time.monotonic() + limit_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while not re.search(pattern, told.decode(errors="replace")):
+                left_s = deadline_s - time.monotonic()
+                assert selector.select(left_s), f"no {pattern!r} in time: {self.told}{told.decode()}"
+                if not (chunk := os.read(self.process.stdout.fileno(), 65536)):
+                    break
+                told += chunk
+        self.told += told.decode(errors="replace")
+        return told.decode(errors="replace")
+
+    def read_all(self, limit_s: float) -> str:
+        return self.read_until(r"(?!)", limit_s)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Id and volatile folders of the running job."""
+        return json.loads((self.folder / "run.lock").read_text())
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [record for record in read_run_log(self.folder / "metrics.jsonl") if record["kind"] == "step"]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.folder) if event["event"] == kind]
+
+    def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = 60.0) -> None:
+        deadline_s = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < deadline_s, f"{what} did not come in time: {self.told}"
+            assert self.process.poll() is None, f"the job ended before {what}: {self.read_all(5)}"
+            time.sleep(0.05)
+
+    def wait_for_steps(self, more: int, limit_s: float = 60.0) -> None:
+        """Until so many more steps are trained, steps done again among them."""
+        target = len(self.steps()) + more
+        self.wait_for(lambda: len(self.steps()) >= target, f"{more} more steps", limit_s)
+
+    def service(self, name: str) -> psutil.Process:
+        """A process by its name in the run; `redis` is the one below the buffer."""
+        if name == "redis":
+            children = self.service("buffer").children(recursive=True)
+            return next(child for child in children if "redis-server" in child.name())
+        run_id = self.record["run_id"]
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("AREAL_ASYNC_RUN") == run_id and name in process.cmdline():
+                    return process
+            except psutil.Error:
+                continue
+        raise AssertionError(f"{name} does not run")
+
+
+def assert_nothing_is_left(run: dict[str, Any]) -> None:
+    left = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("AREAL_ASYNC_RUN") == run["run_id"]:
+                left.append(process)
+        except psutil.Error:
+            continue
+    assert not left
+    assert not Path(run["socket_dir"]).exists()
+    assert not Path(run["shm_dir"]).exists()
+
+
+@pytest.fixture
+def nothing_is_left() -> Callable[[dict[str, Any]], None]:
+    return assert_nothing_is_left
+
+
+@pytest.fixture
+def running(workspace: Workspace) -> Callable[..., Any]:
+    """`with running("run", job_file) as job:`; what is left of it is killed."""
+
+    @contextmanager
+    def start(verb: str, job_file: Path, **environment: str) -> Iterator[RunningJob]:
+        job = RunningJob(workspace.folder / "runs" / job_file.stem, verb, job_file, **environment)
+        try:
+            yield job
+        finally:
+            if job.process.poll() is None:
+                job.process.kill()
+            job.process.wait()
+
+    return start
 
 
 def command(*arguments: str | Path) -> list[str]:

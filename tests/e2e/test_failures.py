@@ -1,105 +1,52 @@
 """How a job ends when it cannot go on: one paragraph that says why, and nothing left behind."""
 
-import json
-import os
-import re
-import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
-
-@contextmanager
-def started(job_file: Path) -> Iterator[subprocess.Popen]:
-    arguments = [sys.executable, "-m", "areal_async.cli.main", "run", str(job_file), "--plain"]
-    process = subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
+FRAIL = {"ready_s": 120, "restarts": 1, "first_pause_s": 0.1}
 
 
-def read_until(process: subprocess.Popen, pattern: str, limit_s: float) -> str:
-    """What the process printed up to a line that matches, or up to its end."""
-    told, deadline_s = b"", time.monotonic() + limit_s
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while not re.search(pattern, told.decode(errors="replace")):
-            assert selector.select(deadline_s - time.monotonic()), f"no {pattern!r} in time: {told.decode()}"
-            if not (chunk := os.read(process.stdout.fileno(), 65536)):
-                break
-            told += chunk
-    return told.decode(errors="replace")
-
-
-def run_of(job_file: Path) -> dict:
-    """Id and volatile folders of the running job."""
-    return json.loads((job_file.parent / "runs" / job_file.stem / "run.lock").read_text())
-
-
-def service_process(run_id: str, name: str) -> psutil.Process:
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("AREAL_ASYNC_RUN") == run_id and name in process.cmdline():
-                return process
-        except psutil.Error:
-            continue
-    raise AssertionError(f"{name} does not run")
-
-
-def assert_nothing_is_left(run: dict) -> None:
-    left = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("AREAL_ASYNC_RUN") == run["run_id"]:
-                left.append(process)
-        except psutil.Error:
-            continue
-    assert not left
-    assert not Path(run["socket_dir"]).exists()
-    assert not Path(run["shm_dir"]).exists()
-
-
-def test_a_killed_service_ends_the_job_with_a_message_that_names_it(workspace):
-    job_file = workspace.job("killed", trainer__steps=1000, checkpoint__every_steps=100)
-    with started(job_file) as process:
-        read_until(process, r"step [1-9]\d*/1000", 90)
-        run = run_of(job_file)
-        service_process(run["run_id"], "rollout-0").kill()
-        told = read_until(process, r"(?!)", 30)
-        assert process.wait(10) == 1
-    assert "rollout-0" in told
-    assert "SIGKILL" in told
+def test_a_service_that_keeps_dying_ends_the_job_with_a_message_that_names_it(
+    workspace, running, nothing_is_left
+):
+    job_file = workspace.job("frail", trainer__steps=1000, checkpoint__every_steps=100, supervisor=FRAIL)
+    with running("run", job_file) as job:
+        job.read_until(r"step [1-9]\d*/1000", 90)
+        run = job.record
+        job.service("rollout-0").kill()
+        job.read_until("rollout-0 was killed by SIGKILL; it is started again", 20)
+        job.wait_for_steps(8)
+        job.service("rollout-0").kill()
+        told = job.read_all(30)
+        assert job.process.wait(10) == 1
+    assert "rollout-0 was killed by SIGKILL" in told
+    assert "death number 2" in told
+    assert f"areal-async resume {job.folder}" in " ".join(told.split())
     assert "Traceback" not in told
-    assert_nothing_is_left(run)
+    nothing_is_left(run)
 
 
-def test_ctrl_c_ends_everything_within_ten_seconds_and_leaves_nothing(workspace):
+def test_ctrl_c_ends_everything_within_ten_seconds_and_leaves_nothing(workspace, running, nothing_is_left):
     job_file = workspace.job("interrupted", trainer__steps=1000, checkpoint__every_steps=100)
-    with started(job_file) as process:
-        read_until(process, r"step [1-9]\d*/1000", 90)
-        run = run_of(job_file)
+    with running("run", job_file) as job:
+        job.read_until(r"step [1-9]\d*/1000", 90)
+        run = job.record
         begun_s = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        told = read_until(process, r"(?!)", 15)
-        assert process.wait(10) == 130
+        job.process.send_signal(signal.SIGINT)
+        told = job.read_all(15)
+        assert job.process.wait(10) == 130
         assert time.monotonic() - begun_s < 10
     assert "Traceback" not in told
-    assert_nothing_is_left(run)
+    assert "areal-async resume" in told
+    nothing_is_left(run)
 
 
 def refused(job_file: Path) -> str:

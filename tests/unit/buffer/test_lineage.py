@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replay_buffer.ledger.lineage import START, Span, accepts, pruned, reopened
+from replay_buffer.ledger.lineage import START, Span, accepts, continued, pruned, reopened, undecided
 
 
 def test_version_0_is_known_before_any_trainer():
@@ -35,3 +35,16 @@ def test_spans_that_no_unit_can_be_of_are_forgotten():
     lineage = reopened(reopened(START, 1, 0), 2, 5)
     assert pruned(lineage, 6) == (Span(2, 5),)
     assert pruned(lineage, 5) == (Span(1, 0, 5), Span(2, 5))
+
+
+def test_what_is_published_again_bit_by_bit_stays_true():
+    lineage = reopened(reopened(START, 1, 0), 2, 5)
+    assert undecided(lineage, 5, 1, 7), "the steps to come will tell"
+    assert not undecided(lineage, 5, 1, 5)
+    lineage = continued(lineage, 5, [1])
+    assert accepts(lineage, 1, 3, 6)
+    assert undecided(lineage, 6, 1, 7)
+    lineage = continued(lineage, 6, [])
+    assert not accepts(lineage, 1, 3, 7)
+    assert not undecided(lineage, 7, 1, 8)
+    assert continued(lineage, 7, [1]) == lineage, "an epoch once left behind stays so"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from areal_async.wire.messages import Batch, ExportLedger, Fault, TrainerOpened
+from areal_async.wire.messages import Batch, Commit, ExportLedger, Fault, TrainerOpened
 from replay_buffer.ledger.committing import Copy
+from replay_buffer.ledger.opening import OpenedWith
 
 
 def ids(batch):
@@ -72,7 +73,7 @@ def test_units_of_abandoned_weights_are_not_trained(drive):
     assert ids(ledger.batch(0)) == ids(batches[0]), "its units are from version 0, which still is"
     ledger.commit()
     waiting = ledger.waiting(1)
-    assert ledger.count("dropped:abandoned") == 1
+    assert ledger.count("dropped:abandoned") == 2, "the batches of steps 1 and 2"
     assert "has 0" in waiting.detail
     again = ledger.lease(10)
     assert "cafe0123:1:0#1" in [group.group_id for group in again], "its task is tried again"
@@ -224,3 +225,37 @@ def test_a_copy_that_does_not_fit_is_refused_with_the_reason(drive, damage):
     expected = {"bytes": "cannot be read", "step": "of step 1", "dataset": "other", "schema": "schema 99"}
     assert expected[damage] in reply.message
     assert ledger.index.meta.epoch == 1
+
+
+def test_an_epoch_is_never_given_out_twice_even_by_a_ledger_that_lost_it(drive):
+    """Redis came back empty: workers still hold snapshots of the epochs that were."""
+    ledger = drive()
+    reply = ledger.send(OpenedWith("trainer", 0, None, after_epoch=7))
+    assert reply == TrainerOpened(8, 0)
+    assert "abandoned" in ledger.why_not(version=3)
+
+
+def test_units_of_weights_that_come_again_bit_by_bit_are_trained(drive):
+    ledger = drive(batch_groups=1, max_staleness=2)
+    batches = trained_steps(ledger, 3)
+    assert batches[1].groups[0].episodes[0].max_version == 1
+    ledger.open(step=0)
+    for step in range(3):
+        assert ids(ledger.batch(step)) == ids(batches[step])
+        ledger.send(Commit(ledger.epoch, step, [1]))
+    assert ledger.count("dropped:abandoned") == 0
+
+
+def test_the_first_version_that_differs_ends_all_that_came_of_it(drive):
+    """At once: what is not going to be trained must not keep others from being generated."""
+    ledger = drive(batch_groups=1, max_staleness=4)
+    trained_steps(ledger, 3)
+    ledger.scored()
+    ledger.open(step=0)
+    ledger.batch(0)
+    ledger.send(Commit(ledger.epoch, 0, [1]))
+    assert ledger.count("dropped:abandoned") == 0
+    ledger.batch(1)
+    ledger.send(Commit(ledger.epoch, 1, []))
+    assert ledger.count("dropped:abandoned") == 2, "the batch of step 2, and what waited for step 3"
+    assert ledger.lease(10) != []

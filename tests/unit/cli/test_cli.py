@@ -44,6 +44,7 @@ def test_the_commands_and_their_options_are_these() -> None:
     }
     assert surface == {
         "run": ["--overwrite", "--plain", "job_file", "overrides"],
+        "resume": ["--plain", "overrides", "target"],
         "validate": ["job_file", "overrides"],
         "doctor": ["--clean"],
         "quickstart": ["--out", "--plain", "--seed"],

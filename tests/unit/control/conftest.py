@@ -25,7 +25,7 @@ def make_job(tmp_path: Path, **changes: object) -> JobConfig:
         "model": tmp_path / "model",
         "tasks": {"train": tmp_path / "train.jsonl"},
         "observe": {"metrics_port": 0},
-        "supervisor": {"ready_s": 60},
+        "supervisor": {"ready_s": 60, "restarts": 0},
     }
     return JobConfig.model_validate(content | changes)
 

@@ -30,7 +30,7 @@ class RecordedBuffer:
         self.calls: list[tuple] = []
         self._waits = 1
 
-    def open_trainer(self, trainer, step, ledger):
+    def open_trainer(self, trainer, step, ledger, after_epoch=0):
         self.calls.append(("open", step, ledger))
         return TrainerOpened(epoch=1, step=step)
 
@@ -47,7 +47,7 @@ class RecordedBuffer:
         blobs = read_step(self.root, step).blobs
         return [memoryview(blobs[name]) for name in episode_ids]
 
-    def commit(self, epoch, step):
+    def commit(self, epoch, step, same_as=()):
         self.calls.append(("commit", step))
 
     def export_ledger(self, epoch, step):

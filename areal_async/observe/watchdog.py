@@ -1,0 +1,113 @@
+"""Which edge of the pipeline starves when training stands still. Pure.
+
+    tasks → rollout workers → buffer → reward service → buffer → trainer → (weights) → rollout workers
+
+The trainer is at the end of it: while it computes nothing is wrong, however slow. When it has not for a
+while, the first thing on its way that is missing, silent or empty is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Edge = Literal["buffer", "trainer", "reward", "rollout", "checkpoint", "evaluator"]
+"""What does not come. `checkpoint`: the buffer is full of trained groups that none covers yet."""
+
+SILENT_S = 5.0
+"""A service that serves, and has not answered for its metrics so long, is held up."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a run at one moment, from the supervisor's states and the services' metrics."""
+
+    idle_s: float
+    """Since the trainer was last seen to compute."""
+    phases: Mapping[str, str]
+    """By process name: waiting, starting, serving, restarting or ended."""
+    silent_s: Mapping[str, float] = field(default_factory=dict)
+    """Since each process last answered."""
+    groups: Mapping[str, int] = field(default_factory=dict)
+    """By state of the ledger."""
+    workers_alive: int | None = None
+    """Scoring processes of the reward service; None when it does not say."""
+    workers: int = 0
+    """Those that the job asks for."""
+    max_groups: int = 0
+    steps_left: int = 1
+
+
+@dataclass(frozen=True)
+class Stall:
+    edge: Edge
+    detail: str
+    """One line for a person: who waits for what, and why it does not come."""
+
+
+def find_stall(facts: Facts, limit_s: float) -> Stall | None:
+    """The starving edge of a run whose trainer has computed nothing for `limit_s`; None while it does."""
+    if facts.idle_s < limit_s:
+        return None
+    if "buffer" in facts.phases and (why := _missing(facts, "buffer")):
+        return Stall("buffer", f"all services wait for the buffer; {why}")
+    if why := _missing(facts, "trainer"):
+        return Stall("trainer", f"no step is trained; {why}")
+    if "buffer" not in facts.phases:
+        return Stall("trainer", "no step is trained; the trainer serves and computes nothing")
+    if facts.steps_left <= 0:
+        why = _missing(facts, "evaluator") or "the evaluator serves"
+        return Stall("evaluator", f"the trainer is done and waits for the last evaluations; {why}")
+    return _starving(facts)
+
+
+def _starving(facts: Facts) -> Stall:
+    """What a trainer that waits for a batch lacks."""
+    held = {state.lower(): count for state, count in facts.groups.items()}
+    unscored, leased = held.get("generated", 0), held.get("leased", 0)
+    reward = _reward_missing(facts)
+    rollouts = {name: _missing(facts, name) for name in facts.phases if name.startswith("rollout")}
+    serving = [name for name, why in rollouts.items() if not why]
+    if unscored and (reward or unscored >= leased or not serving):
+        why = reward or f"{unscored} generated groups are not scored; scoring is behind"
+        return Stall("reward", f"trainer waits for scored groups; {why}")
+    if not serving:
+        reasons = "; ".join(why for why in rollouts.values() if why)
+        return Stall(
+            "rollout",
+            f"trainer waits for generated groups; 0 of {len(rollouts)} rollout workers serve ({reasons})",
+        )
+    trained = held.get("trained", 0)
+    if facts.max_groups and sum(held.values()) >= facts.max_groups and trained and not leased:
+        return Stall(
+            "checkpoint",
+            f"trainer waits for generated groups; the buffer is full, and {trained} of its groups wait for "
+            "the next checkpoint",
+        )
+    if reward and held.get("scored", 0) == 0 and not leased:
+        return Stall("reward", f"trainer waits for scored groups; {reward}")
+    what = f"{leased} groups are being generated" if leased else "no worker leases a group"
+    alive = f"{len(serving)} of {len(rollouts)} rollout workers serve"
+    return Stall("rollout", f"trainer waits for generated groups; {alive}, {what}")
+
+
+def _reward_missing(facts: Facts) -> str:
+    if why := _missing(facts, "reward"):
+        return why.replace("reward ", "reward_service ", 1)
+    if facts.workers_alive == 0:
+        return f"reward_service has 0 of {facts.workers} workers alive"
+    return ""
+
+
+def _missing(facts: Facts, name: str) -> str:
+    """Why process `name` does not do its work; empty when it seems to."""
+    phase = facts.phases.get(name)
+    if phase == "restarting":
+        return f"{name} died and is started again"
+    if phase in ("waiting", "starting"):
+        return f"{name} is starting"
+    if phase == "ended":
+        return f"{name} has ended"
+    silent_s = facts.silent_s.get(name, 0.0)
+    return f"{name} has not answered for {silent_s:.0f} s" if silent_s > SILENT_S else ""

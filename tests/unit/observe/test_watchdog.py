@@ -1,0 +1,70 @@
+"""nothing_is_unbounded: a stall is reported with the name of the starving edge."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_async.observe.watchdog import Facts, Stall, find_stall
+
+SERVING = dict.fromkeys(("buffer", "trainer", "reward", "rollout-0", "rollout-1", "evaluator"), "serving")
+
+
+def facts(**changes) -> Facts:
+    values = {"idle_s": 40.0, "phases": SERVING, "workers_alive": 4, "workers": 4, "max_groups": 100}
+    phases = changes.pop("phases", {})
+    return Facts(**values | changes | {"phases": SERVING | phases})
+
+
+def stall(**changes) -> Stall:
+    found = find_stall(facts(**changes), 30.0)
+    assert found is not None
+    return found
+
+
+def test_a_trainer_that_computes_is_no_stall():
+    assert find_stall(facts(idle_s=29.9), 30.0) is None
+
+
+def test_the_message_names_the_reward_service_and_its_dead_workers():
+    assert stall(groups={"generated": 5, "leased": 9}, workers_alive=0) == Stall(
+        "reward", "trainer waits for scored groups; reward_service has 0 of 4 workers alive"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "edge", "words"),
+    [
+        ({"phases": {"buffer": "restarting"}}, "buffer", "buffer died and is started again"),
+        ({"silent_s": {"buffer": 12.0}}, "buffer", "buffer has not answered for 12 s"),
+        ({"phases": {"trainer": "starting"}}, "trainer", "trainer is starting"),
+        ({"silent_s": {"trainer": 31.0}}, "trainer", "not answered for 31 s"),
+        ({"phases": {"reward": "restarting"}, "groups": {"generated": 1}}, "reward", "reward_service died"),
+        ({"groups": {"generated": 9, "leased": 2}}, "reward", "9 generated groups are not scored"),
+        (
+            {"phases": {"rollout-0": "restarting", "rollout-1": "restarting"}},
+            "rollout",
+            "0 of 2 rollout workers serve",
+        ),
+        (
+            {"phases": {"rollout-0": "restarting"}, "groups": {"leased": 3}},
+            "rollout",
+            "1 of 2 rollout workers",
+        ),
+        (
+            {"groups": {"trained": 96, "scored": 4}},
+            "checkpoint",
+            "96 of its groups wait for the next checkpoint",
+        ),
+        ({"groups": {"queued": 8}}, "rollout", "no worker leases a group"),
+        ({"steps_left": 0, "phases": {"evaluator": "restarting"}}, "evaluator", "evaluator died"),
+    ],
+)
+def test_the_first_thing_that_is_missing_is_named(changes, edge, words):
+    found = stall(**changes)
+    assert found.edge == edge
+    assert words in found.detail
+
+
+def test_a_job_of_the_trainer_alone_can_only_wait_for_it():
+    alone = Facts(idle_s=99.0, phases={"trainer": "serving"})
+    assert find_stall(alone, 30.0).edge == "trainer"
