@@ -61,7 +61,11 @@ def commit(index: Index, message: Commit, now_ms: int) -> Decision:
 def _drop_abandoned(draft: Draft, version: int) -> None:
     """End every group not trained yet that holds units of weights that will not come again."""
     lineage = draft.meta.lineage
-    groups = [group for group in draft.index.groups.values() if group.max_version >= version]
+    groups = [
+        group
+        for group in draft.index.groups.values()
+        if any(episode.max_version >= version for episode in group.episodes)
+    ]
     for group in draft.groups(group.group_id for group in groups):
         if group.state <= GroupState.BATCHED and not all(
             accepts(lineage, e.min_epoch, e.min_version, e.max_version)
