@@ -292,7 +292,7 @@ def test_a_lost_lease_ends_its_episodes_and_no_other(monkeypatch: pytest.MonkeyP
 
 def test_a_cancelled_episode_gives_its_capacity_back_even_before_it_began() -> None:
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        worker._begin(group(7))
+        worker._begin(group(7), engine.version)
         worker._lose("L7", "as the test wants")
         await eventually(lambda: not worker._running)
         assert engine.seen == []
