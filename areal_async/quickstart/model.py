@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 CHARACTERS = "0123456789+-="
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -28,6 +29,7 @@ def write_model(directory: Path, seed: int) -> int:
 
     Returns the number of parameters.
     """
+    transformers_logging.disable_progress_bar()
     tokenizer = make_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),

@@ -115,9 +115,15 @@ def serve(section, drive, *, timeout_s=20.0, workers=1):
             buffer.stop_s = time.monotonic() - began
             return buffer
 
+    before = running_children()
     buffer = asyncio.run(run())
-    assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    assert not running_children() - before
     return buffer
+
+
+def running_children() -> set[psutil.Process]:
+    """Other tests of this process may have some of their own, such as a Redis."""
+    return {p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
 
 
 def test_every_claimed_episode_gets_one_verdict_whatever_the_reward_does(section):
