@@ -43,8 +43,8 @@ log = get_logger("supervisor")
 class Supervisor:
     """Runs the services of one job. `metrics_port` is its own process's, 0 for none.
 
-    `on_serving` is called once all serve, `on_restart` with the name and a line of text when a service died and
-    is to be started again, `on_ending` once when the end is decided and the services that did not cause it
+    `on_serving` is called once all serve, `on_restart` with the name and a line of text when a service died
+    and is to be started again, `on_ending` once when the end is decided and the services that did not cause it
     still run; all must be quick."""
 
     def __init__(
@@ -190,7 +190,9 @@ class Supervisor:
 
     def _write_targets(self) -> None:
         """Name the metrics endpoints for Prometheus; whole or not at all, since it watches the file."""
-        ports = [(place.role, place.name, self.children[place.name].metrics_port) for place in self.services]
+        ports: list[tuple[str, str, int]] = [
+            (place.role, place.name, self.children[place.name].metrics_port) for place in self.services
+        ]
         if self._metrics_port:
             ports.append(("supervisor", "supervisor", self._metrics_port))
         targets = [
