@@ -44,8 +44,8 @@ class Supervisor:
     """Runs the services of one job. `metrics_port` is its own process's, 0 for none.
 
     `on_serving` is called once all serve, `on_restart` with the name and a line of text when a service died
-    and is to be started again, `on_ending` once when the end is decided and the services that did not cause it
-    still run; all must be quick."""
+    and is to be started again, `on_ending` once when the end is decided and the services that did not cause
+    it still run; all must be quick."""
 
     def __init__(
         self,
