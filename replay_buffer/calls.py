@@ -10,6 +10,7 @@ from typing_extensions import Buffer
 
 from areal_async.errors import ProtocolError
 from areal_async.wire.messages import (
+    Arrived,
     Batch,
     BufferStats,
     Checkpointed,
@@ -73,6 +74,10 @@ def lease(worker: str, capacity: int, serving: VersionTag, wait_ms: int) -> Call
 
 def heartbeat(worker: str, lease_ids: Sequence[str], serving: VersionTag) -> Call[HeartbeatAck]:
     return Call(Heartbeat(worker, list(lease_ids), serving), _reply(HeartbeatAck))
+
+
+def arrived(name: str) -> Call[None]:
+    return Call(Arrived(name), _done)
 
 
 def release(worker: str, lease_id: str, reason: str) -> Call[None]:

@@ -71,6 +71,10 @@ class BufferClient:
     async def close(self) -> None:
         await self._client.close()
 
+    async def arrived(self, name: str) -> None:
+        """What an earlier process of this name had leased or claimed is over."""
+        return await self._do(calls.arrived(name))
+
     async def lease(self, worker: str, capacity: int, serving: VersionTag, *, wait_ms: int = 0) -> Leases:
         """Groups to generate, at most `capacity`."""
         return await self._do(calls.lease(worker, capacity, serving, wait_ms))

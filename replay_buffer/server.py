@@ -25,6 +25,7 @@ from areal_async.observe.log import get_logger
 from areal_async.observe.metrics import busy
 from areal_async.trajectory import TrajectoryError, summarise
 from areal_async.wire.messages import (
+    Arrived,
     BufferStats,
     Checkpointed,
     Claim,
@@ -112,7 +113,7 @@ class BufferServer:
             case ExportLedger():
                 decision = await self._front.execute(message)
                 return decision.reply, [decision.payload] if decision.payload is not None else []
-            case Heartbeat() | Release() | PutVerdicts() | Commit() | Checkpointed():
+            case Arrived() | Heartbeat() | Release() | PutVerdicts() | Commit() | Checkpointed():
                 return (await self._front.execute(message)).reply
             case Stats():
                 reply = (await self._front.execute(message)).reply

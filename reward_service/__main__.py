@@ -17,6 +17,7 @@ async def main(ctx: ServiceContext) -> None:
     section = ctx.job.reward
     async with Pool(section.name, workers=section.workers, timeout_s=section.timeout_s) as pool:
         async with BufferClient(ctx.buffer_endpoint, job=ctx.job.job, role="reward", name=ctx.name) as buffer:
+            await buffer.arrived(ctx.name)
             ctx.ready()
             log.info("reward service serves", reward=section.name, workers=section.workers)
             await RewardServer(buffer, pool, scorer=ctx.name, workers=section.workers).run(ctx.stop)

@@ -34,6 +34,7 @@ async def main(ctx: ServiceContext) -> None:
 
     try:
         async with BufferClient(ctx.buffer_endpoint, job=job.job, role="rollout", name=ctx.name) as buffer:
+            await buffer.arrived(ctx.name)
             serving = await unless_stopped(ctx.stop, first_version())
             if serving is None:
                 return

@@ -116,6 +116,15 @@ class Fault(Message, frozen=True):
     retry_after_ms: int = 0
 
 
+# --- rollout, reward -> buffer -----------------------------------------------------------------------
+
+
+class Arrived(Message, frozen=True):
+    """A process called `name` begins: what an earlier one of that name had leased or claimed is over."""
+
+    name: str
+
+
 # --- rollout -> buffer -------------------------------------------------------------------------------
 
 
@@ -407,6 +416,7 @@ class AckSnapshot(Message, frozen=True):
 
 Request = (
     Hello
+    | Arrived
     | Lease
     | Heartbeat
     | Release

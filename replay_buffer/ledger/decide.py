@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from areal_async.wire.messages import (
+    Arrived,
     BufferStats,
     Checkpointed,
     Claim,
@@ -37,7 +38,8 @@ class Extend:
 
 
 Command = (
-    Lease
+    Arrived
+    | Lease
     | Heartbeat
     | Release
     | storing.StoreEpisodes
@@ -69,6 +71,8 @@ def decide(index: Index, command: Command, now_ms: int) -> Decision:
             return scoring.verdicts(index, command, now_ms)
         case Heartbeat():
             return leasing.heartbeat(index, command, now_ms)
+        case Arrived():
+            return leasing.arrived(index, command, now_ms)
         case Release():
             return leasing.release(index, command, now_ms)
         case NextBatch():

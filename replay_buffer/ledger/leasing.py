@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from areal_async.wire.messages import (
+    Arrived,
     Heartbeat,
     HeartbeatAck,
     LeasedGroup,
@@ -133,6 +134,16 @@ def release(index: Index, message: Release, now_ms: int) -> Decision:
     return draft.decide(Ok())
 
 
+def arrived(index: Index, message: Arrived, now_ms: int) -> Decision:
+    """A process that died has come back by the same name: nobody works on what it held."""
+    draft = Draft(index, now_ms)
+    for held in [lease_ for lease_ in index.leases.values() if lease_.worker == message.name]:
+        draft.end_lease(index.groups[held.group_id], "worker_restarted")
+    for claim_id in sorted(index.claims_of.get(message.name, ())):
+        _end_claim(draft, claim_id, "scorer_restarted")
+    return draft.decide(Ok())
+
+
 def expire(index: Index, now_ms: int) -> Decision:
     """End every lease and claim whose deadline has come."""
     draft = Draft(index, now_ms)
@@ -147,11 +158,11 @@ def expire(index: Index, now_ms: int) -> Decision:
             claim = index.claims[id_]
             if claim.deadline_ms > now_ms:
                 break
-            _end_claim(draft, id_)
+            _end_claim(draft, id_, "claim_expired")
     return draft.decide(Ok())
 
 
-def _end_claim(draft: Draft, claim_id: str) -> None:
+def _end_claim(draft: Draft, claim_id: str, reason: str) -> None:
     claim = draft.index.claims[claim_id]
     draft.set_claim(claim_id, None)
     group = draft.group(claim.group_id)
@@ -162,7 +173,7 @@ def _end_claim(draft: Draft, claim_id: str) -> None:
         for sample, episode in enumerate(group.episodes)
         if episode.claim_id == claim_id and episode.state == EpisodeState.CLAIMED
     }
-    draft.count("claim_expired", len(back))
+    draft.count(reason, len(back))
     draft.set_episodes(group, back)
 
 

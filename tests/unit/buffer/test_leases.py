@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_async.wire.messages import Lease, VersionTag
+from areal_async.wire.messages import Arrived, Lease, VersionTag
 
 
 def test_a_lease_names_the_task_and_all_its_samples(drive):
@@ -138,3 +138,28 @@ def test_no_group_is_generated_that_no_step_is_left_for(drive):
     assert len(ledger.lease(50)) == 2
     for group in list(ledger.index.groups):
         assert ledger.state(group) == "LEASED"
+
+
+def test_one_death_is_local_what_a_restarted_worker_held_is_leased_again_at_once(drive):
+    ledger = drive(batch_groups=2)
+    mine, theirs = ledger.lease(1, worker="rollout-0") + ledger.lease(1, worker="rollout-1")
+    ledger.put(mine, samples=[0])
+    ledger.send(Arrived("rollout-0"))
+    assert ledger.count("queued:worker_restarted") == 1
+    assert ledger.heartbeat(theirs, worker="rollout-1") == []
+    (again,) = ledger.lease(1)
+    assert (again.group_id, again.missing) == (mine.group_id, [1]), "what is stored stays"
+    assert [refusal.reason for refusal in ledger.put(mine, samples=[1]).refused] == ["lease_lost"]
+
+
+def test_one_death_is_local_what_a_restarted_scorer_had_claimed_is_claimed_again(drive):
+    ledger = drive()
+    (group,) = ledger.lease()
+    ledger.put(group)
+    claimed = ledger.claim(scorer="reward")
+    ledger.send(Arrived("reward"))
+    again = ledger.claim(scorer="reward")
+    assert [item.episode_id for item in again] == [item.episode_id for item in claimed]
+    assert all(item.tries == 0 for item in again), "a death is not a try"
+    ledger.judge(claimed)
+    assert ledger.count("refused:claim_lost") == len(claimed)
