@@ -73,7 +73,7 @@ class BufferClient:
 
     async def arrived(self, name: str) -> None:
         """What an earlier process of this name had leased or claimed is over."""
-        return await self._do(calls.arrived(name))
+        await self._do(calls.arrived(name))
 
     async def lease(self, worker: str, capacity: int, serving: VersionTag, *, wait_ms: int = 0) -> Leases:
         """Groups to generate, at most `capacity`."""
@@ -168,6 +168,10 @@ class SyncBufferClient:
 
     def close(self) -> None:
         self._client.close()
+
+    def arrived(self, name: str) -> None:
+        """What an earlier process of this name had leased or claimed is over."""
+        self._do(calls.arrived(name))
 
     def lease(self, worker: str, capacity: int, serving: VersionTag, *, wait_ms: int = 0) -> Leases:
         """Groups to generate, at most `capacity`."""

@@ -49,6 +49,8 @@ GIVE_UP_S = 600.0
 class EvaluationError(ArealError):
     """No held-out task could be evaluated, or the trainer is gone before its final snapshot."""
 
+    restart_helps = False
+
 
 class Scorer(Protocol):
     async def score(self, inputs: Sequence[RewardInput]) -> list[Verdict]: ...

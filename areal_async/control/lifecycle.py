@@ -176,7 +176,8 @@ class Lifecycle:
         name, status = state.place.name, state.status
         state.deaths_s = [*self.restarts.recent(state.deaths_s, now_s), now_s]
         pause_s = next_pause_s(len(state.deaths_s), status, self.restarts)
-        if pause_s is None:
+        if pause_s is None or (state.place.role == "evaluator" and self._last_one_deadline_s is not None):
+            # A restarted evaluator would ask a trainer that is gone for the final snapshot.
             return self._stop(Ending("died", name, status, lived_s, len(state.deaths_s)), now_s)
         state.phase, state.restart_s = Phase.RESTARTING, now_s + pause_s
         if state.place.role == "trainer":

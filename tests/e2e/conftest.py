@@ -34,6 +34,14 @@ def share_of_ones(given: RewardInput) -> float:
 """
 """Varies within every group, so that even a random model has something to learn."""
 
+WORKFLOW = """
+async def eight_turns(ctx, task):
+    reply = await ctx.generate(task.prompt)
+    for turn in range(1, 8):
+        reply = await ctx.generate(parent=reply.segment, turn=turn)
+"""
+"""Episodes so long that generation is what the job waits for: weights arrive while they are made."""
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -220,13 +228,33 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     write_parquet(train[:500], folder / "train.parquet", "train")
     write_parquet(held_out, folder / "held_out.parquet", "held_out")
     write_model(folder / "model", seed=0)
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 320}))
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    (folder / "workflow.py").write_text(WORKFLOW, encoding="utf-8")
     return Workspace(folder)
 
 
 @pytest.fixture(scope="session")
 def asynchronous_run(workspace: Workspace) -> FinishedRun:
     return finish(workspace, workspace.job("asynchronous"))
+
+
+@pytest.fixture(scope="session")
+def long_episodes_run(workspace: Workspace) -> FinishedRun:
+    rollout = {
+        "group_size": 4,
+        "max_concurrent": 32,
+        "max_model_len": 320,
+        "workflow": "workflow.py:eight_turns",
+        "sampling": {"temperature": 0.9, "max_new_tokens": 32},
+    }
+    job_file = workspace.job(
+        "long-episodes",
+        rollout=rollout,
+        evaluation={"every_steps": 5, "sampling": {"temperature": 0.0, "max_new_tokens": 8}},
+    )
+    return finish(workspace, job_file)
 
 
 @pytest.fixture(scope="session")

@@ -183,3 +183,11 @@ def test_any_deaths_are_survived_until_the_limit_and_a_process_is_never_started_
         settle()
         assert life.all_serve()
         assert running == set(NAMES)
+
+
+def test_an_evaluator_that_dies_after_the_trainer_is_done_ends_the_run_with_its_name() -> None:
+    life = serving()
+    assert life.exited("trainer", 0, 10.0) == []
+    life.exited("evaluator", -9, 11.0)
+    assert life.ending is not None
+    assert (life.ending.kind, life.ending.culprit) == ("died", "evaluator")

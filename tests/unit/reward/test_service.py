@@ -20,9 +20,11 @@ from areal_async.control.samples import fetch_samples
 from areal_async.control.service import STOPPED_STATUS
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from areal_async.wire.messages import (
+    Arrived,
     Claim,
     ClaimedEpisode,
     Claims,
+    Ok,
     PutVerdicts,
     Score,
     Task,
@@ -55,6 +57,8 @@ class WireBuffer:
 
     async def handle(self, peer, message, attachments):
         match message:
+            case Arrived():
+                return Ok()
             case Claim():
                 ids, self.left = self.left[: message.max_episodes], self.left[message.max_episodes :]
                 self.claimed += ids
