@@ -38,7 +38,7 @@ class RedisPipe(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._watch: asyncio.TimerHandle | None = None
         self._why_closed = "the connection is not open"
-        self._refused_tls: ssl.SSLError | None = None
+        self._was_closed = False
 
     @classmethod
     async def open(cls, where: str | Place) -> RedisPipe:
@@ -58,8 +58,10 @@ class RedisPipe(asyncio.Protocol):
                     await pipe._greet(place)
                 except BaseException as error:
                     pipe.close()
-                    if isinstance(error, StoreUnavailable) and pipe._refused_tls is not None:
-                        raise not_trusted(place, pipe._refused_tls) from error
+                    if place.tls is not None and isinstance(error, StoreUnavailable) and pipe._was_closed:
+                        # How a server turns away a client without the right certificate; that it says so
+                        # may get lost on the way.
+                        raise not_trusted(place, error) from error
                     raise
         except ssl.SSLError as error:
             raise not_trusted(place, error) from error
@@ -109,7 +111,7 @@ class RedisPipe(asyncio.Protocol):
                 future.set_result(answer)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._refused_tls = error if isinstance(error, ssl.SSLError) else None
+        self._was_closed = True
         self._end(f"Redis closed the connection{f': {error}' if error else ''}")
 
     # --- ending ---
