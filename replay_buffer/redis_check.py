@@ -10,21 +10,18 @@ from redis.exceptions import ResponseError
 
 from replay_buffer.address import Place
 from replay_buffer.errors import StoreUnavailable, StoreUnusable, refusal
-from replay_buffer.keys import Keys
-from replay_buffer.rights import check_rights
 
 OLDEST = (6, 0)
 
 
 async def check_redis(
-    redis: Redis, place: Place, durability: str, keys: Keys, *, max_bytes: int = 0, follows: bool = False
+    redis: Redis, place: Place, durability: str, *, max_bytes: int = 0, follows: bool = False
 ) -> None:
     """Raise `StoreUnusable` naming the setting to change; `StoreUnavailable` for what passes by itself;
-    `RedisError` or OSError when nobody answers.
+    `RedisError` or OSError when nobody answers. The rights of the user come first: see `rights`.
 
     `max_bytes`: what the job may hold. `follows`: the place came from Sentinels, which may be about to name
     another."""
-    await check_rights(redis, place, keys)
     info = await redis.info()
     _check_server(info, place, max_bytes)
     _check_role(info, place, follows)

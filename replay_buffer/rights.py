@@ -6,14 +6,16 @@ missing one is known by name before the job runs, on every version of Redis and 
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from redis.asyncio import Redis
+import hiredis
 
 from replay_buffer.address import Place
 from replay_buffer.errors import StoreUnusable, refusal
 from replay_buffer.keys import Keys
+from replay_buffer.pipe import RedisPipe
 
 LOOK = ("hget", "hmget", "hgetall", "hexists", "ping", "time", "info")
 """What both roles may do."""
@@ -55,25 +57,22 @@ def acl_rules(job: str, role: str, *, read_only_keys: bool = True) -> str:
     )
 
 
-async def check_rights(redis: Redis, place: Place, keys: Keys) -> None:
+async def check_rights(pipe: RedisPipe, place: Place, keys: Keys) -> None:
     """Try every right that a front needs. Raises `StoreUnusable` naming all that are missing."""
     trials = _trials(keys)
-    pipeline = redis.pipeline(transaction=False)
-    for trial in trials:
-        pipeline.execute_command(*trial.command)
-    answers = await pipeline.execute(raise_on_error=False)
+    answers = await asyncio.gather(*[pipe.call(*trial.command) for trial in trials])
     commands, patterns = [], []
     for trial, answer in zip(trials, answers, strict=True):
-        if not isinstance(answer, Exception):
+        if not isinstance(answer, hiredis.ReplyError):
             continue
         text = str(answer)
-        if _is_moved(text):
+        if text.startswith(("MOVED", "ASK")):
             raise moved(place, keys, text)
-        if "MISCONF" in text or "LOADING" in text:
+        if text.startswith(("MISCONF", "LOADING", "CLUSTERDOWN")):
             raise refusal(text)
-        if "permission" not in text.lower():
+        if not text.startswith("NOPERM"):
             continue  # at its memory limit, a Redis refuses the trial write, and the user may have the right
-        if "key" in text.split("permission", 1)[1].lower():
+        if "keys" in text:
             patterns.append(trial.key)
         else:
             commands.append(f"+{trial.right}")
@@ -95,10 +94,6 @@ def moved(place: Place, keys: Keys, answer: str) -> StoreUnusable:
         f"Redis at {place} is a cluster node that does not serve the keys {keys.prefix}*: {where}. Set "
         "buffer.redis to that node: a job lives on one shard"
     )
-
-
-def _is_moved(text: str) -> bool:
-    return text.startswith(("MOVED", "ASK "))
 
 
 def _trials(keys: Keys) -> list[Trial]:

@@ -21,7 +21,15 @@ import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import (
+    ClusterDownError,
+    MovedError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 
 from replay_buffer.address import Place, RedisAddress
 from replay_buffer.clock import RedisClock
@@ -31,6 +39,7 @@ from replay_buffer.ledger.index import Records, Writes
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, Claim, Group, Lease, Meta
 from replay_buffer.pipe import ANSWER_LIMIT_S, CONNECT_LIMIT_S, RedisPipe, in_words
 from replay_buffer.redis_check import check_redis
+from replay_buffer.rights import check_rights
 from replay_buffer.sentinel import find_place
 from replay_buffer.writer import Writer, check_answer, script_call
 
@@ -38,6 +47,15 @@ SCRIPT = files("replay_buffer").joinpath("write.lua").read_bytes()
 TAKE_SCRIPT = files("replay_buffer").joinpath("take.lua").read_bytes()
 ROOM_SHARE = 0.99
 """A Redis that was full has room again below this share of its maxmemory."""
+
+CODES: dict[type[ResponseError], str] = {
+    OutOfMemoryError: "OOM ",
+    ReadOnlyError: "READONLY ",
+    NoPermissionError: "NOPERM ",
+    ClusterDownError: "CLUSTERDOWN ",
+    MovedError: "MOVED ",
+}
+"""The client takes the codes off the answers it knows."""
 
 _decode_meta = msgspec.msgpack.Decoder(Meta).decode
 _decode_group = msgspec.msgpack.Decoder(Group).decode
@@ -114,7 +132,7 @@ class Store:
             self._writer = Writer(writes, self._sha, self.front_epoch, self._clock, failed)
             return opened
         except ResponseError as error:
-            raise refusal(str(error)) from error
+            raise refusal(f"{CODES.get(type(error), '')}{error}") from error
         except (RedisError, OSError) as error:
             raise self._no_answer(error) from error
         finally:
@@ -164,13 +182,14 @@ class Store:
     async def follow(self) -> None:
         """Ask the Sentinels for the master: when it is another server now, writes to the old one end, for
         what it still takes may be thrown away."""
-        if not self.address.has_sentinels or self._place is None or self._writer is None:
+        writer, used = self._writer, self._place
+        if not self.address.has_sentinels or writer is None or used is None:
             return
         with contextlib.suppress(StoreError):
             place = await find_place(self.address)
-            if self._place is not None and (place.host, place.port) != (self._place.host, self._place.port):
-                why = f"the Sentinels name {place} as the master now, no longer {self._place}"
-                self._writer.give_up(StoreUnavailable(why, "replica"))
+            if (place.host, place.port) != (used.host, used.port):
+                why = f"the Sentinels name {place} as the master now, no longer {used}"
+                writer.give_up(StoreUnavailable(why, "replica"))
 
     async def close(self) -> None:
         """Write what is queued, and disconnect."""
@@ -208,13 +227,15 @@ class Store:
             await self._drop_client()
             self._place = await find_place(self.address)
             self._client = connect(self._place)
-            # The pipe's errors say more of a login or a certificate that is refused.
-            (await RedisPipe.open(self._place)).close()
+            trial = await RedisPipe.open(self._place)
+            try:
+                await check_rights(trial, self._place, self._keys)
+            finally:
+                trial.close()
             await check_redis(
                 self._client,
                 self._place,
                 self._durability,
-                self._keys,
                 max_bytes=self._max_bytes,
                 follows=self.address.has_sentinels,
             )

@@ -1,17 +1,19 @@
 """Real Redis servers of a test's own: with TLS, with users, as a replica, a cluster node or a Sentinel.
 
-TLS needs Redis 7 as Debian packages it (`redis-tools` holds the server too, under the name of a checker); where
-it is missing those tests are skipped and say so. Nothing here changes which server a job starts for itself."""
+TLS needs Redis 7 as Debian packages it (`redis-tools` holds the server too, under the name of a checker);
+where it is missing those tests are skipped and say so. Which server a job starts for itself stays as it is.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -88,7 +90,13 @@ class Server:
             "save": "",
             "appendonly": "yes",
         } | {name.replace("_", "-"): value for name, value in self.options.items()}
-        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        return self._run([word for name, value in options.items() for word in (f"--{name}", value)], before)
+
+    def start_alone(self) -> Server:
+        """With nothing but its arguments, as a Sentinel with its file."""
+        return self._run([])
+
+    def _run(self, words: Sequence[str], before: Callable[[], None] | None = None) -> Server:
         self.process = subprocess.Popen(
             [self.binary, *self.arguments, *words],
             stdin=subprocess.DEVNULL,
@@ -106,6 +114,14 @@ class Server:
             return bool(self.admin.ping())
         except redis_sync.RedisError:
             return False
+
+    def pause(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -204,8 +220,8 @@ class CountedTasks:
 class Life:
     """A front and everybody who speaks to it. Raises what the front raises."""
 
-    def __init__(self, front: Front, epoch: int, step: int) -> None:
-        self.front, self.epoch, self.step, self.stored = front, epoch, step, 0
+    def __init__(self, front: Front, epoch: int, step: int, durability: str) -> None:
+        self.front, self.epoch, self.step, self.durability = front, epoch, step, durability
 
     async def send(self, command: Any, blobs: Any = ()) -> Any:
         return (await self.front.execute(command, blobs)).reply
@@ -218,9 +234,7 @@ class Life:
         arrivals = tuple(
             Arrival(sample, size_bytes, 8, 4, self.step, self.step, self.epoch) for sample in group.missing
         )
-        ack = await self.send(StoreEpisodes(group.lease_id, group.group_id, arrivals), blobs)
-        self.stored += len(ack.stored)
-        return ack
+        return await self.send(StoreEpisodes(group.lease_id, group.group_id, arrivals), blobs)
 
     async def judge(self) -> None:
         items = (await self.send(Claim("s", 100))).items
@@ -232,6 +246,10 @@ class Life:
         for group in (await self.lease()).groups:
             await self.put(group)
         await self.judge()
+        return await self.train_what_is_there()
+
+    async def train_what_is_there(self) -> Any:
+        """One step with scored groups, to the checkpoint that frees them."""
         batch = await self.send(NextBatch(self.epoch, self.step))
         places = [(group.group_id, episode.sample) for group in batch.groups for episode in group.episodes]
         assert None not in await self.front.blobs(places)
@@ -251,13 +269,14 @@ def a_life(job_name: str) -> Callable[..., Any]:
         address: Any, durability: str = "everysec", job: str = job_name, step: int = 0, **rules: Any
     ) -> Any:
         clock = RedisClock()
-        fitting = Rules(**{"group_size": 2, "batch_groups": 2, "max_staleness": 1} | rules)
+        small = {"group_size": 2, "batch_groups": 2, "max_staleness": 1, "durability": durability}
+        fitting = Rules(**small | rules)
         store = Store(address, job, "cafe0123", durability, clock)
         front = Front(store, fitting, CountedTasks(), clock)
         try:
             await front.start()
             opened = (await front.execute(OpenedWith("t", step))).reply
-            life = Life(front, opened.epoch, step)
+            life = Life(front, opened.epoch, step, durability)
             life.store = store  # type: ignore[attr-defined]
             yield life
         finally:

@@ -116,9 +116,9 @@ def test_a_certificate_that_is_not_trusted_is_refused_by_both_sides(secure, auth
         secure(cert_file=None, key_file=None),  # it wants to know who we are
         secure(cert_file=stranger, key_file=key),  # and does not trust everybody
     ):
-        with pytest.raises(StoreUnusable, match=r"no TLS connection to Redis at .* Look at buffer\.redis_tls"):
+        with pytest.raises(StoreUnusable, match=r"no TLS connection to .* Look at buffer\.redis_tls"):
             asyncio.run(refused(address))
-    with pytest.raises(StoreUnusable, match="certificates of buffer.redis_tls cannot be used"):
+    with pytest.raises(StoreUnusable, match=r"certificates of buffer.redis_tls cannot be used"):
         asyncio.run(refused(secure(ca_file=key)))
 
 
@@ -133,7 +133,7 @@ def test_a_wrong_password_is_named_by_its_place_and_never_shown(secure, a_life, 
         asyncio.run(refused(secure(login={"password_env": "REDIS_PASSWORD"})))
     assert "front" in str(caught.value)
     assert "hunter2" not in str(caught.value)
-    with pytest.raises(StoreUnusable, match="UNSET_VARIABLE .* is not set"):
+    with pytest.raises(StoreUnusable, match=r"UNSET_VARIABLE .* is not set"):
         asyncio.run(refused(secure(login={"password_env": "UNSET_VARIABLE"})))
     (folder / "password").write_text("\n")
     with pytest.raises(StoreUnusable, match="is empty"):
