@@ -51,5 +51,6 @@ def refusal(answer: str) -> StoreUnavailable:
     about it."""
     for code, trouble, fix in REFUSALS:
         if code in answer:
-            return StoreUnavailable(f"Redis refused: {answer} ({fix})", trouble)
+            said = answer[answer.index(code) :]  # without what a script's traceback puts in front
+            return StoreUnavailable(f"Redis refused: {said} ({fix})", trouble)
     return StoreUnavailable(f"Redis refused: {answer}")

@@ -142,6 +142,14 @@ def test_a_missing_binary_says_what_to_install(folder, monkeypatch):
         asyncio.run(EmbeddedRedis(folder / "data", folder / "redis", "memory").start())
 
 
+def test_files_of_a_newer_redis_are_not_passed_over(folder, monkeypatch):
+    """An older server would not look at them, and begin with nothing."""
+    monkeypatch.setattr(embedded, "redis_server_version", lambda binary: "6.2.14")
+    (folder / "data" / "appendonlydir").mkdir(parents=True)
+    with pytest.raises(StoreUnusable, match="put the newer redis-server on the PATH again"):
+        asyncio.run(EmbeddedRedis(folder / "data", folder / "redis", "everysec").start())
+
+
 def test_a_server_that_ends_at_once_gives_its_last_words(folder):
     (folder / "data").mkdir()
     (folder / "data" / "appendonly.aof").write_text("this is no append-only file")

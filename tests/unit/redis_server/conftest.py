@@ -266,13 +266,18 @@ def a_life(job_name: str) -> Callable[..., Any]:
 
     @asynccontextmanager
     async def make(
-        address: Any, durability: str = "everysec", job: str = job_name, step: int = 0, **rules: Any
+        address: Any,
+        durability: str = "everysec",
+        job: str = job_name,
+        step: int = 0,
+        revive: Any = None,
+        **rules: Any,
     ) -> Any:
         clock = RedisClock()
         small = {"group_size": 2, "batch_groups": 2, "max_staleness": 1, "durability": durability}
         fitting = Rules(**small | rules)
         store = Store(address, job, "cafe0123", durability, clock)
-        front = Front(store, fitting, CountedTasks(), clock)
+        front = Front(store, fitting, CountedTasks(), clock, revive)
         try:
             await front.start()
             opened = (await front.execute(OpenedWith("t", step))).reply

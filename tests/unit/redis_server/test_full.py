@@ -4,13 +4,16 @@ room returns everything goes on."""
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import signal
+import subprocess
 
 import pytest
 
 from areal_async.errors import FaultError
 from replay_buffer.clock import RedisClock
+from replay_buffer.embedded import EmbeddedRedis
 from replay_buffer.store import Store
 
 EPISODE_BYTES = 32 << 10
@@ -72,6 +75,46 @@ def test_a_full_disk_loses_nothing_and_work_goes_on_when_room_returns(binary, se
             await wait.happens(lambda: life.front.index is not None, 10, "finding Redis again")
             assert life.front.lost_writes == 0
             assert all(await held(life, acknowledged))
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def small_disk(folder):
+    """A file system of 4 MiB."""
+    disk = folder / "disk"
+    disk.mkdir()
+    if os.getuid() != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_the_tier_always_survives_a_full_disk_although_redis_does_not(small_disk, folder, a_life, wait):
+    """With appendfsync always a Redis that cannot write ends itself; with room it is started again."""
+    server = EmbeddedRedis(small_disk / "data", folder / "redis", "always")
+    ballast = small_disk / "ballast"
+
+    async def run():
+        ballast.write_bytes(bytes(2 << 20))
+        await server.start()
+        try:
+            async with a_life(server.url, durability="always", revive=server.start, batch_groups=100) as life:
+                acknowledged, later, _ = await put_until_refused(life)
+                assert len(acknowledged) > 10
+                await wait.happens(lambda: life.front.trouble == "disk", 10, "naming the full disk")
+                with pytest.raises(FaultError, match=r"the disk of .* is full .*: free room there"):
+                    await life.lease()
+                ballast.unlink()
+                await wait.happens(lambda: life.front.index is not None, 10, "writing again")
+                assert life.front.lost_writes == 0
+                assert all(await held(life, acknowledged))
+                assert (await life.put(later, EPISODE_BYTES)).stored == [0, 1]
+        finally:
+            await server.stop()
 
     asyncio.run(run())
 
