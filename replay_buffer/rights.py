@@ -1,5 +1,7 @@
 """What each role may do in Redis: its commands, and nothing but the keys of its job.
 
+    python -m replay_buffer.rights JOB      the two `ACL SETUSER` lines of a job
+
 Only the buffer service writes. The rights of its user are tried out at start, one harmless command each: a
 missing one is known by name before the job runs, on every version of Redis and without the right to ask.
 """
@@ -7,6 +9,8 @@ missing one is known by name before the job runs, on every version of Redis and 
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,3 +121,18 @@ def _trials(keys: Keys) -> list[Trial]:
         *(Trial("hget", ("HGET", key, NOTHING), key) for key in held),
         Trial("unlink", ("UNLINK", probe), probe),
     ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the users of a job, each with a password to fill in."""
+    if len(arguments) != 1:
+        print("usage: python -m replay_buffer.rights JOB", file=sys.stderr)
+        return 2
+    (job,) = arguments
+    for role in ("front", "reader"):
+        print(f"ACL SETUSER areal-{role} on >PASSWORD {acl_rules(job, role)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
