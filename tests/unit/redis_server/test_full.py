@@ -41,6 +41,11 @@ async def put_until_refused(life):
     raise AssertionError("it took everything")
 
 
+def set_limit(server, more_bytes):
+    """Let the server use so much more memory than it does now."""
+    server.admin.config_set("maxmemory", server.admin.info()["used_memory"] + more_bytes)
+
+
 async def held(life, places):
     blobs = await life.front.blobs(places)
     return [blob is not None and len(blob) == EPISODE_BYTES for blob in blobs]
@@ -125,9 +130,10 @@ def test_a_full_memory_stops_episodes_alone_and_is_left_by_training(binary, serv
 
     async def run():
         async with a_life(server.url, durability="memory", batch_groups=2, max_staleness=40) as life:
-            server.admin.config_set("maxmemory", server.admin.info()["used_memory"] + (1 << 20))
+            set_limit(server, 1 << 20)
             acknowledged, later, words = await put_until_refused(life)
             assert "maxmemory" in words
+            set_limit(server, -200_000)  # not even a heartbeat would fit
             await wait.happens(lambda: life.front.index is not None, 10, "the recovery")
             assert life.front.trouble == "memory"
             leases = await life.lease()
@@ -155,8 +161,9 @@ def test_a_front_that_starts_at_the_memory_limit_takes_the_job_over(binary, serv
 
     async def run():
         async with a_life(server.url, durability="memory", batch_groups=100) as life:
-            server.admin.config_set("maxmemory", server.admin.info()["used_memory"] + (1 << 20))
+            set_limit(server, 1 << 20)
             acknowledged, _, _ = await put_until_refused(life)
+        set_limit(server, -200_000)
         store = Store(server.url, job_name, "cafe0123", "memory", RedisClock())
         opened = await store.open(lambda error: None)
         assert opened.front_epoch == 2
