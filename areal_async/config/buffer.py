@@ -28,8 +28,8 @@ class BufferSection(Section):
     batch_groups: int = Field(default=16, ge=1)
     """B: groups in one step."""
     sampling: Literal["fifo", "freshest", "priority"] = "fifo"
-    """Which scored groups a step takes: those of the oldest version (`fifo`), of the newest (`freshest`), or of
-    the highest `priority`. Under each, what would otherwise become too old goes first."""
+    """Which scored groups a step takes: those of the oldest version (`fifo`), of the newest (`freshest`), or
+    of the highest `priority`. Under each, what would otherwise become too old goes first."""
     priority: Literal["reward_variance", "advantage"] = "reward_variance"
     """What `sampling: priority` goes by: the variance of the group's rewards, or the mean size of their
     differences from the group's mean."""

@@ -198,11 +198,11 @@ def _manifest(index: Index, plan: BatchPlan, groups: list[Group]) -> Message:
         epoch=plan.epoch,
         step=plan.step,
         max_staleness=index.rules.max_staleness,
-        groups=[_batch_group(index, group) for group in groups],
+        groups=[_batch_group(index, group, plan.step) for group in groups],
     )
 
 
-def _batch_group(index: Index, group: Group) -> BatchGroup:
+def _batch_group(index: Index, group: Group, step: int) -> BatchGroup:
     task = index.tasks.task(group.row, group.pass_index)
     if any(episode.state != EpisodeState.VERDICT for episode in group.episodes):
         raise AssertionError(f"{group.group_id} is in a batch without all its verdicts")
@@ -223,4 +223,5 @@ def _batch_group(index: Index, group: Group) -> BatchGroup:
             )
             for sample, episode in enumerate(group.episodes)
         ],
+        uses=sum(number < step for number in group.steps),
     )

@@ -3,7 +3,8 @@
 A group of version `w` can be trained up to step `w + η`. With the batch of step `v` made, it still finds a
 place as long as no more than `(w + η − v)·B` groups of version `w` or older are left: so many the steps
 `v + 1 … w + η` can take. Whatever exceeds that must go now, oldest versions first; what need not go is taken
-in the order asked for. An order can so never cost a group that `fifo` would have trained.
+in the order asked for. As admission lets no more groups in than there are places, no order costs a group that
+arrives with the version it was leased at.
 
 Pure, and of the ready groups alone: numbers in, places out.
 """
