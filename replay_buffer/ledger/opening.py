@@ -50,7 +50,7 @@ def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
         if problem:
             return fault("invalid", problem)
     draft = Draft(index, now_ms)
-    if index.meta.checkpoint <= command.step <= index.meta.v_train and _same_ledger(index, copy):
+    if _continues(index, command.step, copy):
         _rewind(draft, command.step)
     elif copy is not None:
         _adopt(draft, copy)
@@ -78,6 +78,13 @@ def _problem(index: Index, command: OpenedWith, copy: Copy) -> str:
             f"{index.meta.dataset_hash}: give back the old file, or start a new job"
         )
     return ""
+
+
+def _continues(index: Index, step: int, copy: Copy | None) -> bool:
+    """Whether Redis is the copy's continuation, with every batch from `step` on. It is not where it has lost
+    the very epoch that the copy is of: its steps may then be those of another lineage."""
+    known = copy is None or copy.meta.epoch <= index.meta.epoch
+    return known and index.meta.checkpoint <= step <= index.meta.v_train and _same_ledger(index, copy)
 
 
 def _same_ledger(index: Index, copy: Copy | None) -> bool:
