@@ -136,12 +136,14 @@ class LedgerMachine(RuleBasedStateMachine):
         if not redone and any(group.uses for group in reply.groups):
             assert not len(self.ledger.index.ready), "what was never trained comes first"
 
-    @rule()
-    def commit(self):
+    @rule(same=st.booleans())
+    def commit(self, same):
+        """Weights that come again may be bit by bit what they were."""
         step = self.v_train
-        reply = self.send(Commit(self.epoch, step))
+        same_as = self.model.alike(step + 1) if same else []
+        reply = self.send(Commit(self.epoch, step, same_as))
         if isinstance(reply, Ok):
-            self.model.commit(step, VersionTag(self.epoch, step + 1))
+            self.model.commit(step, self.epoch, same_as)
         else:
             plan = self.ledger.index.batches.get(step)
             assert plan is None or plan.epoch != self.epoch
@@ -162,8 +164,16 @@ class LedgerMachine(RuleBasedStateMachine):
         step = self.v_train
         self.model.save(step, self.ledger.decide(ExportLedger(self.epoch, step)).payload)
         if told:
-            self.model.checkpoint = max(step, self.model.checkpoint)
-            assert self.send(Checkpointed(self.epoch, step)) == Ok()
+            self.announce(step)
+
+    @precondition(lambda self: self.model.copies)
+    @rule(data=st.data())
+    def checkpoint_is_announced_late(self, data):
+        self.announce(data.draw(st.sampled_from(sorted(self.model.copies))))
+
+    def announce(self, step):
+        self.model.checkpoint = max(step, self.model.checkpoint)
+        assert self.send(Checkpointed(self.epoch, step)) == Ok()
 
     @rule()
     def trainer_comes_back(self):
@@ -315,16 +325,18 @@ class LedgerMachine(RuleBasedStateMachine):
         if items := self.claims[before:]:
             self.judge(items, failed=False)
 
-    @rule()
-    def train(self):
+    @rule(same=st.booleans())
+    def train(self, same):
         self.next_batch()
-        self.commit()
+        self.commit(same)
 
-    @rule(groups=st.integers(1, 4))
-    def a_whole_step(self, groups):
+    @rule(groups=st.integers(1, 4), again=st.integers(0, 3))
+    def a_whole_step(self, groups, again):
+        """And more, where there is something to train them on."""
         self.generate("w0", True, groups)
         self.score_everything("s0")
-        self.train()
+        for _ in range(1 + again):
+            self.train(True)
 
     # --- time, and deaths of the front and of Redis ---
 

@@ -58,6 +58,8 @@ class Model:
     """Step → what is in the checkpoint of it."""
     epoch: int = 0
     """The newest that any trainer had."""
+    published: set[VersionTag] = field(default_factory=set)
+    """Every snapshot there ever was."""
 
     # --- bytes, from the writes alone ---
 
@@ -122,13 +124,20 @@ class Model:
     def tags_of(self, group_id: str) -> set[VersionTag]:
         return set().union(*(self.held.tags[f"{group_id}.{sample}"] for sample in range(self.n)))
 
-    def commit(self, step: int, tag: VersionTag) -> None:
+    def alike(self, version: int) -> list[int]:
+        """The epochs that published `version` before."""
+        return sorted(tag.epoch for tag in self.published if tag.version == version)
+
+    def commit(self, step: int, epoch: int, same_as: list[int]) -> None:
+        """A step is trained, and its snapshot published: the same weights as those of `same_as`."""
         for group_id in self.batches[step]:
             uses = self.trained.uses[group_id]
             assert step not in uses, "trained_effectively_once"
             uses.append(step)
             assert len(uses) <= self.max_reuse, "trained_effectively_once"
-        self.trained.lineage.add(tag)
+        still = [old for old in same_as if VersionTag(old, step) in self.trained.lineage]
+        self.trained.lineage |= {VersionTag(old, step + 1) for old in (*still, epoch)}
+        self.published.add(VersionTag(epoch, step + 1))
 
     # --- checkpoints and deaths ---
 
@@ -155,6 +164,7 @@ class Model:
     def opened(self, epoch: int, step: int) -> None:
         self.epoch = epoch
         self.trained.lineage.add(VersionTag(epoch, step))
+        self.published.add(VersionTag(epoch, step))
 
 
 def task_of(group_id: str) -> str:
