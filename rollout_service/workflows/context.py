@@ -86,8 +86,8 @@ class Context:
         attempt: int = 0,
         lease_id: str = "",
     ) -> None:
-        """`sampling` are the job's parameters; `seed` is the group's. The lease is part of each request's id: an
-        episode may be begun again while the engine still ends what a lost lease had asked for."""
+        """`sampling` are the job's parameters; `seed` is the group's. The lease is part of each request's id:
+        an episode may be begun again while the engine still ends what a lost lease had asked for."""
         self.builder = builder
         self.episode_id = episode_id
         self.sample = sample
