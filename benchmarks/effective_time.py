@@ -332,7 +332,9 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=192, help="groups in one step")
     parser.add_argument("--every", type=float, default=20.0, help="mean seconds between kills")
     parser.add_argument("--rounds", type=int, default=2, help="of: undisturbed, others")
-    parser.add_argument("--only", nargs="*", default=["trainer", "whole job"], help="kinds run once at the end")
+    parser.add_argument(
+        "--only", nargs="*", default=["trainer", "whole job"], help="kinds run once at the end"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -38,7 +38,9 @@ class BufferCollector(Collector):
 
     `last_write` gives the confirmation of the write sent last: while it is not there, Redis is waited for."""
 
-    def __init__(self, last_write: LastWrite = lambda: None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, last_write: LastWrite = lambda: None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._last_write = last_write
         self._clock = clock
         self._awaited: tuple[asyncio.Future[None], float] | None = None
@@ -59,13 +61,13 @@ class BufferCollector(Collector):
         return 0.0
 
     def collect(self) -> Iterator[Metric]:
-        unconfirmed = "Since Redis was found to confirm no write; 0 while it does."
-        yield GaugeMetricFamily("areal_buffer_unconfirmed_seconds", unconfirmed, value=self.unconfirmed_s())
         stats = self._stats
         if stats is None:
             return
         for name, (text, field) in GAUGES.items():
             yield GaugeMetricFamily(name, text, value=getattr(stats, field))
+        unconfirmed = "Since Redis was found to confirm no write; 0 while it does."
+        yield GaugeMetricFamily("areal_buffer_unconfirmed_seconds", unconfirmed, value=self.unconfirmed_s())
         for name, (text, field) in COUNTERS.items():
             yield CounterMetricFamily(name, text, value=getattr(stats, field))
         lost = "Acknowledged writes that Redis came back without."
