@@ -1,6 +1,6 @@
 """Effective training time under random kills: what share of the wall time went into steps that count.
 
-    python benchmarks/effective_time.py [--seconds 90] [--every 20] [--rounds 2] [--seed 0] [--out FILE.json]
+    python benchmarks/effective_time.py [--steps 40] [--every 20] [--seed 0] [--out FILE.json]
 
 One job, run from the command line again and again: undisturbed; with SIGKILL of rollout worker, reward
 service, buffer and Redis at random times; with SIGKILL of the trainer at such times; and with SIGKILL of
@@ -59,6 +59,7 @@ def share_of_ones(given: RewardInput) -> float:
 """
 
 Kind = Literal["undisturbed", "others", "trainer", "whole job"]
+KINDS: tuple[Kind, ...] = ("undisturbed", "others", "trainer", "whole job")
 
 
 @dataclass
@@ -128,7 +129,7 @@ class Job:
         self.job_file, self.run_dir = job_file, run_dir
         self._overrides = overrides
         self._cores = sorted(os.sched_getaffinity(0))
-        self._pinned = 0
+        self._trainer: psutil.Process | None = None
         self.process = self._start("run", "--overwrite")
 
     def _start(self, verb: str, *options: str) -> subprocess.Popen[bytes]:
@@ -142,12 +143,11 @@ class Job:
 
     def poll(self) -> bool:
         """Pin a new trainer; whether the job still runs."""
-        trainer = self.find("trainer")
-        if trainer is not None and trainer.pid != self._pinned:
+        if self._trainer is None or not self._trainer.is_running():
+            self._trainer = self.find("trainer")
             with suppress(psutil.Error, ProcessLookupError):
-                for thread in trainer.threads():
+                for thread in self._trainer.threads() if self._trainer is not None else ():
                     os.sched_setaffinity(thread.id, {self._cores[0]})
-                self._pinned = trainer.pid
         return self.process.poll() is None
 
     def find(self, name: str) -> psutil.Process | None:
@@ -328,23 +328,18 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--groups", type=int, default=192, help="groups in one step")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--groups", type=int, default=256, help="groups in one step")
     parser.add_argument("--every", type=float, default=20.0, help="mean seconds between kills")
-    parser.add_argument("--rounds", type=int, default=2, help="of: undisturbed, others")
-    parser.add_argument(
-        "--only", nargs="*", default=["trainer", "whole job"], help="kinds run once at the end"
-    )
+    parser.add_argument("--kinds", nargs="+", default=[*KINDS[:2], *KINDS], choices=KINDS, metavar="KIND")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    kinds: list[Kind] = [kind for _ in range(options.rounds) for kind in ("undisturbed", "others")]
-    kinds += options.only
     runs: list[Run] = []
     pace_s = 0.0
     with tempfile.TemporaryDirectory(prefix="effective-time-") as folder:
         job_file = prepare(Path(folder), options.groups)
-        for number, kind in enumerate(kinds):
+        for number, kind in enumerate(options.kinds):
             run, times = measure(kind, job_file, options.steps, options.every, options.seed + number)
             if kind == "undisturbed":
                 pace_s = run.wall_s / run.steps

@@ -189,7 +189,7 @@ class Observer:
             self._step = {**self._step, **record}
             done, self._done = self._done, steps_done(record)
             if self._done <= done:
-                # A restarted trainer does steps again: they are not drawn twice, and have a pace of their own.
+                # A restarted trainer does steps again: not drawn twice, and at a pace of their own.
                 self._step_times.clear()
                 while self._rewards and self._rewards[-1][0] >= self._done:
                     self._rewards.pop()
@@ -236,7 +236,7 @@ class Observer:
     def _tell_steps_done_again(self, line: str, now_s: float) -> None:
         step = (parse_log_line(line) or {}).get("step")
         if isinstance(step, int) and step < self._done:
-            again = f"{self._done - step} steps are done again"
+            again = f"steps to do again: {self._done - step}"
             self.tell(f"trainer goes on from the checkpoint of step {step}; {again}", now_s)
 
     def tell(self, text: str, now_s: float) -> None:

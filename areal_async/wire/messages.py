@@ -159,8 +159,8 @@ class Leases(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """`lease_ids` are all that the worker holds: any other that it was granted before the buffer's last restart
-    has never reached it, and ends."""
+    """`lease_ids` are all that the worker holds: any other that it was granted before the buffer's last
+    restart has never reached it, and ends."""
 
     worker: str
     lease_ids: list[str]

@@ -116,8 +116,8 @@ def _lease_out(draft: Draft, group: Group, worker: str, serving: VersionTag) -> 
 def heartbeat(index: Index, message: Heartbeat, now_ms: int) -> Decision:
     """Renew the worker's leases; tell it which of those it named are lost."""
     draft = Draft(index, now_ms)
-    for held in _undelivered(index, message):
-        draft.end_lease(index.groups[held.group_id], "undelivered")
+    for unknown in _undelivered(index, message):
+        draft.end_lease(index.groups[unknown.group_id], "undelivered")
     lost = []
     for lease_id in message.lease_ids:
         held = index.leases.get(lease_id)

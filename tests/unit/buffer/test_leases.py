@@ -187,7 +187,8 @@ def test_one_death_is_local_a_claim_that_died_with_the_buffer_is_claimed_again_a
         scorer = "reward-1" if group is other else "reward"
         items = ledger.claim(scorer=scorer)
         assert {item.episode_id.rpartition(".")[0] for item in items} == {group.group_id}
-        held = items if group is known else held
+        if group is known:
+            held = items
     restart(ledger)
     assert ledger.send(Claim("reward", 9)).items == [], "a scorer that does not say what it holds"
     holds = [held[0].claim_id]

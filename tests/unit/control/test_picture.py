@@ -142,7 +142,7 @@ def test_steps_done_again_are_told_and_not_drawn_twice(observer: Observer) -> No
         step(number, 1000.0 + number)
     observer.feed_log_line("trainer", '{"event":"trainer opened","level":"info","epoch":2,"step":5}', 110.0)
     told = observer.picture(111.0).message
-    assert told == "trainer goes on from the checkpoint of step 5; 3 steps are done again"
+    assert told == "trainer goes on from the checkpoint of step 5; steps to do again: 3"
     step(5, 1020.0)
     assert observer.picture(111.0).eta_s is None
     step(6, 1021.0)
