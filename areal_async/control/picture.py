@@ -157,6 +157,7 @@ class Observer:
         self._rewards: deque[tuple[int, float]] = deque(maxlen=HISTORY)
         """Steps done, and the reward of the last of them."""
         self._done = 0
+        self._furthest = 0
         self._trained = False
         self._step_times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
         self._first_accuracy: tuple[int, float] | None = None
@@ -188,6 +189,7 @@ class Observer:
             self._trained = True
             self._step = {**self._step, **record}
             done, self._done = self._done, steps_done(record)
+            self._furthest = max(self._furthest, self._done)
             if self._done <= done:
                 # A restarted trainer does steps again: not drawn twice, and at a pace of their own.
                 self._step_times.clear()
@@ -235,8 +237,9 @@ class Observer:
 
     def _tell_steps_done_again(self, line: str, now_s: float) -> None:
         step = (parse_log_line(line) or {}).get("step")
-        if isinstance(step, int) and step < self._done:
-            again = f"steps to do again: {self._done - step}"
+        if isinstance(step, int) and step < self._furthest:
+            # Some may be done already: the records are read before the logs.
+            again = f"steps to do again: {self._furthest - step}"
             self.tell(f"trainer goes on from the checkpoint of step {step}; {again}", now_s)
 
     def tell(self, text: str, now_s: float) -> None:
