@@ -9,9 +9,10 @@ knows no local restart. Runs of the first two kinds alternate. The first steps o
 
     effective training time = wall time of the undisturbed run / wall time of the disturbed one
 
-over the same steps. Times of kills are exponential with mean `--every` seconds, from the seed; a kill waits
-until the last victim serves again. Beside it, for a reader with another rate of failures, the seconds lost
-per kill of each role: what the steps around it took longer than a step of the undisturbed run does.
+over the same steps. From the return of the last victim (it serves; a trainer has trained a step) to the next
+kill pass an exponential time of mean `--every` seconds, from the seed. Beside it, for a reader with another
+rate of failures, the seconds lost per kill of each role: what the steps around it took longer than a step of
+the undisturbed run does.
 
 The trainer is what the job waits for, and has one core to itself; all the rest share what cores there are.
 """
@@ -68,7 +69,7 @@ class Kill:
     at_s: float
     """Unix time."""
     down_s: float | None = None
-    """Until its successor served, or, of a whole job, until it trained a step that was new."""
+    """Until its successor served; of a trainer and of a whole job, until a step was trained."""
     lost_s: float | None = None
 
 
@@ -168,6 +169,13 @@ class Job:
             return (self.run_dir / "metrics.jsonl").read_bytes().count(b'"kind":"step"')
         return 0
 
+    def last_step(self) -> int:
+        """The newest step's number."""
+        steps = [
+            record["step"] for record in read_run_log(self.run_dir / "metrics.jsonl") if "loss" in record
+        ]
+        return steps[-1] if steps else 0
+
     def serves(self, role: str) -> int:
         """How often `role` has come up, by the log of who knows."""
         file, event = ("buffer", "ledger loaded") if role == "redis" else ("supervisor", "service serves")
@@ -199,25 +207,26 @@ def victims(kind: Kind, rng: random.Random) -> Iterator[str]:
         yield from rng.sample(roles, len(roles))
 
 
-def measure(kind: Kind, job_file: Path, steps: int, every_s: float, seed: int) -> tuple[Run, list[float]]:
+def measure(
+    kind: Kind, job_file: Path, steps: int, every_s: float, rng: random.Random, whom: Iterator[str]
+) -> tuple[Run, list[float]]:
     """Run the job once; returns its figures and, for the counted steps, when each became done for good."""
     run_dir = job_file.parent / "runs" / "effective-time"
-    rng = random.Random(f"{seed} {kind}")
     job = Job(job_file, run_dir, [f"trainer.steps={steps}"])
-    run, began_s, whom = Run(kind), time.monotonic(), victims(kind, rng)
+    run, began_s = Run(kind), time.monotonic()
     next_s: float | None = None
     try:
         while job.poll():
             time.sleep(POLL_S)
             if time.monotonic() - began_s > LIMIT_S:
                 raise SystemExit(f"the run ({kind}) took too long: see {run_dir}/logs")
-            if kind == "undisturbed" or job.steps() < WARMUP_STEPS:
+            if kind == "undisturbed" or job.steps() < WARMUP_STEPS or job.last_step() >= steps - SETTLE_STEPS:
                 continue
             if next_s is None:
                 next_s = time.monotonic() + rng.expovariate(1 / every_s)
             elif time.monotonic() >= next_s:
-                next_s = time.monotonic() + rng.expovariate(1 / every_s)
                 hit(job, run, next(whom))
+                next_s = time.monotonic() + rng.expovariate(1 / every_s)
         if job.process.returncode:
             raise SystemExit(f"the run ({kind}) failed: see {run_dir}/logs")
     finally:
@@ -238,7 +247,7 @@ def hit(job: Job, run: Run, role: str) -> None:
         process.kill()
     run.kills.append(kill := Kill(role, at_s))
     while job.poll() and time.time() - at_s < 120:
-        came_back = job.steps() > done if role == "whole job" else job.serves(role) > before
+        came_back = job.serves(role) > before if role in ROLES else job.steps() > done
         if came_back:
             kill.down_s = round(time.time() - at_s, 3)
             return
@@ -335,12 +344,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job is ended, too
     runs: list[Run] = []
     pace_s = 0.0
     with tempfile.TemporaryDirectory(prefix="effective-time-") as folder:
         job_file = prepare(Path(folder), options.groups)
-        for number, kind in enumerate(options.kinds):
-            run, times = measure(kind, job_file, options.steps, options.every, options.seed + number)
+        rng = random.Random(options.seed)
+        whom = {kind: victims(kind, rng) for kind in KINDS}
+        for kind in options.kinds:
+            run, times = measure(kind, job_file, options.steps, options.every, rng, whom[kind])
             if kind == "undisturbed":
                 pace_s = run.wall_s / run.steps
             lost(run, times, pace_s)
