@@ -15,8 +15,11 @@ from trainer_service.step import StepResult
 log = get_logger("trainer")
 
 
-def report_step(run_log: RunLog, batch: Batch, result: StepResult, seconds: Mapping[str, float]) -> None:
-    """`seconds` has at least `step_s` (the whole step) and `wait_s` (of it, waiting for the batch)."""
+def report_step(
+    run_log: RunLog, batch: Batch, result: StepResult, seconds: Mapping[str, float], weights_hash: str = ""
+) -> None:
+    """`seconds` has at least `step_s` (the whole step) and `wait_s` (of it, waiting for the batch);
+    `weights_hash` is that of the weights which the step made, empty where none were published."""
     figures = figures_of(batch)
     run_log.write(
         "step",
@@ -30,6 +33,7 @@ def report_step(run_log: RunLog, batch: Batch, result: StepResult, seconds: Mapp
         micro_batches=result.micro_batches,
         **{name: round(value, 6) for name, value in seconds.items()},
         correction=result.statistics,
+        weights_hash=weights_hash,
     )
     log.info(
         "step trained",
