@@ -37,6 +37,8 @@ class RecordedStep:
     grad_norms: list[float]
     blobs: Mapping[str, bytes]
     """Episode id -> codec blob."""
+    weights_hash: str = ""
+    """Of the weights that the step made; empty where that is not known."""
 
 
 def write_step(
@@ -62,6 +64,29 @@ def write_step(
     (folder / f"step-{rank}.msgpack").write_bytes(msgspec.msgpack.encode(record))
 
 
+def recorded_steps(root: Path) -> list[int]:
+    """The steps that are recorded under `root`, ascending."""
+    found = (path.name.removeprefix("step-") for path in root.glob("step-*"))
+    return sorted(int(name) for name in found if name.isdecimal())
+
+
+def read_results(root: Path, step: int) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of a recorded step. Raises `BatchError`."""
+    path = root / f"step-{step:06d}" / "step-0.msgpack"
+    try:
+        record = _decode(path)
+    except (OSError, msgspec.DecodeError) as error:
+        raise BatchError(f"recorded step {path.parent} cannot be read: {error}") from error
+    return record.losses, record.grad_norms
+
+
+def _decode(path: Path) -> RankRecord:
+    record = msgspec.msgpack.decode(path.read_bytes(), type=RankRecord)
+    if record.schema != SCHEMA:
+        raise BatchError(f"{path} has schema {record.schema}; this version reads {SCHEMA}")
+    return record
+
+
 def read_step(root: Path, step: int) -> RecordedStep:
     """A recorded step with the blobs of all ranks. Raises `BatchError`."""
     folder = root / f"step-{step:06d}"
@@ -69,7 +94,7 @@ def read_step(root: Path, step: int) -> RecordedStep:
     records = []
     try:
         for path in sorted(folder.glob("step-*.msgpack")):
-            record = msgspec.msgpack.decode(path.read_bytes(), type=RankRecord)
+            record = _decode(path)
             rank = path.stem.removeprefix("step-")
             data = (folder / f"episodes-{rank}.bin").read_bytes()
             blobs |= {name: data[start : start + size] for name, (start, size) in record.blobs.items()}

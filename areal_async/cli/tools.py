@@ -15,6 +15,7 @@ import msgspec
 import typer
 
 from areal_async.cli.errors import readable_errors
+from areal_async.config.errors import ConfigError, Mistake
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,6 +55,16 @@ class ReplayRequest(Request, frozen=True):
     """Folder to keep the replay in; None keeps nothing."""
     source: str | None = None
     """A parquet export to take the batches from; None for those in the run folder."""
+
+
+def step_range(text: str | None) -> range:
+    """The steps that `a:b` names, from a to before b; either may be left out, None names all."""
+    start, colon, end = (text or ":").partition(":")
+    if not colon or not all(part == "" or part.isdecimal() for part in (start, end)):
+        raise ConfigError(
+            "the command line", [Mistake("--steps", f"{text!r} is no range", "Write it as 3:10, 3: or :10")]
+        )
+    return range(int(start or 0), int(end or 1 << 62))
 
 
 R = TypeVar("R", bound=Request)

@@ -29,7 +29,7 @@ def group_page(look: Look, group: Group) -> RenderableType:
     rows = {
         "state": f"{state} for {age(look.now_ms - group.since_ms)}",
         "task": _task_text(look, group),
-        "attempt": f"{group.attempt}, with {len(group.leases)} leases so far",
+        "attempt": f"{group.attempt}; leases so far: {len(group.leases)}",
         "lease": _lease_text(look, group),
         "steps": steps_text(group),
         "versions": versions_text(group.episodes),
@@ -105,8 +105,8 @@ def _logprob_text(held: Trajectory) -> str:
     lowest = int(logprobs.argmin())
     unit = int(sampled[lowest])
     return (
-        f"mean {logprobs.mean():.3f} (perplexity {math.exp(-float(logprobs.mean())):.3f}), lowest "
-        f"{logprobs[lowest]:.3f} at unit {unit} (token {int(held.units.token_id[unit])})"
+        f"mean {logprobs.mean():.4g} (perplexity {math.exp(-float(logprobs.mean())):.4g}), lowest "
+        f"{logprobs[lowest]:.4g} at unit {unit} (token {int(held.units.token_id[unit])})"
     )
 
 
