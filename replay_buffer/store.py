@@ -192,8 +192,9 @@ class Store:
 
 
 async def read_ledger(redis: Redis, keys: Keys, url: str) -> tuple[dict[bytes, bytes], Records]:
-    """The meta hash and all records, as of one moment. Changes nothing. Raises `StoreUnusable` for a ledger of
-    another schema, `RedisError` or OSError when Redis does not answer."""
+    """The meta hash and all records, as of one moment. Changes nothing.
+
+    Raises `StoreUnusable` for none or one of another schema, `RedisError` or OSError where nobody answers."""
     pipeline = redis.pipeline(transaction=True)
     for key in (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches):
         pipeline.hgetall(key)

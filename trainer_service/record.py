@@ -61,12 +61,15 @@ def write_step(
             places[episode_id] = (offset, size)
             offset += size
     record = RankRecord(SCHEMA, batch, list(losses), list(grad_norms), places)
-    (folder / f"step-{rank}.msgpack").write_bytes(msgspec.msgpack.encode(record))
+    # Under its name only once it is whole: a step that has one can be replayed.
+    unfinished = folder / f"step-{rank}.tmp"
+    unfinished.write_bytes(msgspec.msgpack.encode(record))
+    unfinished.replace(folder / f"step-{rank}.msgpack")
 
 
 def recorded_steps(root: Path) -> list[int]:
     """The steps that are recorded under `root`, ascending."""
-    found = (path.name.removeprefix("step-") for path in root.glob("step-*"))
+    found = (path.parent.name.removeprefix("step-") for path in root.glob("step-*/step-0.msgpack"))
     return sorted(int(name) for name in found if name.isdecimal())
 
 

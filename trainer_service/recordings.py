@@ -20,9 +20,11 @@ from trainer_service.record import RecordedStep, read_step, recorded_steps
 
 
 class Recording(Protocol):
-    """`steps` are ascending. `read` may be called for ascending steps only; it raises `BatchError`."""
+    """`read` may be called for ascending steps only; it raises `BatchError`."""
 
-    steps: Sequence[int]
+    @property
+    def steps(self) -> Sequence[int]:
+        """What is recorded, ascending."""
 
     def read(self, step: int) -> RecordedStep: ...
 
@@ -49,8 +51,8 @@ class FolderRecording:
 
 
 class ParquetRecording:
-    """The batches in a file of `buffer export --batches`. Raises `ExportError`, or `BatchError` where the file
-    holds no whole batches."""
+    """The batches in a file of `buffer export --batches`. Raises `ExportError`, `BatchError` where it holds
+    none."""
 
     def __init__(self, path: Path) -> None:
         self._facts = {facts.step: facts for facts in read_facts(path).steps}

@@ -87,7 +87,7 @@ class Child:
 
 
 def service_environment(run_id: str, threads: int) -> dict[str, str]:
-    """What a service finds in its environment: ours, the run's mark, and how many native threads it may use."""
+    """What a service finds in its environment: ours, the run's mark, how many native threads it may use."""
     return os.environ | {
         RUN_VARIABLE: run_id,
         "PYTHONUNBUFFERED": "1",

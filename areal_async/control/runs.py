@@ -47,7 +47,9 @@ def find_run(target: Path, overrides: Sequence[str] = ()) -> Run:
     # The folder may have been moved since.
     job = load_job(folder / "job.yaml", [*overrides, f"run_dir={folder.parent}"], files=False)
     if job.kind == "sft":
-        raise RunFolderError(f"{folder} is the run of a job of kind sft, which has no buffer and no episodes.")
+        raise RunFolderError(
+            f"{folder} is the run of a job of kind sft, which has no buffer and no episodes."
+        )
     alive = supervisor_of(folder) is not None and (folder / "context.json").exists()
     places = _read_places(folder / "context.json") if alive else None
     if places is not None and not overrides:

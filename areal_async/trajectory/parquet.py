@@ -2,7 +2,7 @@
 
 Columns that people ask for stand beside `blob`, the episode's codec blob: what reads the file back takes that
 one. Rows of a batch export are in the order of training, and the file's metadata has, for each step, what was
-recorded of it. Written in row groups, so memory does not grow with the file; the file gets its name once it is
+recorded of it. Written in row groups, so memory does not grow with the file, which gets its name once it is
 whole.
 """
 

@@ -17,14 +17,15 @@ from replay_buffer.tools.text import size
 
 
 def main(request: ExportRequest) -> None:
-    asyncio.run(export(request, Console(soft_wrap=True)))
+    text = asyncio.run(export(request))
+    written = size(Path(request.out).stat().st_size)
+    Console(soft_wrap=True).print(f"{text} in {request.out} ({written}).", highlight=False)
 
 
-async def export(request: ExportRequest, console: Console) -> None:
-    """Write the file, one group in memory at a time, and say what is in it."""
+async def export(request: ExportRequest) -> str:
+    """Write the file, one group in memory at a time; returns what is in it, in words."""
     state, steps = state_of(request.state), step_range(request.steps)
     run = find_run(Path(request.run))
-    out = Path(request.out)
     found = left = 0
     async with open_reader(run) as reader:
         look = await reader.look()
@@ -33,7 +34,7 @@ async def export(request: ExportRequest, console: Console) -> None:
             for group in chosen(look.index, state)
             if request.steps is None or any(step in steps for step in steps_of(group))
         ]
-        with EpisodeWriter(out, run.job.job, overwrite=request.overwrite) as file:
+        with EpisodeWriter(Path(request.out), run.job.job, overwrite=request.overwrite) as file:
             for group in groups:
                 held = await reader.blobs(group.group_id)
                 expected = [s for s, e in enumerate(group.episodes) if e.size_bytes]
@@ -42,11 +43,8 @@ async def export(request: ExportRequest, console: Console) -> None:
                 source = look.index.tasks.task(group.row, group.pass_index).data_source
                 for sample in sorted(held):
                     file.add(exported(group, sample, held[sample], source))
-    gone = f"; {left} groups left the buffer meanwhile" if left else ""
-    console.print(
-        f"{file.rows} episodes of {found} groups in {out} ({size(out.stat().st_size)}){gone}.",
-        highlight=False,
-    )
+    gone = f" ({left} more groups left the buffer meanwhile)" if left else ""
+    return f"{file.rows} episodes of {found} groups{gone}"
 
 
 def exported(group: Group, sample: int, blob: bytes, data_source: str) -> ExportedEpisode:

@@ -87,9 +87,12 @@ def _figures(report: Report) -> Table:
         "durability": f"{report.durability}, Redis {report.redis}",
         "tasks": f"{stats.tasks_taken} taken; {stats.episodes_trained} episodes trained, "
         f"{stats.episodes_dropped} dropped",
-        "oldest": f"{stats.oldest_group}, {age(stats.queue_age_ms)} in its state" if stats.oldest_group else "–",
+        "oldest": f"{stats.oldest_group}, {age(stats.queue_age_ms)} in its state"
+        if stats.oldest_group
+        else "–",
         "next lease": stats.lease_wait or "would be granted",
-        "next batch": stats.batch_wait or ("is there" if stats.v_train < report.steps else "all steps are trained"),
+        "next batch": stats.batch_wait
+        or ("is there" if stats.v_train < report.steps else "all steps are trained"),
     }
     for name, value in rows.items():
         table.add_row(name, value)

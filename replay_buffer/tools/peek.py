@@ -61,8 +61,8 @@ def find(look: Look, name: str) -> tuple[Group, int | None]:
             f"group {group_id} has no sample {sample!r}: it has {len(group.episodes)}, counted from 0."
         )
     raise NotFound(
-        f"the buffer holds no group or episode {name!r}; what was trained and is in a checkpoint has left it, "
-        f"and so has what was dropped.{near(name, groups)}"
+        f"the buffer holds no group or episode {name!r}; what was dropped has left it, and so has "
+        f"what was trained and is in a checkpoint.{near(name, groups)}"
     )
 
 

@@ -130,7 +130,9 @@ async def _copied_redis(run: Run) -> AsyncIterator[str]:
             if run.job.buffer.durability == "memory"
             else ""
         )
-        raise RunFolderError(f"{run.folder} holds nothing of a buffer: the run ended before it had begun{how}.")
+        raise RunFolderError(
+            f"{run.folder} holds nothing of a buffer: the run ended before it had begun{how}."
+        )
     with tempfile.TemporaryDirectory(prefix="areal-look-") as name:
         folder = Path(name)
         _copy(files, folder / "data", source / "redis.lock")
@@ -152,8 +154,8 @@ def _copy(files: list[Path], into: Path, lock: Path) -> None:
     free = shutil.disk_usage(into.parent).free
     if size > free:
         raise RunFolderError(
-            f"to look at {files[0].parent}, its {size >> 20} MiB are copied to {into.parent.parent}, which has "
-            f"{free >> 20} MiB free: set TMPDIR to a folder with more."
+            f"to look at {files[0].parent}, its {size >> 20} MiB are copied to {into.parent.parent}, which "
+            f"has {free >> 20} MiB free: set TMPDIR to a folder with more."
         )
     into.mkdir()
     with contextlib.ExitStack() as stack:
@@ -163,8 +165,8 @@ def _copy(files: list[Path], into: Path, lock: Path) -> None:
                 fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise RunFolderError(
-                    f"a redis-server still uses {files[0].parent}, but its run is not alive: it is starting or "
-                    "ending. Try again in a moment."
+                    f"a redis-server still uses {files[0].parent}, but its run is not alive: it is starting "
+                    "or ending. Try again in a moment."
                 ) from None
         for path in files:
             if path.is_dir():

@@ -1,6 +1,7 @@
 """`areal-async buffer stats`: the figures of a buffer, now or as they were when its run ended.
 
-A buffer that serves is asked over the wire and answers from memory; of a run that has ended the ledger is read.
+A buffer that serves is asked over the wire and answers from memory; of a run that has ended, the ledger is
+read.
 """
 
 from __future__ import annotations

@@ -26,7 +26,11 @@ def age(age_ms: float) -> str:
     seconds = max(0.0, age_ms) / 1000
     if seconds < 60:
         return f"{seconds:.1f} s"
-    for small, large, unit, next_unit in ((1, 60, "s", "min"), (60, 3600, "min", "h"), (3600, 86400, "h", "d")):
+    for small, large, unit, next_unit in (
+        (1, 60, "s", "min"),
+        (60, 3600, "min", "h"),
+        (3600, 86400, "h", "d"),
+    ):
         if seconds < 60 * large or large == 86400:
             whole, rest = divmod(int(seconds), large)
             return f"{whole} {next_unit} {rest // small} {unit}"
@@ -42,9 +46,7 @@ def span(low: int, high: int) -> str:
 
 def plain(text: str) -> str:
     """Text that somebody else wrote, safe to print: control characters are shown, not obeyed."""
-    return "".join(
-        char if char in "\n\t" or char.isprintable() else f"\\x{ord(char):02x}" for char in text
-    )
+    return "".join(char if char in "\n\t" or char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 
 def near(name: str, known: Collection[str]) -> str:

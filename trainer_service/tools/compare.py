@@ -39,7 +39,9 @@ def difference(recorded: Figures, replayed: Figures) -> str:
             if not _same(old, new):
                 return f"{field}[{number}]: {old!r} is recorded, {new!r} came out"
     if recorded.weights_hash and recorded.weights_hash != replayed.weights_hash:
-        return f"weights: {_short(recorded.weights_hash)} is recorded, {_short(replayed.weights_hash)} came out"
+        return (
+            f"weights: {_short(recorded.weights_hash)} is recorded, {_short(replayed.weights_hash)} came out"
+        )
     return ""
 
 
@@ -52,12 +54,15 @@ HEAD = (
 def line(outcome: Outcome) -> str:
     """One step as a line below `HEAD`; `=` where the replay has the very bits of the recording."""
     old, new = outcome.recorded, outcome.replayed
-    loss, norm = _pair(_mean(old.losses), _mean(new.losses), 8), _pair(max(old.grad_norms), max(new.grad_norms), 6)
+    loss, norm = (
+        _pair(_mean(old.losses), _mean(new.losses), 8),
+        _pair(max(old.grad_norms), max(new.grad_norms), 6),
+    )
     hashes = _short(new.weights_hash), _short(old.weights_hash) or "unknown"
     weights = f"{hashes[0]:<10} {'=' if hashes[0] == hashes[1] else hashes[1]}"
     return (
-        f"{outcome.step:>6}  {outcome.episodes:>8}  {loss[0]:>13} {loss[1]:>13}  {norm[0]:>11} {norm[1]:>11}  "
-        f"{weights}"
+        f"{outcome.step:>6}  {outcome.episodes:>8}  {loss[0]:>13} {loss[1]:>13}  "
+        f"{norm[0]:>11} {norm[1]:>11}  {weights}"
     )
 
 

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from areal_async.control.plan import MODULES, thread_count
 from areal_async.control.runs import Run, find_run
 from areal_async.weights.manifest import MANIFEST_FILE
 from areal_async.wire.rpc import Server
-from trainer_service.checkpoint import named_checkpoints, open_checkpoint
+from trainer_service.checkpoint import Checkpoint, named_checkpoints, open_checkpoint
 from trainer_service.errors import BatchError, TrainerError
 from trainer_service.published import hashes_of
 from trainer_service.record import RecordedStep, read_results
@@ -56,13 +57,42 @@ def main(request: ReplayRequest) -> None:
         kept = Path(request.out) if request.out is not None else None
         if kept is not None and kept.exists() and any(kept.iterdir()):
             raise TrainerError(f"{kept} is not empty: give --out a new folder.")
+        steps = wanted_steps(recording, step_range(request.steps), run.job.trainer.steps)
+        start = start_of(run, recording, steps)
         out = kept or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="areal-replay-")))
         folders = claim_folders(replayed_job(run, out), overwrite=False)
         stack.callback(folders.release)
         replay = Replay(run, folders, recording, exact=not request.overrides, console=console)
-        replay.run(step_range(request.steps))
+        replay.run(steps[-1], start)
         if kept is not None:
             console.print(f"Model, log and replay.json are in {folders.run_dir}.")
+
+
+def wanted_steps(recording: Recording, wanted: range, end: int) -> list[int]:
+    """The recorded steps among `wanted`, before the job's end. Raises `BatchError` when there is none."""
+    steps = [step for step in recording.steps if step in wanted and step < end]
+    if not steps:
+        recorded = f"{recording.steps[0]} to {recording.steps[-1]}"
+        raise BatchError(
+            f"--steps: no such step can be replayed: {recorded} are recorded, of a job of {end}."
+        )
+    return steps
+
+
+def start_of(run: Run, recording: Recording, steps: Sequence[int]) -> Checkpoint | None:
+    """The newest checkpoint from which `steps` can be reached; None to begin with the model. Raises
+    `BatchError` when a step on the way is not recorded, `CheckpointError` for a damaged checkpoint."""
+    folders = named_checkpoints(run.folder / "checkpoints")
+    usable = [path for path in folders if int(path.name.removeprefix("step-")) <= steps[0]]
+    start = open_checkpoint(usable[-1], job=run.job.job) if usable else None
+    first = start.manifest.step if start is not None else 0
+    missing = sorted(set(range(first, steps[-1] + 1)) - set(recording.steps))
+    if missing:
+        raise BatchError(
+            f"step {missing[0]} is not recorded, and without it step {steps[-1]} cannot be reached. Name "
+            "others with --steps: those from a kept checkpoint on, without gaps."
+        )
+    return start
 
 
 def replayed_job(run: Run, out: Path) -> JobConfig:
@@ -92,38 +122,19 @@ class Replay:
         self._exact = exact
         self._console = console
 
-    def run(self, wanted: range) -> None:
-        """Replay the wanted steps, after those that lead to them. Raises `BatchError` when some are not
-        recorded, `ReplayDiffers`, or what the trainer failed with."""
-        steps = [step for step in self._recording.steps if step in wanted and step < self._job.trainer.steps]
-        if not steps:
-            recorded = f"{self._recording.steps[0]} to {self._recording.steps[-1]}"
-            raise BatchError(f"no step from {wanted.start} on is recorded: there are {recorded}.")
-        first = self._start_from(steps[0])
-        missing = sorted(set(range(first, steps[-1] + 1)) - set(self._recording.steps))
-        if missing:
-            raise BatchError(
-                f"step {missing[0]} is not recorded, and without it what follows cannot be trained. Begin at "
-                "a step whose checkpoint is kept (--steps)."
-            )
-        self._stand_in = StandIn(self._recording, steps[-1], self._on_commit)
+    def run(self, last: int, start: Checkpoint | None) -> None:
+        """Replay from `start` (None: from the model) to step `last`. Raises `ReplayDiffers`, what is wrong
+        with the recording, or what the trainer failed with."""
+        if start is not None:
+            checkpoints = self._folders.run_dir / "checkpoints"
+            checkpoints.mkdir()
+            (checkpoints / start.folder.name).symlink_to(start.folder.resolve())
+            self._console.print(f"From the checkpoint of step {start.manifest.step}.")
+        self._stand_in = StandIn(self._recording, last, self._on_commit)
         self._console.print(HEAD)
         asyncio.run(self._train())
         self._write_report()
         self._judge()
-
-    def _start_from(self, step: int) -> int:
-        """Put the newest usable checkpoint up to `step` where the trainer looks for one; its step, or 0."""
-        for folder in reversed(named_checkpoints(self._run.folder / "checkpoints")):
-            if int(folder.name.removeprefix("step-")) > step:
-                continue
-            start = open_checkpoint(folder, job=self._job.job).manifest.step
-            checkpoints = self._folders.run_dir / "checkpoints"
-            checkpoints.mkdir()
-            (checkpoints / folder.name).symlink_to(folder.resolve())
-            self._console.print(f"From the checkpoint of step {start}.")
-            return start
-        return 0
 
     async def _train(self) -> None:
         """The trainer's process, from its start until it has ended."""
@@ -160,16 +171,18 @@ class Replay:
 
     async def _until_over(self, child: Child) -> int | None:
         """The exit status of a trainer that ended by itself; None when it was told to, having had it all."""
+        told_s: float | None = None
         while (status := child.poll_exit()) is None:
-            if self._stand_in.over:
+            if told_s is not None and time.monotonic() - told_s > STOP_LIMIT_S:
+                child.kill()
+            elif told_s is None and self._stand_in.over:
+                told_s = time.monotonic()
                 child.terminate()
-                deadline_s = time.monotonic() + STOP_LIMIT_S
-                while child.poll_exit() is None and time.monotonic() < deadline_s:
-                    await asyncio.sleep(LOOK_S)
-                self._keep_model()
-                return None
             await asyncio.sleep(LOOK_S)
-        return status
+        if told_s is None:
+            return status
+        self._keep_model()
+        return None
 
     def _on_commit(self, recorded: RecordedStep, epoch: int) -> None:
         """A step was trained: compare it while its results are at hand."""
@@ -196,7 +209,12 @@ class Replay:
 
     def _write_report(self) -> None:
         text = msgspec.json.format(msgspec.json.encode(self.outcomes))
-        (self._folders.run_dir / "replay.json").write_bytes(text + b"\n")
+        run_dir = self._folders.run_dir
+        (run_dir / "replay.json").write_bytes(text + b"\n")
+        shutil.rmtree(run_dir / "batches", ignore_errors=True)
+        for link in (run_dir / "checkpoints").glob("*"):
+            if link.is_symlink():
+                link.unlink()
 
     def _judge(self) -> None:
         """The last line, or the error that the replay ends with."""
@@ -204,9 +222,11 @@ class Replay:
             raise self._stand_in.error
         differing = [outcome for outcome in self.outcomes if outcome.difference]
         if not differing:
-            known = all(outcome.recorded.weights_hash for outcome in self.outcomes)
-            what = "losses, gradient norms and weights" if known else "losses and gradient norms"
-            self._console.print(f"{len(self.outcomes)} steps, bit by bit as recorded: {what}.")
+            known = sum(1 for outcome in self.outcomes if outcome.recorded.weights_hash)
+            weights = "weights" if known == len(self.outcomes) else f"the weights of {known} steps"
+            self._console.print(
+                f"All steps are bit by bit as recorded: losses, gradient norms and {weights}."
+            )
             return
         first = differing[0]
         text = f"step {first.step} differs first, in {first.difference}"
