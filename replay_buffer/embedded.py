@@ -102,14 +102,15 @@ class EmbeddedRedis:
             "daemonize": "no",
             "logfile": str(self.data_dir / "redis.log"),
             "databases": "1",
-            # Without a log the data is kept in memory alone. A Redis with save points, even one that is
-            # never reached, writes a snapshot when it is told to end: the front's death costs nothing.
-            "save": f"{NEVER_S} 1" if self._durability == "memory" else "",
             "appendonly": "no" if self._durability == "memory" else "yes",
             "appendfsync": "always" if self._durability == "always" else "everysec",
             "maxmemory-policy": "noeviction",
         }
-        return [text for name, value in options.items() for text in (f"--{name}", value)]
+        # Without a log the data is kept in memory alone. A Redis with save points, even one that is never
+        # reached, writes a snapshot when it is told to end: the front's death costs nothing. The two numbers
+        # are two arguments: Redis 6 takes them as one for no save point at all.
+        save = (str(NEVER_S), "1") if self._durability == "memory" else ("",)
+        return ["--save", *save, *(text for name, value in options.items() for text in (f"--{name}", value))]
 
     async def _lock(self) -> int:
         lock_fd = os.open(self.data_dir / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)

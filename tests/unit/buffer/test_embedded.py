@@ -60,7 +60,7 @@ def test_it_is_set_up_for_the_tier_and_listens_on_no_port(folder, durability, ao
     assert info["aof_enabled"] == aof
     assert info["maxmemory_policy"] == "noeviction"
     assert settings["appendfsync"] == fsync
-    assert settings["save"] == ""
+    assert settings["save"] == (f"{embedded.NEVER_S} 1" if durability == "memory" else "")
     assert settings["port"] == "0"
     assert ended(pid)
     assert not (folder / "redis").exists()
@@ -88,6 +88,22 @@ def test_what_was_written_is_there_after_a_kill_and_a_start(folder):
         return value
 
     assert asyncio.run(run()) == b"value"
+
+
+def test_in_memory_what_was_written_is_there_after_an_end_in_order(folder):
+    async def run():
+        found = []
+        for _ in range(2):
+            server = EmbeddedRedis(folder / "data", folder / "redis", "memory")
+            await server.start()
+            redis = connect(server.url)
+            found.append(await redis.get("key"))
+            await redis.set("key", "value")
+            await redis.aclose()
+            await server.stop()
+        return found
+
+    assert asyncio.run(run()) == [None, b"value"]
 
 
 def test_it_ends_with_its_parent_and_a_new_one_waits_for_that(folder):
