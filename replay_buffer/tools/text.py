@@ -26,15 +26,10 @@ def age(age_ms: float) -> str:
     seconds = max(0.0, age_ms) / 1000
     if seconds < 60:
         return f"{seconds:.1f} s"
-    for small, large, unit, next_unit in (
-        (1, 60, "s", "min"),
-        (60, 3600, "min", "h"),
-        (3600, 86400, "h", "d"),
-    ):
-        if seconds < 60 * large or large == 86400:
-            whole, rest = divmod(int(seconds), large)
-            return f"{whole} {next_unit} {rest // small} {unit}"
-    raise AssertionError("the last unit takes everything")
+    for small, large, limit, units in ((1, 60, 3600, ("min", "s")), (60, 3600, 86400, ("h", "min"))):
+        if seconds < limit:
+            return f"{int(seconds // large)} {units[0]} {int(seconds % large // small)} {units[1]}"
+    return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
 
 
 def span(low: int, high: int) -> str:
