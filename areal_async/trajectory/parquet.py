@@ -113,11 +113,12 @@ class EpisodeWriter:
             raise ExportError(f"{path} exists: give another name, or add --overwrite to replace it.")
         self.path = path
         self.rows = 0
+        self.held_bytes = 0
+        """Of the episodes that wait for their row group to be full."""
         self._job = job
         self._steps: list[StepFacts] = []
         self._unfinished = path.with_name(f".{path.name}.tmp")
         self._columns: dict[str, list[Any]] = {name: [] for name in COLUMNS.names}
-        self._held_bytes = 0
 
     def __enter__(self) -> EpisodeWriter:
         try:
@@ -146,8 +147,8 @@ class EpisodeWriter:
         for name, values in self._columns.items():
             values.append(row[name])
         self.rows += 1
-        self._held_bytes += len(exported.blob)
-        if self._held_bytes >= ROW_GROUP_BYTES or len(self._columns["blob"]) >= ROW_GROUP_ROWS:
+        self.held_bytes += len(exported.blob)
+        if self.held_bytes >= ROW_GROUP_BYTES or len(self._columns["blob"]) >= ROW_GROUP_ROWS:
             self._flush()
 
     def step(self, facts: StepFacts) -> None:
@@ -163,7 +164,7 @@ class EpisodeWriter:
         except OSError as error:
             raise ExportError(f"{self.path} cannot be written: {error}. Is the disk full?") from error
         self._columns = {name: [] for name in COLUMNS.names}
-        self._held_bytes = 0
+        self.held_bytes = 0
 
 
 def read_facts(path: Path) -> Facts:
