@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import attrgetter
-from statistics import fmean, pstdev
+from statistics import fmean
 
 from rich.table import Table
 
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import Episode, EpisodeState, Group, GroupState
 from replay_buffer.tools.text import NotFound, age, near, size, span
-
-MOST_REWARDS = 6
-"""More rewards than so many are shown as their mean and spread."""
 
 
 def state_of(name: str | None) -> GroupState | None:
@@ -71,12 +68,13 @@ def versions_text(episodes: Iterable[Episode]) -> str:
 
 
 def rewards_text(episodes: Iterable[Episode]) -> str:
+    """The mean of the rewards, and from what to what they go: `0.25 (0 … 1)`."""
     rewards = [episode.reward for episode in episodes if episode.state == EpisodeState.VERDICT]
     if not rewards:
         return "–"
-    if len(rewards) <= MOST_REWARDS:
-        return " ".join(f"{reward:.3g}" for reward in rewards)
-    return f"{fmean(rewards):.3g} ± {pstdev(rewards):.2g}"
+    if min(rewards) == max(rewards):
+        return f"{rewards[0]:.3g}"
+    return f"{fmean(rewards):.3g} ({min(rewards):.3g} … {max(rewards):.3g})"
 
 
 def steps_of(group: Group) -> list[int]:
