@@ -49,6 +49,7 @@ from areal_async.wire.messages import (
 from areal_async.wire.rpc import Answer, Peer, Server
 from replay_buffer import metrics
 from replay_buffer.clock import RedisClock
+from replay_buffer.confirmed import FILE, ConfirmedRevision
 from replay_buffer.embedded import EmbeddedRedis
 from replay_buffer.errors import StoreUnavailable
 from replay_buffer.front import Front
@@ -244,8 +245,11 @@ async def main(ctx: ServiceContext) -> None:
             stack.push_async_callback(embedded.stop)
             await embedded.start()
         url = embedded.url if embedded is not None else job.buffer.redis
-        store = Store(url, job.job, tasks.dataset_hash, rules.durability, clock)
-        front = Front(store, rules, tasks, clock, embedded.start if embedded is not None else None)
+        mark = ConfirmedRevision(ctx.run_dir / "buffer" / FILE)
+        stack.callback(mark.close)
+        store = Store(url, job.job, tasks.dataset_hash, rules.durability, clock, mark.read())
+        revive = embedded.start if embedded is not None else None
+        front = Front(store, rules, tasks, clock, revive, on_confirmed=mark.write)
         stack.push_async_callback(front.stop)
         await front.start()
         buffer = BufferServer(front, job.job, store)

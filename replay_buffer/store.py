@@ -21,7 +21,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from replay_buffer.clock import RedisClock
-from replay_buffer.errors import StoreError, StoreUnavailable, StoreUnusable
+from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, StoreUnusable
 from replay_buffer.keys import Bytes, Commands, Keys, commands_of
 from replay_buffer.ledger.index import Records, Writes
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, Claim, Group, Lease, Meta
@@ -41,7 +41,7 @@ _decode_batch = msgspec.msgpack.Decoder(BatchPlan).decode
 @dataclass(frozen=True)
 class Opened:
     """A ledger taken over. `idle_ms`: time since the last write of whoever had it before. `lost_writes`:
-    writes confirmed to this store before, and not there any more."""
+    writes confirmed to this store or an earlier front, and not there any more."""
 
     records: Records
     revision: int
@@ -51,9 +51,18 @@ class Opened:
 
 
 class Store:
-    """One job in the Redis at `url` (`redis://…` or `unix://…`)."""
+    """One job in the Redis at `url` (`redis://…` or `unix://…`). `confirmed` is the revision that an earlier
+    front is known to have seen there."""
 
-    def __init__(self, url: str, job: str, dataset_hash: str, durability: str, clock: RedisClock) -> None:
+    def __init__(
+        self,
+        url: str,
+        job: str,
+        dataset_hash: str,
+        durability: str,
+        clock: RedisClock,
+        confirmed: int = 0,
+    ) -> None:
         self.url = url
         self.front_epoch = 0
         self._keys = Keys(job)
@@ -63,7 +72,9 @@ class Store:
         self._redis = connect(url)
         self._reads: RedisPipe | None = None
         self._writer: Writer | None = None
-        self._confirmed = 0
+        self._confirmed = confirmed
+        self._owner = secrets.token_hex(8)
+        """Which front holds the ledger, in Redis: epochs alone do not tell a front from its successor."""
         self._sha = ""
 
     @property
@@ -145,30 +156,45 @@ class Store:
 
     async def _take_over(self) -> int:
         """As a new front: the epoch counts on, whoever had it. Returns the revision found."""
-        epoch = int(await self._redis.hincrby(self._keys.meta, "front", 1))
-        await self._redis.hsetnx(self._keys.meta, "revision", 0)
-        if not await self._redis.hexists(self._keys.meta, "state"):
-            begin = Commands(self._keys)
+        keys = self._keys
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.hincrby(keys.meta, "front", 1)
+        pipeline.hset(keys.meta, "owner", self._owner)
+        pipeline.hsetnx(keys.meta, "revision", 0)
+        pipeline.hmget(keys.meta, "revision", "state")
+        epoch, _, _, (revision, begun) = await pipeline.execute()
+        if begun is None:
+            begin = Commands(keys)
             meta = Meta(ledger_id=secrets.token_hex(8), dataset_hash=self._dataset_hash)
             state = msgspec.msgpack.encode(meta)
-            begin.add("HSET", self._keys.meta, ("schema", SCHEMA, "state", state))
+            begin.add("HSET", keys.meta, ("schema", SCHEMA, "state", state))
             await self._run(begin, epoch, 0)
         self.front_epoch = epoch
-        return 0
+        return int(revision)
 
     async def _take_back(self) -> int:
         """As the front that had it: only if no other front came in between. The new epoch fences this front's
-        own writes that were lost from sight. Returns the revision found."""
-        revision = await self._redis.hget(self._keys.meta, "revision")
+        own writes that were lost from sight. Returns the revision found.
+
+        An attempt whose answer was lost may have got through, or may yet: then the epoch in Redis is another,
+        and still this front's."""
+        revision, front, owner = await self._redis.hmget(self._keys.meta, "revision", "front", "owner")
         if revision is None:
             raise StoreUnusable(
                 f"Redis at {self.url} has lost the whole ledger of this job (durability tier "
                 f"{self._durability}). Resume from the last checkpoint."
             )
+        mine = owner == self._owner.encode()
+        epoch = int(front) if mine else self.front_epoch
         step = Commands(self._keys)
-        step.add("HSET", self._keys.meta, ("front", self.front_epoch + 1))
-        await self._run(step, self.front_epoch, int(revision))
-        self.front_epoch += 1
+        step.add("HSET", self._keys.meta, ("front", epoch + 1))
+        try:
+            await self._run(step, epoch, int(revision))
+        except StoreFenced as error:
+            if mine:
+                raise StoreUnavailable("an earlier attempt to come back got through meanwhile") from error
+            raise
+        self.front_epoch = epoch + 1
         return int(revision)
 
     async def _run(self, commands: Commands, epoch: int, revision: int) -> None:

@@ -164,7 +164,8 @@ class Ledger:
                 self.ends.pop(group_id, None)
                 continue
             self.groups.pop(group_id, None)
-            kind = "COMMITTED" if was == "TRAINED" and "committed" in counts else "DROPPED"
+            covered = was in ("TRAINED", "BATCHED") and ended["COMMITTED"] < counts.get("committed", 0)
+            kind = "COMMITTED" if covered else "DROPPED"
             ended[kind] += 1
             reasons = frozenset(reason for reason in counts if reason.startswith("dropped"))
             self.ends[group_id] = End(kind, reasons, step, decision.mono_s)

@@ -75,6 +75,7 @@ class _History:
             self._acknowledged_is_kept,
             self._finished,
             self._trained_once,
+            self._ends_as_it_should,
             self._staleness,
             self._whole,
             self._redone,
@@ -114,11 +115,12 @@ class _History:
         if before.lost_s > self.promise.lost_s:
             yield Violation(
                 "lost",
-                f"Redis came back to front {front.identity[0]} without {before.lost_confirmed} confirmed writes, "
-                f"{before.lost_s:.2f} s of work; {self.promise.lost_s} s are allowed",
+                f"Redis came back to front {front.identity[0]} without {before.lost_confirmed} confirmed "
+                f"writes, {before.lost_s:.2f} s of work; {self.promise.lost_s} s are allowed",
             )
         told = front.loaded["lost_writes"]
-        if before.lost_confirmed != told and front.loaded["pid"] == before.loaded["pid"]:
+        came_back = front.loaded["pid"] == before.loaded["pid"]
+        if told < before.lost_confirmed or (came_back and told > before.lost_confirmed):
             yield Violation(
                 "undetected",
                 f"front {front.identity[0]} says {told} writes were lost: {before.lost_confirmed}",
@@ -149,11 +151,9 @@ class _History:
             return
         reasons = {reason for reason in counts if reason.startswith("dropped:")}
         task, attempt = _task(group_id), int(group_id.rpartition("#")[2])
-        if reasons and reasons <= TRIED_AGAIN and attempt + 1 < self.promise.max_attempts:
-            if f"{task}#{attempt + 1}" not in one.get("moved", {}):
-                yield Violation(
-                    "task_skipped", f"{name}: {group_id} ended by {reasons}, and was not tried again"
-                )
+        bad_luck = bool(reasons) and reasons <= TRIED_AGAIN and attempt + 1 < self.promise.max_attempts
+        if bad_luck and f"{task}#{attempt + 1}" not in one.get("moved", {}):
+            yield Violation("task_skipped", f"{name}: {group_id} ended by {reasons}, and was not tried again")
 
     # --- acknowledged ---
 
@@ -216,6 +216,17 @@ class _History:
         for task, times in attempts.items():
             if times > 1:
                 yield Violation("trained_twice", f"task {task} was trained as {times} groups")
+
+    def _ends_as_it_should(self) -> Iterator[Violation]:
+        """What is in the final model ends as COMMITTED, if it ends."""
+        undone = {group_id for one in self.decided if one.fate == "lost" for group_id in one.get("moved", {})}
+        for step, batch in self.lineage.items():
+            for group_id in batch.groups if batch else ():
+                end = self.ledger.ends.get(group_id)
+                if end is not None and end.kind != "COMMITTED" and group_id not in undone:
+                    yield Violation(
+                        "dropped", f"{group_id} was trained in step {step}, and dropped: {end.reasons}"
+                    )
 
     def _staleness(self) -> Iterator[Violation]:
         for batch in self.batched:
@@ -306,7 +317,7 @@ class _History:
                     ):
                         yield Violation(
                             "abandoned",
-                            f"step {step} of epoch {epoch.number} trained {episode_id} of versions {version} in "
+                            f"step {step} of epoch {epoch.number} trained {episode_id} of version {version} of "
                             f"epochs {sorted(marks)}, which it does not descend from",
                         )
 
@@ -359,7 +370,7 @@ class _History:
                 ):
                     yield Violation(
                         "version",
-                        f"{episode_id} says epoch {epoch}, versions {oldest} to {newest}: no worker served them",
+                        f"{episode_id} says epoch {epoch}, versions {oldest} to {newest}, which nobody served",
                     )
 
     def _versions_monotone(self) -> Iterator[Violation]:
@@ -374,7 +385,7 @@ class _History:
             if who in last and (tag <= last[who] or (kind == "published" and tag[1] != last[who][1] + 1)):
                 yield Violation("goes_back", f"{event['process']} {kind} {tag} after {last[who]}")
             last[who] = tag
-            # A trainer killed between giving a snapshot out and writing so down leaves one that nobody told of.
+            # A trainer may be killed between giving a snapshot out and writing so down.
             if kind == "served" and tag not in published and not self._may_have_published(tag):
                 yield Violation("version", f"{event['process']} serves {tag}, which nobody published")
 

@@ -39,7 +39,9 @@ SERVICES = ("rollout-0", "rollout-1", "reward", "buffer", "trainer", "evaluator"
 ROLES = (*SERVICES, "redis", "supervisor")
 
 
-def write_job(folder: Path, name: str, *, steps: int, seed: int, durability: str, lease_s: float = 5.0) -> Path:
+def write_job(
+    folder: Path, name: str, *, steps: int, seed: int, durability: str, lease_s: float = 5.0
+) -> Path:
     """A job file in `folder`, with a model, tasks and a reward beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = split_problems(seed=0, n_held_out=32, signs="+")

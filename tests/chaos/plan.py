@@ -41,7 +41,8 @@ WEIGHTS = {
 
 @dataclass(frozen=True)
 class Disturbance:
-    kind: Literal["kill", "stop"]
+    kind: Literal["kill", "stop", "cut", "cut_both"]
+    """`cut`: Redis is killed and loses the end of its log; `cut_both`: the front is killed with it."""
     role: str
     after_s: float
     """Since the one before."""
@@ -54,7 +55,9 @@ def failpoints(rng: random.Random, n: int) -> str:
     return ",".join(f"{name}@{rng.randint(*FAILPOINTS[name])}" for name in names)
 
 
-def disturbances(rng: random.Random, n: int, *, longest_gap_s: float, share_stops: float = 0.2) -> Iterator[Disturbance]:
+def disturbances(
+    rng: random.Random, n: int, *, longest_gap_s: float, share_stops: float = 0.2
+) -> Iterator[Disturbance]:
     """Kills and short stops of roles drawn by weight, at times drawn uniformly."""
     roles, weights = list(WEIGHTS), list(WEIGHTS.values())
     for _ in range(n):
@@ -70,6 +73,12 @@ def each_role_once(rng: random.Random, roles: list[str], *, longest_gap_s: float
     """Each of `roles` is killed, in an order and at times that are drawn."""
     for role in rng.sample(roles, len(roles)):
         yield Disturbance("kill", role, rng.uniform(0.2, longest_gap_s))
+
+
+def cuts(n: int, *, gap_s: float) -> Iterator[Disturbance]:
+    """Redis loses the end of its log, `n` times; each other time the front dies with it."""
+    for number in range(n):
+        yield Disturbance("cut_both" if number % 2 else "cut", "redis", gap_s)
 
 
 def long_stops(rng: random.Random, roles: list[str], stop_s: float) -> Iterator[Disturbance]:

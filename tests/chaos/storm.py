@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import time
 from collections import Counter
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.chaos.cut import cut_log
 from tests.chaos.history import Verdict, Violation, check
 from tests.chaos.job import Job, JobFailed, pause, promise_of
 from tests.chaos.plan import Disturbance
@@ -24,8 +26,10 @@ class Storm:
 
     job: Job
     limit_s: float
+    seed: int = 0
     kills: Counter[str] = field(default_factory=Counter)
     stops: Counter[str] = field(default_factory=Counter)
+    cuts: int = 0
     resumes: int = 0
     wall_s: float = 0.0
 
@@ -52,6 +56,13 @@ class Storm:
             self.wall_s = time.monotonic() - begun_s
 
     def _deliver(self, due: Disturbance) -> None:
+        if due.kind in ("cut", "cut_both"):
+            rng, front_too = random.Random(self.seed + self.cuts), due.kind == "cut_both"
+            if cut_log(self.job, rng, longest_s=1.0, front_too=front_too):
+                self.cuts += 1
+                self.kills["redis"] += 1
+                self.kills["buffer"] += front_too
+            return
         if due.kind == "kill":
             if self.job.signal(due.role, signal.SIGKILL):
                 self.kills[due.role] += 1
@@ -101,6 +112,7 @@ class Storm:
             "kills": sum(self.kills.values()) + sum(by_failpoint.values()),
             "kills_by_role": dict(self.kills),
             "kills_by_failpoint": dict(by_failpoint),
+            "logs_cut": self.cuts,
             "stops_by_role": dict(self.stops),
             "resumes": self.resumes,
             "violations": len(verdict.violations),
