@@ -10,7 +10,6 @@ import psutil
 
 from tests.chaos.job import Job, pause
 
-
 LOOKS = 60
 """How often to look for a log that grows: while the trainer comes back, it may stand still."""
 

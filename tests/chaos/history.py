@@ -317,7 +317,7 @@ class _History:
                     ):
                         yield Violation(
                             "abandoned",
-                            f"step {step} of epoch {epoch.number} trained {episode_id} of version {version} of "
+                            f"step {step} of epoch {epoch.number} trained {episode_id} of version {version}, "
                             f"epochs {sorted(marks)}, which it does not descend from",
                         )
 
@@ -370,7 +370,7 @@ class _History:
                 ):
                     yield Violation(
                         "version",
-                        f"{episode_id} says epoch {epoch}, versions {oldest} to {newest}, which nobody served",
+                        f"{episode_id} says epoch {epoch}, {oldest} to {newest}, which nobody served",
                     )
 
     def _versions_monotone(self) -> Iterator[Violation]:
