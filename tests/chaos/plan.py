@@ -41,8 +41,10 @@ WEIGHTS = {
 
 @dataclass(frozen=True)
 class Disturbance:
-    kind: Literal["kill", "stop", "cut", "cut_both"]
-    """`cut`: Redis is killed and loses the end of its log; `cut_both`: the front is killed with it."""
+    kind: Literal["kill", "stop", "forget", "cut", "cut_both"]
+    """`forget`: the trainer is killed, and what it wrote down of its published weights is gone: its successor
+    takes them all for abandoned. `cut`: Redis is killed and loses the end of its log; `cut_both`: the
+    front is killed with it."""
     role: str
     after_s: float
     """Since the one before."""
@@ -65,6 +67,8 @@ def disturbances(
         gap_s = rng.uniform(0.2, longest_gap_s)
         if rng.random() < share_stops:
             yield Disturbance("stop", role, gap_s, rng.uniform(0.2, 7.0))
+        elif role == "trainer" and rng.random() < 0.5:
+            yield Disturbance("forget", role, gap_s)
         else:
             yield Disturbance("kill", role, gap_s)
 

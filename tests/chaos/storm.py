@@ -14,6 +14,7 @@ from tests.chaos.cut import cut_log
 from tests.chaos.history import Verdict, Violation, check
 from tests.chaos.job import Job, JobFailed, pause, promise_of
 from tests.chaos.plan import Disturbance
+from trainer_service.published import FILE as PUBLISHED
 
 LOOK_S = 0.05
 KEEPS_STEPS = ("trainer", "supervisor")
@@ -43,7 +44,7 @@ class Storm:
             steps = -1
             for due in plan:
                 self._wait(due.after_s)
-                if due.role in KEEPS_STEPS and due.kind == "kill":
+                if due.role in KEEPS_STEPS and due.kind in ("kill", "forget"):
                     self._until(lambda steps=steps: self.job.steps_logged() > steps, "a step")
                     steps = self.job.steps_logged()
                 self._until(lambda role=due.role: self.job.pid(role) is not None, f"{due.role} serves")
@@ -63,9 +64,11 @@ class Storm:
                 self.kills["redis"] += 1
                 self.kills["buffer"] += front_too
             return
-        if due.kind == "kill":
+        if due.kind in ("kill", "forget"):
             if self.job.signal(due.role, signal.SIGKILL):
                 self.kills[due.role] += 1
+                if due.kind == "forget":
+                    (self.job.run_dir / PUBLISHED).unlink(missing_ok=True)
             return
         if not self.job.signal(due.role, signal.SIGSTOP):
             return
