@@ -259,3 +259,18 @@ def test_the_first_version_that_differs_ends_all_that_came_of_it(drive):
     ledger.send(Commit(ledger.epoch, 1, []))
     assert ledger.count("dropped:abandoned") == 2, "the batch of step 2, and what waited for step 3"
     assert ledger.lease(10) != []
+
+
+def test_what_the_checkpoint_covers_is_committed_even_where_redis_lost_its_commit(drive):
+    """Redis came back without the commit of step 1; the checkpoint after it is on disk."""
+    ledger = drive(batch_groups=1, max_staleness=1)
+    trained_steps(ledger, 1)
+    ledger.scored(1)
+    ledger.batch()
+    rolled_back = ledger.rebuilt()
+    ledger.commit()
+    copy = export(ledger)
+    ledger.index = rolled_back
+    assert ledger.open(step=2, copy=copy) == TrainerOpened(2, 2)
+    assert ledger.count("committed") == 2
+    assert ledger.count("dropped:not_in_checkpoint") == 0
