@@ -124,8 +124,9 @@ class Store:
             for group_id, samples in by_group.items()
         ]
         found: dict[tuple[str, int], bytes | None] = {}
-        for group_id, samples, answer in asked:
-            blobs = await answer
+        # Gathered, so that no answer is left unread when the connection breaks.
+        answers = await asyncio.gather(*(answer for _, _, answer in asked))
+        for (group_id, samples, _), blobs in zip(asked, answers, strict=True):
             if isinstance(blobs, hiredis.ReplyError):
                 raise StoreUnavailable(f"Redis did not give back episodes: {blobs}")
             found.update(zip(((group_id, sample) for sample in samples), blobs, strict=True))

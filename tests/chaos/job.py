@@ -23,7 +23,7 @@ from areal_async.observe.record import read_run_log
 from areal_async.quickstart.model import write_model
 from areal_async.quickstart.tasks import split_problems, write_parquet
 from replay_buffer.tasks import TaskOrder
-from tests.chaos.history import Promise
+from tests.chaos.material import Promise
 
 REWARD = """
 from reward_service.sdk import RewardInput, reward

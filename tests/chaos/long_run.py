@@ -25,6 +25,7 @@ from tests.chaos.job import ROLES, Job, JobFailed, write_job
 from tests.chaos.plan import Disturbance, cuts, disturbances, failpoints, long_stops
 from tests.chaos.storm import Storm
 
+KINDS = ("always", "everysec", "cut", "stopped")
 CUT_ALLOWANCE_S = 2.0
 RUN_LIMIT_S = 1500.0
 STOP_S = 30.0
@@ -34,18 +35,32 @@ def main() -> int:
     options = _options()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="areal-chaos-"))
     begun_s = time.monotonic()
-    runs = list(_runs(options, folder))
+    runs = _kept(options) + list(_runs(options, folder))
+    total = _total(runs)
     result = {
         "what": "SIGKILL, SIGSTOP and cut logs in runs of a small real job; the history checker's verdict",
-        "command": "python -m tests.chaos.long_run " + " ".join(sys.argv[1:]),
-        "total": _total(runs) | {"wall_s": round(time.monotonic() - begun_s, 1)},
-        "runs": runs,
+        "command": _command(options),
+        "total": total,
+        "runs": sorted(runs, key=lambda run: KINDS.index(run["kind"])),
     }
     options.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result["total"], indent=1))
-    if options.folder is None and not result["total"]["violations"]:
+    print(json.dumps(total, indent=1), f"in {time.monotonic() - begun_s:.0f} s")
+    if options.folder is None and not total["violations"]:
         shutil.rmtree(folder, ignore_errors=True)
-    return 1 if result["total"]["violations"] else 0
+    return 1 if total["violations"] else 0
+
+
+def _command(options: argparse.Namespace) -> str:
+    counts = f"--kills {options.kills} --steps {options.steps} --cuts {options.cuts} --seed {options.seed}"
+    return f"python -m tests.chaos.long_run {counts}"
+
+
+def _kept(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """With `--only`, the runs of the other kinds that the result file has from before."""
+    if not options.only or not options.result.exists():
+        return []
+    runs: list[dict[str, Any]] = json.loads(options.result.read_text(encoding="utf-8"))["runs"]
+    return [run for run in runs if run["kind"] not in options.only]
 
 
 def _options() -> argparse.Namespace:
@@ -54,28 +69,31 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="of each run with kills")
     parser.add_argument("--cuts", type=int, default=6)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=("always", "everysec", "cut", "stopped"))
+    parser.add_argument(
+        "--only", nargs="+", choices=KINDS, help="leave the others as the result file has them"
+    )
     parser.add_argument("--folder", type=Path, help="keep the runs here")
     parser.add_argument("--result", type=Path, default=Path("benchmarks/results/chaos.json"))
     return parser.parse_args()
 
 
 def _runs(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    rng = random.Random(options.seed)
+    kinds = options.only or KINDS
     for tier in ("always", "everysec"):
+        rng = random.Random(f"{tier} {options.seed}")
         kills, number = 0, 0
-        while options.only in (None, tier) and kills < options.kills / 2:
+        while tier in kinds and kills < options.kills / 2:
             seed = rng.randrange(1 << 16)
             plan = disturbances(random.Random(seed), 30, longest_gap_s=5.0)
             points = failpoints(random.Random(seed), 10)
             figures = _one(folder, f"{tier}-{number}", options.steps, seed, tier, plan, points=points)
             kills, number = kills + figures["kills"], number + 1
             yield figures
-    if options.only in (None, "cut"):
+    if "cut" in kinds:
         plan = cuts(options.cuts, gap_s=4.0)
         yield _one(folder, "cut", options.steps, options.seed, "everysec", plan, lost_s=CUT_ALLOWANCE_S)
-    if options.only in (None, "stopped"):
-        plan = long_stops(rng, list(ROLES), STOP_S)
+    if "stopped" in kinds:
+        plan = long_stops(random.Random(options.seed), list(ROLES), STOP_S)
         yield _one(folder, "stopped", 2 * options.steps, options.seed, "always", plan)
 
 
@@ -94,7 +112,7 @@ def _one(
     shutil.rmtree(folder / "runs" / name, ignore_errors=True)
     storm = Storm(Job(job_file, points), limit_s=RUN_LIMIT_S, seed=seed)
     print(f"{name}: seed {seed}, failpoints {points or 'none'}", flush=True)
-    head = {"run": name, "seed": seed, "failpoints": points}
+    head = {"run": name, "kind": name.partition("-")[0], "seed": seed, "failpoints": points}
     try:
         storm.run(plan)
         verdict = storm.judge(lost_s=lost_s)
@@ -135,6 +153,7 @@ def _total(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "trained_twice": added("trained_twice"),
         "max_staleness": max((run.get("max_staleness", 0) for run in runs), default=0),
         "violations": added("violations"),
+        "wall_s": round(sum(run.get("wall_s", 0.0) for run in runs), 1),
     }
 
 

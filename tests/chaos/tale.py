@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from tests.chaos.fold import Event
-from tests.chaos.history import Promise, Verdict, check
+from tests.chaos.history import Verdict, check
+from tests.chaos.material import Promise
 
 STEPS = 3
 GROUP_SIZE = 2
