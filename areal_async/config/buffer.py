@@ -27,6 +27,15 @@ class BufferSection(Section):
     0 is synchronous training."""
     batch_groups: int = Field(default=16, ge=1)
     """B: groups in one step."""
+    sampling: Literal["fifo", "freshest", "priority"] = "fifo"
+    """Which scored groups a step takes: those of the oldest version (`fifo`), of the newest (`freshest`), or
+    of the highest `priority`. Under each, what would otherwise become too old goes first."""
+    priority: Literal["reward_variance", "advantage"] = "reward_variance"
+    """What `sampling: priority` goes by: the variance of the group's rewards, or the mean size of their
+    differences from the group's mean."""
+    max_reuse: int = Field(default=1, ge=1)
+    """Most steps that one group is trained in. Above 1, groups trained before fill the places of a step that
+    new ones leave free, while they are young enough."""
     on_overtaken: OvertakenSection = OvertakenSection()
     lease_s: float = Field(default=30.0, gt=0)
     """A worker not heard of for so many seconds loses its groups; another generates what is missing."""

@@ -32,10 +32,16 @@ def episode_limit_bytes(job: JobConfig) -> int:
 
 
 def held_groups(job: JobConfig) -> int:
-    """The most groups before COMMITTED at once: what waits for the next checkpoint, and what admission lets
-    be outstanding, (η + 1)·B."""
+    """The most groups before COMMITTED at once: what waits for the next checkpoint, what admission lets be
+    outstanding, (η + 1)·B, and with reuse what was trained before the last checkpoint and again after it."""
     interval = min(job.checkpoint.every_steps, job.trainer.steps)
-    return (interval + job.buffer.max_staleness + 1) * job.buffer.batch_groups
+    return (interval + _beside_the_interval(job)) * job.buffer.batch_groups
+
+
+def _beside_the_interval(job: JobConfig) -> int:
+    """Steps' worth of groups held beside those of one checkpoint interval."""
+    eta = job.buffer.max_staleness
+    return eta + 1 + (eta if job.buffer.max_reuse > 1 else 0)
 
 
 def _sampling_is_the_policy(job: JobConfig) -> Iterator[Mistake]:
@@ -115,15 +121,24 @@ def _redis_url(job: JobConfig) -> Iterator[Mistake]:
 
 def _checkpoint_interval_fits(job: JobConfig) -> Iterator[Mistake]:
     groups, batch = held_groups(job), job.buffer.batch_groups
-    room = job.buffer.max_groups // batch - job.buffer.max_staleness - 1
-    involved = ("checkpoint.every_steps", "buffer.batch_groups", "buffer.max_staleness", "trainer.steps")
+    room = job.buffer.max_groups // batch - _beside_the_interval(job)
+    involved: tuple[str, ...] = (
+        "checkpoint.every_steps",
+        "buffer.batch_groups",
+        "buffer.max_staleness",
+        "trainer.steps",
+    )
+    reuse = ""
+    if job.buffer.max_reuse > 1:
+        involved += ("buffer.max_reuse",)
+        reuse = f" + max_staleness {job.buffer.max_staleness} for reuse"
     if groups > job.buffer.max_groups:
         fewer = f", or checkpoint.every_steps to {room} or less" if room >= 1 else ""
         yield Mistake(
             "buffer.max_groups",
             f"{job.buffer.max_groups} groups cannot hold what one checkpoint interval keeps: "
             f"({min(job.checkpoint.every_steps, job.trainer.steps)} steps + max_staleness "
-            f"{job.buffer.max_staleness} + 1) × batch_groups {batch} = {groups}",
+            f"{job.buffer.max_staleness} + 1{reuse}) × batch_groups {batch} = {groups}",
             f"Set it to {groups} or more{fewer}",
             involved,
         )
@@ -136,6 +151,18 @@ def _checkpoint_interval_fits(job: JobConfig) -> Iterator[Mistake]:
             f"{job.rollout.group_size} episodes of {job.rollout.max_model_len} tokens can be {weight}",
             f"Set it to {weight} or more, or lower checkpoint.every_steps or rollout.max_model_len",
             (*involved, "rollout.group_size", "rollout.max_model_len", "buffer.max_groups"),
+        )
+
+
+def _reuse_is_possible(job: JobConfig) -> Iterator[Mistake]:
+    most = job.buffer.max_staleness + 1
+    if job.buffer.max_reuse > most:
+        yield Mistake(
+            "buffer.max_reuse",
+            f"a group is young enough for max_staleness + 1 = {most} steps at most, not for "
+            f"{job.buffer.max_reuse}",
+            f"Set it to {most} or less, or raise buffer.max_staleness",
+            ("buffer.max_staleness",),
         )
 
 
@@ -223,6 +250,7 @@ RL_ONLY: tuple[Rule, ...] = (
     _stop_strings_stop_something,
     _redis_url,
     _checkpoint_interval_fits,
+    _reuse_is_possible,
     _minibatches_hold_groups,
     _rl_has_an_rl_loss,
     _stale_units_are_corrected,

@@ -69,9 +69,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="of each run with kills")
     parser.add_argument("--cuts", type=int, default=6)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--only", nargs="+", choices=KINDS, help="keep the others of the result file"
-    )
+    parser.add_argument("--only", nargs="+", choices=KINDS, help="keep the others of the result file")
     parser.add_argument("--folder", type=Path, help="keep the runs here")
     parser.add_argument("--result", type=Path, default=Path("benchmarks/results/chaos.json"))
     return parser.parse_args()

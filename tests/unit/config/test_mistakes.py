@@ -104,6 +104,16 @@ CASES = [
         "4880 or more, or checkpoint.every_steps to 251 or less",
     ),
     Case(
+        "checkpoint interval with reuse",
+        ["checkpoint.every_steps=300", "trainer.steps=300", "buffer.max_reuse=2"],
+        "buffer.max_groups",
+        "+ max_staleness 4 + 1 + max_staleness 4 for reuse) × batch_groups 16 = 4944",
+        "4944 or more, or checkpoint.every_steps to 247 or less",
+    ),
+    Case(
+        "reuse beyond age", ["buffer.max_reuse=6"], "buffer.max_reuse", "5 steps at most, not for 6", "to 5"
+    ),
+    Case(
         "checkpoint bytes", ["buffer.max_bytes=9999999"], "buffer.max_bytes", "880 groups of 8", "or more, or"
     ),
     Case(
