@@ -92,7 +92,7 @@ def _runs(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]
         yield _one(folder, "cut", options.steps, options.seed, "everysec", plan, lost_s=CUT_ALLOWANCE_S)
     if "stopped" in kinds:
         plan = long_stops(random.Random(options.seed), list(ROLES), STOP_S)
-        yield _one(folder, "stopped", 2 * options.steps, options.seed, "always", plan)
+        yield _one(folder, "stopped", 10 * options.steps, options.seed, "always", plan)
 
 
 def _one(
