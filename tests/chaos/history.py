@@ -83,7 +83,6 @@ class _Checker(History):
                 yield from self._positions(one)
                 yield from self.ledger.advance(one)
                 for group_id, (_, becomes, _step) in one.get("moved", {}).items():
-                    self.first_of_group.setdefault(group_id, one.mono_s)
                     if not becomes:
                         self.all_ends.setdefault(group_id, []).append(self.ledger.ends[group_id])
 

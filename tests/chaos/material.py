@@ -44,7 +44,6 @@ class History:
             for stored in one.get("stored", []):
                 self.stores.setdefault(stored[0], []).append((one, stored))
         self.all_ends: dict[str, list[End]] = {}
-        self.first_of_group: dict[str, float] = {}
         self.lost_episodes: set[str] = set()
         self.acknowledged: set[str] = set()
 
