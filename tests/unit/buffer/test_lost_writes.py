@@ -48,7 +48,7 @@ def test_a_new_front_notices_what_redis_has_lost_and_ends_the_claims(redis_url, 
         await first.stop()
         # The claim is still in Redis, as it is when the verdicts for it are among what was lost.
         second = Front(
-            Store(redis_url, job_name, "cafe0123", "everysec", clock, confirmed[-1] + 3),
+            Store(redis_url, job_name, "cafe0123", "everysec", clock, confirmed=confirmed[-1] + 3),
             RULES,
             counted_tasks(),
             clock,
