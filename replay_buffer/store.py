@@ -274,7 +274,7 @@ class Store:
         own writes that were lost from sight. Returns the revision found.
 
         An attempt whose answer was lost may have got through, or may yet: then the epoch in Redis is newer,
-        and still this front's. An older epoch is its own of before: its last opening was among what was lost."""
+        and still this front's. An older epoch is its own of before: its last opening was among those lost."""
         names = ("front", "revision", "owner")
         front, revision, owner = await self._redis.hmget(self._keys.meta, *names)
         if front is None or revision is None:
