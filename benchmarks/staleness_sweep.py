@@ -1,13 +1,13 @@
 """Staleness, waste and throughput of the real ledger and admission on a simulated clock, swept over η.
 
-    python benchmarks/staleness_sweep.py [--out FILE.json] [--docs docs/staleness.md]
+    python benchmarks/staleness_sweep.py [--out FILE.json] [--docs PAGE...]
 
 η × distribution of group durations × which side is slower × condition × how many groups can run at once; see
 `staleness_simulation.py` for what is simulated. Throughput is relative to the same job without a staleness
 bound, waste is groups dropped per group generated. Ends with status 1 when a promised line is broken: no unit
 above η in any run, synchronous at η = 0, and at η = 4 with at most 0.5 B groups running at most 1 % waste and
 at least 95 % of the throughput; the cells at that line are run for longer, for their waste is a matter of few
-groups. `--docs` rewrites the tables of the page. Takes four minutes of one core.
+groups. `--docs` rewrites the tables of those pages. Takes under five minutes of one core.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -116,100 +116,82 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def range_of(cells: Sequence[Cell], value: Callable[[Cell], float], digits: int = 0) -> str:
-    low, high = min(map(value, cells)), max(map(value, cells))
-    texts = [f"{100 * figure:.{digits}f}" for figure in (low, high)]
-    return f"{texts[0]} %" if texts[0] == texts[1] else f"{texts[0]}–{texts[1]} %"
+def told(cells: Sequence[Cell], digits: int = 0) -> str:
+    """`throughput; waste` of some cells: the range of the one, the most of the other, in percent."""
+    low, high = min(c.throughput for c in cells), max(c.throughput for c in cells)
+    ends = [f"{100 * value:.{digits}f}" for value in (low, high)]
+    span = ends[0] if ends[0] == ends[1] else "–".join(ends)
+    return f"{span} %; {100 * max(c.waste for c in cells):.{digits + 1}f} %"
+
+
+def those(cells: Iterable[Cell], **wanted: object) -> list[Cell]:
+    """The cells whose scenario has the `wanted` fields."""
+    return [c for c in cells if all(getattr(c.scenario, name) == value for name, value in wanted.items())]
 
 
 def over_all(cells: Sequence[Cell]) -> str:
-    """A row per η, a pair of columns per number of running groups: the range over everything else."""
-    head = ["η", *(f"{what}, {running} B" for running in RUNNING for what in ("throughput", "waste"))]
-    rows = []
-    for eta in ETAS:
-        row = [str(eta)]
-        for running in RUNNING:
-            here = [c for c in cells if (c.scenario.max_staleness, c.scenario.running) == (eta, running)]
-            row += [range_of(here, lambda c: c.throughput), range_of(here, lambda c: c.waste, 1)]
-        rows.append(row)
+    """Over every distribution, regime and condition."""
+    head = ["η", *(f"{running:g} B" for running in RUNNING)]
+    rows = [
+        [str(eta), *(told(those(cells, max_staleness=eta, running=running)) for running in RUNNING)]
+        for eta in ETAS
+    ]
     return table(head, rows)
 
 
 def by_regime(cells: Sequence[Cell]) -> str:
-    """Throughput and waste of the plain condition, each over the three distributions."""
-    head = ["running", "bound by", *(f"η = {eta}" for eta in ETAS)]
+    """The plain condition, over the three distributions."""
+    head = ["running", "regime", *(f"η = {eta}" for eta in ETAS)]
+    plain = those(cells, condition="plain")
     rows = []
     for running, regime in product(RUNNING, REGIMES):
-        row = [f"{running} B", regime]
-        for eta in ETAS:
-            here = [
-                c
-                for c in cells
-                if (c.scenario.running, c.scenario.regime, c.scenario.condition, c.scenario.max_staleness)
-                == (running, regime, "plain", eta)
-            ]
-            waste = max(c.waste for c in here)
-            row.append(range_of(here, lambda c: c.throughput) + (f"; {100 * waste:.1f} %" if waste else ""))
-        rows.append(row)
+        here = those(plain, running=running, regime=regime)
+        rows.append([f"{running:g} B", regime, *(told(those(here, max_staleness=eta)) for eta in ETAS)])
     return table(head, rows)
 
 
 def at_half_a_batch(cells: Sequence[Cell]) -> str:
-    """η = 4 with 0.5 B running: every distribution and condition, balanced and generation-bound."""
-    head = ["durations", "condition", *REGIMES]
+    """η = 4 with 0.5 B running, cell by cell."""
+    here = those(cells, max_staleness=4, running=0.5)
     rows = []
     for distribution, condition in product(DISTRIBUTIONS, CONDITIONS):
-        here = {
-            c.scenario.regime: c
-            for c in cells
-            if (c.scenario.distribution, c.scenario.condition, c.scenario.max_staleness, c.scenario.running)
-            == (distribution, condition, 4, 0.5)
-        }
-        texts = [f"{here[r].throughput:.1%}; {here[r].waste:.2%}".replace("%", " %") for r in REGIMES]
-        rows.append([distribution, condition, *texts])
-    return table(head, rows)
+        mine = those(here, distribution=distribution, condition=condition)
+        rows.append([distribution, condition, *(told(those(mine, regime=r), 1) for r in REGIMES)])
+    return table(["durations", "condition", *REGIMES], rows)
 
 
 def of_caps(capped: Sequence[Cell], cells: Sequence[Cell]) -> str:
     """What letting fewer groups run than could (2 B) saves and costs."""
-    free = [c for c in cells if c.scenario.running == 2 and c.scenario.condition == "plain"]
-    head = ["η", "durations", "bound by", *(f"at most {cap} B" for cap in CAPS), "2 B, no cap"]
+    free = those(cells, running=2.0, condition="plain")
+    head = ["η", "durations", "regime", *(f"at most {cap:g} B" for cap in CAPS), "2 B, no cap"]
     rows = []
     for eta, distribution, regime in product((2, 4), DISTRIBUTIONS, REGIMES):
-        here = [
-            c
-            for c in (*capped, *free)
-            if (c.scenario.max_staleness, c.scenario.distribution, c.scenario.regime)
-            == (eta, distribution, regime)
-        ]
-        texts = [f"{c.throughput:.0%}; {c.waste:.1%}".replace("%", " %") for c in here]
-        rows.append([str(eta), distribution, regime, *texts])
+        here = those((*capped, *free), max_staleness=eta, distribution=distribution, regime=regime)
+        rows.append([str(eta), distribution, regime, *(told([c]) for c in here)])
     return table(head, rows)
 
 
 def of_limits(limited: Sequence[Cell]) -> str:
     """How long to wait for overtaken groups, as a multiple of the mean duration of a group."""
-    head = ["running", "durations"]
-    head += ["drop" if not limit else f"{limit / MEAN_GROUP_MS:g} ×" for limit in LIMITS_MS]
+    limits = ["none: `drop`" if not limit else f"{limit / MEAN_GROUP_MS:g} × mean" for limit in LIMITS_MS]
     rows = []
     for running, distribution in product((0.5, 1.0), DISTRIBUTIONS):
-        here = [
-            c for c in limited if (c.scenario.running, c.scenario.distribution) == (running, distribution)
-        ]
-        texts = [f"{c.throughput:.0%}; {c.waste:.1%}".replace("%", " %") for c in here]
-        rows.append([f"{running} B", distribution, *texts])
-    return table(head, rows)
+        here = those(limited, running=running, distribution=distribution)
+        rows.append([f"{running:g} B", distribution, *(told([c]) for c in here)])
+    return table(["running", "durations", *limits], rows)
 
 
-def write_docs(page: Path, tables: dict[str, str]) -> None:
+def write_docs(pages: Sequence[Path], tables: dict[str, str]) -> None:
     """Replace what stands between `<!-- table NAME -->` and `<!-- end -->`."""
-    text = page.read_text(encoding="utf-8")
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
     for name, content in tables.items():
-        pattern = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
-        text, times = re.subn(pattern, lambda m, c=content: m[1] + c + "\n" + m[2], text, flags=re.DOTALL)
-        if times != 1:
-            raise SystemExit(f"{page} has {times} places for the table {name!r}")
-    page.write_text(text, encoding="utf-8")
+        pattern = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        holders = [page for page in pages if pattern.search(texts[page])]
+        if len(holders) != 1:
+            raise SystemExit(f"the table {name!r} has a place on {len(holders)} of the pages")
+        texts[holders[0]] = pattern.sub(lambda m, c=content: f"{m[1]}{c}\n{m[2]}", texts[holders[0]])
+    for page, text in texts.items():
+        page.write_text(text, encoding="utf-8")
 
 
 COLUMNS = (
@@ -229,12 +211,12 @@ def as_row(cell: Cell) -> list[float | int | str | None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30, help=f"steps counted, after {WARM_UP} of warm-up")
-    parser.add_argument("--line-seeds", type=int, default=6, help="seeds of the cells at the promised line")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20, help=f"steps counted, after {WARM_UP} of warm-up")
+    parser.add_argument("--line-seeds", type=int, default=5, help="seeds of the cells at the promised line")
     parser.add_argument("--line-steps", type=int, default=100)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--docs", type=Path, help="page whose tables to rewrite")
+    parser.add_argument("--docs", type=Path, nargs="*", help="pages whose tables to rewrite")
     options = parser.parse_args()
     gc.disable()  # the records hold no cycles; each scenario is collected when it is done
     sweep = Sweep(options.seeds, options.steps)

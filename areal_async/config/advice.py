@@ -34,14 +34,14 @@ def _groups_finish_within_the_bound(job: JobConfig) -> Iterator[Mistake]:
         return
     needed = -(-running // (RUNNING_PER_STALENESS * batch))
     concurrent = int(most * job.rollout.group_size / job.rollout.workers)
-    lower = ""
+    fix = "Raise"
     if concurrent >= job.rollout.group_size:
-        lower = f"Lower rollout.max_concurrent to {concurrent} where the engine is no slower for it, or raise "
+        fix = f"Lower rollout.max_concurrent to {concurrent}, if the engine is no slower for it, or raise"
     yield Mistake(
         "buffer.max_staleness",
         f"{eta} is little for {running:.0f} groups running at once (rollout.workers × max_concurrent / "
         f"group_size), {running / batch:.1f} times buffer.batch_groups = {batch}: when durations vary, long "
         "groups become too old before they are finished, and are dropped or waited for",
-        f"{lower or 'Raise '}max_staleness to {needed:.0f}, or buffer.batch_groups (docs/staleness.md)",
+        f"{fix} max_staleness to {needed:.0f}, or buffer.batch_groups (docs/staleness.md)",
         ("rollout.workers", "rollout.max_concurrent", "rollout.group_size", "buffer.batch_groups"),
     )
