@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from areal_async.wire.messages import (
     Batch,
@@ -136,7 +137,9 @@ class EndlessTasks:
 
 
 class Simulation:
-    def __init__(self, scenario: Scenario, seed: int = 0) -> None:
+    """One job. `changed` are fields of the ledger's rules that the scenario does not speak of."""
+
+    def __init__(self, scenario: Scenario, seed: int = 0, **changed: Any) -> None:
         self.scenario = scenario
         self.seed = seed
         rules = Rules(
@@ -149,6 +152,7 @@ class Simulation:
             claim_ms=10**12,
             max_groups=16 * scenario.batch_groups,
             max_bytes=1 << 50,
+            **changed,
         )
         meta = Meta(ledger_id="simulated", dataset_hash=EndlessTasks.dataset_hash)
         self.index = Index(rules, EndlessTasks(), Records(meta), nonce="n")
@@ -269,7 +273,7 @@ class Simulation:
         if isinstance(batch, Batch):
             self._training = True
             self._overlapped += self.index.group_counts[GroupState.LEASED] > 0
-            self.staleness += [step - self._versions.pop(group.group_id) for group in batch.groups]
+            self.staleness += [step - self._versions[group.group_id] for group in batch.groups]
             self._after(self.scenario.train_ms, partial(self._trained, step))
         elif (due_ms := self.index.overtaken_due_ms) is not None:
             self._after(due_ms - self.now_ms, self._ask)

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from areal_async.wire.messages import BufferStats
+from replay_buffer.errors import Trouble
 
 GAUGES = {
     "areal_buffer_outstanding_groups": ("Groups leased and not yet trained or dropped.", "outstanding"),
@@ -28,6 +29,16 @@ COUNTERS = {
 }
 
 
+WAITS: dict[Trouble, str] = {
+    "gone": "Redis does not answer",
+    "disk": "Redis cannot write to its disk",
+    "memory": "Redis is at its memory limit",
+    "replica": "Redis has no master for the buffer to write to",
+    "refused": "Redis refuses what the buffer asks, see the log of the buffer",
+}
+"""What the buffer waits for while it cannot write, in the words that a stall is reported with."""
+
+
 class BufferCollector(Collector):
     """Shows the last figures it was given. The scrape runs in a thread of its own, so it never touches the
     ledger."""
@@ -35,6 +46,11 @@ class BufferCollector(Collector):
     def __init__(self) -> None:
         self._stats: BufferStats | None = None
         self._lost_writes = 0
+        self._trouble: Trouble | None = None
+
+    def waits(self, trouble: Trouble | None) -> None:
+        """Why nothing can be written just now; None when it can."""
+        self._trouble = trouble
 
     def show(self, stats: BufferStats, lost_writes: int) -> None:
         self._stats, self._lost_writes = stats, lost_writes
@@ -49,6 +65,12 @@ class BufferCollector(Collector):
             yield CounterMetricFamily(name, text, value=getattr(stats, field))
         lost = "Acknowledged writes that Redis came back without."
         yield CounterMetricFamily("areal_buffer_lost_writes", lost, value=self._lost_writes)
+        waits = GaugeMetricFamily(
+            "areal_buffer_waits_for_redis", "1 while nothing can be written.", labels=["why"]
+        )
+        if self._trouble is not None:
+            waits.add_metric([WAITS[self._trouble]], 1)
+        yield waits
         yield _labelled(GaugeMetricFamily, "areal_buffer_groups", "Groups held.", "state", stats.groups)
         yield _labelled(GaugeMetricFamily, "areal_buffer_episodes", "Episodes held.", "state", stats.episodes)
         yield _labelled(

@@ -33,6 +33,7 @@ from areal_async.wire.messages import Batch, VersionTag
 from trainer_service import metrics, record
 from trainer_service.backends.base import Backend
 from trainer_service.checkpoint import Checkpoint, Checkpoints
+from trainer_service.disk import room_for
 from trainer_service.episodes import check_staleness, rows_of_episode
 from trainer_service.errors import TrainerError
 from trainer_service.feed import Buffer, Feed
@@ -276,7 +277,8 @@ class RlTrainer:
     def _export(self) -> None:
         tensors = self._backend.tensors("policy")
         if self._ranks.first:
-            write_model(self._run_dir / "model", tensors, self._files)
+            with room_for("the trained model", self._run_dir):
+                write_model(self._run_dir / "model", tensors, self._files)
             log.info("model written", folder=str(self._run_dir / "model"))
             record_event("finished", epoch=self._epoch, step=self._job.trainer.steps)
 

@@ -207,9 +207,15 @@ class Observer:
             workers_alive=None if alive is None else int(alive),
             workers=job.reward.workers,
             max_groups=job.buffer.max_groups,
+            redis_trouble=self._redis_trouble(),
             steps_left=job.trainer.steps - self._done,
         )
         return find_stall(facts, job.observe.stall_s)
+
+    def _redis_trouble(self) -> str:
+        buffer = self._tracks["buffer"].last if "buffer" in self._tracks else {}
+        waits = by_label(buffer, "areal_buffer_waits_for_redis", "why")
+        return next((why for why, value in waits if value), "")
 
     def _groups(self) -> dict[str, int]:
         buffer = self._tracks["buffer"].last if "buffer" in self._tracks else {}

@@ -166,6 +166,11 @@ class Supervisor:
             "MKL_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
         }
+        if place.role != "buffer":
+            # Reward and workflow code is a user's: it has no business with the buffer's passwords.
+            login = self.job.buffer.redis_login
+            for secret in (login.password_env, login.sentinel_password_env):
+                environment.pop(secret, None)
         log_path = self.folders.logs / f"{name}.log"
         if name in self.children:
             self.children[name].close()

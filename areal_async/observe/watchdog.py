@@ -36,6 +36,8 @@ class Facts:
     workers: int = 0
     """Those that the job asks for."""
     max_groups: int = 0
+    redis_trouble: str = ""
+    """Why the buffer can write nothing just now; empty when it can."""
     steps_left: int = 1
 
 
@@ -52,6 +54,8 @@ def find_stall(facts: Facts, limit_s: float) -> Stall | None:
         return None
     if "buffer" in facts.phases and (why := _missing(facts, "buffer")):
         return Stall("buffer", f"all services wait for the buffer; {why}")
+    if facts.redis_trouble:
+        return Stall("buffer", f"all services wait for the buffer, and it for Redis: {facts.redis_trouble}")
     if why := _missing(facts, "trainer"):
         return Stall("trainer", f"no step is trained; {why}")
     if "buffer" not in facts.phases:

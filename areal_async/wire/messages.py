@@ -290,6 +290,8 @@ class BatchGroup(Record, frozen=True):
     task_id: str
     data_source: str
     episodes: list[BatchEpisode]
+    uses: int = 0
+    """Steps that it was trained in before."""
 
 
 class Batch(Message, frozen=True):

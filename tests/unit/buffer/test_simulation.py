@@ -41,6 +41,28 @@ def test_half_a_batch_running_at_eta_4_wastes_little_and_costs_little(condition)
     assert broken_promises([cell]) == []
 
 
+@pytest.mark.parametrize("sampling", ["freshest", "priority"])
+def test_staleness_is_bounded_and_nothing_wasted_in_any_order(sampling):
+    for regime in REGIMES:
+        figures = Simulation(Scenario(4, "lognormal 0.5", regime), sampling=sampling).run(STEPS, WARM_UP)
+        assert figures.steps == STEPS
+        assert figures.max_staleness <= 4
+        assert figures.dropped == 0
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_replay_fills_steps_and_wastes_next_to_nothing(regime):
+    once, twice = (
+        Simulation(Scenario(4, "lognormal 0.5", regime), max_reuse=reuse).run(STEPS, WARM_UP)
+        for reuse in (1, 2)
+    )
+    assert twice.steps == STEPS
+    assert twice.max_staleness <= 4
+    assert twice.waste <= 0.01
+    if regime == "generation-bound":
+        assert twice.elapsed_ms < 0.7 * once.elapsed_ms, "a step takes half of its groups again"
+
+
 def test_a_broken_line_is_named():
     good = Cell(Scenario(4), 1.0, 0.0, 4, 2.0, 7, 1)
     assert broken_promises([good]) == []

@@ -36,6 +36,11 @@ def test_the_message_names_the_reward_service_and_its_dead_workers():
     [
         ({"phases": {"buffer": "restarting"}}, "buffer", "buffer died and is started again"),
         ({"silent_s": {"buffer": 12.0}}, "buffer", "buffer has not answered for 12 s"),
+        (
+            {"redis_trouble": "Redis cannot write to its disk", "groups": {"leased": 4}},
+            "buffer",
+            "all services wait for the buffer, and it for Redis: Redis cannot write to its disk",
+        ),
         ({"phases": {"trainer": "starting"}}, "trainer", "trainer is starting"),
         ({"silent_s": {"trainer": 31.0}}, "trainer", "not answered for 31 s"),
         ({"phases": {"reward": "restarting"}, "groups": {"generated": 1}}, "reward", "reward_service died"),
