@@ -11,8 +11,8 @@ from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 
 RUNNING_PER_STALENESS = 0.25
-"""Groups that may run at once, in batches per step of max_staleness: above it the staleness bound costs more
-than 2 % of the groups, or as much throughput, when trainer and workers are about as fast as one another."""
+"""Groups that may run at once, in batches per step of max_staleness. At this line the worst case of the sweep
+drops 5 % of the groups and keeps 70 to 86 % of the throughput; beyond it both get worse quickly."""
 
 
 def advise(job: JobConfig) -> list[Mistake]:
