@@ -12,7 +12,7 @@ from areal_async.config.job import JobConfig
 
 RUNNING_PER_STALENESS = 0.25
 """Groups that may run at once, in batches per step of max_staleness. At this line the worst case of the sweep
-drops 5 % of the groups and keeps 70 to 86 % of the throughput; beyond it both get worse quickly."""
+drops 5 % of the groups and keeps 71 to 86 % of the throughput; beyond it both get worse quickly."""
 
 
 def advise(job: JobConfig) -> list[Mistake]:

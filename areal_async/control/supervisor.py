@@ -128,7 +128,9 @@ class Supervisor:
             f"{name} {ended}; it is started again", service=name, deaths=deaths, pause_s=round(pause_s, 2)
         )
         events.record("restart", service=name, deaths=deaths, pause_s=pause_s)
-        self._on_restart(name, f"{name} {ended}; it is started again in {pause_s:.1f} s (death {deaths})")
+        when = f"in {pause_s:.1f} s" if pause_s else "at once"
+        left = f"death {deaths} of {self.job.supervisor.restarts} allowed"
+        self._on_restart(name, f"{name} {ended}; it is started again {when} ({left})")
 
     def _interrupt(self, signals: int) -> None:
         os.read(signals, 64)
