@@ -74,6 +74,22 @@ def test_validate_prints_the_resolved_file(job_file: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])
+def test_a_warning_is_one_line_on_stderr_and_fails_nothing(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    ran: list[object] = []
+    monkeypatch.setattr("areal_async.control.run.run_job", lambda job, **options: ran.append(job))
+    result = call(command, job_file, "rollout.workers=16")
+    assert result.exit_code == 0
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("warning: buffer.max_staleness: ")
+    assert "rollout.workers" in line
+    assert "max_staleness to " in line
+    assert len(ran) == (command == "run")
+    assert command == "run" or yaml.safe_load(result.stdout)["rollout"]["workers"] == 16
+
+
+@pytest.mark.parametrize("command", ["validate", "run"])
 def test_a_mistake_in_the_job_file_is_status_2_and_no_traceback(job_file: Path, command: str) -> None:
     result = call(command, job_file, "buffer.max_stale=1")
     assert result.exit_code == 2
