@@ -183,7 +183,7 @@ class RlTrainer:
             minibatches=self._job.trainer.minibatches,
             ranks=self._ranks.world,
         )
-        minibatches, blobs = self._rows(plan)
+        minibatches, blobs = self._rows(plan, batch.lowest_version)
         check_staleness([row for rows in minibatches for row in rows], step=step, max_staleness=eta)
         result = train_step(
             self._backend,
@@ -207,7 +207,7 @@ class RlTrainer:
             )
         return result
 
-    def _rows(self, plan: Plan) -> tuple[list[list[TrainingRow]], dict[str, memoryview]]:
+    def _rows(self, plan: Plan, lowest_version: int) -> tuple[list[list[TrainingRow]], dict[str, memoryview]]:
         """This rank's rows of each minibatch, and the blobs they came from."""
         mine = [share[self._ranks.rank] for share in plan.shares]
         blobs = self._feed.fetch([plan.episodes[index] for share in mine for index in share])
@@ -216,7 +216,7 @@ class RlTrainer:
                 row
                 for index in share
                 for row in rows_of_episode(
-                    blobs[plan.episodes[index].episode_id], plan.episodes[index], index
+                    blobs[plan.episodes[index].episode_id], plan.episodes[index], index, lowest_version
                 )
             ]
             for share in mine

@@ -63,7 +63,7 @@ class LedgerMachine(RuleBasedStateMachine):
             }
             | dict(self.ledger_rules)
         )
-        self.model = Model(self.eta, N, self.ledger.rules.max_reuse)
+        self.model = Model(self.eta, N, self.ledger.rules.max_reuse, self.ledger.rules.overtaken_masks)
         self.leases = []
         self.lease_tags: dict[str, VersionTag] = {}
         self.claims = []
@@ -132,7 +132,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if isinstance(reply, Waiting):
             return
         assert len(reply.groups) == B
-        self.model.batch(step, reply.groups)
+        self.model.batch(step, reply.groups, reply.lowest_version)
         if not redone and any(group.uses for group in reply.groups):
             assert not len(self.ledger.index.ready), "what was never trained comes first"
 

@@ -113,6 +113,7 @@ RULES = {
     "eta 0": (0, {}),
     "eta 1": (1, {}),
     "eta 2, drop": (2, {"overtaken_waits": False}),
+    "mask": (1, {"overtaken_waits": False, "overtaken_masks": True, "max_reuse": 2}),
     "freshest": (2, {"sampling": "freshest"}),
     "priority": (2, {"sampling": "priority", "overtaken_waits": False}),
     "replay": (2, {"max_reuse": 2}),
