@@ -7,10 +7,10 @@ Every rule is a function of the job that yields mistakes; `check_fields` runs th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from urllib.parse import urlsplit
 
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
+from areal_async.config.redis_url import FORMS, RedisUrl, parse_redis_url
 
 Rule = Callable[[JobConfig], Iterator[Mistake]]
 
@@ -101,22 +101,62 @@ def _stop_strings_stop_something(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _redis_url(job: JobConfig) -> Iterator[Mistake]:
-    url = job.buffer.redis
-    if url == "embedded":
+    buffer = job.buffer
+    if buffer.redis == "embedded":
+        for name, section in (("redis_login", buffer.redis_login), ("redis_tls", buffer.redis_tls)):
+            if section != type(section)():
+                problem = "the embedded Redis listens on a private socket and has neither users nor TLS"
+                yield Mistake(f"buffer.{name}", problem, "Remove it, or set buffer.redis", ("buffer.redis",))
         return
-    fix = "Write `embedded`, redis://HOST:PORT/DB or unix:///PATH"
     try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        yield Mistake("buffer.redis", f"{url!r} is not a URL with a valid port", fix)
+        url = parse_redis_url(buffer.redis)
+    except ValueError as error:
+        yield Mistake("buffer.redis", str(error), f"Write {FORMS}")
         return
-    if parts.scheme not in ("redis", "unix"):
-        yield Mistake("buffer.redis", f"{url!r} is not a Redis address", fix)
-    elif parts.scheme == "redis" and (not parts.hostname or port == 0):
-        yield Mistake("buffer.redis", f"{url!r} names no host or port", fix)
-    elif parts.scheme == "unix" and not parts.path:
-        yield Mistake("buffer.redis", f"{url!r} names no socket", fix)
+    if url.password:
+        yield Mistake(
+            "buffer.redis",
+            "the address holds a password, and job files are copied and shown",
+            "Leave the password out, and name the variable or file that holds it in "
+            "buffer.redis_login.password_env or password_file",
+        )
+    yield from _redis_login(job, url)
+    yield from _redis_tls(job, url)
+
+
+def _redis_login(job: JobConfig, url: RedisUrl) -> Iterator[Mistake]:
+    login = job.buffer.redis_login
+    for prefix in ("", "sentinel_"):
+        env, file = getattr(login, f"{prefix}password_env"), getattr(login, f"{prefix}password_file")
+        if env and file is not None:
+            problem = "the password is given twice"
+            field = f"buffer.redis_login.{prefix}password_env"
+            yield Mistake(field, problem, f"Remove it, or {prefix}password_file")
+    if url.username and not (login.password_env or login.password_file or url.password):
+        yield Mistake(
+            "buffer.redis_login",
+            f"the address names the user {url.username!r}, but no password is given",
+            "Set password_env or password_file",
+            ("buffer.redis",),
+        )
+    if not url.service and (
+        login.sentinel_username or login.sentinel_password_env or login.sentinel_password_file
+    ):
+        problem = "buffer.redis names no Sentinels to log in to"
+        yield Mistake("buffer.redis_login", problem, "Remove sentinel_…", ("buffer.redis",))
+
+
+def _redis_tls(job: JobConfig, url: RedisUrl) -> Iterator[Mistake]:
+    tls = job.buffer.redis_tls
+    if not url.tls and tls != type(tls)():
+        secure = "sentinels://" if url.service else "rediss://"
+        problem = f"certificates have no effect on a {url.scheme}:// address"
+        fix = f"Write {secure} in buffer.redis, or remove the section"
+        yield Mistake("buffer.redis_tls", problem, fix, ("buffer.redis",))
+    if (tls.cert_file is None) != (tls.key_file is None):
+        missing = "key_file" if tls.key_file is None else "cert_file"
+        problem = "a client certificate and its key belong together"
+        yield Mistake(f"buffer.redis_tls.{missing}", problem, "Give both, or neither")
 
 
 def _checkpoint_interval_fits(job: JobConfig) -> Iterator[Mistake]:
@@ -240,7 +280,7 @@ def _stop_accuracy_is_measured(job: JobConfig) -> Iterator[Mistake]:
         yield Mistake("sft.stop_between", problem, "Write the lower limit first, as in [0.35, 0.45]")
 
 
-ANY_KIND: tuple[Rule, ...] = (_held_out_is_held_out, _one_rank, _ports_are_usable)
+ANY_KIND: tuple[Rule, ...] = (_redis_url, _held_out_is_held_out, _one_rank, _ports_are_usable)
 SFT_ONLY: tuple[Rule, ...] = (_stop_accuracy_is_measured,)
 RL_ONLY: tuple[Rule, ...] = (
     _groups_have_a_baseline,
@@ -248,7 +288,6 @@ RL_ONLY: tuple[Rule, ...] = (
     _sampling_is_the_policy,
     _response_fits_the_model,
     _stop_strings_stop_something,
-    _redis_url,
     _checkpoint_interval_fits,
     _reuse_is_possible,
     _minibatches_hold_groups,

@@ -100,6 +100,10 @@ class Index:
         """Group → its episodes by state, as counted in."""
         self._write(Writes(records.meta, *map(dict, _parts(records))))
 
+    def gave(self, id_: str) -> bool:
+        """Whether this very index gave out the id of a lease or a claim, and none before it did."""
+        return id_[1:].startswith(f"{self.nonce}.")
+
     # --- figures ---
 
     @property
