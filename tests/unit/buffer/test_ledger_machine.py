@@ -14,7 +14,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from replay_buffer.clock import RedisClock
 from replay_buffer.ledger.index import Index
 from replay_buffer.store import Store, connect
-from tests.unit.buffer.ledger_machine import SIZE_BYTES, LedgerMachine, N
+from tests.unit.buffer.ledger_machine import LedgerMachine
+from tests.unit.buffer.ledger_promises import SIZE_BYTES, N
 
 BLOB = b"x" * SIZE_BYTES
 
