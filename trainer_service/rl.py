@@ -199,7 +199,7 @@ class RlTrainer:
 
     def _train(self, batch: Batch, step: int, plan: Plan, blobs: dict[str, memoryview]) -> StepResult:
         eta = self._job.buffer.max_staleness
-        minibatches = self._rows(plan, blobs)
+        minibatches = self._rows(plan, blobs, batch.lowest_version)
         check_staleness([row for rows in minibatches for row in rows], step=step, max_staleness=eta)
         result = train_step(
             self._backend,
@@ -223,14 +223,16 @@ class RlTrainer:
             )
         return result
 
-    def _rows(self, plan: Plan, blobs: Mapping[str, memoryview]) -> list[list[TrainingRow]]:
+    def _rows(
+        self, plan: Plan, blobs: Mapping[str, memoryview], lowest_version: int
+    ) -> list[list[TrainingRow]]:
         """This rank's rows of each minibatch."""
         return [
             [
                 row
                 for index in share[self._ranks.rank]
                 for row in rows_of_episode(
-                    blobs[plan.episodes[index].episode_id], plan.episodes[index], index
+                    blobs[plan.episodes[index].episode_id], plan.episodes[index], index, lowest_version
                 )
             ]
             for share in plan.shares

@@ -308,6 +308,8 @@ class Batch(Message, frozen=True):
     step: int
     max_staleness: int
     groups: list[BatchGroup]
+    lowest_version: int = 0
+    """Units of older versions are masked: they are in no gradient."""
 
 
 class Waiting(Message, frozen=True):
