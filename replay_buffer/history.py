@@ -88,4 +88,8 @@ def _stored(group: Group | None) -> list[int]:
     """Samples whose bytes are held."""
     if group is None:
         return []
-    return [i for i, episode in enumerate(group.episodes) if episode.state != EpisodeState.MISSING]
+    return [
+        sample
+        for sample, episode in enumerate(group.episodes)
+        if episode.state not in (EpisodeState.MISSING, EpisodeState.ABSENT)
+    ]

@@ -11,7 +11,7 @@ from replay_buffer.ledger.batching import fenced, is_fenced
 from replay_buffer.ledger.draft import Decision, Draft, fault
 from replay_buffer.ledger.index import UNBATCHED, Index
 from replay_buffer.ledger.lineage import accepts, continued, pruned, undecided
-from replay_buffer.ledger.records import SCHEMA, Group, GroupState, Meta
+from replay_buffer.ledger.records import SCHEMA, EpisodeState, Group, GroupState, Meta
 
 
 class Copy(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ def commit(index: Index, message: Commit, now_ms: int) -> Decision:
     for group in draft.groups(plan.group_ids):
         if group.min_version >= 0:
             staleness = max(staleness, step - group.min_version)
-        trained += len(group.episodes)
+        trained += group.count(EpisodeState.VERDICT)
         draft.move(group, GroupState.TRAINED)
     lineage = continued(meta.lineage, step, message.same_as)
     left_behind = any(

@@ -32,7 +32,7 @@ from replay_buffer.ledger.rules import MAX_ATTEMPTS, MAX_LEASES
 Q, L, G, S, B, T, C, D = GroupState
 
 LEGAL = {
-    Q: {L, D},
+    Q: {L, G, D},
     L: {G, Q, D},
     G: {S, D},
     S: {B, D},
@@ -41,8 +41,11 @@ LEGAL = {
 }
 """From each state, the states that a group may go to."""
 
-TRY_AGAIN = frozenset({"stale", "overtaken", "abandoned"})
+TRY_AGAIN = frozenset({"stale", "overtaken", "abandoned", "age"})
 """Reasons to drop a group that say nothing against its task: the task is queued again as a new attempt."""
+
+DRAINED = "drained"
+"""The reason with which a worker that stops as planned gives a lease back."""
 
 
 @dataclass
@@ -169,12 +172,14 @@ class Draft:
         self.free(group.group_id)
 
     def end_lease(self, group: Group, reason: str) -> None:
-        """A live lease ends with samples missing. What is stored stays; a new lease names only the rest."""
+        """A live lease ends with samples missing. What is stored stays; a new lease names only the rest. A
+        lease that was handed over (`drained`) uses up none of those that a group may have."""
         self.set_lease(group.leases[-1], None)
-        if len(group.leases) >= MAX_LEASES:
+        handed_over = group.handed_over + (reason == DRAINED)
+        if len(group.leases) - handed_over >= MAX_LEASES:
             self.drop(group, "leases_used_up")
         else:
-            self.move(group, Q, reason)
+            self.move(group, Q, reason, handed_over=handed_over)
 
     def set_episodes(self, group: Group, changed: dict[int, Episode]) -> Group:
         """Replace some episodes by themselves in another state: the figures of the group stay."""

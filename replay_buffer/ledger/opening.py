@@ -88,7 +88,7 @@ def _rewind(draft: Draft, step: int) -> None:
     undone = 0
     for number in range(step, draft.meta.v_train):
         for group in draft.groups(draft.index.batches[number].group_ids):
-            undone += len(group.episodes)
+            undone += group.count(EpisodeState.VERDICT)
             draft.move(group, GroupState.BATCHED, "redo")
     commit_before(draft, step)
     draft.set_meta(v_train=step, episodes_trained=draft.meta.episodes_trained - undone)
@@ -101,7 +101,7 @@ def _adopt(draft: Draft, copy: Copy) -> None:
         **{
             name: getattr(copy.meta, name)
             for name in Meta.__struct_fields__
-            if name not in ("ids", "epoch", "seq", "checkpoint", "overtaken", "trainer")
+            if name not in ("ids", "epoch", "seq", "checkpoint", "overtaken", "trainer", "draining")
         },
         ids=max(now.ids, copy.meta.ids),
         epoch=max(now.epoch, copy.meta.epoch),
@@ -137,16 +137,20 @@ def _adopt_group(draft: Draft, group: Group, held: Group | None) -> None:
     if lost:
         draft.free(group.group_id, lost)
         draft.count("episode_dropped:abandoned", len(lost))
-    state = GroupState.QUEUED
-    if all(episode.state == EpisodeState.VERDICT for episode in episodes):
+    state = GroupState.GENERATED
+    if any(episode.state == EpisodeState.MISSING for episode in episodes):
+        state = GroupState.QUEUED
+        # It has a deadline before it again, and room for every sample.
+        episodes = tuple(MISSING if e.state == EpisodeState.ABSENT else e for e in episodes)
+    elif all(episode.state >= EpisodeState.VERDICT for episode in episodes):
         state = GroupState.SCORED
-    elif all(episode.state != EpisodeState.MISSING for episode in episodes):
-        state = GroupState.GENERATED
-    leases = held.leases if held is not None else group.leases
+    last = held if held is not None else group
     draft.set_group(
         group,
         state=int(state),
-        leases=leases,
+        leases=last.leases,
+        handed_over=last.handed_over,
+        begun_ms=draft.now_ms if last.leases else 0,
         step=-1,
         since_ms=draft.now_ms,
         **figures(episodes),

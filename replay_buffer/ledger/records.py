@@ -32,6 +32,8 @@ class EpisodeState(IntEnum):
     STORED = 1
     CLAIMED = 2
     VERDICT = 3
+    ABSENT = 4
+    """Given up at the deadline of its group: no bytes, no verdict, in no batch."""
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -59,6 +61,7 @@ class Episode(Record, frozen=True, array_like=True, gc=False):
 
 
 MISSING = Episode()
+ABSENT = Episode(state=int(EpisodeState.ABSENT))
 
 
 class Group(Record, frozen=True, array_like=True, gc=False):
@@ -83,6 +86,15 @@ class Group(Record, frozen=True, array_like=True, gc=False):
     size_bytes: int = 0
     step: int = -1
     """The step it is batched for or was trained in."""
+    begun_ms: int = 0
+    """When it was first leased, moved on by outages: what its deadline and its age count from. 0 before."""
+    handed_over: int = 0
+    """Of `leases`, those that a worker handed over as it stopped."""
+
+    @property
+    def judged(self) -> bool:
+        """Whether every sample has its score or was given up."""
+        return all([episode.state >= EpisodeState.VERDICT for episode in self.episodes])
 
     @property
     def missing(self) -> list[int]:
@@ -148,3 +160,5 @@ class Meta(Record, frozen=True, array_like=True, gc=False):
     max_staleness_seen: int = 0
     counts: dict[str, int] = {}
     """Transitions so far, by reason."""
+    draining: dict[str, str] = {}
+    """Workers that are leased nothing more, and why."""

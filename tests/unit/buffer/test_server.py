@@ -334,7 +334,7 @@ def test_both_clients_have_one_method_for_every_call():
         if name.islower() and getattr(vars(calls)[name], "__module__", "") == calls.__name__
     }
     names -= {"expect"} | {name for name in names if name.startswith("_")}
-    assert len(names) == 14
+    assert len(names) == 15
     for client in (BufferClient, SyncBufferClient):
         assert names <= set(vars(client))
 
