@@ -94,7 +94,7 @@ class Group(Record, frozen=True, array_like=True, gc=False):
     @property
     def judged(self) -> bool:
         """Whether every sample has its score or was given up."""
-        return all([episode.state >= EpisodeState.VERDICT for episode in self.episodes])
+        return all(episode.state >= EpisodeState.VERDICT for episode in self.episodes)
 
     @property
     def missing(self) -> list[int]:

@@ -8,7 +8,9 @@ from areal_async.wire.messages import Batch, Score
 
 
 def filtered(drive, **rules):
-    return drive(**{"group_size": 3, "batch_groups": 1, "max_staleness": 1, "dynamic_filtering": True} | rules)
+    return drive(
+        **{"group_size": 3, "batch_groups": 1, "max_staleness": 1, "dynamic_filtering": True} | rules
+    )
 
 
 def judged(ledger, rewards, version=None):
