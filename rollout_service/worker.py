@@ -382,7 +382,7 @@ class Worker:
     # --- the end -------------------------------------------------------------------------------------
 
     async def _drain(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Let what runs finish and be sent, for at most `DRAIN_LIMIT_S`. Raises what makes going on pointless.
+        """Let what runs finish and be sent, for at most `DRAIN_LIMIT_S`. Raises what makes that pointless.
 
         The buffer is told, so that it grants nothing to a request still under way: that would be found out
         only when the lease expires."""

@@ -17,9 +17,7 @@ def starving(index: Index, step: int, ready: int) -> Waiting:
         f"not scored ({stored} episodes unclaimed, {claimed} claimed), {groups[GroupState.QUEUED]} are queued"
     )
     if equal := index.meta.counts.get("dropped:no_variance"):
-        figures += (
-            f"; {equal} so far were dropped, for their rewards are all equal (buffer.dynamic_filtering)"
-        )
+        figures += f"; {equal} so far were dropped for rewards that are all equal (buffer.dynamic_filtering)"
     return Waiting(_edge(index), figures)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from areal_async.wire.messages import Arrived, Drain, Heartbeat, Lease, Release
+from msgspec.structs import replace
+
+from areal_async.wire.messages import Arrived, Drain, ExportLedger, Heartbeat, Lease, Release
 from replay_buffer.ledger.leasing import MAX_DRAINING
 
 
@@ -91,6 +93,16 @@ def test_a_new_front_and_a_restored_trainer_know_who_drains(drive):
     assert "rollout-0" in ledger.rebuilt().meta.draining
     ledger.open()
     assert ledger.lease() == []
+
+
+def test_a_ledger_copy_from_before_the_drain_does_not_undo_it(drive):
+    ledger = drive()
+    copy = ledger.decide(ExportLedger(ledger.epoch, 0)).payload
+    drain(ledger)
+    ledger.index.meta = replace(ledger.index.meta, checkpoint=1)
+    ledger.open(0, copy)
+    assert ledger.lease() == []
+    assert len(ledger.lease(worker="rollout-1")) == 1
 
 
 def test_nothing_is_unbounded_the_names_of_drained_workers_are_forgotten_in_the_end(drive):

@@ -69,7 +69,7 @@ def test_a_dropped_group_makes_room_for_another(drive):
 def test_a_trainer_that_starves_for_equal_rewards_is_told_so(drive):
     ledger = filtered(drive)
     judged(ledger, [1.0, 1.0, 1.0])
-    assert "1 so far were dropped, for their rewards are all equal" in ledger.waiting().detail
+    assert "1 so far were dropped for rewards that are all equal" in ledger.waiting().detail
     assert "equal" not in filtered(drive).waiting().detail
 
 

@@ -112,7 +112,7 @@ def test_one_death_is_local_a_new_front_finds_the_ledger_as_it_was(a_front):
             revision = front.index.revision
             blobs = await front.blobs([(groups[0].group_id, 1), (groups[3].group_id, 0)])
         async with a_front() as again:
-            # The old front's last word is a write, and an outage that moves deadlines on; the rest is as it was.
+            # The old front's last word is a write, and an outage that moves deadlines on; the rest stays.
             assert again.index.revision in (revision + 1, revision + 2)
             meta, held, leases, claims, batches = ledger(again)
             assert (meta, held, batches) == (before[0], before[1], before[4])

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from areal_async.wire.messages import Abstain, ExportLedger, Failure, Score
-from replay_buffer.ledger.decide import Expire, Extend
+from replay_buffer import history
+from replay_buffer.ledger.decide import Expire, Extend, decide
 from replay_buffer.ledger.records import EpisodeState, GroupState
 
 ENDED = 5_000
@@ -158,6 +159,7 @@ def test_an_outage_moves_the_deadline_on(drive):
     ledger.put(group, [0])
     ledger.now_ms += 60_000
     ledger._take(Extend(60_000))
+    assert ledger.heartbeat(group) == []
     assert ledger.state(group) == "LEASED"
     ledger.now_ms += ENDED
     assert ledger.heartbeat(group) == [group.lease_id]
@@ -224,6 +226,41 @@ def test_a_partial_group_in_a_ledger_copy_keeps_what_is_held_of_it(drive):
     assert states(ledger, group) == ["VERDICT", "ABSENT", "ABSENT", "VERDICT"]
     assert (ledger.state(group), ledger.state(other)) == ("SCORED", "QUEUED")
     assert states(ledger, other) == ["MISSING"] * 4
+
+
+def test_a_partial_group_that_loses_samples_to_a_restart_may_be_made_whole_again(drive):
+    """What is left of it is no longer what its deadline found: it gets another, and room for every sample."""
+    ledger = partial(drive, batch_groups=2)
+    (group,) = ledger.lease()
+    ledger.put(group, [0], version=0)
+    ledger.put(group, [3], version=1)
+    ledger.now_ms += ENDED
+    ledger.send(Expire())
+    copy = ledger.decide(ExportLedger(ledger.epoch, 0)).payload
+    ledger.index.meta = replace(ledger.index.meta, checkpoint=1)
+    ledger.now_ms += 100 * ENDED
+    ledger.open(0, copy)
+    assert states(ledger, group) == ["STORED", "MISSING", "MISSING", "MISSING"]
+    (again,) = ledger.lease()
+    assert (again.group_id, again.missing) == (group.group_id, [1, 2, 3])
+    assert ledger.index.next_deadline_ms == ledger.now_ms + ENDED
+
+
+def test_what_is_given_up_is_never_reported_as_stored(drive, monkeypatch):
+    events = []
+    monkeypatch.setattr(history, "recording", lambda: True)
+    monkeypatch.setattr(history, "record", lambda event, **fields: events.append(fields))
+    ledger = partial(drive)
+    (group,) = ledger.lease()
+    ledger.put(group, [0, 1])
+    ledger.now_ms += ENDED
+    decision = decide(ledger.index, Expire(), ledger.now_ms)
+    history.note_decided(ledger.index, decision.writes, "Expire", front_epoch=1)
+    assert "stored" not in events[-1]
+    assert events[-1]["moved"] == {group.group_id: ["LEASED", "GENERATED", -1]}
+    ledger.send(Expire())
+    history.note_loaded(ledger.index, front_epoch=2, idle_ms=0, lost_writes=0)
+    assert events[-1]["groups"][group.group_id][2] == [0, 1]
 
 
 PATHS = {
@@ -300,7 +337,8 @@ def test_groups_are_whole_or_follow_their_policy(driver_type, seed, policy, filt
         gone = sum(was in ("QUEUED", "LEASED") and id_ not in after for id_, was in before.items())
         assert unseen["queued"] <= left
         assert unseen["generated"] <= gone
-        assert not (seen - made) and unseen.keys() <= {"queued", "generated"}, ledger.index.meta.counts
+        assert not seen - made, ledger.index.meta.counts
+        assert unseen.keys() <= {"queued", "generated"}, ledger.index.meta.counts
         assert not ended & after.keys(), "a group that has ended is back"
         ended.update(before.keys() - after.keys())
         for group in ledger.index.groups.values():
