@@ -10,13 +10,18 @@ Every group follows
 
     QUEUED → LEASED → GENERATED → SCORED → BATCHED(step) → TRAINED(step) → COMMITTED(checkpoint)
 
-with LEASED → QUEUED when a lease ends early, BATCHED ← TRAINED when a trainer comes back from a checkpoint,
-and any state before TRAINED → DROPPED(reason). Each episode of a group follows
+with LEASED → QUEUED when a lease ends early, QUEUED → GENERATED at the deadline of a partial group, BATCHED ←
+TRAINED when a trainer comes back from a checkpoint, and any state before TRAINED → DROPPED(reason). Each
+episode of a group follows
 
     MISSING → STORED → CLAIMED → VERDICT
 
-with CLAIMED → STORED when a claim ends without a score. Each transition is counted by its reason.
+with CLAIMED → STORED when a claim ends without a score, and MISSING → ABSENT when it is given up at the
+deadline of its group. A group is GENERATED when no sample is MISSING, and SCORED when each is VERDICT or
+ABSENT. Each transition is counted by its reason.
 
 What is fenced: results by lease id, verdicts by claim id, the trainer's messages by its epoch; every message
-may be repeated. What is not decided here: whether bytes reached Redis (`store`), and waiting (`front`).
+may be repeated. Time is Redis's, an argument of every decision: what has reached its deadline (a lease, a
+claim, a group) is ended by `Expire`, due at `index.next_deadline_ms`. What is not decided here: whether bytes
+reached Redis (`store`), and waiting (`front`).
 """

@@ -134,6 +134,11 @@ def _adopt_group(draft: Draft, group: Group, held: Group | None) -> None:
         for sample, episode in enumerate(held.episodes if held is not None else ())
         if episode.state != EpisodeState.MISSING and episodes[sample] is MISSING
     )
+    unclaimed = sum(e.state == EpisodeState.CLAIMED for e in held.episodes) if held is not None else 0
+    if unclaimed:
+        draft.count("claim_ended:adopted", unclaimed)
+    if held is None and (gone := sum(episode.is_held for episode in group.episodes)):
+        draft.count("episode_dropped:not_held", gone)
     if lost:
         draft.free(group.group_id, lost)
         draft.count("episode_dropped:abandoned", len(lost))

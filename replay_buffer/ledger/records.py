@@ -59,6 +59,11 @@ class Episode(Record, frozen=True, array_like=True, gc=False):
     reward: float = 0.0
     components: dict[str, float] | None = None
 
+    @property
+    def is_held(self) -> bool:
+        """Whether there are bytes of it."""
+        return self.state not in (EpisodeState.MISSING, EpisodeState.ABSENT)
+
 
 MISSING = Episode()
 ABSENT = Episode(state=int(EpisodeState.ABSENT))
