@@ -10,14 +10,14 @@ Every group follows
 
     QUEUED → LEASED → GENERATED → SCORED → BATCHED(step) → TRAINED(step) → COMMITTED(checkpoint)
 
-with LEASED → QUEUED when a lease ends early, QUEUED → GENERATED at the deadline of a partial group, BATCHED ←
+with LEASED → QUEUED when a lease ends early, QUEUED → GENERATED where a partial group goes on, BATCHED ←
 TRAINED when a trainer comes back from a checkpoint, and any state before TRAINED → DROPPED(reason). Each
 episode of a group follows
 
     MISSING → STORED → CLAIMED → VERDICT
 
-with CLAIMED → STORED when a claim ends without a score, and MISSING → ABSENT when it is given up at the
-deadline of its group. A group is GENERATED when no sample is MISSING, and SCORED when each is VERDICT or
+with CLAIMED → STORED when a claim ends without a score, and MISSING → ABSENT when it is given up by the
+policy of groups. A group is GENERATED when no sample is MISSING, and SCORED when each is VERDICT or
 ABSENT. Each transition is counted by its reason.
 
 What is fenced: results by lease id, verdicts by claim id, the trainer's messages by its epoch; every message

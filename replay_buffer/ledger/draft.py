@@ -27,7 +27,7 @@ from replay_buffer.ledger.records import (
     Lease,
     Meta,
 )
-from replay_buffer.ledger.rules import MAX_ATTEMPTS, MAX_LEASES
+from replay_buffer.ledger.rules import MAX_ATTEMPTS
 
 Q, L, G, S, B, T, C, D = GroupState
 
@@ -43,9 +43,6 @@ LEGAL = {
 
 TRY_AGAIN = frozenset({"stale", "overtaken", "abandoned", "age"})
 """Reasons to drop a group that say nothing against its task: the task is queued again as a new attempt."""
-
-DRAINED = "drained"
-"""The reason with which a worker that stops as planned gives a lease back."""
 
 
 @dataclass
@@ -170,16 +167,6 @@ class Draft:
         for claim_id in {e.claim_id for e in group.episodes if e.state == EpisodeState.CLAIMED}:
             self.set_claim(claim_id, None)
         self.free(group.group_id)
-
-    def end_lease(self, group: Group, reason: str) -> None:
-        """A live lease ends with samples missing. What is stored stays; a new lease names only the rest. A
-        lease that was handed over (`drained`) uses up none of those that a group may have."""
-        self.set_lease(group.leases[-1], None)
-        handed_over = group.handed_over + (reason == DRAINED)
-        if len(group.leases) - handed_over >= MAX_LEASES:
-            self.drop(group, "leases_used_up")
-        else:
-            self.move(group, Q, reason, handed_over=handed_over)
 
     def set_episodes(self, group: Group, changed: dict[int, Episode]) -> Group:
         """Replace some episodes by themselves in another state: the figures of the group stay."""

@@ -225,6 +225,8 @@ def oldest_version(group: Group) -> int:
 def due_ms(rules: Rules, group: Group) -> int | None:
     """When the group's own time is up: its deadline while samples are missing, its age until it is in a
     batch. None for never."""
+    if rules.group_deadline_ms is None and rules.max_age_ms is None:
+        return None
     if not group.begun_ms or group.state not in UNBATCHED:
         return None
     ends = []

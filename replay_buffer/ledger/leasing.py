@@ -19,10 +19,10 @@ from areal_async.wire.messages import (
 )
 from areal_async.wire.messages import Lease as LeaseRequest
 from replay_buffer.admission import Limits, Load, Room, room
-from replay_buffer.ledger.draft import DRAINED, Decision, Draft
+from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import Index, due_ms
 from replay_buffer.ledger.lineage import accepts
-from replay_buffer.ledger.policy import end_overdue
+from replay_buffer.ledger.policy import DRAINED, end_lease, end_overdue
 from replay_buffer.ledger.records import EpisodeState, Group, GroupState, Lease
 from replay_buffer.ledger.rules import Rules
 
@@ -154,7 +154,7 @@ def release(index: Index, message: Release, now_ms: int) -> Decision:
     draft = Draft(index, now_ms)
     held = index.leases.get(message.lease_id)
     if held is not None and held.worker == message.worker:
-        draft.end_lease(index.groups[held.group_id], reason)
+        end_lease(draft, index.groups[held.group_id], reason)
     return draft.decide(Ok())
 
 
@@ -165,7 +165,7 @@ def arrived(index: Index, message: Arrived, now_ms: int) -> Decision:
     if message.name in index.meta.draining:
         draft.set_meta(draining={n: why for n, why in index.meta.draining.items() if n != message.name})
     for held in [lease_ for lease_ in index.leases.values() if lease_.worker == message.name]:
-        draft.end_lease(index.groups[held.group_id], "worker_restarted")
+        end_lease(draft, index.groups[held.group_id], "worker_restarted")
     for claim_id in sorted(index.claims_of.get(message.name, ())):
         _end_claim(draft, claim_id, "scorer_restarted")
     return draft.decide(Ok())
@@ -181,7 +181,7 @@ def expire(index: Index, now_ms: int) -> Decision:
             group = draft.group(lease_.group_id)
             # It may have ended in this very decision, with its group's own deadline.
             if group is not None and group.state == GroupState.LEASED:
-                draft.end_lease(group, "lease_expired")
+                end_lease(draft, group, "lease_expired")
         elif id_ in index.claims:
             _end_claim(draft, id_, "claim_expired")
         elif (group := draft.group(id_)) is not None:

@@ -2,17 +2,34 @@
 
 The policy of groups: under `complete` a group waits for all its samples. The other two give it a deadline,
 counted from its first lease: `deadline_drop` ends it there, `deadline_partial` goes on with the samples that
-are stored by then, if they are enough; what is missing becomes ABSENT. The deadline is one for generating:
-what is stored is scored in the time that scoring takes.
+are stored by then, if they are enough; what is missing becomes ABSENT. It does the same where a group has used
+up its leases. The deadline is one for generating: what is stored is scored in the time that scoring takes.
 """
 
 from __future__ import annotations
 
 from replay_buffer.ledger.draft import Draft
 from replay_buffer.ledger.records import ABSENT, EpisodeState, Group, GroupState
+from replay_buffer.ledger.rules import MAX_LEASES
 
 SAME = 1e-12
 """Rewards this close, relative to their size, are equal: rounding makes no difference to learn from."""
+
+
+DRAINED = "drained"
+"""The reason with which a worker that stops as planned gives a lease back."""
+
+
+def end_lease(draft: Draft, group: Group, reason: str) -> None:
+    """A live lease ends with samples missing. What is stored stays; a new lease names only the rest.
+
+    After `MAX_LEASES` of them no other is tried: what is missing does not come. A lease that was handed over
+    (`drained`) is none of these."""
+    draft.set_lease(group.leases[-1], None)
+    handed_over = group.handed_over + (reason == DRAINED)
+    group = draft.move(group, GroupState.QUEUED, reason, handed_over=handed_over)
+    if len(group.leases) - handed_over >= MAX_LEASES:
+        _end_unfinished(draft, group, "leases_used_up")
 
 
 def end_overdue(draft: Draft, group: Group) -> None:
@@ -20,10 +37,8 @@ def end_overdue(draft: Draft, group: Group) -> None:
     rules = draft.rules
     if rules.max_age_ms is not None and group.begun_ms + rules.max_age_ms <= draft.now_ms:
         draft.drop(group, "age")
-    elif rules.group_policy == "deadline_partial" and _stored(group) >= rules.min_samples:
-        _give_up_missing(draft, group)
     else:
-        draft.drop(group, "deadline")
+        _end_unfinished(draft, group, "deadline")
 
 
 def finish(draft: Draft, group: Group) -> None:
@@ -37,18 +52,19 @@ def finish(draft: Draft, group: Group) -> None:
         draft.move(group, GroupState.SCORED)
 
 
-def _give_up_missing(draft: Draft, group: Group) -> None:
-    """GENERATED with what there is. The worker that still generates learns it by its next heartbeat."""
+def _end_unfinished(draft: Draft, group: Group, reason: str) -> None:
+    """No more samples will come: GENERATED with those that have, if the policy has it so, else DROPPED. A
+    worker that still generates learns it by its next heartbeat."""
+    rules, missing = draft.rules, group.missing
+    stored = len(group.episodes) - len(missing)
+    if rules.group_policy != "deadline_partial" or stored < rules.min_samples:
+        draft.drop(group, reason)
+        return
     if group.state == GroupState.LEASED:
         draft.set_lease(group.leases[-1], None)
-    missing = group.missing
     group = draft.set_episodes(group, dict.fromkeys(missing, ABSENT))
     draft.count("absent", len(missing))
-    finish(draft, draft.move(group, GroupState.GENERATED, "deadline"))
-
-
-def _stored(group: Group) -> int:
-    return len(group.episodes) - len(group.missing)
+    finish(draft, draft.move(group, GroupState.GENERATED, reason))
 
 
 def _rewards_differ(group: Group) -> bool:

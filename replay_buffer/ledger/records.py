@@ -33,7 +33,7 @@ class EpisodeState(IntEnum):
     CLAIMED = 2
     VERDICT = 3
     ABSENT = 4
-    """Given up at the deadline of its group: no bytes, no verdict, in no batch."""
+    """Given up by the policy of groups: no bytes, no verdict, in no batch."""
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -77,7 +77,7 @@ def _problem(index: Index, group: Group, arrival: Arrival, lease_number: int, *,
         return f"invalid: the group has the samples 0 to {len(group.episodes) - 1}"
     held = group.episodes[arrival.sample]
     if held.state == EpisodeState.ABSENT:
-        return "deadline"
+        return "given_up"
     if held.state != EpisodeState.MISSING:
         return "" if held.lease == lease_number else "stored_by_another_lease"
     if not live:

@@ -148,9 +148,30 @@ def test_a_sample_that_comes_after_the_deadline_is_refused_and_one_stored_before
     ledger.put(group, [0, 1])
     ledger.now_ms += ENDED
     ack = ledger.put(group, [0, 2])
-    assert (ack.stored, refused(ack)) == ([0], ["deadline"])
-    assert ledger.count("refused:deadline") == 1
+    assert (ack.stored, refused(ack)) == ([0], ["given_up"])
+    assert ledger.count("refused:given_up") == 1
     assert ledger.index.payload_bytes == 200
+
+
+@pytest.mark.parametrize("least", [2, 3])
+def test_a_partial_group_whose_leases_are_used_up_goes_on_with_what_has_come(drive, least):
+    """A sample that fails every time need not wait for the deadline, nor cost the others."""
+    ledger = partial(drive, min_samples=least)
+    (group,) = ledger.lease()
+    ledger.put(group, [0, 2])
+    for _ in range(4):
+        ledger.release(group)
+        (group,) = ledger.lease()
+        assert group.missing == [1, 3]
+    ledger.release(group)
+    assert ledger.index.leases == {}
+    if least == 3:
+        assert ledger.state(group) is None
+        assert ledger.count("dropped:leases_used_up") == 1
+    else:
+        assert states(ledger, group) == ["STORED", "ABSENT", "STORED", "ABSENT"]
+        assert ledger.state(group) == "GENERATED"
+        assert ledger.count("generated:leases_used_up") == 1
 
 
 def test_an_outage_moves_the_deadline_on(drive):

@@ -229,7 +229,7 @@ def test_group_deadlines_hold_over_the_wire(context, blob, job_name, collector):
             assert [e.sample for e in batch.groups[0].episodes] == [1]
             assert (await client.heartbeat("w0", [group.lease_id], tag)).lost == [group.lease_id]
             late = await client.put(group.lease_id, group.group_id, {0: blob(job_name, group.group_id, 0)})
-            assert [refusal.reason for refusal in late.refused] == ["deadline"]
+            assert [refusal.reason for refusal in late.refused] == ["given_up"]
             figures = await client.stats()
             assert figures.episodes["ABSENT"] == 1
             assert figures.reasons["absent"] == 1
