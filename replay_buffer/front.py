@@ -29,10 +29,13 @@ from replay_buffer.edges import Edges
 from replay_buffer.errors import StoreError, StoreUnavailable
 from replay_buffer.history import note_decided, note_loaded
 from replay_buffer.keys import Bytes
+from replay_buffer.large import Ref
 from replay_buffer.ledger.decide import Command, Expire, Extend, decide
 from replay_buffer.ledger.draft import Decision
 from replay_buffer.ledger.index import Edge, Index
+from replay_buffer.ledger.losing import BytesLost
 from replay_buffer.ledger.rules import Rules, Tasks
+from replay_buffer.ledger.storing import StoreEpisodes
 from replay_buffer.store import Opened, Store
 
 BEAT_S = 0.5
@@ -44,6 +47,7 @@ GATHER_S = 0.02
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
 RETRY_MS = 100
+FULL_RETRY_MS = 500
 
 log = get_logger("buffer")
 
@@ -99,7 +103,7 @@ class Front:
             await asyncio.wait(self._workers)
         await self._store.close()
 
-    async def execute(self, command: Command, attachments: Sequence[Bytes] = ()) -> Decision:
+    async def execute(self, command: Command, attachments: Sequence[Bytes | Ref] = ()) -> Decision:
         """Decide, write, and return the decision once it is true in Redis.
 
         Raises `FaultError("unavailable")` when that cannot be known; the command may be repeated."""
@@ -112,6 +116,22 @@ class Front:
         if decision.writes is not None:
             failpoint("buffer.before_reply")
         return decision
+
+    async def store(self, command: StoreEpisodes, attachments: Sequence[Bytes]) -> Decision:
+        """Execute a put; its large episodes are on disk before it is decided."""
+        self._ready()
+        try:
+            placed, name = await self._store.shelve(attachments)
+        except OSError as error:
+            log.error("episodes cannot be written to disk", error=str(error))
+            raise FaultError("unavailable", f"episodes cannot be written: {error}", FULL_RETRY_MS) from error
+        if not name:
+            return await self.execute(command, placed)
+        failpoint("buffer.after_shelve")
+        try:
+            return await self.execute(command, placed)
+        finally:
+            self._store.settled(name, command.group_id)
 
     async def poll(
         self,
@@ -143,7 +163,7 @@ class Front:
         """Have every poll of `edge` look again."""
         self._edges.fire([edge])
 
-    async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[bytes | None]:
+    async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[Bytes | None]:
         """Episode bytes by (group id, sample). Raises `FaultError("unavailable")`."""
         try:
             return await self._store.blobs(wanted)
@@ -158,7 +178,7 @@ class Front:
         return self.index
 
     def _take(
-        self, index: Index, command: Command, attachments: Sequence[Bytes] = ()
+        self, index: Index, command: Command, attachments: Sequence[Bytes | Ref] = ()
     ) -> tuple[Decision, asyncio.Future[None] | None]:
         """Decide and apply; returns what confirms the decision."""
         with busy("serve"):
@@ -221,6 +241,9 @@ class Front:
         )
         if opened.idle_ms:
             self._take(index, Extend(opened.idle_ms))
+        if opened.lost_episodes:
+            log.error("episodes are without their bytes; their tasks are tried again", lost=len(opened.lost_episodes))
+            self._take(index, BytesLost(opened.lost_episodes))
         log.info(
             "ledger loaded",
             front_epoch=opened.front_epoch,

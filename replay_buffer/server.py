@@ -171,7 +171,7 @@ class BufferServer:
             with busy("serve"):
                 arrivals = self._read(message, attachments)
         command = StoreEpisodes(message.lease_id, message.group_id, arrivals)
-        return (await self._front.execute(command, attachments)).reply
+        return (await self._front.store(command, attachments)).reply
 
     def _read(self, message: PutEpisodes, attachments: list[memoryview]) -> tuple[Arrival, ...]:
         return tuple(
@@ -244,7 +244,9 @@ async def main(ctx: ServiceContext) -> None:
             stack.push_async_callback(embedded.stop)
             await embedded.start()
         url = embedded.url if embedded is not None else job.buffer.redis
-        store = Store(url, job.job, tasks.dataset_hash, rules.durability, clock)
+        # A Redis of the job's own shares its host and its fate: large episodes lie in files beside it.
+        folder = embedded.data_dir / "episodes" if embedded is not None else None
+        store = Store(url, job.job, tasks.dataset_hash, rules.durability, clock, folder=folder)
         front = Front(store, rules, tasks, clock, embedded.start if embedded is not None else None)
         stack.push_async_callback(front.stop)
         await front.start()

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import hiredis
@@ -22,11 +24,13 @@ from redis.exceptions import RedisError
 
 from replay_buffer.clock import RedisClock
 from replay_buffer.errors import StoreError, StoreUnavailable, StoreUnusable
-from replay_buffer.keys import Bytes, Commands, Keys, commands_of
+from replay_buffer.keys import Bytes, Commands, Keys
+from replay_buffer.large import Large, Place, Ref, staged_keys
 from replay_buffer.ledger.index import Records, Writes
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, Claim, Group, Lease, Meta
 from replay_buffer.pipe import ANSWER_LIMIT_S, CONNECT_LIMIT_S, RedisPipe
 from replay_buffer.redis_check import check_redis
+from replay_buffer.shelf import Shelf
 from replay_buffer.writer import Writer, check_answer, script_call
 
 SCRIPT = files("replay_buffer").joinpath("write.lua").read_bytes()
@@ -48,15 +52,28 @@ class Opened:
     front_epoch: int
     idle_ms: int
     lost_writes: int
+    lost_episodes: tuple[Place, ...] = ()
+    """Those that the ledger holds, and whose bytes are not there."""
 
 
 class Store:
     """One job in the Redis at `url` (`redis://…` or `unix://…`)."""
 
-    def __init__(self, url: str, job: str, dataset_hash: str, durability: str, clock: RedisClock) -> None:
+    def __init__(
+        self,
+        url: str,
+        job: str,
+        dataset_hash: str,
+        durability: str,
+        clock: RedisClock,
+        *,
+        folder: Path | None = None,
+    ) -> None:
         self.url = url
         self.front_epoch = 0
         self._keys = Keys(job)
+        self._large = Large(self._keys)
+        self._shelf = None if folder is None else Shelf(folder, durability)
         self._dataset_hash = dataset_hash
         self._durability = durability
         self._clock = clock
@@ -86,6 +103,7 @@ class Store:
             had_before = self.front_epoch > 0
             revision = await (self._take_back() if had_before else self._take_over())
             opened = await self._load(lost_writes=max(0, self._confirmed - revision))
+            opened = replace(opened, lost_episodes=await self._open_large())
             self._confirmed = opened.revision
             self._writer = Writer(writes, self._sha, self.front_epoch, self._clock, on_failure)
             return opened
@@ -95,29 +113,56 @@ class Store:
             if self._writer is None and writes is not None:
                 writes.close()
 
-    def submit(self, revision: int, writes: Writes, attachments: Sequence[Bytes]) -> asyncio.Future[None]:
+    async def shelve(self, blobs: Sequence[Bytes]) -> tuple[list[Bytes | Ref], str]:
+        """Put what is large enough into a file, if there is a folder for that. Returns what to give to
+        `submit`, and a name to give to `settled` after it. Raises OSError when the disk is full."""
+        return (list(blobs), "") if self._shelf is None else await self._shelf.write(blobs)
+
+    def settled(self, name: str, group_id: str) -> None:
+        """It is decided what became of the file `name`, shelved for that group."""
+        if self._shelf is not None:
+            self._shelf.settled(name, used=self._large.uses(group_id, name))
+
+    def submit(
+        self, revision: int, writes: Writes, attachments: Sequence[Bytes | Ref]
+    ) -> asyncio.Future[None]:
         """Write in order; the future ends when Redis has confirmed."""
         if self._writer is None:
             raise StoreUnavailable("the store is not open")
-        return self._writer.submit(revision, commands_of(self._keys, writes, attachments))
+        parcel = self._large.prepare(writes, attachments)
+        written = self._writer.submit(revision, parcel.commands, parcel.ahead)
+        if parcel.files_freed:
+            written.add_done_callback(partial(self._free_files, parcel.files_freed))
+        return written
 
-    async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[bytes | None]:
+    async def blobs(self, wanted: Sequence[Place]) -> list[Bytes | None]:
         """The codec blobs of (group id, sample), in order; None for one that is not held."""
         if self._reads is None:
             raise StoreUnavailable("the store is not open")
-        by_group: dict[str, list[int]] = {}
+        refs = {place: ref for place in wanted if (ref := self._large.ref(*place)) is not None}
+        small: dict[str, list[int]] = {}
         for group_id, sample in wanted:
-            by_group.setdefault(group_id, []).append(sample)
+            if (group_id, sample) not in refs:
+                small.setdefault(group_id, []).append(sample)
+        reads = self._reads
         asked = [
-            (group_id, samples, self._reads.call("HMGET", self._keys.blobs(group_id), *samples))
-            for group_id, samples in by_group.items()
+            (group_id, samples, reads.call("HMGET", self._keys.blobs(group_id), *samples))
+            for group_id, samples in small.items()
         ]
-        found: dict[tuple[str, int], bytes | None] = {}
+        in_keys = {
+            place: reads.call("MGET", *self._large.key_names(ref)) for place, ref in refs.items() if ref.chunks
+        }
+        found: dict[Place, Bytes | None] = {}
+        in_files = [(place, ref) for place, ref in refs.items() if not ref.chunks]
+        if self._shelf is not None and in_files:
+            maps = await self._shelf.read([ref for _, ref in in_files])
+            found.update(zip((place for place, _ in in_files), maps, strict=True))
         for group_id, samples, answer in asked:
-            blobs = await answer
-            if isinstance(blobs, hiredis.ReplyError):
-                raise StoreUnavailable(f"Redis did not give back episodes: {blobs}")
-            found.update(zip(((group_id, sample) for sample in samples), blobs, strict=True))
+            places = ((group_id, sample) for sample in samples)
+            found.update(zip(places, _answered(await answer), strict=True))
+        for place, answer in in_keys.items():
+            chunks = _answered(await answer)
+            found[place] = None if None in chunks else chunks[0] if len(chunks) == 1 else b"".join(chunks)
         return [found[place] for place in wanted]
 
     async def used_bytes(self) -> int:
@@ -130,6 +175,8 @@ class Store:
     async def close(self) -> None:
         """Write what is queued, and disconnect."""
         await self._let_go()
+        if self._shelf is not None:
+            await self._shelf.close()
         await self._redis.aclose()
 
     async def _let_go(self) -> None:
@@ -140,6 +187,21 @@ class Store:
         if self._reads is not None:
             self._reads.close()
             self._reads = None
+
+    # --- large episodes ---
+
+    async def _open_large(self) -> tuple[Place, ...]:
+        """Load where large episodes lie and remove what a crash left over. Returns those without bytes."""
+        self._large.load(await self._redis.hgetall(self._keys.large), self.front_epoch)
+        for staged in await self._redis.smembers(self._keys.staged):
+            for name in staged_keys(self._keys, staged.decode()):
+                await self._redis.unlink(name)
+            await self._redis.srem(self._keys.staged, staged)
+        return () if self._shelf is None else tuple(await self._shelf.open(self._large.in_files()))
+
+    def _free_files(self, names: list[str], written: asyncio.Future[None]) -> None:
+        if self._shelf is not None and not written.cancelled() and written.exception() is None:
+            self._shelf.remove(names)
 
     # --- taking over ---
 
@@ -205,6 +267,12 @@ class Store:
         sent_ms = self._clock.local_ms()
         seconds, micros = await self._redis.time()
         self._clock.observe(int(seconds) * 1000 + int(micros) // 1000, sent_ms, self._clock.local_ms())
+
+
+def _answered(blobs: Any) -> list[bytes | None]:
+    if isinstance(blobs, hiredis.ReplyError):
+        raise StoreUnavailable(f"Redis did not give back episodes: {blobs}")
+    return list(blobs)
 
 
 def connect(url: str) -> Redis:

@@ -19,7 +19,7 @@ from areal_async.wire.messages import (
     Stats,
 )
 from replay_buffer.admission import capacity
-from replay_buffer.ledger import batching, committing, leasing, opening, scoring, storing
+from replay_buffer.ledger import batching, committing, leasing, losing, opening, scoring, storing
 from replay_buffer.ledger.draft import Decision
 from replay_buffer.ledger.index import UNBATCHED, Index
 from replay_buffer.ledger.records import EpisodeState, GroupState
@@ -53,6 +53,7 @@ Command = (
     | Stats
     | Expire
     | Extend
+    | losing.BytesLost
 )
 
 
@@ -89,6 +90,8 @@ def decide(index: Index, command: Command, now_ms: int) -> Decision:
             return leasing.expire(index, now_ms)
         case Extend():
             return leasing.extend(index, command.outage_ms, now_ms)
+        case losing.BytesLost():
+            return losing.lose(index, command.places, now_ms)
         case Stats():
             return Decision(stats(index, now_ms))
 
