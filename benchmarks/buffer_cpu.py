@@ -302,7 +302,7 @@ async def making(options: argparse.Namespace) -> float:
 
 
 async def main(options: argparse.Namespace) -> None:
-    making_s = await making(options)
+    making_s = await making(options) if options.making_ms is None else options.making_ms / 1e3
     print(f"an episode of {options.units} tokens costs its worker {1e3 * making_s:.2f} ms before it is put")
     names = ["front", "redis", "put", "claim_and_verdict", "all"]
     print(f"{'outstanding':>12}{'episodes/s':>12}" + "".join(f"{name:>20}" for name in names) + "   (CPU ms)")
@@ -336,6 +336,7 @@ if __name__ == "__main__":
     parser.add_argument("--rate", type=float, default=150.0, help="episodes per second")
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--durability", choices=["memory", "everysec", "always"], default="everysec")
+    parser.add_argument("--making-ms", type=float, default=None, help="take it as known: CPU before the put")
     parser.add_argument("--profile", default="", help="a profiler to run on the front, e.g. 'py-spy record …'")
     parser.add_argument("--dir", type=Path, default=None, help="where the files lie meanwhile")
     parser.add_argument("--json", type=Path, default=None)
