@@ -46,6 +46,8 @@ from rollout_service.workflows import Renderer, load_workflow
 from rollout_service.workflows.context import Rendered
 
 BATCH_GROUPS, CHECKPOINT_STEPS = 10, 10
+WORKER_GROUPS = 500
+"""A worker holds at most so many; more are spread over several in one process."""
 
 
 class TimerEngine:
@@ -155,33 +157,38 @@ def limits(options: argparse.Namespace, folder: Path, outstanding: int) -> JobCo
             "lease_s": 30,
             "redis": "embedded",
         },
-        rollout={"max_concurrent": outstanding * options.group},
+        rollout={"max_concurrent": min(outstanding, WORKER_GROUPS) * options.group},
     )
 
 
-async def work(endpoint: str, folder: Path, units: int, rate: float) -> None:
-    """The worker's process. It reads the version to serve from its standard input; with no endpoint it runs
+async def work(endpoint: str, folder: Path, units: int, rate: float, workers: int) -> None:
+    """The workers' process. It reads the version to serve from its standard input; with no endpoint it runs
     on `NoBuffer` and says how many episodes it has made when asked."""
     job = JobConfig.model_validate_json((folder / "job.json").read_text())
     engine = TimerEngine(units - PROMPT_UNITS, rate)
     groups = job.rollout.max_concurrent // job.rollout.group_size
-    buffer: Any = NoBuffer(groups, job.rollout.group_size)
-    if endpoint:
-        buffer = BufferClient(endpoint, job=JOB, role="rollout", name="worker")
-        await buffer.connect(60)
-    worker = Worker(buffer, engine, load_workflow("single_turn"), ShortPrompt(), job=job, name="worker")
+    nothing = NoBuffer(groups, job.rollout.group_size)
+    all_workers = []
+    for i in range(workers):
+        buffer: Any = nothing
+        if endpoint:
+            buffer = BufferClient(endpoint, job=JOB, role="rollout", name=f"worker-{i}")
+            await buffer.connect(60)
+        workflow = load_workflow("single_turn")
+        all_workers.append(Worker(buffer, engine, workflow, ShortPrompt(), job=job, name=f"worker-{i}"))
 
     async def listen() -> None:
         loop = asyncio.get_running_loop()
         while line := await loop.run_in_executor(None, sys.stdin.readline):
             if line.startswith("count"):
-                print(buffer.stored, flush=True)
+                print(nothing.stored, flush=True)
             else:
                 engine.serve(int(line))
-                worker.weights_changed()
+                for worker in all_workers:
+                    worker.weights_changed()
 
     with contextlib.suppress(asyncio.CancelledError):
-        await worker.run(asyncio.Event(), listen())
+        await asyncio.gather(listen(), *(worker.run(asyncio.Event()) for worker in all_workers))
 
 
 async def score(endpoint: str) -> None:
@@ -224,14 +231,18 @@ async def measure(options: argparse.Namespace, outstanding: int, making_s: float
         client = BufferClient(service.endpoint, job=JOB, role="trainer", name="trainer")
         await client.connect()
         await client.open_trainer("trainer", 0)
+        workers = max(1, outstanding // WORKER_GROUPS)
         children = [
-            child("worker", service.endpoint, folder, options.units, options.rate),
+            child("worker", service.endpoint, folder, options.units, options.rate, workers),
             child("scorer", service.endpoint),
         ]
         training = asyncio.create_task(train(client, children[0]))
         try:
-            while (stats := await client.stats()).outstanding < outstanding or stats.v_train < 2:
+            # All but the few whose lease is on its way.
+            while (stats := await client.stats()).outstanding < 0.99 * outstanding or stats.v_train < 2:
                 await asyncio.sleep(0.5)
+                if options.verbose:
+                    print(stats.outstanding, stats.v_train, stats.reasons, stats.episodes, flush=True)
                 if training.done():
                     training.result()
             processes = {
@@ -282,7 +293,7 @@ async def making(options: argparse.Namespace) -> float:
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
         folder = Path(name)
         (folder / "job.json").write_text(limits(options, folder, 100).model_dump_json())
-        worker = child("worker", "", folder, options.units, options.rate)
+        worker = child("worker", "", folder, options.units, options.rate, 1)
 
         def count() -> int:
             assert worker.stdin is not None and worker.stdout is not None
@@ -325,7 +336,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--as"]:
         role, *rest = sys.argv[2:]
         if role == "worker":
-            asyncio.run(work(rest[0], Path(rest[1]), int(rest[2]), float(rest[3])))
+            asyncio.run(work(rest[0], Path(rest[1]), int(rest[2]), float(rest[3]), int(rest[4])))
         else:
             asyncio.run(score(rest[0]))
         sys.exit()
@@ -338,6 +349,7 @@ if __name__ == "__main__":
     parser.add_argument("--durability", choices=["memory", "everysec", "always"], default="everysec")
     parser.add_argument("--making-ms", type=float, default=None, help="take it as known: CPU before the put")
     parser.add_argument("--profile", default="", help="a profiler to run on the front, e.g. 'py-spy record …'")
+    parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--dir", type=Path, default=None, help="where the files lie meanwhile")
     parser.add_argument("--json", type=Path, default=None)
     asyncio.run(main(parser.parse_args()))
