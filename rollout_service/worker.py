@@ -210,6 +210,7 @@ class Worker:
             seed=group.seed,
             sample=sample,
             attempt=group.attempt,
+            lease_id=group.lease_id,
         )
         try:
             await self._workflow(ctx, group.task)

@@ -84,8 +84,10 @@ class Context:
         seed: int,
         sample: int = 0,
         attempt: int = 0,
+        lease_id: str = "",
     ) -> None:
-        """`sampling` are the job's parameters; `seed` is the group's."""
+        """`sampling` are the job's parameters; `seed` is the group's. The lease is part of each request's id:
+        an episode may be begun again while the engine still ends what a lost lease had asked for."""
         self.builder = builder
         self.episode_id = episode_id
         self.sample = sample
@@ -94,6 +96,7 @@ class Context:
         self._engine = engine
         self._render = render
         self._seed = seed
+        self._requests = f"{episode_id}/{lease_id}"
         self._calls = 0
         self._paths: dict[int, Ids] = {}
         """The path up to and including each segment, as ids."""
@@ -127,7 +130,7 @@ class Context:
             raise ValueError("generate() needs a prompt, or a parent to go on from")
         asked = self._sampling(sampling)
         path = self._paths[parent]
-        request = GenerateRequest(f"{self.episode_id}/{self._calls}", path, asked)
+        request = GenerateRequest(f"{self._requests}/{self._calls}", path, asked)
         self._calls += 1
         result = await self._engine.generate(request)
         if result.finish_reason == "abort":

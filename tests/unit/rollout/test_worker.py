@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -280,7 +281,7 @@ def test_a_lost_lease_ends_its_episodes_and_no_other(monkeypatch: pytest.MonkeyP
         await buffer.add(group(0, life_ms=30), group(1, life_ms=30))
         buffer.lost.add("L0")
         await buffer.until(lambda: len(buffer.beats) >= 3 and buffer.beats[-1][0] == ["L1"])
-        assert sorted(engine.cancelled) == [f"t0#0.{n}/0" for n in range(4)]
+        assert sorted(engine.cancelled) == [f"t0#0.{n}/L0/0" for n in range(4)]
         assert worker._running == 4
         later.set()
         await buffer.until(lambda: buffer.whole(1))
@@ -288,6 +289,26 @@ def test_a_lost_lease_ends_its_episodes_and_no_other(monkeypatch: pytest.MonkeyP
     buffer, _ = drive(FakeBuffer, body)
     assert "t0#0" not in buffer.stored
     assert "L0" not in buffer.released
+
+
+def test_a_group_leased_again_begins_while_the_lost_lease_is_still_ending() -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        ended = asyncio.Event()
+
+        async def gate(request: GenerateRequest) -> None:
+            if "/L0/" in request.request_id:
+                await ended.wait()
+
+        engine.gate = gate
+        await buffer.add(group(0))
+        await eventually(lambda: len(engine.running) == 4)
+        again = msgspec.structs.replace(group(0), lease_id="L1")
+        await buffer.add(again)
+        await buffer.until(lambda: buffer.whole(0))
+        assert [lease_id for lease_id, _ in buffer.puts] == ["L1"]
+        ended.set()
+
+    drive(FakeBuffer, body)
 
 
 def test_a_cancelled_episode_gives_its_capacity_back_even_before_it_began() -> None:
@@ -317,7 +338,7 @@ def test_what_is_refused_for_the_group_ends_the_group(reason: str) -> None:
         await buffer.add(group(0), group(1))
         await buffer.until(lambda: buffer.whole(1))
         await eventually(lambda: engine.cancelled)
-        assert engine.cancelled == ["t0#0.3/0"]
+        assert engine.cancelled == ["t0#0.3/L0/0"]
         assert "L0" not in worker._held
 
     buffer, _ = drive(FakeBuffer, body)

@@ -183,7 +183,7 @@ def test_an_aborted_request_makes_no_episode(endless: Any, tokenizer: Any) -> No
         call = asyncio.ensure_future(ctx.generate("1+2=", max_new_tokens=90))
         while not engine.stats().tokens_total:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        await engine.abort(["t#0.0/0"])
+        await engine.abort(["t#0.0//0"])
         with pytest.raises(EpisodeAborted):
             await call
         with pytest.raises(RequestError, match="vocabulary"):
