@@ -224,6 +224,7 @@ def main() -> None:
         + "".join(f"{'/' + name:>9}" for name in COMPARED)
     )
     rows: list[dict[str, Any]] = []
+    command = "python " + " ".join(["benchmarks/buffer.py", *sys.argv[1:]])
     for tier in options.tiers:
         for size in options.sizes:
             with tempfile.TemporaryDirectory(dir=options.dir) as name:
@@ -232,9 +233,8 @@ def main() -> None:
                     rows += bench.run()
                 finally:
                     bench.end()
-    if options.json is not None:
-        command = "python " + " ".join(["benchmarks/buffer.py", *sys.argv[1:]])
-        options.json.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
+            if options.json is not None:
+                options.json.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

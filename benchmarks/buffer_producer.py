@@ -18,7 +18,9 @@ from buffer_service import JOB, episode
 from areal_async.wire.messages import LeasedGroup, VersionTag
 from replay_buffer.client import BufferClient
 from rollout_service.outbox import Outbox, Parcel
-from rollout_service.worker import LINGER_S, MAX_PUTS
+
+LINGER_S, MAX_PUTS = 0.05, 4
+"""As in `rollout_service.worker`, which would import torch."""
 
 
 class Producer:
