@@ -3,11 +3,12 @@
     python benchmarks/buffer.py [--sizes 1024,65536,1048576,16777216] [--producers 1,4,8]
         [--tiers memory,everysec,always] [--round-mib 64] [--rounds 2] [--reverb PYTHON] [--json FILE]
 
-Ours: a real service with its Redis; producers lease groups, pack episodes (random tokens, as many as make the
-size) and put them as a rollout worker does. redis-py: the same processes SET the same bytes into another Redis of
-the same settings, one at a time and pipelined. dm-reverb (tier `memory`): as many processes insert arrays of the
-same bytes into a table of its server, one at a time and by a writer that flushes as rarely. The systems take turns
-in one run, with the others idle; what was put stays, everywhere. Packing is not timed."""
+Ours: a real service with its Redis; producers lease groups, pack episodes (random tokens, as many as make
+the size) and put them as a rollout worker does. redis-py: the same processes SET the same bytes into
+another Redis of the same settings, one at a time and pipelined. dm-reverb (tier `memory`): as many
+processes insert arrays of the same bytes into a table of its server, one at a time and by a writer that
+flushes as rarely. The systems take turns in one run, with the others idle; what was put stays, everywhere.
+Packing is not timed."""
 
 from __future__ import annotations
 
@@ -88,10 +89,27 @@ def outside_rewrites(socket: Path) -> None:
             time.sleep(0.05)
 
 
+class Reverb:
+    """dm-reverb's server and producers, in their own environment."""
+
+    def __init__(self, python: Path, producers: int) -> None:
+        script = [str(python), str(HERE / "buffer_reverb.py")]
+        self.server = Crew([*script, "serve"], [""], [])
+        assert self.server.all[0].stdout is not None
+        port = str(json.loads(self.server.all[0].stdout.readline())["port"])
+        self.crew = Crew([*script, "produce"], [f"producer-{i}" for i in range(producers)], [port])
+
+    def end(self) -> None:
+        self.crew.end()
+        self.server.end()
+
+
 class Bench:
     """One tier and one size: the servers, and their producers."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path, tier: str, size: int) -> None:
+    def __init__(
+        self, options: argparse.Namespace, folder: Path, tier: str, size: int, reverb: Reverb | None
+    ) -> None:
         self.options, self.tier, self.size = options, tier, size
         self.group = SMALL_GROUP if size <= 256 << 10 else LARGE_GROUP
         self.units = units_of(size)
@@ -108,16 +126,9 @@ class Bench:
         names = [f"producer-{i}" for i in range(most)]
         command = [sys.executable, str(HERE / "buffer_producer.py")]
         self.crew = Crew(command, names, [self.service.endpoint, str(self.plain.socket_path)])
-        self.reverb = self.reverb_crew = None
-        if options.reverb and tier == "memory":
-            blob = episode("t", "t#0", 0, self.units, version=0, epoch=1)
-            (folder / "blob").write_bytes(blob)
-            self.blob = folder / "blob"
-            script = [str(options.reverb), str(HERE / "buffer_reverb.py")]
-            self.reverb = Crew([*script, "serve"], [""], [])
-            assert self.reverb.all[0].stdout is not None
-            port = str(json.loads(self.reverb.all[0].stdout.readline())["port"])
-            self.reverb_crew = Crew([*script, "produce"], names, [port])
+        self.reverb = reverb if tier == "memory" and size in options.reverb_sizes else None
+        self.blob = folder / "blob"
+        self.blob.write_bytes(episode("t", "t#0", 0, self.units, version=0, epoch=1))
 
     def groups_each(self, producers: int) -> int:
         """Per producer and round."""
@@ -155,17 +166,14 @@ class Bench:
         return Path(self.service.endpoint.removeprefix("ipc://")).parent / "redis"
 
     def round(self, producers: int, systems: dict[str, list[dict[str, float]]], *, swap: bool) -> None:
-        prepared = self.crew.do(
-            producers, do="prepare", groups=self.groups_each(producers), units=self.units
-        )
+        prepared = self.crew.do(producers, do="prepare", groups=self.groups_each(producers), units=self.units)
         items, size_bytes = (sum(p[name] for p in prepared) for name in ("items", "size_bytes"))
         order = [OURS, SET, SETS]
-        if self.reverb_crew is not None:
-            self.reverb_crew.do(producers, do="prepare", blob=str(self.blob), items=items // producers)
+        if self.reverb is not None:
+            self.reverb.crew.do(producers, do="prepare", blob=str(self.blob), items=items // producers)
             order += [INSERT, WRITER]
         for system in reversed(order) if swap else order:
-            crew = self.reverb_crew if system in (INSERT, WRITER) else self.crew
-            assert crew is not None
+            crew = self.reverb.crew if self.reverb and system in (INSERT, WRITER) else self.crew
             spent_s = self.cpu_s(system)
             measured = figures(crew.do(producers, do=system), items, size_bytes)
             if spent_s is not None and (after_s := self.cpu_s(system)) is not None:
@@ -177,13 +185,10 @@ class Bench:
             return cpu_s(self.service.front) + cpu_s(self.service.redis)
         if system in (SET, SETS) and self.plain.pid is not None:
             return cpu_s(psutil.Process(self.plain.pid))
-        return cpu_s(psutil.Process(self.reverb.all[0].pid)) if self.reverb is not None else None
+        return cpu_s(psutil.Process(self.reverb.server.all[0].pid)) if self.reverb is not None else None
 
     def end(self) -> None:
         self.crew.end()
-        if self.reverb_crew is not None and self.reverb is not None:
-            self.reverb_crew.end()
-            self.reverb.end()
         self.client.close()
         self.service.stop()
         asyncio.run(self.plain.stop())
@@ -212,10 +217,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", type=numbers, default=[1 << 10, 64 << 10, 96 << 10, 1 << 20, 16 << 20])
     parser.add_argument("--producers", type=numbers, default=[1, 4, 8])
-    parser.add_argument("--tiers", type=lambda text: text.split(","), default=["memory", "everysec", "always"])
+    parser.add_argument(
+        "--tiers", type=lambda text: text.split(","), default=["memory", "everysec", "always"]
+    )
     parser.add_argument("--round-mib", type=int, default=64, help="payload of a round, all producers")
     parser.add_argument("--rounds", type=int, default=2, help="per system; the best counts")
-    parser.add_argument("--reverb", type=Path, default=None, help="the python of an environment with dm-reverb")
+    parser.add_argument(
+        "--reverb", type=Path, default=None, help="the python of an environment with dm-reverb"
+    )
+    parser.add_argument("--reverb-sizes", type=numbers, default=[96 << 10, 1 << 20])
     parser.add_argument("--dir", type=Path, default=None, help="where the files lie meanwhile")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
@@ -224,17 +234,20 @@ def main() -> None:
         + "".join(f"{'/' + name:>9}" for name in COMPARED)
     )
     rows: list[dict[str, Any]] = []
+    reverb = Reverb(options.reverb, max(options.producers)) if options.reverb else None
     command = "python " + " ".join(["benchmarks/buffer.py", *sys.argv[1:]])
     for tier in options.tiers:
         for size in options.sizes:
             with tempfile.TemporaryDirectory(dir=options.dir) as name:
-                bench = Bench(options, Path(name), tier, size)
+                bench = Bench(options, Path(name), tier, size, reverb)
                 try:
                     rows += bench.run()
                 finally:
                     bench.end()
             if options.json is not None:
                 options.json.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
+    if reverb is not None:
+        reverb.end()
 
 
 if __name__ == "__main__":

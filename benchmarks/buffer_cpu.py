@@ -3,11 +3,12 @@
     python benchmarks/buffer_cpu.py [--outstanding 100,1000,10000] [--units 8192] [--group 8] [--rate 150]
         [--seconds 12] [--durability everysec] [--json FILE]
 
-A real service with its Redis; a real rollout worker with the workflow `single_turn` over an engine that speaks the
-engine protocol and answers by a timer, `rate` answers a second whatever is under way; a scorer that claims and gives
-verdicts; a trainer that takes batches, commits and reports checkpoints, fetching nothing. As many groups as asked are
-outstanding all the time, nearly all in generation. CPU seconds (user and system, all threads) are per process;
-the worker's are split by a second worker on a buffer that does nothing: the difference is the cost of the put."""
+A real service with its Redis; a real rollout worker with the workflow `single_turn` over an engine that
+speaks the engine protocol and answers by a timer, `rate` answers a second whatever is under way; a scorer
+that claims and gives verdicts; a trainer that takes batches, commits and reports checkpoints, fetching
+nothing. As many groups as asked are outstanding all the time, nearly all in generation. CPU seconds (user
+and system, all threads) are per process; the worker's are split by a second worker on a buffer that does
+nothing: the difference is the cost of the put."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,9 @@ class NoBuffer:
         self._parts: dict[str, int] = {}
 
     async def lease(self, worker: str, capacity: int, serving: VersionTag, *, wait_ms: int = 0) -> Leases:
-        while self.room == 0:
+        if self.room == 0:
             await asyncio.sleep(0.02)
+            return Leases([], "as many groups are under way as may be")
         n, missing = min(capacity, self.room), list(range(self.size))
         self.room -= n
         granted = []
@@ -203,6 +205,11 @@ async def score(endpoint: str) -> None:
             )
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.2)
+
+
 def child(role: str, *arguments: object) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     command = [sys.executable, __file__, "--as", role, *map(str, arguments)]
@@ -251,8 +258,6 @@ async def measure(options: argparse.Namespace, outstanding: int, making_s: float
                 "worker": psutil.Process(children[0].pid),
                 "scorer": psutil.Process(children[1].pid),
             }
-            if options.profile:
-                subprocess.Popen([*options.profile.split(), "--pid", str(service.process.pid)])
             began, begun_s = await client.stats(), time.monotonic()
             before_s = {role: cpu_s(process) for role, process in processes.items()}
             await asyncio.sleep(options.seconds)
@@ -296,13 +301,13 @@ async def making(options: argparse.Namespace) -> float:
         worker = child("worker", "", folder, options.units, options.rate, 1)
 
         def count() -> int:
-            assert worker.stdin is not None and worker.stdout is not None
+            assert worker.stdin is not None
+            assert worker.stdout is not None
             worker.stdin.write("count\n")
             return int(worker.stdout.readline())
 
         try:
-            while not count():
-                await asyncio.sleep(0.2)
+            await asyncio.to_thread(wait_until, lambda: count() > 0)
             process = psutil.Process(worker.pid)
             before, before_s = count(), cpu_s(process)
             await asyncio.sleep(options.seconds)
@@ -348,7 +353,6 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--durability", choices=["memory", "everysec", "always"], default="everysec")
     parser.add_argument("--making-ms", type=float, default=None, help="take it as known: CPU before the put")
-    parser.add_argument("--profile", default="", help="a profiler to run on the front, e.g. 'py-spy record …'")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--dir", type=Path, default=None, help="where the files lie meanwhile")
     parser.add_argument("--json", type=Path, default=None)

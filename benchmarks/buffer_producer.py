@@ -1,8 +1,9 @@
-"""One producer of `buffer.py`: a process that puts episodes as a rollout worker does, or SETs them with redis-py.
+"""One producer of `buffer.py`: a process that puts episodes as a rollout worker does, or SETs them with
+redis-py.
 
-It reads one JSON command per line and answers with one: `prepare` packs episodes and says how many, `go` sends
-them to one of the two and gives back when it began and ended (CLOCK_MONOTONIC, seconds) and how long each
-acknowledgement took (ms)."""
+It reads one JSON command per line and answers with one: `prepare` packs episodes and says how many, `go`
+sends them to one of the two and gives back when it began and ended (CLOCK_MONOTONIC, seconds) and how long
+each acknowledgement took (ms)."""
 
 from __future__ import annotations
 

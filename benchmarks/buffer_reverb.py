@@ -1,7 +1,8 @@
-"""dm-reverb's side of `buffer.py`; runs in an environment of its own (`make reverb-env`), knows nothing of ours.
+"""dm-reverb's side of `buffer.py`; runs in an environment of its own (`make reverb-env`), knows nothing of
+ours.
 
-    python buffer_reverb.py serve                  prints the port
-    python buffer_reverb.py produce NAME PORT      the protocol of `buffer_producer.py`
+python buffer_reverb.py serve prints the port python buffer_reverb.py produce NAME PORT the protocol of
+`buffer_producer.py`
 """
 
 from __future__ import annotations
@@ -59,9 +60,7 @@ def produce(port: str) -> None:
                     writer.flush()
                     left -= min(n, left)
                     acks_ms.append(1e3 * (time.perf_counter() - asked_s))
-        print(
-            json.dumps({"began_s": began_s, "ended_s": time.monotonic(), "acks_ms": acks_ms}), flush=True
-        )
+        print(json.dumps({"began_s": began_s, "ended_s": time.monotonic(), "acks_ms": acks_ms}), flush=True)
 
 
 if __name__ == "__main__":

@@ -242,7 +242,10 @@ class Front:
         if opened.idle_ms:
             self._take(index, Extend(opened.idle_ms))
         if opened.lost_episodes:
-            log.error("episodes are without their bytes; their tasks are tried again", lost=len(opened.lost_episodes))
+            log.error(
+                "episodes are without their bytes; their tasks are tried again",
+                lost=len(opened.lost_episodes),
+            )
             self._take(index, BytesLost(opened.lost_episodes))
         log.info(
             "ledger loaded",

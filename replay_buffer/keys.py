@@ -85,8 +85,8 @@ def commands_of(
     elsewhere: Container[tuple[str, int]] = (),
     into: Commands | None = None,
 ) -> Commands:
-    """`writes` as commands, behind those in `into`; blobs are taken from the message's attachments, but for those
-    (group id, sample) that are kept `elsewhere`.
+    """`writes` as commands, behind those in `into`; blobs are taken from the message's attachments, but for
+    those (group id, sample) that are kept `elsewhere`.
 
     What frees memory comes first: a Redis at its limit then lets the whole script pass."""
     commands = Commands(keys) if into is None else into

@@ -1,12 +1,14 @@
 """Large episodes: where their bytes lie, outside the hash of their group.
 
-An episode of at least `KEY_BYTES` lies in keys of its own, in chunks of at most `CHUNK_BYTES`: Redis takes such
-a value over as it came, where an argument of a script is copied three times. With the job's own Redis on this host
-an episode of at least `FILE_BYTES` lies in a file beside it (`shelf.py`). The hash `…:large` says where:
-it is written by the same script call as the ledger, so an episode is acknowledged with both or with neither.
+An episode of at least `KEY_BYTES` lies in keys of its own, in chunks of at most `CHUNK_BYTES`: Redis takes
+such a value over as it came, where an argument of a script is copied three times. With the job's own Redis
+on this host an episode of at least `FILE_BYTES` lies in a file beside it (`shelf.py`). The hash `…:large`
+says where: it is written by the same script call as the ledger, so an episode is acknowledged with both or
+with neither.
 
-What a crash leaves half done is found when the store is opened: keys are named in the set `…:staged` before they
-are written and taken off it by the write that refers to them; files are those in the folder that nothing refers to.
+What a crash leaves half done is found when the store is opened: keys are named in the set `…:staged`
+before they are written and taken off it by the write that refers to them; files are those in the folder
+that nothing refers to.
 """
 
 from __future__ import annotations

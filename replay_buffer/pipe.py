@@ -161,7 +161,7 @@ def _pieces(command: Sequence[Argument]) -> list[bytes | memoryview]:
         data = part if isinstance(part, (bytes, memoryview)) else str(part).encode()
         head += b"$%d\r\n" % len(data)
         if len(data) < LARGE_BYTES:
-            head += b"%b\r\n" % data
+            head += bytes(data) + b"\r\n"
         else:
             pieces += (head, data)
             head = b"\r\n"

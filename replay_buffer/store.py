@@ -150,7 +150,9 @@ class Store:
             for group_id, samples in small.items()
         ]
         in_keys = {
-            place: reads.call("MGET", *self._large.key_names(ref)) for place, ref in refs.items() if ref.chunks
+            place: reads.call("MGET", *self._large.key_names(ref))
+            for place, ref in refs.items()
+            if ref.chunks
         }
         found: dict[Place, Bytes | None] = {}
         in_files = [(place, ref) for place, ref in refs.items() if not ref.chunks]
@@ -162,7 +164,7 @@ class Store:
             found.update(zip(places, _answered(await answer), strict=True))
         for place, answer in in_keys.items():
             chunks = _answered(await answer)
-            found[place] = None if None in chunks else chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            found[place] = _joined(chunks)
         return [found[place] for place in wanted]
 
     async def used_bytes(self) -> int:
@@ -267,6 +269,14 @@ class Store:
         sent_ms = self._clock.local_ms()
         seconds, micros = await self._redis.time()
         self._clock.observe(int(seconds) * 1000 + int(micros) // 1000, sent_ms, self._clock.local_ms())
+
+
+def _joined(chunks: list[bytes | None]) -> bytes | None:
+    """One episode of its chunks, None if one is not there."""
+    held = [chunk for chunk in chunks if chunk is not None]
+    if len(held) < len(chunks):
+        return None
+    return held[0] if len(held) == 1 else b"".join(held)
 
 
 def _answered(blobs: Any) -> list[bytes | None]:

@@ -1,4 +1,5 @@
-"""Bytes that the ledger says are held, and are not: a machine that lost power before they were on its disk."""
+"""Bytes that the ledger says are held, and are not: a machine that lost power before they were on its
+disk."""
 
 from __future__ import annotations
 

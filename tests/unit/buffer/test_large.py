@@ -79,8 +79,8 @@ async def put(front, group, blobs, first=0):
     return (await front.store(StoreEpisodes(group.lease_id, group.group_id, arrivals), blobs)).reply
 
 
-async def held(front, group, n=len(SIZES)):
-    blobs = await front.blobs([(group.group_id, sample) for sample in range(n)])
+async def held(front, group):
+    blobs = await front.blobs([(group.group_id, sample) for sample in range(len(SIZES))])
     return [None if blob is None else bytes(blob) for blob in blobs]
 
 
@@ -95,10 +95,13 @@ def files(folder):
     return sorted(os.listdir(folder)) if folder is not None else []
 
 
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
+async def until(condition, limit_s=10.0):
+    """Let the loop run until `condition` holds."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + limit_s
+    while not condition():
+        assert loop.time() < deadline_s, "it did not happen in time"
+        await asyncio.sleep(0.001)
 
 
 def test_one_death_is_local_large_episodes_come_back_as_they_were(a_front, folder, redis_url, job_name):
