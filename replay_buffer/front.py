@@ -13,6 +13,7 @@ deadline moves on by the length of the outage.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
@@ -23,10 +24,10 @@ from areal_async.observe.events import record, recording
 from areal_async.observe.failpoint import failpoint
 from areal_async.observe.log import get_logger
 from areal_async.observe.metrics import busy
-from areal_async.wire.messages import Message
+from areal_async.wire.messages import Lease, Leases, Message
 from replay_buffer.clock import RedisClock
 from replay_buffer.edges import Edges
-from replay_buffer.errors import StoreError, StoreUnavailable
+from replay_buffer.errors import StoreError, StoreUnavailable, Trouble
 from replay_buffer.history import note_decided, note_loaded
 from replay_buffer.keys import Bytes
 from replay_buffer.large import Ref
@@ -47,7 +48,9 @@ GATHER_S = 0.02
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
 RETRY_MS = 100
+ROOM_PAUSE_S = 0.5
 FULL_RETRY_MS = 500
+FULL = "Redis is at its maxmemory: no episode can be stored until it is raised or memory is freed there"
 
 log = get_logger("buffer")
 
@@ -70,6 +73,8 @@ class Front:
         self.ended: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.lost_writes = 0
         """Acknowledged writes that Redis came back without."""
+        self._why = "it starts"
+        self._trouble: Trouble | None = None
         self._store = store
         self._rules = rules
         self._tasks = tasks
@@ -83,6 +88,11 @@ class Front:
     @property
     def front_epoch(self) -> int:
         return self._store.front_epoch
+
+    @property
+    def trouble(self) -> Trouble | None:
+        """Why episodes cannot be written just now; None when they can."""
+        return self._trouble if self.index is None else ("memory" if self._store.full else None)
 
     @property
     def now_ms(self) -> int:
@@ -109,6 +119,11 @@ class Front:
         Raises `FaultError("unavailable")` when that cannot be known; the command may be repeated."""
         index = self._ready()
         self._pass_time(index)
+        if self._store.full:
+            if isinstance(command, StoreEpisodes):
+                raise FaultError("unavailable", FULL, FULL_RETRY_MS)
+            if isinstance(command, Lease):
+                return Decision(Leases([], reason=FULL))
         decision, written = self._take(index, command, attachments)
         if written is not None:
             # Shielded: a caller that goes away must not take the write's confirmation from the others.
@@ -174,7 +189,7 @@ class Front:
 
     def _ready(self) -> Index:
         if self.index is None:
-            raise FaultError("unavailable", "the buffer has lost Redis and waits for it", RETRY_MS)
+            raise FaultError("unavailable", f"the buffer waits for Redis: {self._why}", RETRY_MS)
         return self.index
 
     def _take(
@@ -258,10 +273,18 @@ class Front:
     def _on_failure(self, error: StoreError) -> None:
         """A write was not confirmed: nothing that was decided on top of it is true."""
         self.index = None
+        self._note(error)
         self._edges.fire()
         if not self._stopping:
             log.warning("a write was not confirmed", error=str(error))
             self._spawn(self._rebuild(error))
+
+    def _note(self, error: StoreError) -> None:
+        """Keep what Redis said: who asks meanwhile is told, and each new reason is logged once."""
+        if str(error) != self._why and self._trouble is not None:
+            log.warning("waiting for Redis", reason=str(error))
+        self._why = str(error)
+        self._trouble = error.trouble if isinstance(error, StoreUnavailable) else "refused"
 
     async def _rebuild(self, error: StoreError) -> None:
         pause_s = FIRST_PAUSE_S
@@ -271,12 +294,27 @@ class Front:
             try:
                 if self._revive is not None:
                     await self._revive()
-                self._use(await self._store.open(self._on_failure))
+                opened = await self._store.open(self._on_failure)
+                self._trouble = None
+                self._use(opened)
+                if self._store.full:
+                    self._spawn(self._wait_for_room())
                 return
             except StoreError as again:
                 error = again
+                self._note(error)
         log.error("the front ends", error=str(error))
         self._end(error)
+
+    async def _wait_for_room(self) -> None:
+        """Episodes and leases wait until Redis has memory again; what frees it goes on."""
+        while self._store.full and self.index is not None:
+            await asyncio.sleep(ROOM_PAUSE_S)
+            with contextlib.suppress(StoreUnavailable):
+                await self._store.used_bytes()
+        if not self._store.full:
+            log.info("Redis has room again")
+            self._edges.fire()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -33,20 +33,20 @@ Bytes = bytes | memoryview
 
 class Keys:
     def __init__(self, job: str) -> None:
-        self._prefix = f"areal:{{{job}}}:"
-        self.meta = self._prefix + "meta"
-        self.groups = self._prefix + "groups"
-        self.leases = self._prefix + "leases"
-        self.claims = self._prefix + "claims"
-        self.batches = self._prefix + "batches"
-        self.large = self._prefix + "large"
-        self.staged = self._prefix + "staged"
+        self.prefix = f"areal:{{{job}}}:"
+        self.meta = self.prefix + "meta"
+        self.groups = self.prefix + "groups"
+        self.leases = self.prefix + "leases"
+        self.claims = self.prefix + "claims"
+        self.batches = self.prefix + "batches"
+        self.large = self.prefix + "large"
+        self.staged = self.prefix + "staged"
 
     def blobs(self, group_id: str) -> str:
-        return f"{self._prefix}e:{group_id}"
+        return f"{self.prefix}e:{group_id}"
 
     def chunk(self, stem: str, number: int) -> str:
-        return f"{self._prefix}b:{stem}.{number}"
+        return f"{self.prefix}b:{stem}.{number}"
 
 
 class Commands:
@@ -64,6 +64,10 @@ class Commands:
             self.keys.append(key)
             number = self._number[key] = len(self.keys)
         self.arguments += (name, number, len(arguments), *arguments)
+
+    def before_all(self, name: str, arguments: Sequence[Argument]) -> None:
+        """A command on the meta hash, in front of all others."""
+        self.arguments[:0] = (name, 1, len(arguments), *arguments)
 
     def table(self, key: str, records: Mapping[Any, Any]) -> None:
         """The records of one hash: those to set and those to delete."""

@@ -27,7 +27,7 @@ KEY_BYTES = 32 << 10
 CHUNK_BYTES = 1 << 20
 FILE_BYTES = 1 << 20
 
-Place = tuple[str, int]
+EpisodeKey = tuple[str, int]
 """(group id, sample)."""
 
 
@@ -83,7 +83,7 @@ class Large:
         """Whether an episode of that group lies in that file."""
         return any(ref.name == name and not ref.chunks for ref in self._refs.get(group_id, {}).values())
 
-    def in_files(self) -> Iterator[tuple[Place, Ref]]:
+    def in_files(self) -> Iterator[tuple[EpisodeKey, Ref]]:
         for group_id, samples in self._refs.items():
             for sample, ref in samples.items():
                 if not ref.chunks:
@@ -114,8 +114,8 @@ class Large:
         parcel.files_freed = self._unused([ref.name for _, ref in freed if not ref.chunks], writes.freed)
         return parcel
 
-    def _free(self, writes: Writes) -> list[tuple[Place, Ref]]:
-        gone: list[tuple[Place, Ref]] = []
+    def _free(self, writes: Writes) -> list[tuple[EpisodeKey, Ref]]:
+        gone: list[tuple[EpisodeKey, Ref]] = []
         for group_id, samples in writes.freed.items():
             held = self._refs.get(group_id)
             if held is None:
@@ -134,8 +134,8 @@ class Large:
 
     def _place(
         self, writes: Writes, attachments: Sequence[Bytes | Ref]
-    ) -> tuple[str, list[tuple[Argument, ...]], dict[Place, Ref]]:
-        kept: dict[Place, Ref] = {}
+    ) -> tuple[str, list[tuple[Argument, ...]], dict[EpisodeKey, Ref]]:
+        kept: dict[EpisodeKey, Ref] = {}
         ahead: list[tuple[Argument, ...]] = []
         stem, chunks = f"{self._front_epoch}.{self._parcels}", 0
         for group_id, samples in writes.blobs.items():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from areal_async.wire.messages import BufferStats
+from replay_buffer.errors import Trouble
 
 GAUGES = {
     "areal_buffer_outstanding_groups": ("Groups leased and not yet trained or dropped.", "outstanding"),
@@ -27,17 +30,51 @@ COUNTERS = {
     "areal_buffer_episodes_dropped": ("Episodes of dropped groups.", "episodes_dropped"),
 }
 
+LastWrite = Callable[[], "asyncio.Future[None] | None"]
+
+
+WAITS: dict[Trouble, str] = {
+    "gone": "Redis does not answer",
+    "disk": "Redis cannot write to its disk",
+    "memory": "Redis is at its memory limit",
+    "replica": "Redis has no master for the buffer to write to",
+    "refused": "Redis refuses what the buffer asks, see the log of the buffer",
+}
+"""What the buffer waits for while it cannot write, in the words that a stall is reported with."""
+
 
 class BufferCollector(Collector):
     """Shows the last figures it was given. The scrape runs in a thread of its own, so it never touches the
-    ledger."""
+    ledger.
 
-    def __init__(self) -> None:
+    `last_write` gives the confirmation of the write sent last: while it is not there, Redis is waited for."""
+
+    def __init__(
+        self, last_write: LastWrite = lambda: None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._last_write = last_write
+        self._clock = clock
+        self._awaited: tuple[asyncio.Future[None], float] | None = None
         self._stats: BufferStats | None = None
         self._lost_writes = 0
+        self._trouble: Trouble | None = None
+
+    def waits(self, trouble: Trouble | None) -> None:
+        """Why nothing can be written just now; None when it can."""
+        self._trouble = trouble
 
     def show(self, stats: BufferStats, lost_writes: int) -> None:
         self._stats, self._lost_writes = stats, lost_writes
+
+    def unconfirmed_s(self) -> float:
+        """For how long, at least, Redis has confirmed nothing of what it was sent; 0 when there is nothing.
+
+        Writes are confirmed in order, so one that was not yet sent at the last look says nothing new."""
+        if self._awaited is not None and not self._awaited[0].done():
+            return self._clock() - self._awaited[1]
+        write = self._last_write()
+        self._awaited = (write, self._clock()) if write is not None and not write.done() else None
+        return 0.0
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats
@@ -45,10 +82,18 @@ class BufferCollector(Collector):
             return
         for name, (text, field) in GAUGES.items():
             yield GaugeMetricFamily(name, text, value=getattr(stats, field))
+        unconfirmed = "Since Redis was found to confirm no write; 0 while it does."
+        yield GaugeMetricFamily("areal_buffer_unconfirmed_seconds", unconfirmed, value=self.unconfirmed_s())
         for name, (text, field) in COUNTERS.items():
             yield CounterMetricFamily(name, text, value=getattr(stats, field))
         lost = "Acknowledged writes that Redis came back without."
         yield CounterMetricFamily("areal_buffer_lost_writes", lost, value=self._lost_writes)
+        waits = GaugeMetricFamily(
+            "areal_buffer_waits_for_redis", "1 while nothing can be written.", labels=["why"]
+        )
+        if self._trouble is not None:
+            waits.add_metric([WAITS[self._trouble]], 1)
+        yield waits
         yield _labelled(GaugeMetricFamily, "areal_buffer_groups", "Groups held.", "state", stats.groups)
         yield _labelled(GaugeMetricFamily, "areal_buffer_episodes", "Episodes held.", "state", stats.episodes)
         yield _labelled(
@@ -73,8 +118,8 @@ def _labelled(
     return metric
 
 
-def register() -> BufferCollector:
+def register(last_write: LastWrite = lambda: None) -> BufferCollector:
     """The collector of this process, on the default registry."""
-    collector = BufferCollector()
+    collector = BufferCollector(last_write)
     prometheus_client.REGISTRY.register(collector)
     return collector

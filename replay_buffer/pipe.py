@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import hiredis
-from redis.asyncio.connection import parse_url
 
-from replay_buffer.errors import StoreUnavailable
+from replay_buffer.address import Place, RedisAddress
+from replay_buffer.errors import StoreUnavailable, StoreUnusable
 
 ANSWER_LIMIT_S = 20.0
 """Redis not answering for so long counts as gone."""
@@ -46,33 +46,53 @@ class RedisPipe(asyncio.Protocol):
         self._unsent: deque[bytes | memoryview] = deque()
         """What the transport has yet to be given."""
         self._why_closed = "the connection is not open"
+        self._was_closed = False
 
     @classmethod
-    async def open(cls, url: str) -> RedisPipe:
-        """Connect and log in as the URL says. Raises `StoreUnavailable`."""
-        parts = parse_url(url)
+    async def open(cls, where: str | Place) -> RedisPipe:
+        """Connect and log in to a server, given by its place or its URL.
+
+        Raises `StoreUnavailable`; `StoreUnusable` when the login or the certificates are wrong."""
+        place = RedisAddress.parse(where).place() if isinstance(where, str) else where
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S):
-                if "path" in parts:
-                    _, pipe = await loop.create_unix_connection(cls, parts["path"])
+                if place.path:
+                    _, pipe = await loop.create_unix_connection(cls, place.path)
                 else:
-                    secure = ssl.create_default_context() if url.startswith("rediss:") else None
-                    host, port = parts.get("host", "localhost"), parts.get("port", 6379)
-                    _, pipe = await loop.create_connection(cls, host, port, ssl=secure)
-                for command in _greetings(parts):
-                    if isinstance(answer := await pipe.call(*command), hiredis.ReplyError):
-                        pipe.close()
-                        raise StoreUnavailable(f"Redis at {url} refuses {command[0]!r}: {answer}")
+                    secure = place.tls.context() if place.tls is not None else None
+                    _, pipe = await loop.create_connection(cls, place.host, place.port, ssl=secure)
+                try:
+                    await pipe._greet(place)
+                except BaseException as error:
+                    pipe.close()
+                    if place.tls is not None and isinstance(error, StoreUnavailable) and pipe._was_closed:
+                        # How a server turns away a client without the right certificate; that it says so
+                        # may get lost on the way.
+                        raise not_trusted(place, error) from error
+                    raise
+        except ssl.SSLError as error:
+            raise not_trusted(place, error) from error
         except (OSError, TimeoutError) as error:
-            raise StoreUnavailable(f"Redis at {url} does not answer: {error}") from error
+            raise StoreUnavailable(f"Redis at {place} does not answer: {in_words(error)}", "gone") from error
         return pipe
+
+    async def _greet(self, place: Place) -> None:
+        for command in _greetings(place):
+            answer = await self.call(*command)
+            if isinstance(answer, hiredis.ReplyError):
+                if "LOADING" in str(answer):
+                    raise StoreUnavailable(f"Redis at {place} reads its files: {answer}", "gone")
+                fix = place.hint if command[0] == "AUTH" and place.hint else "look at buffer.redis"
+                raise StoreUnusable(
+                    f"Redis at {place} refuses {command[0]!r} of user {place.user!r}: {answer} ({fix})"
+                )
 
     def call(self, *command: Argument) -> asyncio.Future[Any]:
         """Send one command. The future ends with its answer, a `hiredis.ReplyError` among them."""
         future: asyncio.Future[Any] = self._loop.create_future()
         if self._transport is None or self._transport.is_closing():
-            future.set_exception(StoreUnavailable(self._why_closed))
+            future.set_exception(StoreUnavailable(self._why_closed, "gone"))
             return future
         now_s = self._loop.time()
         self._waiting.append((now_s, future))
@@ -81,9 +101,9 @@ class RedisPipe(asyncio.Protocol):
             self._watch = self._loop.call_at(now_s + ANSWER_LIMIT_S, self._look)
         return future
 
-    def close(self) -> None:
-        """End the connection; what has no answer yet fails."""
-        self._end("the connection was closed")
+    def close(self, why: str = "the connection was closed") -> None:
+        """End the connection; what has no answer yet fails, because of `why`."""
+        self._end(why)
 
     # --- asyncio.Protocol ---
 
@@ -108,6 +128,7 @@ class RedisPipe(asyncio.Protocol):
                 future.set_result(answer)
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._was_closed = True
         self._end(f"Redis closed the connection{f': {error}' if error else ''}")
 
     def _send(self, pieces: list[bytes | memoryview]) -> None:
@@ -147,7 +168,7 @@ class RedisPipe(asyncio.Protocol):
         waiting, self._waiting = self._waiting, deque()
         for _, future in waiting:
             if not future.done():
-                future.set_exception(StoreUnavailable(why))
+                future.set_exception(StoreUnavailable(why, "gone"))
                 future.exception()  # marks it as seen: whoever asked may be gone
 
 
@@ -168,12 +189,29 @@ def _pieces(command: Sequence[Argument]) -> list[bytes | memoryview]:
     return [*pieces, head]
 
 
-def _greetings(parts: dict[str, Any]) -> list[Sequence[Argument]]:
-    """The commands that make a new connection the one the URL asks for."""
+def not_trusted(place: Place, error: BaseException) -> StoreUnusable:
+    """TLS with a server that is not whom the job expects, or that does not accept this client."""
+    return StoreUnusable(
+        f"no TLS connection to Redis at {place}: {in_words(error)}. Look at buffer.redis_tls: ca_file signs "
+        "the server's certificate, which must be for this host; cert_file and key_file are the client's. A "
+        "server without TLS needs redis:// instead of rediss://"
+    )
+
+
+def in_words(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _greetings(place: Place) -> list[Sequence[Argument]]:
+    """The commands that make a new connection the one that is wanted."""
     greetings: list[Sequence[Argument]] = []
-    if password := parts.get("password"):
-        user = parts.get("username")
-        greetings.append(("AUTH", user, password) if user else ("AUTH", password))
-    if db := parts.get("db"):
-        greetings.append(("SELECT", db))
+    if place.password:
+        greetings.append(
+            ("AUTH", place.username, place.password) if place.username else ("AUTH", place.password)
+        )
+    if place.db:
+        greetings.append(("SELECT", place.db))
+    if place.tls is not None:
+        # A server tells a client without a valid certificate only after the client's side of the handshake.
+        greetings.append(("PING",))
     return greetings

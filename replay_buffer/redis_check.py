@@ -1,45 +1,94 @@
-"""Whether a Redis server may hold a ledger: its version, what it does when full, how it persists."""
+"""Whether a Redis server may hold a ledger: its version and role, what this user may do there, what it does
+when full, how it persists. Everything is checked at start, and each error names the setting to change."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from replay_buffer.errors import StoreUnusable
+from replay_buffer.address import Place
+from replay_buffer.errors import StoreUnavailable, StoreUnusable, refusal
 
 OLDEST = (6, 0)
 
 
-async def check_redis(redis: Redis, url: str, durability: str) -> None:
-    """Raise `StoreUnusable` naming the setting to change; `RedisError` or OSError when nobody answers."""
+async def check_redis(
+    redis: Redis, place: Place, durability: str, *, max_bytes: int = 0, follows: bool = False
+) -> None:
+    """Raise `StoreUnusable` naming the setting to change; `StoreUnavailable` for what passes by itself;
+    `RedisError` or OSError when nobody answers. The rights of the user come first: see `rights`.
+
+    `max_bytes`: what the job may hold. `follows`: the place came from Sentinels, which may be about to name
+    another."""
     info = await redis.info()
+    _check_server(info, place, max_bytes)
+    _check_role(info, place, follows)
+    if durability != "memory":
+        await _check_persistence(redis, info, place, durability)
+
+
+def _check_server(info: dict[str, Any], place: Place, max_bytes: int) -> None:
     version = str(info["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         raise StoreUnusable(
-            f"Redis at {url} is version {version}; at least {OLDEST[0]}.{OLDEST[1]} is needed"
+            f"Redis at {place} is version {version}; at least {OLDEST[0]}.{OLDEST[1]} is needed"
         )
     policy = info["maxmemory_policy"]
     if policy != "noeviction":
         raise StoreUnusable(
-            f"Redis at {url} would drop keys when full: its maxmemory-policy is {policy}. Set it to "
+            f"Redis at {place} would drop keys when full: its maxmemory-policy is {policy}. Set it to "
             "noeviction."
         )
-    if durability == "memory":
+    limit = int(info.get("maxmemory", 0))
+    if limit and limit < max_bytes:
+        raise StoreUnusable(
+            f"Redis at {place} has maxmemory {limit}, less than the {max_bytes} bytes of episodes that the "
+            "job may hold. Raise maxmemory there to about 1.3 times that, or lower buffer.max_bytes."
+        )
+
+
+def _check_role(info: dict[str, Any], place: Place, follows: bool) -> None:
+    if info.get("role", "master") == "master":
         return
+    master = f"{info.get('master_host', '?')}:{info.get('master_port', '?')}"
+    if follows:
+        raise StoreUnavailable(f"Redis at {place} is not the master yet; it follows {master}", "replica")
+    raise StoreUnusable(
+        f"Redis at {place} is a replica of {master}, and takes no writes. Set buffer.redis to the master, or "
+        "to sentinel://HOST:PORT/SERVICE to follow it."
+    )
+
+
+async def _check_persistence(redis: Redis, info: dict[str, Any], place: Place, durability: str) -> None:
     if not int(info["aof_enabled"]):
         raise StoreUnusable(
-            f"Redis at {url} keeps no append-only file, which buffer.durability {durability} needs. Set "
+            f"Redis at {place} keeps no append-only file, which buffer.durability {durability} needs. Set "
             "appendonly to yes there, or buffer.durability to memory."
         )
+    if info.get("aof_last_write_status", "ok") != "ok":
+        raise refusal(f"MISCONF the last write of the append-only file of {place} failed")
     fsync = await _setting(redis, "appendfsync")
-    if fsync == "no" or (durability == "always" and fsync not in (None, "always")):
+    if fsync is None:
         raise StoreUnusable(
-            f"Redis at {url} has appendfsync {fsync}, but buffer.durability is {durability}. Make them agree."
+            f"Redis at {place} does not tell its appendfsync, so that it fits buffer.durability {durability} "
+            "is not known. Allow the user +config|get, or set buffer.durability to memory."
+        )
+    if fsync == "no" or (durability == "always" and fsync != "always"):
+        raise StoreUnusable(
+            f"Redis at {place} has appendfsync {fsync}, but buffer.durability is {durability}. Make them "
+            "agree."
+        )
+    if await _setting(redis, "no-appendfsync-on-rewrite") == "yes":
+        raise StoreUnusable(
+            f"Redis at {place} does not flush its file while it rewrites it. Set no-appendfsync-on-rewrite "
+            "to no there, or buffer.durability to memory."
         )
 
 
 async def _setting(redis: Redis, name: str) -> str | None:
-    """A configuration value, or None where this user may not ask for it."""
+    """A configuration value, or None where this server does not tell."""
     try:
         answer = await redis.config_get(name)
     except ResponseError:

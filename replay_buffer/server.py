@@ -48,6 +48,7 @@ from areal_async.wire.messages import (
 )
 from areal_async.wire.rpc import Answer, Peer, Server
 from replay_buffer import metrics
+from replay_buffer.address import RedisAddress
 from replay_buffer.clock import RedisClock
 from replay_buffer.embedded import EmbeddedRedis
 from replay_buffer.errors import StoreUnavailable
@@ -126,10 +127,12 @@ class BufferServer:
         while True:
             if self._front.index is not None:
                 with contextlib.suppress(StoreUnavailable):
+                    await self._store.follow()
                     self._redis_bytes = await self._store.used_bytes()
             if (index := self._front.index) is not None:
                 figures = stats(index, self._front.now_ms)
                 collector.show(self._with_redis(figures), self._front.lost_writes)
+            collector.waits(self._front.trouble)
             await asyncio.sleep(FIGURES_S)
 
     async def _poll(
@@ -243,10 +246,18 @@ async def main(ctx: ServiceContext) -> None:
         if embedded is not None:
             stack.push_async_callback(embedded.stop)
             await embedded.start()
-        url = embedded.url if embedded is not None else job.buffer.redis
+        address = RedisAddress.parse(embedded.url) if embedded is not None else RedisAddress.of(job.buffer)
         # A Redis of the job's own shares its host and its fate: large episodes lie in files beside it.
         folder = embedded.data_dir / "episodes" if embedded is not None else None
-        store = Store(url, job.job, tasks.dataset_hash, rules.durability, clock, folder=folder)
+        store = Store(
+            address,
+            job.job,
+            tasks.dataset_hash,
+            rules.durability,
+            clock,
+            max_bytes=rules.max_bytes,
+            folder=folder,
+        )
         front = Front(store, rules, tasks, clock, embedded.start if embedded is not None else None)
         stack.push_async_callback(front.stop)
         await front.start()
@@ -260,10 +271,11 @@ async def main(ctx: ServiceContext) -> None:
         )
         await server.start()
         stack.push_async_callback(server.stop)
-        figures = asyncio.create_task(buffer.keep_figures(metrics.register()), name="buffer-figures")
+        collector = metrics.register(lambda: store.tail)
+        figures = asyncio.create_task(buffer.keep_figures(collector), name="buffer-figures")
         stack.callback(figures.cancel)
         ctx.ready()
-        log.info("buffer serves", redis=url, durability=rules.durability, tasks=len(tasks.table))
+        log.info("buffer serves", redis=str(address), durability=rules.durability, tasks=len(tasks.table))
         stopped = asyncio.create_task(ctx.stop.wait(), name="stop")
         stack.callback(stopped.cancel)
         ends: set[asyncio.Future[Any]] = {stopped, front.ended, figures}

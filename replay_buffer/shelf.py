@@ -20,7 +20,7 @@ from pathlib import Path
 
 from areal_async.observe.log import get_logger
 from replay_buffer.keys import Bytes
-from replay_buffer.large import FILE_BYTES, Place, Ref
+from replay_buffer.large import FILE_BYTES, EpisodeKey, Ref
 
 FLUSH_S = 0.5
 GRACE_S = 3.0
@@ -47,9 +47,9 @@ class Shelf:
         self._flusher: asyncio.Task[None] | None = None
         self._removing: dict[str, asyncio.TimerHandle | None] = {}
 
-    async def open(self, refs: Iterable[tuple[Place, Ref]]) -> list[Place]:
+    async def open(self, refs: Iterable[tuple[EpisodeKey, Ref]]) -> list[EpisodeKey]:
         """Remove what is left over; return the episodes of `refs` whose bytes are not there (any more)."""
-        by_name: dict[str, list[tuple[Place, Ref]]] = {}
+        by_name: dict[str, list[tuple[EpisodeKey, Ref]]] = {}
         for place, ref in refs:
             by_name.setdefault(ref.name, []).append((place, ref))
         for name in [name for name in self._removing if name in by_name]:
@@ -192,7 +192,7 @@ class Shelf:
             os.unlink(self._folder / name)
         self._removing.pop(name, None)
 
-    def _sort_out(self, by_name: dict[str, list[tuple[Place, Ref]]]) -> list[Place]:
+    def _sort_out(self, by_name: dict[str, list[tuple[EpisodeKey, Ref]]]) -> list[EpisodeKey]:
         self._folder.mkdir(parents=True, exist_ok=True)
         sizes = {}
         for entry in os.scandir(self._folder):

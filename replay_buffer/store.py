@@ -7,6 +7,7 @@ as the configured tier asks) is refused, with the setting to change."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,20 +21,43 @@ import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import (
+    ClusterDownError,
+    MovedError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 
+from replay_buffer.address import Place, RedisAddress
 from replay_buffer.clock import RedisClock
-from replay_buffer.errors import StoreError, StoreUnavailable, StoreUnusable
+from replay_buffer.errors import StoreError, StoreUnavailable, StoreUnusable, refusal
 from replay_buffer.keys import Bytes, Commands, Keys
-from replay_buffer.large import Large, Place, Ref, staged_keys
+from replay_buffer.large import EpisodeKey, Large, Ref, staged_keys
 from replay_buffer.ledger.index import Records, Writes
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, Claim, Group, Lease, Meta
-from replay_buffer.pipe import ANSWER_LIMIT_S, CONNECT_LIMIT_S, RedisPipe
+from replay_buffer.pipe import ANSWER_LIMIT_S, CONNECT_LIMIT_S, RedisPipe, in_words
 from replay_buffer.redis_check import check_redis
+from replay_buffer.rights import check_rights
+from replay_buffer.sentinel import find_place
 from replay_buffer.shelf import Shelf
 from replay_buffer.writer import Writer, check_answer, script_call
 
 SCRIPT = files("replay_buffer").joinpath("write.lua").read_bytes()
+TAKE_SCRIPT = files("replay_buffer").joinpath("take.lua").read_bytes()
+ROOM_SHARE = 0.99
+"""A Redis that was full has room again below this share of its maxmemory."""
+
+CODES: dict[type[ResponseError], str] = {
+    OutOfMemoryError: "OOM ",
+    ReadOnlyError: "READONLY ",
+    NoPermissionError: "NOPERM ",
+    ClusterDownError: "CLUSTERDOWN ",
+    MovedError: "MOVED ",
+}
+"""The client takes the codes off the answers it knows."""
 
 _decode_meta = msgspec.msgpack.Decoder(Meta).decode
 _decode_group = msgspec.msgpack.Decoder(Group).decode
@@ -52,32 +76,38 @@ class Opened:
     front_epoch: int
     idle_ms: int
     lost_writes: int
-    lost_episodes: tuple[Place, ...] = ()
+    lost_episodes: tuple[EpisodeKey, ...] = ()
     """Those that the ledger holds, and whose bytes are not there."""
 
 
 class Store:
-    """One job in the Redis at `url` (`redis://…` or `unix://…`)."""
+    """One job in the Redis at an address. `max_bytes`: what its episodes may weigh, 0 for not known."""
 
     def __init__(
         self,
-        url: str,
+        address: str | RedisAddress,
         job: str,
         dataset_hash: str,
         durability: str,
         clock: RedisClock,
         *,
+        max_bytes: int = 0,
         folder: Path | None = None,
     ) -> None:
-        self.url = url
+        self.address = RedisAddress.parse(address) if isinstance(address, str) else address
+        self.url = str(self.address)
         self.front_epoch = 0
+        self.full = False
+        """Redis refused a write for lack of memory, and has not been seen to have room since."""
         self._keys = Keys(job)
         self._large = Large(self._keys)
         self._shelf = None if folder is None else Shelf(folder, durability)
         self._dataset_hash = dataset_hash
         self._durability = durability
         self._clock = clock
-        self._redis = connect(url)
+        self._max_bytes = max_bytes
+        self._place: Place | None = None
+        self._client: Redis | None = None
         self._reads: RedisPipe | None = None
         self._writer: Writer | None = None
         self._confirmed = 0
@@ -96,19 +126,23 @@ class Store:
         await self._let_go()
         writes: RedisPipe | None = None
         try:
-            await check_redis(self._redis, self.url, self._durability)
-            self._sha = await self._redis.script_load(SCRIPT)
-            writes, self._reads = await RedisPipe.open(self.url), await RedisPipe.open(self.url)
+            await self._settle()
+            assert self._place is not None
+            self._sha = _text(await self._redis.script_load(SCRIPT))
+            writes, self._reads = await RedisPipe.open(self._place), await RedisPipe.open(self._place)
             await self._look_at_clock()
             had_before = self.front_epoch > 0
             revision = await (self._take_back() if had_before else self._take_over())
             opened = await self._load(lost_writes=max(0, self._confirmed - revision))
             opened = replace(opened, lost_episodes=await self._open_large())
             self._confirmed = opened.revision
-            self._writer = Writer(writes, self._sha, self.front_epoch, self._clock, on_failure)
+            failed = partial(self._failed, on_failure)
+            self._writer = Writer(writes, self._sha, self.front_epoch, self._clock, failed)
             return opened
+        except ResponseError as error:
+            raise refusal(f"{CODES.get(type(error), '')}{error}") from error
         except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis at {self.url} does not answer: {error}") from error
+            raise self._no_answer(error) from error
         finally:
             if self._writer is None and writes is not None:
                 writes.close()
@@ -128,17 +162,19 @@ class Store:
     ) -> asyncio.Future[None]:
         """Write in order; the future ends when Redis has confirmed."""
         if self._writer is None:
-            raise StoreUnavailable("the store is not open")
+            raise StoreUnavailable("the store is not open", "gone")
         parcel = self._large.prepare(writes, attachments)
+        if self.full and not attachments:
+            parcel.commands.before_all("HDEL", ("",))
         written = self._writer.submit(revision, parcel.commands, parcel.ahead)
         if parcel.files_freed:
             written.add_done_callback(partial(self._free_files, parcel.files_freed))
         return written
 
-    async def blobs(self, wanted: Sequence[Place]) -> list[Bytes | None]:
+    async def blobs(self, wanted: Sequence[EpisodeKey]) -> list[Bytes | None]:
         """The codec blobs of (group id, sample), in order; None for one that is not held."""
         if self._reads is None:
-            raise StoreUnavailable("the store is not open")
+            raise StoreUnavailable("the store is not open", "gone")
         refs = {place: ref for place in wanted if (ref := self._large.ref(*place)) is not None}
         small: dict[str, list[int]] = {}
         for group_id, sample in wanted:
@@ -154,7 +190,7 @@ class Store:
             for place, ref in refs.items()
             if ref.chunks
         }
-        found: dict[Place, Bytes | None] = {}
+        found: dict[EpisodeKey, Bytes | None] = {}
         in_files = [(place, ref) for place, ref in refs.items() if not ref.chunks]
         if self._shelf is not None and in_files:
             maps = await self._shelf.read([ref for _, ref in in_files])
@@ -168,18 +204,35 @@ class Store:
         return [found[place] for place in wanted]
 
     async def used_bytes(self) -> int:
-        """Memory that Redis uses, all of it."""
+        """Memory that Redis uses, all of it. Takes note of room in a Redis that was full."""
         try:
-            return int((await self._redis.info("memory"))["used_memory"])
+            memory = await self._redis.info("memory")
         except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis at {self.url} does not answer: {error}") from error
+            raise self._no_answer(error) from error
+        limit = int(memory["maxmemory"])
+        counted = int(memory["used_memory"]) - int(memory.get("mem_not_counted_for_evict", 0))
+        if not limit or counted < ROOM_SHARE * limit:
+            self.full = False
+        return int(memory["used_memory"])
+
+    async def follow(self) -> None:
+        """Ask the Sentinels for the master: when it is another server now, writes to the old one end, for
+        what it still takes may be thrown away."""
+        writer, used = self._writer, self._place
+        if not self.address.has_sentinels or writer is None or used is None:
+            return
+        with contextlib.suppress(StoreError):
+            place = await find_place(self.address)
+            if (place.host, place.port) != (used.host, used.port):
+                why = f"the Sentinels name {place} as the master now, no longer {used}"
+                writer.give_up(StoreUnavailable(why, "replica"))
 
     async def close(self) -> None:
         """Write what is queued, and disconnect."""
         await self._let_go()
         if self._shelf is not None:
             await self._shelf.close()
-        await self._redis.aclose()
+        await self._drop_client()
 
     async def _let_go(self) -> None:
         if self._writer is not None:
@@ -190,9 +243,14 @@ class Store:
             self._reads.close()
             self._reads = None
 
+    def _failed(self, on_failure: Callable[[StoreError], None], error: StoreError) -> None:
+        if isinstance(error, StoreUnavailable) and error.trouble == "memory":
+            self.full = True
+        on_failure(error)
+
     # --- large episodes ---
 
-    async def _open_large(self) -> tuple[Place, ...]:
+    async def _open_large(self) -> tuple[EpisodeKey, ...]:
         """Load where large episodes lie and remove what a crash left over. Returns those without bytes."""
         self._large.load(await self._redis.hgetall(self._keys.large), self.front_epoch)
         for staged in await self._redis.smembers(self._keys.staged):
@@ -205,33 +263,74 @@ class Store:
         if self._shelf is not None and not written.cancelled() and written.exception() is None:
             self._shelf.remove(names)
 
+    # --- finding the server ---
+
+    @property
+    def _redis(self) -> Redis:
+        if self._client is None:
+            raise StoreUnavailable("the store is not open", "gone")
+        return self._client
+
+    async def _settle(self) -> None:
+        """Connect to the server that is to be used now, and check that it may be.
+
+        What is wrong there is final for a store that has not been open yet. For one that was, the server is
+        a new master, or was changed under the job: it waits for somebody to put that right."""
+        try:
+            await self._drop_client()
+            self._place = await find_place(self.address)
+            self._client = connect(self._place)
+            trial = await RedisPipe.open(self._place)
+            try:
+                await check_rights(trial, self._place, self._keys)
+            finally:
+                trial.close()
+            await check_redis(
+                self._client,
+                self._place,
+                self._durability,
+                max_bytes=self._max_bytes,
+                follows=self.address.has_sentinels,
+            )
+        except StoreUnusable as error:
+            if self.front_epoch:
+                raise StoreUnavailable(str(error)) from error
+            raise
+
+    async def _drop_client(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    def _no_answer(self, error: BaseException) -> StoreUnavailable:
+        where = self._place if self._place is not None else self.url
+        return StoreUnavailable(f"Redis at {where} does not answer: {in_words(error)}", "gone")
+
     # --- taking over ---
 
     async def _take_over(self) -> int:
         """As a new front: the epoch counts on, whoever had it. Returns the revision found."""
-        epoch = int(await self._redis.hincrby(self._keys.meta, "front", 1))
-        await self._redis.hsetnx(self._keys.meta, "revision", 0)
-        if not await self._redis.hexists(self._keys.meta, "state"):
-            begin = Commands(self._keys)
-            meta = Meta(ledger_id=secrets.token_hex(8), dataset_hash=self._dataset_hash)
-            state = msgspec.msgpack.encode(meta)
-            begin.add("HSET", self._keys.meta, ("schema", SCHEMA, "state", state))
-            await self._run(begin, epoch, 0)
-        self.front_epoch = epoch
+        meta = Meta(ledger_id=secrets.token_hex(8), dataset_hash=self._dataset_hash)
+        state = msgspec.msgpack.encode(meta)
+        sha = _text(await self._redis.script_load(TAKE_SCRIPT))
+        self.front_epoch = int(await self._redis.evalsha(sha, 1, self._keys.meta, SCHEMA, state))
         return 0
 
     async def _take_back(self) -> int:
         """As the front that had it: only if no other front came in between. The new epoch fences this front's
-        own writes that were lost from sight. Returns the revision found."""
-        revision = await self._redis.hget(self._keys.meta, "revision")
-        if revision is None:
+        own writes that were lost from sight. Returns the revision found.
+
+        An older epoch than this front's is its own of before: its last opening was among the lost writes."""
+        held, revision = await self._redis.hmget(self._keys.meta, "front", "revision")
+        if held is None or revision is None:
             raise StoreUnusable(
-                f"Redis at {self.url} has lost the whole ledger of this job (durability tier "
+                f"Redis at {self._place} has lost the whole ledger of this job (durability tier "
                 f"{self._durability}). Resume from the last checkpoint."
             )
         step = Commands(self._keys)
+        step.add("HDEL", self._keys.meta, ("",))  # so that the rest passes at the memory limit
         step.add("HSET", self._keys.meta, ("front", self.front_epoch + 1))
-        await self._run(step, self.front_epoch, int(revision))
+        await self._run(step, min(int(held), self.front_epoch), int(revision))
         self.front_epoch += 1
         return int(revision)
 
@@ -281,16 +380,39 @@ def _joined(chunks: list[bytes | None]) -> bytes | None:
 
 def _answered(blobs: Any) -> list[bytes | None]:
     if isinstance(blobs, hiredis.ReplyError):
-        raise StoreUnavailable(f"Redis did not give back episodes: {blobs}")
+        raise refusal(str(blobs))
     return list(blobs)
 
 
-def connect(url: str) -> Redis:
+def connect(where: str | Place) -> Redis:
     """A client that repeats nothing by itself: what was not confirmed is the store's to sort out."""
+    place = RedisAddress.parse(where).place() if isinstance(where, str) else where
     options: dict[str, Any] = {
         "socket_timeout": ANSWER_LIMIT_S,
         "socket_connect_timeout": CONNECT_LIMIT_S,
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
+        "db": place.db,
+        "username": place.username or None,
+        "password": place.password or None,
+        "driver_info": None,  # else it introduces itself with a command that few users have the right to
     }
-    return Redis.from_url(url, **options)
+    if place.path:
+        return Redis(unix_socket_path=place.path, **options)
+    if place.tls is not None:
+        options |= {
+            "ssl": True,
+            "ssl_ca_certs": _file(place.tls.ca_file),
+            "ssl_certfile": _file(place.tls.cert_file),
+            "ssl_keyfile": _file(place.tls.key_file),
+            "ssl_check_hostname": place.tls.check_hostname,
+        }
+    return Redis(host=place.host, port=place.port, **options)
+
+
+def _file(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

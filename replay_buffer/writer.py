@@ -18,7 +18,7 @@ from typing import Any
 import hiredis
 
 from replay_buffer.clock import RedisClock
-from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable
+from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, refusal
 from replay_buffer.keys import Commands
 from replay_buffer.pipe import Argument, RedisPipe
 
@@ -73,6 +73,12 @@ class Writer:
         self._failure = self._failure or StoreUnavailable("the buffer stops")
         self._pipe.close()
 
+    def give_up(self, error: StoreError) -> None:
+        """Fail what is under way and all that comes, because of `error`."""
+        if self._failure is None:
+            self._fail(error)
+            self._pipe.close(str(error))
+
     def _answered(self, revision: int, sent_ms: float, answer: asyncio.Future[Any]) -> None:
         if self._failure is not None:
             return
@@ -89,7 +95,7 @@ class Writer:
 
     def _went_ahead(self, answer: asyncio.Future[Any]) -> None:
         if self._failure is None and isinstance(refused := answer.result(), hiredis.ReplyError):
-            self._fail(StoreUnavailable(f"Redis refused a write: {refused}"))
+            self._fail(refusal(str(refused)))
 
     def _fail(self, error: StoreError) -> None:
         self._failure = error
@@ -109,13 +115,13 @@ def script_call(sha: str, front_epoch: int, revision: int, commands: Commands) -
 def check_answer(answer: Any) -> None:
     """Raise what an answer of the write script means, unless it is the confirmation."""
     if isinstance(answer, hiredis.ReplyError):
-        raise StoreUnavailable(f"Redis refused a write: {answer}")
+        raise refusal(str(answer))
     if answer[0] == b"fenced":
         raise StoreFenced(
             f"another buffer front (epoch {answer[1].decode()}) has taken over this job; this one ends"
         )
     if answer[0] == b"gone":
-        raise StoreUnavailable("the ledger is not in Redis any more")
+        raise StoreUnavailable("the ledger is not in Redis any more", "gone")
     if answer[0] == b"absent":
         raise StoreUnavailable(f"Redis does not hold {answer[1].decode()}, which was written just before")
     if answer[0] != b"ok":

@@ -14,7 +14,8 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from areal_async.errors import FaultError, RpcTimeout
@@ -65,7 +66,7 @@ class Buffer(Protocol):
     """The part of `BufferClient` that a scorer needs."""
 
     async def claim(
-        self, scorer: str, max_episodes: int, *, wait_ms: int = 0
+        self, scorer: str, max_episodes: int, *, wait_ms: int = 0, holds: Collection[str] | None = None
     ) -> tuple[Claims, Sequence[memoryview]]: ...
 
     async def verdicts(self, scorer: str, verdicts: list[EpisodeVerdict]) -> VerdictAck: ...
@@ -84,6 +85,8 @@ class RewardServer:
         self._calls_done = 0
         self._calls_open = 0
         self._deadline_s = math.inf
+        self._held: Counter[str] = Counter()
+        """Episodes without an acknowledged verdict, by claim."""
         self._outbox: list[tuple[EpisodeVerdict, int]] = []
         """Verdicts to send, each with the size of its episode."""
         self._news = asyncio.Event()
@@ -133,7 +136,9 @@ class RewardServer:
                 continue
             began_s = time.monotonic()
             try:
-                claims, blobs = await self._buffer.claim(self._scorer, wanted, wait_ms=CLAIM_WAIT_MS)
+                claims, blobs = await self._buffer.claim(
+                    self._scorer, wanted, wait_ms=CLAIM_WAIT_MS, holds=self._held
+                )
             except (RpcTimeout, FaultError) as error:
                 await self._wait_out(error, "claim")
                 continue
@@ -159,7 +164,7 @@ class RewardServer:
         taken: list[tuple[ClaimedEpisode, int]] = []
         inputs: list[RewardInput] = []
         for item, blob in zip(items, blobs, strict=True):
-            self._begin(len(blob))
+            self._begin(item, len(blob))
             self._deadline_s = item.deadline_ms / 1000
             try:
                 inputs.append(as_input(item, bytes(blob)))
@@ -182,8 +187,9 @@ class RewardServer:
         self._calls_open += len(inputs)
         await self._pool.submit(inputs, on_verdict)
 
-    def _begin(self, size_bytes: int) -> None:
+    def _begin(self, item: ClaimedEpisode, size_bytes: int) -> None:
         self._idle.clear()
+        self._held[item.claim_id] += 1
         self._pending += 1
         self._pending_bytes += size_bytes
 
@@ -219,6 +225,7 @@ class RewardServer:
             del self._outbox[: len(batch)]
             if not self._outbox:
                 self._news.clear()
+            self._held -= Counter(verdict.claim_id for verdict in verdicts)
             self._pending -= len(batch)
             self._pending_bytes -= sum(size_bytes for _, size_bytes in batch)
             self._room.set()

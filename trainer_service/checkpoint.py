@@ -19,7 +19,8 @@ import msgspec
 
 from areal_async.observe.failpoint import failpoint
 from areal_async.observe.log import get_logger
-from trainer_service.errors import CheckpointError
+from trainer_service.disk import room_for
+from trainer_service.errors import CheckpointError, DiskFull
 from trainer_service.modelfiles import replace_folder
 from trainer_service.ranks import Ranks
 
@@ -77,9 +78,29 @@ class Checkpoints:
     def save(
         self, step: int, *, epoch: int, updates: int, ledger: bytes, write: Callable[[Path], None]
     ) -> Path:
-        """Write the checkpoint after `step` steps; `write(folder)` adds the back end's files of this rank."""
+        """Write the checkpoint after `step` steps; `write(folder)` adds the back end's files of this rank.
+
+        Raises `DiskFull`; earlier checkpoints are as they were then."""
         folder = self.root / f"step-{step:06d}"
         fresh = self.root / f".step-{step:06d}.tmp"
+        try:
+            with room_for("a checkpoint", self.root):
+                self._write(folder, fresh, step, epoch, updates, ledger, write)
+        except DiskFull:
+            shutil.rmtree(fresh, ignore_errors=True)  # its room is what the log needs to say so
+            raise
+        return folder
+
+    def _write(
+        self,
+        folder: Path,
+        fresh: Path,
+        step: int,
+        epoch: int,
+        updates: int,
+        ledger: bytes,
+        write: Callable[[Path], None],
+    ) -> None:
         if self._ranks.first:
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir(parents=True)
@@ -96,7 +117,6 @@ class Checkpoints:
             replace_folder(fresh, folder)
             self._prune(folder)
         self._ranks.barrier()
-        return folder
 
     def _prune(self, newest: Path) -> None:
         self._written = [path for path in self._written if path != newest] + [newest]

@@ -33,6 +33,12 @@ class DivergenceError(TrainerError):
     restart_helps = False
 
 
+class DiskFull(TrainerError):
+    """No room for what had to be written. Starting again at once would only train the same steps again."""
+
+    restart_helps = False
+
+
 class CheckpointError(TrainerError):
     """A checkpoint that is missing, torn or of another job."""
 

@@ -44,6 +44,8 @@ class BatchFigures:
     """Episodes with staleness 1 or more."""
     share_multi_version: float
     """Episodes that more than one version sampled."""
+    share_reused: float
+    """Episodes that were in a step before."""
 
 
 def plan_step(
@@ -108,4 +110,5 @@ def figures_of(batch: Batch) -> BatchFigures:
         staleness_max=int(staleness.max()),
         share_stale=float((staleness > 0).mean()),
         share_multi_version=float(np.mean(multi)),
+        share_reused=sum(len(group.episodes) for group in batch.groups if group.uses) / len(episodes),
     )

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from areal_async.wire.messages import Batch
+from trainer_service.disk import room_for
 from trainer_service.errors import BatchError
 
 SCHEMA = 1
@@ -48,18 +49,21 @@ def write_step(
     grad_norms: Sequence[float],
     rank: int = 0,
 ) -> None:
-    """Record one rank's part of a trained step under `root` (the run's `batches` folder)."""
+    """Record one rank's part of a trained step under `root` (the run's `batches` folder).
+
+    Raises `DiskFull`."""
     folder = root / f"step-{batch.step:06d}"
-    folder.mkdir(parents=True, exist_ok=True)
     places: dict[str, tuple[int, int]] = {}
     offset = 0
-    with open(folder / f"episodes-{rank}.bin", "wb") as file:
-        for episode_id, blob in blobs.items():
-            size = file.write(blob)
-            places[episode_id] = (offset, size)
-            offset += size
-    record = RankRecord(SCHEMA, batch, list(losses), list(grad_norms), places)
-    (folder / f"step-{rank}.msgpack").write_bytes(msgspec.msgpack.encode(record))
+    with room_for("a recorded batch", root):
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f"episodes-{rank}.bin", "wb") as file:
+            for episode_id, blob in blobs.items():
+                size = file.write(blob)
+                places[episode_id] = (offset, size)
+                offset += size
+        record = RankRecord(SCHEMA, batch, list(losses), list(grad_norms), places)
+        (folder / f"step-{rank}.msgpack").write_bytes(msgspec.msgpack.encode(record))
 
 
 def read_step(root: Path, step: int) -> RecordedStep:

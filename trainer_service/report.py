@@ -9,6 +9,7 @@ from areal_async.observe.log import get_logger
 from areal_async.observe.record import RunLog
 from areal_async.wire.messages import Batch
 from trainer_service import metrics
+from trainer_service.disk import room_for
 from trainer_service.manifest import figures_of
 from trainer_service.step import StepResult
 
@@ -18,19 +19,20 @@ log = get_logger("trainer")
 def report_step(run_log: RunLog, batch: Batch, result: StepResult, seconds: Mapping[str, float]) -> None:
     """`seconds` has at least `step_s` (the whole step) and `wait_s` (of it, waiting for the batch)."""
     figures = figures_of(batch)
-    run_log.write(
-        "step",
-        step=batch.step,
-        version=batch.step + 1,
-        epoch=batch.epoch,
-        loss=result.loss,
-        grad_norm=result.grad_norm,
-        **asdict(figures),
-        packed_tokens=result.packed_tokens,
-        micro_batches=result.micro_batches,
-        **{name: round(value, 6) for name, value in seconds.items()},
-        correction=result.statistics,
-    )
+    with room_for("the record of a step", run_log.path.parent):
+        run_log.write(
+            "step",
+            step=batch.step,
+            version=batch.step + 1,
+            epoch=batch.epoch,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            **asdict(figures),
+            packed_tokens=result.packed_tokens,
+            micro_batches=result.micro_batches,
+            **{name: round(value, 6) for name, value in seconds.items()},
+            correction=result.statistics,
+        )
     log.info(
         "step trained",
         step=batch.step,

@@ -33,6 +33,7 @@ from areal_async.wire.messages import Batch, VersionTag
 from trainer_service import metrics, record
 from trainer_service.backends.base import Backend
 from trainer_service.checkpoint import Checkpoint, Checkpoints
+from trainer_service.disk import room_for
 from trainer_service.episodes import check_staleness, rows_of_episode
 from trainer_service.errors import TrainerError
 from trainer_service.feed import Buffer, Feed
@@ -147,8 +148,12 @@ class RlTrainer:
             )
         failpoint("trainer.after_batch")
         wait_s = time.monotonic() - begun_s
+        plan = self._plan(batch, step)
+        fetch_s = time.monotonic()
+        blobs = self._fetch(plan)
+        wait_s += time.monotonic() - fetch_s
         with busy("train"):
-            result = self._train(batch, step)
+            result = self._train(batch, step, plan, blobs)
         trained_s = time.monotonic()
         record_event("trained", epoch=self._epoch, step=step)
         failpoint("trainer.after_train")
@@ -173,17 +178,26 @@ class RlTrainer:
             self._checkpoint(done)
         return True
 
-    def _train(self, batch: Batch, step: int) -> StepResult:
-        eta = self._job.buffer.max_staleness
-        plan = plan_step(
-            batch,
-            self._objective,
-            step=step,
-            max_staleness=eta,
-            minibatches=self._job.trainer.minibatches,
-            ranks=self._ranks.world,
+    def _plan(self, batch: Batch, step: int) -> Plan:
+        with busy("train"):
+            return plan_step(
+                batch,
+                self._objective,
+                step=step,
+                max_staleness=self._job.buffer.max_staleness,
+                minibatches=self._job.trainer.minibatches,
+                ranks=self._ranks.world,
+            )
+
+    def _fetch(self, plan: Plan) -> dict[str, memoryview]:
+        """This rank's episodes. A wait for the buffer, and no work: it must not look like training."""
+        return self._feed.fetch(
+            [plan.episodes[index] for share in plan.shares for index in share[self._ranks.rank]]
         )
-        minibatches, blobs = self._rows(plan)
+
+    def _train(self, batch: Batch, step: int, plan: Plan, blobs: dict[str, memoryview]) -> StepResult:
+        eta = self._job.buffer.max_staleness
+        minibatches = self._rows(plan, blobs)
         check_staleness([row for rows in minibatches for row in rows], step=step, max_staleness=eta)
         result = train_step(
             self._backend,
@@ -207,21 +221,18 @@ class RlTrainer:
             )
         return result
 
-    def _rows(self, plan: Plan) -> tuple[list[list[TrainingRow]], dict[str, memoryview]]:
-        """This rank's rows of each minibatch, and the blobs they came from."""
-        mine = [share[self._ranks.rank] for share in plan.shares]
-        blobs = self._feed.fetch([plan.episodes[index] for share in mine for index in share])
-        rows = [
+    def _rows(self, plan: Plan, blobs: Mapping[str, memoryview]) -> list[list[TrainingRow]]:
+        """This rank's rows of each minibatch."""
+        return [
             [
                 row
-                for index in share
+                for index in share[self._ranks.rank]
                 for row in rows_of_episode(
                     blobs[plan.episodes[index].episode_id], plan.episodes[index], index
                 )
             ]
-            for share in mine
+            for share in plan.shares
         ]
-        return rows, blobs
 
     def _publish(self, version: int) -> None:
         """Give out the weights as `version`; pinned for evaluation where the job asks for it."""
@@ -255,8 +266,8 @@ class RlTrainer:
         metrics.VERSION.set(version)
 
     def _checkpoint(self, step: int) -> None:
+        ledger = self._buffer.export_ledger(self._epoch, step) if self._ranks.first else b""
         with busy("checkpoint"):
-            ledger = self._buffer.export_ledger(self._epoch, step) if self._ranks.first else b""
             folder = self._checkpoints.save(
                 step,
                 epoch=self._epoch,
@@ -276,7 +287,8 @@ class RlTrainer:
     def _export(self) -> None:
         tensors = self._backend.tensors("policy")
         if self._ranks.first:
-            write_model(self._run_dir / "model", tensors, self._files)
+            with room_for("the trained model", self._run_dir):
+                write_model(self._run_dir / "model", tensors, self._files)
             log.info("model written", folder=str(self._run_dir / "model"))
             record_event("finished", epoch=self._epoch, step=self._job.trainer.steps)
 

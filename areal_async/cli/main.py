@@ -52,10 +52,13 @@ def resume(
 ) -> None:
     """Go on with a run that was killed, interrupted or failed."""
     with readable_errors():
-        from areal_async.control.resume import job_to_resume
+        from areal_async.control.resume import job_to_resume, note_on_changes
         from areal_async.control.run import run_job
 
-        run_job(job_to_resume(target, overrides or ()), resume=True, plain=plain)
+        job = job_to_resume(target, overrides or ())
+        if target.is_file() and (note := note_on_changes(target, job_to_resume(target))):
+            print(f"note: {note}", flush=True)
+        run_job(job, resume=True, plain=plain)
 
 
 @app.command()

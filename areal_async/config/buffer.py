@@ -1,5 +1,6 @@
 """`buffer`: the experience buffer, and the staleness bound that it enforces."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -16,9 +17,41 @@ class OvertakenSection(Section):
     """Longest wait for such groups, in seconds; then they are dropped, counted."""
 
 
+class RedisLoginSection(Section):
+    """How to log in to a Redis given by URL. The user's name is in the URL; passwords are never in a job
+    file, which is copied into the run folder."""
+
+    password_env: str = ""
+    """Environment variable that holds the password."""
+    password_file: Path | None = None
+    """File that holds the password and nothing else. It is read at each connection, so it may change."""
+    sentinel_username: str = ""
+    """User to log in to the Sentinels as, where they want one."""
+    sentinel_password_env: str = ""
+    """Environment variable that holds the Sentinels' password, where they have one of their own."""
+    sentinel_password_file: Path | None = None
+    """File that holds it."""
+
+
+class RedisTlsSection(Section):
+    """Certificates for `rediss://` and `sentinels://`. The server's certificate is always checked."""
+
+    ca_file: Path | None = None
+    """PEM file of the authority that signed the server's certificate; the system's authorities without."""
+    cert_file: Path | None = None
+    """PEM file of the client certificate, where the server asks for one."""
+    key_file: Path | None = None
+    """PEM file of its key, without a passphrase."""
+    check_hostname: bool = True
+    """Whether the certificate must be for the host in the URL (with Sentinel: the address they name)."""
+
+
 class BufferSection(Section):
     redis: str = "embedded"
-    """`embedded` starts a redis-server of the job's own; else a `redis://` or `unix://` URL."""
+    """`embedded` starts a redis-server of the job's own; else a URL: `redis://`, `rediss://` (TLS), `unix://`,
+    `sentinel://HOST:PORT,HOST:PORT/SERVICE` or `sentinels://` (see docs/redis.md)."""
+    redis_login: RedisLoginSection = RedisLoginSection()
+    redis_tls: RedisTlsSection = RedisTlsSection()
     durability: Literal["memory", "everysec", "always"] = "everysec"
     """What an acknowledged episode survives: the death of workers, scorers and trainer (`memory`), of Redis
     but for its last second (`everysec`), of Redis at any moment (`always`)."""
@@ -27,6 +60,15 @@ class BufferSection(Section):
     0 is synchronous training."""
     batch_groups: int = Field(default=16, ge=1)
     """B: groups in one step."""
+    sampling: Literal["fifo", "freshest", "priority"] = "fifo"
+    """Which scored groups a step takes: those of the oldest version (`fifo`), of the newest (`freshest`), or
+    of the highest `priority`. Under each, what would otherwise become too old goes first."""
+    priority: Literal["reward_variance", "advantage"] = "reward_variance"
+    """What `sampling: priority` goes by: the variance of the group's rewards, or the mean size of their
+    differences from the group's mean."""
+    max_reuse: int = Field(default=1, ge=1)
+    """Most steps that one group is trained in. Above 1, groups trained before fill the places of a step that
+    new ones leave free, while they are young enough."""
     on_overtaken: OvertakenSection = OvertakenSection()
     lease_s: float = Field(default=30.0, gt=0)
     """A worker not heard of for so many seconds loses its groups; another generates what is missing."""

@@ -7,10 +7,10 @@ Every rule is a function of the job that yields mistakes; `check_fields` runs th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from urllib.parse import urlsplit
 
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
+from areal_async.config.redis_url import FORMS, RedisUrl, parse_redis_url
 
 Rule = Callable[[JobConfig], Iterator[Mistake]]
 
@@ -32,10 +32,16 @@ def episode_limit_bytes(job: JobConfig) -> int:
 
 
 def held_groups(job: JobConfig) -> int:
-    """The most groups before COMMITTED at once: what waits for the next checkpoint, and what admission lets
-    be outstanding, (η + 1)·B."""
+    """The most groups before COMMITTED at once: what waits for the next checkpoint, what admission lets be
+    outstanding, (η + 1)·B, and with reuse what was trained before the last checkpoint and again after it."""
     interval = min(job.checkpoint.every_steps, job.trainer.steps)
-    return (interval + job.buffer.max_staleness + 1) * job.buffer.batch_groups
+    return (interval + _beside_the_interval(job)) * job.buffer.batch_groups
+
+
+def _beside_the_interval(job: JobConfig) -> int:
+    """Steps' worth of groups held beside those of one checkpoint interval."""
+    eta = job.buffer.max_staleness
+    return eta + 1 + (eta if job.buffer.max_reuse > 1 else 0)
 
 
 def _sampling_is_the_policy(job: JobConfig) -> Iterator[Mistake]:
@@ -95,35 +101,84 @@ def _stop_strings_stop_something(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _redis_url(job: JobConfig) -> Iterator[Mistake]:
-    url = job.buffer.redis
-    if url == "embedded":
+    buffer = job.buffer
+    if buffer.redis == "embedded":
+        for name, section in (("redis_login", buffer.redis_login), ("redis_tls", buffer.redis_tls)):
+            if section != type(section)():
+                problem = "the embedded Redis listens on a private socket and has neither users nor TLS"
+                yield Mistake(f"buffer.{name}", problem, "Remove it, or set buffer.redis", ("buffer.redis",))
         return
-    fix = "Write `embedded`, redis://HOST:PORT/DB or unix:///PATH"
     try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        yield Mistake("buffer.redis", f"{url!r} is not a URL with a valid port", fix)
+        url = parse_redis_url(buffer.redis)
+    except ValueError as error:
+        yield Mistake("buffer.redis", str(error), f"Write {FORMS}")
         return
-    if parts.scheme not in ("redis", "unix"):
-        yield Mistake("buffer.redis", f"{url!r} is not a Redis address", fix)
-    elif parts.scheme == "redis" and (not parts.hostname or port == 0):
-        yield Mistake("buffer.redis", f"{url!r} names no host or port", fix)
-    elif parts.scheme == "unix" and not parts.path:
-        yield Mistake("buffer.redis", f"{url!r} names no socket", fix)
+    if url.password:
+        yield Mistake(
+            "buffer.redis",
+            "the address holds a password, and job files are copied and shown",
+            "Leave the password out, and name the variable or file that holds it in "
+            "buffer.redis_login.password_env or password_file",
+        )
+    yield from _redis_login(job, url)
+    yield from _redis_tls(job, url)
+
+
+def _redis_login(job: JobConfig, url: RedisUrl) -> Iterator[Mistake]:
+    login = job.buffer.redis_login
+    for prefix in ("", "sentinel_"):
+        env, file = getattr(login, f"{prefix}password_env"), getattr(login, f"{prefix}password_file")
+        if env and file is not None:
+            problem = "the password is given twice"
+            field = f"buffer.redis_login.{prefix}password_env"
+            yield Mistake(field, problem, f"Remove it, or {prefix}password_file")
+    if url.username and not (login.password_env or login.password_file or url.password):
+        yield Mistake(
+            "buffer.redis_login",
+            f"the address names the user {url.username!r}, but no password is given",
+            "Set password_env or password_file",
+            ("buffer.redis",),
+        )
+    if not url.service and (
+        login.sentinel_username or login.sentinel_password_env or login.sentinel_password_file
+    ):
+        problem = "buffer.redis names no Sentinels to log in to"
+        yield Mistake("buffer.redis_login", problem, "Remove sentinel_…", ("buffer.redis",))
+
+
+def _redis_tls(job: JobConfig, url: RedisUrl) -> Iterator[Mistake]:
+    tls = job.buffer.redis_tls
+    if not url.tls and tls != type(tls)():
+        secure = "sentinels://" if url.service else "rediss://"
+        problem = f"certificates have no effect on a {url.scheme}:// address"
+        fix = f"Write {secure} in buffer.redis, or remove the section"
+        yield Mistake("buffer.redis_tls", problem, fix, ("buffer.redis",))
+    if (tls.cert_file is None) != (tls.key_file is None):
+        missing = "key_file" if tls.key_file is None else "cert_file"
+        problem = "a client certificate and its key belong together"
+        yield Mistake(f"buffer.redis_tls.{missing}", problem, "Give both, or neither")
 
 
 def _checkpoint_interval_fits(job: JobConfig) -> Iterator[Mistake]:
     groups, batch = held_groups(job), job.buffer.batch_groups
-    room = job.buffer.max_groups // batch - job.buffer.max_staleness - 1
-    involved = ("checkpoint.every_steps", "buffer.batch_groups", "buffer.max_staleness", "trainer.steps")
+    room = job.buffer.max_groups // batch - _beside_the_interval(job)
+    involved: tuple[str, ...] = (
+        "checkpoint.every_steps",
+        "buffer.batch_groups",
+        "buffer.max_staleness",
+        "trainer.steps",
+    )
+    reuse = ""
+    if job.buffer.max_reuse > 1:
+        involved += ("buffer.max_reuse",)
+        reuse = f" + max_staleness {job.buffer.max_staleness} for reuse"
     if groups > job.buffer.max_groups:
         fewer = f", or checkpoint.every_steps to {room} or less" if room >= 1 else ""
         yield Mistake(
             "buffer.max_groups",
             f"{job.buffer.max_groups} groups cannot hold what one checkpoint interval keeps: "
             f"({min(job.checkpoint.every_steps, job.trainer.steps)} steps + max_staleness "
-            f"{job.buffer.max_staleness} + 1) × batch_groups {batch} = {groups}",
+            f"{job.buffer.max_staleness} + 1{reuse}) × batch_groups {batch} = {groups}",
             f"Set it to {groups} or more{fewer}",
             involved,
         )
@@ -136,6 +191,18 @@ def _checkpoint_interval_fits(job: JobConfig) -> Iterator[Mistake]:
             f"{job.rollout.group_size} episodes of {job.rollout.max_model_len} tokens can be {weight}",
             f"Set it to {weight} or more, or lower checkpoint.every_steps or rollout.max_model_len",
             (*involved, "rollout.group_size", "rollout.max_model_len", "buffer.max_groups"),
+        )
+
+
+def _reuse_is_possible(job: JobConfig) -> Iterator[Mistake]:
+    most = job.buffer.max_staleness + 1
+    if job.buffer.max_reuse > most:
+        yield Mistake(
+            "buffer.max_reuse",
+            f"a group is young enough for max_staleness + 1 = {most} steps at most, not for "
+            f"{job.buffer.max_reuse}",
+            f"Set it to {most} or less, or raise buffer.max_staleness",
+            ("buffer.max_staleness",),
         )
 
 
@@ -213,7 +280,7 @@ def _stop_accuracy_is_measured(job: JobConfig) -> Iterator[Mistake]:
         yield Mistake("sft.stop_between", problem, "Write the lower limit first, as in [0.35, 0.45]")
 
 
-ANY_KIND: tuple[Rule, ...] = (_held_out_is_held_out, _one_rank, _ports_are_usable)
+ANY_KIND: tuple[Rule, ...] = (_redis_url, _held_out_is_held_out, _one_rank, _ports_are_usable)
 SFT_ONLY: tuple[Rule, ...] = (_stop_accuracy_is_measured,)
 RL_ONLY: tuple[Rule, ...] = (
     _groups_have_a_baseline,
@@ -221,8 +288,8 @@ RL_ONLY: tuple[Rule, ...] = (
     _sampling_is_the_policy,
     _response_fits_the_model,
     _stop_strings_stop_something,
-    _redis_url,
     _checkpoint_interval_fits,
+    _reuse_is_possible,
     _minibatches_hold_groups,
     _rl_has_an_rl_loss,
     _stale_units_are_corrected,

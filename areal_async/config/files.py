@@ -37,6 +37,7 @@ def check_files(job: JobConfig) -> list[Mistake]:
     if job.tasks.evaluation is not None:
         mistakes += _check_tasks("tasks.evaluation", job.tasks.evaluation)[1]
     if job.kind == "rl":
+        mistakes += _check_redis_files(job)
         mistakes += _check_code("reward.name", job.reward.name, BUILT_IN_REWARDS, coroutine=None)
         mistakes += _check_code("rollout.workflow", job.rollout.workflow, BUILT_IN_WORKFLOWS, coroutine=True)
     return mistakes
@@ -50,6 +51,21 @@ def _check_run_dir(run_dir: Path) -> Iterator[Mistake]:
         yield Mistake("run_dir", f"{nearest} is a file", "Give a folder")
     elif not os.access(nearest, os.W_OK | os.X_OK):
         yield Mistake("run_dir", f"{nearest} cannot be written to", "Change its permissions, or give another")
+
+
+def _check_redis_files(job: JobConfig) -> Iterator[Mistake]:
+    """That the named secrets and certificates can be read; what is in them is never shown."""
+    login, tls = job.buffer.redis_login, job.buffer.redis_tls
+    for section, name, path in (
+        ("redis_login", "password_file", login.password_file),
+        ("redis_login", "sentinel_password_file", login.sentinel_password_file),
+        ("redis_tls", "ca_file", tls.ca_file),
+        ("redis_tls", "cert_file", tls.cert_file),
+        ("redis_tls", "key_file", tls.key_file),
+    ):
+        if path is not None and not (path.is_file() and os.access(path, os.R_OK)):
+            problem = f"{path} does not exist or cannot be read"
+            yield Mistake(f"buffer.{section}.{name}", problem, "Correct the path or its permissions")
 
 
 def _check_model(job: JobConfig) -> Iterator[Mistake]:

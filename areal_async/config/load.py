@@ -18,7 +18,17 @@ from areal_async.config.files import check_files
 from areal_async.config.job import JobConfig
 from areal_async.config.yamlfile import dump_yaml, parse_yaml, read_mapping
 
-PATH_FIELDS = ("run_dir", "model", "tasks.train", "tasks.evaluation")
+PATH_FIELDS = (
+    "run_dir",
+    "model",
+    "tasks.train",
+    "tasks.evaluation",
+    "buffer.redis_login.password_file",
+    "buffer.redis_login.sentinel_password_file",
+    "buffer.redis_tls.ca_file",
+    "buffer.redis_tls.cert_file",
+    "buffer.redis_tls.key_file",
+)
 CODE_FIELDS = ("reward.name", "rollout.workflow")
 """Fields that may hold `path.py:name`."""
 

@@ -63,6 +63,7 @@ class SupervisorSection(Section):
     window_s: float = Field(default=300.0, gt=0)
     """Deaths longer ago than so many seconds are forgotten."""
     first_pause_s: float = Field(default=0.5, ge=0)
-    """Pause before a service is started again; doubled with each death within the window."""
+    """Pause before a service is started again that died within 10 s of serving, doubled with each such death
+    in a row. One that had served longer is started again at once."""
     longest_pause_s: float = Field(default=30.0, ge=0)
     """The pause is doubled up to here."""

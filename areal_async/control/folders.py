@@ -135,6 +135,11 @@ def _lock(run_dir: Path) -> int:
     return lock_fd
 
 
+def refuse_running(run_dir: Path) -> None:
+    """Raise `RunFolderError` when a run holds the lock of `run_dir` at this moment."""
+    os.close(_lock(run_dir))
+
+
 def _end_dead_run(lock_fd: int) -> None:
     """End the processes and remove the volatile folders of a run that lost its supervisor: the lock was
     free, but its record was not taken out."""

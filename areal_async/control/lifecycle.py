@@ -43,10 +43,14 @@ class ServiceState:
     place: ServicePlace
     phase: Phase = Phase.WAITING
     started_s: float = 0.0
+    served_s: float | None = None
+    """Since when it serves; None while it does not."""
     status: int | None = None
     """Exit status as of subprocess: negative for a signal; None for one that never ran."""
     deaths_s: list[float] = field(default_factory=list)
     """When it died, within the policy's window."""
+    early_deaths: int = 0
+    """Deaths in a row that came soon after its start."""
     restart_s: float = 0.0
     """When it is to be started again."""
 
@@ -111,7 +115,7 @@ class Lifecycle:
     def ready(self, name: str, now_s: float) -> list[Action]:
         state = self.states[name]
         if state.phase is Phase.STARTING:
-            state.phase = Phase.SERVING
+            state.phase, state.served_s = Phase.SERVING, now_s
         if self.stopping or any(not self._served(first) for first in awaited_first(self.services)):
             return []
         waiting = [name for name, state in self.states.items() if state.phase is Phase.WAITING]
@@ -161,7 +165,8 @@ class Lifecycle:
     def _start(self, names: Iterable[str], now_s: float) -> list[Action]:
         actions = []
         for name in names:
-            self.states[name].phase, self.states[name].started_s = Phase.STARTING, now_s
+            state = self.states[name]
+            state.phase, state.started_s, state.served_s = Phase.STARTING, now_s, None
             actions.append(Action("start", name))
         return actions
 
@@ -175,7 +180,9 @@ class Lifecycle:
         """Start it again later, or end the run."""
         name, status = state.place.name, state.status
         state.deaths_s = [*self.restarts.recent(state.deaths_s, now_s), now_s]
-        pause_s = next_pause_s(len(state.deaths_s), status, self.restarts)
+        steady = state.served_s is not None and now_s - state.served_s >= self.restarts.steady_s
+        state.early_deaths = 0 if steady else state.early_deaths + 1
+        pause_s = next_pause_s(len(state.deaths_s), status, self.restarts, early=state.early_deaths)
         if pause_s is None or (state.place.role == "evaluator" and self._last_one_deadline_s is not None):
             # A restarted evaluator would ask a trainer that is gone for the final snapshot.
             return self._stop(Ending("died", name, status, lived_s, len(state.deaths_s)), now_s)

@@ -30,11 +30,13 @@ READ_LIMIT_BYTES = 1 << 20
 
 
 class Tail:
-    """The lines appended to a file since the last look. A line is given once it has its end."""
+    """The lines appended to a file since the last look. A line is given once it has its end.
 
-    def __init__(self, path: Path) -> None:
+    With `from_now`, what is in it already is passed over."""
+
+    def __init__(self, path: Path, *, from_now: bool = False) -> None:
         self.path = path
-        self._offset = 0
+        self._offset = path.stat().st_size if from_now and path.exists() else 0
         self._rest = b""
 
     def lines(self) -> Iterator[str]:
@@ -70,7 +72,8 @@ class Monitor:
         self._show = show
         self._poll_s = poll_s
         self._records = Tail(run_dir / "metrics.jsonl")
-        self._logs = {name: Tail(run_dir / "logs" / f"{name}.log") for name in phases()}
+        # A resumed run adds to the logs of the one before, whose warnings are no news.
+        self._logs = {name: Tail(run_dir / "logs" / f"{name}.log", from_now=True) for name in phases()}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._stall: Stall | None = None

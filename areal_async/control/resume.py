@@ -6,14 +6,14 @@ redo log were made under it. Fields that decide neither tasks nor their order ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.config.yamlfile import read_mapping
 from areal_async.control.errors import RunFolderError
-from areal_async.control.folders import LOCK, describe_work
+from areal_async.control.folders import LOCK, describe_work, refuse_running
 
 FIXED = (
     "job",
@@ -51,6 +51,31 @@ def job_to_resume(target: Path, overrides: Sequence[str] = ()) -> JobConfig:
     return job
 
 
+def note_on_changes(job_file: Path, job: JobConfig) -> str:
+    """What to tell somebody who resumes by a job file that says something else than the run's own `job`;
+    empty when it does not."""
+    asked, recorded = _flat(load_job(job_file).model_dump(mode="json")), _flat(job.model_dump(mode="json"))
+    changed = sorted(name for name in asked.keys() | recorded.keys() if asked.get(name) != recorded.get(name))
+    if not changed:
+        return ""
+    shown = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if changed[5:] else "")
+    return (
+        f"{job_file} is not what the run was begun with ({shown}). The run goes on as its own job.yaml "
+        "says; to change a field now, name it here: key=value."
+    )
+
+
+def _flat(section: Mapping[str, object], above: str = "") -> dict[str, object]:
+    """Fields by their full names, without `run_dir`: a folder may be named in more than one way."""
+    fields: dict[str, object] = {}
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            fields |= _flat(value, f"{above}{name}.")
+        elif above or name != "run_dir":
+            fields[f"{above}{name}"] = value
+    return fields
+
+
 def _run_dir_of(job_file: Path) -> Path:
     if not job_file.is_file():
         raise RunFolderError(f"there is no run folder or job file {job_file}.")
@@ -69,8 +94,12 @@ def _check(run_dir: Path, target: Path) -> None:
         raise RunFolderError(f"there is nothing to resume: {run_dir} does not exist. Start it with {start}.")
     if not (run_dir / LOCK).exists() or not (run_dir / "job.yaml").exists():
         raise RunFolderError(f"there is nothing to resume: {run_dir} is not the folder of a run.")
+    refuse_running(run_dir)
     if (run_dir / "summary.json").exists():
-        raise RunFolderError(f"there is nothing to resume: the run in {run_dir} is finished.")
+        raise RunFolderError(
+            f"there is nothing to resume: the run in {run_dir} is finished. Its model is "
+            f"{run_dir / 'model'}; a job of another name can go on from there (`model:`)."
+        )
     if job_kind(run_dir) == "sft":
         raise RunFolderError(
             f"there is nothing to resume: jobs of kind sft keep no checkpoints. Run it again with {start} "

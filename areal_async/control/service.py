@@ -98,7 +98,8 @@ def _report(name: str, error: BaseException) -> None:
     """One paragraph for an `ArealError`, else the traceback."""
     if isinstance(error, ArealError):
         log.error("service failed", error=type(error).__name__, message=str(error))
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a log on a full disk must not decide how this process ends
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
     else:
         log.error("service failed", error=type(error).__name__, message=str(error))
         traceback.print_exception(error)

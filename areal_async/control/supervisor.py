@@ -128,7 +128,9 @@ class Supervisor:
             f"{name} {ended}; it is started again", service=name, deaths=deaths, pause_s=round(pause_s, 2)
         )
         events.record("restart", service=name, deaths=deaths, pause_s=pause_s)
-        self._on_restart(name, f"{name} {ended}; it is started again in {pause_s:.1f} s (death {deaths})")
+        when = f"in {pause_s:.1f} s" if pause_s else "at once"
+        left = f"death {deaths} of {self.job.supervisor.restarts} allowed"
+        self._on_restart(name, f"{name} {ended}; it is started again {when} ({left})")
 
     def _interrupt(self, signals: int) -> None:
         os.read(signals, 64)
@@ -166,6 +168,11 @@ class Supervisor:
             "MKL_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
         }
+        if place.role != "buffer":
+            # Reward and workflow code is a user's: it has no business with the buffer's passwords.
+            login = self.job.buffer.redis_login
+            for secret in (login.password_env, login.sentinel_password_env):
+                environment.pop(secret, None)
         log_path = self.folders.logs / f"{name}.log"
         if name in self.children:
             self.children[name].close()

@@ -6,6 +6,7 @@ form for (NaN, infinity) is written as null.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -36,8 +37,12 @@ class RunLog:
         line = msgspec.json.encode(record, enc_hook=as_plain) + b"\n"
         written = os.write(self._fd, line)
         if written != len(line):
+            end = os.lseek(self._fd, 0, os.SEEK_CUR)
+            if os.fstat(self._fd).st_size == end:
+                os.ftruncate(self._fd, end - written)  # else the next record, of whoever, would join it
             raise OSError(
-                f"only {written} of {len(line)} bytes were written to {self.path}: is the disk full?"
+                errno.ENOSPC,
+                f"only {written} of {len(line)} bytes were written to {self.path}: the disk is full",
             )
 
     def close(self) -> None:

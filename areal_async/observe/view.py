@@ -19,9 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.control.picture import Picture, ServicePicture
-from areal_async.observe.watchdog import Stall
 
 PLAIN_EVERY_S = 5.0
+STALL_EVERY_S = 30.0
+"""How often a stall that lasts is said again on plain lines."""
 MIN_WIDTH, MAX_WIDTH = 60, 110
 MAX_SERVICES = 10
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -80,14 +81,17 @@ class PlainView:
         self._every_s = every_s
         self._clock = clock
         self._next_s = 0.0
-        self._message = ""
-        self._stall: Stall | None = None
+        self._news = ""
+        """What was said last: a message, or the edge of a stall."""
+        self._again_s = 0.0
 
     def show(self, picture: Picture) -> None:
-        message = _message(picture)
-        if message and message != self._message and not (picture.stall and picture.stall == self._stall):
-            self.say(f"{clock_text(picture.elapsed_s)} {message}")
-        self._message, self._stall = message, picture.stall
+        news = picture.stall.edge if picture.stall is not None else picture.message
+        again = picture.stall is not None and self._clock() >= self._again_s
+        if news and (news != self._news or again):
+            self.say(f"{clock_text(picture.elapsed_s)} {_message(picture)}")
+            self._again_s = self._clock() + STALL_EVERY_S
+        self._news = news
         if self._clock() >= self._next_s:
             self._next_s = self._clock() + self._every_s
             self.say(plain_line(picture))
@@ -106,7 +110,7 @@ class PlainView:
 
 def plain_line(picture: Picture) -> str:
     """The picture as one line of text."""
-    if not picture.step and (starting := _starting(picture.services)):
+    if not picture.trained and (starting := _starting(picture.services)):
         return f"{clock_text(picture.elapsed_s)} starting: {', '.join(starting)}"
     parts = [clock_text(picture.elapsed_s), f"step {picture.step}/{picture.steps}"]
     if picture.kind == "sft" and picture.loss is not None:
@@ -170,7 +174,7 @@ def _progress(picture: Picture, width: int) -> RenderableType:
     left = "" if picture.eta_s is None else f"  left {clock_text(picture.eta_s)}"
     times = f"{share:>4.0%}  {clock_text(picture.elapsed_s)}{left}"
     head = f"step {picture.step}/{picture.steps}"
-    if not picture.step and starting:
+    if not picture.trained and starting:
         head, times = f"starting {', '.join(starting)}", clock_text(picture.elapsed_s)
     bar = Table.grid(padding=(0, 1), expand=False)
     bar.add_row(
@@ -259,7 +263,7 @@ def _busy(services: Sequence[ServicePicture], width: int) -> RenderableType:
 
 def _busy_cell(service: ServicePicture) -> Text:
     text = Text(f"{service.name:<12.12}")
-    if service.busy is None or service.phase in ("ended", "restarting"):
+    if service.busy is None or service.phase != "serving":
         return text.append(service.phase, style=DIM)
     filled = round(service.busy * 10)
     text.append("█" * filled, style="blue").append("░" * (10 - filled), style=DIM)

@@ -8,12 +8,13 @@ while, the first thing on its way that is missing, silent or empty is named.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Edge = Literal["buffer", "trainer", "reward", "rollout", "checkpoint", "evaluator"]
-"""What does not come. `checkpoint`: the buffer is full of trained groups that none covers yet."""
+Edge = Literal["buffer", "redis", "trainer", "reward", "rollout", "weights", "checkpoint", "evaluator"]
+"""What does not come. `weights`: every worker samples from a version behind the newest and is given no group.
+`checkpoint`: the buffer is full of trained groups that none covers yet."""
 
 SILENT_S = 5.0
 """A service that serves, and has not answered for its metrics so long, is held up."""
@@ -31,6 +32,12 @@ class Facts:
     """Since each process last answered."""
     groups: Mapping[str, int] = field(default_factory=dict)
     """By state of the ledger."""
+    redis: str = ""
+    """Why the buffer waits for Redis; empty when it does not."""
+    version: int | None = None
+    """Newest that the trainer has published."""
+    serving: Mapping[str, int] = field(default_factory=dict)
+    """Version that each rollout worker samples from."""
     workers_alive: int | None = None
     """Scoring processes of the reward service; None when it does not say."""
     workers: int = 0
@@ -52,6 +59,8 @@ def find_stall(facts: Facts, limit_s: float) -> Stall | None:
         return None
     if "buffer" in facts.phases and (why := _missing(facts, "buffer")):
         return Stall("buffer", f"all services wait for the buffer; {why}")
+    if facts.redis:
+        return Stall("redis", f"all services wait for the buffer, which waits for Redis: {facts.redis}")
     if why := _missing(facts, "trainer"):
         return Stall("trainer", f"no step is trained; {why}")
     if "buffer" not in facts.phases:
@@ -87,9 +96,22 @@ def _starving(facts: Facts) -> Stall:
         )
     if reward and held.get("scored", 0) == 0 and not leased:
         return Stall("reward", f"trainer waits for scored groups; {reward}")
+    if not leased and (behind := _behind(facts, serving)):
+        return Stall("weights", f"trainer waits for generated groups; {behind}")
     what = f"{leased} groups are being generated" if leased else "no worker leases a group"
     alive = f"{len(serving)} of {len(rollouts)} rollout workers serve"
     return Stall("rollout", f"trainer waits for generated groups; {alive}, {what}")
+
+
+def _behind(facts: Facts, workers: Sequence[str]) -> str:
+    """How far the workers are behind the newest weights; empty unless all are."""
+    versions = [facts.serving[name] for name in workers if name in facts.serving]
+    if facts.version is None or not versions or max(versions) >= facts.version:
+        return ""
+    return (
+        f"the trainer has published version {facts.version}, and no worker samples from a newer one than "
+        f"{max(versions)}"
+    )
 
 
 def _reward_missing(facts: Facts) -> str:

@@ -238,7 +238,7 @@ class Client:
             # Not zmq.IMMEDIATE: with it, libzmq drops replies that came just before a disconnect. What it may
             # queue for a server that is not there is answered WHO by the next one, and then repeated.
             sock.setsockopt(zmq.RECONNECT_IVL, 20)
-            sock.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+            sock.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
             monitor = sock.get_monitor_socket(_EVENTS)
             endpoints.connect(sock, self.endpoint, self._keys)
         except BaseException:

@@ -159,6 +159,9 @@ class Leases(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
+    """`lease_ids` are all that the worker holds: any other that it was granted before the buffer's last
+    restart has never reached it, and ends."""
+
     worker: str
     lease_ids: list[str]
     serving: VersionTag
@@ -209,9 +212,13 @@ class PutAck(Message, frozen=True):
 
 
 class Claim(Message, frozen=True):
+    """`holds` are the claims that the scorer works on: any other that it was granted before the buffer's last
+    restart has never reached it, and ends. None says nothing."""
+
     scorer: str
     max_episodes: int
     wait_ms: int = 0
+    holds: list[str] | None = None
 
 
 class ClaimedEpisode(Record, frozen=True):
@@ -290,6 +297,8 @@ class BatchGroup(Record, frozen=True):
     task_id: str
     data_source: str
     episodes: list[BatchEpisode]
+    uses: int = 0
+    """Steps that it was trained in before."""
 
 
 class Batch(Message, frozen=True):

@@ -10,8 +10,9 @@ Every group follows
 
     QUEUED → LEASED → GENERATED → SCORED → BATCHED(step) → TRAINED(step) → COMMITTED(checkpoint)
 
-with LEASED → QUEUED when a lease ends early, BATCHED ← TRAINED when a trainer comes back from a checkpoint,
-and any state before TRAINED → DROPPED(reason). Each episode of a group follows
+with LEASED → QUEUED when a lease ends early, TRAINED → SCORED while a group may be used again (`reuse`),
+SCORED → TRAINED when it no longer may, BATCHED ← TRAINED when a trainer comes back from a checkpoint, and
+→ DROPPED(reason) from any state before it is TRAINED for the first time. Each episode of a group follows
 
     MISSING → STORED → CLAIMED → VERDICT
 

@@ -1,12 +1,19 @@
-"""Assembling the batch of a step: the hard staleness check, overtaken groups, the order of training."""
+"""Assembling the batch of a step: the hard staleness check, overtaken groups, which groups it takes.
+
+The order of `sampling` decides among groups never trained; what was trained before fills the places they
+leave, unless a group under way would lose its own by that.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from areal_async.wire.messages import Batch, BatchEpisode, BatchGroup, Message, NextBatch, Waiting
 from replay_buffer.ledger.draft import Decision, Draft, fault
 from replay_buffer.ledger.index import Index, oldest_version
 from replay_buffer.ledger.lineage import accepts
 from replay_buffer.ledger.records import BatchPlan, EpisodeState, Group, GroupState, OvertakenWait
+from replay_buffer.ledger.sampling import choose, overtaken_by_reuse
 from replay_buffer.ledger.words import starving
 
 UNFINISHED = (GroupState.LEASED, GroupState.GENERATED)
@@ -15,10 +22,10 @@ UNFINISHED = (GroupState.LEASED, GroupState.GENERATED)
 def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
     """The batch of `step`, the same one however often it is asked for.
 
-    A batch is `batch_groups` SCORED groups, those with the oldest version first, then the oldest groups. None
-    has a version below `step − η`: what fell below is dropped here. A group that holds (or may come to hold)
-    version `step − η` and is not finished would be too old for the next step; under `wait` the step does not
-    start without it, until the limit."""
+    A batch is `batch_groups` SCORED groups, never trained ones first. None has a version below `step − η`:
+    what fell below is dropped here. A group that holds (or may come to hold) version `step − η` and is not
+    finished would be too old for the next step; under `wait` the step does not start without it, until the
+    limit."""
     meta, step = index.meta, message.step
     if is_fenced(index, message.epoch):
         return fenced(index, message.epoch)
@@ -31,13 +38,13 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
     groups = _still_on_lineage(draft, plan)
     if len(groups) < index.rules.batch_groups:
         _drop_stale(draft, step)
-        ready = _ready(draft, index.rules.batch_groups - len(groups))
-        if len(groups) + len(ready) < index.rules.batch_groups:
-            return draft.decide(starving(index, step, len(groups) + len(ready)))
-        waiting = _wait_for_overtaken(draft, step, ready)
+        chosen = _chosen(draft, step, index.rules.batch_groups - len(groups))
+        if len(groups) + len(chosen) < index.rules.batch_groups:
+            return draft.decide(starving(index, step, len(groups) + len(chosen)))
+        waiting = _wait_for_overtaken(draft, step, [group for group, _ in chosen])
         if waiting is not None:
             return draft.decide(waiting)
-        groups += [draft.move(group, GroupState.BATCHED, step=step) for group in ready]
+        groups += [draft.move(group, GroupState.BATCHED, reason, step=step) for group, reason in chosen]
         _drop_left_behind(draft, step)
     new_plan = BatchPlan(step, message.epoch, tuple(group.group_id for group in groups))
     draft.set_batch(step, new_plan)
@@ -93,28 +100,71 @@ def _aged(draft: Draft, version: int) -> list[Group]:
     return [group for group in draft.groups(aged) if group.state < GroupState.BATCHED]
 
 
-def _ready(draft: Draft, most: int) -> list[Group]:
-    """Up to `most` scored groups in the order of training."""
-    chosen: list[Group] = []
-    for group_id in draft.index.ready:
-        if len(chosen) >= most:
+Chosen = list[tuple[Group, str]]
+"""Groups to train, each with what there is to say about why it was taken."""
+
+
+def _chosen(draft: Draft, step: int, most: int) -> Chosen:
+    """Up to `most` scored groups in the order of training: new ones, then those to be used again."""
+    new = _new(draft, step, most)
+    return new + _used_before(draft, step, most - len(new))
+
+
+def _new(draft: Draft, step: int, most: int) -> Chosen:
+    rules = draft.rules
+    if rules.sampling == "fifo":
+        # The oldest first is what age asks for too.
+        return [(group, "") for group in _scored(draft, draft.index.ready, most)]
+    groups = _scored(draft, draft.index.ready, len(draft.index.ready))
+    choice = choose(
+        [group.min_version for group in groups],
+        _under_way(draft),
+        step=step,
+        room=most,
+        eta=rules.max_staleness,
+        batch_groups=rules.batch_groups,
+    )
+    return [(groups[place], "due" if place in choice.due else "") for place in choice.places]
+
+
+def _used_before(draft: Draft, step: int, most: int) -> Chosen:
+    """All that is missing or nothing: a step that has to wait anyway waits for new groups."""
+    if most <= 0 or len(draft.index.reusable) < most:
+        return []
+    eta, size = draft.rules.max_staleness, draft.rules.batch_groups
+    if overtaken_by_reuse(_under_way(draft), step=step, eta=eta, batch_groups=size):
+        return []
+    return [(group, "reuse") for group in _scored(draft, draft.index.reusable, most)]
+
+
+def _under_way(draft: Draft) -> list[int]:
+    """The oldest versions that unfinished groups hold or may come to hold."""
+    groups = map(draft.index.groups.__getitem__, draft.index.aging)
+    return [oldest_version(group) for group in groups if group.state in UNFINISHED]
+
+
+def _scored(draft: Draft, order: Iterable[str], most: int) -> list[Group]:
+    """The first `most` groups of `order` that still are SCORED, and on the lineage."""
+    groups: list[Group] = []
+    for group_id in order:
+        if len(groups) >= most:
             break
         group = draft.group(group_id)
-        if group is None:
+        if group is None or group.state != GroupState.SCORED:
             continue
         if on_lineage(draft, group):
-            chosen.append(group)
+            groups.append(group)
         else:
             draft.drop(group, "abandoned")
-    return chosen
+    return groups
 
 
 def _wait_for_overtaken(draft: Draft, step: int, chosen: list[Group]) -> Waiting | None:
-    """Whether the step waits. Where all of `chosen` are as old as what is overtaken, there is no place for
-    another, and waiting would be in vain."""
+    """Whether the step waits. Where all of `chosen` are new and as old as what is overtaken, there is no
+    place for another, and waiting would be in vain."""
     limit = step - draft.rules.max_staleness
     overtaken = [group for group in _aged(draft, limit) if group.state in UNFINISHED]
-    in_vain = all(0 <= group.min_version <= limit for group in chosen)
+    in_vain = all(0 <= group.min_version <= limit and not group.steps for group in chosen)
     if not overtaken or in_vain or not draft.rules.overtaken_waits:
         return None
     since = draft.meta.overtaken
@@ -148,11 +198,11 @@ def _manifest(index: Index, plan: BatchPlan, groups: list[Group]) -> Message:
         epoch=plan.epoch,
         step=plan.step,
         max_staleness=index.rules.max_staleness,
-        groups=[_batch_group(index, group) for group in groups],
+        groups=[_batch_group(index, group, plan.step) for group in groups],
     )
 
 
-def _batch_group(index: Index, group: Group) -> BatchGroup:
+def _batch_group(index: Index, group: Group, step: int) -> BatchGroup:
     task = index.tasks.task(group.row, group.pass_index)
     if any(episode.state != EpisodeState.VERDICT for episode in group.episodes):
         raise AssertionError(f"{group.group_id} is in a batch without all its verdicts")
@@ -173,4 +223,5 @@ def _batch_group(index: Index, group: Group) -> BatchGroup:
             )
             for sample, episode in enumerate(group.episodes)
         ],
+        uses=sum(number < step for number in group.steps),
     )

@@ -11,12 +11,13 @@ from replay_buffer.ledger.batching import fenced, is_fenced
 from replay_buffer.ledger.draft import Decision, Draft, fault
 from replay_buffer.ledger.index import UNBATCHED, Index
 from replay_buffer.ledger.lineage import accepts, continued, pruned, undecided
-from replay_buffer.ledger.records import SCHEMA, Group, GroupState, Meta
+from replay_buffer.ledger.records import SCHEMA, EpisodeState, Group, GroupState, Meta
+from replay_buffer.ledger.reuse import plans_from, trained_in
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """The ledger inside a checkpoint: the figures, and every group that is not yet batched. Groups batched
-    before `meta.v_train` are in the checkpoint's weights; their bytes and the rest stay in Redis."""
+    """The ledger inside a checkpoint: the figures, and every group that a step to come may train. What is
+    TRAINED for good is in the checkpoint's weights; its bytes and the rest stay in Redis."""
 
     schema: int
     meta: Meta
@@ -24,7 +25,8 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 def commit(index: Index, message: Commit, now_ms: int) -> Decision:
-    """Step `step` is trained and published: its groups are TRAINED. Committing it again changes nothing.
+    """Step `step` is trained and published: its groups are TRAINED, those that may be used again SCORED.
+    Committing it again changes nothing.
 
     Where an earlier epoch had published another version `step + 1`, what came of its later weights ends."""
     meta, step = index.meta, message.step
@@ -36,13 +38,14 @@ def commit(index: Index, message: Commit, now_ms: int) -> Decision:
     if step > meta.v_train or plan is None or plan.epoch != message.epoch:
         return fault("invalid", f"step {step} cannot be committed: its batch was not given to this trainer")
     draft = Draft(index, now_ms)
+    later = plans_from(index, step + 1)
     staleness = meta.max_staleness_seen
     trained = 0
     for group in draft.groups(plan.group_ids):
         if group.min_version >= 0:
             staleness = max(staleness, step - group.min_version)
-        trained += len(group.episodes)
-        draft.move(group, GroupState.TRAINED)
+        trained += group.count(EpisodeState.VERDICT)
+        trained_in(draft, group, step, later)
     lineage = continued(meta.lineage, step, message.same_as)
     left_behind = any(
         old.last == step and new.last == step for old, new in zip(meta.lineage, lineage, strict=True)
@@ -84,14 +87,15 @@ def export(index: Index, message: ExportLedger) -> Decision:
             "invalid",
             f"the ledger is at step {index.meta.v_train}; it cannot be exported as of step {message.step}",
         )
-    groups = [group for group in index.groups.values() if group.state in UNBATCHED]
+    # Batches of later steps exist while steps are redone: their groups are still to be trained.
+    groups = [g for g in index.groups.values() if g.state in UNBATCHED or g.state == GroupState.BATCHED]
     copy = Copy(SCHEMA, index.meta, sorted(groups, key=attrgetter("seq")))
     return Decision(LedgerCopy(message.step), payload=msgspec.msgpack.encode(copy))
 
 
 def checkpointed(index: Index, message: Checkpointed, now_ms: int) -> Decision:
-    """The checkpoint after `step` steps is on disk: what was trained before it is COMMITTED, its bytes freed,
-    and its part of the redo log forgotten."""
+    """The checkpoint after `step` steps is on disk: what was trained for the last time before it is
+    COMMITTED, its bytes freed, and its part of the redo log forgotten."""
     if is_fenced(index, message.epoch):
         return fenced(index, message.epoch)
     if message.step > index.meta.v_train:
@@ -108,11 +112,12 @@ def commit_before(draft: Draft, step: int) -> None:
     """COMMITTED for every step before `step`."""
     if step <= draft.meta.checkpoint:
         return
-    for plan in draft.index.batches.values():
-        if plan.step < step:
-            for group in draft.groups(plan.group_ids):
-                draft.commit(group)
-            draft.set_batch(plan.step, None)
+    for group in draft.groups(draft.index.groups):
+        if group.state == GroupState.TRAINED and group.step < step:
+            draft.commit(group)
+    for number in draft.index.batches:
+        if number < step:
+            draft.set_batch(number, None)
     # No batch before `step` is run again, so no unit below its bound is asked about again.
     lineage = pruned(draft.meta.lineage, step - draft.rules.max_staleness)
     draft.set_meta(checkpoint=step, lineage=lineage)

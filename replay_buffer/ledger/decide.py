@@ -99,7 +99,8 @@ def decide(index: Index, command: Command, now_ms: int) -> Decision:
 def stats(index: Index, now_ms: int) -> BufferStats:
     """The figures of the ledger; `redis_bytes` is left for whoever can ask Redis."""
     meta = index.meta
-    oldest_ms = min((g.since_ms for g in index.groups.values() if g.state in UNBATCHED), default=now_ms)
+    untrained = (g for g in index.groups.values() if g.state in UNBATCHED and not g.steps)
+    oldest_ms = min((group.since_ms for group in untrained), default=now_ms)
     return BufferStats(
         groups={
             state.name: index.group_counts[state] for state in GroupState if state < GroupState.COMMITTED

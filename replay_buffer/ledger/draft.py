@@ -35,9 +35,9 @@ LEGAL = {
     Q: {L, D},
     L: {G, Q, D},
     G: {S, D},
-    S: {B, D},
+    S: {B, T, D},
     B: {T, D},
-    T: {B, C},
+    T: {B, S, C},
 }
 """From each state, the states that a group may go to."""
 
@@ -143,24 +143,30 @@ class Draft:
         return self.set_group(group, state=int(state), since_ms=self.now_ms, **changes)
 
     def drop(self, group: Group, reason: str) -> None:
-        """The group ends as DROPPED(reason), and its bytes go; its task may be QUEUED as a new attempt."""
+        """The group ends as DROPPED(reason), and its bytes go; its task may be QUEUED as a new attempt.
+
+        A group that was trained cannot be dropped any more: it stays TRAINED, and is not used again."""
+        if group.steps:
+            self.move(group, T, "reuse_ended")
+            return
         self.move(group, D, reason)
         self.set_meta(episodes_dropped=self.meta.episodes_dropped + len(group.episodes))
-        self._forget(group)
+        self.forget(group)
         if reason in TRY_AGAIN and group.attempt + 1 < MAX_ATTEMPTS:
             self.new_group(group.row, group.pass_index, group.attempt + 1)
 
     def commit(self, group: Group) -> None:
         """The group ends as COMMITTED."""
         self.move(group, C)
-        self._forget(group)
+        self.forget(group)
 
     def remove(self, group: Group, reason: str) -> None:
         """Forget a group that another ledger does not know, whatever its state."""
         self.count(reason)
-        self._forget(group)
+        self.forget(group)
 
-    def _forget(self, group: Group) -> None:
+    def forget(self, group: Group) -> None:
+        """Delete the record of a group, what it holds, and its bytes."""
         self._writes.groups[group.group_id] = None
         if group.state == L:
             self.set_lease(group.leases[-1], None)

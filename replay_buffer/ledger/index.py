@@ -22,12 +22,14 @@ from replay_buffer.ledger.records import (
     Meta,
 )
 from replay_buffer.ledger.rules import Rules, Tasks
+from replay_buffer.ledger.sampling import rank
 
 Edge = Literal["lease", "claim", "batch"]
 """What a client can wait for: room to lease, something to score, a batch to train."""
 
 OUTSTANDING = (GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED, GroupState.BATCHED)
-"""States that count in the admission formula: leased at least once, and not yet TRAINED or DROPPED."""
+"""States that count in the admission formula: leased at least once, and not yet TRAINED or DROPPED. A group
+that was trained and is SCORED or BATCHED again does not count."""
 UNBATCHED = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED)
 SCORABLE = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED)
 
@@ -78,12 +80,16 @@ class Index:
         self.claimable = Order()
         """Groups with a STORED episode, oldest version first."""
         self.ready = Order()
-        """SCORED groups, oldest version first, then oldest group."""
+        """SCORED groups never trained so far, in the order of `buffer.sampling`."""
+        self.reusable = Order()
+        """SCORED groups that were trained before and may be again: the least used first, then as `ready`."""
         self.aging = Order()
         """Unbatched groups that hold or may come to hold a version, the oldest such version first."""
         self.deadlines = Order()
         """Leases and claims, the next to expire first."""
         self.group_counts = [0] * len(GroupState)
+        self.reused = 0
+        """Groups trained before that are SCORED or BATCHED again."""
         self.episode_counts = [0] * len(EpisodeState)
         self.payload_bytes = 0
         self.generating = 0
@@ -94,11 +100,15 @@ class Index:
         """Group → its episodes by state, as counted in."""
         self._write(Writes(records.meta, *map(dict, _parts(records))))
 
+    def gave(self, id_: str) -> bool:
+        """Whether this very index gave out the id of a lease or a claim, and none before it did."""
+        return id_[1:].startswith(f"{self.nonce}.")
+
     # --- figures ---
 
     @property
     def outstanding(self) -> int:
-        return sum(self.group_counts[state] for state in OUTSTANDING)
+        return sum(self.group_counts[state] for state in OUTSTANDING) - self.reused
 
     @property
     def next_step(self) -> int:
@@ -126,7 +136,7 @@ class Index:
     def next_deadline_ms(self) -> int | None:
         """When the next lease or claim expires."""
         key = self.deadlines.first_key()
-        return key[0] if key else None
+        return int(key[0]) if key else None
 
     @property
     def overtaken_due_ms(self) -> int | None:
@@ -192,7 +202,10 @@ class Index:
         seq = 0 if group is None else group.seq
         version = NO_VERSION if group is None else group.min_version
         self.queue.set(group_id, (seq,) if state == GroupState.QUEUED else None)
-        self.ready.set(group_id, (version, seq) if state == GroupState.SCORED else None)
+        place = rank(self.rules, group) if group is not None and state == GroupState.SCORED else None
+        uses = 0 if group is None else len(group.steps)
+        self.ready.set(group_id, place if not uses else None)
+        self.reusable.set(group_id, (uses, *place) if uses and place is not None else None)
         self.claimable.set(group_id, (version, seq) if stored_now and state in SCORABLE else None)
         oldest = NO_VERSION if group is None else oldest_version(group)
         aging = state in UNBATCHED and oldest != NO_VERSION
@@ -204,6 +217,8 @@ class Index:
         for state, count in enumerate(counts):
             self.episode_counts[state] += sign * count
         self.group_counts[group.state] += sign
+        if group.steps and group.state in OUTSTANDING:
+            self.reused += sign
         self.payload_bytes += sign * group.size_bytes
         if group.state == GroupState.LEASED:
             self.generating += sign * counts[EpisodeState.MISSING]

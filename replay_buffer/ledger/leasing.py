@@ -21,8 +21,9 @@ from replay_buffer.admission import Limits, Load, Room, room
 from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.lineage import accepts
-from replay_buffer.ledger.records import EpisodeState, Group, GroupState, Lease
+from replay_buffer.ledger.records import Group, GroupState, Lease
 from replay_buffer.ledger.rules import Rules
+from replay_buffer.ledger.scoring import end_claim
 
 
 def limits_of(rules: Rules) -> Limits:
@@ -115,6 +116,8 @@ def _lease_out(draft: Draft, group: Group, worker: str, serving: VersionTag) -> 
 def heartbeat(index: Index, message: Heartbeat, now_ms: int) -> Decision:
     """Renew the worker's leases; tell it which of those it named are lost."""
     draft = Draft(index, now_ms)
+    for unknown in _undelivered(index, message):
+        draft.end_lease(index.groups[unknown.group_id], "undelivered")
     lost = []
     for lease_id in message.lease_ids:
         held = index.leases.get(lease_id)
@@ -123,6 +126,17 @@ def heartbeat(index: Index, message: Heartbeat, now_ms: int) -> Decision:
         else:
             draft.set_lease(lease_id, replace(held, deadline_ms=now_ms + index.rules.lease_ms))
     return draft.decide(HeartbeatAck(lost))
+
+
+def _undelivered(index: Index, message: Heartbeat) -> list[Lease]:
+    """Leases of the worker that it does not know: their grant is older than this front's view of the ledger,
+    so the reply with them was lost with the connection, or with the process."""
+    known = set(message.lease_ids)
+    return [
+        held
+        for lease_id, held in index.leases.items()
+        if held.worker == message.worker and lease_id not in known and not index.gave(lease_id)
+    ]
 
 
 def release(index: Index, message: Release, now_ms: int) -> Decision:
@@ -140,7 +154,7 @@ def arrived(index: Index, message: Arrived, now_ms: int) -> Decision:
     for held in [lease_ for lease_ in index.leases.values() if lease_.worker == message.name]:
         draft.end_lease(index.groups[held.group_id], "worker_restarted")
     for claim_id in sorted(index.claims_of.get(message.name, ())):
-        _end_claim(draft, claim_id, "scorer_restarted")
+        end_claim(draft, claim_id, "scorer_restarted")
     return draft.decide(Ok())
 
 
@@ -158,23 +172,8 @@ def expire(index: Index, now_ms: int) -> Decision:
             claim = index.claims[id_]
             if claim.deadline_ms > now_ms:
                 break
-            _end_claim(draft, id_, "claim_expired")
+            end_claim(draft, id_, "claim_expired")
     return draft.decide(Ok())
-
-
-def _end_claim(draft: Draft, claim_id: str, reason: str) -> None:
-    claim = draft.index.claims[claim_id]
-    draft.set_claim(claim_id, None)
-    group = draft.group(claim.group_id)
-    if group is None:
-        return
-    back = {
-        sample: replace(episode, state=int(EpisodeState.STORED), claim_id="")
-        for sample, episode in enumerate(group.episodes)
-        if episode.claim_id == claim_id and episode.state == EpisodeState.CLAIMED
-    }
-    draft.count(reason, len(back))
-    draft.set_episodes(group, back)
 
 
 def extend(index: Index, outage_ms: int, now_ms: int) -> Decision:

@@ -26,6 +26,7 @@ from replay_buffer.ledger.records import (
     GroupState,
     Meta,
 )
+from replay_buffer.ledger.reuse import plans_from, rewound
 
 
 class OpenedWith(msgspec.Struct, frozen=True):
@@ -49,7 +50,7 @@ def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
         if problem:
             return fault("invalid", problem)
     draft = Draft(index, now_ms)
-    if index.meta.checkpoint <= command.step <= index.meta.v_train and _same_ledger(index, copy):
+    if _continues(index, command.step, copy):
         _rewind(draft, command.step)
     elif copy is not None:
         _adopt(draft, copy)
@@ -79,17 +80,22 @@ def _problem(index: Index, command: OpenedWith, copy: Copy) -> str:
     return ""
 
 
+def _continues(index: Index, step: int, copy: Copy | None) -> bool:
+    """Whether Redis is the copy's continuation, with every batch from `step` on. It is not where it has lost
+    the very epoch that the copy is of: its steps may then be those of another lineage."""
+    known = copy is None or copy.meta.epoch <= index.meta.epoch
+    return known and index.meta.checkpoint <= step <= index.meta.v_train and _same_ledger(index, copy)
+
+
 def _same_ledger(index: Index, copy: Copy | None) -> bool:
     return copy is None or copy.meta.ledger_id == index.meta.ledger_id
 
 
 def _rewind(draft: Draft, step: int) -> None:
     """Back to `step` by the redo log: what was trained from there on is BATCHED again, for the same steps."""
-    undone = 0
-    for number in range(step, draft.meta.v_train):
-        for group in draft.groups(draft.index.batches[number].group_ids):
-            undone += len(group.episodes)
-            draft.move(group, GroupState.BATCHED, "redo")
+    plans = plans_from(draft.index, step)
+    groups = list(draft.index.groups.values())
+    undone = sum(rewound(draft, group, step, plans.get(group.group_id)) for group in groups)
     commit_before(draft, step)
     draft.set_meta(v_train=step, episodes_trained=draft.meta.episodes_trained - undone)
 
@@ -142,6 +148,13 @@ def _adopt_group(draft: Draft, group: Group, held: Group | None) -> None:
         state = GroupState.SCORED
     elif all(episode.state != EpisodeState.MISSING for episode in episodes):
         state = GroupState.GENERATED
+    if group.steps and state != GroupState.SCORED:
+        # Its bytes are gone, or were of other weights: it is not used again, but its part in the
+        # checkpoint's weights stays.
+        draft.count("committed:adopted")
+        if held is not None:
+            draft.forget(held)
+        return
     leases = held.leases if held is not None else group.leases
     draft.set_group(
         group,

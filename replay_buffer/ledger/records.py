@@ -82,7 +82,9 @@ class Group(Record, frozen=True, array_like=True, gc=False):
     min_version: int = NO_VERSION
     size_bytes: int = 0
     step: int = -1
-    """The step it is batched for or was trained in."""
+    """The step it is batched for or was trained in last."""
+    steps: tuple[int, ...] = ()
+    """The steps it was trained in so far, on the trainer's present lineage."""
 
     @property
     def missing(self) -> list[int]:
@@ -144,6 +146,7 @@ class Meta(Record, frozen=True, array_like=True, gc=False):
     lineage: Lineage = START
     overtaken: OvertakenWait | None = None
     episodes_trained: int = 0
+    """Episodes in committed steps; one that was in two of them counts twice."""
     episodes_dropped: int = 0
     max_staleness_seen: int = 0
     counts: dict[str, int] = {}

@@ -33,6 +33,10 @@ class Rules:
     """Deadline of one scoring call; with the number of episodes it bounds the life of a claim."""
     retries: int = 1
     """How often a verdict that is no score is tried again."""
+    sampling: Literal["fifo", "freshest", "priority"] = "fifo"
+    priority: Literal["reward_variance", "advantage"] = "reward_variance"
+    max_reuse: int = 1
+    """Most steps that one group is trained in."""
     overtaken_waits: bool = True
     overtaken_ms: int = 60_000
     max_groups: int = 4096
@@ -54,6 +58,9 @@ class Rules:
             claim_ms=2 * call_ms + lease_ms,
             call_ms=call_ms,
             retries=reward.retries,
+            sampling=buffer.sampling,
+            priority=buffer.priority,
+            max_reuse=buffer.max_reuse,
             overtaken_waits=buffer.on_overtaken.policy == "wait",
             overtaken_ms=_ms(buffer.on_overtaken.limit_s),
             max_groups=buffer.max_groups,

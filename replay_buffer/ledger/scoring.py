@@ -30,11 +30,17 @@ def claim(index: Index, message: ClaimRequest, now_ms: int) -> Decision:
     """Hand out stored episodes, those of the oldest versions first; one claim id per group."""
     draft = Draft(index, now_ms)
     _renew(draft, message.scorer)
+    if message.holds is not None:
+        unknown = index.claims_of.get(message.scorer, set()).difference(message.holds)
+        for claim_id in sorted(unknown):
+            if not index.gave(claim_id):
+                end_claim(draft, claim_id, "undelivered")
     items: list[ClaimedEpisode] = []
     for group_id in index.claimable:
         if len(items) >= message.max_episodes:
             break
-        items += _claim_group(draft, index.groups[group_id], message, message.max_episodes - len(items))
+        if (group := draft.group(group_id)) is not None:
+            items += _claim_group(draft, group, message, message.max_episodes - len(items))
     return draft.decide(Claims(items))
 
 
@@ -69,6 +75,22 @@ def _claim_group(draft: Draft, group: Group, message: ClaimRequest, most: int) -
         )
         for sample in samples
     ]
+
+
+def end_claim(draft: Draft, claim_id: str, reason: str) -> None:
+    """What it holds is to be claimed again."""
+    claim = draft.index.claims[claim_id]
+    draft.set_claim(claim_id, None)
+    group = draft.group(claim.group_id)
+    if group is None:
+        return
+    back = {
+        sample: replace(episode, state=int(EpisodeState.STORED), claim_id="")
+        for sample, episode in enumerate(group.episodes)
+        if episode.claim_id == claim_id and episode.state == EpisodeState.CLAIMED
+    }
+    draft.count(reason, len(back))
+    draft.set_episodes(group, back)
 
 
 def _renew(draft: Draft, scorer: str) -> None:

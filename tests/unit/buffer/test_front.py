@@ -415,6 +415,27 @@ def test_acknowledged_writes_that_redis_lost_are_counted(a_front, redis_url, job
     asyncio.run(run())
 
 
+def test_a_front_whose_own_opening_was_lost_is_not_fenced_by_its_older_self(a_front, redis_url, job_name):
+    async def run():
+        redis = connect(redis_url)
+        async with a_front() as front:
+            await some_life(front)
+            epoch, revision = front.front_epoch, front.index.revision
+            # Redis goes back to before this front took over, as after a failover.
+            await redis.hset(Keys(job_name).meta, mapping={"front": epoch - 1, "revision": revision - 3})
+            for client in await redis.client_list():
+                if client["cmd"] != "client|list" and client["cmd"] != "client":
+                    await redis.client_kill_filter(_id=client["id"])
+            with pytest.raises(FaultError):
+                await front.execute(OpenedWith("t", 1))
+            await until(lambda: front.index is not None)
+            assert front.lost_writes == 3
+            assert front.front_epoch == epoch + 1
+        await redis.aclose()
+
+    asyncio.run(run())
+
+
 def test_a_ledger_copy_is_the_same_from_any_front(a_front):
     async def run():
         async with a_front() as front:

@@ -212,7 +212,7 @@ def test_a_chunk_that_redis_refuses_fails_the_write(a_front, job_name):
         async with a_front(None) as front:
             commands = Commands(Keys(job_name))
             refused = front._store._writer.submit(front.index.revision, commands, [("SET", "only a key")])
-            with pytest.raises(StoreUnavailable, match="refused a write"):
+            with pytest.raises(StoreUnavailable, match="Redis refused"):
                 await refused
 
     asyncio.run(run())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_async.wire.messages import Arrived, Lease, VersionTag
+from areal_async.wire.messages import Arrived, Claim, Lease, VersionTag
 
 
 def test_a_lease_names_the_task_and_all_its_samples(drive):
@@ -163,3 +163,43 @@ def test_one_death_is_local_what_a_restarted_scorer_had_claimed_is_claimed_again
     assert all(item.tries == 0 for item in again), "a death is not a try"
     ledger.judge(claimed)
     assert ledger.count("refused:claim_lost") == len(claimed)
+
+
+def test_one_death_is_local_a_grant_that_died_with_the_buffer_is_taken_back_at_once(drive):
+    ledger = drive(group_size=2)
+    known, undelivered = ledger.lease(2)
+    (other,) = ledger.lease(worker="rollout-1")
+    restart(ledger)
+    (fresh,) = ledger.lease()
+    assert ledger.heartbeat(known) == []
+    assert ledger.state(undelivered) == "QUEUED"
+    assert ledger.state(known) == ledger.state(other) == "LEASED"
+    assert ledger.state(fresh) == "LEASED", "its grant may be on its way"
+    assert ledger.count("queued:undelivered") == 1
+    assert [refusal.reason for refusal in ledger.put(undelivered).refused] == ["lease_lost"] * 2
+
+
+def test_one_death_is_local_a_claim_that_died_with_the_buffer_is_claimed_again_at_once(drive):
+    ledger = drive(group_size=2, max_staleness=3)
+    known, undelivered, other = (ledger.lease()[0] for _ in range(3))
+    for group in (known, undelivered, other):
+        ledger.put(group)
+        scorer = "reward-1" if group is other else "reward"
+        items = ledger.claim(scorer=scorer)
+        assert {item.episode_id.rpartition(".")[0] for item in items} == {group.group_id}
+        if group is known:
+            held = items
+    restart(ledger)
+    assert ledger.send(Claim("reward", 9)).items == [], "a scorer that does not say what it holds"
+    holds = [held[0].claim_id]
+    again = ledger.send(Claim("reward", 9, holds=holds)).items
+    again += ledger.send(Claim("reward", 9, holds=holds)).items
+    assert {item.episode_id.rpartition(".")[0] for item in again} == {undelivered.group_id}
+    assert ledger.judge(held).refused == []
+    assert all(item.tries == 0 for item in again), "a lost reply is not a try"
+
+
+def restart(ledger):
+    """Another front takes the ledger over."""
+    ledger.index = ledger.rebuilt()
+    ledger.index.nonce = "another"

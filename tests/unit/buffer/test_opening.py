@@ -259,3 +259,25 @@ def test_the_first_version_that_differs_ends_all_that_came_of_it(drive):
     ledger.send(Commit(ledger.epoch, 1, []))
     assert ledger.count("dropped:abandoned") == 2, "the batch of step 2, and what waited for step 3"
     assert ledger.lease(10) != []
+
+
+def test_a_redis_that_lost_the_epoch_of_the_copy_is_not_its_continuation(drive):
+    """Redis came back as of before the last trainer opened: its steps are those of weights abandoned since."""
+    ledger = drive(batch_groups=1, max_staleness=4)
+    trained_steps(ledger, 2)
+    (group,) = ledger.scored(1, version=2)
+    before = ledger.rebuilt()
+    ledger.open(step=0)
+    ledger.batch(0)
+    ledger.commit(0)
+    again = ledger.lease(5)
+    for lease in again:
+        ledger.put(lease)
+    ledger.judge(ledger.claim())
+    ledger.batch(1)
+    ledger.commit(1)
+    copy = export(ledger)
+    ledger.index = before
+    assert ledger.open(step=2, copy=copy) == TrainerOpened(3, 2)
+    assert ledger.index.batches == {}
+    assert ledger.state(group) != "SCORED", "its units are of version 2 of the first epoch"

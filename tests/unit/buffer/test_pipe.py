@@ -8,7 +8,8 @@ import hiredis
 import pytest
 
 from replay_buffer import pipe as pipe_module
-from replay_buffer.errors import StoreUnavailable
+from replay_buffer.address import RedisAddress
+from replay_buffer.errors import StoreUnavailable, StoreUnusable
 from replay_buffer.pipe import RedisPipe, _greetings
 from replay_buffer.store import connect
 
@@ -71,15 +72,17 @@ def test_a_redis_that_does_not_answer_is_given_up(redis_url, monkeypatch):
 def test_nobody_there_and_a_refused_login_are_clear_errors(redis_url, tmp_path):
     with pytest.raises(StoreUnavailable, match="does not answer"):
         asyncio.run(RedisPipe.open(f"unix://{tmp_path}/nobody"))
-    with pytest.raises(StoreUnavailable, match="refuses 'AUTH'"):
+    with pytest.raises(StoreUnusable, match="refuses 'AUTH'"):
         asyncio.run(RedisPipe.open(f"{redis_url}?password=wrong"))
-    with pytest.raises(StoreUnavailable, match="refuses 'SELECT'"):
+    with pytest.raises(StoreUnusable, match="refuses 'SELECT'"):
         asyncio.run(RedisPipe.open(f"{redis_url}?db=7"))
 
 
 def test_the_url_says_how_to_log_in():
-    from redis.asyncio.connection import parse_url
+    def greetings(url):
+        return _greetings(RedisAddress.parse(url).place())
 
-    assert _greetings(parse_url("redis://user:p%40ss@host:1/3")) == [("AUTH", "user", "p@ss"), ("SELECT", 3)]
-    assert _greetings(parse_url("unix:///tmp/x?password=p")) == [("AUTH", "p")]
-    assert _greetings(parse_url("redis://host")) == []
+    assert greetings("redis://user:p%40ss@host:1/3") == [("AUTH", "user", "p@ss"), ("SELECT", 3)]
+    assert greetings("unix:///tmp/x?password=p") == [("AUTH", "p")]
+    assert greetings("redis://host") == []
+    assert greetings("rediss://host/2") == [("SELECT", 2), ("PING",)]

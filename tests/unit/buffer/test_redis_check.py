@@ -7,8 +7,13 @@ import asyncio
 import pytest
 from redis.exceptions import NoPermissionError
 
-from replay_buffer.errors import StoreUnusable
+from replay_buffer.address import Place
+from replay_buffer.errors import StoreUnavailable, StoreUnusable
 from replay_buffer.redis_check import check_redis
+
+THERE = Place("there", 6379)
+REPLICA = {"role": "slave", "master_host": "m", "master_port": 1}
+SYNCED = {"appendfsync": b"everysec", "no-appendfsync-on-rewrite": b"no"}
 
 
 class Answers:
@@ -34,22 +39,44 @@ class Answers:
         (Answers(maxmemory_policy="allkeys-lru"), "memory", "Set it to noeviction"),
         (Answers(aof_enabled=0), "everysec", "Set appendonly to yes"),
         (Answers({"appendfsync": b"no"}), "everysec", "appendfsync no"),
-        (Answers({"appendfsync": b"everysec"}), "always", "Make them agree"),
+        (Answers(SYNCED), "always", "Make them agree"),
+        (Answers(), "everysec", r"Allow the user \+config\|get"),
+        (Answers(), "always", r"Allow the user \+config\|get"),
+        (Answers(SYNCED | {"no-appendfsync-on-rewrite": "yes"}), "everysec", "Set no-appendfsync-on-rewrite"),
+        (
+            Answers(maxmemory=999_999),
+            "memory",
+            "maxmemory 999999, less than the 1000000 bytes .* lower buffer",
+        ),
+        (
+            Answers(role="slave", master_host="m", master_port=1),
+            "memory",
+            "replica of m:1, .* Set buffer.redis",
+        ),
     ],
 )
 def test_what_could_lose_the_ledger_is_refused(server, durability, words):
     with pytest.raises(StoreUnusable, match=words):
-        asyncio.run(check_redis(server, "redis://there", durability))
+        asyncio.run(check_redis(server, THERE, durability, max_bytes=1_000_000))
 
 
 @pytest.mark.parametrize(
     ("server", "durability"),
     [
-        (Answers(aof_enabled=0), "memory"),
-        (Answers(), "always"),
-        (Answers({"appendfsync": "always"}), "everysec"),
-        (Answers({"appendfsync": b"everysec"}), "everysec"),
+        (Answers(aof_enabled=0, maxmemory=0), "memory"),
+        (Answers(SYNCED | {"appendfsync": "always"}), "everysec"),
+        (Answers(SYNCED | {"appendfsync": "always"}), "always"),
+        (Answers(SYNCED, maxmemory=1_000_000), "everysec"),
     ],
 )
 def test_what_fits_the_tier_is_taken(server, durability):
-    asyncio.run(check_redis(server, "redis://there", durability))
+    asyncio.run(check_redis(server, THERE, durability, max_bytes=1_000_000))
+
+
+def test_what_passes_by_itself_is_waited_for():
+    for server, follows, words in (
+        (Answers(**REPLICA), True, "not the master yet"),
+        (Answers(SYNCED, aof_last_write_status="err"), False, "free room there"),
+    ):
+        with pytest.raises(StoreUnavailable, match=words):
+            asyncio.run(check_redis(server, THERE, "everysec", follows=follows))

@@ -64,7 +64,7 @@ def context(tmp_path, redis_url, job_name):
 def collector(monkeypatch):
     """Each service has a registry of its own, as in a process of its own."""
     shown = metrics.BufferCollector()
-    monkeypatch.setattr(metrics, "register", lambda: shown)
+    monkeypatch.setattr(metrics, "register", lambda last_write: shown)
     return shown
 
 
@@ -414,3 +414,22 @@ def test_before_the_first_figures_there_are_no_series():
     registry = prometheus_client.CollectorRegistry()
     registry.register(metrics.BufferCollector())
     assert prometheus_client.generate_latest(registry) == b""
+
+
+def test_a_redis_that_confirms_nothing_shows_in_the_metrics():
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        writes, now_s = [loop.create_future()], 100.0
+        collector = metrics.BufferCollector(lambda: writes[-1], lambda: now_s)
+        assert collector.unconfirmed_s() == 0.0
+        now_s = 107.0
+        writes.append(loop.create_future())
+        assert collector.unconfirmed_s() == 7.0
+        writes[0].set_result(None)
+        assert collector.unconfirmed_s() == 0.0, "the second one is new"
+        now_s = 109.0
+        assert collector.unconfirmed_s() == 2.0
+        writes[1].set_result(None)
+        assert collector.unconfirmed_s() == 0.0
+
+    asyncio.run(scenario())

@@ -101,8 +101,8 @@ REGIMES = {
 }
 
 
-def simulated(drive, eta, regime, steps=60, seed=0):
-    ledger = drive(group_size=2, batch_groups=8, max_staleness=eta, lease_ms=10**9, claim_ms=10**9)
+def simulated(drive, eta, regime, steps=60, seed=0, **rules):
+    ledger = drive(group_size=2, batch_groups=8, max_staleness=eta, lease_ms=10**9, claim_ms=10**9, **rules)
     simulation = Simulation(ledger, **REGIMES[regime], seed=seed)
     simulation.run(steps)
     return simulation
@@ -117,6 +117,26 @@ def test_staleness_is_bounded_and_nothing_wasted(drive, eta, regime):
     assert simulation.dropped == 0
     if eta == 0:
         assert set(simulation.staleness) == {0}
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("sampling", ["freshest", "priority"])
+def test_staleness_is_bounded_and_nothing_wasted_in_any_order(drive, sampling, regime):
+    simulation = simulated(drive, 4, regime, sampling=sampling)
+    assert simulation.ledger.index.meta.v_train == 60
+    assert max(simulation.staleness) <= 4
+    assert simulation.dropped == 0
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_replay_fills_steps_and_wastes_next_to_nothing(drive, regime):
+    once, twice = (simulated(drive, 4, regime, max_reuse=reuse) for reuse in (1, 2))
+    assert max(twice.staleness) <= 4
+    assert twice.ledger.index.meta.episodes_trained == 60 * 8 * 2
+    assert twice.dropped <= 0.01 * 60 * 8
+    if regime == "generation bound":
+        assert twice.ledger.count("batched:reuse") > 0.3 * 60 * 8
+        assert twice.ledger.now_ms - 1_000_000 < 0.7 * (once.ledger.now_ms - 1_000_000)
 
 
 def test_asynchrony_pays(drive):

@@ -104,6 +104,16 @@ CASES = [
         "4880 or more, or checkpoint.every_steps to 251 or less",
     ),
     Case(
+        "checkpoint interval with reuse",
+        ["checkpoint.every_steps=300", "trainer.steps=300", "buffer.max_reuse=2"],
+        "buffer.max_groups",
+        "+ max_staleness 4 + 1 + max_staleness 4 for reuse) × batch_groups 16 = 4944",
+        "4944 or more, or checkpoint.every_steps to 247 or less",
+    ),
+    Case(
+        "reuse beyond age", ["buffer.max_reuse=6"], "buffer.max_reuse", "5 steps at most, not for 6", "to 5"
+    ),
+    Case(
         "checkpoint bytes", ["buffer.max_bytes=9999999"], "buffer.max_bytes", "880 groups of 8", "or more, or"
     ),
     Case(
@@ -131,6 +141,62 @@ CASES = [
     Case("empty stop string", ["rollout.sampling.stop=['']"], "rollout.sampling.stop", "empty", "Remove it"),
     Case("redis scheme", ["buffer.redis=http://a"], "buffer.redis", "not a Redis address", "redis://"),
     Case("redis port", ["buffer.redis='redis://a:x'"], "buffer.redis", "valid port", "redis://"),
+    Case("redis hosts", ["buffer.redis='redis://a,b'"], "buffer.redis", "several hosts", "sentinel://"),
+    Case(
+        "sentinel", ["buffer.redis='sentinel://a:1,b:2'"], "buffer.redis", "does not name the service", "/SE"
+    ),
+    Case("redis database", ["buffer.redis='redis://a/x'"], "buffer.redis", "not a number", "redis://"),
+    Case("redis option", ["buffer.redis='redis://a?ssl=1'"], "buffer.redis", "no parameter ssl", "rediss://"),
+    Case(
+        "redis secret", ["buffer.redis=redis://u:p4ss@a"], "buffer.redis", "holds a password", "password_env"
+    ),
+    Case(
+        "redis user", ["buffer.redis=redis://u@a"], "buffer.redis_login", "no password is given", "Set pass"
+    ),
+    Case(
+        "two passwords",
+        ["buffer.redis=redis://u@a", "buffer.redis_login={password_env: A, password_file: train.jsonl}"],
+        "buffer.redis_login.password_env",
+        "given twice",
+        "Remove it",
+    ),
+    Case(
+        "no such password file",
+        ["buffer.redis=redis://u@a", "buffer.redis_login.password_file=nowhere"],
+        "buffer.redis_login.password_file",
+        "cannot be read",
+        "Correct the path",
+    ),
+    Case(
+        "certificates without TLS",
+        ["buffer.redis=redis://a", "buffer.redis_tls.check_hostname=false"],
+        "buffer.redis_tls",
+        "no effect",
+        "rediss://",
+    ),
+    Case(
+        "half a client certificate",
+        ["buffer.redis=rediss://a", "buffer.redis_tls.cert_file=train.jsonl"],
+        "buffer.redis_tls.key_file",
+        "belong together",
+        "Give both",
+    ),
+    Case(
+        "a login to the embedded redis",
+        ["buffer.redis_login.password_env=A"],
+        "buffer.redis_login",
+        "neither users nor TLS",
+        "set buffer.redis",
+    ),
+    Case(
+        "a login to no sentinel",
+        ["buffer.redis=redis://a", "buffer.redis_login.sentinel_password_env=A"],
+        "buffer.redis_login",
+        "names no Sentinels",
+        "Remove",
+    ),
+    # A hash tag of its own would put a job's keys on several shards.
+    Case("braces in the job's name", ["job='a{b}'"], "job", "right form", "lower-case"),
     Case("redis socket", ["buffer.redis='unix://'"], "buffer.redis", "no socket", "unix:///PATH"),
     Case("sft loss in rl", ["trainer.objective.loss=sft"], "trainer.objective.loss", "ignores", "`kind`"),
     Case("more than one rank", ["trainer.ranks=2"], "trainer.ranks", "one rank", "Set it to 1"),

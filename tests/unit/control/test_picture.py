@@ -113,6 +113,65 @@ def test_busy_while_training_leaves_out_what_came_before_and_after(observer: Obs
     assert observer.busy_while_training("rollout-0") == pytest.approx(0.8)
 
 
+def test_busy_shares_and_rates_outlive_a_restart(observer: Observer) -> None:
+    series = 'areal_busy_seconds_total{activity="generate"}'
+    names = ("buffer", "trainer", "rollout-0", "rollout-1")
+    observer.set_phases(dict.fromkeys(names, "serving"))
+
+    def life(begin_s: float, busy_s: float, steps: range) -> None:
+        for at_s, share in ((begin_s, 0.0), (begin_s + 10, 1.0)):
+            observer.feed_record({"kind": "step", "step": steps[0] if share == 0 else steps[-1]})
+            samples = {series: 5 + busy_s * share, "areal_rollout_tokens_total": 100 * share}
+            observer.feed_samples("rollout-0", samples, at_s)
+
+    life(100.0, 8.0, range(1, 5))
+    for phase in ("restarting", "starting", "serving"):
+        observer.set_phases({"rollout-0": phase})
+    assert observer.picture(111.0).generated_per_s is None
+    life(200.0, 6.0, range(5, 9))
+    assert observer.busy_while_training("rollout-0") == pytest.approx((8.0 + 6.0) / 20)
+    assert observer.picture(210.0).generated_per_s == pytest.approx(10.0)
+
+
+def test_steps_done_again_are_told_and_not_drawn_twice(observer: Observer) -> None:
+    def step(number: int, time_s: float) -> None:
+        record = {"kind": "step", "step": number, "time_s": time_s, "reward_mean": number / 10}
+        observer.feed_record(record)
+
+    for number in range(8):
+        step(number, 1000.0 + number)
+    observer.feed_log_line("trainer", '{"event":"trainer opened","level":"info","epoch":2,"step":5}', 110.0)
+    told = observer.picture(111.0).message
+    assert told == "trainer goes on from the checkpoint of step 5; steps to do again: 3"
+    step(5, 1020.0)
+    assert observer.picture(111.0).eta_s is None
+    step(6, 1021.0)
+    picture = observer.picture(111.0)
+    assert picture.rewards == (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    assert (picture.step, picture.eta_s) == (7, pytest.approx(93.0))
+
+
+def test_a_resumed_run_is_starting_until_it_trains(observer: Observer) -> None:
+    for number in range(3):
+        observer.feed_record({"kind": "step", "step": number, "time_s": 1000.0 + number})
+    assert observer.picture(101.0).trained
+    observer.feed_record({"kind": "resume", "time_s": 9000.0})
+    picture = observer.picture(101.0)
+    assert (picture.trained, picture.step, picture.eta_s) == (False, 3, None)
+    observer.feed_record({"kind": "step", "step": 3, "time_s": 9005.0})
+    assert observer.picture(101.0).trained
+
+
+def test_what_a_silent_service_said_last_is_not_shown(observer: Observer) -> None:
+    observer.set_phases({"rollout-0": "serving"})
+    for at_s, tokens in ((100.0, 0.0), (101.0, 50.0)):
+        observer.feed_samples("rollout-0", {"areal_rollout_tokens_total": tokens}, at_s)
+    assert observer.picture(102.0).generated_per_s == pytest.approx(50.0)
+    picture = observer.picture(107.0)
+    assert picture.generated_per_s is None
+    assert {service.name: service.phase for service in picture.services}["rollout-0"] == "silent"
+
+
 def test_the_last_warning_is_shown_for_a_while(observer: Observer) -> None:
     line = {"event": "waiting for scored groups", "level": "info", "detail": "reward has 0 of 4 workers"}
     observer.feed_log_line("trainer", json.dumps(line), 110.0)
@@ -147,7 +206,8 @@ def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
 
 def test_a_monitor_shows_what_it_can_read_and_survives_what_it_cannot(job: JobConfig, tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "trainer.log").write_text('{"event": "odd", "level": "warning"}\n')
+    log = tmp_path / "logs" / "trainer.log"
+    log.write_text('{"event": "from the run before", "level": "warning"}\n')
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 4}\nnot json\n[1]\n')
     shown: list[Picture] = []
     monitor = Monitor(
@@ -158,7 +218,10 @@ def test_a_monitor_shows_what_it_can_read_and_survives_what_it_cannot(job: JobCo
         show=shown.append,
         poll_s=0.01,
     )
+    with log.open("a") as file:
+        file.write('{"event": "odd", "level": "warning"}\n')
     monitor.start()
     monitor.stop()
     assert shown[-1].step == 5
+    assert {picture.message for picture in shown} <= {"", "trainer: odd"}
     assert shown[-1].message == "trainer: odd"

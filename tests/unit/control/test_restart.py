@@ -36,14 +36,39 @@ def serving(policy: RestartPolicy = POLICY) -> Lifecycle:
 
 def test_the_pause_doubles_up_to_its_limit() -> None:
     policy = RestartPolicy(limit=10, first_pause_s=0.5, longest_pause_s=3.0)
-    assert [next_pause_s(deaths, -9, policy) for deaths in (1, 2, 3, 4, 10)] == [0.5, 1.0, 2.0, 3.0, 3.0]
-    assert next_pause_s(11, -9, policy) is None
+    early = (1, 2, 3, 4, 10)
+    assert [next_pause_s(n, -9, policy, early=n) for n in early] == [0.5, 1.0, 2.0, 3.0, 3.0]
+    assert next_pause_s(11, -9, policy, early=11) is None
+
+
+def test_a_service_that_was_well_is_started_again_at_once_however_often_it_is_killed() -> None:
+    life = serving(RestartPolicy(limit=10, window_s=1e9, first_pause_s=1.0, longest_pause_s=8.0))
+    now_s = 0.0
+    for _ in range(5):
+        now_s += 10.0
+        life.exited("rollout-0", -9, now_s)
+        assert life.tick(now_s) == [Action("start", "rollout-0")]
+        now_s += 4.0
+        life.ready("rollout-0", now_s)
+
+
+def test_the_pause_grows_while_a_service_dies_soon_and_is_forgotten_once_it_was_well() -> None:
+    life = serving(RestartPolicy(limit=10, window_s=1e9, first_pause_s=1.0, longest_pause_s=8.0))
+    pauses_s = []
+    for now_s, served_s in ((5.0, 5.0), (20.0, 1.0), (40.0, None), (60.0, 9.9), (80.0, 15.0), (99.0, 2.0)):
+        state = life.states["rollout-0"]
+        if served_s is not None and state.phase is Phase.STARTING:
+            life.ready("rollout-0", now_s - served_s)
+        life.exited("rollout-0", -9, now_s)
+        pauses_s.append(state.restart_s - now_s)
+        assert life.tick(state.restart_s) == [Action("start", "rollout-0")]
+    assert pauses_s == [1.0, 2.0, 4.0, 8.0, 0.0, 1.0]
 
 
 def test_an_error_that_a_restart_does_not_cure_is_final_at_once() -> None:
-    assert next_pause_s(1, 1, POLICY) is None
+    assert next_pause_s(1, 1, POLICY, early=1) is None
     for status in (-9, -11, 0, 75, 143):
-        assert next_pause_s(1, status, POLICY) == 1.0
+        assert next_pause_s(1, status, POLICY, early=1) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -67,10 +92,10 @@ def test_a_service_knows_whether_a_restart_may_help(error: Exception, before: bo
 
 def test_a_service_that_dies_is_started_again_and_the_others_go_on() -> None:
     life = serving()
-    assert life.exited("rollout-0", -9, 10.0) == []
+    assert life.exited("rollout-0", -9, 9.0) == []
     assert life.states["rollout-0"].phase is Phase.RESTARTING
-    assert life.tick(10.5) == []
-    assert life.tick(11.0) == [Action("start", "rollout-0")]
+    assert life.tick(9.5) == []
+    assert life.tick(10.0) == [Action("start", "rollout-0")]
     assert not life.all_serve()
     life.ready("rollout-0", 12.0)
     assert life.all_serve()

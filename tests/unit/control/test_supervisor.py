@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from areal_async.config.buffer import RedisLoginSection
 from areal_async.config.job import JobConfig
 from areal_async.control.child import RUN_VARIABLE, kill_processes_of
 from areal_async.control.failure import failure_text
@@ -242,3 +243,26 @@ def test_run_folders_are_private_and_short(folders: RunFolders) -> None:
     assert len(str(folders.socket_dir)) <= 107 - 24
     assert folders.socket_dir.is_relative_to(tempfile.gettempdir())
     folders.release()
+
+
+def test_a_password_for_redis_reaches_the_buffer_alone(
+    job: JobConfig, folders: RunFolders, behave: Behave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reward and workflow code is a user's."""
+    monkeypatch.setenv("OUR_REDIS_PASSWORD", "hunter2")
+    login = RedisLoginSection(password_env="OUR_REDIS_PASSWORD")
+    buffer = job.buffer.model_copy(update={"redis": "redis://user@127.0.0.1", "redis_login": login})
+    job = job.model_copy(update={"buffer": buffer})
+    behave({"trainer": "finishes"})
+    knowing = []
+
+    def look() -> None:
+        for pid in processes_of(folders.run_id):
+            process = psutil.Process(pid)
+            if "hunter2" in process.environ().values():
+                knowing.append(process.cmdline()[process.cmdline().index("--name") + 1])
+
+    supervise(job, folders, on_serving=look)
+    assert knowing == ["buffer"]
+    for path in folders.run_dir.rglob("*"):
+        assert not path.is_file() or b"hunter2" not in path.read_bytes(), path

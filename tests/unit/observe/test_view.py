@@ -16,6 +16,7 @@ from areal_async.observe.view import (
     render,
     sparkline,
 )
+from areal_async.observe.watchdog import Stall
 
 SERVICES = tuple(
     ServicePicture(name, "serving", share)
@@ -108,7 +109,7 @@ def test_a_warning_is_shown() -> None:
 
 def test_what_still_starts_is_named() -> None:
     services = (ServicePicture("buffer", "serving"), ServicePicture("trainer", "starting"))
-    starting = picture(step=0, services=services)
+    starting = picture(step=0, services=services, trained=False)
     assert "starting trainer" in drawn(starting)
     assert plain_line(starting) == "1:23 starting: trainer"
 
@@ -131,6 +132,31 @@ def test_plain_lines_come_every_few_seconds_and_warnings_at_once() -> None:
     lines = console.file.getvalue().splitlines()
     assert sum("step 123/300" in line for line in lines) == 3
     assert lines.count("1:23 odd") == 1
+
+
+def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    now_s = 0.0
+    with PlainView(console, every_s=1e9, clock=lambda: now_s) as view:
+        for tick in range(80):
+            now_s = tick * 0.5
+            edge = "reward" if tick < 70 else "rollout"
+            stall = Stall(edge, f"trainer waits; {edge} has not answered for {now_s:.0f} s")
+            view.show(picture(elapsed_s=now_s, stall=stall, stall_s=now_s))
+    assert isinstance(console.file, io.StringIO)
+    assert [line for line in console.file.getvalue().splitlines() if "stalled" in line] == [
+        "0:00 stalled for 0:00: trainer waits; reward has not answered for 0 s",
+        "0:30 stalled for 0:30: trainer waits; reward has not answered for 30 s",
+        "0:35 stalled for 0:35: trainer waits; rollout has not answered for 35 s",
+    ]
+
+
+def test_a_service_started_again_is_not_drawn_with_the_share_of_the_dead_one() -> None:
+    services = (ServicePicture("trainer", "starting", 0.8), ServicePicture("rollout-0", "silent", None))
+    text = drawn(picture(services=services))
+    assert "80%" not in text
+    assert "starting" in text
+    assert "silent" in text
 
 
 def test_the_live_view_is_for_terminals() -> None:

@@ -36,6 +36,8 @@ def test_the_message_names_the_reward_service_and_its_dead_workers():
     [
         ({"phases": {"buffer": "restarting"}}, "buffer", "buffer died and is started again"),
         ({"silent_s": {"buffer": 12.0}}, "buffer", "buffer has not answered for 12 s"),
+        ({"redis": "no write confirmed for 9 s"}, "redis", "waits for Redis: no write confirmed for 9 s"),
+        ({"redis": "gone", "phases": {"buffer": "restarting"}}, "buffer", "buffer died"),
         ({"phases": {"trainer": "starting"}}, "trainer", "trainer is starting"),
         ({"silent_s": {"trainer": 31.0}}, "trainer", "not answered for 31 s"),
         ({"phases": {"reward": "restarting"}, "groups": {"generated": 1}}, "reward", "reward_service died"),
@@ -56,6 +58,13 @@ def test_the_message_names_the_reward_service_and_its_dead_workers():
             "96 of its groups wait for the next checkpoint",
         ),
         ({"groups": {"queued": 8}}, "rollout", "no worker leases a group"),
+        (
+            {"version": 7, "serving": {"rollout-0": 5, "rollout-1": 3}},
+            "weights",
+            "published version 7, and no worker samples from a newer one than 5",
+        ),
+        ({"version": 7, "serving": {"rollout-0": 7, "rollout-1": 3}}, "rollout", "no worker leases"),
+        ({"version": 7, "serving": {"rollout-0": 5}, "groups": {"leased": 2}}, "rollout", "2 groups are"),
         ({"steps_left": 0, "phases": {"evaluator": "restarting"}}, "evaluator", "evaluator died"),
     ],
 )

@@ -38,6 +38,7 @@ class FakeBuffer:
         self.away = False
         self.turned_away = 0
         self.fault = None
+        self.holds = {}
         self.refuse = set()
         self.arrived = asyncio.Event()
         self.changed = asyncio.Event()
@@ -50,12 +51,14 @@ class FakeBuffer:
         builder.sampled([5, 6], [-0.5, -0.5], [3, 4], parent=prompt, sampling=sampling, finish_reason="stop")
         builder.text(prompt="p", response=response)
         task = Task(task_id=task_id, prompt="p", ground_truth="57", extra_info=extra)
-        item = ClaimedEpisode(f"{task_id}#0.{n}", "", task, 50_000)
+        item = ClaimedEpisode(f"{task_id}#0.{n}", f"C-{task_id}", task, 50_000)
         self.waiting.append((item, pack(builder.build()) if blob is None else blob))
         self.arrived.set()
         return item.episode_id
 
-    async def claim(self, scorer, max_episodes, *, wait_ms=0):
+    async def claim(self, scorer, max_episodes, *, wait_ms=0, holds=None):
+        self.holds = dict(holds)
+        self.changed.set()
         self.answer()
         if not self.waiting:
             self.arrived.clear()
@@ -140,6 +143,19 @@ def test_every_claimed_episode_gets_one_verdict_whatever_the_reward_does(section
     assert buffer.taken[buffer.ids[30]].verdict == Timeout(1000)
     assert buffer.taken[buffer.ids[30]].elapsed_ms >= 1000
     assert buffer.messages < len(names) / 2
+
+
+def test_the_buffer_is_told_which_claims_are_worked_on(section):
+    async def drive(buffer, stop):
+        slow = buffer.store("nap", task_id="slow", seconds=0.5)
+        quick = buffer.store("true", task_id="quick")
+        await buffer.until(lambda: quick in buffer.taken)
+        await buffer.until(lambda: set(buffer.holds) == {"C-slow"})
+        await buffer.has(slow)
+        buffer.store("true", task_id="next")
+        await buffer.until(lambda: buffer.holds == {})
+
+    serve(section(), drive, workers=2)
 
 
 def test_rewards_see_the_texts_the_task_and_the_trajectory(section):

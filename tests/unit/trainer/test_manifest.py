@@ -96,3 +96,12 @@ def test_figures_by_hand():
     assert (figures.staleness_mean, figures.staleness_max) == (1.0, 2)
     assert figures.share_stale == pytest.approx(2 / 3)
     assert figures.share_multi_version == pytest.approx(1 / 3)
+    assert figures.share_reused == 0
+
+
+def test_the_share_of_episodes_that_were_trained_before_is_told():
+    batch = _batch([[(1.0, 2, 5, 5), (0.0, 4, 3, 5)], [(0.5, 3, 4, 4)]])
+    again = msgspec.structs.replace(batch.groups[0], uses=1)
+    assert figures_of(
+        msgspec.structs.replace(batch, groups=[again, batch.groups[1]])
+    ).share_reused == pytest.approx(2 / 3)

@@ -1,0 +1,150 @@
+"""Where a job's Redis is and how to log in there.
+
+A `RedisAddress` is what the job file says; a `Place` is one server of it, with the secrets to log in. Neither
+shows a secret: `str()` of both is for logs and errors, and passwords are left out of `repr()`.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from areal_async.config.buffer import BufferSection, RedisLoginSection, RedisTlsSection
+from areal_async.config.redis_url import RedisUrl, host_port, parse_redis_url
+from replay_buffer.errors import StoreUnusable
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Certificates as files; `ca_file` None means the system's authorities."""
+
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    check_hostname: bool = True
+
+    def context(self) -> ssl.SSLContext:
+        """Raises `StoreUnusable` for files that hold no certificate or key."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file)
+            context.check_hostname = self.check_hostname
+            if self.cert_file is not None:
+                context.load_cert_chain(self.cert_file, self.key_file, password=_no_passphrase)
+        except (OSError, ValueError) as error:
+            raise StoreUnusable(
+                f"the certificates of buffer.redis_tls cannot be used: {error}. Give PEM files, the key "
+                "without a passphrase and belonging to the certificate"
+            ) from error
+        return context
+
+
+@dataclass(frozen=True)
+class Place:
+    """One server, by host and port or by socket path."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    db: int = 0
+    username: str = ""
+    password: str = field(default="", repr=False)
+    tls: Tls | None = None
+    hint: str = ""
+    """Where to change what is wrong with logging in."""
+
+    def __str__(self) -> str:
+        return self.path or host_port(self.host, self.port)
+
+    @property
+    def user(self) -> str:
+        """Who it logs in as, in Redis's own words."""
+        return self.username or "default"
+
+
+@dataclass(frozen=True)
+class RedisAddress:
+    """A URL with the places of its secrets. `str()` is the URL without a password."""
+
+    url: RedisUrl
+    login: RedisLoginSection = field(default_factory=RedisLoginSection)
+    tls: RedisTlsSection = field(default_factory=RedisTlsSection)
+
+    @classmethod
+    def parse(cls, url: str) -> RedisAddress:
+        """The address of a bare URL. Raises `StoreUnusable`."""
+        try:
+            return cls(parse_redis_url(url))
+        except ValueError as error:
+            raise StoreUnusable(f"{error}: look at buffer.redis") from None
+
+    @classmethod
+    def of(cls, section: BufferSection) -> RedisAddress:
+        """The address that a job file gives; `section.redis` must not be `embedded`."""
+        return replace(cls.parse(section.redis), login=section.redis_login, tls=section.redis_tls)
+
+    def __str__(self) -> str:
+        return str(self.url)
+
+    @property
+    def has_sentinels(self) -> bool:
+        return bool(self.url.service)
+
+    def place(self, at: tuple[str, int] | None = None) -> Place:
+        """The server itself, or with `at` the master that the Sentinels named. Secrets are read now: a file
+        may have changed. Raises `StoreUnusable` when one is missing."""
+        url = self.url
+        if self.has_sentinels and at is None:
+            raise StoreUnusable(f"{self}: only its Sentinels know where the server is")
+        host, port = at or (url.hosts[0] if url.hosts else ("", 0))
+        password = url.password or _secret(self.login, "")
+        hint = "buffer.redis_login.password_env or password_file, and the user in buffer.redis"
+        return Place(host, port, url.path, url.db, url.username, password, self._tls(), hint)
+
+    def sentinels(self) -> list[Place]:
+        """The Sentinels, with their own login."""
+        password = _secret(self.login, "sentinel_")
+        hint = "buffer.redis_login.sentinel_…"
+        return [
+            Place(
+                host,
+                port,
+                username=self.login.sentinel_username,
+                password=password,
+                tls=self._tls(),
+                hint=hint,
+            )
+            for host, port in self.url.hosts
+        ]
+
+    def _tls(self) -> Tls | None:
+        if not self.url.tls:
+            return None
+        tls = self.tls
+        return Tls(tls.ca_file, tls.cert_file, tls.key_file, tls.check_hostname)
+
+
+def _secret(login: RedisLoginSection, prefix: str) -> str:
+    name: str = getattr(login, f"{prefix}password_env")
+    path: Path | None = getattr(login, f"{prefix}password_file")
+    if name:
+        if secret := os.environ.get(name):
+            return secret
+        raise StoreUnusable(f"the environment variable {name} (buffer.redis_login) is not set, or is empty")
+    if path is None:
+        return ""
+    try:
+        secret = path.read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, ValueError) as error:
+        raise StoreUnusable(
+            f"the password file {path} (buffer.redis_login) cannot be read: {error}"
+        ) from None
+    if not secret:
+        raise StoreUnusable(f"the password file {path} (buffer.redis_login) is empty")
+    return secret
+
+
+def _no_passphrase() -> str:
+    """Answers OpenSSL's question for a passphrase, which else goes to the terminal."""
+    return ""

@@ -1,0 +1,479 @@
+"""Everybody who speaks to the ledger, as rules: workers (some of them zombies), scorers, trainers (some of
+them replaced), a clock, and the deaths of front, trainer and Redis. The invariants are the promises."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import hypothesis.strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from areal_async.wire.messages import (
+    Batch,
+    Checkpointed,
+    Claim,
+    Commit,
+    EpisodeVerdict,
+    ExportLedger,
+    Failure,
+    Heartbeat,
+    Lease,
+    NextBatch,
+    Ok,
+    PutVerdicts,
+    Release,
+    Score,
+    Stats,
+    TrainerOpened,
+    VersionTag,
+    Waiting,
+)
+from replay_buffer.ledger.index import OUTSTANDING, Records
+from replay_buffer.ledger.opening import OpenedWith
+from replay_buffer.ledger.records import EpisodeState, GroupState, Meta
+from replay_buffer.ledger.storing import Arrival, StoreEpisodes
+from tests.unit.buffer.ledger_model import Model, task_of
+
+N, B = 2, 2
+SIZE_BYTES = 10
+WORKERS = st.sampled_from(["w0", "w1"])
+SCORERS = st.sampled_from(["s0", "s1"])
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    driver_type: type
+    eta: int = 1
+    ledger_rules: Mapping[str, object] = MappingProxyType({})
+
+    @initialize()
+    def begin(self):
+        self.ledger = self.driver_type(
+            **{
+                "group_size": N,
+                "batch_groups": B,
+                "max_staleness": self.eta,
+                "lease_ms": 1000,
+                "claim_ms": 1000,
+                "overtaken_ms": 3000,
+                "retries": 1,
+                "max_groups": 40,
+            }
+            | dict(self.ledger_rules)
+        )
+        self.model = Model(self.eta, N, self.ledger.rules.max_reuse)
+        self.leases = []
+        self.lease_tags: dict[str, VersionTag] = {}
+        self.claims = []
+        self.serving = {"w0": VersionTag(0, 0), "w1": VersionTag(0, 0)}
+        self.serial = 0
+        self.saved = None
+        self.attach()
+        self.open(0, None)
+
+    def attach(self):
+        """For a machine with a store behind it."""
+
+    def written(self, writes):
+        """Called with everything that is written, in order."""
+
+    # --- the wire ---
+
+    def send(self, command):
+        index = self.ledger.index
+        before, held = len(self.ledger.decisions), set(index.groups)
+        counted = index.meta.counts
+        opening = isinstance(command, OpenedWith)
+        reply = self.ledger.send(command)
+        for decision in self.ledger.decisions[before:]:
+            if decision.writes is not None:
+                self.model.wrote(decision.writes, opening=opening)
+                self.written(decision.writes)
+        if not opening:
+            gone = held - set(index.groups)
+            tasks = {task_of(group_id) for group_id in index.groups}
+            for group_id in gone:
+                self.model.end(group_id, retried=task_of(group_id) in tasks)
+            ends = {name: n - counted.get(name, 0) for name, n in index.meta.counts.items()}
+            ends = {name: n for name, n in ends.items() if name == "committed" or name.startswith("dropped:")}
+            assert sum(ends.values()) == len(gone), "every end is counted by its reason"
+            ways = Counter(self.model.held.ended[group_id] for group_id in gone)
+            assert ways["committed"] == ends.get("committed", 0)
+        return reply
+
+    @property
+    def meta(self):
+        return self.ledger.index.meta
+
+    @property
+    def v_train(self):
+        return self.meta.v_train
+
+    @property
+    def epoch(self):
+        return self.meta.epoch
+
+    # --- trainer ---
+
+    def open(self, step, ledger):
+        reply = self.send(OpenedWith("t", step, ledger, self.model.epoch))
+        assert reply == TrainerOpened(self.epoch, step)
+        assert self.epoch > self.model.epoch
+        self.model.opened(self.epoch, step)
+
+    @rule()
+    def next_batch(self):
+        step = self.v_train
+        redone = step in self.ledger.index.batches
+        reply = self.send(NextBatch(self.epoch, step))
+        assert isinstance(reply, Batch | Waiting)
+        if isinstance(reply, Waiting):
+            return
+        assert len(reply.groups) == B
+        self.model.batch(step, reply.groups)
+        if not redone and any(group.uses for group in reply.groups):
+            assert not len(self.ledger.index.ready), "what was never trained comes first"
+
+    @rule(same=st.booleans())
+    def commit(self, same):
+        """Weights that come again may be bit by bit what they were."""
+        step = self.v_train
+        same_as = self.model.alike(step + 1) if same else []
+        reply = self.send(Commit(self.epoch, step, same_as))
+        if isinstance(reply, Ok):
+            self.model.commit(step, self.epoch, same_as)
+        else:
+            plan = self.ledger.index.batches.get(step)
+            assert plan is None or plan.epoch != self.epoch
+
+    @rule(step=st.integers(0, 3))
+    def commit_again(self, step):
+        if step < self.v_train:
+            assert self.send(Commit(self.epoch, step)) == Ok()
+
+    @precondition(lambda self: self.epoch > 1)
+    @rule(step=st.integers(0, 3))
+    def replaced_trainer(self, step):
+        assert self.send(NextBatch(self.epoch - 1, step)).kind == "fenced"
+        assert self.send(Commit(self.epoch - 1, step)).kind == "fenced"
+
+    @rule(told=st.booleans())
+    def checkpoint(self, told):
+        step = self.v_train
+        self.model.save(step, self.ledger.decide(ExportLedger(self.epoch, step)).payload)
+        if told:
+            self.announce(step)
+
+    @precondition(lambda self: self.model.copies)
+    @rule(data=st.data())
+    def checkpoint_is_announced_late(self, data):
+        self.announce(data.draw(st.sampled_from(sorted(self.model.copies))))
+
+    def announce(self, step):
+        self.model.checkpoint = max(step, self.model.checkpoint)
+        assert self.send(Checkpointed(self.epoch, step)) == Ok()
+
+    @rule()
+    def trainer_comes_back(self):
+        """From the newest checkpoint: what was trained after it is trained again, the same."""
+        step = max(self.model.copies, default=0)
+        ledger = self.model.copies[step][0] if self.model.copies else None
+        expected = {s: ids for s, ids in self.model.batches.items() if s >= step}
+        self.model.redo_from(step, set(self.ledger.index.batches))
+        self.open(step, ledger)
+        assert self.model.batches == expected
+        for number, ids in expected.items():
+            assert list(self.ledger.index.batches[number].group_ids) == ids
+
+    @precondition(lambda self: len(self.model.copies) > 1)
+    @rule(data=st.data())
+    def trainer_goes_further_back(self, data):
+        """From an older checkpoint, whose later batches' bytes may be gone."""
+        step = data.draw(st.sampled_from(sorted(self.model.copies)[:-1]))
+        ledger = self.model.copies[step][0]
+        if step >= self.meta.checkpoint:
+            self.model.redo_from(step, set(self.ledger.index.batches))
+        else:
+            self.model.copy_wins(step)
+        self.open(step, ledger)
+
+    # --- workers ---
+
+    @rule(worker=WORKERS)
+    def update_weights(self, worker):
+        """To the newest snapshot."""
+        self.serving[worker] = VersionTag(self.epoch, self.v_train)
+
+    @rule(worker=WORKERS, capacity=st.integers(1, 6))
+    def lease(self, worker, capacity):
+        serving = self.serving[worker]
+        outstanding = self.outstanding()
+        reply = self.send(Lease(worker, capacity, serving))
+        lag = max(0, self.v_train - serving.version)
+        if reply.groups:
+            assert serving in self.model.trained.lineage
+            assert outstanding + len(reply.groups) <= (self.eta + 1 - lag) * B
+        else:
+            assert reply.reason
+        for group in reply.groups:
+            assert group.missing == [
+                s for s in range(N) if s not in self.model.held.blobs.get(group.group_id, ())
+            ], "a new lease names only the missing samples"
+            self.leases.append((worker, group))
+            self.lease_tags[group.lease_id] = serving
+
+    def outstanding(self):
+        """Counted from the model: groups under way that were never trained."""
+        uses = self.model.trained.uses
+        return sum(g.state in OUTSTANDING and not uses[g.group_id] for g in self.ledger.index.groups.values())
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), samples=st.sets(st.integers(0, N - 1), min_size=1), mixed=st.booleans())
+    def put(self, data, samples, mixed):
+        """By whoever ever had a lease: half of them are zombies."""
+        worker, lease = data.draw(st.sampled_from(self.leases[-12:]))
+        self.deliver(worker, lease, sorted(samples), mixed=mixed)
+
+    def deliver(self, worker, lease, samples, *, mixed):
+        first = self.lease_tags[lease.lease_id]
+        last = max(first, self.serving[worker])
+        tags = {first, last} if mixed else {last}
+        low = min(tag.version for tag in tags)
+        high = max(tag.version for tag in tags)
+        epoch = min(tag.epoch for tag in tags)
+        arrivals = tuple(Arrival(sample, SIZE_BYTES, 4, 2, low, high, epoch) for sample in samples)
+        held = set(self.model.held.blobs.get(lease.group_id, ()))
+        live = lease.lease_id in self.ledger.index.leases
+        ack = self.send(StoreEpisodes(lease.lease_id, lease.group_id, arrivals))
+        for sample in ack.stored:
+            assert sample in self.model.held.blobs[lease.group_id], "acknowledged before it was stored"
+            if sample not in held:
+                assert live, "a zombie's late result was stored"
+                self.model.acknowledge(f"{lease.group_id}.{sample}", tags)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def heartbeat(self, data):
+        worker, lease = data.draw(st.sampled_from(self.leases[-12:]))
+        reply = self.send(Heartbeat(worker, [lease.lease_id], self.serving[worker]))
+        assert (reply.lost == []) == (lease.lease_id in self.ledger.index.leases)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data):
+        worker, lease = data.draw(st.sampled_from(self.leases[-12:]))
+        assert self.send(Release(worker, lease.lease_id, "drain")) == Ok()
+        assert lease.lease_id not in self.ledger.index.leases
+
+    # --- scorers ---
+
+    @rule(scorer=SCORERS, most=st.integers(1, 5))
+    def claim(self, scorer, most):
+        for item in self.send(Claim(scorer, most)).items:
+            group_id, _, sample = item.episode_id.rpartition(".")
+            assert int(sample) in self.model.held.blobs[group_id]
+            self.claims.append((scorer, item))
+
+    @precondition(lambda self: self.claims)
+    @rule(data=st.data(), failed=st.integers(0, 9))
+    def verdicts(self, data, failed):
+        """Mostly of a live scorer, some of one that lost its claim."""
+        items = data.draw(st.lists(st.sampled_from(self.claims[-10:]), min_size=1, max_size=4))
+        self.judge(items, failed=failed == 0)
+
+    def judge(self, items, *, failed):
+        verdicts, expected, lost = [], {}, set()
+        for _, item in items:
+            self.serial += 1
+            verdict = Failure("x", "y") if failed else Score(float(self.serial**2 % 97))
+            verdicts.append(EpisodeVerdict(item.episode_id, item.claim_id, verdict))
+            held = self.episode(item.episode_id)
+            live = held is not None and (held.state, held.claim_id) == (EpisodeState.CLAIMED, item.claim_id)
+            if live:
+                expected.setdefault(item.episode_id, verdict)
+            else:
+                lost.add(item.episode_id)
+        ack = self.send(PutVerdicts(items[0][0], verdicts))
+        for episode_id, verdict in expected.items():
+            if isinstance(verdict, Score):
+                self.model.held.scores[episode_id] = verdict.value
+        for refusal in ack.refused:
+            assert failed or refusal.item not in expected or refusal.item in lost
+
+    def episode(self, episode_id):
+        group_id, _, sample = episode_id.rpartition(".")
+        group = self.ledger.index.groups.get(group_id)
+        return None if group is None else group.episodes[int(sample)]
+
+    # --- a job that gets on: without these, random events rarely reach a batch ---
+
+    @rule(worker=WORKERS, fresh=st.booleans(), groups=st.integers(1, 4))
+    def generate(self, worker, fresh, groups):
+        if fresh:
+            self.update_weights(worker)
+        before = len(self.leases)
+        self.lease(worker, groups)
+        for _, lease in self.leases[before:]:
+            self.deliver(worker, lease, lease.missing, mixed=False)
+
+    @rule(scorer=SCORERS)
+    def score_everything(self, scorer):
+        before = len(self.claims)
+        self.claim(scorer, 1000)
+        if items := self.claims[before:]:
+            self.judge(items, failed=False)
+
+    @rule(same=st.booleans())
+    def train(self, same):
+        self.next_batch()
+        self.commit(same)
+
+    @rule(groups=st.integers(1, 4), again=st.integers(0, 3))
+    def a_whole_step(self, groups, again):
+        """And more, where there is something to train them on."""
+        self.generate("w0", True, groups)
+        self.score_everything("s0")
+        for _ in range(1 + again):
+            self.train(True)
+
+    # --- time, and deaths of the front and of Redis ---
+
+    @rule(passed_ms=st.sampled_from([1, 400, 1000, 3000]))
+    def time_passes(self, passed_ms):
+        self.ledger.now_ms += passed_ms
+        self.send(Stats())  # any message: deadlines reached are taken note of first
+
+    @rule()
+    def front_comes_back(self):
+        """A new front makes its index of the records that are held."""
+        self.use(self.reloaded())
+
+    def use(self, index):
+        self.serial += 1
+        self.ledger.index = index
+        index.nonce = f"n{self.serial}"
+
+    def reloaded(self):
+        return self.ledger.rebuilt()
+
+    @rule()
+    def front_dies_before_it_writes(self):
+        """What was decided and not written never was."""
+        index = self.ledger.index
+        before = copy.copy(index.groups), index.meta
+        self.ledger.index = self.ledger.rebuilt()
+        self.ledger.send(NextBatch(self.epoch, self.v_train))
+        assert (index.groups, index.meta) == before
+        self.use(index)
+        self.front_comes_back()
+
+    @rule()
+    def redis_is_saved(self):
+        index = self.ledger.index
+        records = Records(
+            index.meta, dict(index.groups), dict(index.leases), dict(index.claims), dict(index.batches)
+        )
+        self.saved = records, copy.deepcopy(self.model.held), set(self.model.trained.given_up)
+
+    @precondition(lambda self: self.saved is not None and self.model.copies)
+    @rule()
+    def redis_loses_its_tail(self):
+        """It comes back as of some moment before; the trainer, as of its newest checkpoint."""
+        records, self.model.held, given_up = self.saved
+        self.saved = None
+        self.use(self.restored(records))
+        step = max(self.model.copies)
+        ledger, then = self.model.copies[step]
+        meta = records.meta
+        if meta.checkpoint <= step <= meta.v_train and self.copy_epoch(step) <= meta.epoch:
+            self.model.redo_from(step, set(records.batches))
+            self.model.trained.given_up = given_up
+        else:
+            del then
+            self.model.copy_wins(step)
+        self.open(step, ledger)
+
+    @precondition(lambda self: self.model.copies)
+    @rule()
+    def redis_comes_back_empty(self):
+        """All that is left is the copy in the newest checkpoint."""
+        self.saved = None
+        self.serial += 1
+        self.use(self.restored(Records(Meta(f"ledger {self.serial}", self.ledger.tasks.dataset_hash))))
+        self.model.held.blobs.clear()
+        step = max(self.model.copies)
+        self.model.copy_wins(step)
+        self.open(step, self.model.copies[step][0])
+
+    def copy_epoch(self, step):
+        return max(tag.epoch for tag in self.model.copies[step][1].lineage)
+
+    def restored(self, records):
+        return self.ledger._index(records, self.ledger.index.revision)
+
+    # --- promises ---
+
+    @invariant()
+    def the_index_is_a_function_of_its_records(self):
+        index, again = self.ledger.index, self.ledger.rebuilt()
+        for name in ("queue", "claimable", "ready", "reusable", "aging", "deadlines"):
+            assert list(getattr(index, name)) == list(getattr(again, name)), name
+        for name in ("group_counts", "episode_counts", "payload_bytes", "generating", "claims_of", "reused"):
+            assert getattr(index, name) == getattr(again, name), name
+
+    @invariant()
+    def nothing_is_unbounded(self):
+        index = self.ledger.index
+        redone = sum(len(plan.group_ids) for plan in index.batches.values())
+        assert index.outstanding == self.outstanding() <= redone + (self.eta + 1) * B
+        assert len(index.groups) <= self.ledger.rules.max_groups + len(index.queue)
+
+    @invariant()
+    def trained_effectively_once(self):
+        """Every use is in the model, every batch of the redo log in the ledger."""
+        index, uses = self.ledger.index, self.model.trained.uses
+        planned = Counter(group_id for plan in index.batches.values() for group_id in plan.group_ids)
+        assert all(times <= self.model.max_reuse for times in planned.values())
+        for plan in index.batches.values():
+            assert len(plan.group_ids) == len(set(plan.group_ids)), "never twice in one step"
+        for group in index.groups.values():
+            assert list(group.steps) == uses[group.group_id], "uses on the lineage"
+            if group.state == GroupState.BATCHED or group.step >= index.meta.checkpoint:
+                assert group.group_id in index.batches[group.step].group_ids
+            if group.state == GroupState.TRAINED:
+                assert group.steps
+            elif group.state != GroupState.BATCHED and not group.steps:
+                assert group.group_id not in planned
+        assert index.meta.episodes_trained == N * sum(map(len, uses.values()))
+
+    @invariant()
+    def every_task_before_the_cursor_has_one_fate(self):
+        """Under way as one group, trained, or given up: nothing is skipped, and nothing repeated."""
+        index, trained = self.ledger.index, self.model.trained
+        under_way = Counter(task_of(group_id) for group_id in index.groups)
+        assert all(count == 1 for count in under_way.values())
+        done = {task_of(group_id) for group_id, steps in trained.uses.items() if steps}
+        taken = {index.tasks.task(*index.tasks.at(place)).task_id for place in range(index.meta.position)}
+        assert taken == set(under_way) | done | trained.given_up
+        assert not set(index.groups) & set(self.model.held.ended), "what has ended stays so"
+
+    @invariant()
+    def acknowledged_bytes_are_held_until_the_end(self):
+        index, blobs = self.ledger.index, self.model.held.blobs
+        for group_id, group in index.groups.items():
+            stored = {s for s, e in enumerate(group.episodes) if e.state != EpisodeState.MISSING}
+            assert stored == blobs.get(group_id, set())
+        assert not any(samples for group_id, samples in blobs.items() if group_id not in index.groups)
+        assert index.payload_bytes == SIZE_BYTES * sum(map(len, blobs.values()))
+
+    @invariant()
+    def leases_and_claims_belong_to_what_they_are_for(self):
+        index = self.ledger.index
+        leased = {g.leases[-1] for g in index.groups.values() if g.state == GroupState.LEASED}
+        assert leased == set(index.leases)
+        claimed = {
+            e.claim_id for g in index.groups.values() for e in g.episodes if e.state == EpisodeState.CLAIMED
+        }
+        assert claimed == set(index.claims)

@@ -1,0 +1,171 @@
+"""What clients of the buffer were told, kept apart from the ledger: the model that it is compared with.
+
+The model knows nothing of states. It holds what was acknowledged, scored, given out, trained and published,
+on the trainer's present lineage, and what of that each checkpoint would bring back."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from areal_async.wire.messages import VersionTag
+
+
+@dataclass
+class Trained:
+    """What is in the weights: it comes back with a checkpoint."""
+
+    uses: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Group → the steps that trained it."""
+    lineage: set[VersionTag] = field(default_factory=lambda: {VersionTag(0, 0)})
+    """The weights that units may be of."""
+    given_up: set[str] = field(default_factory=set)
+    """Tasks that ended without being trained, not to be tried again."""
+
+    def back_to(self, step: int) -> None:
+        """A trainer starts from the weights of version `step`."""
+        for group_id, steps in list(self.uses.items()):
+            self.uses[group_id] = [used for used in steps if used < step]
+        self.lineage = {tag for tag in self.lineage if tag.version <= step}
+
+
+@dataclass
+class Held:
+    """What Redis has: it can be lost with it."""
+
+    blobs: dict[str, set[int]] = field(default_factory=dict)
+    """Group → samples whose bytes are held."""
+    tags: dict[str, set[VersionTag]] = field(default_factory=dict)
+    """Episode → the weights its units are of."""
+    scores: dict[str, float] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+    """Group → "committed" or "dropped"."""
+
+
+@dataclass
+class Model:
+    eta: int
+    n: int
+    max_reuse: int
+    trained: Trained = field(default_factory=Trained)
+    held: Held = field(default_factory=Held)
+    batches: dict[int, list[str]] = field(default_factory=dict)
+    """What was given out, from the trainer's checkpoint on: the redo log as the trainer knows it."""
+    checkpoint: int = 0
+    """Newest step whose checkpoint the buffer was told of, or that a trainer began from."""
+    copies: dict[int, tuple[bytes, Trained]] = field(default_factory=dict)
+    """Step → what is in the checkpoint of it."""
+    epoch: int = 0
+    """The newest that any trainer had."""
+    published: set[VersionTag] = field(default_factory=set)
+    """Every snapshot there ever was."""
+
+    # --- bytes, from the writes alone ---
+
+    def wrote(self, writes, *, opening: bool) -> None:
+        """A decision reached Redis."""
+        for group_id, samples in writes.freed.items():
+            if samples is None:
+                assert opening or self.may_be_freed(group_id), "bytes freed before the checkpoint"
+                self.held.blobs.pop(group_id, None)
+            else:
+                assert opening, "an acknowledged episode vanishes from a group that lives on"
+                self.held.blobs[group_id] -= set(samples)
+        for group_id, samples in writes.blobs.items():
+            assert group_id not in writes.freed
+            mine = self.held.blobs.setdefault(group_id, set())
+            assert not mine & set(samples), "a sample is stored once"
+            mine |= set(samples)
+
+    def may_be_freed(self, group_id: str) -> bool:
+        """Trained groups only after a checkpoint covers their last use; others when they are dropped."""
+        return all(step < self.checkpoint for step in self.trained.uses[group_id])
+
+    # --- groups ---
+
+    def end(self, group_id: str, *, retried: bool) -> None:
+        """A group's record is gone."""
+        assert group_id not in self.held.ended, "a group ended twice"
+        if self.trained.uses[group_id]:
+            self.held.ended[group_id] = "committed"
+            return
+        self.held.ended[group_id] = "dropped"
+        if not retried:
+            self.trained.given_up.add(task_of(group_id))
+
+    def acknowledge(self, episode_id: str, tags: set[VersionTag]) -> None:
+        self.held.tags[episode_id] = tags
+        self.held.scores.pop(episode_id, None)
+
+    def batch(self, step: int, groups) -> None:
+        """The trainer is given a batch: every promise that it can check."""
+        for group in groups:
+            assert [e.sample for e in group.episodes] == list(range(self.n)), "groups_are_whole"
+            before = [used for used in self.trained.uses[group.group_id] if used < step]
+            assert group.uses == len(before) < self.max_reuse, "trained_effectively_once"
+            for episode in group.episodes:
+                tags = self.held.tags[episode.episode_id]
+                assert all(0 <= step - tag.version <= self.eta for tag in tags), "staleness_is_bounded"
+                assert tags <= self.trained.lineage, "a unit of abandoned weights is in a batch"
+                assert episode.reward == self.held.scores[episode.episode_id]
+                assert episode.sample in self.held.blobs[group.group_id], "bytes freed before the checkpoint"
+        ids = [group.group_id for group in groups]
+        assert len(ids) == len(set(ids)), "never twice in one step"
+        planned = self.batches.setdefault(step, ids)
+        if planned != ids:
+            gone = set(planned) - set(ids)
+            assert gone, "a batch is never only put into another order"
+            assert all(not self.tags_of(group_id) <= self.trained.lineage for group_id in gone), (
+                "a batch is only ever changed because of abandoned weights"
+            )
+            self.batches[step] = ids
+
+    def tags_of(self, group_id: str) -> set[VersionTag]:
+        return set().union(*(self.held.tags[f"{group_id}.{sample}"] for sample in range(self.n)))
+
+    def alike(self, version: int) -> list[int]:
+        """The epochs that published `version` before."""
+        return sorted(tag.epoch for tag in self.published if tag.version == version)
+
+    def commit(self, step: int, epoch: int, same_as: list[int]) -> None:
+        """A step is trained, and its snapshot published: the same weights as those of `same_as`."""
+        for group_id in self.batches[step]:
+            uses = self.trained.uses[group_id]
+            assert step not in uses, "trained_effectively_once"
+            uses.append(step)
+            assert len(uses) <= self.max_reuse, "trained_effectively_once"
+        still = [old for old in same_as if VersionTag(old, step) in self.trained.lineage]
+        self.trained.lineage |= {VersionTag(old, step + 1) for old in (*still, epoch)}
+        self.published.add(VersionTag(epoch, step + 1))
+
+    # --- checkpoints and deaths ---
+
+    def save(self, step: int, ledger: bytes) -> None:
+        self.copies[step] = (ledger, copy.deepcopy(self.trained))
+
+    def redo_from(self, step: int, held_plans: set[int]) -> None:
+        """A trainer comes back at `step`, and the ledger still has the batches since then."""
+        self.trained.back_to(step)
+        self.batches = {s: ids for s, ids in self.batches.items() if s >= step and s in held_plans}
+        self._go_on_from(step)
+
+    def copy_wins(self, step: int) -> None:
+        """A trainer comes back at `step`, and everything since is forgotten."""
+        self.trained = copy.deepcopy(self.copies[step][1])
+        self.batches = {}
+        self.held.ended = {g: how for g, how in self.held.ended.items() if self.trained.uses[g]}
+        self._go_on_from(step)
+
+    def _go_on_from(self, step: int) -> None:
+        self.checkpoint = step
+        self.copies = {s: saved for s, saved in self.copies.items() if s <= step}
+
+    def opened(self, epoch: int, step: int) -> None:
+        self.epoch = epoch
+        self.trained.lineage.add(VersionTag(epoch, step))
+        self.published.add(VersionTag(epoch, step))
+
+
+def task_of(group_id: str) -> str:
+    return group_id.rpartition("#")[0]

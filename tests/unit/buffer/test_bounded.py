@@ -1,0 +1,217 @@
+"""nothing_is_unbounded: with its consumer gone, generation slows down and stops; memory stays flat; when the
+consumer is back, nothing was lost and everything flows. The real service, a real Redis, workers that wait."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from areal_async.config.job import JobConfig
+from areal_async.control.context import ServiceContext
+from areal_async.wire.messages import Batch, EpisodeVerdict, Score, VersionTag, Waiting
+from replay_buffer import metrics
+from replay_buffer.client import BufferClient
+from replay_buffer.server import main
+from replay_buffer.store import connect
+
+LIMIT_S = 20.0
+ATTEMPTS = 400
+FLAT_BYTES = 4 << 20
+"""Far less than the attempts would add if they stayed anywhere."""
+
+
+class Job:
+    """Everybody of a job but the buffer: two workers, a scorer and a trainer; each can be held up."""
+
+    def __init__(self, ctx, blob, client):
+        self.ctx, self.blob, self.client, self.name = ctx, blob, client, ctx.job.job
+        self.acknowledged: set[str] = set()
+        self.trained: list[str] = []
+        self.step = 0
+        self.epoch = 0
+        self.reasons: dict[str, str] = {}
+        """Why each worker was last given nothing; empty while it is given something."""
+        self.waiting: Waiting | None = None
+        self.runs = {role: asyncio.Event() for role in ("worker", "scorer", "trainer")}
+        for event in self.runs.values():
+            event.set()
+
+    def tag(self):
+        return VersionTag(self.epoch, self.step)
+
+    async def work(self, name):
+        while True:
+            await self.runs["worker"].wait()
+            leases = await self.client.lease(name, 2, self.tag(), wait_ms=50)
+            self.reasons[name] = leases.reason
+            for group in leases.groups:
+                await asyncio.sleep(0.002)
+                await self.put(group)
+
+    async def put(self, group):
+        version, epoch = self.step, self.epoch
+        episodes = {
+            sample: self.blob(self.name, group.group_id, sample, version=version, epoch=epoch, n=2000)
+            for sample in group.missing
+        }
+        ack = await self.client.put(group.lease_id, group.group_id, episodes)
+        self.acknowledged |= {f"{group.group_id}.{sample}" for sample in ack.stored}
+        return ack
+
+    async def score(self):
+        while True:
+            await self.runs["scorer"].wait()
+            claims, _ = await self.client.claim("reward-0", 64, wait_ms=50)
+            verdicts = [EpisodeVerdict(i.episode_id, i.claim_id, Score(0.5)) for i in claims.items]
+            if verdicts:
+                await self.client.verdicts("reward-0", verdicts)
+
+    async def train(self):
+        while True:
+            await self.runs["trainer"].wait()
+            batch = await self.client.next_batch(self.epoch, self.step, wait_ms=50)
+            if not isinstance(batch, Batch):
+                self.waiting = batch
+                continue
+            self.waiting = None
+            self.trained += [e.episode_id for group in batch.groups for e in group.episodes]
+            await self.client.commit(self.epoch, self.step)
+            self.step += 1
+            await self.client.export_ledger(self.epoch, self.step)
+            await self.client.checkpointed(self.epoch, self.step)
+
+    async def until(self, condition, what):
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + LIMIT_S
+        while not condition():
+            for task in self.tasks:
+                if task.done():
+                    task.result()
+            assert loop.time() < deadline_s, f"{what} did not happen in time"
+            await asyncio.sleep(0.005)
+
+    async def until_generation_stops(self):
+        """Both workers are told to wait, and nothing is on its way any more."""
+        self.reasons.clear()
+        await self.until(lambda: len(self.reasons) == 2 and all(self.reasons.values()), "the stop")
+        return next(iter(self.reasons.values()))
+
+
+@pytest.fixture
+def a_job(tmp_path, redis_url, job_name, blob, monkeypatch):
+    """`async with a_job(…) as job`: a job that runs, with these settings of its buffer."""
+    monkeypatch.setattr(metrics, "register", metrics.BufferCollector)
+
+    @asynccontextmanager
+    async def make(**buffer):
+        task = {"prompt": "1+1=", "data_source": "sums", "reward_model": {"style": "rule", "ground_truth": 2}}
+        (tmp_path / "tasks.jsonl").write_text((json.dumps(task) + "\n") * 50)
+        settings = {"batch_groups": 4, "max_staleness": 1, "redis": redis_url, "durability": "memory"}
+        config = JobConfig.model_validate(
+            {
+                "job": job_name,
+                "model": str(tmp_path),
+                "tasks": {"train": str(tmp_path / "tasks.jsonl")},
+                "rollout": {"group_size": 2},
+                "buffer": settings | buffer,
+                "trainer": {"steps": 10_000},
+            }
+        )
+        ctx = ServiceContext.for_test(config, tmp_path, "buffer", "buffer")
+        service = asyncio.create_task(main(ctx))
+        client = BufferClient(ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=10.0)
+        await client.connect()
+        job = Job(ctx, blob, client)
+        job.epoch = (await client.open_trainer("trainer", 0)).epoch
+        everybody = (job.work("w0"), job.work("w1"), job.score(), job.train())
+        job.tasks = [asyncio.create_task(part) for part in everybody]
+        try:
+            yield job
+        finally:
+            for task in job.tasks:
+                task.cancel()
+            await asyncio.gather(*job.tasks, return_exceptions=True)
+            await client.close()
+            ctx.stop.set()
+            await asyncio.wait_for(service, 10)
+
+    return make
+
+
+async def memory_stays_flat(job, redis_url):
+    """Ask for many more leases, and put what nobody has a lease for."""
+    redis = connect(redis_url)
+
+    async def redis_bytes():
+        return int((await redis.info("memory"))["used_memory"])
+
+    async def attempt(count):
+        payload = {0: job.blob(job.name, "cafe:1:0#0", 0, n=2000)}
+        for _ in range(count):
+            assert not (await job.client.lease("w2", 100, job.tag())).groups
+            assert (await job.client.put("no-such-lease", "cafe:1:0#0", payload)).stored == []
+        return len(payload[0])
+
+    await attempt(50)  # caches and pools have their size from here on
+    before, rss = await redis_bytes(), psutil.Process().memory_info().rss
+    assert await attempt(ATTEMPTS) * ATTEMPTS > 2 * FLAT_BYTES
+    assert await redis_bytes() - before < FLAT_BYTES
+    assert psutil.Process().memory_info().rss - rss < FLAT_BYTES
+    await redis.aclose()
+
+
+@pytest.mark.parametrize("role", ["trainer", "scorer"])
+def test_nothing_is_unbounded_while_a_consumer_is_gone(a_job, redis_url, role):
+    async def run():
+        async with a_job() as job:
+            await job.until(lambda: job.step >= 3, "training")
+            job.runs[role].clear()
+            reason = await job.until_generation_stops()
+            stats = await job.client.stats()
+            assert stats.outstanding == stats.capacity == 8
+            assert "8 groups are outstanding and at most 8 may be" in reason
+            if role == "scorer":
+                await job.until(lambda: job.waiting is not None, "the trainer's wait")
+                assert "scor" in job.waiting.edge
+            acknowledged = set(job.acknowledged)
+            await memory_stays_flat(job, redis_url)
+            assert job.acknowledged == acknowledged
+            assert (await job.client.stats()).payload_bytes == stats.payload_bytes
+            job.runs[role].set()
+            step = job.step
+            await job.until(lambda: job.step >= step + 6, "training again")
+            # All that was acknowledged by then is trained, each episode once.
+            assert acknowledged <= set(job.trained)
+            assert len(job.trained) == len(set(job.trained))
+            assert (await job.client.stats()).episodes_dropped == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [({"max_groups": 12}, "buffer.max_groups 12"), ({"max_bytes": 1 << 20}, "buffer.max_bytes (1048576)")],
+)
+def test_nothing_is_unbounded_where_staleness_bounds_nothing(a_job, redis_url, limit, words):
+    """With a staleness bound that lets everything in, the limits on groups and bytes hold."""
+
+    async def run():
+        async with a_job(max_staleness=500, **limit) as job:
+            job.runs["trainer"].clear()
+            reason = await job.until_generation_stops()
+            assert words in reason
+            stats = await job.client.stats()
+            held = {"max_groups": sum(stats.groups.values()), "max_bytes": stats.payload_bytes}
+            for name, most in limit.items():
+                assert held[name] < 1.1 * most  # a group under way is always taken
+            acknowledged = set(job.acknowledged)
+            await memory_stays_flat(job, redis_url)
+            job.runs["trainer"].set()
+            await job.until(lambda: acknowledged <= set(job.trained), "training what was held")
+            assert len(job.trained) == len(set(job.trained))
+
+    asyncio.run(run())

@@ -1,0 +1,279 @@
+"""Replay: groups that are trained in more than one step (`buffer.max_reuse`)."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from areal_async.wire.messages import Commit, ExportLedger, TrainerOpened
+from replay_buffer.ledger.committing import Copy
+from replay_buffer.ledger.records import GroupState
+
+
+def ids(batch):
+    return [group.group_id for group in batch.groups]
+
+
+def names(leases):
+    return [lease.group_id for lease in leases]
+
+
+def uses(batch):
+    return [group.uses for group in batch.groups]
+
+
+def train(ledger):
+    batch = ledger.batch()
+    ledger.commit()
+    return ids(batch)
+
+
+def export(ledger):
+    return ledger.decide(ExportLedger(ledger.epoch, ledger.index.meta.v_train)).payload
+
+
+def held(ledger, group_id):
+    return ledger.index.groups[group_id]
+
+
+def test_trained_effectively_once_where_no_replay_is_asked_for(drive):
+    ledger = drive(max_staleness=4)
+    ledger.step()
+    assert "has 0" in ledger.waiting().detail
+    assert ledger.count("scored:reuse") == 0
+
+
+def test_a_trained_group_is_trained_again_until_its_uses_are_spent(drive):
+    ledger = drive(max_staleness=4, max_reuse=3)
+    groups = names(ledger.scored(2))
+    for step in range(3):
+        batch = ledger.batch()
+        assert ids(batch) == groups
+        assert uses(batch) == [step, step]
+        assert len(set(ids(batch))) == 2, "never twice in one step"
+        ledger.commit()
+    assert "has 0" in ledger.waiting().detail
+    assert held(ledger, groups[0]).steps == (0, 1, 2)
+    assert ledger.state(groups[0]) == "TRAINED"
+    assert ledger.count("scored:reuse") == 4
+    assert ledger.count("batched:reuse") == 4
+    assert ledger.index.meta.episodes_trained == 12, "each use counts"
+    assert ledger.index.meta.max_staleness_seen == 2
+
+
+def test_new_groups_come_first_and_the_least_used_fill_the_batch(drive):
+    ledger = drive(batch_groups=2, max_staleness=4, max_reuse=3)
+    a, b = names(ledger.scored(2))
+    assert train(ledger) == [a, b]
+    assert train(ledger) == [a, b]
+    (c,) = names(ledger.scored(1))
+    assert train(ledger) == [c, a]
+    assert train(ledger) == [c, b]
+    assert held(ledger, a).steps == (0, 1, 2)
+    (d,) = names(ledger.scored(1))
+    assert train(ledger) == [d, c]
+
+
+def test_staleness_is_bounded_for_what_is_used_again(drive):
+    ledger = drive(batch_groups=1, max_staleness=1, max_reuse=2)
+    (old,) = ledger.lease()
+    ledger.scored(1)
+    assert train(ledger) != names([old])
+    ledger.put(old, version=0)
+    ledger.judge(ledger.claim())
+    assert train(ledger) == names([old])
+    assert ledger.state(old) == "TRAINED", "at step 2 version 0 would be too old"
+    assert ledger.index.reusable._sorted == []
+
+
+def test_a_group_that_becomes_too_old_is_trained_for_good_and_not_dropped(drive):
+    ledger = drive(batch_groups=1, max_staleness=1, max_reuse=2)
+    (a,) = names(ledger.scored(1))
+    train(ledger)
+    assert ledger.state(a) == "SCORED"
+    (b,) = names(ledger.scored(1))
+    assert train(ledger) == [b]
+    assert ledger.state(a) == "TRAINED"
+    assert ledger.count("trained:reuse_ended") == 1
+    assert ledger.index.meta.episodes_dropped == 0
+    assert f"{a.partition('#')[0]}#1" not in ledger.index.groups, "its task is not tried again"
+
+
+def test_what_is_used_again_is_not_outstanding(drive):
+    ledger = drive(batch_groups=1, max_staleness=1, max_reuse=2)
+    ledger.scored(1)
+    ledger.batch()
+    assert ledger.index.outstanding == 1
+    ledger.commit()
+    assert ledger.index.outstanding == 0
+    ledger.batch()
+    assert ledger.index.outstanding == 0
+    assert len(ledger.lease(10)) == 2
+
+
+def test_no_step_is_made_of_used_groups_at_the_cost_of_one_under_way(drive):
+    """Three groups of version 1 are generated: with step 1 made of used ones, step 2 has place for two."""
+    ledger = drive(batch_groups=2, max_staleness=1, max_reuse=2, lease_ms=10**9)
+    ledger.scored(2)
+    train(ledger)
+    first, second, third = ledger.lease(3)
+    assert "could be used again" in ledger.waiting().detail
+    ledger.put(first)
+    ledger.judge(ledger.claim())
+    assert ids(ledger.batch())[0] == first.group_id, "the others have their places in step 2"
+    ledger.commit()
+    for lease in (second, third):
+        ledger.put(lease, version=1)
+    ledger.judge(ledger.claim())
+    assert train(ledger) == [second.group_id, third.group_id]
+    assert ledger.index.meta.episodes_dropped == 0
+
+
+def test_a_step_of_used_groups_waits_for_one_that_it_would_overtake(drive):
+    ledger = drive(batch_groups=1, max_staleness=1, max_reuse=2, lease_ms=10**9, overtaken_ms=5000)
+    (slow,) = ledger.lease()
+    ledger.scored(1)
+    train(ledger)
+    assert ledger.waiting().edge == "overtaken groups"
+    ledger.put(slow, version=0)
+    ledger.judge(ledger.claim())
+    assert train(ledger) == [slow.group_id]
+
+
+def test_bytes_are_freed_only_by_the_checkpoint_after_the_last_use(drive):
+    ledger = drive(batch_groups=1, max_staleness=2, max_reuse=2)
+    (a,) = names(ledger.scored(1))
+    train(ledger)
+    ledger.checkpointed(1)
+    assert ledger.state(a) == "SCORED"
+    assert ledger.index.payload_bytes == 200
+    assert train(ledger) == [a]
+    ledger.checkpointed(1)
+    assert ledger.state(a) == "TRAINED"
+    ledger.checkpointed(2)
+    assert ledger.state(a) is None
+    assert ledger.index.payload_bytes == 0
+    assert ledger.count("committed") == 1
+
+
+def test_what_grew_too_old_after_a_checkpoint_is_committed_with_the_next(drive):
+    ledger = drive(batch_groups=1, max_staleness=1, max_reuse=2)
+    (a,) = names(ledger.scored(1))
+    train(ledger)
+    ledger.checkpointed(1)
+    ledger.scored(1)
+    train(ledger)
+    assert ledger.state(a) == "TRAINED"
+    ledger.checkpointed(2)
+    assert ledger.state(a) is None
+
+
+def test_trained_effectively_once_on_the_lineage_of_a_checkpoint(drive):
+    """A trainer that comes back undoes the uses after its checkpoint, those before it stay."""
+    ledger = drive(batch_groups=1, max_staleness=4, max_reuse=3)
+    (a,) = names(ledger.scored(1))
+    train(ledger)
+    copy = export(ledger)
+    ledger.checkpointed(1)
+    (b,) = names(ledger.scored(1))
+    assert [train(ledger), train(ledger), train(ledger), train(ledger)] == [[b], [a], [b], [a]]
+    assert held(ledger, a).steps == (0, 2, 4)
+    trained = ledger.index.meta.episodes_trained
+    assert ledger.open(step=1, copy=copy) == TrainerOpened(2, 1)
+    assert ledger.index.meta.episodes_trained == trained - 8
+    assert (held(ledger, a).steps, held(ledger, a).step) == ((0,), 2)
+    assert (held(ledger, b).steps, held(ledger, b).step) == ((), 1)
+    assert ledger.index.outstanding == 1, "b alone: a was trained before the checkpoint"
+    for step, expected, before in ((1, b, 0), (2, a, 1), (3, b, 1), (4, a, 2)):
+        batch = ledger.batch()
+        assert (ids(batch), uses(batch)) == ([expected], [before])
+        ledger.send(Commit(ledger.epoch, step, [1]))
+    assert held(ledger, a).steps == (0, 2, 4)
+    assert held(ledger, b).steps == (1, 3)
+    assert ledger.index.meta.episodes_trained == trained
+    assert ledger.state(b) == "SCORED", "one use left"
+
+
+def test_a_group_in_two_redone_steps_ends_once_when_its_weights_are_abandoned(drive):
+    ledger = drive(batch_groups=1, max_staleness=4, max_reuse=2)
+    ledger.scored(1)
+    assert train(ledger) != []
+    (b,) = names(ledger.scored(1, version=1))
+    assert train(ledger) == [b]
+    train(ledger)
+    assert train(ledger) == [b]
+    ledger.open(step=0)
+    ledger.batch()
+    ledger.commit()
+    assert ledger.state(b) is None, "its units are of version 1 of the old epoch"
+    assert ledger.count("dropped:abandoned") == 1
+    assert f"{b.partition('#')[0]}#1" in ledger.index.groups
+
+
+def test_what_was_spent_or_too_old_can_be_used_again_where_that_is_undone(drive):
+    ledger = drive(batch_groups=1, max_staleness=1, max_reuse=2)
+    (a,) = names(ledger.scored(1))
+    train(ledger)
+    copy = export(ledger)
+    ledger.checkpointed(1)
+    ledger.scored(1)
+    train(ledger)
+    assert ledger.state(a) == "TRAINED"
+    ledger.open(step=1, copy=copy)
+    assert ledger.state(a) == "SCORED"
+    assert held(ledger, a).steps == (0,)
+
+
+def test_the_copy_of_an_older_checkpoint_knows_the_uses_before_it(drive):
+    ledger = drive(batch_groups=1, max_staleness=4, max_reuse=3)
+    (a,) = names(ledger.scored(1))
+    train(ledger)
+    copy = export(ledger)
+    ledger.checkpointed(1)
+    assert train(ledger) == [a]
+    ledger.checkpointed(2)
+    ledger.open(step=1, copy=copy)
+    assert ledger.index.meta.checkpoint == 1
+    assert (ledger.state(a), held(ledger, a).steps) == ("SCORED", (0,))
+    assert ledger.index.meta.episodes_trained == 2
+    assert train(ledger) == [a]
+
+
+@pytest.mark.parametrize("redis", ["committed", "new"])
+def test_a_used_group_whose_bytes_are_gone_is_not_generated_again(drive, driver_type, redis):
+    """Its use is in the weights of the checkpoint: another generation would be another use."""
+    ledger = drive(batch_groups=1, max_staleness=4, max_reuse=2)
+    (a,) = names(ledger.scored(1))
+    train(ledger)
+    copy = export(ledger)
+    assert [group.group_id for group in msgspec.msgpack.decode(copy, type=Copy).groups] == [a]
+    ledger.checkpointed(1)
+    if redis == "committed":
+        train(ledger)
+        ledger.checkpointed(2)
+    else:
+        ledger = driver_type(batch_groups=1, max_staleness=4, max_reuse=2)
+        ledger.index.meta = msgspec.structs.replace(ledger.index.meta, ledger_id="another")
+    ledger.open(step=1, copy=copy)
+    assert ledger.index.groups == {}
+    assert ledger.count("committed:adopted") == 1
+    assert names(ledger.lease()) != [a]
+
+
+def test_the_copy_made_while_steps_are_redone_holds_what_they_will_train(drive):
+    """Such groups lie before the cursor: forgotten, they would be skipped."""
+    ledger = drive(batch_groups=1, max_staleness=4)
+    batches = [ids(ledger.step()) for _ in range(3)]
+    ledger.open(step=0)
+    ledger.batch()
+    ledger.send(Commit(ledger.epoch, 0, [1]))
+    copy = msgspec.msgpack.decode(export(ledger), type=Copy)
+    assert [[group.group_id] for group in copy.groups] == batches[1:]
+    blob = msgspec.msgpack.encode(copy)
+    for step in (1, 2):
+        ledger.batch()
+        ledger.send(Commit(ledger.epoch, step, [1]))
+    ledger.checkpointed(3)
+    ledger.open(step=1, copy=blob)
+    assert {group.state for group in ledger.index.groups.values()} == {GroupState.QUEUED}
+    assert [[group_id] for group_id in names(ledger.lease(5))[:2]] == batches[1:]

@@ -1,0 +1,295 @@
+"""Real Redis servers of a test's own: with TLS, with users, as a replica, a cluster node or a Sentinel.
+
+TLS needs Redis 7 as Debian packages it (`redis-tools` holds the server too, under the name of a checker);
+where it is missing those tests are skipped and say so. Which server a job starts for itself stays as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis as redis_sync
+
+from areal_async.control.context import short_socket_dir
+from areal_async.control.preflight import find_redis_server, redis_server_version
+from areal_async.wire.messages import (
+    Checkpointed,
+    Claim,
+    Commit,
+    EpisodeVerdict,
+    ExportLedger,
+    Lease,
+    NextBatch,
+    PutVerdicts,
+    Score,
+    Task,
+    VersionTag,
+)
+from replay_buffer.clock import RedisClock
+from replay_buffer.front import Front
+from replay_buffer.ledger.opening import OpenedWith
+from replay_buffer.ledger.rules import Rules
+from replay_buffer.ledger.storing import Arrival, StoreEpisodes
+from replay_buffer.store import Store
+
+START_LIMIT_S = 10.0
+RULES = Rules(group_size=2, batch_groups=2, max_staleness=1)
+
+
+def redis_7(folder: Path) -> Path | None:
+    """A `redis-server` of version 7 or newer: on the PATH, or the checker of Debian's `redis-tools`, which is
+    the same program."""
+    for name in ("redis-server", "redis-check-rdb"):
+        found = shutil.which(name)
+        if found is None:
+            continue
+        link = folder / "redis-server"
+        link.unlink(missing_ok=True)
+        link.symlink_to(found)
+        if int((redis_server_version(link) or "0").split(".")[0]) >= 7:
+            return link
+    return None
+
+
+class Server:
+    """One redis-server on a port of its own and, for the test itself, on a unix socket."""
+
+    def __init__(self, binary: Path, folder: Path, *arguments: str, **options: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.binary, self.folder, self.arguments, self.options = binary, folder, arguments, options
+        self.port = free_port()
+        self.socket = folder / "s"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    @property
+    def admin(self) -> redis_sync.Redis:
+        return redis_sync.Redis(unix_socket_path=str(self.socket), protocol=2)
+
+    def start(self, before: Callable[[], None] | None = None) -> Server:
+        options = {
+            "port": str(self.port),
+            "bind": "127.0.0.1",
+            "unixsocket": str(self.socket),
+            "dir": str(self.folder),
+            "logfile": str(self.folder / "log"),
+            "save": "",
+            "appendonly": "yes",
+        } | {name.replace("_", "-"): value for name, value in self.options.items()}
+        return self._run([word for name, value in options.items() for word in (f"--{name}", value)], before)
+
+    def start_alone(self) -> Server:
+        """With nothing but its arguments, as a Sentinel with its file."""
+        return self._run([])
+
+    def _run(self, words: Sequence[str], before: Callable[[], None] | None = None) -> Server:
+        self.process = subprocess.Popen(
+            [self.binary, *self.arguments, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=before,
+        )
+        until(self._answers, what=f"a redis-server that answers ({self.folder})")
+        return self
+
+    def _answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, (self.folder / "log").read_text()
+        try:
+            return bool(self.admin.ping())
+        except redis_sync.RedisError:
+            return False
+
+    def pause(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+def free_port() -> int:
+    """A port that is free now, and whose cluster bus port (10000 above) exists."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port < 55_000:
+            return port
+
+
+def until(condition: Callable[[], Any], limit_s: float = START_LIMIT_S, what: str = "it") -> None:
+    """Wait for something that another process does."""
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{what} did not come in time"
+        os.sched_yield()
+
+
+async def happens(condition: Callable[[], Any], limit_s: float = START_LIMIT_S, what: str = "it") -> None:
+    """Let the loop run until `condition` holds."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + limit_s
+    while not condition():
+        assert loop.time() < deadline_s, f"{what} did not happen in time"
+        await asyncio.sleep(0.005)
+
+
+@pytest.fixture(scope="session")
+def wait() -> Any:
+    """`wait.until` for a test, `wait.happens` for a coroutine."""
+
+    class Wait:
+        pass
+
+    Wait.until, Wait.happens = staticmethod(until), staticmethod(happens)  # type: ignore[attr-defined]
+    return Wait
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    short = short_socket_dir(tmp_path)
+    short.mkdir(exist_ok=True)
+    return short
+
+
+@pytest.fixture
+def new_redis(tmp_path: Path) -> Path:
+    """The server of Redis 7; the test is skipped where there is none."""
+    binary = redis_7(tmp_path)
+    if binary is None:
+        pytest.skip("needs Redis 7 or newer: the Debian package redis-tools")
+    return binary
+
+
+@pytest.fixture(params=["embedded", "newer"])
+def binary(request: pytest.FixtureRequest) -> Path:
+    """The server that jobs start for themselves, and Redis 7."""
+    if request.param == "newer":
+        return request.getfixturevalue("new_redis")  # type: ignore[no-any-return]
+    found = find_redis_server()
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def servers(folder: Path) -> Iterator[Callable[..., Server]]:
+    """`servers(binary, name, …)`: a server that is ended with the test."""
+    started: list[Server] = []
+
+    def make(binary: Path, name: str, *arguments: str, **options: str) -> Server:
+        started.append(Server(binary, folder / name, *arguments, **options))
+        return started[-1]
+
+    yield make
+    for server in started:
+        server.kill()
+
+
+class CountedTasks:
+    dataset_hash = "cafe0123"
+
+    def at(self, position: int) -> tuple[int, int]:
+        return position, 0
+
+    def task(self, row: int, pass_index: int) -> Task:
+        return Task(f"{self.dataset_hash}:{row}:{pass_index}", f"prompt {row}", data_source="test")
+
+
+class Life:
+    """A front and everybody who speaks to it. Raises what the front raises."""
+
+    def __init__(self, front: Front, epoch: int, step: int, durability: str) -> None:
+        self.front, self.epoch, self.step, self.durability = front, epoch, step, durability
+
+    async def send(self, command: Any, blobs: Any = ()) -> Any:
+        return (await self.front.execute(command, blobs)).reply
+
+    async def lease(self, capacity: int = 2) -> Any:
+        return await self.send(Lease("w", capacity, VersionTag(self.epoch, self.step)))
+
+    async def put(self, group: Any, size_bytes: int = 10) -> Any:
+        blobs = [bytes([sample]) * size_bytes for sample in group.missing]
+        arrivals = tuple(
+            Arrival(sample, size_bytes, 8, 4, self.step, self.step, self.epoch) for sample in group.missing
+        )
+        return await self.send(StoreEpisodes(group.lease_id, group.group_id, arrivals), blobs)
+
+    async def judge(self) -> None:
+        items = (await self.send(Claim("s", 100))).items
+        verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
+        await self.send(PutVerdicts("s", verdicts))
+
+    async def train(self) -> Any:
+        """One step, from lease to checkpoint; returns its batch."""
+        for group in (await self.lease()).groups:
+            await self.put(group)
+        await self.judge()
+        return await self.train_what_is_there()
+
+    async def train_what_is_there(self) -> Any:
+        """One step with scored groups, to the checkpoint that frees them."""
+        batch = await self.send(NextBatch(self.epoch, self.step))
+        places = [(group.group_id, episode.sample) for group in batch.groups for episode in group.episodes]
+        assert None not in await self.front.blobs(places)
+        await self.send(Commit(self.epoch, self.step))
+        self.step += 1
+        await self.send(ExportLedger(self.epoch, self.step))
+        await self.send(Checkpointed(self.epoch, self.step))
+        return batch
+
+
+@pytest.fixture
+def a_life(job_name: str) -> Callable[..., Any]:
+    """`async with a_life(address) as life`: a front on that Redis, and its trainer opened."""
+
+    @asynccontextmanager
+    async def make(
+        address: Any,
+        durability: str = "everysec",
+        job: str = job_name,
+        step: int = 0,
+        revive: Any = None,
+        **rules: Any,
+    ) -> Any:
+        clock = RedisClock()
+        small = {"group_size": 2, "batch_groups": 2, "max_staleness": 1, "durability": durability}
+        fitting = Rules(**small | rules)
+        store = Store(address, job, "cafe0123", durability, clock)
+        front = Front(store, fitting, CountedTasks(), clock, revive)
+        try:
+            await front.start()
+            opened = (await front.execute(OpenedWith("t", step))).reply
+            life = Life(front, opened.epoch, step, durability)
+            life.store = store  # type: ignore[attr-defined]
+            yield life
+        finally:
+            await front.stop()
+
+    return make
+
+
+@pytest.fixture
+def job_name() -> str:
+    return "job-a"

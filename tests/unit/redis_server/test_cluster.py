@@ -1,0 +1,79 @@
+"""One job lives on one shard: its keys share a slot, and a node that does not serve it says who does."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from redis.crc import key_slot
+
+from areal_async.control.preflight import find_redis_server
+from replay_buffer.errors import StoreUnavailable, StoreUnusable
+
+SLOTS = 16384
+
+
+@pytest.fixture
+def cluster(servers, wait):
+    """Two nodes that share the slots between them."""
+    nodes = [
+        servers(find_redis_server(), name, cluster_enabled="yes", cluster_node_timeout="5000").start()
+        for name in ("a", "b")
+    ]
+    for number, node in enumerate(nodes):
+        half = range(number * SLOTS // 2, (number + 1) * SLOTS // 2)
+        node.admin.execute_command("CLUSTER", "ADDSLOTS", *half)
+        node.admin.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+    nodes[0].admin.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[1].port)
+    for node in nodes:
+        wait.until(
+            lambda node=node: b"cluster_state:ok" in node.admin.execute_command("CLUSTER", "INFO"),
+            what="the cluster",
+        )
+    return nodes
+
+
+def test_a_ledger_lives_on_the_node_that_owns_its_slot_and_all_its_keys_are_there(cluster, a_life, job_name):
+    slot = key_slot(f"areal:{{{job_name}}}:meta".encode())
+    owner, other = cluster if slot < SLOTS // 2 else cluster[::-1]
+
+    async def run():
+        async with a_life(owner.url) as life:
+            await life.train()
+            for group in (await life.lease()).groups:
+                await life.put(group)
+
+    asyncio.run(run())
+    keys = owner.admin.keys("*")
+    assert len(keys) >= 4
+    assert {key_slot(key) for key in keys} == {slot}
+    assert owner.admin.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot) == len(keys)
+    assert other.admin.keys("*") == []
+
+
+def test_a_node_that_does_not_serve_the_job_names_the_one_that_does(cluster, a_life, job_name):
+    slot = key_slot(f"areal:{{{job_name}}}:meta".encode())
+    owner, other = cluster if slot < SLOTS // 2 else cluster[::-1]
+
+    async def start():
+        async with a_life(other.url):
+            pass
+
+    with pytest.raises(StoreUnusable, match=f"slot {slot} is served by 127.0.0.1:{owner.port}"):
+        asyncio.run(start())
+
+
+def test_a_cluster_that_is_not_whole_is_waited_for(servers, a_life):
+    node = servers(find_redis_server(), "a", cluster_enabled="yes").start()
+
+    async def start():
+        async with a_life(node.url):
+            pass
+
+    with pytest.raises(StoreUnavailable, match="the cluster is not whole"):
+        asyncio.run(start())
+
+
+def test_jobs_spread_over_the_slots():
+    slots = {key_slot(f"areal:{{job-{number}}}:meta".encode()) for number in range(200)}
+    assert len(slots) > 190

@@ -1,0 +1,87 @@
+"""The buffer service on a Redis of one's own, as a job file describes it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from areal_async.config.job import JobConfig
+from areal_async.control.context import ServiceContext
+from areal_async.control.preflight import find_redis_server
+from areal_async.wire.messages import VersionTag
+from replay_buffer import metrics
+from replay_buffer.client import BufferClient
+from replay_buffer.errors import StoreUnusable
+from replay_buffer.rights import acl_rules, main
+from replay_buffer.server import main as serve
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def test_the_service_logs_in_as_the_job_file_says_and_acknowledges_its_tier(
+    servers, tmp_path, job_name, monkeypatch
+):
+    monkeypatch.setattr(metrics, "register", metrics.BufferCollector)
+    monkeypatch.setenv("REDIS_PASSWORD", "pass")
+    server = servers(find_redis_server(), "own", appendfsync="always").start()
+    server.admin.execute_command(
+        "ACL", "SETUSER", "front", "on", ">pass", *acl_rules(job_name, "front").split()
+    )
+    task = {"prompt": "1+1=", "data_source": "sums", "reward_model": {"style": "rule", "ground_truth": 2}}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(task) + "\n")
+    buffer = {
+        "redis": f"unix://front@{server.socket}",
+        "redis_login": {"password_env": "REDIS_PASSWORD"},
+        "max_staleness": 0,
+    }
+    content = {"job": job_name, "model": str(tmp_path), "tasks": {"train": str(tmp_path / "tasks.jsonl")}}
+    job = JobConfig.model_validate(content | {"buffer": buffer})
+    ctx = ServiceContext.for_test(job, tmp_path, "buffer", "buffer")
+
+    async def run():
+        service = asyncio.create_task(serve(ctx))
+        client = BufferClient(ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=10.0)
+        await client.connect()
+        epoch = (await client.open_trainer("trainer", 0)).epoch
+        assert (await client.lease("w", 1, VersionTag(epoch, 0))).groups
+        await client.close()
+        ctx.stop.set()
+        await asyncio.wait_for(service, 10)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("appendfsync", "durability", "is_true"),
+    [("always", "everysec", True), ("always", "always", True), ("everysec", "always", False)],
+)
+def test_the_tier_in_an_acknowledgement_is_the_truth(servers, a_life, appendfsync, durability, is_true):
+    """A Redis that does more than the tier says is taken; one that does less is not."""
+    server = servers(find_redis_server(), "own", appendfsync=appendfsync).start()
+
+    async def run():
+        async with a_life(server.url, durability=durability) as life:
+            (group,) = (await life.lease(1)).groups
+            assert (await life.put(group)).durability == durability
+            synced = server.admin.info("persistence")
+            assert synced["aof_enabled"] == 1
+            assert synced["aof_last_write_status"] == "ok"
+
+    if is_true:
+        asyncio.run(run())
+    else:
+        with pytest.raises(StoreUnusable, match=r"appendfsync everysec, but buffer.durability is always"):
+            asyncio.run(run())
+
+
+def test_the_documented_rights_are_the_tested_ones(capsys):
+    assert main(["JOB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    page = re.sub(r"\s*\\\n\s*", " ", (DOCS / "redis.md").read_text())
+    for line in lines:
+        assert line in page

@@ -1,0 +1,154 @@
+"""Redis behind TLS and a login: both clients of the buffer speak it, and what is wrong is said at start."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from areal_async.config.buffer import BufferSection
+from replay_buffer.address import RedisAddress
+from replay_buffer.errors import StoreUnusable
+
+
+@dataclass(frozen=True)
+class Authority:
+    folder: Path
+
+    def ca(self) -> Path:
+        return self.folder / "ca.pem"
+
+    def issue(self, name: str, alternative: str = "DNS:localhost") -> tuple[Path, Path]:
+        """A certificate and its key, signed by this authority."""
+        cert, key, request = (self.folder / f"{name}.{end}" for end in ("pem", "key", "csr"))
+        extension = self.folder / f"{name}.ext"
+        extension.write_text(f"subjectAltName={alternative}\n")
+        openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", key)(
+            "-out", request, "-subj", f"/CN={name}"
+        )
+        openssl("x509", "-req", "-in", request, "-CA", self.ca(), "-CAkey", self.folder / "ca.key")(
+            "-CAcreateserial", "-days", "2", "-extfile", extension, "-out", cert
+        )
+        return cert, key
+
+
+def openssl(*first):
+    def run(*rest):
+        subprocess.run(["openssl", *map(str, (*first, *rest))], check=True, capture_output=True)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    """`authority(name)`: a certificate authority."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl: the Debian package openssl")
+
+    def make(name: str) -> Authority:
+        folder = tmp_path_factory.mktemp(name)
+        openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")(
+            "-keyout", folder / "ca.key", "-out", folder / "ca.pem", "-days", "2", "-subj", f"/CN={name}"
+        )
+        return Authority(folder)
+
+    return make
+
+
+@pytest.fixture
+def secure(new_redis, servers, authority, folder):
+    """A server that speaks TLS alone, wants a client certificate, and knows one user."""
+    ours = authority("ours")
+    cert, key = ours.issue("server")
+    server = servers(
+        new_redis,
+        "tls",
+        port="0",
+        tls_cert_file=str(cert),
+        tls_key_file=str(key),
+        tls_ca_cert_file=str(ours.ca()),
+    )
+    server.options["tls-port"] = str(server.port)
+    server.start()
+    server.admin.execute_command("ACL", "SETUSER", "front", "on", ">s3cret", "~*", "+@all")
+    client, client_key = ours.issue("client")
+    (folder / "password").write_text("s3cret\n")
+    tls = {"ca_file": ours.ca(), "cert_file": client, "key_file": client_key}
+    login = {"password_file": folder / "password"}
+
+    def address(host="localhost", login=login, **changes):
+        return RedisAddress.of(
+            BufferSection(
+                redis=f"rediss://front@{host}:{server.port}", redis_login=login, redis_tls=tls | changes
+            )
+        )
+
+    return address
+
+
+def test_a_ledger_lives_behind_tls_with_a_client_certificate_and_a_login(secure, a_life):
+    async def run():
+        async with a_life(secure()) as life:
+            batches = [await life.train() for _ in range(2)]
+            assert [len(batch.groups) for batch in batches] == [2, 2]
+            assert life.front.index.meta.v_train == 2
+        async with a_life(secure("127.0.0.1", check_hostname=False), step=2) as life:
+            assert life.front.front_epoch == 2
+
+    asyncio.run(run())
+
+
+def test_a_certificate_that_is_not_trusted_is_refused_by_both_sides(secure, authority, a_life):
+    other = authority("other")
+    stranger, key = other.issue("stranger")
+
+    async def refused(address):
+        async with a_life(address):
+            pass
+
+    for address in (
+        secure(ca_file=other.ca()),  # the server is not whom we trust
+        secure("127.0.0.1"),  # it is, but its certificate is for another name
+        secure(cert_file=None, key_file=None),  # it wants to know who we are
+        secure(cert_file=stranger, key_file=key),  # and does not trust everybody
+    ):
+        with pytest.raises(StoreUnusable, match=r"no TLS connection to .* Look at buffer\.redis_tls"):
+            asyncio.run(refused(address))
+    with pytest.raises(StoreUnusable, match=r"certificates of buffer.redis_tls cannot be used"):
+        asyncio.run(refused(secure(ca_file=key)))
+
+
+def test_a_wrong_password_is_named_by_its_place_and_never_shown(secure, a_life, folder, monkeypatch):
+    monkeypatch.setenv("REDIS_PASSWORD", "hunter2")
+
+    async def refused(address):
+        async with a_life(address):
+            pass
+
+    with pytest.raises(StoreUnusable, match="password_env or password_file") as caught:
+        asyncio.run(refused(secure(login={"password_env": "REDIS_PASSWORD"})))
+    assert "front" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(StoreUnusable, match=r"UNSET_VARIABLE .* is not set"):
+        asyncio.run(refused(secure(login={"password_env": "UNSET_VARIABLE"})))
+    (folder / "password").write_text("\n")
+    with pytest.raises(StoreUnusable, match="is empty"):
+        asyncio.run(refused(secure()))
+
+
+def test_a_password_that_changes_in_its_file_is_used_from_the_next_connection_on(secure, folder):
+    before = secure().place()
+    (folder / "password").write_text("next")
+    assert (before.password, secure().place().password) == ("s3cret", "next")
+
+
+def test_neither_an_address_nor_a_place_shows_its_password():
+    address = RedisAddress.parse("rediss://user:s3cret@host:1/2")
+    for shown in (address, address.url, address.place()):
+        assert "s3cret" not in f"{shown} {shown!r}"
+    assert address.place().password == "s3cret"
+    assert str(address) == "rediss://user@host:1/2"

@@ -1,0 +1,97 @@
+"""A disk without room, played by the limit on the size of files: an error that says so and loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+from contextlib import contextmanager
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from areal_async.observe.record import RunLog, read_run_log
+from trainer_service.checkpoint import Checkpoints, named_checkpoints, newest_usable
+from trainer_service.disk import room_for
+from trainer_service.errors import DiskFull
+from trainer_service.modelfiles import write_model
+from trainer_service.ranks import join_ranks
+from trainer_service.record import read_step, write_step
+
+LIMIT_BYTES = 4096
+
+
+@contextmanager
+def no_room():
+    """No file can grow beyond some bytes. Python ignores the signal that comes with the error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def weights(folder):
+    save_file({"weight": torch.zeros(LIMIT_BYTES)}, folder / "policy.safetensors")
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_and_a_later_one_can_be_written(tmp_path):
+    checkpoints = Checkpoints(tmp_path, job="job", keep=1, ranks=join_ranks(0, 1))
+    checkpoints.save(1, epoch=1, updates=1, ledger=b"one", write=weights)
+    for ledger, write in ((b"two", weights), (bytes(2 * LIMIT_BYTES), lambda folder: None)):
+        with no_room(), pytest.raises(DiskFull, match=r"no room for a checkpoint .* `areal-async resume`"):
+            checkpoints.save(2, epoch=1, updates=2, ledger=ledger, write=write)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-000001"], "what was begun is gone"
+        found = newest_usable(tmp_path, job="job")
+        assert (found.manifest.step, found.ledger()) == (1, b"one")
+    # As a trainer that comes back does it.
+    again = Checkpoints(tmp_path, job="job", keep=1, ranks=join_ranks(0, 1))
+    again.went_on_from(found.folder)
+    again.save(2, epoch=2, updates=2, ledger=b"two", write=weights)
+    assert [path.name for path in named_checkpoints(tmp_path)] == ["step-000002"]
+
+
+def test_a_restart_is_not_tried_while_the_disk_is_full():
+    assert DiskFull.restart_helps is False
+
+
+def test_a_recorded_batch_that_does_not_fit_is_written_again_on_resume(tmp_path, make_batch):
+    batch, blobs = make_batch(0)
+    large = {name: bytes(LIMIT_BYTES) for name in blobs}
+    with no_room(), pytest.raises(DiskFull, match="no room for a recorded batch"):
+        write_step(tmp_path, batch, large, losses=[0.0], grad_norms=[0.0])
+    write_step(tmp_path, batch, blobs, losses=[0.0], grad_norms=[0.0])
+    assert read_step(tmp_path, 0).blobs == blobs
+
+
+def test_a_model_that_does_not_fit_leaves_the_one_before(tmp_path):
+    write_model(tmp_path / "model", {"a": torch.ones(2)}, {"config.json": b"{}"})
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+    with no_room(), pytest.raises(DiskFull, match="no room for the model"), room_for("the model", tmp_path):
+        write_model(tmp_path / "model", {"a": torch.ones(LIMIT_BYTES)}, {"config.json": b"{}"})
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
+
+
+def write_steps(log):
+    with room_for("the record of a step", log.path.parent):
+        for step in range(1000):
+            log.write("step", step=step, text="x" * 100)
+
+
+def test_a_metrics_record_that_does_not_fit_leaves_no_half_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with RunLog(path) as log, RunLog(path) as other:
+        with no_room(), pytest.raises(DiskFull):
+            write_steps(log)
+        other.write("evaluation", version=1)
+    lines = path.read_text().splitlines()
+    assert len(lines) > 10
+    assert [json.loads(line)["kind"] for line in lines][-1] == "evaluation"
+    assert len(read_run_log(path)) == len(lines)
+
+
+def test_other_errors_stay_what_they_are(tmp_path):
+    with pytest.raises(PermissionError), room_for("anything", tmp_path):
+        raise PermissionError(errno.EACCES, "not allowed")
