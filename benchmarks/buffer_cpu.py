@@ -225,7 +225,6 @@ async def train(client: BufferClient, worker: subprocess.Popen[str]) -> None:
         assert worker.stdin is not None
         worker.stdin.write(f"{step + 1}\n")
         if (step + 1) % CHECKPOINT_STEPS == 0:
-            await client.export_ledger(epoch, step + 1)
             await client.checkpointed(epoch, step + 1)
 
 
