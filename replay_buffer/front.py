@@ -30,9 +30,11 @@ from replay_buffer.edges import Edges
 from replay_buffer.errors import StoreError, StoreUnavailable, Trouble
 from replay_buffer.history import note_decided, note_loaded
 from replay_buffer.keys import Bytes
+from replay_buffer.large import Ref
 from replay_buffer.ledger.decide import Alive, Command, Expire, Extend, decide
 from replay_buffer.ledger.draft import Decision
 from replay_buffer.ledger.index import Edge, Index
+from replay_buffer.ledger.losing import BytesLost
 from replay_buffer.ledger.rules import Rules, Tasks
 from replay_buffer.ledger.storing import StoreEpisodes
 from replay_buffer.store import Opened, Store
@@ -125,7 +127,7 @@ class Front:
             await asyncio.wait(self._workers)
         await self._store.close()
 
-    async def execute(self, command: Command, attachments: Sequence[Bytes] = ()) -> Decision:
+    async def execute(self, command: Command, attachments: Sequence[Bytes | Ref] = ()) -> Decision:
         """Decide, write, and return the decision once it is true in Redis.
 
         Raises `FaultError("unavailable")` when that cannot be known; the command may be repeated."""
@@ -143,6 +145,22 @@ class Front:
         if decision.writes is not None:
             failpoint("buffer.before_reply")
         return decision
+
+    async def store(self, command: StoreEpisodes, attachments: Sequence[Bytes]) -> Decision:
+        """Execute a put; its large episodes are on disk before it is decided."""
+        self._ready()
+        try:
+            placed, name = await self._store.shelve(attachments)
+        except OSError as error:
+            log.error("episodes cannot be written to disk", error=str(error))
+            raise FaultError("unavailable", f"episodes cannot be written: {error}", FULL_RETRY_MS) from error
+        if not name:
+            return await self.execute(command, placed)
+        failpoint("buffer.after_shelve")
+        try:
+            return await self.execute(command, placed)
+        finally:
+            self._store.settled(name, command.group_id)
 
     async def poll(
         self,
@@ -174,7 +192,7 @@ class Front:
         """Have every poll of `edge` look again."""
         self._edges.fire([edge])
 
-    async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[bytes | None]:
+    async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[Bytes | None]:
         """Episode bytes by (group id, sample). Raises `FaultError("unavailable")`."""
         try:
             return await self._store.blobs(wanted)
@@ -189,7 +207,7 @@ class Front:
         return self.index
 
     def _take(
-        self, index: Index, command: Command, attachments: Sequence[Bytes] = ()
+        self, index: Index, command: Command, attachments: Sequence[Bytes | Ref] = ()
     ) -> tuple[Decision, asyncio.Future[None] | None]:
         """Decide and apply; returns what confirms the decision."""
         with busy("serve"):
@@ -261,6 +279,12 @@ class Front:
             # Claims that have ended live again, and their scorers' signs of life would keep them.
             for scorer in list(index.claims_of):
                 self._take(index, Arrived(scorer))
+        if opened.lost_episodes:
+            log.error(
+                "episodes are without their bytes; their tasks are tried again",
+                lost=len(opened.lost_episodes),
+            )
+            self._take(index, BytesLost(opened.lost_episodes))
         log.info(
             "ledger loaded",
             front_epoch=opened.front_epoch,

@@ -55,6 +55,7 @@ from replay_buffer.confirmed import FILE, ConfirmedRevision
 from replay_buffer.embedded import EmbeddedRedis
 from replay_buffer.errors import StoreUnavailable
 from replay_buffer.front import Front
+from replay_buffer.large import EPISODES
 from replay_buffer.ledger.decide import stats
 from replay_buffer.ledger.index import Edge, Index
 from replay_buffer.ledger.opening import OpenedWith
@@ -182,7 +183,7 @@ class BufferServer:
             with busy("serve"):
                 arrivals = self._read(message, attachments)
         command = StoreEpisodes(message.lease_id, message.group_id, arrivals)
-        return (await self._front.execute(command, attachments)).reply
+        return (await self._front.store(command, attachments)).reply
 
     def _read(self, message: PutEpisodes, attachments: list[memoryview]) -> tuple[Arrival, ...]:
         return tuple(
@@ -257,6 +258,8 @@ async def main(ctx: ServiceContext) -> None:
         address = RedisAddress.parse(embedded.url) if embedded is not None else RedisAddress.of(job.buffer)
         mark = ConfirmedRevision(ctx.run_dir / "buffer" / FILE)
         stack.callback(mark.close)
+        # A Redis of the job's own shares its host and its fate: large episodes lie in files beside it.
+        folder = embedded.data_dir / EPISODES if embedded is not None else None
         store = Store(
             address,
             job.job,
@@ -265,6 +268,7 @@ async def main(ctx: ServiceContext) -> None:
             clock,
             max_bytes=rules.max_bytes,
             confirmed=mark.read(),
+            folder=folder,
         )
         revive = embedded.start if embedded is not None else None
         front = Front(store, rules, tasks, clock, revive, on_confirmed=mark.write)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -34,13 +34,15 @@ from redis.exceptions import (
 from replay_buffer.address import Place, RedisAddress
 from replay_buffer.clock import RedisClock
 from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, StoreUnusable, refusal
-from replay_buffer.keys import Bytes, Commands, Keys, commands_of
+from replay_buffer.keys import Bytes, Commands, Keys
+from replay_buffer.large import EpisodeKey, Large, Ref, staged_keys
 from replay_buffer.ledger.index import Records, Writes
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, Claim, Group, Lease, Meta
 from replay_buffer.pipe import ANSWER_LIMIT_S, CONNECT_LIMIT_S, RedisPipe, in_words
 from replay_buffer.redis_check import check_redis
 from replay_buffer.rights import check_rights
 from replay_buffer.sentinel import find_place
+from replay_buffer.shelf import Shelf
 from replay_buffer.writer import Writer, check_answer, script_call
 
 SCRIPT = files("replay_buffer").joinpath("write.lua").read_bytes()
@@ -74,6 +76,8 @@ class Opened:
     front_epoch: int
     idle_ms: int
     lost_writes: int
+    lost_episodes: tuple[EpisodeKey, ...] = ()
+    """Those that the ledger holds, and whose bytes are not there."""
 
 
 class Store:
@@ -90,6 +94,7 @@ class Store:
         *,
         max_bytes: int = 0,
         confirmed: int = 0,
+        folder: Path | None = None,
     ) -> None:
         self.address = RedisAddress.parse(address) if isinstance(address, str) else address
         self.url = str(self.address)
@@ -97,6 +102,8 @@ class Store:
         self.full = False
         """Redis refused a write for lack of memory, and has not been seen to have room since."""
         self._keys = Keys(job)
+        self._large = Large(self._keys)
+        self._shelf = None if folder is None else Shelf(folder, durability)
         self._dataset_hash = dataset_hash
         self._durability = durability
         self._clock = clock
@@ -131,6 +138,7 @@ class Store:
             had_before = self.front_epoch > 0
             revision = await (self._take_back() if had_before else self._take_over())
             opened = await self._load(lost_writes=max(0, self._confirmed - revision))
+            opened = replace(opened, lost_episodes=await self._open_large())
             self._confirmed = opened.revision
             failed = partial(self._failed, on_failure)
             self._writer = Writer(writes, self._sha, self.front_epoch, self._clock, failed)
@@ -143,33 +151,61 @@ class Store:
             if self._writer is None and writes is not None:
                 writes.close()
 
-    def submit(self, revision: int, writes: Writes, attachments: Sequence[Bytes]) -> asyncio.Future[None]:
+    async def shelve(self, blobs: Sequence[Bytes]) -> tuple[list[Bytes | Ref], str]:
+        """Put what is large enough into a file, if there is a folder for that. Returns what to give to
+        `submit`, and a name to give to `settled` after it. Raises OSError when the disk is full."""
+        return (list(blobs), "") if self._shelf is None else await self._shelf.write(blobs)
+
+    def settled(self, name: str, group_id: str) -> None:
+        """It is decided what became of the file `name`, shelved for that group."""
+        if self._shelf is not None:
+            self._shelf.settled(name, used=self._large.uses(group_id, name))
+
+    def submit(
+        self, revision: int, writes: Writes, attachments: Sequence[Bytes | Ref]
+    ) -> asyncio.Future[None]:
         """Write in order; the future ends when Redis has confirmed."""
         if self._writer is None:
             raise StoreUnavailable("the store is not open", "gone")
-        commands = commands_of(self._keys, writes, attachments)
+        parcel = self._large.prepare(writes, attachments)
         if self.full and not attachments:
-            commands.before_all("HDEL", ("",))
-        return self._writer.submit(revision, commands)
+            parcel.commands.before_all("HDEL", ("",))
+        written = self._writer.submit(revision, parcel.commands, parcel.ahead)
+        if parcel.files_freed:
+            written.add_done_callback(partial(self._free_files, parcel.files_freed))
+        return written
 
-    async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[bytes | None]:
+    async def blobs(self, wanted: Sequence[EpisodeKey]) -> list[Bytes | None]:
         """The codec blobs of (group id, sample), in order; None for one that is not held."""
         if self._reads is None:
             raise StoreUnavailable("the store is not open", "gone")
-        by_group: dict[str, list[int]] = {}
+        refs = {place: ref for place in wanted if (ref := self._large.ref(*place)) is not None}
+        small: dict[str, list[int]] = {}
         for group_id, sample in wanted:
-            by_group.setdefault(group_id, []).append(sample)
+            if (group_id, sample) not in refs:
+                small.setdefault(group_id, []).append(sample)
+        reads = self._reads
         asked = [
-            (group_id, samples, self._reads.call("HMGET", self._keys.blobs(group_id), *samples))
-            for group_id, samples in by_group.items()
+            (group_id, samples, reads.call("HMGET", self._keys.blobs(group_id), *samples))
+            for group_id, samples in small.items()
         ]
-        found: dict[tuple[str, int], bytes | None] = {}
+        in_keys = {
+            place: reads.call("MGET", *self._large.key_names(ref))
+            for place, ref in refs.items()
+            if ref.chunks
+        }
+        found: dict[EpisodeKey, Bytes | None] = {}
+        in_files = [(place, ref) for place, ref in refs.items() if not ref.chunks]
+        if self._shelf is not None and in_files:
+            maps = await self._shelf.read([ref for _, ref in in_files])
+            found.update(zip((place for place, _ in in_files), maps, strict=True))
         # Gathered, so that no answer is left unread when the connection breaks.
-        answers = await asyncio.gather(*(answer for _, _, answer in asked))
-        for (group_id, samples, _), blobs in zip(asked, answers, strict=True):
-            if isinstance(blobs, hiredis.ReplyError):
-                raise refusal(str(blobs))
-            found.update(zip(((group_id, sample) for sample in samples), blobs, strict=True))
+        answers = await asyncio.gather(*(answer for _, _, answer in asked), *in_keys.values())
+        for (group_id, samples, _), blobs in zip(asked, answers, strict=False):
+            places = ((group_id, sample) for sample in samples)
+            found.update(zip(places, _answered(blobs), strict=True))
+        for place, chunks in zip(in_keys, answers[len(asked) :], strict=True):
+            found[place] = _joined(_answered(chunks))
         return [found[place] for place in wanted]
 
     async def used_bytes(self) -> int:
@@ -199,6 +235,8 @@ class Store:
     async def close(self) -> None:
         """Write what is queued, and disconnect."""
         await self._let_go()
+        if self._shelf is not None:
+            await self._shelf.close()
         await self._drop_client()
 
     async def _let_go(self) -> None:
@@ -214,6 +252,21 @@ class Store:
         if isinstance(error, StoreUnavailable) and error.trouble == "memory":
             self.full = True
         on_failure(error)
+
+    # --- large episodes ---
+
+    async def _open_large(self) -> tuple[EpisodeKey, ...]:
+        """Load where large episodes lie and remove what a crash left over. Returns those without bytes."""
+        self._large.load(await self._redis.hgetall(self._keys.large), self.front_epoch)
+        for staged in await self._redis.smembers(self._keys.staged):
+            for name in staged_keys(self._keys, staged.decode()):
+                await self._redis.unlink(name)
+            await self._redis.srem(self._keys.staged, staged)
+        return () if self._shelf is None else tuple(await self._shelf.open(self._large.in_files()))
+
+    def _free_files(self, names: list[str], written: asyncio.Future[None]) -> None:
+        if self._shelf is not None and not written.cancelled() and written.exception() is None:
+            self._shelf.remove(names)
 
     # --- finding the server ---
 
@@ -341,6 +394,20 @@ async def read_ledger(redis: Redis, keys: Keys, url: str) -> tuple[dict[bytes, b
         claims={name.decode(): _decode_claim(value) for name, value in claims.items()},
         batches={int(name): _decode_batch(value) for name, value in batches.items()},
     )
+
+
+def _joined(chunks: list[bytes | None]) -> bytes | None:
+    """One episode of its chunks, None if one is not there."""
+    held = [chunk for chunk in chunks if chunk is not None]
+    if len(held) < len(chunks):
+        return None
+    return held[0] if len(held) == 1 else b"".join(held)
+
+
+def _answered(blobs: Any) -> list[bytes | None]:
+    if isinstance(blobs, hiredis.ReplyError):
+        raise refusal(str(blobs))
+    return list(blobs)
 
 
 def connect(where: str | Place) -> Redis:

@@ -21,7 +21,7 @@ from areal_async.wire.messages import (
     Stats,
 )
 from replay_buffer.admission import capacity
-from replay_buffer.ledger import batching, committing, leasing, opening, scoring, storing
+from replay_buffer.ledger import batching, committing, leasing, losing, opening, scoring, storing
 from replay_buffer.ledger.draft import Decision
 from replay_buffer.ledger.index import UNBATCHED, Index, Writes
 from replay_buffer.ledger.records import EpisodeState, GroupState
@@ -63,6 +63,7 @@ Command = (
     | Expire
     | Extend
     | Alive
+    | losing.BytesLost
 )
 
 
@@ -103,6 +104,8 @@ def decide(index: Index, command: Command, now_ms: int) -> Decision:
             return leasing.extend(index, command.outage_ms, now_ms)
         case Alive():
             return Decision(Ok(), Writes(index.meta))
+        case losing.BytesLost():
+            return losing.lose(index, command.places, now_ms)
         case Stats():
             return Decision(stats(index, now_ms))
 

@@ -41,7 +41,7 @@ LEGAL = {
 }
 """From each state, the states that a group may go to."""
 
-TRY_AGAIN = frozenset({"stale", "overtaken", "abandoned", "age"})
+TRY_AGAIN = frozenset({"stale", "overtaken", "abandoned", "age", "bytes_lost"})
 """Reasons to drop a group that say nothing against its task: the task is queued again as a new attempt."""
 
 

@@ -95,6 +95,8 @@ class Index:
         self.payload_bytes = 0
         self.generating = 0
         """Missing episodes of LEASED groups."""
+        self.leases_of: dict[str, set[str]] = {}
+        """Worker → its leases."""
         self.claims_of: dict[str, set[str]] = {}
         """Scorer → its claims."""
         self._counts: dict[str, list[int]] = {}
@@ -168,6 +170,7 @@ class Index:
             edges |= self._set_group(group_id, group)
         for lease_id, lease in writes.leases.items():
             self.deadlines.set(lease_id, None if lease is None else (lease.deadline_ms,))
+            _belongs(self.leases_of, lease_id, self.leases.get(lease_id), lease, "worker")
             _put(self.leases, lease_id, lease)
         for claim_id, claim in writes.claims.items():
             self._set_claim(claim_id, claim)
@@ -177,13 +180,7 @@ class Index:
 
     def _set_claim(self, claim_id: str, claim: Claim | None) -> None:
         self.deadlines.set(claim_id, None if claim is None else (claim.deadline_ms,))
-        if claim is not None:
-            self.claims_of.setdefault(claim.scorer, set()).add(claim_id)
-        elif (old := self.claims.get(claim_id)) is not None:
-            mine = self.claims_of[old.scorer]
-            mine.discard(claim_id)
-            if not mine:
-                del self.claims_of[old.scorer]
+        _belongs(self.claims_of, claim_id, self.claims.get(claim_id), claim, "scorer")
         _put(self.claims, claim_id, claim)
 
     def _set_group(self, group_id: str, group: Group | None) -> set[Edge]:
@@ -262,6 +259,17 @@ def _edges(old: Group | None, new: Group | None, *, more_to_claim: bool) -> set[
         if now == GroupState.SCORED or was in (GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED):
             edges.add("batch")
     return edges
+
+
+def _belongs(table: dict[str, set[str]], id_: str, old: Any, new: Any, owner: str) -> None:
+    """Keep the sets of ids by their records' owner."""
+    if new is not None:
+        table.setdefault(getattr(new, owner), set()).add(id_)
+    elif old is not None:
+        mine = table[getattr(old, owner)]
+        mine.discard(id_)
+        if not mine:
+            del table[getattr(old, owner)]
 
 
 def _put(table: dict[Any, Any], key: Any, value: Any) -> None:

@@ -29,6 +29,8 @@ from replay_buffer.ledger.scoring import end_claim
 
 MAX_DRAINING = 256
 """Names of draining workers that are kept; a fleet whose workers never use a name again would fill Redis."""
+FRESH_PART = 8
+"""A lease renewed within this part of its life is not written again: workers report at every new version."""
 
 
 def limits_of(rules: Rules) -> Limits:
@@ -136,7 +138,7 @@ def heartbeat(index: Index, message: Heartbeat, now_ms: int) -> Decision:
         held = index.leases.get(lease_id)
         if held is None or held.worker != message.worker:
             lost.append(lease_id)
-        else:
+        elif now_ms + index.rules.lease_ms - held.deadline_ms > index.rules.lease_ms // FRESH_PART:
             draft.set_lease(lease_id, replace(held, deadline_ms=now_ms + index.rules.lease_ms))
     return draft.decide(HeartbeatAck(lost, message.worker in index.meta.draining))
 
@@ -155,11 +157,8 @@ def _undelivered(index: Index, message: Heartbeat) -> list[Lease]:
     """Leases of the worker that it does not know: their grant is older than this front's view of the ledger,
     so the reply with them was lost with the connection, or with the process."""
     known = set(message.lease_ids)
-    return [
-        held
-        for lease_id, held in index.leases.items()
-        if held.worker == message.worker and lease_id not in known and not index.gave(lease_id)
-    ]
+    unknown = sorted(index.leases_of.get(message.worker, set()).difference(known))
+    return [index.leases[lease_id] for lease_id in unknown if not index.gave(lease_id)]
 
 
 def release(index: Index, message: Release, now_ms: int) -> Decision:

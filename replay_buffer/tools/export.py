@@ -36,7 +36,7 @@ async def export(request: ExportRequest) -> str:
         ]
         with EpisodeWriter(Path(request.out), run.job.job, overwrite=request.overwrite) as file:
             for group in groups:
-                held = await reader.blobs(group.group_id)
+                held = await reader.blobs(group)
                 expected = [s for s, e in enumerate(group.episodes) if e.size_bytes]
                 left += any(sample not in held for sample in expected)
                 found += bool(held)

@@ -43,7 +43,7 @@ async def _one(request: PeekRequest, name: str, console: Console) -> None:
         if sample is None:
             console.print(group_page(look, group))
         else:
-            blob = (await reader.blobs(group.group_id)).get(sample)
+            blob = (await reader.blobs(group)).get(sample)
             console.print(episode_page(look, group, sample, blob))
 
 

@@ -7,6 +7,7 @@ the ledger as of one moment; episodes are read after it, so those of a group tha
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import shutil
@@ -27,7 +28,9 @@ from replay_buffer.address import RedisAddress
 from replay_buffer.embedded import EmbeddedRedis
 from replay_buffer.errors import StoreUnavailable
 from replay_buffer.keys import Keys
+from replay_buffer.large import EPISODES, Ref, read_ref
 from replay_buffer.ledger.index import Index
+from replay_buffer.ledger.records import Group
 from replay_buffer.ledger.rules import Rules, Tasks
 from replay_buffer.sentinel import find_place
 from replay_buffer.store import connect, read_ledger
@@ -75,11 +78,24 @@ class LedgerReader:
             redis_bytes=used,
         )
 
-    async def blobs(self, group_id: str) -> dict[int, bytes]:
+    async def blobs(self, group: Group) -> dict[int, bytes]:
         """The codec blobs of a group by sample; what is not held is missing."""
+        names = [f"{group.group_id}.{sample}" for sample in range(len(group.episodes))]
         with self._answered():
-            held = await self._redis.hgetall(self._keys.blobs(group_id))
-        return {int(sample): blob for sample, blob in held.items()}
+            held = await self._redis.hgetall(self._keys.blobs(group.group_id))
+            refs = await self._redis.hmget(self._keys.large, names)
+            blobs = {int(sample): blob for sample, blob in held.items()}
+            for sample, ref in enumerate(refs):
+                if ref is not None and (blob := await self._large(read_ref(ref))) is not None:
+                    blobs[sample] = blob
+        return blobs
+
+    async def _large(self, ref: Ref) -> bytes | None:
+        if ref.chunks:
+            keys = [self._keys.chunk(ref.name, ref.at + i) for i in range(ref.chunks)]
+            chunks = await self._redis.mget(keys)
+            return None if None in chunks else b"".join(chunks)
+        return await asyncio.to_thread(_from_file, self._run.folder / "buffer" / EPISODES / ref.name, ref)
 
     @contextlib.contextmanager
     def _answered(self) -> Iterator[None]:
@@ -87,6 +103,16 @@ class LedgerReader:
             yield
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis at {self._url} does not answer: {error}") from error
+
+
+def _from_file(path: Path, ref: Ref) -> bytes | None:
+    try:
+        with path.open("rb") as file:
+            file.seek(ref.at)
+            blob = file.read(ref.size_bytes)
+    except FileNotFoundError:
+        return None
+    return blob if len(blob) == ref.size_bytes else None
 
 
 class UnknownTasks:

@@ -179,7 +179,7 @@ def test_looking_at_a_run_that_has_ended_leaves_its_files_as_they_are_and_nothin
         before = place.digest()
         async with open_reader(find_run(place.folder)) as reader:
             look = await reader.look()
-            await reader.blobs(next(iter(look.index.groups)))
+            await reader.blobs(next(iter(look.index.groups.values())))
         assert place.digest() == before
         assert not list((tmp_path / "tmp").iterdir())
 
@@ -284,7 +284,7 @@ def test_peek_lists_groups_and_opens_one_and_an_episode_of_it(workplace, blob):
             name = next(iter(stored))
             group, sample = find(look, name)
             assert "VERDICT" in text_of(group_page(look, group))
-            page = text_of(episode_page(look, group, sample, (await reader.blobs(group.group_id))[sample]))
+            page = text_of(episode_page(look, group, sample, (await reader.blobs(group))[sample]))
             assert "3 sampled" in page
             assert "mean -0.5" in page
             assert "ground truth" in page
