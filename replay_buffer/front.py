@@ -24,7 +24,7 @@ from areal_async.observe.events import record, recording
 from areal_async.observe.failpoint import failpoint
 from areal_async.observe.log import get_logger
 from areal_async.observe.metrics import busy
-from areal_async.wire.messages import Lease, Leases, Message
+from areal_async.wire.messages import Arrived, Lease, Leases, Message
 from replay_buffer.clock import RedisClock
 from replay_buffer.edges import Edges
 from replay_buffer.errors import StoreError, StoreUnavailable, Trouble
@@ -56,7 +56,8 @@ log = get_logger("buffer")
 class Front:
     """`start`, then `execute` and `poll` from any number of coroutines of one loop, then `stop`.
 
-    `revive` is awaited before each attempt to reach a Redis that was lost."""
+    `revive` is awaited before each attempt to reach a Redis that was lost; `on_confirmed` is told each
+    revision that Redis has confirmed, before anybody else is."""
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class Front:
         tasks: Tasks,
         clock: RedisClock,
         revive: Callable[[], Awaitable[None]] | None = None,
+        on_confirmed: Callable[[int], None] | None = None,
     ) -> None:
         self.index: Index | None = None
         """None while it is being rebuilt."""
@@ -78,6 +80,7 @@ class Front:
         self._tasks = tasks
         self._clock = clock
         self._revive = revive
+        self._on_confirmed = on_confirmed
         self._edges = Edges()
         self._seen_ms = 0
         self._stopping = False
@@ -185,13 +188,15 @@ class Front:
             note_decided(index, decision.writes, type(command).__name__, front_epoch=self.front_epoch)
             failpoint("buffer.before_write")
             written = self._store.submit(index.revision, decision.writes, attachments)
-            if recording():
+            if recording() or self._on_confirmed is not None:
                 written.add_done_callback(partial(self._note_confirmed, self.front_epoch, index.revision + 1))
             self._edges.fire(index.apply(decision.writes))
             return decision, written
 
     def _note_confirmed(self, front_epoch: int, revision: int, written: asyncio.Future[None]) -> None:
         if not written.cancelled() and written.exception() is None:
+            if self._on_confirmed is not None:
+                self._on_confirmed(revision)
             record("confirmed", front_epoch=front_epoch, revision=revision)
             failpoint("buffer.after_write")
 
@@ -238,6 +243,10 @@ class Front:
         )
         if opened.idle_ms:
             self._take(index, Extend(opened.idle_ms))
+        if opened.lost_writes:
+            # Claims that have ended live again, and their scorers' signs of life would keep them.
+            for scorer in list(index.claims_of):
+                self._take(index, Arrived(scorer))
         log.info(
             "ledger loaded",
             front_epoch=opened.front_epoch,

@@ -50,6 +50,7 @@ from areal_async.wire.rpc import Answer, Peer, Server
 from replay_buffer import metrics
 from replay_buffer.address import RedisAddress
 from replay_buffer.clock import RedisClock
+from replay_buffer.confirmed import FILE, ConfirmedRevision
 from replay_buffer.embedded import EmbeddedRedis
 from replay_buffer.errors import StoreUnavailable
 from replay_buffer.front import Front
@@ -247,10 +248,19 @@ async def main(ctx: ServiceContext) -> None:
             stack.push_async_callback(embedded.stop)
             await embedded.start()
         address = RedisAddress.parse(embedded.url) if embedded is not None else RedisAddress.of(job.buffer)
+        mark = ConfirmedRevision(ctx.run_dir / "buffer" / FILE)
+        stack.callback(mark.close)
         store = Store(
-            address, job.job, tasks.dataset_hash, rules.durability, clock, max_bytes=rules.max_bytes
+            address,
+            job.job,
+            tasks.dataset_hash,
+            rules.durability,
+            clock,
+            max_bytes=rules.max_bytes,
+            confirmed=mark.read(),
         )
-        front = Front(store, rules, tasks, clock, embedded.start if embedded is not None else None)
+        revive = embedded.start if embedded is not None else None
+        front = Front(store, rules, tasks, clock, revive, on_confirmed=mark.write)
         stack.push_async_callback(front.stop)
         await front.start()
         buffer = BufferServer(front, job.job, store)

@@ -1,4 +1,4 @@
-"""The command line: `areal-async run | resume | validate | doctor | quickstart`."""
+"""The command line: `areal-async run | resume | validate | doctor | quickstart | buffer`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from areal_async.cli.buffer import buffer
 from areal_async.cli.errors import readable_errors
 
 app = typer.Typer(
@@ -18,6 +19,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(buffer, name="buffer")
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.")]
 Overrides = Annotated[

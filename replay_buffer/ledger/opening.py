@@ -124,8 +124,15 @@ def _adopt(draft: Draft, copy: Copy) -> None:
     held = index.groups if _same_ledger(index, copy) else {}
     known = {group.group_id for group in copy.groups if group.group_id in held}
     for group in index.groups.values():
-        if group.group_id not in known:
-            draft.remove(group, "dropped:not_in_checkpoint")
+        if group.group_id in known:
+            continue
+        # What was batched for a step before the checkpoint, by this ledger, is in the checkpoint's weights.
+        covered = (
+            held
+            and group.state in (GroupState.BATCHED, GroupState.TRAINED)
+            and group.step < copy.meta.v_train
+        )
+        draft.remove(group, "committed" if covered else "dropped:not_in_checkpoint")
     for group in copy.groups:
         _adopt_group(draft, group, held.get(group.group_id))
 

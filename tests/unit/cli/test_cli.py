@@ -48,6 +48,19 @@ def test_the_commands_and_their_options_are_these() -> None:
         "validate": ["job_file", "overrides"],
         "doctor": ["--clean"],
         "quickstart": ["--out", "--plain", "--seed"],
+        "buffer": [],
+    }
+    buffer = group.commands["buffer"]
+    assert isinstance(buffer, typer.core.TyperGroup)
+    surface = {
+        name: sorted(option for parameter in command.params for option in parameter.opts)
+        for name, command in buffer.commands.items()
+    }
+    assert surface == {
+        "stats": ["--json", "--watch", "run"],
+        "peek": ["--limit", "--state", "name", "run"],
+        "export": ["--batches", "--overwrite", "--state", "--steps", "out", "run"],
+        "replay": ["--from", "--out", "--steps", "overrides", "run"],
     }
 
 
