@@ -21,7 +21,7 @@ from replay_buffer.errors import StoreUnusable, refusal
 from replay_buffer.keys import Keys
 from replay_buffer.pipe import RedisPipe
 
-LOOK = ("hget", "hmget", "hgetall", "hexists", "ping", "time", "info")
+LOOK = ("hget", "hmget", "hgetall", "hexists", "ping", "time", "info", "multi", "exec")
 """What both roles may do."""
 FRONT = (
     *LOOK,
@@ -120,6 +120,9 @@ def _trials(keys: Keys) -> list[Trial]:
         *(Trial("hgetall", ("HGETALL", key), key) for key in (probe,)),
         *(Trial("hget", ("HGET", key, NOTHING), key) for key in held),
         Trial("unlink", ("UNLINK", probe), probe),
+        # Last: were the second one missing, whatever followed would be held back.
+        Trial("multi", ("MULTI",)),
+        Trial("exec", ("EXEC",)),
     ]
 
 

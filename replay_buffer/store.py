@@ -304,23 +304,7 @@ class Store:
         check_answer(await self._redis.execute_command(*call))
 
     async def _load(self, lost_writes: int) -> Opened:
-        keys = self._keys
-        pipeline = self._redis.pipeline(transaction=False)
-        for key in (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches):
-            pipeline.hgetall(key)
-        meta, groups, leases, claims, batches = await pipeline.execute()
-        if int(meta[b"schema"]) != SCHEMA:
-            raise StoreUnusable(
-                f"the ledger in {self.url} has schema {int(meta[b'schema'])}, this version reads {SCHEMA}: "
-                "finish the job with the version that began it"
-            )
-        records = Records(
-            meta=_decode_meta(meta[b"state"]),
-            groups={name.decode(): _decode_group(value) for name, value in groups.items()},
-            leases={name.decode(): _decode_lease(value) for name, value in leases.items()},
-            claims={name.decode(): _decode_claim(value) for name, value in claims.items()},
-            batches={int(name): _decode_batch(value) for name, value in batches.items()},
-        )
+        meta, records = await read_ledger(self._redis, self._keys, self.url)
         if records.meta.dataset_hash != self._dataset_hash:
             raise StoreUnusable(
                 f"the ledger in {self.url} was begun with the data set {records.meta.dataset_hash}, but "
@@ -333,6 +317,30 @@ class Store:
         sent_ms = self._clock.local_ms()
         seconds, micros = await self._redis.time()
         self._clock.observe(int(seconds) * 1000 + int(micros) // 1000, sent_ms, self._clock.local_ms())
+
+
+async def read_ledger(redis: Redis, keys: Keys, url: str) -> tuple[dict[bytes, bytes], Records]:
+    """The meta hash and all records, as of one moment. Changes nothing.
+
+    Raises `StoreUnusable` for none or one of another schema, `RedisError` or OSError where nobody answers."""
+    pipeline = redis.pipeline(transaction=True)
+    for key in (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches):
+        pipeline.hgetall(key)
+    meta, groups, leases, claims, batches = await pipeline.execute()
+    if b"state" not in meta:
+        raise StoreUnusable(f"Redis at {url} holds no ledger of this job")
+    if int(meta[b"schema"]) != SCHEMA:
+        raise StoreUnusable(
+            f"the ledger in {url} has schema {int(meta[b'schema'])}, this version reads {SCHEMA}: "
+            "finish the job with the version that began it"
+        )
+    return meta, Records(
+        meta=_decode_meta(meta[b"state"]),
+        groups={name.decode(): _decode_group(value) for name, value in groups.items()},
+        leases={name.decode(): _decode_lease(value) for name, value in leases.items()},
+        claims={name.decode(): _decode_claim(value) for name, value in claims.items()},
+        batches={int(name): _decode_batch(value) for name, value in batches.items()},
+    )
 
 
 def connect(where: str | Place) -> Redis:

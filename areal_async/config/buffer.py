@@ -11,8 +11,9 @@ from areal_async.config.base import Section
 class OvertakenSection(Section):
     """What step `v` does about a group with a live lease and minimum version `v - max_staleness`."""
 
-    policy: Literal["wait", "drop"] = "wait"
-    """`wait`: the step waits for the group and takes it in; `drop`: the group is dropped at once, counted."""
+    policy: Literal["wait", "drop", "mask"] = "wait"
+    """`wait`: the step waits for the group and takes it in; `drop`: the group is dropped at once, counted;
+    `mask`: it is trained later without its tokens that are too old by then."""
     limit_s: float = Field(default=60.0, gt=0)
     """Longest wait for such groups, in seconds; then they are dropped, counted."""
 

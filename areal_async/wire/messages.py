@@ -308,6 +308,8 @@ class Batch(Message, frozen=True):
     step: int
     max_staleness: int
     groups: list[BatchGroup]
+    lowest_version: int = 0
+    """Units of older versions are masked: they are in no gradient."""
 
 
 class Waiting(Message, frozen=True):
@@ -381,6 +383,19 @@ class BufferStats(Message, frozen=True):
     max_staleness_seen: int = 0
     episodes_trained: int = 0
     episodes_dropped: int = 0
+    checkpoint: int = 0
+    """Steps that the newest checkpoint covers."""
+    trainer_epoch: int = 0
+    tasks_taken: int = 0
+    """Where the cursor stands in the order of tasks."""
+    leases: int = 0
+    claims: int = 0
+    oldest_group: str = ""
+    """The group that has been longest in a state before BATCHED; `queue_age_ms` is how long."""
+    lease_wait: str = ""
+    """Why a worker that serves the newest version would be given nothing now; empty when it would."""
+    batch_wait: str = ""
+    """What the next step waits for; empty when its batch can be made."""
 
 
 # --- weights: receivers -> trainer -------------------------------------------------------------------

@@ -23,6 +23,7 @@ from replay_buffer.ledger import batching, committing, leasing, opening, scoring
 from replay_buffer.ledger.draft import Decision
 from replay_buffer.ledger.index import UNBATCHED, Index
 from replay_buffer.ledger.records import EpisodeState, GroupState
+from replay_buffer.ledger.words import batch_wait, lease_wait
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,10 @@ def decide(index: Index, command: Command, now_ms: int) -> Decision:
 def stats(index: Index, now_ms: int) -> BufferStats:
     """The figures of the ledger; `redis_bytes` is left for whoever can ask Redis."""
     meta = index.meta
-    untrained = (g for g in index.groups.values() if g.state in UNBATCHED and not g.steps)
-    oldest_ms = min((group.since_ms for group in untrained), default=now_ms)
+    unbatched = (
+        (g.since_ms, g.group_id) for g in index.groups.values() if g.state in UNBATCHED and not g.steps
+    )
+    oldest_ms, oldest_group = min(unbatched, default=(now_ms, ""))
     return BufferStats(
         groups={
             state.name: index.group_counts[state] for state in GroupState if state < GroupState.COMMITTED
@@ -113,4 +116,12 @@ def stats(index: Index, now_ms: int) -> BufferStats:
         max_staleness_seen=meta.max_staleness_seen,
         episodes_trained=meta.episodes_trained,
         episodes_dropped=meta.episodes_dropped,
+        checkpoint=meta.checkpoint,
+        trainer_epoch=meta.epoch,
+        tasks_taken=meta.position,
+        leases=len(index.leases),
+        claims=len(index.claims),
+        oldest_group=oldest_group,
+        lease_wait=lease_wait(index),
+        batch_wait=batch_wait(index),
     )

@@ -38,6 +38,8 @@ class Rules:
     max_reuse: int = 1
     """Most steps that one group is trained in."""
     overtaken_waits: bool = True
+    overtaken_masks: bool = False
+    """A group is too old only when all its units are; the trainer masks those that are."""
     overtaken_ms: int = 60_000
     max_groups: int = 4096
     max_bytes: int = 1 << 30
@@ -62,6 +64,7 @@ class Rules:
             priority=buffer.priority,
             max_reuse=buffer.max_reuse,
             overtaken_waits=buffer.on_overtaken.policy == "wait",
+            overtaken_masks=buffer.on_overtaken.policy == "mask",
             overtaken_ms=_ms(buffer.on_overtaken.limit_s),
             max_groups=buffer.max_groups,
             max_bytes=buffer.max_bytes,

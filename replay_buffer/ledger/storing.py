@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from areal_async.wire.messages import PutAck, Refusal
+from replay_buffer.ledger.age import lowest_version
 from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.lineage import accepts, undecided
@@ -96,7 +97,7 @@ def _problem(index: Index, group: Group, arrival: Arrival, lease_number: int, *,
         meta.lineage, arrival.min_epoch, arrival.min_version, arrival.max_version
     ) and not undecided(meta.lineage, meta.v_train, arrival.min_epoch, arrival.max_version):
         return "abandoned"
-    if index.next_step - arrival.min_version > index.rules.max_staleness:
+    if arrival.min_version < lowest_version(index.rules, index.next_step) and not index.rules.overtaken_masks:
         return "stale"
     return ""
 

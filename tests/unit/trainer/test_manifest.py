@@ -105,3 +105,19 @@ def test_the_share_of_episodes_that_were_trained_before_is_told():
     assert figures_of(
         msgspec.structs.replace(batch, groups=[again, batch.groups[1]])
     ).share_reused == pytest.approx(2 / 3)
+
+
+def test_units_below_the_lowest_version_count_as_masked_not_as_stale():
+    """An episode of which nothing is left still has a part in the advantages of its group."""
+    batch = _batch([[(1.0, 2, 0, 5), (0.0, 4, 0, 0)], [(0.5, 3, 4, 4), (0.5, 0, -1, -1)]])
+    with pytest.raises(StalenessViolation):
+        _plan(batch)
+    masked = msgspec.structs.replace(batch, lowest_version=1)
+    assert (
+        _plan(masked).advantages[:2].tolist()
+        == _plan(_batch([[(1.0, 2, 5, 5), (0.0, 4, 5, 5)]])).advantages.tolist()
+    )
+    figures = figures_of(masked)
+    assert (figures.staleness_max, figures.staleness_mean) == (4, 2.5)
+    with pytest.raises(StalenessViolation):
+        _plan(msgspec.structs.replace(batch, lowest_version=0))
