@@ -30,7 +30,7 @@ from replay_buffer.edges import Edges
 from replay_buffer.errors import StoreError, StoreUnavailable, Trouble
 from replay_buffer.history import note_decided, note_loaded
 from replay_buffer.keys import Bytes
-from replay_buffer.ledger.decide import Command, Expire, Extend, decide
+from replay_buffer.ledger.decide import Alive, Command, Expire, Extend, decide
 from replay_buffer.ledger.draft import Decision
 from replay_buffer.ledger.index import Edge, Index
 from replay_buffer.ledger.rules import Rules, Tasks
@@ -41,6 +41,9 @@ BEAT_S = 0.5
 """The front looks at the clock at least this often."""
 OUTAGE_MS = 3_000
 """A longer gap between two looks is an outage of this process."""
+ALIVE_MS = 5_000
+"""A front that has nothing to write says so often that it lives: the next one takes the time since the last
+write for an outage."""
 GATHER_S = 0.02
 """How long a claim waits for a group to become complete."""
 FIRST_PAUSE_S = 0.05
@@ -83,6 +86,7 @@ class Front:
         self._on_confirmed = on_confirmed
         self._edges = Edges()
         self._seen_ms = 0
+        self._wrote_ms = 0
         self._stopping = False
         self._workers: set[asyncio.Task[None]] = set()
 
@@ -104,10 +108,17 @@ class Front:
         self._use(await self._store.open(self._on_failure))
         self._spawn(self._beat())
 
-    async def stop(self) -> None:
-        """Let waiting polls answer empty-handed, write what is decided, and let go of Redis."""
+    def stop_waiting(self) -> None:
+        """Let waiting polls answer empty-handed, and keep no later one waiting."""
         self._stopping = True
         self._edges.fire()
+
+    async def stop(self) -> None:
+        """Write what is decided, and the hour: a planned stop is an outage from here on only. Then let go of
+        Redis."""
+        self.stop_waiting()
+        if self.index is not None:
+            self._take(self.index, Alive())
         for task in self._workers:
             task.cancel()
         if self._workers:
@@ -188,6 +199,7 @@ class Front:
             note_decided(index, decision.writes, type(command).__name__, front_epoch=self.front_epoch)
             failpoint("buffer.before_write")
             written = self._store.submit(index.revision, decision.writes, attachments)
+            self._wrote_ms = self._seen_ms
             if recording() or self._on_confirmed is not None:
                 written.add_done_callback(partial(self._note_confirmed, self.front_epoch, index.revision + 1))
             self._edges.fire(index.apply(decision.writes))
@@ -210,6 +222,8 @@ class Front:
         due_ms = index.next_deadline_ms
         if due_ms is not None and due_ms <= now_ms:
             self._take(index, Expire())
+        if now_ms - self._wrote_ms >= ALIVE_MS:
+            self._take(index, Alive())
 
     def _until_change(self, edge: Edge, left_s: float) -> float:
         """How long to wait for an edge at most: the trainer's wait for overtaken groups ends by itself."""
@@ -234,7 +248,7 @@ class Front:
         nonce = secrets.token_hex(3)
         index = Index(self._rules, self._tasks, opened.records, nonce=nonce, revision=opened.revision)
         self.index = index
-        self._seen_ms = self.now_ms
+        self._seen_ms = self._wrote_ms = self.now_ms
         note_loaded(
             index,
             front_epoch=opened.front_epoch,

@@ -31,6 +31,7 @@ from areal_async.wire.messages import (
     Claim,
     Claims,
     Commit,
+    Drain,
     ExportLedger,
     Fetch,
     Fetched,
@@ -74,7 +75,7 @@ log = get_logger("buffer")
 def _is_empty(reply: Message) -> bool:
     match reply:
         case Leases():
-            return not reply.groups
+            return not reply.groups and not reply.drain
         case Claims():
             return not reply.items
         case _:
@@ -115,6 +116,12 @@ class BufferServer:
             case ExportLedger():
                 decision = await self._front.execute(message)
                 return decision.reply, [decision.payload] if decision.payload is not None else []
+            case Drain():
+                log.info("worker drains", worker=message.worker, reason=message.reason)
+                reply = (await self._front.execute(message)).reply
+                # Its waiting lease request is answered now: nothing will be granted to it.
+                self._front.wake("lease")
+                return reply
             case Arrived() | Heartbeat() | Release() | PutVerdicts() | Commit() | Checkpointed():
                 return (await self._front.execute(message)).reply
             case Stats():
@@ -273,6 +280,7 @@ async def main(ctx: ServiceContext) -> None:
         )
         await server.start()
         stack.push_async_callback(server.stop)
+        stack.callback(front.stop_waiting)
         collector = metrics.register(lambda: store.tail)
         figures = asyncio.create_task(buffer.keep_figures(collector), name="buffer-figures")
         stack.callback(figures.cancel)

@@ -152,10 +152,12 @@ class LeasedGroup(Record, frozen=True):
 
 
 class Leases(Message, frozen=True):
-    """The granted groups; when empty, `reason` says what the worker waits for."""
+    """The granted groups; when empty, `reason` says what the worker waits for. `drain`: as in
+    `HeartbeatAck`."""
 
     groups: list[LeasedGroup]
     reason: str = ""
+    drain: bool = False
 
 
 class Heartbeat(Message, frozen=True):
@@ -168,14 +170,25 @@ class Heartbeat(Message, frozen=True):
 
 
 class HeartbeatAck(Message, frozen=True):
-    """`lost` are leases the worker no longer holds: it must abort their episodes."""
+    """`lost` are leases the worker no longer holds: it must abort their episodes. `drain`: it will get no
+    more, and is to finish what it has or hand it back."""
 
     lost: list[str]
     drain: bool = False
 
 
+class Drain(Message, frozen=True):
+    """Worker `worker` is to end, or about to: lease it nothing more. Holds until a process of that name
+    arrives. `reason` is for people."""
+
+    worker: str
+    reason: str = ""
+
+
 class Release(Message, frozen=True):
-    """Hand a lease back before its deadline. What is stored stays; the missing samples are re-queued."""
+    """Hand a lease back before its deadline. What is stored stays; the missing samples are re-queued. With
+    the reason `drained` it is handed over by a worker that stops as planned, which says nothing against the
+    task."""
 
     worker: str
     lease_id: str
@@ -444,6 +457,7 @@ Request = (
     | Lease
     | Heartbeat
     | Release
+    | Drain
     | PutEpisodes
     | Claim
     | PutVerdicts

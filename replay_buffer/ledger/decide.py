@@ -10,10 +10,12 @@ from areal_async.wire.messages import (
     Checkpointed,
     Claim,
     Commit,
+    Drain,
     ExportLedger,
     Heartbeat,
     Lease,
     NextBatch,
+    Ok,
     PutVerdicts,
     Release,
     Stats,
@@ -21,7 +23,7 @@ from areal_async.wire.messages import (
 from replay_buffer.admission import capacity
 from replay_buffer.ledger import batching, committing, leasing, opening, scoring, storing
 from replay_buffer.ledger.draft import Decision
-from replay_buffer.ledger.index import UNBATCHED, Index
+from replay_buffer.ledger.index import UNBATCHED, Index, Writes
 from replay_buffer.ledger.records import EpisodeState, GroupState
 from replay_buffer.ledger.words import batch_wait, lease_wait
 
@@ -38,11 +40,17 @@ class Extend:
     outage_ms: int
 
 
+@dataclass(frozen=True)
+class Alive:
+    """The front lives, and has nothing else to write: Redis notes the time with every write."""
+
+
 Command = (
     Arrived
     | Lease
     | Heartbeat
     | Release
+    | Drain
     | storing.StoreEpisodes
     | Claim
     | PutVerdicts
@@ -54,6 +62,7 @@ Command = (
     | Stats
     | Expire
     | Extend
+    | Alive
 )
 
 
@@ -76,6 +85,8 @@ def decide(index: Index, command: Command, now_ms: int) -> Decision:
             return leasing.arrived(index, command, now_ms)
         case Release():
             return leasing.release(index, command, now_ms)
+        case Drain():
+            return leasing.drain(index, command, now_ms)
         case NextBatch():
             return batching.next_batch(index, command, now_ms)
         case Commit():
@@ -90,6 +101,8 @@ def decide(index: Index, command: Command, now_ms: int) -> Decision:
             return leasing.expire(index, now_ms)
         case Extend():
             return leasing.extend(index, command.outage_ms, now_ms)
+        case Alive():
+            return Decision(Ok(), Writes(index.meta))
         case Stats():
             return Decision(stats(index, now_ms))
 

@@ -23,6 +23,8 @@ def starving(index: Index, step: int, ready: int) -> Waiting:
             f"; {len(index.reusable)} could be used again, once that makes a whole batch and no group being "
             "generated or scored becomes too old by it"
         )
+    if equal := index.meta.counts.get("dropped:no_variance"):
+        figures += f"; {equal} so far were dropped for rewards that are all equal (buffer.dynamic_filtering)"
     return Waiting(_edge(index), figures)
 
 
