@@ -66,7 +66,7 @@ def test_a_heartbeat_renews_and_names_what_is_lost(drive):
 
 
 def test_a_heartbeat_soon_after_another_writes_nothing(drive):
-    """Workers report at every new version: with many leases, renewing them all each time would be most writes."""
+    """Workers report at every new version: renewing all leases each time would be most of the writes."""
     ledger = drive(lease_ms=8000)
     kept, other = ledger.lease(1), ledger.lease(1, worker="rollout-1")
     for later_ms, writes in ((999, 0), (2, 1), (999, 0)):
