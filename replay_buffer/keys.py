@@ -1,6 +1,6 @@
 """The names of a job's keys in Redis, and a write set as the commands on them.
 
-    areal:{job}:meta       hash: schema, front, revision, alive_ms, state (the `Meta` record)
+    areal:{job}:meta       hash: schema, front, owner, revision, alive_ms, state (the `Meta` record)
     areal:{job}:groups     hash: group id → `Group`
     areal:{job}:leases     hash: lease id → `Lease`
     areal:{job}:claims     hash: claim id → `Claim`

@@ -31,6 +31,7 @@ from areal_async.wire.messages import (
     Claim,
     Claims,
     Commit,
+    Drain,
     ExportLedger,
     Fetch,
     Fetched,
@@ -50,6 +51,7 @@ from areal_async.wire.rpc import Answer, Peer, Server
 from replay_buffer import metrics
 from replay_buffer.address import RedisAddress
 from replay_buffer.clock import RedisClock
+from replay_buffer.confirmed import FILE, ConfirmedRevision
 from replay_buffer.embedded import EmbeddedRedis
 from replay_buffer.errors import StoreUnavailable
 from replay_buffer.front import Front
@@ -73,7 +75,7 @@ log = get_logger("buffer")
 def _is_empty(reply: Message) -> bool:
     match reply:
         case Leases():
-            return not reply.groups
+            return not reply.groups and not reply.drain
         case Claims():
             return not reply.items
         case _:
@@ -114,6 +116,12 @@ class BufferServer:
             case ExportLedger():
                 decision = await self._front.execute(message)
                 return decision.reply, [decision.payload] if decision.payload is not None else []
+            case Drain():
+                log.info("worker drains", worker=message.worker, reason=message.reason)
+                reply = (await self._front.execute(message)).reply
+                # Its waiting lease request is answered now: nothing will be granted to it.
+                self._front.wake("lease")
+                return reply
             case Arrived() | Heartbeat() | Release() | PutVerdicts() | Commit() | Checkpointed():
                 return (await self._front.execute(message)).reply
             case Stats():
@@ -247,6 +255,8 @@ async def main(ctx: ServiceContext) -> None:
             stack.push_async_callback(embedded.stop)
             await embedded.start()
         address = RedisAddress.parse(embedded.url) if embedded is not None else RedisAddress.of(job.buffer)
+        mark = ConfirmedRevision(ctx.run_dir / "buffer" / FILE)
+        stack.callback(mark.close)
         # A Redis of the job's own shares its host and its fate: large episodes lie in files beside it.
         folder = embedded.data_dir / "episodes" if embedded is not None else None
         store = Store(
@@ -256,9 +266,11 @@ async def main(ctx: ServiceContext) -> None:
             rules.durability,
             clock,
             max_bytes=rules.max_bytes,
+            confirmed=mark.read(),
             folder=folder,
         )
-        front = Front(store, rules, tasks, clock, embedded.start if embedded is not None else None)
+        revive = embedded.start if embedded is not None else None
+        front = Front(store, rules, tasks, clock, revive, on_confirmed=mark.write)
         stack.push_async_callback(front.stop)
         await front.start()
         buffer = BufferServer(front, job.job, store)
@@ -271,6 +283,7 @@ async def main(ctx: ServiceContext) -> None:
         )
         await server.start()
         stack.push_async_callback(server.stop)
+        stack.callback(front.stop_waiting)
         collector = metrics.register(lambda: store.tail)
         figures = asyncio.create_task(buffer.keep_figures(collector), name="buffer-figures")
         stack.callback(figures.cancel)

@@ -33,7 +33,7 @@ from redis.exceptions import (
 
 from replay_buffer.address import Place, RedisAddress
 from replay_buffer.clock import RedisClock
-from replay_buffer.errors import StoreError, StoreUnavailable, StoreUnusable, refusal
+from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, StoreUnusable, refusal
 from replay_buffer.keys import Bytes, Commands, Keys
 from replay_buffer.large import EpisodeKey, Large, Ref, staged_keys
 from replay_buffer.ledger.index import Records, Writes
@@ -69,7 +69,7 @@ _decode_batch = msgspec.msgpack.Decoder(BatchPlan).decode
 @dataclass(frozen=True)
 class Opened:
     """A ledger taken over. `idle_ms`: time since the last write of whoever had it before. `lost_writes`:
-    writes confirmed to this store before, and not there any more."""
+    writes confirmed to this store or an earlier front, and not there any more."""
 
     records: Records
     revision: int
@@ -81,7 +81,8 @@ class Opened:
 
 
 class Store:
-    """One job in the Redis at an address. `max_bytes`: what its episodes may weigh, 0 for not known."""
+    """One job in the Redis at an address. `max_bytes`: what its episodes may weigh, 0 for not known.
+    `confirmed`: the revision that an earlier front is known to have seen there."""
 
     def __init__(
         self,
@@ -92,6 +93,7 @@ class Store:
         clock: RedisClock,
         *,
         max_bytes: int = 0,
+        confirmed: int = 0,
         folder: Path | None = None,
     ) -> None:
         self.address = RedisAddress.parse(address) if isinstance(address, str) else address
@@ -110,7 +112,9 @@ class Store:
         self._client: Redis | None = None
         self._reads: RedisPipe | None = None
         self._writer: Writer | None = None
-        self._confirmed = 0
+        self._confirmed = confirmed
+        self._owner = secrets.token_hex(8)
+        """Which front holds the ledger, in Redis: epochs alone do not tell a front from its successor."""
         self._sha = ""
 
     @property
@@ -190,17 +194,17 @@ class Store:
             for place, ref in refs.items()
             if ref.chunks
         }
+        answering = asyncio.gather(*(answer for _, _, answer in asked), *in_keys.values())
         found: dict[EpisodeKey, Bytes | None] = {}
         in_files = [(place, ref) for place, ref in refs.items() if not ref.chunks]
         if self._shelf is not None and in_files:
             maps = await self._shelf.read([ref for _, ref in in_files])
             found.update(zip((place for place, _ in in_files), maps, strict=True))
-        for group_id, samples, answer in asked:
-            places = ((group_id, sample) for sample in samples)
-            found.update(zip(places, _answered(await answer), strict=True))
-        for place, answer in in_keys.items():
-            chunks = _answered(await answer)
-            found[place] = _joined(chunks)
+        # Gathered, so that no answer is left unread when the connection breaks.
+        answers = [_answered(answer) for answer in await answering]
+        for (group_id, samples, _), blobs in zip(asked, answers, strict=False):
+            found.update(zip(((group_id, sample) for sample in samples), blobs, strict=True))
+        found.update(zip(in_keys, map(_joined, answers[len(asked) :]), strict=True))
         return [found[place] for place in wanted]
 
     async def used_bytes(self) -> int:
@@ -313,25 +317,38 @@ class Store:
         meta = Meta(ledger_id=secrets.token_hex(8), dataset_hash=self._dataset_hash)
         state = msgspec.msgpack.encode(meta)
         sha = _text(await self._redis.script_load(TAKE_SCRIPT))
-        self.front_epoch = int(await self._redis.evalsha(sha, 1, self._keys.meta, SCHEMA, state))
-        return 0
+        taken = await self._redis.evalsha(sha, 1, self._keys.meta, SCHEMA, state, self._owner)
+        self.front_epoch = int(taken[0])
+        return int(taken[1])
 
     async def _take_back(self) -> int:
         """As the front that had it: only if no other front came in between. The new epoch fences this front's
         own writes that were lost from sight. Returns the revision found.
 
-        An older epoch than this front's is its own of before: its last opening was among the lost writes."""
-        held, revision = await self._redis.hmget(self._keys.meta, "front", "revision")
-        if held is None or revision is None:
+        An attempt whose answer was lost may have got through, or may yet: then the epoch in Redis is newer,
+        and still this front's. An older epoch is its own of before: its last opening was among those lost."""
+        names = ("front", "revision", "owner")
+        front, revision, owner = await self._redis.hmget(self._keys.meta, *names)
+        if front is None or revision is None:
             raise StoreUnusable(
                 f"Redis at {self._place} has lost the whole ledger of this job (durability tier "
                 f"{self._durability}). Resume from the last checkpoint."
             )
+        mine = owner == self._owner.encode()
+        held = int(front) if mine else min(int(front), self.front_epoch)
+        epoch = max(held, self.front_epoch)
         step = Commands(self._keys)
         step.add("HDEL", self._keys.meta, ("",))  # so that the rest passes at the memory limit
-        step.add("HSET", self._keys.meta, ("front", self.front_epoch + 1))
-        await self._run(step, min(int(held), self.front_epoch), int(revision))
-        self.front_epoch += 1
+        step.add("HSET", self._keys.meta, ("front", epoch + 1, "owner", self._owner))
+        try:
+            await self._run(step, held, int(revision))
+        except StoreFenced as error:
+            if mine:
+                raise StoreUnavailable(
+                    "an earlier attempt to come back got through meanwhile", "gone"
+                ) from error
+            raise
+        self.front_epoch = epoch + 1
         return int(revision)
 
     async def _run(self, commands: Commands, epoch: int, revision: int) -> None:
@@ -339,23 +356,7 @@ class Store:
         check_answer(await self._redis.execute_command(*call))
 
     async def _load(self, lost_writes: int) -> Opened:
-        keys = self._keys
-        pipeline = self._redis.pipeline(transaction=False)
-        for key in (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches):
-            pipeline.hgetall(key)
-        meta, groups, leases, claims, batches = await pipeline.execute()
-        if int(meta[b"schema"]) != SCHEMA:
-            raise StoreUnusable(
-                f"the ledger in {self.url} has schema {int(meta[b'schema'])}, this version reads {SCHEMA}: "
-                "finish the job with the version that began it"
-            )
-        records = Records(
-            meta=_decode_meta(meta[b"state"]),
-            groups={name.decode(): _decode_group(value) for name, value in groups.items()},
-            leases={name.decode(): _decode_lease(value) for name, value in leases.items()},
-            claims={name.decode(): _decode_claim(value) for name, value in claims.items()},
-            batches={int(name): _decode_batch(value) for name, value in batches.items()},
-        )
+        meta, records = await read_ledger(self._redis, self._keys, self.url)
         if records.meta.dataset_hash != self._dataset_hash:
             raise StoreUnusable(
                 f"the ledger in {self.url} was begun with the data set {records.meta.dataset_hash}, but "
@@ -382,6 +383,30 @@ def _answered(blobs: Any) -> list[bytes | None]:
     if isinstance(blobs, hiredis.ReplyError):
         raise refusal(str(blobs))
     return list(blobs)
+
+
+async def read_ledger(redis: Redis, keys: Keys, url: str) -> tuple[dict[bytes, bytes], Records]:
+    """The meta hash and all records, as of one moment. Changes nothing.
+
+    Raises `StoreUnusable` for none or one of another schema, `RedisError` or OSError where nobody answers."""
+    pipeline = redis.pipeline(transaction=True)
+    for key in (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches):
+        pipeline.hgetall(key)
+    meta, groups, leases, claims, batches = await pipeline.execute()
+    if b"state" not in meta:
+        raise StoreUnusable(f"Redis at {url} holds no ledger of this job")
+    if int(meta[b"schema"]) != SCHEMA:
+        raise StoreUnusable(
+            f"the ledger in {url} has schema {int(meta[b'schema'])}, this version reads {SCHEMA}: "
+            "finish the job with the version that began it"
+        )
+    return meta, Records(
+        meta=_decode_meta(meta[b"state"]),
+        groups={name.decode(): _decode_group(value) for name, value in groups.items()},
+        leases={name.decode(): _decode_lease(value) for name, value in leases.items()},
+        claims={name.decode(): _decode_claim(value) for name, value in claims.items()},
+        batches={int(name): _decode_batch(value) for name, value in batches.items()},
+    )
 
 
 def connect(where: str | Place) -> Redis:

@@ -20,8 +20,9 @@ from trainer_service.microbatch import TrainingRow, row_of
 POLICY = "policy"
 
 
-def rows_of_episode(blob: Any, entry: BatchEpisode, index: int) -> list[TrainingRow]:
+def rows_of_episode(blob: Any, entry: BatchEpisode, index: int, lowest_version: int = 0) -> list[TrainingRow]:
     """The rows of one blob; `index` is the episode's place in the manifest, `entry` what that says of it.
+    Units below `lowest_version` are masked, and a row of nothing else is left out.
 
     Raises `BatchError` when the blob cannot be read or is not what the manifest names."""
     try:
@@ -40,7 +41,7 @@ def rows_of_episode(blob: Any, entry: BatchEpisode, index: int) -> list[Training
         row_of(
             index,
             row.token_ids,
-            row.mask,
+            row.mask & (row.versions >= lowest_version),
             row.logprobs,
             row.versions,
             temperature if isinstance(temperature, float) else _per_token(temperature, row),

@@ -29,7 +29,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class BatchFigures:
-    """A step in numbers. Staleness of an episode: step - its smallest version."""
+    """A step in numbers. Staleness of an episode: step - its smallest version that is trained."""
 
     episodes: int
     tokens: int
@@ -53,8 +53,9 @@ def plan_step(
 ) -> Plan:
     """Check the manifest of `step`, take advantages over whole groups and deal its episodes out.
 
-    Deterministic: every rank comes to the same plan. Raises `BatchError` for a manifest that is not one of
-    this step or names a group or an episode twice, and `StalenessViolation`.
+    Groups may differ in size: a partial group has the samples that came by its deadline. Deterministic:
+    every rank comes to the same plan. Raises `BatchError` for a manifest that is not one of
+    this step or names a group or an episode twice or an empty group, and `StalenessViolation`.
     """
     if batch.step != step:
         raise BatchError(f"asked for the batch of step {step}, got that of step {batch.step}")
@@ -67,11 +68,15 @@ def plan_step(
             raise BatchError(f"the batch of step {step} names {what} {twice} twice")
     if not episodes:
         raise BatchError(f"the batch of step {step} has no episodes")
+    empty = [group.group_id for group in batch.groups if not group.episodes]
+    if empty:
+        raise BatchError(f"group {empty[0]} of step {step} has no episodes")
     for episode in episodes:
-        if episode.n_sampled and not 0 <= step - episode.min_version <= max_staleness:
+        oldest = max(episode.min_version, batch.lowest_version)
+        if episode.n_sampled and not 0 <= step - oldest <= max_staleness:
             raise StalenessViolation(
-                f"episode {episode.episode_id} of step {step} has min version {episode.min_version}: "
-                f"staleness {step - episode.min_version} is outside 0 … {max_staleness}"
+                f"episode {episode.episode_id} of step {step} has min version {oldest}: "
+                f"staleness {step - oldest} is outside 0 … {max_staleness}"
             )
     groups = np.repeat(np.arange(len(batch.groups)), [len(group.episodes) for group in batch.groups])
     rewards = torch.tensor([episode.reward for episode in episodes], dtype=torch.float64)
@@ -98,7 +103,9 @@ def figures_of(batch: Batch) -> BatchFigures:
     episodes = [episode for group in batch.groups for episode in group.episodes]
     rewards = np.array([episode.reward for episode in episodes])
     sampled = [episode for episode in episodes if episode.n_sampled]
-    staleness = np.array([batch.step - episode.min_version for episode in sampled] or [0])
+    lowest = batch.lowest_version
+    trained = [max(episode.min_version, lowest) for episode in sampled if episode.max_version >= lowest]
+    staleness = np.array([batch.step - version for version in trained] or [0])
     multi = [episode.min_version != episode.max_version for episode in sampled] or [False]
     return BatchFigures(
         episodes=len(episodes),

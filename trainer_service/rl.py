@@ -84,6 +84,8 @@ class RlTrainer:
         )
         self._epoch = 0
         self._published = Published(run_dir)
+        self._weights_hash = ""
+        """Of the newest version published."""
         self._same_as: list[int] = []
         """Earlier epochs that had published the newest version alike."""
         self._evaluated = -1
@@ -172,7 +174,7 @@ class RlTrainer:
                 "busy_s": trained_s - begun_s - wait_s,
                 "publish_s": ended_s - trained_s,
             }
-            report_step(self._run_log, batch, result, seconds)
+            report_step(self._run_log, batch, result, seconds, self._weights_hash)
         done = step + 1
         if done % self._job.checkpoint.every_steps == 0 or done == self._job.trainer.steps:
             self._checkpoint(done)
@@ -197,7 +199,7 @@ class RlTrainer:
 
     def _train(self, batch: Batch, step: int, plan: Plan, blobs: dict[str, memoryview]) -> StepResult:
         eta = self._job.buffer.max_staleness
-        minibatches = self._rows(plan, blobs)
+        minibatches = self._rows(plan, blobs, batch.lowest_version)
         check_staleness([row for rows in minibatches for row in rows], step=step, max_staleness=eta)
         result = train_step(
             self._backend,
@@ -221,14 +223,16 @@ class RlTrainer:
             )
         return result
 
-    def _rows(self, plan: Plan, blobs: Mapping[str, memoryview]) -> list[list[TrainingRow]]:
+    def _rows(
+        self, plan: Plan, blobs: Mapping[str, memoryview], lowest_version: int
+    ) -> list[list[TrainingRow]]:
         """This rank's rows of each minibatch."""
         return [
             [
                 row
                 for index in share[self._ranks.rank]
                 for row in rows_of_episode(
-                    blobs[plan.episodes[index].episode_id], plan.episodes[index], index
+                    blobs[plan.episodes[index].episode_id], plan.episodes[index], index, lowest_version
                 )
             ]
             for share in plan.shares
@@ -249,6 +253,7 @@ class RlTrainer:
                 evaluate=due and version != self._evaluated,
                 final=final,
             )
+            self._weights_hash = written.weights_hash
             self._same_as = self._published.add(written.tag, written.weights_hash)
             record_event(
                 "published",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from areal_async.wire.messages import Batch, BatchEpisode, BatchGroup, Message, NextBatch, Waiting
+from replay_buffer.ledger.age import lowest_version, masked_below, too_old
 from replay_buffer.ledger.draft import Decision, Draft, fault
 from replay_buffer.ledger.index import Index, oldest_version
 from replay_buffer.ledger.lineage import accepts
@@ -45,6 +46,8 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
         if waiting is not None:
             return draft.decide(waiting)
         groups += [draft.move(group, GroupState.BATCHED, reason, step=step) for group, reason in chosen]
+        if masked := sum(0 <= group.min_version < lowest_version(index.rules, step) for group, _ in chosen):
+            draft.count("masked", masked)
         _drop_left_behind(draft, step)
     new_plan = BatchPlan(step, message.epoch, tuple(group.group_id for group in groups))
     draft.set_batch(step, new_plan)
@@ -83,10 +86,10 @@ def on_lineage(draft: Draft, group: Group) -> bool:
 
 
 def _drop_stale(draft: Draft, step: int) -> None:
-    """Drop what holds a version below `step − η`. What is merely leased at such a version is judged by the
-    versions it arrives with."""
-    for group in _aged(draft, step - draft.rules.max_staleness - 1):
-        if 0 <= group.min_version < step - draft.rules.max_staleness:
+    """Drop what is too old for `step`. What is merely leased at such a version is judged by the versions it
+    arrives with."""
+    for group in _aged(draft, lowest_version(draft.rules, step) - 1):
+        if too_old(draft.rules, group, step):
             draft.drop(group, "stale")
 
 
@@ -185,9 +188,9 @@ def _wait_for_overtaken(draft: Draft, step: int, chosen: list[Group]) -> Waiting
 
 
 def _drop_left_behind(draft: Draft, step: int) -> None:
-    """With the batch of `step` made, what holds version `step − η` can be trained no more."""
-    for group in _aged(draft, step - draft.rules.max_staleness):
-        if 0 <= group.min_version <= step - draft.rules.max_staleness:
+    """With the batch of `step` made, what is too old for the next can be trained no more."""
+    for group in _aged(draft, lowest_version(draft.rules, step)):
+        if too_old(draft.rules, group, step + 1):
             draft.drop(
                 group, "stale" if group.state in (GroupState.SCORED, GroupState.QUEUED) else "overtaken"
             )
@@ -198,13 +201,14 @@ def _manifest(index: Index, plan: BatchPlan, groups: list[Group]) -> Message:
         epoch=plan.epoch,
         step=plan.step,
         max_staleness=index.rules.max_staleness,
+        lowest_version=masked_below(index.rules, plan.step),
         groups=[_batch_group(index, group, plan.step) for group in groups],
     )
 
 
 def _batch_group(index: Index, group: Group, step: int) -> BatchGroup:
     task = index.tasks.task(group.row, group.pass_index)
-    if any(episode.state != EpisodeState.VERDICT for episode in group.episodes):
+    if not group.judged or not group.count(EpisodeState.VERDICT):
         raise AssertionError(f"{group.group_id} is in a batch without all its verdicts")
     return BatchGroup(
         group_id=group.group_id,
@@ -222,6 +226,7 @@ def _batch_group(index: Index, group: Group, step: int) -> BatchGroup:
                 components=episode.components or {},
             )
             for sample, episode in enumerate(group.episodes)
+            if episode.state == EpisodeState.VERDICT
         ],
         uses=sum(number < step for number in group.steps),
     )

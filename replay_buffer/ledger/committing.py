@@ -7,6 +7,7 @@ from operator import attrgetter
 import msgspec
 
 from areal_async.wire.messages import Checkpointed, Commit, ExportLedger, LedgerCopy, Ok
+from replay_buffer.ledger.age import masked_below
 from replay_buffer.ledger.batching import fenced, is_fenced
 from replay_buffer.ledger.draft import Decision, Draft, fault
 from replay_buffer.ledger.index import UNBATCHED, Index
@@ -43,7 +44,7 @@ def commit(index: Index, message: Commit, now_ms: int) -> Decision:
     trained = 0
     for group in draft.groups(plan.group_ids):
         if group.min_version >= 0:
-            staleness = max(staleness, step - group.min_version)
+            staleness = max(staleness, step - max(group.min_version, masked_below(draft.rules, step)))
         trained += group.count(EpisodeState.VERDICT)
         trained_in(draft, group, step, later)
     lineage = continued(meta.lineage, step, message.same_as)

@@ -31,6 +31,7 @@ OUTSTANDING = (GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED, Group
 """States that count in the admission formula: leased at least once, and not yet TRAINED or DROPPED. A group
 that was trained and is SCORED or BATCHED again does not count."""
 UNBATCHED = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED)
+UNGENERATED = (GroupState.QUEUED, GroupState.LEASED)
 SCORABLE = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED)
 
 
@@ -86,7 +87,7 @@ class Index:
         self.aging = Order()
         """Unbatched groups that hold or may come to hold a version, the oldest such version first."""
         self.deadlines = Order()
-        """Leases and claims, the next to expire first."""
+        """Leases, claims and groups with a deadline or an age limit, the next to come first."""
         self.group_counts = [0] * len(GroupState)
         self.reused = 0
         """Groups trained before that are SCORED or BATCHED again."""
@@ -131,12 +132,13 @@ class Index:
 
     @property
     def mean_episode_bytes(self) -> float:
-        stored = sum(self.episode_counts) - self.episode_counts[EpisodeState.MISSING]
+        counts = self.episode_counts
+        stored = sum(counts) - counts[EpisodeState.MISSING] - counts[EpisodeState.ABSENT]
         return self.payload_bytes / stored if stored else 0.0
 
     @property
     def next_deadline_ms(self) -> int | None:
-        """When the next lease or claim expires."""
+        """When the next lease, claim or group reaches its deadline."""
         key = self.deadlines.first_key()
         return int(key[0]) if key else None
 
@@ -207,6 +209,8 @@ class Index:
         oldest = NO_VERSION if group is None else oldest_version(group)
         aging = state in UNBATCHED and oldest != NO_VERSION
         self.aging.set(group_id, (oldest, seq) if aging else None)
+        due = None if group is None else due_ms(self.rules, group)
+        self.deadlines.set(group_id, None if due is None else (due,))
         return _edges(old, group, more_to_claim=stored_now > stored_before)
 
     def _tally(self, group: Group, counts: list[int], sign: int) -> None:
@@ -228,6 +232,21 @@ def oldest_version(group: Group) -> int:
     if group.min_version == NO_VERSION:
         return group.leased_version
     return min(group.min_version, group.leased_version)
+
+
+def due_ms(rules: Rules, group: Group) -> int | None:
+    """When the group's own time is up: its deadline while samples are missing, its age until it is in its
+    first batch. None for never."""
+    if rules.group_deadline_ms is None and rules.max_age_ms is None:
+        return None
+    if not group.begun_ms or group.steps or group.state not in UNBATCHED:
+        return None
+    ends = []
+    if rules.group_deadline_ms is not None and group.state in UNGENERATED:
+        ends.append(group.begun_ms + rules.group_deadline_ms)
+    if rules.max_age_ms is not None:
+        ends.append(group.begun_ms + rules.max_age_ms)
+    return min(ends, default=None)
 
 
 def _edges(old: Group | None, new: Group | None, *, more_to_claim: bool) -> set[Edge]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from replay_buffer.ledger.age import too_old
 from replay_buffer.ledger.draft import Draft
 from replay_buffer.ledger.index import Index
-from replay_buffer.ledger.records import NO_VERSION, EpisodeState, Group, GroupState
+from replay_buffer.ledger.records import EpisodeState, Group, GroupState
 from replay_buffer.ledger.rules import Rules
 
 Plans = dict[str, list[int]]
@@ -31,8 +32,7 @@ def plans_from(index: Index, step: int) -> Plans:
 
 def may_be_used(rules: Rules, group: Group, step: int) -> bool:
     """Whether a trained group has a use left and is not too old for `step`."""
-    young = group.min_version == NO_VERSION or group.min_version >= step - rules.max_staleness
-    return young and len(group.steps) < rules.max_reuse
+    return len(group.steps) < rules.max_reuse and not too_old(rules, group, step)
 
 
 def trained_in(draft: Draft, group: Group, step: int, plans: Plans) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from areal_async.wire.messages import PutAck, Refusal
+from replay_buffer.ledger.age import lowest_version
 from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.lineage import accepts, undecided
@@ -76,6 +77,8 @@ def _problem(index: Index, group: Group, arrival: Arrival, lease_number: int, *,
     if not 0 <= arrival.sample < len(group.episodes):
         return f"invalid: the group has the samples 0 to {len(group.episodes) - 1}"
     held = group.episodes[arrival.sample]
+    if held.state == EpisodeState.ABSENT:
+        return "given_up"
     if held.state != EpisodeState.MISSING:
         return "" if held.lease == lease_number else "stored_by_another_lease"
     if not live:
@@ -96,7 +99,7 @@ def _problem(index: Index, group: Group, arrival: Arrival, lease_number: int, *,
         meta.lineage, arrival.min_epoch, arrival.min_version, arrival.max_version
     ) and not undecided(meta.lineage, meta.v_train, arrival.min_epoch, arrival.max_version):
         return "abandoned"
-    if index.next_step - arrival.min_version > index.rules.max_staleness:
+    if arrival.min_version < lowest_version(index.rules, index.next_step) and not index.rules.overtaken_masks:
         return "stale"
     return ""
 

@@ -1,5 +1,5 @@
 """Everybody who speaks to the ledger, as rules: workers (some of them zombies), scorers, trainers (some of
-them replaced), a clock, and the deaths of front, trainer and Redis. The invariants are the promises."""
+them replaced), a clock, and the deaths of front, trainer and Redis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import hypothesis.strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from areal_async.wire.messages import (
     Batch,
@@ -31,19 +31,18 @@ from areal_async.wire.messages import (
     VersionTag,
     Waiting,
 )
-from replay_buffer.ledger.index import OUTSTANDING, Records
+from replay_buffer.ledger.index import Records
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import EpisodeState, GroupState, Meta
+from replay_buffer.ledger.records import EpisodeState, Meta
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from tests.unit.buffer.ledger_model import Model, task_of
+from tests.unit.buffer.ledger_promises import SIZE_BYTES, B, N, Promises
 
-N, B = 2, 2
-SIZE_BYTES = 10
 WORKERS = st.sampled_from(["w0", "w1"])
 SCORERS = st.sampled_from(["s0", "s1"])
 
 
-class LedgerMachine(RuleBasedStateMachine):
+class LedgerMachine(Promises):
     driver_type: type
     eta: int = 1
     ledger_rules: Mapping[str, object] = MappingProxyType({})
@@ -63,7 +62,7 @@ class LedgerMachine(RuleBasedStateMachine):
             }
             | dict(self.ledger_rules)
         )
-        self.model = Model(self.eta, N, self.ledger.rules.max_reuse)
+        self.model = Model(self.eta, N, self.ledger.rules.max_reuse, self.ledger.rules.overtaken_masks)
         self.leases = []
         self.lease_tags: dict[str, VersionTag] = {}
         self.claims = []
@@ -132,7 +131,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if isinstance(reply, Waiting):
             return
         assert len(reply.groups) == B
-        self.model.batch(step, reply.groups)
+        self.model.batch(step, reply.groups, reply.lowest_version)
         if not redone and any(group.uses for group in reply.groups):
             assert not len(self.ledger.index.ready), "what was never trained comes first"
 
@@ -223,11 +222,6 @@ class LedgerMachine(RuleBasedStateMachine):
             ], "a new lease names only the missing samples"
             self.leases.append((worker, group))
             self.lease_tags[group.lease_id] = serving
-
-    def outstanding(self):
-        """Counted from the model: groups under way that were never trained."""
-        uses = self.model.trained.uses
-        return sum(g.state in OUTSTANDING and not uses[g.group_id] for g in self.ledger.index.groups.values())
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), samples=st.sets(st.integers(0, N - 1), min_size=1), mixed=st.booleans())
@@ -412,68 +406,3 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def restored(self, records):
         return self.ledger._index(records, self.ledger.index.revision)
-
-    # --- promises ---
-
-    @invariant()
-    def the_index_is_a_function_of_its_records(self):
-        index, again = self.ledger.index, self.ledger.rebuilt()
-        for name in ("queue", "claimable", "ready", "reusable", "aging", "deadlines"):
-            assert list(getattr(index, name)) == list(getattr(again, name)), name
-        for name in ("group_counts", "episode_counts", "payload_bytes", "generating", "claims_of", "reused"):
-            assert getattr(index, name) == getattr(again, name), name
-
-    @invariant()
-    def nothing_is_unbounded(self):
-        index = self.ledger.index
-        redone = sum(len(plan.group_ids) for plan in index.batches.values())
-        assert index.outstanding == self.outstanding() <= redone + (self.eta + 1) * B
-        assert len(index.groups) <= self.ledger.rules.max_groups + len(index.queue)
-
-    @invariant()
-    def trained_effectively_once(self):
-        """Every use is in the model, every batch of the redo log in the ledger."""
-        index, uses = self.ledger.index, self.model.trained.uses
-        planned = Counter(group_id for plan in index.batches.values() for group_id in plan.group_ids)
-        assert all(times <= self.model.max_reuse for times in planned.values())
-        for plan in index.batches.values():
-            assert len(plan.group_ids) == len(set(plan.group_ids)), "never twice in one step"
-        for group in index.groups.values():
-            assert list(group.steps) == uses[group.group_id], "uses on the lineage"
-            if group.state == GroupState.BATCHED or group.step >= index.meta.checkpoint:
-                assert group.group_id in index.batches[group.step].group_ids
-            if group.state == GroupState.TRAINED:
-                assert group.steps
-            elif group.state != GroupState.BATCHED and not group.steps:
-                assert group.group_id not in planned
-        assert index.meta.episodes_trained == N * sum(map(len, uses.values()))
-
-    @invariant()
-    def every_task_before_the_cursor_has_one_fate(self):
-        """Under way as one group, trained, or given up: nothing is skipped, and nothing repeated."""
-        index, trained = self.ledger.index, self.model.trained
-        under_way = Counter(task_of(group_id) for group_id in index.groups)
-        assert all(count == 1 for count in under_way.values())
-        done = {task_of(group_id) for group_id, steps in trained.uses.items() if steps}
-        taken = {index.tasks.task(*index.tasks.at(place)).task_id for place in range(index.meta.position)}
-        assert taken == set(under_way) | done | trained.given_up
-        assert not set(index.groups) & set(self.model.held.ended), "what has ended stays so"
-
-    @invariant()
-    def acknowledged_bytes_are_held_until_the_end(self):
-        index, blobs = self.ledger.index, self.model.held.blobs
-        for group_id, group in index.groups.items():
-            stored = {s for s, e in enumerate(group.episodes) if e.state != EpisodeState.MISSING}
-            assert stored == blobs.get(group_id, set())
-        assert not any(samples for group_id, samples in blobs.items() if group_id not in index.groups)
-        assert index.payload_bytes == SIZE_BYTES * sum(map(len, blobs.values()))
-
-    @invariant()
-    def leases_and_claims_belong_to_what_they_are_for(self):
-        index = self.ledger.index
-        leased = {g.leases[-1] for g in index.groups.values() if g.state == GroupState.LEASED}
-        assert leased == set(index.leases)
-        claimed = {
-            e.claim_id for g in index.groups.values() for e in g.episodes if e.state == EpisodeState.CLAIMED
-        }
-        assert claimed == set(index.claims)

@@ -48,6 +48,8 @@ class Model:
     eta: int
     n: int
     max_reuse: int
+    masks: bool = False
+    """Units that are too old are masked, instead of their group being dropped."""
     trained: Trained = field(default_factory=Trained)
     held: Held = field(default_factory=Held)
     batches: dict[int, list[str]] = field(default_factory=dict)
@@ -98,15 +100,19 @@ class Model:
         self.held.tags[episode_id] = tags
         self.held.scores.pop(episode_id, None)
 
-    def batch(self, step: int, groups) -> None:
+    def batch(self, step: int, groups, lowest_version: int) -> None:
         """The trainer is given a batch: every promise that it can check."""
+        assert lowest_version == (max(0, step - self.eta) if self.masks else 0)
         for group in groups:
+            newest = max(tag.version for tag in self.tags_of(group.group_id))
+            assert newest >= lowest_version, "nothing of the group is trained"
             assert [e.sample for e in group.episodes] == list(range(self.n)), "groups_are_whole"
             before = [used for used in self.trained.uses[group.group_id] if used < step]
             assert group.uses == len(before) < self.max_reuse, "trained_effectively_once"
             for episode in group.episodes:
                 tags = self.held.tags[episode.episode_id]
-                assert all(0 <= step - tag.version <= self.eta for tag in tags), "staleness_is_bounded"
+                trained = [tag.version for tag in tags if tag.version >= lowest_version]
+                assert all(0 <= step - version <= self.eta for version in trained), "staleness_is_bounded"
                 assert tags <= self.trained.lineage, "a unit of abandoned weights is in a batch"
                 assert episode.reward == self.held.scores[episode.episode_id]
                 assert episode.sample in self.held.blobs[group.group_id], "bytes freed before the checkpoint"

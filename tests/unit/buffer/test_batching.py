@@ -219,3 +219,41 @@ def test_a_task_is_given_up_after_its_last_attempt(drive):
         ledger.release(group)
         ledger.drop_by_name(group, "stale")
     assert attempts == ["cafe0123:0:0#0", "cafe0123:0:0#1", "cafe0123:0:0#2", "cafe0123:1:0#0"]
+
+
+def test_under_mask_an_overtaken_group_is_trained_without_its_units_that_are_too_old(drive):
+    ledger, slow = overtaken(drive, overtaken_waits=False, overtaken_masks=True)
+    assert slow.group_id not in ids(ledger.batch()), "nothing waits for it"
+    ledger.commit()
+    ledger.put(slow, [0], version=0)
+    ledger.put(slow, [1], version=0, newest=2)
+    ledger.judge(ledger.claim())
+    ledger.scored(1)
+    batch = ledger.batch()
+    assert ids(batch)[0] == slow.group_id
+    assert (batch.step, batch.lowest_version) == (2, 1)
+    assert ledger.count("masked") == 1
+    ledger.commit()
+    assert ledger.index.meta.max_staleness_seen == 1
+    assert ledger.index.meta.episodes_dropped == 0
+
+
+def test_under_mask_a_group_with_nothing_left_to_train_is_dropped(drive):
+    ledger, slow = overtaken(drive, overtaken_waits=False, overtaken_masks=True)
+    ledger.batch()
+    ledger.commit()
+    ledger.put(slow, [0], version=0)
+    ledger.scored(2)
+    assert slow.group_id not in ids(ledger.batch())
+    assert ledger.state(slow) == "LEASED", "what is to come may be newer"
+    ledger.put(slow, [1], version=0)
+    ledger.commit()
+    ledger.waiting()
+    assert ledger.state(slow) is None
+    assert ledger.count("dropped:stale") == 1
+
+
+def test_staleness_is_bounded_without_a_mask_in_every_manifest(drive):
+    ledger = drive()
+    ledger.scored(2)
+    assert ledger.batch().lowest_version == 0

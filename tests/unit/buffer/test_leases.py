@@ -53,7 +53,7 @@ def test_exhausted_tasks_are_said_to_be(drive, counted_tasks):
     assert "exhausted after 3 tasks" in ledger.why_not()
 
 
-def test_a_heartbeat_renews_and_names_what_is_lost(drive):
+def test_one_death_is_local_a_heartbeat_renews_and_names_what_is_lost(drive):
     ledger = drive(lease_ms=1000)
     kept, lost = ledger.lease(2)
     ledger.now_ms += 900
@@ -87,7 +87,7 @@ def test_a_lease_of_another_worker_cannot_be_renewed_or_released(drive):
     assert ledger.state(group) == "LEASED"
 
 
-def test_an_expired_lease_is_granted_again_for_the_missing_samples_only(drive):
+def test_one_death_is_local_an_expired_lease_is_granted_again_for_the_missing_samples_only(drive):
     ledger = drive(group_size=4, lease_ms=1000)
     (first,) = ledger.lease()
     ledger.put(first, [1, 3])

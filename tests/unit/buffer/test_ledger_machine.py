@@ -14,7 +14,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from replay_buffer.clock import RedisClock
 from replay_buffer.ledger.index import Index
 from replay_buffer.store import Store, connect
-from tests.unit.buffer.ledger_machine import SIZE_BYTES, LedgerMachine, N
+from tests.unit.buffer.ledger_machine import LedgerMachine
+from tests.unit.buffer.ledger_promises import SIZE_BYTES, N
 
 BLOB = b"x" * SIZE_BYTES
 
@@ -113,6 +114,7 @@ RULES = {
     "eta 0": (0, {}),
     "eta 1": (1, {}),
     "eta 2, drop": (2, {"overtaken_waits": False}),
+    "mask": (1, {"overtaken_waits": False, "overtaken_masks": True, "max_reuse": 2}),
     "freshest": (2, {"sampling": "freshest"}),
     "priority": (2, {"sampling": "priority", "overtaken_waits": False}),
     "replay": (2, {"max_reuse": 2}),

@@ -171,3 +171,20 @@ def test_staleness_is_bounded_on_the_units_themselves():
         check_staleness([_versioned(11)], step=10, max_staleness=4)
     with pytest.raises(StalenessViolation):
         check_staleness([_versioned(9)], step=10, max_staleness=0)
+
+
+def test_units_below_the_lowest_version_are_in_no_row():
+    builder = EpisodeBuilder("job", "t", "t#0", 0)
+    prompt = builder.prompt([1, 2, 3])
+    first = _sampled(builder, 2, prompt, version=1)
+    _sampled(builder, 3, first, version=2)
+    episode = builder.build()
+    entry = _entry(episode)
+    (row,) = rows_of_episode(pack(episode), entry, 0)
+    assert row.version.tolist() == [1, 1, 2, 2, 2]
+    with pytest.raises(StalenessViolation):
+        check_staleness([row], step=3, max_staleness=1)
+    (row,) = rows_of_episode(pack(episode), entry, 0, 2)
+    assert (row.version.tolist(), row.position.tolist()) == ([2, 2, 2], [5, 6, 7])
+    check_staleness([row], step=3, max_staleness=1)
+    assert rows_of_episode(pack(episode), entry, 0, 3) == []

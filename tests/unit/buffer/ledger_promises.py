@@ -1,0 +1,86 @@
+"""The promises of the ledger as invariants: the ledger's own records against the model of what was told."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis.stateful import RuleBasedStateMachine, invariant
+
+from replay_buffer.ledger.index import OUTSTANDING
+from replay_buffer.ledger.records import EpisodeState, GroupState
+from tests.unit.buffer.ledger_model import task_of
+
+N, B = 2, 2
+SIZE_BYTES = 10
+
+
+class Promises(RuleBasedStateMachine):
+    """`ledger`, `model` and `eta` come from the machine."""
+
+    def outstanding(self):
+        """Counted from the model: groups under way that were never trained."""
+        uses = self.model.trained.uses
+        return sum(g.state in OUTSTANDING and not uses[g.group_id] for g in self.ledger.index.groups.values())
+
+    @invariant()
+    def the_index_is_a_function_of_its_records(self):
+        index, again = self.ledger.index, self.ledger.rebuilt()
+        for name in ("queue", "claimable", "ready", "reusable", "aging", "deadlines"):
+            assert list(getattr(index, name)) == list(getattr(again, name)), name
+        for name in ("group_counts", "episode_counts", "payload_bytes", "generating", "claims_of", "reused"):
+            assert getattr(index, name) == getattr(again, name), name
+
+    @invariant()
+    def nothing_is_unbounded(self):
+        index = self.ledger.index
+        redone = sum(len(plan.group_ids) for plan in index.batches.values())
+        assert index.outstanding == self.outstanding() <= redone + (self.eta + 1) * B
+        assert len(index.groups) <= self.ledger.rules.max_groups + len(index.queue)
+
+    @invariant()
+    def trained_effectively_once(self):
+        """Every use is in the model, every batch of the redo log in the ledger."""
+        index, uses = self.ledger.index, self.model.trained.uses
+        planned = Counter(group_id for plan in index.batches.values() for group_id in plan.group_ids)
+        assert all(times <= self.model.max_reuse for times in planned.values())
+        for plan in index.batches.values():
+            assert len(plan.group_ids) == len(set(plan.group_ids)), "never twice in one step"
+        for group in index.groups.values():
+            assert list(group.steps) == uses[group.group_id], "uses on the lineage"
+            if group.state == GroupState.BATCHED or group.step >= index.meta.checkpoint:
+                assert group.group_id in index.batches[group.step].group_ids
+            if group.state == GroupState.TRAINED:
+                assert group.steps
+            elif group.state != GroupState.BATCHED and not group.steps:
+                assert group.group_id not in planned
+        assert index.meta.episodes_trained == N * sum(map(len, uses.values()))
+
+    @invariant()
+    def every_task_before_the_cursor_has_one_fate(self):
+        """Under way as one group, trained, or given up: nothing is skipped, and nothing repeated."""
+        index, trained = self.ledger.index, self.model.trained
+        under_way = Counter(task_of(group_id) for group_id in index.groups)
+        assert all(count == 1 for count in under_way.values())
+        done = {task_of(group_id) for group_id, steps in trained.uses.items() if steps}
+        taken = {index.tasks.task(*index.tasks.at(place)).task_id for place in range(index.meta.position)}
+        assert taken == set(under_way) | done | trained.given_up
+        assert not set(index.groups) & set(self.model.held.ended), "what has ended stays so"
+
+    @invariant()
+    def acknowledged_bytes_are_held_until_the_end(self):
+        index, blobs = self.ledger.index, self.model.held.blobs
+        for group_id, group in index.groups.items():
+            stored = {s for s, e in enumerate(group.episodes) if e.state != EpisodeState.MISSING}
+            assert stored == blobs.get(group_id, set())
+        assert not any(samples for group_id, samples in blobs.items() if group_id not in index.groups)
+        assert index.payload_bytes == SIZE_BYTES * sum(map(len, blobs.values()))
+
+    @invariant()
+    def leases_and_claims_belong_to_what_they_are_for(self):
+        index = self.ledger.index
+        leased = {g.leases[-1] for g in index.groups.values() if g.state == GroupState.LEASED}
+        assert leased == set(index.leases)
+        claimed = {
+            e.claim_id for g in index.groups.values() for e in g.episodes if e.state == EpisodeState.CLAIMED
+        }
+        assert claimed == set(index.claims)
