@@ -262,7 +262,7 @@ def test_the_first_version_that_differs_ends_all_that_came_of_it(drive):
 
 
 def test_a_redis_that_lost_the_epoch_of_the_copy_is_not_its_continuation(drive):
-    """Redis came back as of before the last trainer opened: its steps are those of weights abandoned since."""
+    """Redis came back as of before the last trainer opened: its steps are of weights abandoned since."""
     ledger = drive(batch_groups=1, max_staleness=4)
     trained_steps(ledger, 2)
     (group,) = ledger.scored(1, version=2)
