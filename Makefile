@@ -8,7 +8,7 @@ ARGS ?=
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help quickstart prometheus redis test test-quick lint format clean
+.PHONY: help quickstart prometheus redis reverb-env test test-quick lint format clean
 
 help:
 	@echo "make quickstart   set up, then train a tiny model through all services (a few minutes)"
@@ -52,6 +52,14 @@ redis:
 test: $(STAMP) prometheus redis
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not alone" $(ARGS)
 	$(BIN)/python -m pytest -m "alone and not engine" $(ARGS)
+
+# dm-reverb, for benchmarks/buffer.py --reverb: it needs Python 3.11 or older and a TensorFlow of its time.
+reverb-env: .reverb-env/.complete
+
+.reverb-env/.complete:
+	python3.11 -m venv .reverb-env
+	.reverb-env/bin/pip install -q "dm-reverb==0.14.0" "tensorflow-cpu==2.15.*" "numpy<2"
+	touch $@
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not alone and not slow" $(ARGS)

@@ -9,6 +9,9 @@ and is trained at the latest in step v_train + η − lag = v_serving + η. With
 η = 0; without the lag a worker that has yet to load the newest weights makes groups that are a version too
 old when their turn comes.
 
+Work that runs is capped by nothing else: a cap by observed durations was measured, and where it saves waste
+it costs more throughput (docs/decisions/0005). What pacing cannot avoid, the job file is warned of.
+
 A second limit keeps the last steps of a job from being over-supplied: no step is left for a group beyond
 (steps − v_train) · B. And the buffer's own: groups and bytes held. When those are full, generation waits;
 what is generated is never turned away.

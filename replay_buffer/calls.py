@@ -17,6 +17,7 @@ from areal_async.wire.messages import (
     Claim,
     Claims,
     Commit,
+    Drain,
     EpisodeVerdict,
     ExportLedger,
     Fetch,
@@ -82,6 +83,10 @@ def arrived(name: str) -> Call[None]:
 
 def release(worker: str, lease_id: str, reason: str) -> Call[None]:
     return Call(Release(worker, lease_id, reason), _done)
+
+
+def drain(worker: str, reason: str) -> Call[None]:
+    return Call(Drain(worker, reason), _done)
 
 
 def put(lease_id: str, group_id: str, episodes: Mapping[int, Buffer]) -> Call[PutAck]:

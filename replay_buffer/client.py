@@ -87,6 +87,10 @@ class BufferClient:
         """End a lease early; its missing samples are queued again."""
         await self._do(calls.release(worker, lease_id, reason))
 
+    async def drain(self, worker: str, reason: str) -> None:
+        """Lease `worker` nothing more: it finishes what it has, or hands it back."""
+        await self._do(calls.drain(worker, reason))
+
     async def put(self, lease_id: str, group_id: str, episodes: Mapping[int, Buffer]) -> PutAck:
         """Store codec blobs by sample. They must not change until this returns."""
         return await self._do(calls.put(lease_id, group_id, episodes))
@@ -184,6 +188,10 @@ class SyncBufferClient:
     def release(self, worker: str, lease_id: str, reason: str) -> None:
         """End a lease early; its missing samples are queued again."""
         return self._do(calls.release(worker, lease_id, reason))
+
+    def drain(self, worker: str, reason: str) -> None:
+        """Lease `worker` nothing more: it finishes what it has, or hands it back."""
+        return self._do(calls.drain(worker, reason))
 
     def put(self, lease_id: str, group_id: str, episodes: Mapping[int, Buffer]) -> PutAck:
         """Store codec blobs by sample. They must not change until this returns."""

@@ -24,15 +24,17 @@ from areal_async.observe.events import record, recording
 from areal_async.observe.failpoint import failpoint
 from areal_async.observe.log import get_logger
 from areal_async.observe.metrics import busy
-from areal_async.wire.messages import Lease, Leases, Message
+from areal_async.wire.messages import Arrived, Lease, Leases, Message
 from replay_buffer.clock import RedisClock
 from replay_buffer.edges import Edges
 from replay_buffer.errors import StoreError, StoreUnavailable, Trouble
 from replay_buffer.history import note_decided, note_loaded
 from replay_buffer.keys import Bytes
-from replay_buffer.ledger.decide import Command, Expire, Extend, decide
+from replay_buffer.large import Ref
+from replay_buffer.ledger.decide import Alive, Command, Expire, Extend, decide
 from replay_buffer.ledger.draft import Decision
 from replay_buffer.ledger.index import Edge, Index
+from replay_buffer.ledger.losing import BytesLost
 from replay_buffer.ledger.rules import Rules, Tasks
 from replay_buffer.ledger.storing import StoreEpisodes
 from replay_buffer.store import Opened, Store
@@ -41,6 +43,9 @@ BEAT_S = 0.5
 """The front looks at the clock at least this often."""
 OUTAGE_MS = 3_000
 """A longer gap between two looks is an outage of this process."""
+ALIVE_MS = 5_000
+"""A front that has nothing to write says so often that it lives: the next one takes the time since the last
+write for an outage."""
 GATHER_S = 0.02
 """How long a claim waits for a group to become complete."""
 FIRST_PAUSE_S = 0.05
@@ -56,7 +61,8 @@ log = get_logger("buffer")
 class Front:
     """`start`, then `execute` and `poll` from any number of coroutines of one loop, then `stop`.
 
-    `revive` is awaited before each attempt to reach a Redis that was lost."""
+    `revive` is awaited before each attempt to reach a Redis that was lost; `on_confirmed` is told each
+    revision that Redis has confirmed, before anybody else is."""
 
     def __init__(
         self,
@@ -65,6 +71,7 @@ class Front:
         tasks: Tasks,
         clock: RedisClock,
         revive: Callable[[], Awaitable[None]] | None = None,
+        on_confirmed: Callable[[int], None] | None = None,
     ) -> None:
         self.index: Index | None = None
         """None while it is being rebuilt."""
@@ -78,8 +85,10 @@ class Front:
         self._tasks = tasks
         self._clock = clock
         self._revive = revive
+        self._on_confirmed = on_confirmed
         self._edges = Edges()
         self._seen_ms = 0
+        self._wrote_ms = 0
         self._stopping = False
         self._workers: set[asyncio.Task[None]] = set()
 
@@ -101,17 +110,24 @@ class Front:
         self._use(await self._store.open(self._on_failure))
         self._spawn(self._beat())
 
-    async def stop(self) -> None:
-        """Let waiting polls answer empty-handed, write what is decided, and let go of Redis."""
+    def stop_waiting(self) -> None:
+        """Let waiting polls answer empty-handed, and keep no later one waiting."""
         self._stopping = True
         self._edges.fire()
+
+    async def stop(self) -> None:
+        """Write what is decided, and the hour: a planned stop is an outage from here on only. Then let go of
+        Redis."""
+        self.stop_waiting()
+        if self.index is not None:
+            self._take(self.index, Alive())
         for task in self._workers:
             task.cancel()
         if self._workers:
             await asyncio.wait(self._workers)
         await self._store.close()
 
-    async def execute(self, command: Command, attachments: Sequence[Bytes] = ()) -> Decision:
+    async def execute(self, command: Command, attachments: Sequence[Bytes | Ref] = ()) -> Decision:
         """Decide, write, and return the decision once it is true in Redis.
 
         Raises `FaultError("unavailable")` when that cannot be known; the command may be repeated."""
@@ -129,6 +145,22 @@ class Front:
         if decision.writes is not None:
             failpoint("buffer.before_reply")
         return decision
+
+    async def store(self, command: StoreEpisodes, attachments: Sequence[Bytes]) -> Decision:
+        """Execute a put; its large episodes are on disk before it is decided."""
+        self._ready()
+        try:
+            placed, name = await self._store.shelve(attachments)
+        except OSError as error:
+            log.error("episodes cannot be written to disk", error=str(error))
+            raise FaultError("unavailable", f"episodes cannot be written: {error}", FULL_RETRY_MS) from error
+        if not name:
+            return await self.execute(command, placed)
+        failpoint("buffer.after_shelve")
+        try:
+            return await self.execute(command, placed)
+        finally:
+            self._store.settled(name, command.group_id)
 
     async def poll(
         self,
@@ -160,7 +192,7 @@ class Front:
         """Have every poll of `edge` look again."""
         self._edges.fire([edge])
 
-    async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[bytes | None]:
+    async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[Bytes | None]:
         """Episode bytes by (group id, sample). Raises `FaultError("unavailable")`."""
         try:
             return await self._store.blobs(wanted)
@@ -175,7 +207,7 @@ class Front:
         return self.index
 
     def _take(
-        self, index: Index, command: Command, attachments: Sequence[Bytes] = ()
+        self, index: Index, command: Command, attachments: Sequence[Bytes | Ref] = ()
     ) -> tuple[Decision, asyncio.Future[None] | None]:
         """Decide and apply; returns what confirms the decision."""
         with busy("serve"):
@@ -185,13 +217,16 @@ class Front:
             note_decided(index, decision.writes, type(command).__name__, front_epoch=self.front_epoch)
             failpoint("buffer.before_write")
             written = self._store.submit(index.revision, decision.writes, attachments)
-            if recording():
+            self._wrote_ms = self._seen_ms
+            if recording() or self._on_confirmed is not None:
                 written.add_done_callback(partial(self._note_confirmed, self.front_epoch, index.revision + 1))
             self._edges.fire(index.apply(decision.writes))
             return decision, written
 
     def _note_confirmed(self, front_epoch: int, revision: int, written: asyncio.Future[None]) -> None:
         if not written.cancelled() and written.exception() is None:
+            if self._on_confirmed is not None:
+                self._on_confirmed(revision)
             record("confirmed", front_epoch=front_epoch, revision=revision)
             failpoint("buffer.after_write")
 
@@ -205,6 +240,8 @@ class Front:
         due_ms = index.next_deadline_ms
         if due_ms is not None and due_ms <= now_ms:
             self._take(index, Expire())
+        if now_ms - self._wrote_ms >= ALIVE_MS:
+            self._take(index, Alive())
 
     def _until_change(self, edge: Edge, left_s: float) -> float:
         """How long to wait for an edge at most: the trainer's wait for overtaken groups ends by itself."""
@@ -229,7 +266,7 @@ class Front:
         nonce = secrets.token_hex(3)
         index = Index(self._rules, self._tasks, opened.records, nonce=nonce, revision=opened.revision)
         self.index = index
-        self._seen_ms = self.now_ms
+        self._seen_ms = self._wrote_ms = self.now_ms
         note_loaded(
             index,
             front_epoch=opened.front_epoch,
@@ -238,6 +275,16 @@ class Front:
         )
         if opened.idle_ms:
             self._take(index, Extend(opened.idle_ms))
+        if opened.lost_writes:
+            # Claims that have ended live again, and their scorers' signs of life would keep them.
+            for scorer in list(index.claims_of):
+                self._take(index, Arrived(scorer))
+        if opened.lost_episodes:
+            log.error(
+                "episodes are without their bytes; their tasks are tried again",
+                lost=len(opened.lost_episodes),
+            )
+            self._take(index, BytesLost(opened.lost_episodes))
         log.info(
             "ledger loaded",
             front_epoch=opened.front_epoch,

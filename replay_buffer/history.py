@@ -6,7 +6,7 @@ from typing import Any
 
 from areal_async.observe.events import record, recording
 from replay_buffer.ledger.index import Index, Writes
-from replay_buffer.ledger.records import EpisodeState, Group, GroupState
+from replay_buffer.ledger.records import Group, GroupState
 
 
 def note_loaded(index: Index, *, front_epoch: int, idle_ms: int, lost_writes: int) -> None:
@@ -88,4 +88,4 @@ def _stored(group: Group | None) -> list[int]:
     """Samples whose bytes are held."""
     if group is None:
         return []
-    return [i for i, episode in enumerate(group.episodes) if episode.state != EpisodeState.MISSING]
+    return [sample for sample, episode in enumerate(group.episodes) if episode.is_held]

@@ -1,18 +1,21 @@
 """The names of a job's keys in Redis, and a write set as the commands on them.
 
-    areal:{job}:meta       hash: schema, front, revision, alive_ms, state (the `Meta` record)
+    areal:{job}:meta       hash: schema, front, owner, revision, alive_ms, state (the `Meta` record)
     areal:{job}:groups     hash: group id → `Group`
     areal:{job}:leases     hash: lease id → `Lease`
     areal:{job}:claims     hash: claim id → `Claim`
     areal:{job}:batches    hash: step → `BatchPlan`
     areal:{job}:e:<group>  hash: sample → codec blob of the episode
+    areal:{job}:large      hash: episode id → where a large one lies (`large.py`)
+    areal:{job}:b:<n>      string: a chunk of a large episode
+    areal:{job}:staged     set: chunks written, and not referred to yet
 
 The job's name is the hash tag of every key: a job lives on one shard of a Redis Cluster, several jobs spread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -36,9 +39,14 @@ class Keys:
         self.leases = self.prefix + "leases"
         self.claims = self.prefix + "claims"
         self.batches = self.prefix + "batches"
+        self.large = self.prefix + "large"
+        self.staged = self.prefix + "staged"
 
     def blobs(self, group_id: str) -> str:
         return f"{self.prefix}e:{group_id}"
+
+    def chunk(self, stem: str, number: int) -> str:
+        return f"{self.prefix}b:{stem}.{number}"
 
 
 class Commands:
@@ -74,11 +82,18 @@ class Commands:
             self.add("HSET", key, held[start : start + MOST_ARGUMENTS])
 
 
-def commands_of(keys: Keys, writes: Writes, attachments: Sequence[Bytes]) -> Commands:
-    """`writes` as commands; blobs are taken from the message's attachments.
+def commands_of(
+    keys: Keys,
+    writes: Writes,
+    attachments: Sequence[Any],
+    elsewhere: Container[tuple[str, int]] = (),
+    into: Commands | None = None,
+) -> Commands:
+    """`writes` as commands, behind those in `into`; blobs are taken from the message's attachments, but for
+    those (group id, sample) that are kept `elsewhere`.
 
     What frees memory comes first: a Redis at its limit then lets the whole script pass."""
-    commands = Commands(keys)
+    commands = Commands(keys) if into is None else into
     for group_id, samples in writes.freed.items():
         if samples is None:
             commands.add("UNLINK", keys.blobs(group_id))
@@ -87,6 +102,8 @@ def commands_of(keys: Keys, writes: Writes, attachments: Sequence[Bytes]) -> Com
     for group_id, kept in writes.blobs.items():
         pairs: list[Argument] = []
         for sample, attachment in kept.items():
+            if (group_id, sample) in elsewhere:
+                continue
             pairs += (sample, attachments[attachment])
         for start in range(0, len(pairs), MOST_ARGUMENTS):
             commands.add("HSET", keys.blobs(group_id), pairs[start : start + MOST_ARGUMENTS])

@@ -25,6 +25,11 @@ ANSWER_LIMIT_S = 20.0
 """Redis not answering for so long counts as gone."""
 CONNECT_LIMIT_S = 5.0
 
+PIECE_BYTES = 256 << 10
+"""Given to the transport at a time."""
+LARGE_BYTES = 32 << 10
+"""Arguments from this size on are sent from where they lie."""
+
 Argument = str | bytes | int | memoryview
 
 
@@ -37,6 +42,9 @@ class RedisPipe(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self._watch: asyncio.TimerHandle | None = None
+        self._paused = False
+        self._unsent: deque[bytes | memoryview] = deque()
+        """What the transport has yet to be given."""
         self._why_closed = "the connection is not open"
         self._was_closed = False
 
@@ -88,7 +96,7 @@ class RedisPipe(asyncio.Protocol):
             return future
         now_s = self._loop.time()
         self._waiting.append((now_s, future))
-        self._transport.write(hiredis.pack_command(command))  # type: ignore[arg-type]
+        self._send(_pieces(command))
         if self._watch is None:
             self._watch = self._loop.call_at(now_s + ANSWER_LIMIT_S, self._look)
         return future
@@ -102,6 +110,15 @@ class RedisPipe(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        transport.set_write_buffer_limits(high=PIECE_BYTES)
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        while self._unsent and not self._paused and self._transport is not None:
+            self._transport.write(self._unsent.popleft())
 
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)
@@ -113,6 +130,17 @@ class RedisPipe(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._was_closed = True
         self._end(f"Redis closed the connection{f': {error}' if error else ''}")
+
+    def _send(self, pieces: list[bytes | memoryview]) -> None:
+        """The transport moves all that it has not sent yet at each step, so it is given little at a time."""
+        assert self._transport is not None
+        for piece in pieces:
+            for start in range(0, len(piece), PIECE_BYTES):
+                part = piece if len(piece) <= PIECE_BYTES else memoryview(piece)[start : start + PIECE_BYTES]
+                if self._paused:
+                    self._unsent.append(part)
+                else:
+                    self._transport.write(part)
 
     # --- ending ---
 
@@ -133,6 +161,7 @@ class RedisPipe(asyncio.Protocol):
         self._why_closed = why
         self._transport.abort()
         self._transport = None
+        self._unsent.clear()
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
@@ -141,6 +170,23 @@ class RedisPipe(asyncio.Protocol):
             if not future.done():
                 future.set_exception(StoreUnavailable(why, "gone"))
                 future.exception()  # marks it as seen: whoever asked may be gone
+
+
+def _pieces(command: Sequence[Argument]) -> list[bytes | memoryview]:
+    """A command as Redis reads it, large arguments not copied."""
+    if not any(isinstance(part, (bytes, memoryview)) and len(part) >= LARGE_BYTES for part in command):
+        return [hiredis.pack_command(tuple(command))]  # type: ignore[arg-type]
+    pieces: list[bytes | memoryview] = []
+    head = b"*%d\r\n" % len(command)
+    for part in command:
+        data = part if isinstance(part, (bytes, memoryview)) else str(part).encode()
+        head += b"$%d\r\n" % len(data)
+        if len(data) < LARGE_BYTES:
+            head += bytes(data) + b"\r\n"
+        else:
+            pieces += (head, data)
+            head = b"\r\n"
+    return [*pieces, head]
 
 
 def not_trusted(place: Place, error: BaseException) -> StoreUnusable:

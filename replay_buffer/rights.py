@@ -21,7 +21,7 @@ from replay_buffer.errors import StoreUnusable, refusal
 from replay_buffer.keys import Keys
 from replay_buffer.pipe import RedisPipe
 
-LOOK = ("hget", "hmget", "hgetall", "hexists", "ping", "time", "info")
+LOOK = ("hget", "hmget", "hgetall", "hexists", "ping", "time", "info", "multi", "exec")
 """What both roles may do."""
 FRONT = (
     *LOOK,
@@ -30,12 +30,18 @@ FRONT = (
     "hincrby",
     "hdel",
     "unlink",
+    "set",
+    "mget",
+    "exists",
+    "sadd",
+    "srem",
+    "smembers",
     "evalsha",
     "script|load",
     "config|get",
     "select",
 )
-READER = (*LOOK, "hlen", "hkeys", "hscan", "hstrlen", "exists", "type", "select")
+READER = (*LOOK, "mget", "hlen", "hkeys", "hscan", "hstrlen", "exists", "type", "select")
 
 PROBE = "e:probe"
 """Key that the trial writes to and deletes, beside those of the episodes."""
@@ -120,6 +126,16 @@ def _trials(keys: Keys) -> list[Trial]:
         *(Trial("hgetall", ("HGETALL", key), key) for key in (probe,)),
         *(Trial("hget", ("HGET", key, NOTHING), key) for key in held),
         Trial("unlink", ("UNLINK", probe), probe),
+        Trial("set", ("SET", probe, "a"), probe),
+        Trial("mget", ("MGET", probe), probe),
+        Trial("exists", ("EXISTS", probe), probe),
+        Trial("unlink", ("UNLINK", probe), probe),
+        Trial("sadd", ("SADD", probe, "a"), probe),
+        Trial("srem", ("SREM", probe, "a"), probe),
+        Trial("smembers", ("SMEMBERS", probe), probe),
+        # Last: were the second one missing, whatever followed would be held back.
+        Trial("multi", ("MULTI",)),
+        Trial("exec", ("EXEC",)),
     ]
 
 

@@ -31,6 +31,7 @@ from areal_async.wire.messages import (
     Claim,
     Claims,
     Commit,
+    Drain,
     ExportLedger,
     Fetch,
     Fetched,
@@ -50,9 +51,11 @@ from areal_async.wire.rpc import Answer, Peer, Server
 from replay_buffer import metrics
 from replay_buffer.address import RedisAddress
 from replay_buffer.clock import RedisClock
+from replay_buffer.confirmed import FILE, ConfirmedRevision
 from replay_buffer.embedded import EmbeddedRedis
 from replay_buffer.errors import StoreUnavailable
 from replay_buffer.front import Front
+from replay_buffer.large import EPISODES
 from replay_buffer.ledger.decide import stats
 from replay_buffer.ledger.index import Edge, Index
 from replay_buffer.ledger.opening import OpenedWith
@@ -73,7 +76,7 @@ log = get_logger("buffer")
 def _is_empty(reply: Message) -> bool:
     match reply:
         case Leases():
-            return not reply.groups
+            return not reply.groups and not reply.drain
         case Claims():
             return not reply.items
         case _:
@@ -114,6 +117,12 @@ class BufferServer:
             case ExportLedger():
                 decision = await self._front.execute(message)
                 return decision.reply, [decision.payload] if decision.payload is not None else []
+            case Drain():
+                log.info("worker drains", worker=message.worker, reason=message.reason)
+                reply = (await self._front.execute(message)).reply
+                # Its waiting lease request is answered now: nothing will be granted to it.
+                self._front.wake("lease")
+                return reply
             case Arrived() | Heartbeat() | Release() | PutVerdicts() | Commit() | Checkpointed():
                 return (await self._front.execute(message)).reply
             case Stats():
@@ -174,7 +183,7 @@ class BufferServer:
             with busy("serve"):
                 arrivals = self._read(message, attachments)
         command = StoreEpisodes(message.lease_id, message.group_id, arrivals)
-        return (await self._front.execute(command, attachments)).reply
+        return (await self._front.store(command, attachments)).reply
 
     def _read(self, message: PutEpisodes, attachments: list[memoryview]) -> tuple[Arrival, ...]:
         return tuple(
@@ -247,10 +256,22 @@ async def main(ctx: ServiceContext) -> None:
             stack.push_async_callback(embedded.stop)
             await embedded.start()
         address = RedisAddress.parse(embedded.url) if embedded is not None else RedisAddress.of(job.buffer)
+        mark = ConfirmedRevision(ctx.run_dir / "buffer" / FILE)
+        stack.callback(mark.close)
+        # A Redis of the job's own shares its host and its fate: large episodes lie in files beside it.
+        folder = embedded.data_dir / EPISODES if embedded is not None else None
         store = Store(
-            address, job.job, tasks.dataset_hash, rules.durability, clock, max_bytes=rules.max_bytes
+            address,
+            job.job,
+            tasks.dataset_hash,
+            rules.durability,
+            clock,
+            max_bytes=rules.max_bytes,
+            confirmed=mark.read(),
+            folder=folder,
         )
-        front = Front(store, rules, tasks, clock, embedded.start if embedded is not None else None)
+        revive = embedded.start if embedded is not None else None
+        front = Front(store, rules, tasks, clock, revive, on_confirmed=mark.write)
         stack.push_async_callback(front.stop)
         await front.start()
         buffer = BufferServer(front, job.job, store)
@@ -263,6 +284,7 @@ async def main(ctx: ServiceContext) -> None:
         )
         await server.start()
         stack.push_async_callback(server.stop)
+        stack.callback(front.stop_waiting)
         collector = metrics.register(lambda: store.tail)
         figures = asyncio.create_task(buffer.keep_figures(collector), name="buffer-figures")
         stack.callback(figures.cancel)

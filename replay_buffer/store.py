@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -33,14 +33,16 @@ from redis.exceptions import (
 
 from replay_buffer.address import Place, RedisAddress
 from replay_buffer.clock import RedisClock
-from replay_buffer.errors import StoreError, StoreUnavailable, StoreUnusable, refusal
-from replay_buffer.keys import Bytes, Commands, Keys, commands_of
+from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, StoreUnusable, refusal
+from replay_buffer.keys import Bytes, Commands, Keys
+from replay_buffer.large import EpisodeKey, Large, Ref, staged_keys
 from replay_buffer.ledger.index import Records, Writes
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, Claim, Group, Lease, Meta
 from replay_buffer.pipe import ANSWER_LIMIT_S, CONNECT_LIMIT_S, RedisPipe, in_words
 from replay_buffer.redis_check import check_redis
 from replay_buffer.rights import check_rights
 from replay_buffer.sentinel import find_place
+from replay_buffer.shelf import Shelf
 from replay_buffer.writer import Writer, check_answer, script_call
 
 SCRIPT = files("replay_buffer").joinpath("write.lua").read_bytes()
@@ -67,17 +69,20 @@ _decode_batch = msgspec.msgpack.Decoder(BatchPlan).decode
 @dataclass(frozen=True)
 class Opened:
     """A ledger taken over. `idle_ms`: time since the last write of whoever had it before. `lost_writes`:
-    writes confirmed to this store before, and not there any more."""
+    writes confirmed to this store or an earlier front, and not there any more."""
 
     records: Records
     revision: int
     front_epoch: int
     idle_ms: int
     lost_writes: int
+    lost_episodes: tuple[EpisodeKey, ...] = ()
+    """Those that the ledger holds, and whose bytes are not there."""
 
 
 class Store:
-    """One job in the Redis at an address. `max_bytes`: what its episodes may weigh, 0 for not known."""
+    """One job in the Redis at an address. `max_bytes`: what its episodes may weigh, 0 for not known.
+    `confirmed`: the revision that an earlier front is known to have seen there."""
 
     def __init__(
         self,
@@ -88,6 +93,8 @@ class Store:
         clock: RedisClock,
         *,
         max_bytes: int = 0,
+        confirmed: int = 0,
+        folder: Path | None = None,
     ) -> None:
         self.address = RedisAddress.parse(address) if isinstance(address, str) else address
         self.url = str(self.address)
@@ -95,6 +102,8 @@ class Store:
         self.full = False
         """Redis refused a write for lack of memory, and has not been seen to have room since."""
         self._keys = Keys(job)
+        self._large = Large(self._keys)
+        self._shelf = None if folder is None else Shelf(folder, durability)
         self._dataset_hash = dataset_hash
         self._durability = durability
         self._clock = clock
@@ -103,7 +112,9 @@ class Store:
         self._client: Redis | None = None
         self._reads: RedisPipe | None = None
         self._writer: Writer | None = None
-        self._confirmed = 0
+        self._confirmed = confirmed
+        self._owner = secrets.token_hex(8)
+        """Which front holds the ledger, in Redis: epochs alone do not tell a front from its successor."""
         self._sha = ""
 
     @property
@@ -127,6 +138,7 @@ class Store:
             had_before = self.front_epoch > 0
             revision = await (self._take_back() if had_before else self._take_over())
             opened = await self._load(lost_writes=max(0, self._confirmed - revision))
+            opened = replace(opened, lost_episodes=await self._open_large())
             self._confirmed = opened.revision
             failed = partial(self._failed, on_failure)
             self._writer = Writer(writes, self._sha, self.front_epoch, self._clock, failed)
@@ -139,32 +151,61 @@ class Store:
             if self._writer is None and writes is not None:
                 writes.close()
 
-    def submit(self, revision: int, writes: Writes, attachments: Sequence[Bytes]) -> asyncio.Future[None]:
+    async def shelve(self, blobs: Sequence[Bytes]) -> tuple[list[Bytes | Ref], str]:
+        """Put what is large enough into a file, if there is a folder for that. Returns what to give to
+        `submit`, and a name to give to `settled` after it. Raises OSError when the disk is full."""
+        return (list(blobs), "") if self._shelf is None else await self._shelf.write(blobs)
+
+    def settled(self, name: str, group_id: str) -> None:
+        """It is decided what became of the file `name`, shelved for that group."""
+        if self._shelf is not None:
+            self._shelf.settled(name, used=self._large.uses(group_id, name))
+
+    def submit(
+        self, revision: int, writes: Writes, attachments: Sequence[Bytes | Ref]
+    ) -> asyncio.Future[None]:
         """Write in order; the future ends when Redis has confirmed."""
         if self._writer is None:
             raise StoreUnavailable("the store is not open", "gone")
-        commands = commands_of(self._keys, writes, attachments)
+        parcel = self._large.prepare(writes, attachments)
         if self.full and not attachments:
-            commands.before_all("HDEL", ("",))
-        return self._writer.submit(revision, commands)
+            parcel.commands.before_all("HDEL", ("",))
+        written = self._writer.submit(revision, parcel.commands, parcel.ahead)
+        if parcel.files_freed:
+            written.add_done_callback(partial(self._free_files, parcel.files_freed))
+        return written
 
-    async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[bytes | None]:
+    async def blobs(self, wanted: Sequence[EpisodeKey]) -> list[Bytes | None]:
         """The codec blobs of (group id, sample), in order; None for one that is not held."""
         if self._reads is None:
             raise StoreUnavailable("the store is not open", "gone")
-        by_group: dict[str, list[int]] = {}
+        refs = {place: ref for place in wanted if (ref := self._large.ref(*place)) is not None}
+        small: dict[str, list[int]] = {}
         for group_id, sample in wanted:
-            by_group.setdefault(group_id, []).append(sample)
+            if (group_id, sample) not in refs:
+                small.setdefault(group_id, []).append(sample)
+        reads = self._reads
         asked = [
-            (group_id, samples, self._reads.call("HMGET", self._keys.blobs(group_id), *samples))
-            for group_id, samples in by_group.items()
+            (group_id, samples, reads.call("HMGET", self._keys.blobs(group_id), *samples))
+            for group_id, samples in small.items()
         ]
-        found: dict[tuple[str, int], bytes | None] = {}
-        for group_id, samples, answer in asked:
-            blobs = await answer
-            if isinstance(blobs, hiredis.ReplyError):
-                raise refusal(str(blobs))
-            found.update(zip(((group_id, sample) for sample in samples), blobs, strict=True))
+        in_keys = {
+            place: reads.call("MGET", *self._large.key_names(ref))
+            for place, ref in refs.items()
+            if ref.chunks
+        }
+        found: dict[EpisodeKey, Bytes | None] = {}
+        in_files = [(place, ref) for place, ref in refs.items() if not ref.chunks]
+        if self._shelf is not None and in_files:
+            maps = await self._shelf.read([ref for _, ref in in_files])
+            found.update(zip((place for place, _ in in_files), maps, strict=True))
+        # Gathered, so that no answer is left unread when the connection breaks.
+        answers = await asyncio.gather(*(answer for _, _, answer in asked), *in_keys.values())
+        for (group_id, samples, _), blobs in zip(asked, answers, strict=False):
+            places = ((group_id, sample) for sample in samples)
+            found.update(zip(places, _answered(blobs), strict=True))
+        for place, chunks in zip(in_keys, answers[len(asked) :], strict=True):
+            found[place] = _joined(_answered(chunks))
         return [found[place] for place in wanted]
 
     async def used_bytes(self) -> int:
@@ -194,6 +235,8 @@ class Store:
     async def close(self) -> None:
         """Write what is queued, and disconnect."""
         await self._let_go()
+        if self._shelf is not None:
+            await self._shelf.close()
         await self._drop_client()
 
     async def _let_go(self) -> None:
@@ -209,6 +252,21 @@ class Store:
         if isinstance(error, StoreUnavailable) and error.trouble == "memory":
             self.full = True
         on_failure(error)
+
+    # --- large episodes ---
+
+    async def _open_large(self) -> tuple[EpisodeKey, ...]:
+        """Load where large episodes lie and remove what a crash left over. Returns those without bytes."""
+        self._large.load(await self._redis.hgetall(self._keys.large), self.front_epoch)
+        for staged in await self._redis.smembers(self._keys.staged):
+            for name in staged_keys(self._keys, staged.decode()):
+                await self._redis.unlink(name)
+            await self._redis.srem(self._keys.staged, staged)
+        return () if self._shelf is None else tuple(await self._shelf.open(self._large.in_files()))
+
+    def _free_files(self, names: list[str], written: asyncio.Future[None]) -> None:
+        if self._shelf is not None and not written.cancelled() and written.exception() is None:
+            self._shelf.remove(names)
 
     # --- finding the server ---
 
@@ -260,25 +318,38 @@ class Store:
         meta = Meta(ledger_id=secrets.token_hex(8), dataset_hash=self._dataset_hash)
         state = msgspec.msgpack.encode(meta)
         sha = _text(await self._redis.script_load(TAKE_SCRIPT))
-        self.front_epoch = int(await self._redis.evalsha(sha, 1, self._keys.meta, SCHEMA, state))
-        return 0
+        taken = await self._redis.evalsha(sha, 1, self._keys.meta, SCHEMA, state, self._owner)
+        self.front_epoch = int(taken[0])
+        return int(taken[1])
 
     async def _take_back(self) -> int:
         """As the front that had it: only if no other front came in between. The new epoch fences this front's
         own writes that were lost from sight. Returns the revision found.
 
-        An older epoch than this front's is its own of before: its last opening was among the lost writes."""
-        held, revision = await self._redis.hmget(self._keys.meta, "front", "revision")
-        if held is None or revision is None:
+        An attempt whose answer was lost may have got through, or may yet: then the epoch in Redis is newer,
+        and still this front's. An older epoch is its own of before: its last opening was among those lost."""
+        names = ("front", "revision", "owner")
+        front, revision, owner = await self._redis.hmget(self._keys.meta, *names)
+        if front is None or revision is None:
             raise StoreUnusable(
                 f"Redis at {self._place} has lost the whole ledger of this job (durability tier "
                 f"{self._durability}). Resume from the last checkpoint."
             )
+        mine = owner == self._owner.encode()
+        held = int(front) if mine else min(int(front), self.front_epoch)
+        epoch = max(held, self.front_epoch)
         step = Commands(self._keys)
         step.add("HDEL", self._keys.meta, ("",))  # so that the rest passes at the memory limit
-        step.add("HSET", self._keys.meta, ("front", self.front_epoch + 1))
-        await self._run(step, min(int(held), self.front_epoch), int(revision))
-        self.front_epoch += 1
+        step.add("HSET", self._keys.meta, ("front", epoch + 1, "owner", self._owner))
+        try:
+            await self._run(step, held, int(revision))
+        except StoreFenced as error:
+            if mine:
+                raise StoreUnavailable(
+                    "an earlier attempt to come back got through meanwhile", "gone"
+                ) from error
+            raise
+        self.front_epoch = epoch + 1
         return int(revision)
 
     async def _run(self, commands: Commands, epoch: int, revision: int) -> None:
@@ -286,23 +357,7 @@ class Store:
         check_answer(await self._redis.execute_command(*call))
 
     async def _load(self, lost_writes: int) -> Opened:
-        keys = self._keys
-        pipeline = self._redis.pipeline(transaction=False)
-        for key in (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches):
-            pipeline.hgetall(key)
-        meta, groups, leases, claims, batches = await pipeline.execute()
-        if int(meta[b"schema"]) != SCHEMA:
-            raise StoreUnusable(
-                f"the ledger in {self.url} has schema {int(meta[b'schema'])}, this version reads {SCHEMA}: "
-                "finish the job with the version that began it"
-            )
-        records = Records(
-            meta=_decode_meta(meta[b"state"]),
-            groups={name.decode(): _decode_group(value) for name, value in groups.items()},
-            leases={name.decode(): _decode_lease(value) for name, value in leases.items()},
-            claims={name.decode(): _decode_claim(value) for name, value in claims.items()},
-            batches={int(name): _decode_batch(value) for name, value in batches.items()},
-        )
+        meta, records = await read_ledger(self._redis, self._keys, self.url)
         if records.meta.dataset_hash != self._dataset_hash:
             raise StoreUnusable(
                 f"the ledger in {self.url} was begun with the data set {records.meta.dataset_hash}, but "
@@ -315,6 +370,44 @@ class Store:
         sent_ms = self._clock.local_ms()
         seconds, micros = await self._redis.time()
         self._clock.observe(int(seconds) * 1000 + int(micros) // 1000, sent_ms, self._clock.local_ms())
+
+
+async def read_ledger(redis: Redis, keys: Keys, url: str) -> tuple[dict[bytes, bytes], Records]:
+    """The meta hash and all records, as of one moment. Changes nothing.
+
+    Raises `StoreUnusable` for none or one of another schema, `RedisError` or OSError where nobody answers."""
+    pipeline = redis.pipeline(transaction=True)
+    for key in (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches):
+        pipeline.hgetall(key)
+    meta, groups, leases, claims, batches = await pipeline.execute()
+    if b"state" not in meta:
+        raise StoreUnusable(f"Redis at {url} holds no ledger of this job")
+    if int(meta[b"schema"]) != SCHEMA:
+        raise StoreUnusable(
+            f"the ledger in {url} has schema {int(meta[b'schema'])}, this version reads {SCHEMA}: "
+            "finish the job with the version that began it"
+        )
+    return meta, Records(
+        meta=_decode_meta(meta[b"state"]),
+        groups={name.decode(): _decode_group(value) for name, value in groups.items()},
+        leases={name.decode(): _decode_lease(value) for name, value in leases.items()},
+        claims={name.decode(): _decode_claim(value) for name, value in claims.items()},
+        batches={int(name): _decode_batch(value) for name, value in batches.items()},
+    )
+
+
+def _joined(chunks: list[bytes | None]) -> bytes | None:
+    """One episode of its chunks, None if one is not there."""
+    held = [chunk for chunk in chunks if chunk is not None]
+    if len(held) < len(chunks):
+        return None
+    return held[0] if len(held) == 1 else b"".join(held)
+
+
+def _answered(blobs: Any) -> list[bytes | None]:
+    if isinstance(blobs, hiredis.ReplyError):
+        raise refusal(str(blobs))
+    return list(blobs)
 
 
 def connect(where: str | Place) -> Redis:

@@ -4,7 +4,8 @@
 -- ARGV     the front's epoch, the revision the decision was made at, then for each command:
 --          its name, the number of its key in KEYS, how many arguments follow, the arguments
 -- Returns  {"ok", now_ms}, {"fenced", epoch} when a newer front has taken over,
---          {"behind", revision} when the ledger is not at the expected revision, or {"gone"}.
+--          {"behind", revision} when the ledger is not at the expected revision, {"gone"}, or
+--          {"absent", key} when an EXISTS, all of which come first, finds a key missing.
 local meta = KEYS[1]
 local held = redis.call('HMGET', meta, 'front', 'revision')
 if not (held[1] and held[2]) then
@@ -19,7 +20,11 @@ end
 local i = 3
 while i <= #ARGV do
   local last = i + 2 + tonumber(ARGV[i + 2])
-  redis.call(ARGV[i], KEYS[tonumber(ARGV[i + 1])], unpack(ARGV, i + 3, last))
+  local key = KEYS[tonumber(ARGV[i + 1])]
+  local answer = redis.call(ARGV[i], key, unpack(ARGV, i + 3, last))
+  if ARGV[i] == 'EXISTS' and answer == 0 then
+    return {'absent', key}
+  end
   i = last + 1
 end
 local time = redis.call('TIME')

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import hiredis
 from replay_buffer.clock import RedisClock
 from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, refusal
 from replay_buffer.keys import Commands
-from replay_buffer.pipe import RedisPipe
+from replay_buffer.pipe import Argument, RedisPipe
 
 CLOSE_LIMIT_S = 3.0
 """How long closing waits for the last answers."""
@@ -49,14 +49,19 @@ class Writer:
         self._under_way: deque[asyncio.Future[None]] = deque()
         self._failure: StoreError | None = None
 
-    def submit(self, revision: int, commands: Commands) -> asyncio.Future[None]:
-        """Send a write that was decided at `revision`; the future ends when Redis has confirmed it."""
+    def submit(
+        self, revision: int, commands: Commands, ahead: Sequence[Sequence[Argument]] = ()
+    ) -> asyncio.Future[None]:
+        """Send a write that was decided at `revision`; the future ends when Redis has confirmed it. The
+        commands `ahead` go right before it, and a refusal of one of them fails the write."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tail = future
         if self._failure is not None:
             future.set_exception(self._failure)
             return future
         self._under_way.append(future)
+        for command in ahead:
+            self._pipe.call(*command).add_done_callback(self._went_ahead)
         answer = self._pipe.call(*script_call(self._sha, self._front_epoch, revision, commands))
         answer.add_done_callback(partial(self._answered, revision, self._clock.local_ms()))
         return future
@@ -88,6 +93,10 @@ class Writer:
         if not future.done():
             future.set_result(None)
 
+    def _went_ahead(self, answer: asyncio.Future[Any]) -> None:
+        if self._failure is None and isinstance(refused := answer.result(), hiredis.ReplyError):
+            self._fail(refusal(str(refused)))
+
     def _fail(self, error: StoreError) -> None:
         self._failure = error
         self._on_failure(error)
@@ -113,6 +122,8 @@ def check_answer(answer: Any) -> None:
         )
     if answer[0] == b"gone":
         raise StoreUnavailable("the ledger is not in Redis any more", "gone")
+    if answer[0] == b"absent":
+        raise StoreUnavailable(f"Redis does not hold {answer[1].decode()}, which was written just before")
     if answer[0] != b"ok":
         raise StoreUnavailable(
             f"the ledger in Redis is at revision {answer[1].decode()}, not where it was left"

@@ -9,6 +9,9 @@ from typing import Protocol
 
 from areal_async.wire.messages import HeartbeatAck, LeasedGroup, Leases, PutAck, VersionTag
 
+DRAINED = "drained"
+"""The reason of handing a lease over that nothing is wrong with: this worker stops."""
+
 
 class Buffer(Protocol):
     """The part of `replay_buffer.client.BufferClient` that a worker needs."""
@@ -18,6 +21,8 @@ class Buffer(Protocol):
     async def heartbeat(self, worker: str, lease_ids: Sequence[str], serving: VersionTag) -> HeartbeatAck: ...
 
     async def release(self, worker: str, lease_id: str, reason: str) -> None: ...
+
+    async def drain(self, worker: str, reason: str) -> None: ...
 
     async def put(self, lease_id: str, group_id: str, episodes: Mapping[int, bytes]) -> PutAck: ...
 

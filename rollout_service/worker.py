@@ -5,7 +5,8 @@ Promises:
   may the late answer to an older request), and not while as many finished ones await acknowledgement: when
   the buffer is slow or away generation slows down, and nothing is thrown away for lack of room.
 - An episode that finished is sent until the buffer has acknowledged or refused it, or its lease is lost.
-- A lost lease ends its episodes; other leases do not notice. A stop releases every lease.
+- A lost lease ends its episodes; other leases do not notice.
+- A worker told to stop leases no more, puts what finishes within its grace, and hands the rest over at once.
 - A failing episode costs its own sample: the lease goes back once its other samples are stored. A worker
   in which nothing succeeds any more ends with the reason.
 - Every wait has a deadline, and an outage of the buffer is waited out.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from areal_async.wire.messages import LeasedGroup, Leases, PutAck, VersionTag
 from rollout_service import metrics
 from rollout_service.engines.base import Engine
-from rollout_service.leases import Buffer, Held
+from rollout_service.leases import DRAINED, Buffer, Held
 from rollout_service.outbox import Outbox, Parcel
 from rollout_service.waiting import IDLE_WAIT_S, first_of, wait_out
 from rollout_service.workflows import Context, Renderer, Workflow, WorkflowError
@@ -50,6 +51,9 @@ MAX_PUTS = 4
 """Messages with episodes under way at once."""
 HEARTBEAT_SHARE = 1 / 3
 """Of a lease's life; a heartbeat may be lost without losing the lease."""
+DRAIN_LIMIT_S = 1.2
+"""How long a worker that was told to stop lets its episodes run. With the two below it stays within the grace
+that a service has (`control.service.STOP_GRACE_S`)."""
 FLUSH_LIMIT_S = 1.0
 RELEASE_LIMIT_S = 1.0
 MAX_FAILURES = 8
@@ -87,9 +91,15 @@ class Worker:
         """Episodes that had begun at the last failure counted."""
         self._last_failure: BaseException | None = None
         self._draining = False
+        """The buffer has said so."""
+        self._stopping = False
+        """This process was told to stop."""
+        self._asking = 0
+        """Lease requests under way."""
         self._wake_leases = asyncio.Event()
         self._wake_sender = asyncio.Event()
         self._wake_heart = asyncio.Event()
+        self._wake_drain = asyncio.Event()
 
     def weights_changed(self) -> None:
         """The engine serves another version: ask for what this allows, and let the buffer know."""
@@ -105,6 +115,7 @@ class Worker:
             done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+            await self._drain(tasks)
         finally:
             for task in (*tasks, stopping):
                 task.cancel()
@@ -117,7 +128,7 @@ class Worker:
         """How many more groups there is room for."""
         limit, size = self._job.rollout.max_concurrent, self._job.rollout.group_size
         free = min(limit - self._running, 2 * limit - self._running - self._outbox.episodes)
-        return 0 if self._draining else max(0, math.ceil(free / size))
+        return 0 if self._draining or self._stopping else max(0, math.ceil(free / size))
 
     async def _lease(self) -> None:
         """Keep asking. The answer to a request may take long, and depends on the version that it named: when
@@ -129,11 +140,13 @@ class Worker:
                 serving, wanted = self._engine.version, self._wanted_groups()
                 if wanted and serving not in calls.values() and len(calls) < MAX_LEASE_CALLS:
                     calls[asyncio.ensure_future(self._ask(wanted, serving))] = serving
+                    self._asking = len(calls)
                 await first_of([*calls], self._wake_leases)
                 for call in [call for call in calls if call.done()]:
                     serving = calls.pop(call)
-                    for group in call.result().groups:
-                        self._begin(group, serving)
+                    self._granted(call.result(), serving)
+                self._asking = len(calls)
+                self._wake_drain.set()
         finally:
             for call in calls:
                 call.cancel()
@@ -154,6 +167,17 @@ class Worker:
             log.debug("no lease", reason=leases.reason)
             await asyncio.sleep(max(0.0, began_s + EMPTY_PAUSE_S - time.monotonic()))
         return leases
+
+    def _granted(self, leases: Leases, serving: VersionTag) -> None:
+        if leases.drain:
+            self._told_to_drain()
+        for group in leases.groups:
+            if self._stopping:
+                # Too late to begin: it goes back with the next look at what is held.
+                self._held[group.lease_id] = Held(group, failure=DRAINED)
+                self._wake_sender.set()
+            else:
+                self._begin(group, serving)
 
     def _begin(self, group: LeasedGroup, serving: VersionTag) -> None:
         held = self._held[group.lease_id] = Held(group)
@@ -229,6 +253,7 @@ class Worker:
             self._outbox.complete(held.group.lease_id)
         self._wake_sender.set()
         self._wake_leases.set()
+        self._wake_drain.set()
 
     def _failed(self, held: Held, sample: int, number: int, error: Exception) -> None:
         metrics.FAILED.inc()
@@ -293,6 +318,7 @@ class Worker:
         self._outbox.settled(parcel)
         self._wake_sender.set()
         self._wake_leases.set()
+        self._wake_drain.set()
 
     def _refused(self, parcel: Parcel, ack: PutAck) -> None:
         reasons = [refusal.reason.split(":")[0] for refusal in ack.refused]
@@ -306,7 +332,8 @@ class Worker:
         if "invalid" in reasons:
             held.failure = f"the buffer refused {first.item}: {first.reason}"
         else:
-            # Stale, abandoned or leased to another: no sample of this group is wanted from us any more.
+            # Stale, abandoned, past its deadline or leased to another: no sample of this group is wanted
+            # from us any more.
             self._lose(parcel.lease_id, first.reason)
 
     def _close_leases(self) -> None:
@@ -344,11 +371,45 @@ class Worker:
                 # A group that has just become whole has no lease either: there the answer to its put tells.
                 if lease_id in self._held and self._held[lease_id].episodes:
                     self._lose(lease_id, "the buffer no longer knows it")
-            if ack.drain and not self._draining:
-                log.info("told to drain: no more leases", held=len(self._held))
+            if ack.drain:
+                self._told_to_drain()
             self._draining = ack.drain
 
+    def _told_to_drain(self) -> None:
+        if not self._draining:
+            log.info("told to drain: no more leases", held=len(self._held))
+        self._draining = True
+
     # --- the end -------------------------------------------------------------------------------------
+
+    async def _drain(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Let what runs finish and be sent, for at most `DRAIN_LIMIT_S`. Raises what makes that pointless.
+
+        The buffer is told, so that it grants nothing to a request still under way: that would be found out
+        only when the lease expires."""
+        self._stopping = True
+        telling = asyncio.ensure_future(self._tell_buffer())
+        deadline_s = time.monotonic() + DRAIN_LIMIT_S
+        try:
+            while self._running or self._outbox.episodes or self._asking or not telling.done():
+                self._wake_drain.clear()
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    log.info("the grace is over", unfinished=self._running, unsent=self._outbox.episodes)
+                    break
+                going_on = [task for task in (telling, *tasks) if not task.done()]
+                await first_of(going_on, self._wake_drain, left_s)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+        finally:
+            telling.cancel()
+
+    async def _tell_buffer(self) -> None:
+        try:
+            await self._buffer.drain(self._name, "it was told to stop")
+        except (RpcTimeout, FaultError) as error:
+            log.info("the buffer was not told", error=str(error))
 
     async def _wind_up(self) -> None:
         """Give up what is unfinished, send what is finished, hand back every lease; all within seconds."""
@@ -372,7 +433,9 @@ class Worker:
             put.cancel()
         await asyncio.gather(*self._puts, return_exceptions=True)
         unfinished = [lease_id for lease_id, held in self._held.items() if not held.whole]
-        await asyncio.gather(*(self._release(lease_id, "the worker stops") for lease_id in unfinished))
+        gone = DRAINED if self._stopping else "the worker failed"
+        reasons = {lease_id: self._held[lease_id].failure or gone for lease_id in unfinished}
+        await asyncio.gather(*(self._release(lease_id, reason) for lease_id, reason in reasons.items()))
         self._held.clear()
 
 

@@ -53,8 +53,9 @@ def plan_step(
 ) -> Plan:
     """Check the manifest of `step`, take advantages over whole groups and deal its episodes out.
 
-    Deterministic: every rank comes to the same plan. Raises `BatchError` for a manifest that is not one of
-    this step or names a group or an episode twice, and `StalenessViolation`.
+    Groups may differ in size: a partial group has the samples that came by its deadline. Deterministic:
+    every rank comes to the same plan. Raises `BatchError` for a manifest that is not one of
+    this step or names a group or an episode twice or an empty group, and `StalenessViolation`.
     """
     if batch.step != step:
         raise BatchError(f"asked for the batch of step {step}, got that of step {batch.step}")
@@ -67,6 +68,9 @@ def plan_step(
             raise BatchError(f"the batch of step {step} names {what} {twice} twice")
     if not episodes:
         raise BatchError(f"the batch of step {step} has no episodes")
+    empty = [group.group_id for group in batch.groups if not group.episodes]
+    if empty:
+        raise BatchError(f"group {empty[0]} of step {step} has no episodes")
     for episode in episodes:
         oldest = max(episode.min_version, batch.lowest_version)
         if episode.n_sampled and not 0 <= step - oldest <= max_staleness:

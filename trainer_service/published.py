@@ -22,39 +22,44 @@ class Entry(msgspec.Struct, frozen=True):
     weights_hash: str
 
 
+def hashes_of(run_dir: Path) -> dict[int, str]:
+    """The hash that each version was last published with, as far as it is still written down."""
+    return {entry.version: entry.weights_hash for entry in Published(run_dir).entries}
+
+
 class Published:
     """Belongs to rank 0."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / FILE
-        self._entries: list[Entry] = []
+        self.entries: list[Entry] = []
         for line in self.path.read_bytes().splitlines() if self.path.exists() else ():
             try:
-                self._entries.append(msgspec.json.decode(line, type=Entry))
+                self.entries.append(msgspec.json.decode(line, type=Entry))
             except msgspec.DecodeError:
                 continue
 
     @property
     def last_epoch(self) -> int:
         """The newest epoch that published anything; 0 before the first."""
-        return max((entry.epoch for entry in self._entries), default=0)
+        return max((entry.epoch for entry in self.entries), default=0)
 
     def add(self, tag: VersionTag, weights_hash: str) -> list[int]:
         """Write down a version that was published; returns the earlier epochs that had published it alike."""
         same = [
             entry.epoch
-            for entry in self._entries
+            for entry in self.entries
             if (entry.version, entry.weights_hash) == (tag.version, weights_hash) and entry.epoch != tag.epoch
         ]
         entry = Entry(tag.epoch, tag.version, weights_hash)
-        self._entries.append(entry)
+        self.entries.append(entry)
         with self.path.open("ab") as file:
             file.write(msgspec.json.encode(entry) + b"\n")
         return same
 
     def forget_before(self, version: int) -> None:
         """A checkpoint of `version` is on disk: no earlier one is published again."""
-        self._entries = [entry for entry in self._entries if entry.version >= version]
+        self.entries = [entry for entry in self.entries if entry.version >= version]
         unfinished = self.path.with_suffix(".tmp")
-        unfinished.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in self._entries))
+        unfinished.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in self.entries))
         unfinished.replace(self.path)

@@ -38,6 +38,8 @@ class RecordedStep:
     grad_norms: list[float]
     blobs: Mapping[str, bytes]
     """Episode id -> codec blob."""
+    weights_hash: str = ""
+    """Of the weights that the step made; empty where that is not known."""
 
 
 def write_step(
@@ -63,7 +65,33 @@ def write_step(
                 places[episode_id] = (offset, size)
                 offset += size
         record = RankRecord(SCHEMA, batch, list(losses), list(grad_norms), places)
-        (folder / f"step-{rank}.msgpack").write_bytes(msgspec.msgpack.encode(record))
+        # Under its name only once it is whole: a step that has one can be replayed.
+        unfinished = folder / f"step-{rank}.tmp"
+        unfinished.write_bytes(msgspec.msgpack.encode(record))
+        unfinished.replace(folder / f"step-{rank}.msgpack")
+
+
+def recorded_steps(root: Path) -> list[int]:
+    """The steps that are recorded under `root`, ascending."""
+    found = (path.parent.name.removeprefix("step-") for path in root.glob("step-*/step-0.msgpack"))
+    return sorted(int(name) for name in found if name.isdecimal())
+
+
+def read_results(root: Path, step: int) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of a recorded step. Raises `BatchError`."""
+    path = root / f"step-{step:06d}" / "step-0.msgpack"
+    try:
+        record = _decode(path)
+    except (OSError, msgspec.DecodeError) as error:
+        raise BatchError(f"recorded step {path.parent} cannot be read: {error}") from error
+    return record.losses, record.grad_norms
+
+
+def _decode(path: Path) -> RankRecord:
+    record = msgspec.msgpack.decode(path.read_bytes(), type=RankRecord)
+    if record.schema != SCHEMA:
+        raise BatchError(f"{path} has schema {record.schema}; this version reads {SCHEMA}")
+    return record
 
 
 def read_step(root: Path, step: int) -> RecordedStep:
@@ -73,7 +101,7 @@ def read_step(root: Path, step: int) -> RecordedStep:
     records = []
     try:
         for path in sorted(folder.glob("step-*.msgpack")):
-            record = msgspec.msgpack.decode(path.read_bytes(), type=RankRecord)
+            record = _decode(path)
             rank = path.stem.removeprefix("step-")
             data = (folder / f"episodes-{rank}.bin").read_bytes()
             blobs |= {name: data[start : start + size] for name, (start, size) in record.blobs.items()}

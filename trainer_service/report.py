@@ -16,8 +16,11 @@ from trainer_service.step import StepResult
 log = get_logger("trainer")
 
 
-def report_step(run_log: RunLog, batch: Batch, result: StepResult, seconds: Mapping[str, float]) -> None:
-    """`seconds` has at least `step_s` (the whole step) and `wait_s` (of it, waiting for the batch)."""
+def report_step(
+    run_log: RunLog, batch: Batch, result: StepResult, seconds: Mapping[str, float], weights_hash: str = ""
+) -> None:
+    """`seconds` has at least `step_s` (the whole step) and `wait_s` (of it, waiting for the batch);
+    `weights_hash` is that of the weights which the step made, empty where none were published."""
     figures = figures_of(batch)
     with room_for("the record of a step", run_log.path.parent):
         run_log.write(
@@ -32,6 +35,7 @@ def report_step(run_log: RunLog, batch: Batch, result: StepResult, seconds: Mapp
             micro_batches=result.micro_batches,
             **{name: round(value, 6) for name, value in seconds.items()},
             correction=result.statistics,
+            weights_hash=weights_hash,
         )
     log.info(
         "step trained",

@@ -84,6 +84,8 @@ class RlTrainer:
         )
         self._epoch = 0
         self._published = Published(run_dir)
+        self._weights_hash = ""
+        """Of the newest version published."""
         self._same_as: list[int] = []
         """Earlier epochs that had published the newest version alike."""
         self._evaluated = -1
@@ -172,7 +174,7 @@ class RlTrainer:
                 "busy_s": trained_s - begun_s - wait_s,
                 "publish_s": ended_s - trained_s,
             }
-            report_step(self._run_log, batch, result, seconds)
+            report_step(self._run_log, batch, result, seconds, self._weights_hash)
         done = step + 1
         if done % self._job.checkpoint.every_steps == 0 or done == self._job.trainer.steps:
             self._checkpoint(done)
@@ -251,6 +253,7 @@ class RlTrainer:
                 evaluate=due and version != self._evaluated,
                 final=final,
             )
+            self._weights_hash = written.weights_hash
             self._same_as = self._published.add(written.tag, written.weights_hash)
             record_event(
                 "published",

@@ -1,4 +1,4 @@
-"""The command line: `areal-async run | resume | validate | doctor | quickstart`."""
+"""The command line: `areal-async run | resume | validate | doctor | quickstart | buffer`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from areal_async.cli.buffer import buffer
 from areal_async.cli.errors import readable_errors
 
 app = typer.Typer(
@@ -18,6 +19,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(buffer, name="buffer")
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.")]
 Overrides = Annotated[
@@ -36,10 +39,13 @@ def run(
 ) -> None:
     """Run a job on this machine until it is done."""
     with readable_errors():
+        from areal_async.cli.warnings import print_warnings
         from areal_async.config.load import load_job
         from areal_async.control.run import run_job
 
-        run_job(load_job(job_file, overrides or ()), overwrite=overwrite, plain=plain)
+        job = load_job(job_file, overrides or ())
+        print_warnings(job)
+        run_job(job, overwrite=overwrite, plain=plain)
 
 
 @app.command()
@@ -52,12 +58,14 @@ def resume(
 ) -> None:
     """Go on with a run that was killed, interrupted or failed."""
     with readable_errors():
+        from areal_async.cli.warnings import print_warnings
         from areal_async.control.resume import job_to_resume, note_on_changes
         from areal_async.control.run import run_job
 
         job = job_to_resume(target, overrides or ())
         if target.is_file() and (note := note_on_changes(target, job_to_resume(target))):
             print(f"note: {note}", flush=True)
+        print_warnings(job)
         run_job(job, resume=True, plain=plain)
 
 
@@ -65,9 +73,12 @@ def resume(
 def validate(job_file: JobFile, overrides: Overrides = None) -> None:
     """Check a job file and print it with every field resolved. Starts nothing."""
     with readable_errors():
+        from areal_async.cli.warnings import print_warnings
         from areal_async.config.load import dump_job, load_job
 
-        print(dump_job(load_job(job_file, overrides or ())), end="")
+        job = load_job(job_file, overrides or ())
+        print_warnings(job)
+        print(dump_job(job), end="")
 
 
 @app.command()

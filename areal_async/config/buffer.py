@@ -47,6 +47,18 @@ class RedisTlsSection(Section):
     """Whether the certificate must be for the host in the URL (with Sentinel: the address they name)."""
 
 
+class GroupSection(Section):
+    """What becomes of a group of which not all samples have come."""
+
+    policy: Literal["complete", "deadline_drop", "deadline_partial"] = "complete"
+    """`complete`: it is waited for; `deadline_drop`: it is dropped at the deadline, counted;
+    `deadline_partial`: what has come by then is trained, the rest is given up."""
+    deadline_s: float | None = Field(default=None, gt=0)
+    """Seconds from the group's first lease until its deadline."""
+    min_samples: int = Field(default=1, ge=1)
+    """Under `deadline_partial`, a group with fewer samples at the deadline is dropped, counted."""
+
+
 class BufferSection(Section):
     redis: str = "embedded"
     """`embedded` starts a redis-server of the job's own; else a URL: `redis://`, `rediss://` (TLS), `unix://`,
@@ -71,9 +83,16 @@ class BufferSection(Section):
     """Most steps that one group is trained in. Above 1, groups trained before fill the places of a step that
     new ones leave free, while they are young enough."""
     on_overtaken: OvertakenSection = OvertakenSection()
+    group: GroupSection = GroupSection()
+    dynamic_filtering: bool = False
+    """Drop a group whose rewards are all equal, counted, and generate another: it has no advantage to learn
+    from."""
     lease_s: float = Field(default=30.0, gt=0)
     """A worker not heard of for so many seconds loses its groups; another generates what is missing."""
     max_groups: int = Field(default=4096, ge=1)
     """Most groups held at once, from their first lease to the checkpoint that holds them."""
     max_bytes: int = Field(default=1 << 30, ge=1 << 20)
     """Most bytes of episodes held at once."""
+    max_age_s: float | None = Field(default=None, gt=0)
+    """A group that is in no batch so many seconds after its first lease is dropped, counted, and its task
+    tried again; null: the versions alone decide what is too old."""

@@ -206,6 +206,40 @@ def _reuse_is_possible(job: JobConfig) -> Iterator[Mistake]:
         )
 
 
+def _group_policy_is_whole(job: JobConfig) -> Iterator[Mistake]:
+    group, n = job.buffer.group, job.rollout.group_size
+    policy = ("buffer.group.policy",)
+    if group.policy != "complete" and group.deadline_s is None:
+        problem = f"{group.policy} needs a deadline, and none is given"
+        yield Mistake("buffer.group.deadline_s", problem, "Set it to the seconds to wait for a group", policy)
+    if group.policy == "complete" and group.deadline_s is not None:
+        problem = "`complete` waits for every sample, so this deadline would do nothing"
+        fix = "Remove it, or set buffer.group.policy to deadline_drop or deadline_partial"
+        yield Mistake("buffer.group.deadline_s", problem, fix, policy)
+    if group.policy != "deadline_partial":
+        if group.min_samples != 1:
+            problem = f"`{group.policy}` never trains a part of a group, so this would do nothing"
+            fix = "Remove it, or set buffer.group.policy to deadline_partial"
+            yield Mistake("buffer.group.min_samples", problem, fix, policy)
+        return
+    if group.min_samples > n:
+        problem = f"a group has {n} samples (rollout.group_size), so none would ever be enough"
+        fix = f"Set it to {n} or less"
+        yield Mistake("buffer.group.min_samples", problem, fix, (*policy, "rollout.group_size"))
+    elif group.min_samples == 1 and job.trainer.objective.advantage == "grpo" and n > 1:
+        problem = "the grpo advantage of a group cut down to one episode is zero, so nothing is learned of it"
+        fix = "Set it to 2 or more"
+        yield Mistake("buffer.group.min_samples", problem, fix, (*policy, "trainer.objective.advantage"))
+
+
+def _groups_come_of_age(job: JobConfig) -> Iterator[Mistake]:
+    age_s, deadline_s = job.buffer.max_age_s, job.buffer.group.deadline_s
+    if age_s is not None and deadline_s is not None and age_s <= deadline_s:
+        problem = f"{age_s:g} s is not above buffer.group.deadline_s = {deadline_s:g}, which would never come"
+        fix = f"Set it above {deadline_s:g}, or remove one of the two"
+        yield Mistake("buffer.max_age_s", problem, fix, ("buffer.group.deadline_s",))
+
+
 def _stale_units_are_corrected(job: JobConfig) -> Iterator[Mistake]:
     objective, bound = job.trainer.objective, job.buffer.max_staleness
     if bound > 0 and objective.correction == "none" and not objective.allow_uncorrected:
@@ -290,6 +324,8 @@ RL_ONLY: tuple[Rule, ...] = (
     _stop_strings_stop_something,
     _checkpoint_interval_fits,
     _reuse_is_possible,
+    _group_policy_is_whole,
+    _groups_come_of_age,
     _minibatches_hold_groups,
     _rl_has_an_rl_loss,
     _stale_units_are_corrected,

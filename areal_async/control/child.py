@@ -86,6 +86,18 @@ class Child:
         os.close(self.ready_fd)
 
 
+def service_environment(run_id: str, threads: int) -> dict[str, str]:
+    """What a service finds in its environment: ours, the run's mark, how many native threads it may use."""
+    return os.environ | {
+        RUN_VARIABLE: run_id,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
 def kill_processes_of(run_id: str) -> list[int]:
     """Kill every process of this user that carries the run's id, wherever it has gone; return their pids."""
     killed = []

@@ -107,6 +107,12 @@ def describe_work(run_dir: Path) -> str:
     return f"an unfinished run ({', '.join(sorted(kept))})" if kept else ""
 
 
+def supervisor_of(run_dir: Path) -> dict[str, Any] | None:
+    """What the supervisor that runs the job of `run_dir` now has written down; None while nobody does."""
+    record = _read_json(run_dir / LOCK)
+    return record if record is not None and _is_alive(record) else None
+
+
 def volatile_roots() -> list[Path]:
     """Where shared memory and socket folders of runs are."""
     return list(dict.fromkeys((SHM_ROOT, Path(tempfile.gettempdir()), Path("/tmp"))))

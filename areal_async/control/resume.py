@@ -105,7 +105,7 @@ def _check(run_dir: Path, target: Path) -> None:
             f"there is nothing to resume: jobs of kind sft keep no checkpoints. Run it again with {start} "
             "and --overwrite."
         )
-    if not describe_work(run_dir) and not any((run_dir / "buffer").glob("appendonlydir/*")):
+    if not describe_work(run_dir) and not any((run_dir / "buffer").glob("appendonly*")):
         raise RunFolderError(
             f"there is nothing to resume: the run in {run_dir} ended before it had done anything. Start it "
             f"again with {start}."

@@ -23,7 +23,7 @@ import msgspec
 
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
-from areal_async.control.child import RUN_VARIABLE, Child, exit_text, kill_processes_of
+from areal_async.control.child import Child, exit_text, kill_processes_of, service_environment
 from areal_async.control.context import Role, RunPlaces
 from areal_async.control.folders import RunFolders
 from areal_async.control.lifecycle import Action, Ending, Lifecycle, Phase
@@ -159,15 +159,7 @@ class Supervisor:
 
     def _start(self, name: str) -> None:
         place = next(place for place in self.services if place.name == name)
-        threads = str(thread_count(self.job, place.role))
-        environment = os.environ | {
-            RUN_VARIABLE: self.folders.run_id,
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONFAULTHANDLER": "1",
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        environment = service_environment(self.folders.run_id, thread_count(self.job, place.role))
         if place.role != "buffer":
             # Reward and workflow code is a user's: it has no business with the buffer's passwords.
             login = self.job.buffer.redis_login

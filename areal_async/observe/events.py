@@ -18,13 +18,15 @@ buffer (file "buffer-<pid>")
     decided    written BEFORE the write is sent to Redis: front_epoch, revision (the one it was decided at),
                command, v_train, trainer_epoch, checkpoint, position (each as after it), and where not empty
                moved     {group_id: [FROM, TO, step]}; FROM "" for a new group, TO "" for a group that ended:
-                         as COMMITTED when FROM is TRAINED and `counts` has "committed", else as DROPPED
+                         as COMMITTED when FROM is TRAINED (BATCHED where an older ledger
+                         met a checkpoint that covers it) and `counts` has "committed", else as DROPPED
                stored    [[episode_id, min_epoch, min_version, max_version], …] newly acknowledged episodes
                unstored  [episode_id, …] stored before, missing after (abandoned by a restored ledger)
                batches   {step: [group_id, …]}, or null for a step forgotten by the redo log
                counts    {reason: how many} transitions of this decision
                A decision is true iff `confirmed` names a later revision under the same front_epoch, or the
-               next `loaded` (of a higher front_epoch) has a revision above it. All else never happened.
+               next `loaded` (of a higher front_epoch) has a revision above it. All else never happened. (A
+               front that loads again itself, by its pid, has written its new epoch before that: one write.)
     confirmed  front_epoch, revision: Redis has confirmed every write before this revision. Written before any
                reply that depends on it is sent.
 rollout-<i>

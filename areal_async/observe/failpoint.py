@@ -11,7 +11,8 @@ The places:
     trainer  before_batch after_batch after_train after_publish before_commit after_commit
              mid_checkpoint (files written, not named) after_checkpoint (named, buffer not told)
              after_checkpointed
-    buffer   before_write after_write (confirmed by Redis) before_reply
+    buffer   after_shelve (large episodes in their file) before_write after_write (confirmed by Redis)
+             before_reply
     rollout  before_put after_put
     reward   after_claim before_verdict
 """

@@ -75,6 +75,7 @@ class Publisher:
         self._written: dict[VersionTag, Written] = {}
         self._acks: deque[AckSnapshot] = deque(maxlen=MAX_ACKS)
         self._finished = False
+        self._closing = False
         self._lock = threading.Condition()
         self._server = Server(endpoint, service="weights", job=job, handler=self._handle, keys=keys)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -154,12 +155,12 @@ class Publisher:
             return self._lock.wait_for(lambda: not self._shelf.pending_evaluations, timeout_s)
 
     def close(self, *, remove: bool = True) -> None:
-        """Stop serving and, unless told otherwise, remove every snapshot."""
+        """Stop serving and, unless told otherwise, remove every snapshot. Nobody is told that nothing
+        more will come: a trainer that ends by an error is started again."""
         loop, thread = self._loop, self._thread
         if loop is None or thread is None:
             return
-        with self._lock:
-            self._finished = True
+        self._closing = True
         self._wake()
         asyncio.run_coroutine_threadsafe(self._server.stop(), loop).result()
         _end_loop(loop, thread)
@@ -226,7 +227,7 @@ class Publisher:
             changed = self._changed  # taken before looking, so that no change falls between
             assert changed is not None
             answer = self._look(message)
-            if not isinstance(answer, NoNews) or answer.finished:
+            if not isinstance(answer, NoNews) or answer.finished or self._closing:
                 return answer
             try:
                 async with asyncio.timeout_at(deadline_s):

@@ -152,10 +152,12 @@ class LeasedGroup(Record, frozen=True):
 
 
 class Leases(Message, frozen=True):
-    """The granted groups; when empty, `reason` says what the worker waits for."""
+    """The granted groups; when empty, `reason` says what the worker waits for. `drain`: as in
+    `HeartbeatAck`."""
 
     groups: list[LeasedGroup]
     reason: str = ""
+    drain: bool = False
 
 
 class Heartbeat(Message, frozen=True):
@@ -168,14 +170,25 @@ class Heartbeat(Message, frozen=True):
 
 
 class HeartbeatAck(Message, frozen=True):
-    """`lost` are leases the worker no longer holds: it must abort their episodes."""
+    """`lost` are leases the worker no longer holds: it must abort their episodes. `drain`: it will get no
+    more, and is to finish what it has or hand it back."""
 
     lost: list[str]
     drain: bool = False
 
 
+class Drain(Message, frozen=True):
+    """Worker `worker` is to end, or about to: lease it nothing more. Holds until a process of that name
+    arrives. `reason` is for people."""
+
+    worker: str
+    reason: str = ""
+
+
 class Release(Message, frozen=True):
-    """Hand a lease back before its deadline. What is stored stays; the missing samples are re-queued."""
+    """Hand a lease back before its deadline. What is stored stays; the missing samples are re-queued. With
+    the reason `drained` it is handed over by a worker that stops as planned, which says nothing against the
+    task."""
 
     worker: str
     lease_id: str
@@ -383,6 +396,19 @@ class BufferStats(Message, frozen=True):
     max_staleness_seen: int = 0
     episodes_trained: int = 0
     episodes_dropped: int = 0
+    checkpoint: int = 0
+    """Steps that the newest checkpoint covers."""
+    trainer_epoch: int = 0
+    tasks_taken: int = 0
+    """Where the cursor stands in the order of tasks."""
+    leases: int = 0
+    claims: int = 0
+    oldest_group: str = ""
+    """The group that has been longest in a state before BATCHED; `queue_age_ms` is how long."""
+    lease_wait: str = ""
+    """Why a worker that serves the newest version would be given nothing now; empty when it would."""
+    batch_wait: str = ""
+    """What the next step waits for; empty when its batch can be made."""
 
 
 # --- weights: receivers -> trainer -------------------------------------------------------------------
@@ -431,6 +457,7 @@ Request = (
     | Lease
     | Heartbeat
     | Release
+    | Drain
     | PutEpisodes
     | Claim
     | PutVerdicts

@@ -208,7 +208,7 @@ def _manifest(index: Index, plan: BatchPlan, groups: list[Group]) -> Message:
 
 def _batch_group(index: Index, group: Group, step: int) -> BatchGroup:
     task = index.tasks.task(group.row, group.pass_index)
-    if any(episode.state != EpisodeState.VERDICT for episode in group.episodes):
+    if not group.judged or not group.count(EpisodeState.VERDICT):
         raise AssertionError(f"{group.group_id} is in a batch without all its verdicts")
     return BatchGroup(
         group_id=group.group_id,
@@ -226,6 +226,7 @@ def _batch_group(index: Index, group: Group, step: int) -> BatchGroup:
                 components=episode.components or {},
             )
             for sample, episode in enumerate(group.episodes)
+            if episode.state == EpisodeState.VERDICT
         ],
         uses=sum(number < step for number in group.steps),
     )

@@ -10,19 +10,22 @@ from areal_async.wire.messages import (
     Checkpointed,
     Claim,
     Commit,
+    Drain,
     ExportLedger,
     Heartbeat,
     Lease,
     NextBatch,
+    Ok,
     PutVerdicts,
     Release,
     Stats,
 )
 from replay_buffer.admission import capacity
-from replay_buffer.ledger import batching, committing, leasing, opening, scoring, storing
+from replay_buffer.ledger import batching, committing, leasing, losing, opening, scoring, storing
 from replay_buffer.ledger.draft import Decision
-from replay_buffer.ledger.index import UNBATCHED, Index
+from replay_buffer.ledger.index import UNBATCHED, Index, Writes
 from replay_buffer.ledger.records import EpisodeState, GroupState
+from replay_buffer.ledger.words import batch_wait, lease_wait
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,17 @@ class Extend:
     outage_ms: int
 
 
+@dataclass(frozen=True)
+class Alive:
+    """The front lives, and has nothing else to write: Redis notes the time with every write."""
+
+
 Command = (
     Arrived
     | Lease
     | Heartbeat
     | Release
+    | Drain
     | storing.StoreEpisodes
     | Claim
     | PutVerdicts
@@ -53,6 +62,8 @@ Command = (
     | Stats
     | Expire
     | Extend
+    | Alive
+    | losing.BytesLost
 )
 
 
@@ -75,6 +86,8 @@ def decide(index: Index, command: Command, now_ms: int) -> Decision:
             return leasing.arrived(index, command, now_ms)
         case Release():
             return leasing.release(index, command, now_ms)
+        case Drain():
+            return leasing.drain(index, command, now_ms)
         case NextBatch():
             return batching.next_batch(index, command, now_ms)
         case Commit():
@@ -89,6 +102,10 @@ def decide(index: Index, command: Command, now_ms: int) -> Decision:
             return leasing.expire(index, now_ms)
         case Extend():
             return leasing.extend(index, command.outage_ms, now_ms)
+        case Alive():
+            return Decision(Ok(), Writes(index.meta))
+        case losing.BytesLost():
+            return losing.lose(index, command.places, now_ms)
         case Stats():
             return Decision(stats(index, now_ms))
 
@@ -96,8 +113,10 @@ def decide(index: Index, command: Command, now_ms: int) -> Decision:
 def stats(index: Index, now_ms: int) -> BufferStats:
     """The figures of the ledger; `redis_bytes` is left for whoever can ask Redis."""
     meta = index.meta
-    untrained = (g for g in index.groups.values() if g.state in UNBATCHED and not g.steps)
-    oldest_ms = min((group.since_ms for group in untrained), default=now_ms)
+    unbatched = (
+        (g.since_ms, g.group_id) for g in index.groups.values() if g.state in UNBATCHED and not g.steps
+    )
+    oldest_ms, oldest_group = min(unbatched, default=(now_ms, ""))
     return BufferStats(
         groups={
             state.name: index.group_counts[state] for state in GroupState if state < GroupState.COMMITTED
@@ -113,4 +132,12 @@ def stats(index: Index, now_ms: int) -> BufferStats:
         max_staleness_seen=meta.max_staleness_seen,
         episodes_trained=meta.episodes_trained,
         episodes_dropped=meta.episodes_dropped,
+        checkpoint=meta.checkpoint,
+        trainer_epoch=meta.epoch,
+        tasks_taken=meta.position,
+        leases=len(index.leases),
+        claims=len(index.claims),
+        oldest_group=oldest_group,
+        lease_wait=lease_wait(index),
+        batch_wait=batch_wait(index),
     )

@@ -27,12 +27,12 @@ from replay_buffer.ledger.records import (
     Lease,
     Meta,
 )
-from replay_buffer.ledger.rules import MAX_ATTEMPTS, MAX_LEASES
+from replay_buffer.ledger.rules import MAX_ATTEMPTS
 
 Q, L, G, S, B, T, C, D = GroupState
 
 LEGAL = {
-    Q: {L, D},
+    Q: {L, G, D},
     L: {G, Q, D},
     G: {S, D},
     S: {B, T, D},
@@ -41,7 +41,7 @@ LEGAL = {
 }
 """From each state, the states that a group may go to."""
 
-TRY_AGAIN = frozenset({"stale", "overtaken", "abandoned"})
+TRY_AGAIN = frozenset({"stale", "overtaken", "abandoned", "age", "bytes_lost"})
 """Reasons to drop a group that say nothing against its task: the task is queued again as a new attempt."""
 
 
@@ -173,14 +173,6 @@ class Draft:
         for claim_id in {e.claim_id for e in group.episodes if e.state == EpisodeState.CLAIMED}:
             self.set_claim(claim_id, None)
         self.free(group.group_id)
-
-    def end_lease(self, group: Group, reason: str) -> None:
-        """A live lease ends with samples missing. What is stored stays; a new lease names only the rest."""
-        self.set_lease(group.leases[-1], None)
-        if len(group.leases) >= MAX_LEASES:
-            self.drop(group, "leases_used_up")
-        else:
-            self.move(group, Q, reason)
 
     def set_episodes(self, group: Group, changed: dict[int, Episode]) -> Group:
         """Replace some episodes by themselves in another state: the figures of the group stay."""

@@ -31,6 +31,7 @@ OUTSTANDING = (GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED, Group
 """States that count in the admission formula: leased at least once, and not yet TRAINED or DROPPED. A group
 that was trained and is SCORED or BATCHED again does not count."""
 UNBATCHED = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED)
+UNGENERATED = (GroupState.QUEUED, GroupState.LEASED)
 SCORABLE = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED)
 
 
@@ -86,7 +87,7 @@ class Index:
         self.aging = Order()
         """Unbatched groups that hold or may come to hold a version, the oldest such version first."""
         self.deadlines = Order()
-        """Leases and claims, the next to expire first."""
+        """Leases, claims and groups with a deadline or an age limit, the next to come first."""
         self.group_counts = [0] * len(GroupState)
         self.reused = 0
         """Groups trained before that are SCORED or BATCHED again."""
@@ -94,6 +95,8 @@ class Index:
         self.payload_bytes = 0
         self.generating = 0
         """Missing episodes of LEASED groups."""
+        self.leases_of: dict[str, set[str]] = {}
+        """Worker → its leases."""
         self.claims_of: dict[str, set[str]] = {}
         """Scorer → its claims."""
         self._counts: dict[str, list[int]] = {}
@@ -138,12 +141,13 @@ class Index:
 
     @property
     def mean_episode_bytes(self) -> float:
-        stored = sum(self.episode_counts) - self.episode_counts[EpisodeState.MISSING]
+        counts = self.episode_counts
+        stored = sum(counts) - counts[EpisodeState.MISSING] - counts[EpisodeState.ABSENT]
         return self.payload_bytes / stored if stored else 0.0
 
     @property
     def next_deadline_ms(self) -> int | None:
-        """When the next lease or claim expires."""
+        """When the next lease, claim or group reaches its deadline."""
         key = self.deadlines.first_key()
         return int(key[0]) if key else None
 
@@ -175,6 +179,7 @@ class Index:
             edges |= self._set_group(group_id, group)
         for lease_id, lease in writes.leases.items():
             self.deadlines.set(lease_id, None if lease is None else (lease.deadline_ms,))
+            _belongs(self.leases_of, lease_id, self.leases.get(lease_id), lease, "worker")
             _put(self.leases, lease_id, lease)
         for claim_id, claim in writes.claims.items():
             self._set_claim(claim_id, claim)
@@ -184,13 +189,7 @@ class Index:
 
     def _set_claim(self, claim_id: str, claim: Claim | None) -> None:
         self.deadlines.set(claim_id, None if claim is None else (claim.deadline_ms,))
-        if claim is not None:
-            self.claims_of.setdefault(claim.scorer, set()).add(claim_id)
-        elif (old := self.claims.get(claim_id)) is not None:
-            mine = self.claims_of[old.scorer]
-            mine.discard(claim_id)
-            if not mine:
-                del self.claims_of[old.scorer]
+        _belongs(self.claims_of, claim_id, self.claims.get(claim_id), claim, "scorer")
         _put(self.claims, claim_id, claim)
 
     def _set_group(self, group_id: str, group: Group | None) -> set[Edge]:
@@ -219,6 +218,8 @@ class Index:
         oldest = NO_VERSION if group is None else oldest_version(group)
         aging = state in UNBATCHED and oldest != NO_VERSION
         self.aging.set(group_id, (oldest, seq) if aging else None)
+        due = None if group is None else due_ms(self.rules, group)
+        self.deadlines.set(group_id, None if due is None else (due,))
         return _edges(old, group, more_to_claim=stored_now > stored_before)
 
     def _tally(self, group: Group, counts: list[int], sign: int) -> None:
@@ -242,6 +243,21 @@ def oldest_version(group: Group) -> int:
     return min(group.min_version, group.leased_version)
 
 
+def due_ms(rules: Rules, group: Group) -> int | None:
+    """When the group's own time is up: its deadline while samples are missing, its age until it is in its
+    first batch. None for never."""
+    if rules.group_deadline_ms is None and rules.max_age_ms is None:
+        return None
+    if not group.begun_ms or group.steps or group.state not in UNBATCHED:
+        return None
+    ends = []
+    if rules.group_deadline_ms is not None and group.state in UNGENERATED:
+        ends.append(group.begun_ms + rules.group_deadline_ms)
+    if rules.max_age_ms is not None:
+        ends.append(group.begun_ms + rules.max_age_ms)
+    return min(ends, default=None)
+
+
 def _edges(old: Group | None, new: Group | None, *, more_to_claim: bool) -> set[Edge]:
     edges: set[Edge] = {"claim"} if more_to_claim else set()
     was = None if old is None else old.state
@@ -252,6 +268,17 @@ def _edges(old: Group | None, new: Group | None, *, more_to_claim: bool) -> set[
         if now == GroupState.SCORED or was in (GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED):
             edges.add("batch")
     return edges
+
+
+def _belongs(table: dict[str, set[str]], id_: str, old: Any, new: Any, owner: str) -> None:
+    """Keep the sets of ids by their records' owner."""
+    if new is not None:
+        table.setdefault(getattr(new, owner), set()).add(id_)
+    elif old is not None:
+        mine = table[getattr(old, owner)]
+        mine.discard(id_)
+        if not mine:
+            del table[getattr(old, owner)]
 
 
 def _put(table: dict[Any, Any], key: Any, value: Any) -> None:

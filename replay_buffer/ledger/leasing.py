@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from areal_async.wire.messages import (
     Arrived,
+    Drain,
     Heartbeat,
     HeartbeatAck,
     LeasedGroup,
@@ -19,11 +20,17 @@ from areal_async.wire.messages import (
 from areal_async.wire.messages import Lease as LeaseRequest
 from replay_buffer.admission import Limits, Load, Room, room
 from replay_buffer.ledger.draft import Decision, Draft
-from replay_buffer.ledger.index import Index
+from replay_buffer.ledger.index import Index, due_ms
 from replay_buffer.ledger.lineage import accepts
+from replay_buffer.ledger.policy import DRAINED, end_lease, end_overdue
 from replay_buffer.ledger.records import Group, GroupState, Lease
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.scoring import end_claim
+
+MAX_DRAINING = 256
+"""Names of draining workers that are kept; a fleet whose workers never use a name again would fill Redis."""
+FRESH_PART = 8
+"""A lease renewed within this part of its life is not written again: workers report at every new version."""
 
 
 def limits_of(rules: Rules) -> Limits:
@@ -50,6 +57,8 @@ def load_of(index: Index) -> Load:
 def lease(index: Index, message: LeaseRequest, now_ms: int) -> Decision:
     """Grant up to `capacity` groups: those queued first, then new ones from the cursor."""
     serving = message.serving
+    if (why := index.meta.draining.get(message.worker)) is not None:
+        return Decision(Leases([], f"this worker drains and is leased nothing more: {why}", drain=True))
     if not accepts(index.meta.lineage, serving.epoch, serving.version, serving.version):
         return Decision(
             Leases(
@@ -98,7 +107,13 @@ def _candidates(draft: Draft, free: Room) -> Iterator[Group]:
 
 def _lease_out(draft: Draft, group: Group, worker: str, serving: VersionTag) -> LeasedGroup:
     lease_id = draft.new_id("L")
-    draft.move(group, GroupState.LEASED, leases=(*group.leases, lease_id), leased_version=serving.version)
+    draft.move(
+        group,
+        GroupState.LEASED,
+        leases=(*group.leases, lease_id),
+        leased_version=serving.version,
+        begun_ms=group.begun_ms or draft.now_ms,
+    )
     draft.set_lease(lease_id, Lease(lease_id, group.group_id, worker, draft.now_ms + draft.rules.lease_ms))
     task = draft.index.tasks.task(group.row, group.pass_index)
     return LeasedGroup(
@@ -117,62 +132,73 @@ def heartbeat(index: Index, message: Heartbeat, now_ms: int) -> Decision:
     """Renew the worker's leases; tell it which of those it named are lost."""
     draft = Draft(index, now_ms)
     for unknown in _undelivered(index, message):
-        draft.end_lease(index.groups[unknown.group_id], "undelivered")
+        end_lease(draft, index.groups[unknown.group_id], "undelivered")
     lost = []
     for lease_id in message.lease_ids:
         held = index.leases.get(lease_id)
         if held is None or held.worker != message.worker:
             lost.append(lease_id)
-        else:
+        elif now_ms + index.rules.lease_ms - held.deadline_ms > index.rules.lease_ms // FRESH_PART:
             draft.set_lease(lease_id, replace(held, deadline_ms=now_ms + index.rules.lease_ms))
-    return draft.decide(HeartbeatAck(lost))
+    return draft.decide(HeartbeatAck(lost, message.worker in index.meta.draining))
+
+
+def drain(index: Index, message: Drain, now_ms: int) -> Decision:
+    """Lease the worker nothing more. What it holds it may finish, or hand back."""
+    draft = Draft(index, now_ms)
+    if message.worker not in index.meta.draining:
+        names = [*index.meta.draining.items(), (message.worker, message.reason or "it was told to")]
+        draft.set_meta(draining=dict(names[-MAX_DRAINING:]))
+        draft.count("worker_drains")
+    return draft.decide(Ok())
 
 
 def _undelivered(index: Index, message: Heartbeat) -> list[Lease]:
     """Leases of the worker that it does not know: their grant is older than this front's view of the ledger,
     so the reply with them was lost with the connection, or with the process."""
     known = set(message.lease_ids)
-    return [
-        held
-        for lease_id, held in index.leases.items()
-        if held.worker == message.worker and lease_id not in known and not index.gave(lease_id)
-    ]
+    unknown = sorted(index.leases_of.get(message.worker, set()).difference(known))
+    return [index.leases[lease_id] for lease_id in unknown if not index.gave(lease_id)]
 
 
 def release(index: Index, message: Release, now_ms: int) -> Decision:
     """End a lease early. A lease that is not held (any more) is no error: the wish is fulfilled."""
+    reason = DRAINED if message.reason == DRAINED else "released"
     draft = Draft(index, now_ms)
     held = index.leases.get(message.lease_id)
     if held is not None and held.worker == message.worker:
-        draft.end_lease(index.groups[held.group_id], "released")
+        end_lease(draft, index.groups[held.group_id], reason)
     return draft.decide(Ok())
 
 
 def arrived(index: Index, message: Arrived, now_ms: int) -> Decision:
-    """A process that died has come back by the same name: nobody works on what it held."""
+    """A process that died has come back by the same name: nobody works on what it held, and what drained
+    was its predecessor."""
     draft = Draft(index, now_ms)
+    if message.name in index.meta.draining:
+        draft.set_meta(draining={n: why for n, why in index.meta.draining.items() if n != message.name})
     for held in [lease_ for lease_ in index.leases.values() if lease_.worker == message.name]:
-        draft.end_lease(index.groups[held.group_id], "worker_restarted")
+        end_lease(draft, index.groups[held.group_id], "worker_restarted")
     for claim_id in sorted(index.claims_of.get(message.name, ())):
         end_claim(draft, claim_id, "scorer_restarted")
     return draft.decide(Ok())
 
 
 def expire(index: Index, now_ms: int) -> Decision:
-    """End every lease and claim whose deadline has come."""
+    """End every lease, claim and group whose deadline has come."""
     draft = Draft(index, now_ms)
-    for id_ in index.deadlines:
+    for id_, (deadline_ms,) in index.deadlines.items():
+        if deadline_ms > now_ms:
+            break
         if (lease_ := index.leases.get(id_)) is not None:
-            if lease_.deadline_ms > now_ms:
-                break
             group = draft.group(lease_.group_id)
-            if group is not None:
-                draft.end_lease(group, "lease_expired")
-        else:
-            claim = index.claims[id_]
-            if claim.deadline_ms > now_ms:
-                break
+            # It may have ended in this very decision, with its group's own deadline.
+            if group is not None and group.state == GroupState.LEASED:
+                end_lease(draft, group, "lease_expired")
+        elif id_ in index.claims:
             end_claim(draft, id_, "claim_expired")
+        elif (group := draft.group(id_)) is not None:
+            end_overdue(draft, group)
     return draft.decide(Ok())
 
 
@@ -184,6 +210,9 @@ def extend(index: Index, outage_ms: int, now_ms: int) -> Decision:
     for claim_id, claim in index.claims.items():
         moved = replace(claim, deadline_ms=claim.deadline_ms + outage_ms, last_ms=claim.last_ms + outage_ms)
         draft.set_claim(claim_id, moved)
+    for group in index.groups.values():
+        if due_ms(index.rules, group) is not None:
+            draft.set_group(group, begun_ms=group.begun_ms + outage_ms)
     if index.meta.overtaken is not None:
         since_ms = index.meta.overtaken.since_ms + outage_ms
         draft.set_meta(overtaken=replace(index.meta.overtaken, since_ms=since_ms))

@@ -107,7 +107,7 @@ def _adopt(draft: Draft, copy: Copy) -> None:
         **{
             name: getattr(copy.meta, name)
             for name in Meta.__struct_fields__
-            if name not in ("ids", "epoch", "seq", "checkpoint", "overtaken", "trainer")
+            if name not in ("ids", "epoch", "seq", "checkpoint", "overtaken", "trainer", "draining")
         },
         ids=max(now.ids, copy.meta.ids),
         epoch=max(now.epoch, copy.meta.epoch),
@@ -124,8 +124,15 @@ def _adopt(draft: Draft, copy: Copy) -> None:
     held = index.groups if _same_ledger(index, copy) else {}
     known = {group.group_id for group in copy.groups if group.group_id in held}
     for group in index.groups.values():
-        if group.group_id not in known:
-            draft.remove(group, "dropped:not_in_checkpoint")
+        if group.group_id in known:
+            continue
+        # What was batched for a step before the checkpoint, by this ledger, is in the checkpoint's weights.
+        covered = (
+            held
+            and group.state in (GroupState.BATCHED, GroupState.TRAINED)
+            and group.step < copy.meta.v_train
+        )
+        draft.remove(group, "committed" if covered else "dropped:not_in_checkpoint")
     for group in copy.groups:
         _adopt_group(draft, group, held.get(group.group_id))
 
@@ -140,14 +147,21 @@ def _adopt_group(draft: Draft, group: Group, held: Group | None) -> None:
         for sample, episode in enumerate(held.episodes if held is not None else ())
         if episode.state != EpisodeState.MISSING and episodes[sample] is MISSING
     )
+    unclaimed = sum(e.state == EpisodeState.CLAIMED for e in held.episodes) if held is not None else 0
+    if unclaimed:
+        draft.count("claim_ended:adopted", unclaimed)
+    if held is None and (gone := sum(episode.is_held for episode in group.episodes)):
+        draft.count("episode_dropped:not_held", gone)
     if lost:
         draft.free(group.group_id, lost)
         draft.count("episode_dropped:abandoned", len(lost))
-    state = GroupState.QUEUED
-    if all(episode.state == EpisodeState.VERDICT for episode in episodes):
+    state = GroupState.GENERATED
+    if any(episode.state == EpisodeState.MISSING for episode in episodes):
+        state = GroupState.QUEUED
+        # It has a deadline before it again, and room for every sample.
+        episodes = tuple(MISSING if e.state == EpisodeState.ABSENT else e for e in episodes)
+    elif all(episode.state >= EpisodeState.VERDICT for episode in episodes):
         state = GroupState.SCORED
-    elif all(episode.state != EpisodeState.MISSING for episode in episodes):
-        state = GroupState.GENERATED
     if group.steps and state != GroupState.SCORED:
         # Its bytes are gone, or were of other weights: it is not used again, but its part in the
         # checkpoint's weights stays.
@@ -155,11 +169,13 @@ def _adopt_group(draft: Draft, group: Group, held: Group | None) -> None:
         if held is not None:
             draft.forget(held)
         return
-    leases = held.leases if held is not None else group.leases
+    last = held if held is not None else group
     draft.set_group(
         group,
         state=int(state),
-        leases=leases,
+        leases=last.leases,
+        handed_over=last.handed_over,
+        begun_ms=draft.now_ms if last.leases else 0,
         step=-1,
         since_ms=draft.now_ms,
         **figures(episodes),

@@ -31,6 +31,9 @@ class Order:
     def first_key(self) -> Key | None:
         return self._sorted[0][0] if self._sorted else None
 
+    def items(self) -> Iterator[tuple[str, Key]]:
+        return ((id_, key) for key, id_ in self._sorted)
+
     def __iter__(self) -> Iterator[str]:
         return (id_ for _, id_ in self._sorted)
 

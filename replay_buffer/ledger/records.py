@@ -32,6 +32,8 @@ class EpisodeState(IntEnum):
     STORED = 1
     CLAIMED = 2
     VERDICT = 3
+    ABSENT = 4
+    """Given up by the policy of groups: no bytes, no verdict, in no batch."""
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -57,8 +59,14 @@ class Episode(Record, frozen=True, array_like=True, gc=False):
     reward: float = 0.0
     components: dict[str, float] | None = None
 
+    @property
+    def is_held(self) -> bool:
+        """Whether there are bytes of it."""
+        return self.state not in (EpisodeState.MISSING, EpisodeState.ABSENT)
+
 
 MISSING = Episode()
+ABSENT = Episode(state=int(EpisodeState.ABSENT))
 
 
 class Group(Record, frozen=True, array_like=True, gc=False):
@@ -85,6 +93,15 @@ class Group(Record, frozen=True, array_like=True, gc=False):
     """The step it is batched for or was trained in last."""
     steps: tuple[int, ...] = ()
     """The steps it was trained in so far, on the trainer's present lineage."""
+    begun_ms: int = 0
+    """When it was first leased, moved on by outages: what its deadline and its age count from. 0 before."""
+    handed_over: int = 0
+    """Of `leases`, those that a worker handed over as it stopped."""
+
+    @property
+    def judged(self) -> bool:
+        """Whether every sample has its score or was given up."""
+        return all(episode.state >= EpisodeState.VERDICT for episode in self.episodes)
 
     @property
     def missing(self) -> list[int]:
@@ -151,3 +168,5 @@ class Meta(Record, frozen=True, array_like=True, gc=False):
     max_staleness_seen: int = 0
     counts: dict[str, int] = {}
     """Transitions so far, by reason."""
+    draining: dict[str, str] = {}
+    """Workers that are leased nothing more, and why."""

@@ -41,6 +41,15 @@ class Rules:
     overtaken_masks: bool = False
     """A group is too old only when all its units are; the trainer masks those that are."""
     overtaken_ms: int = 60_000
+    group_policy: Literal["complete", "deadline_drop", "deadline_partial"] = "complete"
+    group_deadline_ms: int | None = None
+    """From a group's first lease until what is missing of it is given up. None: never."""
+    min_samples: int = 1
+    """Fewest samples that a part of a group is trained with, under `deadline_partial`."""
+    dynamic_filtering: bool = False
+    """Whether a group whose rewards are all equal is dropped."""
+    max_age_ms: int | None = None
+    """From a group's first lease until it is dropped if it is in no batch. None: never."""
     max_groups: int = 4096
     max_bytes: int = 1 << 30
     steps: int = 1 << 40
@@ -66,6 +75,11 @@ class Rules:
             overtaken_waits=buffer.on_overtaken.policy == "wait",
             overtaken_masks=buffer.on_overtaken.policy == "mask",
             overtaken_ms=_ms(buffer.on_overtaken.limit_s),
+            group_policy=buffer.group.policy,
+            group_deadline_ms=_maybe_ms(buffer.group.deadline_s),
+            min_samples=buffer.group.min_samples,
+            dynamic_filtering=buffer.dynamic_filtering,
+            max_age_ms=_maybe_ms(buffer.max_age_s),
             max_groups=buffer.max_groups,
             max_bytes=buffer.max_bytes,
             steps=job.trainer.steps,
@@ -93,3 +107,7 @@ class Tasks(Protocol):
 
 def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
+
+
+def _maybe_ms(seconds: float | None) -> int | None:
+    return None if seconds is None else _ms(seconds)

@@ -23,7 +23,8 @@ from areal_async.wire.messages import (
 from areal_async.wire.messages import Claim as ClaimRequest
 from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import Index
-from replay_buffer.ledger.records import Claim, Episode, EpisodeState, Group, GroupState
+from replay_buffer.ledger.policy import finish
+from replay_buffer.ledger.records import Claim, Episode, EpisodeState, Group
 
 
 def claim(index: Index, message: ClaimRequest, now_ms: int) -> Decision:
@@ -151,8 +152,7 @@ def _judge(draft: Draft, group: Group, items: list[EpisodeVerdict]) -> list[Refu
     if changed:
         group = draft.set_episodes(group, changed)
         _end_claims(draft, group, ended)
-        if group.state == GroupState.GENERATED and group.count(EpisodeState.VERDICT) == len(group.episodes):
-            draft.move(group, GroupState.SCORED)
+        finish(draft, group)
     return refused
 
 

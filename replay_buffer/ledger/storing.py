@@ -77,6 +77,8 @@ def _problem(index: Index, group: Group, arrival: Arrival, lease_number: int, *,
     if not 0 <= arrival.sample < len(group.episodes):
         return f"invalid: the group has the samples 0 to {len(group.episodes) - 1}"
     held = group.episodes[arrival.sample]
+    if held.state == EpisodeState.ABSENT:
+        return "given_up"
     if held.state != EpisodeState.MISSING:
         return "" if held.lease == lease_number else "stored_by_another_lease"
     if not live:

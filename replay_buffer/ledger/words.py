@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from areal_async.wire.messages import Waiting
+from replay_buffer.admission import room
 from replay_buffer.ledger.index import Index
+from replay_buffer.ledger.leasing import limits_of, load_of
 from replay_buffer.ledger.records import EpisodeState, GroupState
 
 
@@ -21,6 +23,8 @@ def starving(index: Index, step: int, ready: int) -> Waiting:
             f"; {len(index.reusable)} could be used again, once that makes a whole batch and no group being "
             "generated or scored becomes too old by it"
         )
+    if equal := index.meta.counts.get("dropped:no_variance"):
+        figures += f"; {equal} so far were dropped for rewards that are all equal (buffer.dynamic_filtering)"
     return Waiting(_edge(index), figures)
 
 
@@ -40,3 +44,22 @@ def _edge(index: Index) -> str:
     if episodes[EpisodeState.MISSING] == sum(episodes):
         return "generated groups; no worker has leased any"
     return "generated groups; no worker leases"
+
+
+def lease_wait(index: Index) -> str:
+    """Why a worker that serves the newest version would be given no group; empty when it would."""
+    free = room(limits_of(index.rules), load_of(index), index.meta.v_train)
+    if free.reason and (free.outstanding == 0 or not index.queue):
+        return free.reason
+    if not index.queue and index.tasks.at(index.meta.position) is None:
+        return f"the task file is exhausted after {index.meta.position} tasks"
+    return ""
+
+
+def batch_wait(index: Index) -> str:
+    """What the next step waits for; empty when its batch can be made, or is, or no step is left."""
+    step, ready = index.meta.v_train, index.group_counts[GroupState.SCORED]
+    if step in index.batches or step >= index.rules.steps or ready >= index.rules.batch_groups:
+        return ""
+    waiting = starving(index, step, ready)
+    return f"{waiting.edge}: {waiting.detail}"

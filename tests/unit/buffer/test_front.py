@@ -24,6 +24,7 @@ from areal_async.wire.messages import (
     VersionTag,
     Waiting,
 )
+from replay_buffer import front as front_module
 from replay_buffer.clock import RedisClock
 from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, StoreUnusable
 from replay_buffer.front import Front
@@ -111,8 +112,8 @@ def test_one_death_is_local_a_new_front_finds_the_ledger_as_it_was(a_front):
             revision = front.index.revision
             blobs = await front.blobs([(groups[0].group_id, 1), (groups[3].group_id, 0)])
         async with a_front() as again:
-            # An outage moves every deadline on, which is one write; the rest is as it was.
-            assert again.index.revision in (revision, revision + 1)
+            # The old front's last word is a write, and an outage that moves deadlines on; the rest stays.
+            assert again.index.revision in (revision + 1, revision + 2)
             meta, held, leases, claims, batches = ledger(again)
             assert (meta, held, batches) == (before[0], before[1], before[4])
             assert set(leases) == set(before[2])
@@ -354,6 +355,40 @@ def test_a_front_that_starts_after_an_outage_moves_deadlines_on(a_front, redis_u
         await redis.aclose()
         async with a_front() as again:
             assert again.index.leases[group.lease_id].deadline_ms >= deadline_ms + 60_000
+
+    asyncio.run(run())
+
+
+def test_a_planned_stop_is_an_outage_from_then_on_only(a_front, redis_url, job_name):
+    """A front that had nothing to write for an hour was alive all the same: its successor must not take that
+    hour for an outage."""
+
+    async def run():
+        redis = connect(redis_url)
+        async with a_front() as front:
+            await front.execute(OpenedWith("t", 0))
+            (group,) = await lease(front)
+            deadline_ms = front.index.leases[group.lease_id].deadline_ms
+            await redis.hincrby(Keys(job_name).meta, "alive_ms", -3_600_000)
+        await redis.aclose()
+        async with a_front() as again:
+            moved_ms = again.index.leases[group.lease_id].deadline_ms - deadline_ms
+            assert 0 <= moved_ms < 60_000
+
+    asyncio.run(run())
+
+
+def test_a_front_without_anything_to_write_says_that_it_lives(a_front, redis_url, job_name, monkeypatch):
+    async def run():
+        monkeypatch.setattr(front_module, "ALIVE_MS", 20)
+        redis = connect(redis_url)
+        async with a_front():
+            key = Keys(job_name).meta
+            seen = set()
+            async with asyncio.timeout(10):
+                while len(seen) < 3:
+                    seen.add(await redis.hget(key, "alive_ms"))
+        await redis.aclose()
 
     asyncio.run(run())
 

@@ -53,7 +53,7 @@ def test_exhausted_tasks_are_said_to_be(drive, counted_tasks):
     assert "exhausted after 3 tasks" in ledger.why_not()
 
 
-def test_a_heartbeat_renews_and_names_what_is_lost(drive):
+def test_one_death_is_local_a_heartbeat_renews_and_names_what_is_lost(drive):
     ledger = drive(lease_ms=1000)
     kept, lost = ledger.lease(2)
     ledger.now_ms += 900
@@ -65,6 +65,20 @@ def test_a_heartbeat_renews_and_names_what_is_lost(drive):
     assert ledger.count("queued:lease_expired") == 1
 
 
+def test_a_heartbeat_soon_after_another_writes_nothing(drive):
+    """Workers report at every new version: renewing every lease each time would be most of the writes."""
+    ledger = drive(lease_ms=8000)
+    kept, other = ledger.lease(1), ledger.lease(1, worker="rollout-1")
+    for later_ms, writes in ((999, 0), (2, 1), (999, 0)):
+        ledger.now_ms += later_ms
+        before = ledger.index.revision
+        assert ledger.heartbeat(*kept) == []
+        assert ledger.index.revision - before == writes
+    assert ledger.index.leases_of.keys() == {"rollout-0", "rollout-1"}
+    ledger.release(other[0], worker="rollout-1")
+    assert ledger.index.leases_of == {"rollout-0": {kept[0].lease_id}}
+
+
 def test_a_lease_of_another_worker_cannot_be_renewed_or_released(drive):
     ledger = drive()
     (group,) = ledger.lease()
@@ -73,7 +87,7 @@ def test_a_lease_of_another_worker_cannot_be_renewed_or_released(drive):
     assert ledger.state(group) == "LEASED"
 
 
-def test_an_expired_lease_is_granted_again_for_the_missing_samples_only(drive):
+def test_one_death_is_local_an_expired_lease_is_granted_again_for_the_missing_samples_only(drive):
     ledger = drive(group_size=4, lease_ms=1000)
     (first,) = ledger.lease()
     ledger.put(first, [1, 3])

@@ -261,6 +261,21 @@ def test_the_first_version_that_differs_ends_all_that_came_of_it(drive):
     assert ledger.lease(10) != []
 
 
+def test_what_the_checkpoint_covers_is_committed_even_where_redis_lost_its_commit(drive):
+    """Redis came back without the commit of step 1; the checkpoint after it is on disk."""
+    ledger = drive(batch_groups=1, max_staleness=1)
+    trained_steps(ledger, 1)
+    ledger.scored(1)
+    ledger.batch()
+    rolled_back = ledger.rebuilt()
+    ledger.commit()
+    copy = export(ledger)
+    ledger.index = rolled_back
+    assert ledger.open(step=2, copy=copy) == TrainerOpened(2, 2)
+    assert ledger.count("committed") == 2
+    assert ledger.count("dropped:not_in_checkpoint") == 0
+
+
 def test_a_redis_that_lost_the_epoch_of_the_copy_is_not_its_continuation(drive):
     """Redis came back as of before the last trainer opened: its steps are of weights abandoned since."""
     ledger = drive(batch_groups=1, max_staleness=4)

@@ -189,6 +189,80 @@ def test_a_newer_lease_request_of_a_worker_ends_the_wait_of_its_older_one(contex
     asyncio.run(run())
 
 
+def test_a_worker_that_drains_has_its_waiting_request_answered_and_its_missing_samples_leased_on(
+    context, blob, job_name, collector
+):
+    async def run():
+        async with serving(context()) as client:
+            tag = VersionTag((await client.open_trainer("trainer", 0)).epoch, 0)
+            groups = (await client.lease("w0", 4, tag)).groups
+            waiting = asyncio.create_task(client.lease("w0", 1, tag, wait_ms=20_000))
+            other = asyncio.create_task(client.lease("w1", 1, tag, wait_ms=20_000))
+            await client.put(
+                groups[0].lease_id, groups[0].group_id, {1: blob(job_name, groups[0].group_id, 1)}
+            )
+            await client.drain("w0", "it is moved")
+            answer = await asyncio.wait_for(waiting, 10)
+            assert (answer.groups, answer.drain) == ([], True)
+            assert "it is moved" in answer.reason
+            assert (await client.heartbeat("w0", [groups[0].lease_id], tag)).drain
+            await client.release("w0", groups[0].lease_id, "drained")
+            (handed_over,) = (await asyncio.wait_for(other, 10)).groups
+            assert (handed_over.group_id, handed_over.missing) == (groups[0].group_id, [0])
+            await client.arrived("w0")
+            assert not (await client.heartbeat("w0", [], tag)).drain
+
+    asyncio.run(run())
+
+
+def test_group_deadlines_hold_over_the_wire(context, blob, job_name, collector):
+    """groups_are_whole: a partial group reaches the trainer as what it is, by Redis's clock."""
+
+    async def run():
+        partial = {"policy": "deadline_partial", "deadline_s": 0.2, "min_samples": 1}
+        async with serving(context(group=partial, batch_groups=1)) as client:
+            tag = VersionTag((await client.open_trainer("trainer", 0)).epoch, 0)
+            (group,) = (await client.lease("w0", 1, tag)).groups
+            await client.put(group.lease_id, group.group_id, {1: blob(job_name, group.group_id, 1)})
+            await score(client)
+            batch = await client.next_batch(tag.epoch, 0, wait_ms=10_000)
+            assert [e.sample for e in batch.groups[0].episodes] == [1]
+            assert (await client.heartbeat("w0", [group.lease_id], tag)).lost == [group.lease_id]
+            late = await client.put(group.lease_id, group.group_id, {0: blob(job_name, group.group_id, 0)})
+            assert [refusal.reason for refusal in late.refused] == ["given_up"]
+            figures = await client.stats()
+            assert figures.episodes["ABSENT"] == 1
+            assert figures.reasons["absent"] == 1
+
+    asyncio.run(run())
+
+
+def test_a_planned_stop_of_the_buffer_answers_who_waits_and_hands_over_to_the_next(
+    context, blob, job_name, collector
+):
+    async def run():
+        ctx = context()
+        async with serving(ctx) as client:
+            tag = VersionTag((await client.open_trainer("trainer", 0)).epoch, 0)
+            groups = (await client.lease("w0", 4, tag)).groups
+            await generate(client, blob, job_name, groups[:1])
+            leasing = asyncio.create_task(client.lease("w1", 1, tag, wait_ms=30_000))
+            batching = asyncio.create_task(client.next_batch(tag.epoch, 0, wait_ms=30_000))
+            await client.stats()
+            ctx.stop.set()
+            answer = await asyncio.wait_for(leasing, 10)
+            assert answer.groups == []
+            assert isinstance(await asyncio.wait_for(batching, 10), Waiting)
+        async with serving(context()) as client:
+            kept = await client.heartbeat("w0", [group.lease_id for group in groups[1:]], tag)
+            assert kept.lost == []
+            await generate(client, blob, job_name, groups[1:2])
+            items, _ = await score(client)
+            assert len(items) == 4
+
+    asyncio.run(run())
+
+
 def test_blobs_that_are_not_what_they_are_said_to_be_are_refused(context, blob, job_name, collector):
     async def run():
         async with serving(context()) as client:
@@ -334,7 +408,7 @@ def test_both_clients_have_one_method_for_every_call():
         if name.islower() and getattr(vars(calls)[name], "__module__", "") == calls.__name__
     }
     names -= {"expect"} | {name for name in names if name.startswith("_")}
-    assert len(names) == 14
+    assert len(names) == 15
     for client in (BufferClient, SyncBufferClient):
         assert names <= set(vars(client))
 

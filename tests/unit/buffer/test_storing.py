@@ -49,7 +49,7 @@ def test_a_sample_twice_in_one_put_is_stored_once(drive):
     assert ledger.index.payload_bytes == 100
 
 
-def test_a_zombie_s_late_results_are_refused(drive):
+def test_trained_effectively_once_a_zombie_s_late_results_are_refused(drive):
     ledger = drive(group_size=2, lease_ms=1000)
     (zombie,) = ledger.lease()
     ledger.now_ms += 1000

@@ -48,6 +48,19 @@ def test_the_commands_and_their_options_are_these() -> None:
         "validate": ["job_file", "overrides"],
         "doctor": ["--clean"],
         "quickstart": ["--out", "--plain", "--seed"],
+        "buffer": [],
+    }
+    buffer = group.commands["buffer"]
+    assert isinstance(buffer, typer.core.TyperGroup)
+    surface = {
+        name: sorted(option for parameter in command.params for option in parameter.opts)
+        for name, command in buffer.commands.items()
+    }
+    assert surface == {
+        "stats": ["--json", "--watch", "run"],
+        "peek": ["--limit", "--state", "name", "run"],
+        "export": ["--batches", "--overwrite", "--state", "--steps", "out", "run"],
+        "replay": ["--from", "--out", "--steps", "overrides", "run"],
     }
 
 
@@ -58,6 +71,22 @@ def test_validate_prints_the_resolved_file(job_file: Path) -> None:
     assert resolved["buffer"]["max_staleness"] == 2
     assert resolved["trainer"]["optimizer"]["lr"] == 1e-5
     assert resolved["model"] == str(job_file.parent / "model")
+
+
+@pytest.mark.parametrize("command", ["validate", "run"])
+def test_a_warning_is_one_line_on_stderr_and_fails_nothing(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    ran: list[object] = []
+    monkeypatch.setattr("areal_async.control.run.run_job", lambda job, **options: ran.append(job))
+    result = call(command, job_file, "rollout.workers=16")
+    assert result.exit_code == 0
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("warning: buffer.max_staleness: ")
+    assert "rollout.workers" in line
+    assert "max_staleness to " in line
+    assert len(ran) == (command == "run")
+    assert command == "run" or yaml.safe_load(result.stdout)["rollout"]["workers"] == 16
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])

@@ -3,6 +3,7 @@
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_async.config.advice import advise
 from areal_async.config.load import load_job
 from areal_async.quickstart.main import N_HELD_OUT, prepare
 from areal_async.quickstart.tasks import Problem, split_problems
@@ -54,3 +55,4 @@ def test_both_job_files_are_valid_as_written(files):
     # The second job starts from what the first one writes; here any model will do.
     job = load_job(files / "train.yaml", ["model=base"])
     assert (job.kind, job.buffer.max_staleness) == ("rl", 4)
+    assert advise(job) == []

@@ -147,13 +147,10 @@ def test_every_claimed_episode_gets_one_verdict_whatever_the_reward_does(section
 
 def test_the_buffer_is_told_which_claims_are_worked_on(section):
     async def drive(buffer, stop):
-        slow = buffer.store("nap", task_id="slow", seconds=0.5)
+        buffer.store("nap", task_id="slow", seconds=20.0)
         quick = buffer.store("true", task_id="quick")
-        await buffer.until(lambda: quick in buffer.taken)
-        await buffer.until(lambda: set(buffer.holds) == {"C-slow"})
-        await buffer.has(slow)
-        buffer.store("true", task_id="next")
-        await buffer.until(lambda: buffer.holds == {})
+        await buffer.has(quick)
+        await buffer.until(lambda: buffer.holds == {"C-slow": 1})
 
     serve(section(), drive, workers=2)
 

@@ -69,6 +69,32 @@ def test_advantages_are_of_the_episodes_own_group():
     assert plan.groups.tolist() == [0, 0, 1, 2, 2]
 
 
+SIZES = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=5), min_size=1, max_size=8)
+
+
+@given(SIZES, st.randoms(use_true_random=False))
+def test_groups_are_whole_whatever_their_sizes_and_their_order(rewards, rng):
+    """Partial groups have fewer episodes: an advantage is that of the formula over the group's own rewards,
+    wherever in the manifest the group and its episodes stand."""
+    batch = _batch([[(reward / 4, 2, 5, 5) for reward in group] for group in rewards])
+    expected = {}
+    for group in batch.groups:
+        own = np.array([episode.reward for episode in group.episodes])
+        spread = own.std(ddof=1) if len(own) > 1 else 0.0
+        for episode, value in zip(group.episodes, own - own.mean(), strict=True):
+            expected[episode.episode_id] = value / (spread + 1e-6)
+    for _ in range(2):
+        plan = _plan(batch)
+        for episode, group, advantage in zip(plan.episodes, plan.groups, plan.advantages, strict=True):
+            assert advantage == pytest.approx(expected[episode.episode_id], abs=1e-5)
+            assert episode.episode_id.startswith(f"{batch.groups[group].group_id}.")
+        shuffled = [
+            msgspec.structs.replace(group, episodes=rng.sample(group.episodes, len(group.episodes)))
+            for group in batch.groups
+        ]
+        batch = msgspec.structs.replace(batch, groups=rng.sample(shuffled, len(shuffled)))
+
+
 def test_staleness_is_bounded_by_the_plan_too():
     _plan(_batch([[(1.0, 2, 1, 5)]]))
     for low, high in ((0, 5), (6, 6)):
@@ -87,6 +113,9 @@ def test_wrong_manifests_are_refused():
         _plan(msgspec.structs.replace(batch, groups=[batch.groups[0], twice]))
     with pytest.raises(BatchError, match="no episodes"):
         _plan(msgspec.structs.replace(batch, groups=[]))
+    empty = msgspec.structs.replace(batch.groups[1], episodes=[])
+    with pytest.raises(BatchError, match="group g1 of step 5 has no episodes"):
+        _plan(msgspec.structs.replace(batch, groups=[batch.groups[0], empty]))
 
 
 def test_figures_by_hand():

@@ -1,5 +1,6 @@
 """A step's result depends on its data, not on how the data is cut."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -73,6 +74,25 @@ def test_a_step_is_invariant_to_micro_batching(model_dir, make_batch, normaliser
     assert whole[0].micro_batches == minibatches
     assert tiny[0].micro_batches > 3 * minibatches
     _same(whole, tiny)
+
+
+@pytest.mark.parametrize("normaliser", ["token", "sequence"])
+def test_groups_are_whole_a_step_of_uneven_groups_depends_on_no_position(model_dir, make_batch, normaliser):
+    """As partial groups leave it: 4, 1, 3 and 2 of 4 samples, not the first ones."""
+    batch, blobs = make_batch(3, max_staleness=2, lengths=(1, 9))
+    groups = [
+        msgspec.structs.replace(group, episodes=group.episodes[4 - size :])
+        for group, size in zip(batch.groups, (4, 1, 3, 2), strict=True)
+    ]
+    forth, back = (msgspec.structs.replace(batch, groups=order) for order in (groups, groups[::-1]))
+    one = _step(model_dir, forth, blobs, normaliser=normaliser)
+    _same(one, _step(model_dir, back, blobs, normaliser=normaliser, budget=12, shuffle=1))
+    # The group of one has no advantage: without it, only what the normaliser divides by is another.
+    without = msgspec.structs.replace(batch, groups=[groups[0], *groups[2:]])
+    fewer, _ = _step(model_dir, without, blobs, normaliser=normaliser)
+    divisor = {"sequence": (10, 9), "token": (one[0].statistics["units"], fewer.statistics["units"])}
+    all_, some = divisor[normaliser]
+    assert one[0].loss * all_ == pytest.approx(fewer.loss * some, abs=1e-5)
 
 
 def test_reused_prox_equals_recomputed_prox_in_the_first_update(model_dir, make_batch):

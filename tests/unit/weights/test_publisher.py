@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal_async.errors import EndpointError, FaultError, SnapshotError
+from areal_async.errors import EndpointError, FaultError, RpcTimeout, SnapshotError
 from areal_async.weights import Publisher, Receiver, open_snapshot
 from areal_async.weights.shelf import Purpose
 from areal_async.weights.snapshot import MODEL_FILE
@@ -161,6 +161,24 @@ def test_a_failed_evaluation_is_over_too(publisher: Publisher) -> None:
     asyncio.run(main())
     assert publisher.wait_evaluated(0)
     assert publisher.acks()[0].error == "no memory"
+
+
+def test_a_trainer_that_ends_before_its_last_step_does_not_say_that_nothing_more_will_come(
+    publisher: Publisher,
+) -> None:
+    """It ended by an error, and is started again: an evaluator that was told so would be done."""
+    publisher.publish(tag(0), weights(0))
+
+    async def main() -> None:
+        e = await receiver(publisher, "evaluate", "e")
+        waiting = asyncio.create_task(e.next(None, 2_000))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(publisher.close)
+        answer = await asyncio.gather(waiting, return_exceptions=True)
+        assert answer[0] == NoNews(finished=False) or isinstance(answer[0], RpcTimeout)
+        await e.close()
+
+    asyncio.run(main())
 
 
 def test_finish_tells_those_who_wait_that_nothing_more_will_come(publisher: Publisher) -> None:

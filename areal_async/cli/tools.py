@@ -1,0 +1,101 @@
+"""The commands that look into a run: what each is asked for, and how its program is started.
+
+The programs belong to the services whose data they read, and this package imports no service: it starts them
+by module name, in place of its own process, and hands over one request as JSON.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import NoReturn, TypeVar
+
+import msgspec
+import typer
+
+from areal_async.cli.errors import readable_errors
+from areal_async.config.errors import ConfigError, Mistake
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of the requests. `run` is a run folder or a job file."""
+
+    run: str
+
+
+class StatsRequest(Request, frozen=True):
+    as_json: bool = False
+    watch_s: float | None = None
+    """Seconds between two looks; None for one look."""
+
+
+class PeekRequest(Request, frozen=True):
+    name: str | None = None
+    """Of a group or an episode; None lists the groups."""
+    state: str | None = None
+    limit: int = 20
+
+
+class ExportRequest(Request, frozen=True):
+    out: str
+    """The parquet file to write."""
+    state: str | None = None
+    steps: str | None = None
+    """`a:b`, the steps from a to before b."""
+    batches: bool = False
+    """From the recorded batches instead of the buffer."""
+    overwrite: bool = False
+
+
+class ReplayRequest(Request, frozen=True):
+    overrides: list[str] = []
+    steps: str | None = None
+    out: str | None = None
+    """Folder to keep the replay in; None keeps nothing."""
+    source: str | None = None
+    """A parquet export to take the batches from; None for those in the run folder."""
+
+
+def step_range(text: str | None) -> range:
+    """The steps that `a:b` names, from a to before b; either may be left out, None names all."""
+    start, colon, end = (text or ":").partition(":")
+    if not colon or not all(part == "" or part.isdecimal() for part in (start, end)):
+        raise ConfigError(
+            "the command line", [Mistake("--steps", f"{text!r} is no range", "Write it as 3:10, 3: or :10")]
+        )
+    return range(int(start or 0), int(end or 1 << 62))
+
+
+R = TypeVar("R", bound=Request)
+
+
+def module_of(request: Request) -> str:
+    """The module whose program answers `request`."""
+    if isinstance(request, ExportRequest) and request.batches:
+        return "trainer_service.tools.export"
+    modules: Mapping[type[Request], str] = {
+        StatsRequest: "replay_buffer.tools.stats",
+        PeekRequest: "replay_buffer.tools.peek",
+        ExportRequest: "replay_buffer.tools.export",
+        ReplayRequest: "trainer_service.tools.replay",
+    }
+    return modules[type(request)]
+
+
+def become(request: Request) -> NoReturn:
+    """Go on as the program that answers `request`: its exit status is this process's."""
+    sys.stdout.flush()
+    # -P: a folder of the user's that is called like a service must not stand in for it.
+    command = [sys.executable, "-P", "-m", module_of(request), msgspec.json.encode(request).decode()]
+    os.execv(sys.executable, command)
+
+
+def run_tool(kind: type[R], main: Callable[[R], None]) -> NoReturn:
+    """The shell of such a program: `main` gets the request; errors end it as they end every command."""
+    try:
+        with readable_errors():
+            main(msgspec.json.decode(sys.argv[1], type=kind))
+    except typer.Exit as ending:
+        sys.exit(ending.exit_code)
+    sys.exit(0)

@@ -1,0 +1,117 @@
+"""One producer of `buffer.py`: a process that puts episodes as a rollout worker does, or SETs them with
+redis-py.
+
+It reads one JSON command per line and answers with one: `prepare` packs episodes and says how many, `go`
+sends them to one of the two and gives back when it began and ended (CLOCK_MONOTONIC, seconds) and how long
+each acknowledgement took (ms)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+import redis
+from buffer_service import JOB, episode
+
+from areal_async.wire.messages import LeasedGroup, VersionTag
+from replay_buffer.client import BufferClient
+from rollout_service.outbox import Outbox, Parcel
+
+LINGER_S, MAX_PUTS = 0.05, 4
+"""As in `rollout_service.worker`, which would import torch."""
+
+
+class Producer:
+    def __init__(self, name: str, endpoint: str, redis_socket: str) -> None:
+        self.name = name
+        self.buffer = BufferClient(endpoint, job=JOB, role="rollout", name=name)
+        self.redis = redis.Redis(unix_socket_path=redis_socket)
+        self.held: list[tuple[LeasedGroup, dict[int, bytes]]] = []
+        self.sets = 0
+
+    async def prepare(self, groups: int, units: int) -> dict[str, Any]:
+        self.held = []
+        tag = VersionTag(1, 0)
+        while len(self.held) < groups:
+            leases = await self.buffer.lease(self.name, groups - len(self.held), tag, wait_ms=1000)
+            assert leases.groups, leases.reason
+            for group in leases.groups:
+                blobs = {
+                    sample: episode(group.task.task_id, group.group_id, sample, units, version=0, epoch=1)
+                    for sample in group.missing
+                }
+                self.held.append((group, blobs))
+        sizes = [len(blob) for _, blobs in self.held for blob in blobs.values()]
+        return {"items": len(sizes), "size_bytes": sum(sizes)}
+
+    async def put(self) -> dict[str, Any]:
+        """As the worker sends what has finished: one message per lease at a time, `MAX_PUTS` in all."""
+        outbox, sending, acks_ms = Outbox(LINGER_S), set[asyncio.Task[None]](), list[float]()
+
+        async def send(parcel: Parcel) -> None:
+            asked_s = time.perf_counter()
+            ack = await self.buffer.put(parcel.lease_id, parcel.group_id, parcel.episodes)
+            acks_ms.append(1e3 * (time.perf_counter() - asked_s))
+            assert not ack.refused, ack.refused
+            outbox.settled(parcel)
+
+        began_s = time.monotonic()
+        for group, blobs in self.held:
+            for sample, blob in blobs.items():
+                outbox.add(group.lease_id, group.group_id, sample, blob, 0.0)
+            outbox.complete(group.lease_id)
+        while outbox.episodes:
+            while len(sending) < MAX_PUTS and (parcel := outbox.take(1.0)):
+                sending.add(asyncio.create_task(send(parcel)))
+            done, sending = await asyncio.wait(sending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        return {"began_s": began_s, "ended_s": time.monotonic(), "acks_ms": acks_ms}
+
+    def set(self, *, pipelined: bool) -> dict[str, Any]:
+        """One SET per episode: each waited for, or as many at once as a put has."""
+        acks_ms = []
+        began_s = time.monotonic()
+        for _, blobs in self.held:
+            pending = list(blobs.values())
+            while pending:
+                n = max(1, min(len(pending), (8 << 20) // len(pending[0]))) if pipelined else 1
+                asked_s = time.perf_counter()
+                if pipelined:
+                    batch = self.redis.pipeline(transaction=False)
+                    for blob in pending[:n]:
+                        batch.set(self._key(), blob)
+                    batch.execute()
+                else:
+                    self.redis.set(self._key(), pending[0])
+                acks_ms.append(1e3 * (time.perf_counter() - asked_s))
+                del pending[:n]
+        return {"began_s": began_s, "ended_s": time.monotonic(), "acks_ms": acks_ms}
+
+    def _key(self) -> str:
+        self.sets += 1
+        return f"{self.name}:{self.sets}"
+
+
+async def main() -> None:
+    producer = Producer(*sys.argv[1:])
+    await producer.buffer.connect(60)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        order = json.loads(line)
+        match order["do"]:
+            case "prepare":
+                answer = await producer.prepare(order["groups"], order["units"])
+            case "areal-async":
+                answer = await producer.put()
+            case system:
+                answer = producer.set(pipelined=system == "redis-py, pipelined")
+        print(json.dumps(answer), flush=True)
+    await producer.buffer.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,72 @@
+"""What becomes of a group that is not whole in time, too old, or has nothing to teach.
+
+The policy of groups: under `complete` a group waits for all its samples. The other two give it a deadline,
+counted from its first lease: `deadline_drop` ends it there, `deadline_partial` goes on with the samples that
+are stored by then, if they are enough; what is missing becomes ABSENT. It does the same where a group has
+used up its leases. The deadline is one for generating: what is stored is scored in the time scoring takes.
+"""
+
+from __future__ import annotations
+
+from replay_buffer.ledger.draft import Draft
+from replay_buffer.ledger.records import ABSENT, EpisodeState, Group, GroupState
+from replay_buffer.ledger.rules import MAX_LEASES
+
+SAME = 1e-12
+"""Rewards this close, relative to their size, are equal: rounding makes no difference to learn from."""
+
+
+DRAINED = "drained"
+"""The reason with which a worker that stops as planned gives a lease back."""
+
+
+def end_lease(draft: Draft, group: Group, reason: str) -> None:
+    """A live lease ends with samples missing. What is stored stays; a new lease names only the rest.
+
+    After `MAX_LEASES` of them no other is tried: what is missing does not come. A lease that was handed over
+    (`drained`) is none of these."""
+    draft.set_lease(group.leases[-1], None)
+    handed_over = group.handed_over + (reason == DRAINED)
+    group = draft.move(group, GroupState.QUEUED, reason, handed_over=handed_over)
+    if len(group.leases) - handed_over >= MAX_LEASES:
+        _end_unfinished(draft, group, "leases_used_up")
+
+
+def end_overdue(draft: Draft, group: Group) -> None:
+    """The time of `group` is up (see `index.due_ms`): its age, or the deadline of what is missing."""
+    rules = draft.rules
+    if rules.max_age_ms is not None and group.begun_ms + rules.max_age_ms <= draft.now_ms:
+        draft.drop(group, "age")
+    else:
+        _end_unfinished(draft, group, "deadline")
+
+
+def finish(draft: Draft, group: Group) -> None:
+    """A GENERATED group is SCORED once every sample has its score or was given up; under dynamic filtering
+    it is dropped then if its rewards are all equal, which makes room for another."""
+    if group.state != GroupState.GENERATED or not group.judged:
+        return
+    if draft.rules.dynamic_filtering and not _rewards_differ(group):
+        draft.drop(group, "no_variance")
+    else:
+        draft.move(group, GroupState.SCORED)
+
+
+def _end_unfinished(draft: Draft, group: Group, reason: str) -> None:
+    """No more samples will come: GENERATED with those that have, if the policy has it so, else DROPPED. A
+    worker that still generates learns it by its next heartbeat."""
+    rules, missing = draft.rules, group.missing
+    stored = len(group.episodes) - len(missing)
+    if rules.group_policy != "deadline_partial" or stored < rules.min_samples:
+        draft.drop(group, reason)
+        return
+    if group.state == GroupState.LEASED:
+        draft.set_lease(group.leases[-1], None)
+    group = draft.set_episodes(group, dict.fromkeys(missing, ABSENT))
+    draft.count("absent", len(missing))
+    finish(draft, draft.move(group, GroupState.GENERATED, reason))
+
+
+def _rewards_differ(group: Group) -> bool:
+    rewards = [episode.reward for episode in group.episodes if episode.state == EpisodeState.VERDICT]
+    return max(rewards) - min(rewards) > SAME * max(map(abs, rewards))

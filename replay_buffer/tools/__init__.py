@@ -1,0 +1,1 @@
+"""Programs that look into a run's buffer: `stats`, `peek`, `export`. They only read."""

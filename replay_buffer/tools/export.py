@@ -1,0 +1,66 @@
+"""`areal-async buffer export`: the episodes that a buffer holds, as a parquet file."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from rich.console import Console
+
+from areal_async.cli.tools import ExportRequest, run_tool, step_range
+from areal_async.control.runs import find_run
+from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode
+from replay_buffer.ledger.records import EpisodeState, Group, GroupState
+from replay_buffer.tools.listing import chosen, state_of, steps_of
+from replay_buffer.tools.reader import open_reader
+from replay_buffer.tools.text import size
+
+
+def main(request: ExportRequest) -> None:
+    text = asyncio.run(export(request))
+    written = size(Path(request.out).stat().st_size)
+    Console(soft_wrap=True).print(f"{text} in {request.out} ({written}).", highlight=False)
+
+
+async def export(request: ExportRequest) -> str:
+    """Write the file, one group in memory at a time; returns what is in it, in words."""
+    state, steps = state_of(request.state), step_range(request.steps)
+    run = find_run(Path(request.run))
+    found = left = 0
+    async with open_reader(run) as reader:
+        look = await reader.look()
+        groups = [
+            group
+            for group in chosen(look.index, state)
+            if request.steps is None or any(step in steps for step in steps_of(group))
+        ]
+        with EpisodeWriter(Path(request.out), run.job.job, overwrite=request.overwrite) as file:
+            for group in groups:
+                held = await reader.blobs(group)
+                expected = [s for s, e in enumerate(group.episodes) if e.size_bytes]
+                left += any(sample not in held for sample in expected)
+                found += bool(held)
+                source = look.index.tasks.task(group.row, group.pass_index).data_source
+                for sample in sorted(held):
+                    file.add(exported(group, sample, held[sample], source))
+    gone = f" ({left} more groups left the buffer meanwhile)" if left else ""
+    return f"{file.rows} episodes of {found} groups{gone}"
+
+
+def exported(group: Group, sample: int, blob: bytes, data_source: str) -> ExportedEpisode:
+    """What the ledger says of an episode, beside its bytes."""
+    episode = group.episodes[sample]
+    judged = episode.state == EpisodeState.VERDICT
+    return ExportedEpisode(
+        blob=blob,
+        data_source=data_source,
+        group_state=GroupState(group.state).name,
+        episode_state=EpisodeState(episode.state).name,
+        steps=steps_of(group),
+        reward=episode.reward if judged else None,
+        components=dict(episode.components or {}) if judged else {},
+    )
+
+
+if __name__ == "__main__":
+    run_tool(ExportRequest, main)

@@ -1,0 +1,205 @@
+"""A job's ledger and episodes for somebody who only looks.
+
+Promises: nothing is changed. Of a run that is alive, its Redis is asked with commands that read, and no front
+epoch is taken; of one that has ended, a copy of its files is, in a Redis of the reader's own. What is read is
+the ledger as of one moment; episodes are read after it, so those of a group that left meanwhile are missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from areal_async.control.context import short_socket_dir
+from areal_async.control.errors import RunFolderError
+from areal_async.control.runs import Run
+from areal_async.tasks import TaskFileError
+from areal_async.wire.messages import Task
+from replay_buffer.address import RedisAddress
+from replay_buffer.embedded import EmbeddedRedis
+from replay_buffer.errors import StoreUnavailable
+from replay_buffer.keys import Keys
+from replay_buffer.large import EPISODES, Ref, read_ref
+from replay_buffer.ledger.index import Index
+from replay_buffer.ledger.records import Group
+from replay_buffer.ledger.rules import Rules, Tasks
+from replay_buffer.sentinel import find_place
+from replay_buffer.store import connect, read_ledger
+from replay_buffer.tasks import TaskOrder
+
+FILES = ("appendonlydir", "appendonly.aof", "dump.rdb")
+"""What an embedded Redis keeps its data in, by its version and tier."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """A ledger as of `now_ms`: the time of Redis or, of a run that has ended, of its last write."""
+
+    index: Index
+    now_ms: int
+    written_ms: int
+    """Unix time of the last write."""
+    front_epoch: int
+    redis_bytes: int
+
+
+class LedgerReader:
+    """Made by `open_reader`."""
+
+    def __init__(self, redis: Redis, url: str, run: Run, tasks: Tasks) -> None:
+        self.tasks = tasks
+        self._redis = redis
+        self._url = url
+        self._run = run
+        self._keys = Keys(run.job.job)
+
+    async def look(self) -> Look:
+        """The ledger now. Raises `StoreUnavailable` or `StoreUnusable`."""
+        with self._answered():
+            meta, records = await read_ledger(self._redis, self._keys, self._url)
+            seconds, micros = await self._redis.time()
+            used = int((await self._redis.info("memory"))["used_memory"])
+        now_ms = int(seconds) * 1000 + int(micros) // 1000
+        written_ms = int(meta.get(b"alive_ms", now_ms))
+        return Look(
+            index=Index(Rules.of(self._run.job), self.tasks, records, nonce=""),
+            now_ms=now_ms if self._run.alive else written_ms,
+            written_ms=written_ms,
+            front_epoch=int(meta[b"front"]),
+            redis_bytes=used,
+        )
+
+    async def blobs(self, group: Group) -> dict[int, bytes]:
+        """The codec blobs of a group by sample; what is not held is missing."""
+        names = [f"{group.group_id}.{sample}" for sample in range(len(group.episodes))]
+        with self._answered():
+            held = await self._redis.hgetall(self._keys.blobs(group.group_id))
+            refs = await self._redis.hmget(self._keys.large, names)
+            blobs = {int(sample): blob for sample, blob in held.items()}
+            for sample, ref in enumerate(refs):
+                if ref is not None and (blob := await self._large(read_ref(ref))) is not None:
+                    blobs[sample] = blob
+        return blobs
+
+    async def _large(self, ref: Ref) -> bytes | None:
+        if ref.chunks:
+            keys = [self._keys.chunk(ref.name, ref.at + i) for i in range(ref.chunks)]
+            chunks = await self._redis.mget(keys)
+            return None if None in chunks else b"".join(chunks)
+        return await asyncio.to_thread(_from_file, self._run.folder / "buffer" / EPISODES / ref.name, ref)
+
+    @contextlib.contextmanager
+    def _answered(self) -> Iterator[None]:
+        try:
+            yield
+        except (RedisError, OSError) as error:
+            raise StoreUnavailable(f"Redis at {self._url} does not answer: {error}") from error
+
+
+def _from_file(path: Path, ref: Ref) -> bytes | None:
+    try:
+        with path.open("rb") as file:
+            file.seek(ref.at)
+            blob = file.read(ref.size_bytes)
+    except FileNotFoundError:
+        return None
+    return blob if len(blob) == ref.size_bytes else None
+
+
+class UnknownTasks:
+    """Stands in for a task file that is not there any more: positions mean nothing, prompts are unknown."""
+
+    dataset_hash = ""
+
+    def at(self, position: int) -> tuple[int, int] | None:
+        return 0, 0
+
+    def task(self, row: int, pass_index: int) -> Task:
+        return Task("", "")
+
+
+@contextlib.asynccontextmanager
+async def open_reader(run: Run) -> AsyncIterator[LedgerReader]:
+    """A reader of the run's ledger. Raises `RunFolderError` when there is none (any more)."""
+    try:
+        tasks: Tasks = TaskOrder.of(run.job)
+    except TaskFileError:
+        tasks = UnknownTasks()
+    async with contextlib.AsyncExitStack() as stack:
+        if run.job.buffer.redis == "embedded":
+            url = _live_url(run) or await stack.enter_async_context(_copied_redis(run))
+            address = RedisAddress.parse(url)
+        else:
+            address = RedisAddress.of(run.job.buffer)
+        redis = connect(await find_place(address))
+        stack.push_async_callback(redis.aclose)
+        yield LedgerReader(redis, str(address), run, tasks)
+
+
+def _live_url(run: Run) -> str:
+    return f"unix://{run.places.socket_dir}/redis" if run.places is not None else ""
+
+
+@contextlib.asynccontextmanager
+async def _copied_redis(run: Run) -> AsyncIterator[str]:
+    """A Redis on a copy of the run's files: opening them may change them (a torn end is cut off)."""
+    source = run.folder / "buffer"
+    files = [source / name for name in FILES if (source / name).exists()]
+    if not files:
+        how = (
+            "; with buffer.durability memory, what a killed Redis held is gone"
+            if run.job.buffer.durability == "memory"
+            else ""
+        )
+        raise RunFolderError(
+            f"{run.folder} holds nothing of a buffer: the run ended before it had begun{how}."
+        )
+    with tempfile.TemporaryDirectory(prefix="areal-look-") as name:
+        folder = Path(name)
+        _copy(files, folder / "data", source / "redis.lock")
+        sockets = short_socket_dir(folder)
+        sockets.mkdir(exist_ok=True, mode=0o700)
+        server = EmbeddedRedis(folder / "data", sockets / "redis", run.job.buffer.durability)
+        try:
+            await server.start()
+            yield server.url
+        finally:
+            await server.stop()
+            if sockets != folder:
+                shutil.rmtree(sockets, ignore_errors=True)
+
+
+def _copy(files: list[Path], into: Path, lock: Path) -> None:
+    """Copy Redis's files while no server has them open."""
+    size = sum(f.stat().st_size for path in files for f in (path.rglob("*") if path.is_dir() else (path,)))
+    free = shutil.disk_usage(into.parent).free
+    if size > free:
+        raise RunFolderError(
+            f"to look at {files[0].parent}, its {size >> 20} MiB are copied to {into.parent.parent}, which "
+            f"has {free >> 20} MiB free: set TMPDIR to a folder with more."
+        )
+    into.mkdir()
+    with contextlib.ExitStack() as stack:
+        if lock.exists():
+            held = stack.enter_context(lock.open("rb"))
+            try:
+                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunFolderError(
+                    f"a redis-server still uses {files[0].parent}, but its run is not alive: it is starting "
+                    "or ending. Try again in a moment."
+                ) from None
+        for path in files:
+            if path.is_dir():
+                shutil.copytree(path, into / path.name)
+            else:
+                shutil.copyfile(path, into / path.name)

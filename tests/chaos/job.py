@@ -1,0 +1,232 @@
+"""A small real job, run from the command line, whose processes can be found, stopped and killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from areal_async.config.job import JobConfig
+from areal_async.config.load import load_job
+from areal_async.observe.events import read_events
+from areal_async.observe.failpoint import VARIABLE
+from areal_async.observe.record import read_run_log
+from areal_async.quickstart.model import write_model
+from areal_async.quickstart.tasks import split_problems, write_parquet
+from replay_buffer.tasks import TaskOrder
+from tests.chaos.material import Promise
+
+REWARD = """
+from reward_service.sdk import RewardInput, reward
+
+
+@reward
+def share_of_ones(given: RewardInput) -> float:
+    return given.response.count("1") / max(1, len(given.response))
+"""
+"""Varies within every group, so that even a random model has something to learn."""
+
+SERVICES = ("rollout-0", "rollout-1", "reward", "buffer", "trainer", "evaluator")
+ROLES = (*SERVICES, "redis", "supervisor")
+
+
+def write_job(
+    folder: Path, name: str, *, steps: int, seed: int, durability: str, lease_s: float = 5.0
+) -> Path:
+    """A job file in `folder`, with a model, tasks and a reward beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    train, held_out = split_problems(seed=0, n_held_out=32, signs="+")
+    write_parquet(train[:500], folder / "train.parquet", "train")
+    write_parquet(held_out, folder / "held_out.parquet", "held_out")
+    if not (folder / "model").exists():
+        write_model(folder / "model", seed=0)
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    content = {
+        "job": name,
+        "seed": seed,
+        "run_dir": "runs",
+        "model": "model",
+        "tasks": {"train": "train.parquet", "evaluation": "held_out.parquet"},
+        "rollout": {
+            "workers": 2,
+            "group_size": 4,
+            "max_concurrent": 16,
+            "max_model_len": 48,
+            "sampling": {"temperature": 0.9, "max_new_tokens": 32},
+        },
+        "buffer": {"max_staleness": 4, "batch_groups": 8, "durability": durability, "lease_s": lease_s},
+        "reward": {"name": "reward.py:share_of_ones"},
+        "trainer": {
+            "steps": steps,
+            "optimizer": {"lr": 1e-3, "clip_grad_norm": 1.0},
+            "objective": {"prox": "reuse"},
+        },
+        "checkpoint": {"every_steps": 5, "keep": 2},
+        "evaluation": {"every_steps": 10, "sampling": {"temperature": 0.0, "max_new_tokens": 8}},
+        "observe": {"metrics_port": 0, "event_log": True, "stall_s": 20},
+        "supervisor": {
+            "ready_s": 280,
+            "restarts": 1000,
+            "window_s": 20,
+            "first_pause_s": 0.1,
+            "longest_pause_s": 0.5,
+        },
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return path
+
+
+def promise_of(job: JobConfig, *, lost_s: float = 0.0) -> Promise:
+    """What the checker holds the run of `job` to."""
+    order = TaskOrder.of(job)
+
+    def task_at(position: int) -> str:
+        place = order.at(position)
+        assert place is not None
+        return order.task(*place).task_id
+
+    return Promise(
+        steps=job.trainer.steps,
+        batch_groups=job.buffer.batch_groups,
+        group_size=job.rollout.group_size,
+        max_staleness=job.buffer.max_staleness,
+        lost_s=lost_s,
+        task_at=task_at,
+    )
+
+
+class JobFailed(Exception):
+    """The job ended, and not because it was done."""
+
+
+@dataclass
+class Job:
+    """One run of a job file, through as many supervisors as it takes."""
+
+    job_file: Path
+    failpoints: str = ""
+
+    def __post_init__(self) -> None:
+        self.config = load_job(self.job_file)
+        self.run_dir = self.config.run_dir / self.config.job
+        self.output = self.job_file.with_suffix(".out")
+        self.process: subprocess.Popen[bytes] | None = None
+        self.starts = 0
+
+    def start(self) -> None:
+        """`areal-async run`, or `resume` once it has run."""
+        verb = "resume" if self.starts else "run"
+        self.starts += 1
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "areal_async.cli.main", verb, str(self.job_file), "--plain"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | {VARIABLE: self.failpoints},
+            )
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def events(self, kind: str = "") -> list[dict[str, Any]]:
+        events = read_events(self.run_dir) if (self.run_dir / "events").exists() else []
+        return [event for event in events if not kind or event["event"] == kind]
+
+    def steps_logged(self) -> int:
+        """Records of steps so far, redone ones among them."""
+        path = self.run_dir / "metrics.jsonl"
+        return path.read_bytes().count(b'"kind":"step"') if path.exists() else 0
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [record for record in read_run_log(self.run_dir / "metrics.jsonl") if record["kind"] == "step"]
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def serving(self) -> dict[str, int]:
+        """Service → process id, of those that this supervisor last saw serve and not end."""
+        if self.process is None:
+            return {}
+        path = self.run_dir / "events" / f"supervisor-{self.process.pid}.jsonl"
+        pids: dict[str, int] = {}
+        for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+            event = json.loads(line)
+            if event["event"] == "ready":
+                pids[event["service"]] = event["service_pid"]
+            elif event["event"] in ("started", "ended"):
+                pids.pop(event["service"], None)
+        return pids
+
+    def all_serve(self) -> bool:
+        return set(SERVICES) <= self.serving().keys()
+
+    def pid(self, role: str) -> int | None:
+        """Process id of a role; None while it is not there."""
+        if role == "supervisor":
+            return self.process.pid if self.process is not None and self.running else None
+        if role != "redis":
+            return self.serving().get(role)
+        buffer = self.serving().get("buffer")
+        try:
+            children = psutil.Process(buffer).children(recursive=True) if buffer is not None else []
+            return next((child.pid for child in children if "redis-server" in child.name()), None)
+        except psutil.Error:
+            return None
+
+    def signal(self, role: str, number: signal.Signals) -> bool:
+        """Send a signal to a role; whether it was there."""
+        pid = self.pid(role)
+        if pid is None:
+            return False
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def told(self) -> str:
+        return self.output.read_text(errors="replace")[-4000:] if self.output.exists() else ""
+
+    def wait(self, limit_s: float) -> int | None:
+        """Exit status, or None when the time is up."""
+        assert self.process is not None
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        if self.running:
+            assert self.process is not None
+            for pid in self.serving().values():
+                _try_kill(pid, signal.SIGCONT)
+            self.process.terminate()
+            if self.wait(20) is None:
+                self.process.kill()
+                self.process.wait()
+
+
+def _try_kill(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def pause(seconds: float) -> None:
+    """Let real time pass: a chaos run has no other clock."""
+    time.sleep(seconds)

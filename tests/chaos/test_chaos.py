@@ -1,0 +1,57 @@
+"""The chaos run in short: real processes killed at labelled places and at random, and the checker's verdict.
+
+The long form is `python -m tests.chaos.long_run`; docs/recovery.md has its results.
+"""
+
+import json
+import random
+
+import pytest
+
+from tests.chaos.job import Job, write_job
+from tests.chaos.plan import cuts, each_role_once
+from tests.chaos.storm import Storm
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+
+LIMIT_S = 400.0
+PLACES = (
+    "trainer.after_publish@3",
+    "trainer.mid_checkpoint@2",
+    "buffer.before_reply@200",
+    "rollout.before_put@12",
+    "reward.before_verdict@10",
+)
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_trained_effectively_once_and_one_death_is_local_under_chaos(tmp_path):
+    """With tier `always` and an intact log exactly nothing is lost."""
+    rng = random.Random(5)
+    job_file = write_job(tmp_path, "chaos", steps=40, seed=5, durability="always")
+    storm = Storm(Job(job_file, ",".join(PLACES)), limit_s=LIMIT_S)
+    storm.run(
+        each_role_once(rng, ["redis", "evaluator", "rollout-1", "buffer", "supervisor"], longest_gap_s=4)
+    )
+    verdict = storm.judge()
+    assert verdict.violations == []
+    assert verdict.figures["lost_episodes"] == verdict.figures["trained_twice"] == 0
+    assert verdict.figures["max_staleness"] <= 4
+    assert verdict.figures["kills"] >= 8, verdict.figures
+    # A worker may be killed between an acknowledgement and writing so down.
+    assert verdict.figures["acknowledged_episodes"] > 1000
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_a_redis_that_lost_the_end_of_its_log_costs_at_most_two_seconds_of_work(tmp_path):
+    """With tier `everysec`: detected, queued again, counted, and the job is done all the same."""
+    job_file = write_job(tmp_path, "cut", steps=30, seed=6, durability="everysec")
+    storm = Storm(Job(job_file), limit_s=LIMIT_S, seed=6)
+    storm.run(cuts(2, gap_s=1.0))
+    verdict = storm.judge(lost_s=2.0)
+    assert verdict.violations == []
+    assert storm.cuts >= 1
+    assert 0 < verdict.figures["lost_work_s"] <= 2
+    log = (storm.job.run_dir / "logs" / "buffer.log").read_text().splitlines()
+    told = [json.loads(line)["lost"] for line in log if "without acknowledged writes" in line]
+    assert sum(told) >= verdict.figures["lost_writes"] > 0

@@ -1,0 +1,66 @@
+"""A real job whose episodes do not all come in time, and one of whose workers is stopped as planned."""
+
+import json
+import signal
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+
+STRAGGLERS = """
+import asyncio
+
+
+async def stragglers(ctx, task):
+    await ctx.generate(task.prompt)
+    if ctx.sample == 3 and int(task.task_id.split(":")[1]) % 3 == 0:
+        await asyncio.sleep(120)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_groups_are_whole_or_partial_by_policy_and_a_stopped_worker_hands_over(
+    workspace, running, nothing_is_left
+):
+    steps = 8
+    (workspace.folder / "stragglers.py").write_text(STRAGGLERS, encoding="utf-8")
+    job_file = workspace.job(
+        "stragglers",
+        rollout={
+            "workers": 2,
+            "group_size": 4,
+            "max_concurrent": 16,
+            "max_model_len": 48,
+            "workflow": "stragglers.py:stragglers",
+            "sampling": {"temperature": 0.9, "max_new_tokens": 32},
+        },
+        buffer={
+            "max_staleness": 2,
+            "batch_groups": 8,
+            "lease_s": 1.5,
+            "group": {"policy": "deadline_partial", "deadline_s": 3.0, "min_samples": 2},
+            "dynamic_filtering": True,
+            "max_age_s": 60,
+        },
+        trainer__steps=steps,
+        supervisor={"ready_s": 120, "restarts": 10, "first_pause_s": 0.1},
+    )
+    with running("run", job_file) as job:
+        job.wait_for(lambda: len(job.steps()) >= 3, "step 3", 120)
+        job.service("rollout-0").send_signal(signal.SIGTERM)
+        run = job.record
+        job.read_all(200)
+        assert job.process.wait(10) == 0, job.told
+    nothing_is_left(run)
+    summary = json.loads((job.folder / "summary.json").read_text())
+    assert summary["restarts"] == {"rollout-0": 1}
+    counted = summary["transitions"]
+    assert counted["absent"] > 0
+    assert counted["generated:deadline"] > 0
+    assert counted["worker_drains"] >= 1
+    assert counted["queued:drained"] > 0
+    trained = [step["episodes"] for step in job.steps()]
+    assert sum(trained) == summary["episodes_trained"]
+    assert min(trained) < 8 * 4, "some of the groups trained were partial"
+    assert min(trained) >= 8 * 2
+    assert summary["max_staleness_seen"] <= 2

@@ -1,0 +1,113 @@
+"""Planned stops: a worker that drains is leased nothing more, and hands over what it cannot finish."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from areal_async.wire.messages import Arrived, Drain, ExportLedger, Heartbeat, Lease, Release
+from replay_buffer.ledger.leasing import MAX_DRAINING
+
+
+def drain(ledger, worker="rollout-0", reason="the host is taken down"):
+    return ledger.send(Drain(worker, reason))
+
+
+def test_a_draining_worker_is_leased_nothing_more_and_told_why(drive):
+    ledger = drive()
+    drain(ledger)
+    reply = ledger.send(Lease("rollout-0", 1, ledger.tag()))
+    assert (reply.groups, reply.drain) == ([], True)
+    assert "the host is taken down" in reply.reason
+    assert len(ledger.lease(worker="rollout-1")) == 1
+    assert ledger.count("worker_drains") == 1
+
+
+def test_a_heartbeat_tells_the_worker_to_drain_and_still_renews(drive):
+    ledger = drive(lease_ms=1000)
+    (group,) = ledger.lease()
+    assert not ledger.send(Heartbeat("rollout-0", [group.lease_id], ledger.tag())).drain
+    drain(ledger)
+    ledger.now_ms += 900
+    ack = ledger.send(Heartbeat("rollout-0", [group.lease_id], ledger.tag()))
+    assert (ack.lost, ack.drain) == ([], True)
+    ledger.now_ms += 900
+    assert ledger.state(group) == "LEASED"
+    assert not ledger.send(Heartbeat("rollout-1", [], ledger.tag())).drain
+
+
+def test_a_draining_worker_may_finish_what_it_has(drive):
+    ledger = drive(group_size=2)
+    (group,) = ledger.lease()
+    drain(ledger)
+    assert ledger.put(group).stored == [0, 1]
+    assert ledger.state(group) == "GENERATED"
+
+
+def test_what_is_handed_over_is_leased_again_at_once_for_the_missing_samples_only(drive):
+    """one_death_is_local: nothing that is stored is generated twice."""
+    ledger = drive(group_size=4)
+    (group,) = ledger.lease()
+    ledger.put(group, [1, 2])
+    drain(ledger)
+    ledger.send(Release("rollout-0", group.lease_id, "drained"))
+    assert ledger.count("queued:drained") == 1
+    (again,) = ledger.lease(worker="rollout-1")
+    assert (again.group_id, again.missing) == (group.group_id, [0, 3])
+    assert [refusal.reason for refusal in ledger.put(group, [0]).refused] == ["lease_lost"]
+    ledger.put(again)
+    assert ledger.count("stored") == 4
+
+
+def test_handing_over_uses_up_no_lease_of_the_group(drive):
+    ledger = drive()
+    for _ in range(20):
+        (group,) = ledger.lease()
+        ledger.send(Release("rollout-0", group.lease_id, "drained"))
+    assert ledger.state(group) == "QUEUED"
+    for _ in range(5):
+        (group,) = ledger.lease()
+        ledger.release(group)
+    assert ledger.state(group) is None
+    assert ledger.count("dropped:leases_used_up") == 1
+
+
+def test_the_successor_of_a_drained_worker_is_leased_groups_again(drive):
+    ledger = drive()
+    drain(ledger)
+    assert ledger.lease() == []
+    ledger.send(Arrived("rollout-0"))
+    assert len(ledger.lease()) == 1
+
+
+def test_a_drain_may_be_repeated(drive):
+    ledger = drive()
+    drain(ledger)
+    drain(ledger, reason="again")
+    assert ledger.decisions[-1].writes is None
+    assert ledger.count("worker_drains") == 1
+
+
+def test_a_new_front_and_a_restored_trainer_know_who_drains(drive):
+    ledger = drive()
+    drain(ledger)
+    assert "rollout-0" in ledger.rebuilt().meta.draining
+    ledger.open()
+    assert ledger.lease() == []
+
+
+def test_a_ledger_copy_from_before_the_drain_does_not_undo_it(drive):
+    ledger = drive()
+    copy = ledger.decide(ExportLedger(ledger.epoch, 0)).payload
+    drain(ledger)
+    ledger.index.meta = replace(ledger.index.meta, checkpoint=1)
+    ledger.open(0, copy)
+    assert ledger.lease() == []
+    assert len(ledger.lease(worker="rollout-1")) == 1
+
+
+def test_nothing_is_unbounded_the_names_of_drained_workers_are_forgotten_in_the_end(drive):
+    ledger = drive()
+    for number in range(2 * MAX_DRAINING):
+        drain(ledger, f"pod-{number}")
+    assert len(ledger.index.meta.draining) == MAX_DRAINING
+    assert f"pod-{2 * MAX_DRAINING - 1}" in ledger.index.meta.draining

@@ -1,0 +1,437 @@
+"""Groups that are not whole in time: what each policy makes of them, and that it is always one thing."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from areal_async.wire.messages import Abstain, ExportLedger, Failure, Score
+from replay_buffer import history
+from replay_buffer.ledger.decide import Expire, Extend, decide
+from replay_buffer.ledger.records import EpisodeState, GroupState
+
+ENDED = 5_000
+
+
+def partial(drive, **rules):
+    return drive(
+        **{
+            "group_size": 4,
+            "batch_groups": 1,
+            "group_policy": "deadline_partial",
+            "group_deadline_ms": ENDED,
+            "min_samples": 2,
+            "lease_ms": 1_000_000,
+        }
+        | rules
+    )
+
+
+def whole(drive, **rules):
+    return partial(drive, group_policy="deadline_drop", **rules)
+
+
+def states(ledger, group):
+    return [EpisodeState(e.state).name for e in ledger.index.groups[group.group_id].episodes]
+
+
+def refused(ack):
+    return [refusal.reason for refusal in ack.refused]
+
+
+def test_complete_waits_for_ever(drive):
+    ledger = drive(group_size=4, lease_ms=1000)
+    (group,) = ledger.lease()
+    ledger.put(group, [0, 1, 2])
+    for _ in range(4):
+        ledger.now_ms += 10**9
+        (group,) = ledger.lease()
+        assert group.missing == [3]
+    ledger.put(group)
+    assert ledger.state(group) == "GENERATED"
+
+
+def test_deadline_drop_ends_a_group_that_is_not_whole_and_does_not_try_its_task_again(drive):
+    ledger = whole(drive)
+    (group,) = ledger.lease()
+    ledger.put(group, [0, 1, 2])
+    ledger.now_ms += ENDED - 1
+    assert ledger.heartbeat(group) == []
+    ledger.now_ms += 1
+    assert ledger.heartbeat(group) == [group.lease_id], "its worker is told to stop"
+    assert ledger.state(group) is None
+    assert ledger.count("dropped:deadline") == 1
+    assert ledger.index.payload_bytes == 0
+    assert [lease.task.task_id for lease in ledger.lease()] != [group.task.task_id]
+    assert refused(ledger.put(group, [3])) == ["lease_lost"]
+
+
+def test_a_group_that_is_generated_in_time_keeps_no_deadline(drive):
+    ledger = whole(drive)
+    (group,) = ledger.lease()
+    ledger.put(group)
+    ledger.now_ms += 10 * ENDED
+    ledger.judge(ledger.claim())
+    assert ledger.state(group) == "SCORED"
+    assert ledger.index.next_deadline_ms is None
+
+
+def test_deadline_partial_goes_on_with_the_samples_that_have_come(drive):
+    """groups_are_whole: what is trained of a partial group is named, sample by sample."""
+    ledger = partial(drive)
+    (group,) = ledger.lease()
+    ledger.put(group, [3, 1])
+    ledger.judge(ledger.claim(1), Score(1.0))
+    ledger.now_ms += ENDED
+    assert ledger.heartbeat(group) == [group.lease_id], "its worker aborts the rest"
+    assert ledger.state(group) == "GENERATED"
+    assert states(ledger, group) == ["ABSENT", "VERDICT", "ABSENT", "STORED"]
+    assert (ledger.count("absent"), ledger.count("generated:deadline")) == (2, 1)
+    ledger.judge(ledger.claim(), Score(0.25))
+    assert ledger.state(group) == "SCORED"
+    (held,) = ledger.batch().groups
+    assert [(e.episode_id, e.sample, e.reward) for e in held.episodes] == [
+        (f"{group.group_id}.1", 1, 1.0),
+        (f"{group.group_id}.3", 3, 0.25),
+    ]
+    ledger.commit()
+    assert ledger.index.meta.episodes_trained == 2
+    assert ledger.index.episode_counts[EpisodeState.ABSENT] == 2
+    ledger.checkpointed()
+    assert ledger.index.episode_counts == [0] * len(EpisodeState)
+
+
+def test_a_partial_group_all_of_which_is_scored_is_scored_at_its_deadline(drive):
+    ledger = partial(drive)
+    (group,) = ledger.lease()
+    ledger.put(group, [0, 2])
+    ledger.judge(ledger.claim())
+    ledger.release(group)
+    assert ledger.state(group) == "QUEUED"
+    ledger.now_ms += ENDED
+    assert len(ledger.batch().groups[0].episodes) == 2
+    assert ledger.count("scored") == 1
+
+
+def test_a_partial_group_with_too_few_samples_is_dropped(drive):
+    ledger = partial(drive, min_samples=3)
+    few, enough = ledger.lease(2)
+    ledger.put(few, [0, 1])
+    ledger.put(enough, [0, 1, 2])
+    ledger.now_ms += ENDED
+    ledger.send(Expire())
+    assert (ledger.state(few), ledger.state(enough)) == (None, "GENERATED")
+    assert ledger.count("dropped:deadline") == 1
+    assert ledger.index.payload_bytes == 300
+
+
+def test_the_deadline_counts_from_the_first_lease(drive):
+    ledger = partial(drive, lease_ms=2_000)
+    (group,) = ledger.lease()
+    ledger.put(group, [0, 1])
+    ledger.now_ms += 2_000
+    (again,) = ledger.lease(worker="rollout-1")
+    assert again.group_id == group.group_id
+    ledger.now_ms += ENDED - 2_000
+    assert ledger.heartbeat(again, worker="rollout-1") == [again.lease_id]
+    assert states(ledger, group)[2:] == ["ABSENT", "ABSENT"]
+
+
+def test_a_sample_that_comes_after_the_deadline_is_refused_and_one_stored_before_acknowledged(drive):
+    ledger = partial(drive)
+    (group,) = ledger.lease()
+    ledger.put(group, [0, 1])
+    ledger.now_ms += ENDED
+    ack = ledger.put(group, [0, 2])
+    assert (ack.stored, refused(ack)) == ([0], ["given_up"])
+    assert ledger.count("refused:given_up") == 1
+    assert ledger.index.payload_bytes == 200
+
+
+@pytest.mark.parametrize("least", [2, 3])
+def test_a_partial_group_whose_leases_are_used_up_goes_on_with_what_has_come(drive, least):
+    """A sample that fails every time need not wait for the deadline, nor cost the others."""
+    ledger = partial(drive, min_samples=least)
+    (group,) = ledger.lease()
+    ledger.put(group, [0, 2])
+    for _ in range(4):
+        ledger.release(group)
+        (group,) = ledger.lease()
+        assert group.missing == [1, 3]
+    ledger.release(group)
+    assert ledger.index.leases == {}
+    if least == 3:
+        assert ledger.state(group) is None
+        assert ledger.count("dropped:leases_used_up") == 1
+    else:
+        assert states(ledger, group) == ["STORED", "ABSENT", "STORED", "ABSENT"]
+        assert ledger.state(group) == "GENERATED"
+        assert ledger.count("generated:leases_used_up") == 1
+
+
+def test_an_outage_moves_the_deadline_on(drive):
+    ledger = partial(drive)
+    (group,) = ledger.lease()
+    ledger.put(group, [0])
+    ledger.now_ms += 60_000
+    ledger._take(Extend(60_000))
+    assert ledger.heartbeat(group) == []
+    assert ledger.state(group) == "LEASED"
+    ledger.now_ms += ENDED
+    assert ledger.heartbeat(group) == [group.lease_id]
+    assert ledger.count("dropped:deadline") == 1
+
+
+def test_a_lease_and_its_group_that_end_at_the_same_moment_end_once(drive):
+    ledger = partial(drive, lease_ms=ENDED)
+    groups = ledger.lease(2)
+    for group in groups:
+        ledger.put(group, [0, 1])
+    ledger.now_ms += ENDED
+    ledger.send(Expire())
+    assert [ledger.state(group) for group in groups] == ["GENERATED"] * 2
+    assert ledger.count("generated:deadline") == 2
+    assert ledger.index.leases == {}
+    assert ledger.index.next_deadline_ms is None
+
+
+def test_a_new_front_knows_the_deadlines(drive):
+    ledger = partial(drive)
+    (group,) = ledger.lease()
+    ledger.put(group, [0])
+    assert ledger.rebuilt().next_deadline_ms == ledger.now_ms + ENDED
+    assert list(ledger.rebuilt().deadlines) == list(ledger.index.deadlines)
+
+
+def test_a_reward_that_fails_in_a_partial_group_drops_all_of_it(drive):
+    ledger = partial(drive, retries=0)
+    (group,) = ledger.lease()
+    ledger.put(group, [0, 1])
+    ledger.now_ms += ENDED
+    ledger.judge(ledger.claim(), Abstain())
+    assert ledger.state(group) is None
+    assert ledger.count("dropped:verdict_abstain") == 1
+
+
+def test_trained_effectively_once_a_partial_group_is_batched_again_as_it_was(drive):
+    ledger = partial(drive)
+    (group,) = ledger.lease()
+    ledger.put(group, [0, 3])
+    ledger.now_ms += ENDED
+    ledger.judge(ledger.claim())
+    first = ledger.batch()
+    ledger.commit()
+    assert ledger.index.meta.episodes_trained == 2
+    ledger.open(0)
+    assert ledger.index.meta.episodes_trained == 0
+    assert ledger.batch(0).groups == first.groups
+
+
+def test_a_partial_group_in_a_ledger_copy_keeps_what_is_held_of_it(drive):
+    ledger = partial(drive, batch_groups=2)
+    group, other = ledger.lease(2)
+    ledger.put(group, [0, 3])
+    ledger.put(other, [1, 2])
+    ledger.now_ms += ENDED
+    ledger.judge(ledger.claim())
+    copy = ledger.decide(ExportLedger(ledger.epoch, 0)).payload
+    # The redo log is gone, so that the copy wins; of one group the bytes are held, the other begins anew.
+    ledger.drop_by_name(other, "leases_used_up")
+    ledger.index.meta = replace(ledger.index.meta, checkpoint=1)
+    ledger.open(0, copy)
+    assert states(ledger, group) == ["VERDICT", "ABSENT", "ABSENT", "VERDICT"]
+    assert (ledger.state(group), ledger.state(other)) == ("SCORED", "QUEUED")
+    assert states(ledger, other) == ["MISSING"] * 4
+
+
+def test_a_partial_group_that_loses_samples_to_a_restart_may_be_made_whole_again(drive):
+    """What is left of it is no longer what its deadline found: it gets another, and room for every sample."""
+    ledger = partial(drive, batch_groups=2)
+    (group,) = ledger.lease()
+    ledger.put(group, [0], version=0)
+    ledger.put(group, [3], version=1)
+    ledger.now_ms += ENDED
+    ledger.send(Expire())
+    copy = ledger.decide(ExportLedger(ledger.epoch, 0)).payload
+    ledger.index.meta = replace(ledger.index.meta, checkpoint=1)
+    ledger.now_ms += 100 * ENDED
+    ledger.open(0, copy)
+    assert states(ledger, group) == ["STORED", "MISSING", "MISSING", "MISSING"]
+    (again,) = ledger.lease()
+    assert (again.group_id, again.missing) == (group.group_id, [1, 2, 3])
+    assert ledger.index.next_deadline_ms == ledger.now_ms + ENDED
+
+
+def test_what_is_given_up_is_never_reported_as_stored(drive, monkeypatch):
+    events = []
+    monkeypatch.setattr(history, "recording", lambda: True)
+    monkeypatch.setattr(history, "record", lambda event, **fields: events.append(fields))
+    ledger = partial(drive)
+    (group,) = ledger.lease()
+    ledger.put(group, [0, 1])
+    ledger.now_ms += ENDED
+    decision = decide(ledger.index, Expire(), ledger.now_ms)
+    history.note_decided(ledger.index, decision.writes, "Expire", front_epoch=1)
+    assert "stored" not in events[-1]
+    assert events[-1]["moved"] == {group.group_id: ["LEASED", "GENERATED", -1]}
+    ledger.send(Expire())
+    history.note_loaded(ledger.index, front_epoch=2, idle_ms=0, lost_writes=0)
+    assert events[-1]["groups"][group.group_id][2] == [0, 1]
+
+
+PATHS = {
+    # The states that a group goes through between two that one decision leads from and to.
+    (None, "LEASED"): ["queued", "leased"],
+    (None, "QUEUED"): ["queued"],
+    ("QUEUED", "SCORED"): ["generated", "scored"],
+    ("LEASED", "SCORED"): ["generated", "scored"],
+}
+
+
+def moves(before, after):
+    """The transitions that led from one set of groups to another; an end is `ended`."""
+    made: Counter[str] = Counter()
+    for group_id in before.keys() | after.keys():
+        was, now = before.get(group_id), after.get(group_id)
+        if was != now:
+            made.update(PATHS.get((was, now), ["ended" if now is None else now.lower()]))
+    return made
+
+
+def counted(before, after):
+    """What was counted between two looks, reasons cut off."""
+    made: Counter[str] = Counter()
+    for name, times in after.items():
+        word = name.partition(":")[0]
+        word = "ended" if word in ("dropped", "committed") else word
+        if word.upper() in GroupState.__members__ or word == "ended":
+            made[word] += times - before.get(name, 0)
+    return +made
+
+
+def look(ledger):
+    return {id_: GroupState(group.state).name for id_, group in ledger.index.groups.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(["complete", "deadline_drop", "deadline_partial"]),
+    st.booleans(),
+    st.sampled_from([None, 9_000]),
+)
+def test_groups_are_whole_or_follow_their_policy(driver_type, seed, policy, filtering, max_age_ms):
+    """Random arrivals, verdicts, lost leases, drains and outages: every group ends exactly once, each
+    transition is counted, and a batch holds nothing absent."""
+    rng = random.Random(seed)
+    least = rng.randint(1, 4)
+    ledger = driver_type(
+        group_size=4,
+        batch_groups=2,
+        max_staleness=2,
+        lease_ms=3_000,
+        claim_ms=3_000,
+        retries=1,
+        group_policy=policy,
+        group_deadline_ms=None if policy == "complete" else ENDED,
+        min_samples=least,
+        dynamic_filtering=filtering,
+        max_age_ms=max_age_ms,
+    )
+    ledger.open()
+    leases, claims, ended = [], [], set()
+    before, counts = {}, {}
+
+    def check():
+        nonlocal before, counts
+        after = look(ledger)
+        made, seen = counted(counts, ledger.index.meta.counts), moves(before, after)
+        # One decision may take a group through a state that is not seen: QUEUED, where its lease expires with
+        # it; GENERATED, where it has no variance at its deadline.
+        unseen = made - seen
+        left = sum(was == "LEASED" and after.get(id_) != was for id_, was in before.items())
+        gone = sum(was in ("QUEUED", "LEASED") and id_ not in after for id_, was in before.items())
+        assert unseen["queued"] <= left
+        assert unseen["generated"] <= gone
+        assert not seen - made, ledger.index.meta.counts
+        assert unseen.keys() <= {"queued", "generated"}, ledger.index.meta.counts
+        assert not ended & after.keys(), "a group that has ended is back"
+        ended.update(before.keys() - after.keys())
+        for group in ledger.index.groups.values():
+            absent = group.count(EpisodeState.ABSENT)
+            if absent:
+                assert policy == "deadline_partial"
+                assert 4 - absent >= least
+                assert not group.missing
+            if group.state >= GroupState.GENERATED:
+                assert not group.missing
+            if group.state >= GroupState.SCORED:
+                rewards = {e.reward for e in group.episodes if e.state == EpisodeState.VERDICT}
+                assert len(rewards) > 1 or not filtering
+        due_ms = ledger.index.next_deadline_ms
+        assert list(ledger.rebuilt().deadlines) == list(ledger.index.deadlines)
+        before, counts = after, dict(ledger.index.meta.counts)
+        return due_ms
+
+    def act():
+        choice = rng.randrange(10)
+        if choice == 0:
+            leases.extend(ledger.lease(rng.randint(1, 3), worker=f"rollout-{rng.randrange(2)}"))
+        elif choice <= 3 and leases:
+            lease = rng.choice(leases)
+            ledger.put(lease, rng.sample(range(4), rng.randint(1, 4)))
+        elif choice == 4:
+            claims.extend(ledger.claim(rng.randint(1, 9)))
+        elif choice == 5 and claims:
+            verdict = rng.choice([Score(0.0), Score(1.0), Score(1.0), Score(0.5), Failure("x", "y")])
+            ledger.judge([claims.pop(rng.randrange(len(claims)))], verdict)
+        elif choice == 6 and leases:
+            lease = leases.pop(rng.randrange(len(leases)))
+            for worker in ("rollout-0", "rollout-1"):
+                ledger.release(lease, worker)
+        elif choice == 7:
+            ledger.now_ms += rng.randrange(2_000)
+            ledger.heartbeat(*leases, worker=f"rollout-{rng.randrange(2)}")
+        elif choice == 8:
+            outage_ms = rng.randrange(20_000)
+            ledger.now_ms += outage_ms
+            ledger._take(Extend(outage_ms))
+        else:
+            reply = ledger.ask()
+            for group in getattr(reply, "groups", ()):
+                assert len(group.episodes) >= (least if policy == "deadline_partial" else 4)
+                held = ledger.index.groups[group.group_id]
+                trained = [i for i, e in enumerate(held.episodes) if e.state == EpisodeState.VERDICT]
+                assert [e.sample for e in group.episodes] == trained
+            if hasattr(reply, "groups"):
+                check()
+                ledger.commit()
+                check()
+                ledger.checkpointed()
+
+    for _ in range(150):
+        # As the front does: time that has come is decided on before anything else, and seen here alone.
+        due_ms = ledger.index.next_deadline_ms
+        if due_ms is not None and due_ms <= ledger.now_ms:
+            ledger._take(Expire())
+            check()
+            due_ms = ledger.index.next_deadline_ms
+            assert due_ms is None or due_ms > ledger.now_ms, "what is due is dealt with at once"
+        act()
+        check()
+
+
+@pytest.mark.parametrize("policy", ["deadline_drop", "deadline_partial"])
+def test_nothing_is_unbounded_no_group_outlives_its_deadline_ungenerated(drive, policy):
+    ledger = partial(drive, group_policy=policy, lease_ms=1_000, batch_groups=8)
+    ledger.lease(8)
+    for _ in range(20):
+        ledger.now_ms += 700
+        ledger.lease(1)
+        for group in ledger.index.groups.values():
+            assert group.state > GroupState.LEASED or ledger.now_ms < group.begun_ms + ENDED

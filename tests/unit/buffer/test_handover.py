@@ -1,0 +1,176 @@
+"""Real workers on the real ledger: one is stopped as planned, another goes on where it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_async.config.job import JobConfig
+from areal_async.wire.messages import (
+    Drain,
+    Heartbeat,
+    HeartbeatAck,
+    Lease,
+    Leases,
+    PutAck,
+    Release,
+    VersionTag,
+)
+from replay_buffer.ledger.storing import StoreEpisodes
+from replay_buffer.server import read_arrival
+from rollout_service import worker as worker_module
+from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
+from rollout_service.worker import Worker
+from rollout_service.workflows import Renderer, load_workflow
+
+DEADLINE_S = 20.0
+
+
+class LedgerBuffer:
+    """A driven ledger as a worker sees it. `changed` is notified after each message."""
+
+    def __init__(self, ledger: Any) -> None:
+        self.ledger = ledger
+        self.changed = asyncio.Condition()
+
+    async def _send(self, command: Any) -> Any:
+        reply = self.ledger.send(command)
+        async with self.changed:
+            self.changed.notify_all()
+        return reply
+
+    async def lease(self, worker: str, capacity: int, serving: VersionTag, *, wait_ms: int = 0) -> Leases:
+        reply = await self._send(Lease(worker, capacity, serving))
+        if not reply.groups and not reply.drain:
+            async with self.changed:
+                await self.changed.wait()
+            reply = await self._send(Lease(worker, capacity, serving))
+        return reply
+
+    async def heartbeat(self, worker: str, lease_ids: Any, serving: VersionTag) -> HeartbeatAck:
+        return await self._send(Heartbeat(worker, list(lease_ids), serving))
+
+    async def release(self, worker: str, lease_id: str, reason: str) -> None:
+        await self._send(Release(worker, lease_id, reason))
+
+    async def drain(self, worker: str, reason: str) -> None:
+        await self._send(Drain(worker, reason))
+
+    async def put(self, lease_id: str, group_id: str, episodes: Any) -> PutAck:
+        arrivals = [read_arrival("test", group_id, sample, blob) for sample, blob in episodes.items()]
+        return await self._send(StoreEpisodes(lease_id, group_id, tuple(arrivals)))
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with self.changed:
+            await self.changed.wait_for(condition)
+
+
+class GatedEngine:
+    """Answers with three units of version 0 once the gate of the sample is open."""
+
+    version = VersionTag(1, 0)
+
+    def __init__(self) -> None:
+        self.gates = {sample: asyncio.Event() for sample in range(4)}
+        self.seen: list[str] = []
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        episode_id = request.request_id.partition("/")[0]
+        self.seen.append(episode_id)
+        await self.gates[int(episode_id[-1])].wait()
+        zeros = np.zeros(3, np.int32)
+        return GenerateResult(zeros + 5, zeros.astype(np.float32), zeros, zeros + 1, "stop", "abc")
+
+    def stats(self) -> EngineStats:
+        return EngineStats(0, 0, 8, 0.0, 0, 0, 0.0)
+
+
+class OneTokenizer:
+    chat_template = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [1]}
+
+
+def a_worker(buffer: LedgerBuffer, engine: GatedEngine, name: str) -> Worker:
+    job = JobConfig.model_validate(
+        {
+            "job": "test",
+            "model": "m",
+            "tasks": {"train": "t.jsonl"},
+            "rollout": {"group_size": 4, "max_concurrent": 8},
+        }
+    )
+    return Worker(buffer, engine, load_workflow("single_turn"), Renderer(OneTokenizer()), job=job, name=name)
+
+
+def test_trained_effectively_once_what_a_stopped_worker_stored_is_not_generated_again(
+    drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`SIGTERM` sets the stop signal. Samples 0 and 1 are stored by then, 2 finishes within the grace, 3 does
+    not."""
+    monkeypatch.setattr(worker_module, "DRAIN_LIMIT_S", 0.3)
+
+    async def main() -> None:
+        ledger = drive(group_size=4, batch_groups=2, max_staleness=0)
+        buffer, first, second = LedgerBuffer(ledger), GatedEngine(), GatedEngine()
+        for sample in (0, 1):
+            first.gates[sample].set()
+        stops = asyncio.Event(), asyncio.Event()
+        async with asyncio.timeout(DEADLINE_S):
+            running = asyncio.ensure_future(a_worker(buffer, first, "rollout-0").run(stops[0]))
+            await buffer.until(lambda: ledger.count("stored") == 4)
+            other = asyncio.ensure_future(a_worker(buffer, second, "rollout-1").run(stops[1]))
+            stops[0].set()
+            await buffer.until(lambda: ledger.count("worker_drains"))
+            first.gates[2].set()
+            await running
+            assert ledger.count("stored") == 6
+            assert ledger.count("queued:drained") == 2
+            for gate in second.gates.values():
+                gate.set()
+            await buffer.until(lambda: ledger.count("generated") == 2)
+            stops[1].set()
+            await other
+        assert sorted(second.seen) == [f"cafe0123:{row}:0#0.3" for row in (0, 1)]
+        assert len(first.seen) == 8
+        assert ledger.count("stored") == 8
+        assert not [reason for reason in ledger.index.meta.counts if reason.startswith("refused")]
+        ledger.judge(ledger.claim())
+        assert len(ledger.batch().groups) == 2
+
+    asyncio.run(main())
+
+
+def test_groups_are_whole_a_worker_aborts_what_its_groups_deadline_gave_up(drive) -> None:
+    async def main() -> None:
+        ledger = drive(
+            group_size=4,
+            batch_groups=1,
+            max_staleness=0,
+            lease_ms=100,
+            group_policy="deadline_partial",
+            group_deadline_ms=50,
+            min_samples=1,
+        )
+        buffer, engine = LedgerBuffer(ledger), GatedEngine()
+        engine.gates[0].set()
+        stop = asyncio.Event()
+        worker = a_worker(buffer, engine, "rollout-0")
+        async with asyncio.timeout(DEADLINE_S):
+            running = asyncio.ensure_future(worker.run(stop))
+            await buffer.until(lambda: ledger.count("stored") == 1)
+            ledger.now_ms += 50
+            await buffer.until(lambda: ledger.count("absent") == 3)
+            while worker._running:  # noqa: ASYNC110 - cancelled episodes end in the next rounds of the loop
+                await asyncio.sleep(0)
+            stop.set()
+            await running
+        assert ledger.count("queued:drained") == 0
+        assert ledger.count("generated:deadline") == 1
+
+    asyncio.run(main())

@@ -1,0 +1,337 @@
+"""Large episodes on a real Redis: in files beside it, or in keys of their own; whole, once, and freed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from areal_async.errors import FaultError
+from areal_async.wire.messages import (
+    Checkpointed,
+    Claim,
+    Commit,
+    EpisodeVerdict,
+    Lease,
+    NextBatch,
+    PutVerdicts,
+    Score,
+    Stats,
+    VersionTag,
+)
+from replay_buffer import shelf as shelf_module
+from replay_buffer.clock import RedisClock
+from replay_buffer.errors import StoreUnavailable
+from replay_buffer.front import Front
+from replay_buffer.keys import Commands, Keys
+from replay_buffer.large import CHUNK_BYTES, FILE_BYTES, KEY_BYTES, Large, Ref
+from replay_buffer.ledger.index import Writes
+from replay_buffer.ledger.opening import OpenedWith
+from replay_buffer.ledger.records import Meta
+from replay_buffer.ledger.rules import Rules
+from replay_buffer.ledger.storing import Arrival, StoreEpisodes
+from replay_buffer.shelf import ALIGN_BYTES, Shelf
+from replay_buffer.store import Store, connect
+
+SIZES = (10, KEY_BYTES - 1, KEY_BYTES, 3 * CHUNK_BYTES + 7, FILE_BYTES, FILE_BYTES + 1)
+RULES = Rules(group_size=len(SIZES), batch_groups=1, max_staleness=1)
+
+
+def episodes(seed=0, sizes=SIZES):
+    rng = random.Random(seed)
+    return [rng.randbytes(size) for size in sizes]
+
+
+@pytest.fixture(params=["files", "keys"])
+def folder(request, tmp_path):
+    """Where files go; None for a Redis elsewhere."""
+    return tmp_path / "episodes" if request.param == "files" else None
+
+
+@pytest.fixture
+def a_front(redis_url, job_name, counted_tasks):
+    @asynccontextmanager
+    async def make(folder, durability="memory"):
+        clock = RedisClock()
+        store = Store(redis_url, job_name, "cafe0123", durability, clock, folder=folder)
+        front = Front(store, RULES, counted_tasks(), clock)
+        try:
+            await front.start()
+            yield front
+        finally:
+            await front.stop()
+
+    return make
+
+
+async def opened(front):
+    await front.execute(OpenedWith("t", 0, None))
+    return (await front.execute(Lease("w", 1, VersionTag(1, 0)))).reply.groups[0]
+
+
+async def put(front, group, blobs, first=0):
+    arrivals = tuple(Arrival(first + i, len(b), 8, 4, 0, 0, 1) for i, b in enumerate(blobs))
+    return (await front.store(StoreEpisodes(group.lease_id, group.group_id, arrivals), blobs)).reply
+
+
+async def held(front, group):
+    blobs = await front.blobs([(group.group_id, sample) for sample in range(len(SIZES))])
+    return [None if blob is None else bytes(blob) for blob in blobs]
+
+
+async def keys_of(redis_url, job_name):
+    redis = connect(redis_url)
+    names = sorted([name.decode() async for name in redis.scan_iter(f"areal:{{{job_name}}}:*", 1000)])
+    await redis.aclose()
+    return names
+
+
+def files(folder):
+    return sorted(os.listdir(folder)) if folder is not None else []
+
+
+async def until(condition, limit_s=10.0):
+    """Let the loop run until `condition` holds."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + limit_s
+    while not condition():
+        assert loop.time() < deadline_s, "it did not happen in time"
+        await asyncio.sleep(0.001)
+
+
+def test_one_death_is_local_large_episodes_come_back_as_they_were(a_front, folder, redis_url, job_name):
+    blobs = episodes()
+
+    async def run():
+        async with a_front(folder) as front:
+            group = await opened(front)
+            first = await put(front, group, [memoryview(blob) for blob in blobs[:4]])
+            second = await put(front, group, blobs[4:], first=4)
+            assert [*first.stored, *second.stored] == list(range(len(SIZES)))
+            assert await held(front, group) == blobs
+            assert (await front.execute(Stats())).reply.payload_bytes == sum(SIZES)
+            assert len(files(folder)) == (2 if folder else 0)
+        async with a_front(folder) as front:
+            assert await held(front, group) == blobs
+        redis = connect(redis_url)
+        assert int(await redis.scard(Keys(job_name).staged)) == 0
+        in_hash = await redis.hvals(Keys(job_name).blobs(group.group_id))
+        await redis.aclose()
+        assert max(map(len, in_hash)) < KEY_BYTES
+
+    asyncio.run(run())
+
+
+def test_nothing_is_unbounded_large_episodes_are_freed_with_their_group(a_front, folder, redis_url, job_name):
+    async def run():
+        async with a_front(folder) as front:
+            group = await opened(front)
+            await put(front, group, episodes())
+            items = (await front.execute(Claim("s", 100))).reply.items
+            verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
+            await front.execute(PutVerdicts("s", verdicts))
+            await front.execute(NextBatch(1, 0))
+            await front.execute(Commit(1, 0))
+            assert await held(front, group) == episodes()
+            await front.execute(Checkpointed(1, 1))
+            assert await held(front, group) == [None] * len(SIZES)
+            await until(lambda: not files(folder))
+            names = await keys_of(redis_url, job_name)
+            assert [name.rpartition(":")[2] for name in names] == ["meta"]
+
+    asyncio.run(run())
+
+
+def test_trained_effectively_once_what_a_crash_left_half_done_is_removed_and_put_again(
+    a_front, folder, redis_url, job_name
+):
+    blobs = episodes()
+
+    async def run():
+        async with a_front(folder) as front:
+            group = await opened(front)
+            # As if it had died after the bytes were there and before the ledger knew of them.
+            if folder is not None:
+                await front._store.shelve(blobs)
+                assert len(files(folder)) == 1
+            redis = connect(redis_url)
+            await redis.sadd(Keys(job_name).staged, "1.7:2")
+            await redis.set(Keys(job_name).chunk("1.7", 0), b"left over")
+            await redis.aclose()
+        async with a_front(folder) as front:
+            assert files(folder) == []
+            names = await keys_of(redis_url, job_name)
+            assert not [name for name in names if ":b:" in name or "staged" in name]
+            assert await held(front, group) == [None] * len(SIZES)
+            assert len((await put(front, group, blobs)).stored) == len(SIZES)
+            assert await held(front, group) == blobs
+
+    asyncio.run(run())
+
+
+def test_a_put_that_is_refused_or_repeated_leaves_nothing(a_front, folder, redis_url, job_name):
+    async def run():
+        async with a_front(folder) as front:
+            group = await opened(front)
+            blobs = episodes()
+            await put(front, group, blobs)
+            kept, names = files(folder), await keys_of(redis_url, job_name)
+            assert len((await put(front, group, episodes(seed=1))).stored) == len(SIZES)
+            zombie = msgspec.structs.replace(group, lease_id="L0.0")
+            assert {refusal.reason for refusal in (await put(front, zombie, blobs)).refused} == {"lease_lost"}
+            await until(lambda: files(folder) == kept)
+            assert await keys_of(redis_url, job_name) == names
+            assert await held(front, group) == blobs
+
+    asyncio.run(run())
+
+
+def test_a_ledger_write_without_the_chunks_it_refers_to_is_refused_whole(a_front, redis_url, job_name):
+    async def run():
+        async with a_front(None) as front:
+            keys = Keys(job_name)
+            commands = Commands(keys)
+            commands.add("EXISTS", keys.chunk("9.9", 0))
+            commands.add("HSET", keys.groups, ("g", b"x"))
+            with pytest.raises(StoreUnavailable, match="does not hold"):
+                await front._store._writer.submit(front.index.revision, commands)
+            redis = connect(redis_url)
+            assert not await redis.hexists(keys.groups, "g")
+            await redis.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_chunk_that_redis_refuses_fails_the_write(a_front, job_name):
+    async def run():
+        async with a_front(None) as front:
+            commands = Commands(Keys(job_name))
+            refused = front._store._writer.submit(front.index.revision, commands, [("SET", "only a key")])
+            with pytest.raises(StoreUnavailable, match="Redis refused"):
+                await refused
+
+    asyncio.run(run())
+
+
+def test_nothing_is_unbounded_a_full_disk_loses_nothing(a_front, tmp_path, monkeypatch):
+    async def run():
+        folder = tmp_path / "episodes"
+        async with a_front(folder) as front:
+            group = await opened(front)
+            full = OSError(errno.ENOSPC, "No space left on device")
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "writev", lambda *_: (_ for _ in ()).throw(full))
+                with pytest.raises(FaultError, match="No space left") as failed:
+                    await put(front, group, episodes())
+                assert failed.value.kind == "unavailable"
+            assert files(folder) == []
+            assert len((await put(front, group, episodes())).stored) == len(SIZES)
+
+    asyncio.run(run())
+
+
+def test_episodes_whose_file_is_gone_are_found_counted_and_tried_again(a_front, tmp_path):
+    folder = tmp_path / "episodes"
+
+    async def run():
+        async with a_front(folder) as front:
+            group = await opened(front)
+            await put(front, group, episodes())
+        (name,) = files(folder)
+        os.truncate(folder / name, FILE_BYTES)  # what a machine without power may leave
+        async with a_front(folder) as front:
+            stats = (await front.execute(Stats())).reply
+            assert stats.reasons["dropped:bytes_lost"] == 1
+            assert stats.reasons["bytes_lost"] == 3
+            again = (await front.execute(Lease("w", 1, VersionTag(1, 0)))).reply.groups[0]
+            assert (again.task.task_id, again.attempt) == (group.task.task_id, group.attempt + 1)
+            await until(lambda: not files(folder))
+
+    asyncio.run(run())
+
+
+def test_a_message_under_way_survives_a_reopening(tmp_path):
+    """Redis may be lost and found between a file and its ledger write."""
+
+    async def run():
+        shelf = Shelf(tmp_path, "memory")
+        await shelf.open([])
+        (ref,), name = await shelf.write([b"x" * FILE_BYTES])
+        await shelf.open([])
+        assert files(tmp_path) == [name]
+        shelf.settled(name, used=False)
+        await until(lambda: not files(tmp_path))
+        assert await shelf.read([ref]) == [None]
+        await shelf.close()
+
+    asyncio.run(run())
+
+
+def test_a_file_is_flushed_as_its_tier_says(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fdatasync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(shelf_module, "FLUSH_S", 0.001)
+
+    async def run(durability):
+        shelf = Shelf(tmp_path / durability, durability)
+        await shelf.open([])
+        _, name = await shelf.write([b"x" * FILE_BYTES])
+        at_once = list(flushed)
+        shelf.settled(name, used=True)
+        if durability == "everysec":
+            await until(lambda: flushed)
+        await shelf.close()
+        later = [path.rpartition("/")[2] for path in flushed]
+        flushed.clear()
+        return len(at_once), later.count(name) > 0
+
+    assert asyncio.run(run("memory")) == (0, False)
+    assert asyncio.run(run("everysec")) == (0, True)
+    assert asyncio.run(run("always")) == (1, True)
+
+
+def test_a_freed_file_stays_while_redis_may_still_lose_that_it_was_freed(tmp_path, monkeypatch):
+    async def run():
+        shelf = Shelf(tmp_path, "everysec")
+        await shelf.open([])
+        placed, name = await shelf.write([b"x" * FILE_BYTES])
+        shelf.settled(name, used=True)
+        shelf.remove([name])
+        assert files(tmp_path) == [name]
+        assert await shelf.open([(("g", 0), placed[0])]) == []  # it was lost: the file is wanted again
+        monkeypatch.setattr(shelf_module, "GRACE_S", 0.001)
+        shelf.remove([name])
+        await until(lambda: not files(tmp_path))
+        await shelf.close()
+
+    asyncio.run(run())
+
+
+def test_episodes_of_one_message_share_a_file_and_each_begins_on_a_page(tmp_path):
+    async def run():
+        shelf = Shelf(tmp_path, "memory")
+        await shelf.open([])
+        blobs = episodes(sizes=(FILE_BYTES + 1, 5, FILE_BYTES))
+        placed, name = await shelf.write(blobs)
+        assert placed[1] == blobs[1]
+        refs = [part for part in placed if isinstance(part, Ref)]
+        assert [ref.name for ref in refs] == [name, name]
+        assert all(ref.at % ALIGN_BYTES == 0 for ref in refs)
+        assert [bytes(part) for part in await shelf.read(refs)] == [blobs[0], blobs[2]]
+        await shelf.close()
+
+    asyncio.run(run())
+
+
+def test_a_file_is_free_when_its_last_episode_is():
+    large = Large(Keys("job"))
+    refs = {b"g.0": [["f", FILE_BYTES, 0]], b"g.1": [["f", FILE_BYTES, FILE_BYTES]]}
+    large.load({name: msgspec.msgpack.encode(ref[0]) for name, ref in refs.items()}, 1)
+    meta = Meta(ledger_id="l", dataset_hash="d")
+    assert large.prepare(Writes(meta, freed={"g": (0,)}), []).files_freed == []
+    assert large.prepare(Writes(meta, freed={"g": (1,)}), []).files_freed == ["f"]

@@ -1,0 +1,348 @@
+"""Looking into a buffer: of a run that is alive, of one that has ended, and never changing either."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import os
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from rich.console import Console
+
+from areal_async.cli.tools import ExportRequest
+from areal_async.config.job import JobConfig
+from areal_async.config.load import dump_job
+from areal_async.control.context import RunPlaces, ServiceContext
+from areal_async.control.errors import RunFolderError
+from areal_async.control.runs import find_run
+from areal_async.trajectory import unpack
+from areal_async.trajectory.parquet import read_episodes, read_facts
+from areal_async.wire.messages import EpisodeVerdict, Score, VersionTag
+from replay_buffer import metrics
+from replay_buffer.client import BufferClient
+from replay_buffer.errors import StoreUnusable
+from replay_buffer.server import main
+from replay_buffer.store import connect
+from replay_buffer.tools import export as export_tool
+from replay_buffer.tools.figures import as_json, draw, without_password
+from replay_buffer.tools.listing import chosen, state_of, table_of
+from replay_buffer.tools.pages import episode_page, group_page
+from replay_buffer.tools.peek import find
+from replay_buffer.tools.reader import open_reader
+from replay_buffer.tools.stats import report_ended, report_live
+from replay_buffer.tools.text import NotFound, age, plain, size
+
+
+class Workplace:
+    """A run folder as the supervisor makes it, with a buffer on files of its own."""
+
+    def __init__(self, folder: Path, **buffer) -> None:
+        self.folder = folder / "runs" / "sums"
+        self.folder.mkdir(parents=True)
+        rows = [
+            {"prompt": f"{i}+1=", "data_source": "sums", "reward_model": {"ground_truth": i + 1}}
+            for i in range(20)
+        ]
+        (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        self.job = JobConfig.model_validate(
+            {
+                "job": "sums",
+                "model": str(folder),
+                "run_dir": str(self.folder.parent),
+                "tasks": {"train": str(folder / "tasks.jsonl"), "shuffle": False},
+                "rollout": {"group_size": 2},
+                "buffer": {"batch_groups": 2, "max_staleness": 1} | buffer,
+                "trainer": {"steps": 5},
+            }
+        )
+        self.ctx = replace(ServiceContext.for_test(self.job, folder, "buffer", "buffer"), run_dir=self.folder)
+        (self.folder / "job.yaml").write_text(dump_job(self.job))
+        places = RunPlaces(
+            run_id="1234",
+            supervisor_pid=os.getpid(),
+            run_dir=str(self.folder),
+            socket_dir=str(self.ctx.socket_dir),
+            shm_dir=str(self.ctx.shm_dir),
+            buffer_endpoint=self.ctx.buffer_endpoint,
+            weights_endpoint=self.ctx.weights_endpoint,
+            services=[],
+            job=self.job.model_dump(mode="json"),
+        )
+        (self.folder / "context.json").write_bytes(msgspec.json.encode(places))
+        self.is_alive(True)
+
+    def is_alive(self, alive: bool) -> None:
+        record = {"pid": os.getpid(), "created_s": psutil.Process().create_time()}
+        (self.folder / "run.lock").write_text(json.dumps(record) if alive else "")
+
+    def digest(self) -> dict[str, str]:
+        """Hash of every file that Redis left."""
+        return {
+            str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted((self.folder / "buffer").rglob("*"))
+            if path.is_file()
+        }
+
+    @asynccontextmanager
+    async def serving(self):
+        """The service, as long as the run is alive; the run has ended after it."""
+        ctx = replace(self.ctx, stop=asyncio.Event())
+        service = asyncio.create_task(main(ctx))
+        client = BufferClient(ctx.buffer_endpoint, job="sums", role="test", name="test", timeout_s=10.0)
+        try:
+            await client.connect()
+            yield client
+        finally:
+            ctx.stop.set()
+            await client.close()
+            await asyncio.wait_for(service, 10)
+            self.is_alive(False)
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "register", metrics.BufferCollector)
+    return lambda **buffer: Workplace(tmp_path, **buffer)
+
+
+async def fill(client, blob) -> dict[str, bytes]:
+    """One group batched, one scored, one half stored; returns what was stored, by episode id."""
+    epoch = (await client.open_trainer("trainer", 0)).epoch
+    leased = (await client.lease("rollout-0", 4, VersionTag(epoch, 0))).groups
+    stored = {}
+    for group in leased[:3]:
+        samples = group.missing if group is not leased[2] else group.missing[:1]
+        episodes = {sample: blob("sums", group.group_id, sample) for sample in samples}
+        await client.put(group.lease_id, group.group_id, episodes)
+        stored |= {f"{group.group_id}.{sample}": bytes(data) for sample, data in episodes.items()}
+    claims, _ = await client.claim("reward-0", 4)
+    verdicts = [
+        EpisodeVerdict(item.episode_id, item.claim_id, Score(0.25 * number, {"digits": float(number)}))
+        for number, item in enumerate(claims.items)
+    ]
+    await client.verdicts("reward-0", verdicts)
+    return stored
+
+
+def text_of(renderable) -> str:
+    console = Console(width=140, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
+
+
+def figures(report) -> dict:
+    stats = msgspec.structs.asdict(report.stats)
+    return {name: value for name, value in stats.items() if name not in ("redis_bytes", "queue_age_ms")}
+
+
+def test_a_run_says_the_same_of_itself_while_it_is_alive_and_after(workplace, blob):
+    place = workplace()
+
+    async def run():
+        async with place.serving() as client:
+            await fill(client, blob)
+            live = await asyncio.to_thread(report_live, find_run(place.folder))
+        return live, await report_ended(find_run(place.folder))
+
+    live, ended = asyncio.run(run())
+    assert live.alive
+    assert not ended.alive
+    assert figures(live) == figures(ended)
+    assert live.stats.groups["SCORED"] == 2
+    assert live.stats.leases == 2
+    assert live.stats.oldest_group
+    page = text_of(draw(live))
+    assert "4 of 4 groups" in page
+    assert "4 groups are outstanding" in page, "why no lease would be granted"
+    assert "verdict:score" in page
+    assert json.loads(as_json(ended))["stats"]["v_train"] == 0
+
+
+def test_looking_at_a_run_that_has_ended_leaves_its_files_as_they_are_and_nothing_beside_them(
+    workplace, blob, tmp_path, monkeypatch
+):
+    place = workplace()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+
+    async def run():
+        async with place.serving() as client:
+            await fill(client, blob)
+        before = place.digest()
+        async with open_reader(find_run(place.folder)) as reader:
+            look = await reader.look()
+            await reader.blobs(next(iter(look.index.groups.values())))
+        assert place.digest() == before
+        assert not list((tmp_path / "tmp").iterdir())
+
+    asyncio.run(run())
+
+
+def test_looking_at_a_run_that_is_alive_takes_nothing_over(workplace, blob):
+    place = workplace()
+
+    async def run():
+        async with place.serving() as client:
+            await fill(client, blob)
+            looks = []
+            for _ in range(2):
+                async with open_reader(find_run(place.folder)) as reader:
+                    looks.append(await reader.look())
+            assert looks[0].front_epoch == looks[1].front_epoch == 1
+            assert looks[0].index.groups == looks[1].index.groups
+            group = next(g for g in looks[1].index.groups.values() if g.missing)
+            leases = await client.heartbeat("rollout-0", list(group.leases), VersionTag(1, 0))
+            assert leases.lost == [], "the front still serves, and may write"
+
+    asyncio.run(run())
+
+
+def test_files_with_a_torn_end_are_read_up_to_it_and_stay_torn(workplace, blob):
+    place = workplace()
+
+    async def run():
+        async with place.serving() as client:
+            await fill(client, blob)
+        log = max((place.folder / "buffer").rglob("*.aof"), key=lambda path: path.stat().st_size)
+        with log.open("ab") as file:
+            file.write(b"*3\r\n$4\r\nHSET\r\n$9\r\nareal:")
+        before = place.digest()
+        report = await report_ended(find_run(place.folder))
+        assert report.stats.groups["SCORED"] == 2
+        assert place.digest() == before
+
+    asyncio.run(run())
+
+
+def test_the_memory_tier_can_be_looked_at_once_redis_ended_in_order(workplace, blob):
+    place = workplace(durability="memory")
+
+    async def run():
+        async with place.serving() as client:
+            await fill(client, blob)
+        assert (await report_ended(find_run(place.folder))).stats.groups["SCORED"] == 2
+
+    asyncio.run(run())
+
+
+def test_a_ledger_of_another_schema_is_refused_by_name(workplace, blob):
+    place = workplace()
+
+    async def run():
+        async with place.serving() as client:
+            await fill(client, blob)
+            redis = connect(f"unix://{place.ctx.socket_dir}/redis")
+            await redis.hset("areal:{sums}:meta", "schema", 9)
+            await redis.aclose()
+            async with open_reader(find_run(place.folder)) as reader:
+                with pytest.raises(StoreUnusable, match="has schema 9, this version reads 1"):
+                    await reader.look()
+
+    asyncio.run(run())
+
+
+def test_a_run_without_files_of_a_buffer_is_refused(workplace):
+    place = workplace()
+    place.is_alive(False)
+    with pytest.raises(RunFolderError, match="holds nothing of a buffer"):
+        asyncio.run(report_ended(find_run(place.folder)))
+
+
+def test_files_that_a_server_still_has_open_are_not_copied(workplace, blob):
+    place = workplace()
+
+    async def run():
+        async with place.serving() as client:
+            await fill(client, blob)
+            place.is_alive(False)
+            with pytest.raises(RunFolderError, match="Try again in a moment"):
+                await report_ended(find_run(place.folder))
+
+    asyncio.run(run())
+
+
+def test_peek_lists_groups_and_opens_one_and_an_episode_of_it(workplace, blob):
+    place = workplace()
+
+    async def run():
+        async with place.serving() as client:
+            stored = await fill(client, blob)
+        async with open_reader(find_run(place.folder)) as reader:
+            look = await reader.look()
+            listing = text_of(table_of(chosen(look.index, None), look.now_ms))
+            assert "0.125 (0 … 0.25)" in listing
+            assert "1 missing, 1 stored" in listing
+            assert len(chosen(look.index, state_of("scored"))) == 2
+            name = next(iter(stored))
+            group, sample = find(look, name)
+            assert "VERDICT" in text_of(group_page(look, group))
+            page = text_of(episode_page(look, group, sample, (await reader.blobs(group))[sample]))
+            assert "3 sampled" in page
+            assert "mean -0.5" in page
+            assert "ground truth" in page
+            half = next(g for g in look.index.groups.values() if len(g.missing) == 1)
+            assert "rollout-0" in text_of(group_page(look, half))
+            assert "not held" in text_of(episode_page(look, half, half.missing[0], None))
+            with pytest.raises(NotFound, match=f"Did you mean {group.group_id}"):
+                find(look, group.group_id[:-1])
+            with pytest.raises(NotFound, match="it has 2, counted from 0"):
+                find(look, f"{group.group_id}.7")
+
+    asyncio.run(run())
+
+
+def test_an_unknown_state_is_refused_with_those_that_there_are():
+    with pytest.raises(NotFound, match=r"LEASED.*Did you mean SCORED"):
+        state_of("scord")
+
+
+def test_what_is_exported_comes_back_as_the_same_episodes(workplace, blob, tmp_path):
+    place = workplace()
+    out = tmp_path / "all.parquet"
+
+    async def run():
+        async with place.serving() as client:
+            stored = await fill(client, blob)
+            await client.next_batch(1, 0)
+            told = await export_tool.export(ExportRequest(str(place.folder), str(out)))
+            assert told == "5 episodes of 3 groups"
+            scored = ExportRequest(str(place.folder), str(out), state="leased", overwrite=True)
+        return stored, scored
+
+    stored, request = asyncio.run(run())
+    rows = list(read_episodes(out))
+    assert read_facts(out).job == "sums"
+    assert {row.episode_id: row.blob for row in rows} == stored
+    assert all(unpack(row.blob) == unpack(stored[row.episode_id]) for row in rows)
+    assert sorted(row.reward for row in rows if row.reward is not None) == [0, 0.25, 0.5, 0.75]
+    assert {row.data_source for row in rows} == {"sums"}
+    assert [row.steps for row in rows if row.group_state == "BATCHED"] == [[0]] * 4
+    assert asyncio.run(export_tool.export(request)) == "1 episodes of 1 groups"
+
+
+def test_text_of_a_model_cannot_steer_the_terminal():
+    assert plain("a\x1b[2Jb\x07\nc") == "a\\x1b[2Jb\\x07\nc"
+
+
+def test_sizes_and_ages_are_short():
+    assert [size(n) for n in (0, 1023, 1024, 5 << 20)] == ["0 B", "1023 B", "1.0 KiB", "5.0 MiB"]
+    assert [age(ms) for ms in (-5, 400, 125_000, 12_000_000, 180_000_000)] == [
+        "0.0 s",
+        "0.4 s",
+        "2 min 5 s",
+        "3 h 20 min",
+        "2 d 2 h",
+    ]
+
+
+def test_a_password_is_not_shown():
+    assert without_password("redis://user:secret@host:6379/0") == "redis://…@host:6379/0"
+    assert without_password("unix:///run/redis") == "unix:///run/redis"

@@ -1,0 +1,1 @@
+"""Programs on recorded batches: `export` and `replay`."""

@@ -1,0 +1,44 @@
+"""`areal-async buffer export --batches`: recorded batches as a parquet file that can be replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from areal_async.cli.tools import ExportRequest, run_tool, step_range
+from areal_async.config.errors import ConfigError, Mistake
+from areal_async.control.runs import find_run
+from areal_async.trajectory.parquet import EpisodeWriter
+from trainer_service.errors import BatchError
+from trainer_service.recordings import FolderRecording, exported_rows, facts_of
+
+
+def main(request: ExportRequest) -> None:
+    """Write the file, one step in memory at a time, and say what is in it."""
+    if request.state is not None:
+        mistake = Mistake("--state", "recorded batches have no states: they are trained", "Leave it out")
+        raise ConfigError("the command line", [mistake])
+    wanted = step_range(request.steps)
+    run = find_run(Path(request.run))
+    recording = FolderRecording(run.folder)
+    steps = [step for step in recording.steps if step in wanted]
+    if not steps:
+        raise BatchError(
+            f"none of the steps {request.steps} is recorded: {run.folder} has {recording.steps[0]} to "
+            f"{recording.steps[-1]}."
+        )
+    out = Path(request.out)
+    with EpisodeWriter(out, run.job.job, overwrite=request.overwrite) as file:
+        for step in steps:
+            recorded = recording.read(step)
+            for row in exported_rows(recorded):
+                file.add(row)
+            file.step(facts_of(recorded))
+    size_kib = out.stat().st_size / 1024
+    text = f"{file.rows} episodes of {len(steps)} steps in {out} ({size_kib:.0f} KiB)."
+    Console(soft_wrap=True).print(text, highlight=False)
+
+
+if __name__ == "__main__":
+    run_tool(ExportRequest, main)
