@@ -115,9 +115,18 @@ class Index:
 
     @property
     def next_step(self) -> int:
-        """The first step that a group not yet batched can be trained in."""
+        """The first step without a batch."""
         step = self.meta.v_train
         while step in self.batches:
+            step += 1
+        return step
+
+    @property
+    def open_step(self) -> int:
+        """The first step that a group not yet batched can be trained in: one without a batch, or whose batch
+        has lost groups to abandoned weights."""
+        step = self.meta.v_train
+        while (plan := self.batches.get(step)) is not None and all(g in self.groups for g in plan.group_ids):
             step += 1
         return step
 

@@ -99,7 +99,11 @@ def _problem(index: Index, group: Group, arrival: Arrival, lease_number: int, *,
         meta.lineage, arrival.min_epoch, arrival.min_version, arrival.max_version
     ) and not undecided(meta.lineage, meta.v_train, arrival.min_epoch, arrival.max_version):
         return "abandoned"
-    if arrival.min_version < lowest_version(index.rules, index.next_step) and not index.rules.overtaken_masks:
+    if (
+        arrival.min_version < lowest_version(index.rules, index.next_step)
+        and arrival.min_version < lowest_version(index.rules, index.open_step)
+        and not index.rules.overtaken_masks
+    ):
         return "stale"
     return ""
 

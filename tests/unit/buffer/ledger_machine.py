@@ -383,6 +383,8 @@ class LedgerMachine(Promises):
         meta = records.meta
         if meta.checkpoint <= step <= meta.v_train and self.copy_epoch(step) <= meta.epoch:
             self.model.redo_from(step, set(records.batches))
+            # A batch may have been filled up again in what was lost.
+            self.model.batches = {s: list(records.batches[s].group_ids) for s in self.model.batches}
             self.model.trained.given_up = given_up
         else:
             del then

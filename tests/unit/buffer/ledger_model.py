@@ -93,6 +93,8 @@ class Model:
             self.held.ended[group_id] = "committed"
             return
         self.held.ended[group_id] = "dropped"
+        if any(group_id in ids for ids in self.batches.values()):
+            assert not self.tags_of(group_id) <= self.trained.lineage, "a batched group was dropped"
         if not retried:
             self.trained.given_up.add(task_of(group_id))
 
@@ -122,9 +124,10 @@ class Model:
         if planned != ids:
             gone = set(planned) - set(ids)
             assert gone, "a batch is never only put into another order"
-            assert all(not self.tags_of(group_id) <= self.trained.lineage for group_id in gone), (
-                "a batch is only ever changed because of abandoned weights"
-            )
+            assert all(
+                group_id in self.held.ended or not self.tags_of(group_id) <= self.trained.lineage
+                for group_id in gone
+            ), "a batch is only ever changed because of abandoned weights"
             self.batches[step] = ids
 
     def tags_of(self, group_id: str) -> set[VersionTag]:

@@ -296,3 +296,17 @@ def test_a_redis_that_lost_the_epoch_of_the_copy_is_not_its_continuation(drive):
     assert ledger.open(step=2, copy=copy) == TrainerOpened(3, 2)
     assert ledger.index.batches == {}
     assert ledger.state(group) != "SCORED", "its units are of version 2 of the first epoch"
+
+
+def test_a_batch_that_lost_its_groups_is_filled_with_what_is_generated_for_it(drive):
+    """Even where the redo log goes on for longer than what is generated now stays young."""
+    ledger = drive(batch_groups=1, max_staleness=1)
+    trained_steps(ledger, 5)
+    ledger.open(step=0)
+    ledger.batch(0)
+    ledger.commit(0)
+    ledger.waiting(1)
+    (group,) = ledger.lease(1)
+    assert ledger.put(group, version=1).refused == []
+    ledger.judge(ledger.claim())
+    assert ids(ledger.batch(1)) == [group.group_id]
