@@ -150,7 +150,7 @@ class Front:
         """Execute a put; its large episodes are on disk before it is decided."""
         self._ready()
         try:
-            placed, name = await self._store.shelve(attachments)
+            placed, name = await self._store.put_on_shelf(attachments)
         except OSError as error:
             log.error("episodes cannot be written to disk", error=str(error))
             raise FaultError("unavailable", f"episodes cannot be written: {error}", FULL_RETRY_MS) from error

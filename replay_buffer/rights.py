@@ -21,7 +21,7 @@ from replay_buffer.errors import StoreUnusable, refusal
 from replay_buffer.keys import Keys
 from replay_buffer.pipe import RedisPipe
 
-LOOK = ("hget", "hmget", "hgetall", "hexists", "ping", "time", "info", "multi", "exec")
+LOOK = ("hget", "hmget", "hgetall", "hexists", "ping", "time", "info")
 """What both roles may do."""
 FRONT = (
     *LOOK,
@@ -41,7 +41,7 @@ FRONT = (
     "config|get",
     "select",
 )
-READER = (*LOOK, "mget", "hlen", "hkeys", "hscan", "hstrlen", "exists", "type", "select")
+READER = (*LOOK, "multi", "exec", "mget", "hlen", "hkeys", "hscan", "hstrlen", "exists", "type", "select")
 
 PROBE = "e:probe"
 """Key that the trial writes to and deletes, beside those of the episodes."""
@@ -133,9 +133,6 @@ def _trials(keys: Keys) -> list[Trial]:
         Trial("sadd", ("SADD", probe, "a"), probe),
         Trial("srem", ("SREM", probe, "a"), probe),
         Trial("smembers", ("SMEMBERS", probe), probe),
-        # Last: were the second one missing, whatever followed would be held back.
-        Trial("multi", ("MULTI",)),
-        Trial("exec", ("EXEC",)),
     ]
 
 

@@ -151,7 +151,7 @@ class Store:
             if self._writer is None and writes is not None:
                 writes.close()
 
-    async def shelve(self, blobs: Sequence[Bytes]) -> tuple[list[Bytes | Ref], str]:
+    async def put_on_shelf(self, blobs: Sequence[Bytes]) -> tuple[list[Bytes | Ref], str]:
         """Put what is large enough into a file, if there is a folder for that. Returns what to give to
         `submit`, and a name to give to `settled` after it. Raises OSError when the disk is full."""
         return (list(blobs), "") if self._shelf is None else await self._shelf.write(blobs)
@@ -356,7 +356,8 @@ class Store:
         check_answer(await self._redis.execute_command(*call))
 
     async def _load(self, lost_writes: int) -> Opened:
-        meta, records = await read_ledger(self._redis, self._keys, self.url)
+        # No other front writes; and at its memory limit Redis refuses every transaction.
+        meta, records = await read_ledger(self._redis, self._keys, self.url, transaction=False)
         if records.meta.dataset_hash != self._dataset_hash:
             raise StoreUnusable(
                 f"the ledger in {self.url} was begun with the data set {records.meta.dataset_hash}, but "
@@ -385,11 +386,13 @@ def _answered(blobs: Any) -> list[bytes | None]:
     return list(blobs)
 
 
-async def read_ledger(redis: Redis, keys: Keys, url: str) -> tuple[dict[bytes, bytes], Records]:
-    """The meta hash and all records, as of one moment. Changes nothing.
+async def read_ledger(
+    redis: Redis, keys: Keys, url: str, *, transaction: bool
+) -> tuple[dict[bytes, bytes], Records]:
+    """The meta hash and all records; in a `transaction` as of one moment. Changes nothing.
 
     Raises `StoreUnusable` for none or one of another schema, `RedisError` or OSError where nobody answers."""
-    pipeline = redis.pipeline(transaction=True)
+    pipeline = redis.pipeline(transaction=transaction)
     for key in (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches):
         pipeline.hgetall(key)
     meta, groups, leases, claims, batches = await pipeline.execute()

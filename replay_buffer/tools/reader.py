@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError, RedisError
 
 from areal_async.control.context import short_socket_dir
 from areal_async.control.errors import RunFolderError
@@ -65,7 +65,12 @@ class LedgerReader:
     async def look(self) -> Look:
         """The ledger now. Raises `StoreUnavailable` or `StoreUnusable`."""
         with self._answered():
-            meta, records = await read_ledger(self._redis, self._keys, self._url)
+            try:
+                found = await read_ledger(self._redis, self._keys, self._url, transaction=True)
+            except OutOfMemoryError:
+                # At its memory limit Redis refuses transactions; but then it takes no episodes either.
+                found = await read_ledger(self._redis, self._keys, self._url, transaction=False)
+            meta, records = found
             seconds, micros = await self._redis.time()
             used = int((await self._redis.info("memory"))["used_memory"])
         now_ms = int(seconds) * 1000 + int(micros) // 1000

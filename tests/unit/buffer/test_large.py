@@ -157,7 +157,7 @@ def test_trained_effectively_once_what_a_crash_left_half_done_is_removed_and_put
             group = await opened(front)
             # As if it had died after the bytes were there and before the ledger knew of them.
             if folder is not None:
-                await front._store.shelve(blobs)
+                await front._store.put_on_shelf(blobs)
                 assert len(files(folder)) == 1
             redis = connect(redis_url)
             await redis.sadd(Keys(job_name).staged, "1.7:2")

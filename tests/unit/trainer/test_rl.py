@@ -167,11 +167,20 @@ def test_staleness_is_bounded_whatever_the_manifest_says(tmp_path, model_dir, ma
         for group in batch.groups
     ]
     lie = msgspec.structs.replace(batch, groups=hidden)
-    trainer = _trainer(model_dir, tmp_path, rank_process.RecordedBuffer(tmp_path / "batches"))
+
+    class Giving(rank_process.RecordedBuffer):
+        given = batch
+
+        def next_batch(self, epoch, step, *, wait_ms):
+            return self.given
+
+    buffer = Giving(tmp_path / "batches")
+    trainer = _trainer(model_dir, tmp_path, buffer)
     with pytest.raises(StalenessViolation, match=r"outside 0 … 2"):
-        trainer._train(batch, 5)
+        trainer._one_step(5)
+    buffer.given = lie
     with pytest.raises(BatchError, match=r"the bytes fetched hold"):
-        trainer._train(lie, 5)
+        trainer._one_step(5)
     assert trainer._backend.updates == 0
 
 
