@@ -169,9 +169,10 @@ def test_staleness_is_bounded_whatever_the_manifest_says(tmp_path, model_dir, ma
     lie = msgspec.structs.replace(batch, groups=hidden)
     trainer = _trainer(model_dir, tmp_path, rank_process.RecordedBuffer(tmp_path / "batches"))
     with pytest.raises(StalenessViolation, match=r"outside 0 … 2"):
-        trainer._train(batch, 5)
+        trainer._plan(batch, 5)
+    plan = trainer._plan(lie, 5)
     with pytest.raises(BatchError, match=r"the bytes fetched hold"):
-        trainer._train(lie, 5)
+        trainer._train(lie, 5, plan, trainer._fetch(plan))
     assert trainer._backend.updates == 0
 
 
