@@ -194,18 +194,17 @@ class Store:
             for place, ref in refs.items()
             if ref.chunks
         }
+        answering = asyncio.gather(*(answer for _, _, answer in asked), *in_keys.values())
         found: dict[EpisodeKey, Bytes | None] = {}
         in_files = [(place, ref) for place, ref in refs.items() if not ref.chunks]
         if self._shelf is not None and in_files:
             maps = await self._shelf.read([ref for _, ref in in_files])
             found.update(zip((place for place, _ in in_files), maps, strict=True))
         # Gathered, so that no answer is left unread when the connection breaks.
-        answers = await asyncio.gather(*(answer for _, _, answer in asked), *in_keys.values())
+        answers = [_answered(answer) for answer in await answering]
         for (group_id, samples, _), blobs in zip(asked, answers, strict=False):
-            places = ((group_id, sample) for sample in samples)
-            found.update(zip(places, _answered(blobs), strict=True))
-        for place, chunks in zip(in_keys, answers[len(asked) :], strict=True):
-            found[place] = _joined(_answered(chunks))
+            found.update(zip(((group_id, sample) for sample in samples), blobs, strict=True))
+        found.update(zip(in_keys, map(_joined, answers[len(asked) :]), strict=True))
         return [found[place] for place in wanted]
 
     async def used_bytes(self) -> int:
@@ -372,6 +371,20 @@ class Store:
         self._clock.observe(int(seconds) * 1000 + int(micros) // 1000, sent_ms, self._clock.local_ms())
 
 
+def _joined(chunks: list[bytes | None]) -> bytes | None:
+    """One episode of its chunks, None if one is not there."""
+    held = [chunk for chunk in chunks if chunk is not None]
+    if len(held) < len(chunks):
+        return None
+    return held[0] if len(held) == 1 else b"".join(held)
+
+
+def _answered(blobs: Any) -> list[bytes | None]:
+    if isinstance(blobs, hiredis.ReplyError):
+        raise refusal(str(blobs))
+    return list(blobs)
+
+
 async def read_ledger(redis: Redis, keys: Keys, url: str) -> tuple[dict[bytes, bytes], Records]:
     """The meta hash and all records, as of one moment. Changes nothing.
 
@@ -394,20 +407,6 @@ async def read_ledger(redis: Redis, keys: Keys, url: str) -> tuple[dict[bytes, b
         claims={name.decode(): _decode_claim(value) for name, value in claims.items()},
         batches={int(name): _decode_batch(value) for name, value in batches.items()},
     )
-
-
-def _joined(chunks: list[bytes | None]) -> bytes | None:
-    """One episode of its chunks, None if one is not there."""
-    held = [chunk for chunk in chunks if chunk is not None]
-    if len(held) < len(chunks):
-        return None
-    return held[0] if len(held) == 1 else b"".join(held)
-
-
-def _answered(blobs: Any) -> list[bytes | None]:
-    if isinstance(blobs, hiredis.ReplyError):
-        raise refusal(str(blobs))
-    return list(blobs)
 
 
 def connect(where: str | Place) -> Redis:
