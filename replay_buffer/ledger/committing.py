@@ -119,6 +119,8 @@ def commit_before(draft: Draft, step: int) -> None:
     for number in draft.index.batches:
         if number < step:
             draft.set_batch(number, None)
-    # No batch before `step` is run again, so no unit below its bound is asked about again.
-    lineage = pruned(draft.meta.lineage, step - draft.rules.max_staleness)
+    # No batch before `step` is run again, so no unit below its bound is asked about again; but one that is
+    # masked may be of any age.
+    oldest = 0 if draft.rules.overtaken_masks else step - draft.rules.max_staleness
+    lineage = pruned(draft.meta.lineage, oldest)
     draft.set_meta(checkpoint=step, lineage=lineage)

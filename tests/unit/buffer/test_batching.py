@@ -257,3 +257,19 @@ def test_staleness_is_bounded_without_a_mask_in_every_manifest(drive):
     ledger = drive()
     ledger.scored(2)
     assert ledger.batch().lowest_version == 0
+
+
+def test_under_mask_a_checkpoint_does_not_make_old_units_abandoned(drive):
+    ledger, slow = overtaken(drive, overtaken_waits=False, overtaken_masks=True)
+    ledger.put(slow, [0], version=0)
+    ledger.judge(ledger.claim())
+    ledger.open(ledger.index.meta.v_train)
+    for _ in range(4):
+        ledger.step()
+    ledger.checkpointed()
+    ledger.put(slow, [1])
+    ledger.judge(ledger.claim())
+    assert ledger.state(slow) == "SCORED"
+    batch = ledger.step()
+    assert ledger.count("dropped:abandoned") == 0
+    assert slow.group_id in ids(batch)

@@ -193,8 +193,8 @@ def test_services_die_with_a_killed_supervisor_and_the_next_run_cleans_up(
     run_id = json.loads((job.run_dir / job.job / "context.json").read_text())["run_id"]
     os.kill(run.pid, signal.SIGKILL)
     run.wait(timeout=5)
-    orderly = {"buffer", "rollout-0"}
-    wait_for(lambda: orderly <= set((job.run_dir / job.job / "order").read_text().split()))
+    order, orderly = job.run_dir / job.job / "order", {"buffer", "rollout-0"}
+    wait_for(lambda: order.exists() and orderly <= set(order.read_text().split()))
     assert volatile_folders(job) != []
 
     behave({"trainer": "finishes"})

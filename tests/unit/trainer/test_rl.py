@@ -167,20 +167,12 @@ def test_staleness_is_bounded_whatever_the_manifest_says(tmp_path, model_dir, ma
         for group in batch.groups
     ]
     lie = msgspec.structs.replace(batch, groups=hidden)
-
-    class Giving(rank_process.RecordedBuffer):
-        given = batch
-
-        def next_batch(self, epoch, step, *, wait_ms):
-            return self.given
-
-    buffer = Giving(tmp_path / "batches")
-    trainer = _trainer(model_dir, tmp_path, buffer)
+    trainer = _trainer(model_dir, tmp_path, rank_process.RecordedBuffer(tmp_path / "batches"))
     with pytest.raises(StalenessViolation, match=r"outside 0 … 2"):
-        trainer._one_step(5)
-    buffer.given = lie
+        trainer._plan(batch, 5)
+    plan = trainer._plan(lie, 5)
     with pytest.raises(BatchError, match=r"the bytes fetched hold"):
-        trainer._one_step(5)
+        trainer._train(lie, 5, plan, trainer._fetch(plan))
     assert trainer._backend.updates == 0
 
 
