@@ -26,6 +26,7 @@ def test_groups_are_whole_or_partial_by_policy_and_a_stopped_worker_hands_over(
     (workspace.folder / "stragglers.py").write_text(STRAGGLERS, encoding="utf-8")
     job_file = workspace.job(
         "stragglers",
+        tasks={"train": "train.parquet"},  # an evaluation would run the stragglers too
         rollout={
             "workers": 2,
             "group_size": 4,
