@@ -4,209 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
-from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError, RpcTimeout
 from areal_async.trajectory import unpack
-from areal_async.wire.messages import HeartbeatAck, LeasedGroup, Leases, PutAck, Refusal, Task, VersionTag
+from areal_async.wire.messages import PutAck, Refusal, Task, VersionTag
 from rollout_service import waiting
-from rollout_service import worker as worker_module
 from rollout_service.engines.base import (
     EngineError,
-    EngineStats,
     GenerateRequest,
     GenerateResult,
     RequestError,
 )
 from rollout_service.worker import Worker
 from rollout_service.workflows import Renderer, WorkflowError, load_workflow
-
-DEADLINE_S = 20.0
-
-
-async def eventually(condition: Callable[[], object]) -> None:
-    """For states that raise no event; the deadline is that of the whole drive."""
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0)
-
-
-class LetterTokenizer:
-    """One id per character."""
-
-    chat_template = None
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [ord(c) for c in text]}
-
-    def decode(self, ids: list[int], **_: Any) -> str:
-        return "".join(map(chr, ids))
-
-
-class FakeEngine:
-    """Answers every request with its prompt backwards, when `gate` lets it."""
-
-    def __init__(self) -> None:
-        self.version = VersionTag(0, 0)
-        self.gate: Callable[[GenerateRequest], Coroutine[Any, Any, None]] | None = None
-        self.running: dict[str, GenerateRequest] = {}
-        self.seen: list[GenerateRequest] = []
-        self.cancelled: list[str] = []
-        self.most = 0
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        assert request.request_id not in self.running
-        self.running[request.request_id] = request
-        self.seen.append(request)
-        self.most = max(self.most, len(self.running))
-        try:
-            if self.gate is not None:
-                await self.gate(request)
-            else:
-                await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            self.cancelled.append(request.request_id)
-            raise
-        finally:
-            del self.running[request.request_id]
-        ids = np.asarray(request.prompt_ids, np.int32)[::-1].copy()
-        n = len(ids)
-        return GenerateResult(
-            token_ids=ids,
-            logprobs=-np.arange(n, dtype=np.float32),
-            versions=np.full(n, self.version.version, np.int32),
-            epochs=np.full(n, self.version.epoch, np.int32),
-            finish_reason="stop",
-            text="".join(map(chr, ids)),
-        )
-
-    def stats(self) -> EngineStats:
-        return EngineStats(len(self.running), 0, 8, 0.0, 0, 0, 0.0)
-
-
-class FakeBuffer:
-    """Hands out the groups it was given, and keeps what it is sent."""
-
-    def __init__(self, groups: Iterable[LeasedGroup] = ()) -> None:
-        self.groups = list(groups)
-        self.stored: dict[str, dict[int, bytes]] = {}
-        self.puts: list[tuple[str, list[int]]] = []
-        self.asked: list[tuple[int, VersionTag]] = []
-        self.beats: list[tuple[list[str], VersionTag]] = []
-        self.released: dict[str, str] = {}
-        self.changed = asyncio.Condition()
-        self.on_put: Callable[[str, str, Any], Coroutine[Any, Any, PutAck | None]] | None = None
-        self.lost: set[str] = set()
-        self.draining = False
-
-    async def lease(self, worker: str, capacity: int, serving: VersionTag, *, wait_ms: int = 0) -> Leases:
-        self.asked.append((capacity, serving))
-        await self.tell()
-        async with self.changed:
-            try:
-                async with asyncio.timeout(wait_ms / 1000):
-                    await self.changed.wait_for(lambda: self.groups or self.draining)
-            except TimeoutError:
-                return Leases([], "there is nothing")
-            if self.draining:
-                return Leases([], "this worker drains", drain=True)
-            granted, self.groups = self.groups[:capacity], self.groups[capacity:]
-            return Leases(granted)
-
-    async def heartbeat(self, worker: str, lease_ids: Any, serving: VersionTag) -> HeartbeatAck:
-        self.beats.append((list(lease_ids), serving))
-        await self.tell()
-        return HeartbeatAck(sorted(self.lost & set(lease_ids)), self.draining)
-
-    async def drain(self, worker: str, reason: str) -> None:
-        self.draining = True
-        await self.tell()
-
-    async def release(self, worker: str, lease_id: str, reason: str) -> None:
-        self.released[lease_id] = reason
-        await self.tell()
-
-    async def put(self, lease_id: str, group_id: str, episodes: Any) -> PutAck:
-        if self.on_put is not None and (answer := await self.on_put(lease_id, group_id, episodes)):
-            return answer
-        self.puts.append((lease_id, list(episodes)))
-        self.stored.setdefault(group_id, {}).update({s: bytes(b) for s, b in episodes.items()})
-        await self.tell()
-        return PutAck(list(episodes), "memory")
-
-    async def add(self, *groups: LeasedGroup) -> None:
-        self.groups += groups
-        await self.tell()
-
-    async def tell(self) -> None:
-        async with self.changed:
-            self.changed.notify_all()
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with self.changed:
-            await self.changed.wait_for(condition)
-
-    def whole(self, *numbers: int) -> bool:
-        return all(len(self.stored.get(f"t{n}#0", {})) == 4 for n in numbers)
-
-
-def group(
-    number: int, *, prompt: str = "abc", life_ms: int = 30_000, missing: Any = (0, 1, 2, 3)
-) -> LeasedGroup:
-    task = Task(f"t{number}", prompt, ground_truth="cba")
-    return LeasedGroup(f"t{number}#0", f"L{number}", 0, task, 4, list(missing), 1000 + number, life_ms)
-
-
-def job(**rollout: Any) -> JobConfig:
-    section = {"group_size": 4, "max_concurrent": 8} | rollout
-    return JobConfig.model_validate(
-        {"job": "test", "model": "m", "tasks": {"train": "t.jsonl"}, "rollout": section}
-    )
-
-
-def drive(
-    buffer: Callable[[], FakeBuffer],
-    body: Callable[[Worker, FakeBuffer, FakeEngine], Coroutine[Any, Any, Any]],
-    *,
-    workflow: Any = None,
-    engine: Any = None,
-    **rollout: Any,
-) -> tuple[FakeBuffer, FakeEngine]:
-    """Run a worker while `body` watches; stop it when `body` returns. All within a deadline."""
-
-    async def main() -> tuple[FakeBuffer, FakeEngine]:
-        held = buffer()
-        fake = engine or FakeEngine()
-        worker = Worker(
-            held,
-            fake,
-            workflow or load_workflow("single_turn"),
-            Renderer(LetterTokenizer()),
-            job=job(**rollout),
-            name="rollout-0",
-        )
-        stop = asyncio.Event()
-        running = asyncio.ensure_future(worker.run(stop))
-        watching = asyncio.ensure_future(body(worker, held, fake))
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
-                if watching.done():
-                    watching.result()
-                stop.set()
-                await running
-        finally:
-            running.cancel()
-            watching.cancel()
-            await asyncio.gather(running, watching, return_exceptions=True)
-        return held, fake
-
-    return asyncio.run(main())
+from tests.unit.rollout.fakes import (
+    FakeBuffer,
+    FakeEngine,
+    drive,
+    eventually,
+    group,
+    job,
+)
 
 
 def test_groups_are_whole_and_travel_in_few_messages() -> None:
@@ -445,37 +267,6 @@ def test_leases_are_renewed_well_before_their_end() -> None:
     assert buffer.released == {"L0": "drained"}
 
 
-def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        release = asyncio.Event()
-
-        async def gate(request: GenerateRequest) -> None:
-            await release.wait()
-
-        engine.gate = gate
-        await buffer.add(group(0, life_ms=90))
-        await eventually(lambda: worker._running)
-        await buffer.drain("rollout-0", "it is to be moved")
-        await buffer.until(lambda: buffer.beats)
-        await eventually(lambda: worker._draining)
-        release.set()
-        await buffer.until(lambda: buffer.whole(0))
-        assert worker._wanted_groups() == 0
-
-    buffer, _ = drive(FakeBuffer, body)
-    assert buffer.released == {}
-
-
-def test_a_worker_that_asks_is_told_to_drain_at_once() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        await buffer.until(lambda: buffer.asked)
-        await buffer.drain("rollout-0", "it is to be moved")
-        await eventually(lambda: worker._draining)
-        assert worker._wanted_groups() == 0
-
-    drive(FakeBuffer, body)
-
-
 def test_an_outage_of_the_buffer_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "RETRY_PAUSE_S", 0.001)
 
@@ -504,108 +295,6 @@ def test_a_fault_that_no_retry_cures_ends_the_worker() -> None:
 
     with pytest.raises(FaultError, match="another front"):
         drive(FakeBuffer, body)
-
-
-def test_a_stop_sends_what_is_finished_and_hands_the_rest_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "DRAIN_LIMIT_S", 0.05)
-
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        async def gate(request: GenerateRequest) -> None:
-            if ".3/" in request.request_id:
-                await asyncio.Event().wait()
-
-        engine.gate = gate
-        await buffer.add(group(0), group(1))
-        await eventually(lambda: worker._running == 2)
-
-    buffer, engine = drive(FakeBuffer, body)
-    assert {k: sorted(v) for k, v in buffer.stored.items()} == {"t0#0": [0, 1, 2], "t1#0": [0, 1, 2]}
-    assert buffer.released == {"L0": "drained", "L1": "drained"}
-    assert engine.running == {}
-
-
-def test_a_stop_waits_for_what_finishes_within_the_grace_and_leases_no_more() -> None:
-    """`SIGTERM` sets `stop`; the episodes that run then are not lost."""
-    gate = asyncio.Event()
-    stop = asyncio.Event()
-
-    class Slow(FakeEngine):
-        async def generate(self, request: GenerateRequest) -> GenerateResult:
-            await gate.wait()
-            return await super().generate(request)
-
-    async def main() -> FakeBuffer:
-        buffer, engine = FakeBuffer([group(0)]), Slow()
-        render = Renderer(LetterTokenizer())
-        worker = Worker(buffer, engine, load_workflow("single_turn"), render, job=job(), name="rollout-0")
-        running = asyncio.ensure_future(worker.run(stop))
-        async with asyncio.timeout(DEADLINE_S):
-            await eventually(lambda: worker._running == 4)
-            stop.set()
-            await buffer.until(lambda: buffer.draining)
-            await buffer.add(group(1))
-            gate.set()
-            await running
-        return buffer
-
-    buffer = asyncio.run(main())
-    assert buffer.whole(0)
-    assert buffer.released == {}
-    assert len(buffer.groups) == 1, "nothing was leased after the stop"
-
-
-def test_what_is_granted_to_a_worker_that_stops_goes_back_at_once() -> None:
-    """The answer to a lease request may be on its way when the stop comes."""
-
-    class Late(FakeBuffer):
-        async def lease(self, *_: Any, **__: Any) -> Leases:
-            self.asked.append((1, VersionTag(0, 0)))
-            await self.tell()
-            await self.until(lambda: self.draining)
-            return Leases([group(0)] if len(self.asked) == 1 else [])
-
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        await buffer.until(lambda: buffer.asked)
-
-    buffer, engine = drive(Late, body)
-    assert buffer.released == {"L0": "drained"}
-    assert engine.seen == []
-
-
-def test_a_worker_that_fails_does_not_say_that_it_drained() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        async def hang(request: GenerateRequest) -> None:
-            await asyncio.Event().wait()
-
-        engine.gate = hang
-        await buffer.add(group(0))
-        await eventually(lambda: worker._running == 4)
-        worker._failures = worker_module.MAX_FAILURES
-        worker._wake_sender.set()
-        await buffer.until(lambda: buffer.released)
-        assert buffer.released == {"L0": "the worker failed"}
-
-    with pytest.raises(WorkflowError):
-        drive(FakeBuffer, body)
-
-
-def test_a_stop_does_not_wait_for_a_buffer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "FLUSH_LIMIT_S", 0.05)
-    monkeypatch.setattr(worker_module, "RELEASE_LIMIT_S", 0.05)
-
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        async def gone(*_: Any) -> Any:
-            await asyncio.Event().wait()
-
-        buffer.on_put = gone
-        monkeypatch.setattr(buffer, "release", gone)
-        await buffer.add(group(0))
-        await eventually(lambda: worker._puts)
-
-    loop_time = asyncio.new_event_loop().time
-    began = loop_time()
-    drive(FakeBuffer, body)
-    assert loop_time() - began < 5
 
 
 def test_a_worker_of_a_real_engine_fills_its_groups_across_updates(endless: Any, oracle: Any) -> None:

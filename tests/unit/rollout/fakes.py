@@ -1,0 +1,200 @@
+"""A buffer and an engine that a test of the worker holds in its hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import numpy as np
+
+from areal_async.config.job import JobConfig
+from areal_async.wire.messages import HeartbeatAck, LeasedGroup, Leases, PutAck, Task, VersionTag
+from rollout_service.engines.base import (
+    EngineStats,
+    GenerateRequest,
+    GenerateResult,
+)
+from rollout_service.worker import Worker
+from rollout_service.workflows import Renderer, load_workflow
+
+DEADLINE_S = 20.0
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """For states that raise no event; the deadline is that of the whole drive."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+class LetterTokenizer:
+    """One id per character."""
+
+    chat_template = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) for c in text]}
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(map(chr, ids))
+
+
+class FakeEngine:
+    """Answers every request with its prompt backwards, when `gate` lets it."""
+
+    def __init__(self) -> None:
+        self.version = VersionTag(0, 0)
+        self.gate: Callable[[GenerateRequest], Coroutine[Any, Any, None]] | None = None
+        self.running: dict[str, GenerateRequest] = {}
+        self.seen: list[GenerateRequest] = []
+        self.cancelled: list[str] = []
+        self.most = 0
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        assert request.request_id not in self.running
+        self.running[request.request_id] = request
+        self.seen.append(request)
+        self.most = max(self.most, len(self.running))
+        try:
+            if self.gate is not None:
+                await self.gate(request)
+            else:
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.cancelled.append(request.request_id)
+            raise
+        finally:
+            del self.running[request.request_id]
+        ids = np.asarray(request.prompt_ids, np.int32)[::-1].copy()
+        n = len(ids)
+        return GenerateResult(
+            token_ids=ids,
+            logprobs=-np.arange(n, dtype=np.float32),
+            versions=np.full(n, self.version.version, np.int32),
+            epochs=np.full(n, self.version.epoch, np.int32),
+            finish_reason="stop",
+            text="".join(map(chr, ids)),
+        )
+
+    def stats(self) -> EngineStats:
+        return EngineStats(len(self.running), 0, 8, 0.0, 0, 0, 0.0)
+
+
+class FakeBuffer:
+    """Hands out the groups it was given, and keeps what it is sent."""
+
+    def __init__(self, groups: Iterable[LeasedGroup] = ()) -> None:
+        self.groups = list(groups)
+        self.stored: dict[str, dict[int, bytes]] = {}
+        self.puts: list[tuple[str, list[int]]] = []
+        self.asked: list[tuple[int, VersionTag]] = []
+        self.beats: list[tuple[list[str], VersionTag]] = []
+        self.released: dict[str, str] = {}
+        self.changed = asyncio.Condition()
+        self.on_put: Callable[[str, str, Any], Coroutine[Any, Any, PutAck | None]] | None = None
+        self.lost: set[str] = set()
+        self.draining = False
+
+    async def lease(self, worker: str, capacity: int, serving: VersionTag, *, wait_ms: int = 0) -> Leases:
+        self.asked.append((capacity, serving))
+        await self.tell()
+        async with self.changed:
+            try:
+                async with asyncio.timeout(wait_ms / 1000):
+                    await self.changed.wait_for(lambda: self.groups or self.draining)
+            except TimeoutError:
+                return Leases([], "there is nothing")
+            if self.draining:
+                return Leases([], "this worker drains", drain=True)
+            granted, self.groups = self.groups[:capacity], self.groups[capacity:]
+            return Leases(granted)
+
+    async def heartbeat(self, worker: str, lease_ids: Any, serving: VersionTag) -> HeartbeatAck:
+        self.beats.append((list(lease_ids), serving))
+        await self.tell()
+        return HeartbeatAck(sorted(self.lost & set(lease_ids)), self.draining)
+
+    async def drain(self, worker: str, reason: str) -> None:
+        self.draining = True
+        await self.tell()
+
+    async def release(self, worker: str, lease_id: str, reason: str) -> None:
+        self.released[lease_id] = reason
+        await self.tell()
+
+    async def put(self, lease_id: str, group_id: str, episodes: Any) -> PutAck:
+        if self.on_put is not None and (answer := await self.on_put(lease_id, group_id, episodes)):
+            return answer
+        self.puts.append((lease_id, list(episodes)))
+        self.stored.setdefault(group_id, {}).update({s: bytes(b) for s, b in episodes.items()})
+        await self.tell()
+        return PutAck(list(episodes), "memory")
+
+    async def add(self, *groups: LeasedGroup) -> None:
+        self.groups += groups
+        await self.tell()
+
+    async def tell(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with self.changed:
+            await self.changed.wait_for(condition)
+
+    def whole(self, *numbers: int) -> bool:
+        return all(len(self.stored.get(f"t{n}#0", {})) == 4 for n in numbers)
+
+
+def group(
+    number: int, *, prompt: str = "abc", life_ms: int = 30_000, missing: Any = (0, 1, 2, 3)
+) -> LeasedGroup:
+    task = Task(f"t{number}", prompt, ground_truth="cba")
+    return LeasedGroup(f"t{number}#0", f"L{number}", 0, task, 4, list(missing), 1000 + number, life_ms)
+
+
+def job(**rollout: Any) -> JobConfig:
+    section = {"group_size": 4, "max_concurrent": 8} | rollout
+    return JobConfig.model_validate(
+        {"job": "test", "model": "m", "tasks": {"train": "t.jsonl"}, "rollout": section}
+    )
+
+
+def drive(
+    buffer: Callable[[], FakeBuffer],
+    body: Callable[[Worker, FakeBuffer, FakeEngine], Coroutine[Any, Any, Any]],
+    *,
+    workflow: Any = None,
+    engine: Any = None,
+    **rollout: Any,
+) -> tuple[FakeBuffer, FakeEngine]:
+    """Run a worker while `body` watches; stop it when `body` returns. All within a deadline."""
+
+    async def main() -> tuple[FakeBuffer, FakeEngine]:
+        held = buffer()
+        fake = engine or FakeEngine()
+        worker = Worker(
+            held,
+            fake,
+            workflow or load_workflow("single_turn"),
+            Renderer(LetterTokenizer()),
+            job=job(**rollout),
+            name="rollout-0",
+        )
+        stop = asyncio.Event()
+        running = asyncio.ensure_future(worker.run(stop))
+        watching = asyncio.ensure_future(body(worker, held, fake))
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
+                if watching.done():
+                    watching.result()
+                stop.set()
+                await running
+        finally:
+            running.cancel()
+            watching.cancel()
+            await asyncio.gather(running, watching, return_exceptions=True)
+        return held, fake
+
+    return asyncio.run(main())

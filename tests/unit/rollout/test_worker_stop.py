@@ -1,0 +1,160 @@
+"""Planned stops of a worker: draining, and the grace of a SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from areal_async.wire.messages import Leases, VersionTag
+from rollout_service import worker as worker_module
+from rollout_service.engines.base import (
+    GenerateRequest,
+    GenerateResult,
+)
+from rollout_service.worker import Worker
+from rollout_service.workflows import Renderer, WorkflowError, load_workflow
+from tests.unit.rollout.fakes import (
+    DEADLINE_S,
+    FakeBuffer,
+    FakeEngine,
+    LetterTokenizer,
+    drive,
+    eventually,
+    group,
+    job,
+)
+
+
+def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        release = asyncio.Event()
+
+        async def gate(request: GenerateRequest) -> None:
+            await release.wait()
+
+        engine.gate = gate
+        await buffer.add(group(0, life_ms=90))
+        await eventually(lambda: worker._running)
+        await buffer.drain("rollout-0", "it is to be moved")
+        await buffer.until(lambda: buffer.beats)
+        await eventually(lambda: worker._draining)
+        release.set()
+        await buffer.until(lambda: buffer.whole(0))
+        assert worker._wanted_groups() == 0
+
+    buffer, _ = drive(FakeBuffer, body)
+    assert buffer.released == {}
+
+
+def test_a_worker_that_asks_is_told_to_drain_at_once() -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        await buffer.until(lambda: buffer.asked)
+        await buffer.drain("rollout-0", "it is to be moved")
+        await eventually(lambda: worker._draining)
+        assert worker._wanted_groups() == 0
+
+    drive(FakeBuffer, body)
+
+
+def test_a_stop_sends_what_is_finished_and_hands_the_rest_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "DRAIN_LIMIT_S", 0.05)
+
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        async def gate(request: GenerateRequest) -> None:
+            if ".3/" in request.request_id:
+                await asyncio.Event().wait()
+
+        engine.gate = gate
+        await buffer.add(group(0), group(1))
+        await eventually(lambda: worker._running == 2)
+
+    buffer, engine = drive(FakeBuffer, body)
+    assert {k: sorted(v) for k, v in buffer.stored.items()} == {"t0#0": [0, 1, 2], "t1#0": [0, 1, 2]}
+    assert buffer.released == {"L0": "drained", "L1": "drained"}
+    assert engine.running == {}
+
+
+def test_a_stop_waits_for_what_finishes_within_the_grace_and_leases_no_more() -> None:
+    """`SIGTERM` sets `stop`; the episodes that run then are not lost."""
+    gate = asyncio.Event()
+    stop = asyncio.Event()
+
+    class Slow(FakeEngine):
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            await gate.wait()
+            return await super().generate(request)
+
+    async def main() -> FakeBuffer:
+        buffer, engine = FakeBuffer([group(0)]), Slow()
+        render = Renderer(LetterTokenizer())
+        worker = Worker(buffer, engine, load_workflow("single_turn"), render, job=job(), name="rollout-0")
+        running = asyncio.ensure_future(worker.run(stop))
+        async with asyncio.timeout(DEADLINE_S):
+            await eventually(lambda: worker._running == 4)
+            stop.set()
+            await buffer.until(lambda: buffer.draining)
+            await buffer.add(group(1))
+            gate.set()
+            await running
+        return buffer
+
+    buffer = asyncio.run(main())
+    assert buffer.whole(0)
+    assert buffer.released == {}
+    assert len(buffer.groups) == 1, "nothing was leased after the stop"
+
+
+def test_what_is_granted_to_a_worker_that_stops_goes_back_at_once() -> None:
+    """The answer to a lease request may be on its way when the stop comes."""
+
+    class Late(FakeBuffer):
+        async def lease(self, *_: Any, **__: Any) -> Leases:
+            self.asked.append((1, VersionTag(0, 0)))
+            await self.tell()
+            await self.until(lambda: self.draining)
+            return Leases([group(0)] if len(self.asked) == 1 else [])
+
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        await buffer.until(lambda: buffer.asked)
+
+    buffer, engine = drive(Late, body)
+    assert buffer.released == {"L0": "drained"}
+    assert engine.seen == []
+
+
+def test_a_worker_that_fails_does_not_say_that_it_drained() -> None:
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        async def hang(request: GenerateRequest) -> None:
+            await asyncio.Event().wait()
+
+        engine.gate = hang
+        await buffer.add(group(0))
+        await eventually(lambda: worker._running == 4)
+        worker._failures = worker_module.MAX_FAILURES
+        worker._wake_sender.set()
+        await buffer.until(lambda: buffer.released)
+        assert buffer.released == {"L0": "the worker failed"}
+
+    with pytest.raises(WorkflowError):
+        drive(FakeBuffer, body)
+
+
+def test_a_stop_does_not_wait_for_a_buffer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "FLUSH_LIMIT_S", 0.05)
+    monkeypatch.setattr(worker_module, "RELEASE_LIMIT_S", 0.05)
+
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        async def gone(*_: Any) -> Any:
+            await asyncio.Event().wait()
+
+        buffer.on_put = gone
+        monkeypatch.setattr(buffer, "release", gone)
+        await buffer.add(group(0))
+        await eventually(lambda: worker._puts)
+
+    loop_time = asyncio.new_event_loop().time
+    began = loop_time()
+    drive(FakeBuffer, body)
+    assert loop_time() - began < 5
