@@ -10,13 +10,17 @@ has no end-of-sequence token. Two snapshots that were written beforehand take tu
     drain            what a system does that cannot interrupt: nothing new is begun, all that runs is waited
                      for, then the weights are exchanged
 
-Every window with updates lies between two without; the ratio is to the mean of those two, so that a machine
-whose speed drifts does not count. Tokens are counted per request as it ends, what is in flight at a window's
-edges by its share of the time. The stall of an update is what its exchange took, split into pause, load and
-resume; of a drain also the wait before it. What an engine recomputes after its resume is in the throughput.
+Every window with updates lies between two without; `ratio` is to the mean of those two. A machine that others
+share changes its speed by more than an update costs. So with `--far-apart` seconds or more between updates
+`within` compares inside each period: its throughput over that of the half of it that no update is near, with
+the standard error over the updates.
 
-The bar: at 20 s, keep and recompute each give 0.97 of the throughput without updates. Exit status 1 below it,
-or when a request was lost or cut short.
+Tokens are counted per request as it ends, what is in flight at a window's edges by its share of the time. The
+stall of an update is what its exchange took, split into pause, load and resume; of a drain also the wait
+before it. What an engine recomputes after its resume is in the throughput.
+
+The bar: at 20 s, keep and recompute each give 0.97 of the throughput without updates, by `within`. Exit
+status 1 below it, or when a request was lost or cut short.
 """
 
 from __future__ import annotations
@@ -75,6 +79,7 @@ async def updates(
             began_s = time.monotonic()
             await load.drain()
             window.drain_waits_s.append(time.monotonic() - began_s)
+        window.updated_s.append(time.monotonic())
         try:
             window.stalls.append(await exchange(engine, turn))
         finally:
@@ -110,7 +115,7 @@ async def measure(
                 else asyncio.ensure_future(updates(engine, load, window, snapshots, version))
             )
             try:
-                await _unless_broken(running, options.window, updating)
+                await _unless_broken(running, options.quiet if every is None else options.window, updating)
             finally:
                 spans.append((begin_s, time.monotonic()))
                 if updating is not None:
@@ -127,6 +132,8 @@ async def measure(
     for window, (begin_s, end_s) in zip(windows, spans, strict=True):
         window.seconds = end_s - begin_s
         window.tokens, window.requests = load.tokens_between(begin_s, end_s)
+        if mode != "drain" and window.every_s is not None and window.every_s >= options.far_apart:
+            window.compare_halves(lambda begin_s, end_s: load.tokens_between(begin_s, end_s)[0])
     for before, window, after in zip(windows, windows[1:], windows[2:], strict=False):
         if window.every_s is not None:
             window.ratio = window.per_s / statistics.mean([before.per_s, after.per_s])
@@ -167,6 +174,8 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=["keep", "recompute", "drain"])
     parser.add_argument("--every", type=float, nargs="+", default=[20.0, 5.0, 1.0])
     parser.add_argument("--window", type=float, default=60.0, help="seconds of one window")
+    parser.add_argument("--quiet", type=float, help="seconds of one without updates; default: the same")
+    parser.add_argument("--far-apart", type=float, default=10.0, help="from which time `within` is taken")
     parser.add_argument("--warmup", type=float, default=10.0)
     parser.add_argument("--lanes", type=int, default=64, help="requests at once")
     parser.add_argument("--median", type=float, default=64.0, help="tokens of an answer")
@@ -181,6 +190,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.modes = options.modes or ["keep", "recompute", "drain"]
+    options.quiet = options.quiet or options.window
     return options
 
 
@@ -200,12 +210,9 @@ def main() -> None:
             broken += lost
             show(more)
     below = [
-        f"{window.mode}: {window.ratio:.3f}"
+        f"{window.mode}: {window.within[0]:.3f} ± {window.within[1]:.3f}"
         for window in windows
-        if window.mode != "drain"
-        and window.every_s == BAR_EVERY_S
-        and window.ratio is not None
-        and window.ratio < BAR
+        if window.every_s == BAR_EVERY_S and window.within is not None and window.within[0] < BAR
     ]
     print(f"requests lost or cut short: {len(broken)}; below {BAR} at {BAR_EVERY_S:g} s: {below or 'none'}")
     if options.out:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from areal_async.wire.verdicts import Verdict
+from reward_service.imports import Import
 
 LENGTH = struct.Struct("<I")
 WORD = struct.Struct("<Q")
@@ -32,6 +33,8 @@ class Load(msgspec.Struct, array_like=True, tag="load"):
     scope: str
     source: bytes | None
     """What the file of a reward of one's own holds; none for a built-in one."""
+    imports: list[Import] = []
+    """With their texts, as far as they are known: what it imports of its own folder."""
 
 
 class Forget(msgspec.Struct, array_like=True, tag="forget"):
@@ -68,10 +71,12 @@ class Finished(msgspec.Struct, array_like=True):
 
 
 class Loaded(msgspec.Struct, array_like=True, tag="loaded"):
-    """The program is there. `batch`: inputs that it takes at a time; 0: one, or those of a group."""
+    """The program is there. `batch`: inputs that it takes at a time; 0: one, or those of a group. `imports`:
+    the files of its own folder that it has imported."""
 
     program: int
     batch: int
+    imports: list[Import] = []
 
 
 class LoadFailed(msgspec.Struct, array_like=True, tag="load_failed"):

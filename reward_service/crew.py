@@ -181,10 +181,10 @@ class Crew:
 
     def _order_load(self, slot: Slot, program: Program) -> None:
         assert slot.process is not None
-        source = slot.trial[1] if slot.trial is not None and slot.trial[0] is program else None
+        tried = slot.trial[1] if slot.trial is not None and slot.trial[0] is program else None
         slot.loading.add(program.number)
         slot.started_s = time.monotonic()
-        slot.process.order(program.load(source))
+        slot.process.order(program.load(tried))
 
     def _on_frame(self, slot: Slot, payload: bytes) -> None:
         report = self._reports.decode(payload)
@@ -194,11 +194,15 @@ class Crew:
                 slot.units_done += len(units)
                 self._hooks.finished(slot, units)
                 self.rest(slot)
-            case Loaded(number, batch):
+            case Loaded(number, batch, imports):
                 slot.loading.discard(number)
-                if number in self._programs:
+                if (program := self._programs.get(number)) is not None:
                     slot.programs.add(number)
-                    self._programs[number].batch = batch
+                    program.batch = batch
+                    if slot.trial is None:
+                        program.loaded(imports)
+                    elif slot.trial[0] is program:
+                        slot.imports = imports
                 self._loaded(slot)
             case LoadFailed(number, message):
                 self._load_failed(slot, number, message)
@@ -322,18 +326,19 @@ class Crew:
     def _try_changed(self) -> bool:
         """Begin to try the new version of a file, if there is one."""
         for program in self._programs.values():
-            source = program.changed()
-            if source is None:
+            version = program.changed()
+            if version is None:
                 continue
             log.info("reward file changed", reward=program.spec.name)
-            return self._begin(Slot(trial=(program, source)))
+            return self._begin(Slot(trial=(program, version)))
         return False
 
     def _accept(self, slot: Slot) -> None:
         """The version loads: from now on nothing is begun under the one before."""
         assert slot.trial is not None
-        program, source = slot.trial
-        program.source, slot.trial, program.broken = source, None, ""
+        program, version = slot.trial
+        program.take(version, slot.imports)
+        slot.trial = None
         older = [other for other in self.slots if other is not slot and not other.leaving]
         for place, other in enumerate(older):
             # The slot that tried it takes one place; the others are filled again.
@@ -343,8 +348,8 @@ class Crew:
 
     def _refuse(self, slot: Slot, message: str) -> None:
         assert slot.trial is not None
-        program, source = slot.trial
-        if not program.refuse(source):
+        program, version = slot.trial
+        if not program.refuse(version):
             return
         slot.kill()
         metrics.reloaded(program.spec, "refused")

@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -43,6 +44,7 @@ from reward_service.channel import (
     framed,
 )
 from reward_service.checking import as_verdict, as_verdicts, clip, describe
+from reward_service.imports import Import, imported_beside, keep
 from reward_service.sdk import MARK, Mark, RewardInput, RewardLoadError, load_reward
 
 FLUSH_AFTER_S = 0.005
@@ -80,7 +82,7 @@ class Worker:
             text = f"the reward {order.name!r} failed while it was loaded: {describe(error)}"
             send(self._link, LoadFailed(order.program, text))
         else:
-            send(self._link, Loaded(order.program, program.mark.batch))
+            send(self._link, Loaded(order.program, program.mark.batch, program.imports))
 
     def _run(self, units: list[Unit]) -> None:
         done: list[Finished] = []
@@ -128,8 +130,9 @@ class Worker:
 class Program:
     """A loaded reward: encoded inputs in, one verdict for each out, whatever it returns or raises."""
 
-    def __init__(self, function: Callable[..., Any], mark: Mark) -> None:
+    def __init__(self, function: Callable[..., Any], mark: Mark, imports: list[Import]) -> None:
         self.mark = mark
+        self.imports = imports
         self._function = function
         self._inputs = msgspec.msgpack.Decoder(RewardInput)
 
@@ -151,6 +154,8 @@ class Program:
 
 def load_program(order: Load) -> Program:
     """The program of a `Load`, with its arguments filled in. Raises `RewardLoadError`."""
+    if order.imports:
+        keep(order.imports)
     function = load_reward(order.name, source=order.source)
     mark = getattr(function, MARK, Mark())
     if order.scope == "group" and mark.scope != "group":
@@ -169,7 +174,8 @@ def load_program(order: Load) -> Program:
     preload = getattr(sys.modules.get(function.__module__), "preload", None)
     if order.source is None and preload is not None:
         preload(**order.args)
-    return Program(functools.partial(function, **order.args) if order.args else function, mark)
+    imports = [] if order.source is None else imported_beside(Path(order.name.rpartition(":")[0]))
+    return Program(functools.partial(function, **order.args) if order.args else function, mark, imports)
 
 
 @functools.cache

@@ -142,6 +142,7 @@ class WorkerProcess:
         while not self._fault and self._read():
             pass
         self._read_output()
+        self._output.finish()
         for fd in (self._exit_fd, self._output.fd, self._link):
             self._loop.remove_reader(fd)
         self._loop.remove_writer(self._link)
@@ -162,6 +163,7 @@ class Output:
         self.fd = fd
         self._pid = pid
         self._end = b""
+        self._line = b""
         self._allowance = float(OUTPUT_BURST_BYTES)
         self._dropped_bytes = 0
         self._at_s = time.monotonic()
@@ -182,13 +184,23 @@ class Output:
             self._dropped_bytes += len(data)
             return True
         self._allowance -= len(data)
-        text = data.decode("utf-8", "replace").rstrip()
         if self._dropped_bytes:
             log.warning("reward printed too much", pid=self._pid, dropped_bytes=self._dropped_bytes)
             self._dropped_bytes = 0
-        if text:
-            log.info(PRINTED, pid=self._pid, text=text)
+        whole, newline, self._line = (self._line + data).rpartition(b"\n")
+        if len(self._line) > OUTPUT_TAIL_BYTES:
+            whole, self._line = whole + newline + self._line, b""
+        self._log(whole)
         return True
+
+    def finish(self) -> None:
+        """What stands in a line that was not ended."""
+        self._log(self._line)
+        self._line = b""
+
+    def _log(self, data: bytes) -> None:
+        if text := data.decode("utf-8", "replace").rstrip():
+            log.info(PRINTED, pid=self._pid, text=text)
 
     def tail(self) -> str:
         """The last lines, as one."""

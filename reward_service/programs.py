@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from reward_service.channel import Load
+from reward_service.imports import Import
 from reward_service.sdk import RewardLoadError
 from reward_service.spec import RewardSpec
+
+
+class Version(NamedTuple):
+    """What a reward of one's own runs."""
+
+    source: bytes
+    """The text of its file."""
+    imports: tuple[Import, ...] = ()
+    """With their texts: the files beside it that it imports."""
 
 
 class Program:
     """One reward of a pool. `number` is what its workers know it by.
 
-    Of a reward of one's own the text of its file is kept: every worker runs the same version, also one
-    that is started after the file was changed, broken or deleted. Of what it imports nothing is kept."""
+    Of a reward of one's own the text of its file is kept, and those of what it imports from its folder: every
+    worker runs the same version, also one that is started after a file was changed, broken or deleted."""
 
     def __init__(self, number: int, spec: RewardSpec) -> None:
         """Raises `RewardLoadError` for a file that is not there."""
         self.number = number
         self.spec = spec
         self.file = own_file(spec.name)
-        self.source = None if self.file is None else read_source(spec.name, self.file)
+        self._version = None if self.file is None else Version(read_source(spec.name, self.file))
         self.batch = 0
         """Inputs that one invocation takes; 0: one, or those of a group. Known once it is loaded."""
         self.users: list[str] = []
@@ -30,39 +42,69 @@ class Program:
         """A worker was ready with it."""
         self.broken = ""
         """Why it can be loaded no longer."""
-        self._seen = (0, 0)
-        self._refused = b""
+        self._seen: list[tuple[int, int] | None] = []
+        self._refused: Version | None = None
 
-    def load(self, source: bytes | None = None) -> Load:
-        """The order to load it, or the version `source` of it."""
-        text = self.source if source is None else source
-        return Load(self.number, self.spec.name, self.spec.args, self.spec.scope, text)
+    def load(self, version: Version | None = None) -> Load:
+        """The order to load it, or this version of it."""
+        source, imports = version or self._version or (None, ())
+        return Load(self.number, self.spec.name, self.spec.args, self.spec.scope, source, list(imports))
 
-    def changed(self) -> bytes | None:
-        """The text of the file when it is another than the one in use and than the one refused last. None
-        also while there is no file: an editor may be writing it."""
-        if self.file is None:
+    def loaded(self, imports: Sequence[Import]) -> None:
+        """A worker has loaded the version in use, and imported these files for it."""
+        if self._version is not None and not self.loaded_once:
+            self._version = completed(self._version, imports)
+
+    def changed(self) -> Version | None:
+        """The version that the files hold, when it is another than the one in use and than the one refused
+        last. None also while a file is not there, unless the reward's own says something else by now: an
+        editor may be writing it."""
+        if self.file is None or self._version is None:
+            return None
+        imports = self._version.imports
+        seen = [stamp(path) for path in (self.file, *(Path(one.path) for one in imports))]
+        if seen == self._seen or seen[0] is None:
             return None
         try:
-            found = self.file.stat()
-            seen = (found.st_mtime_ns, found.st_size)
-            if seen == self._seen:
-                return None
             source = self.file.read_bytes()
+            there = [one.read() for one, known in zip(imports, seen[1:], strict=True) if known is not None]
         except OSError:
             return None
+        if None in seen and source == self._version.source:
+            return None
         self._seen = seen
-        return None if source == self.source or version(source) == self._refused else source
+        version = Version(source, tuple(there))
+        return None if version in (self._version, self._refused) else version
 
-    def refuse(self, source: bytes) -> bool:
+    def take(self, version: Version, imports: Sequence[Import]) -> None:
+        """This version has loaded, and imports these files: it is the one in use."""
+        self._version = completed(version, imports)
+        self.broken = ""
+
+    def refuse(self, version: Version) -> bool:
         """Do not offer this version again. False when it was refused before."""
-        again = self._refused == version(source)
-        self._refused = version(source)
+        again = self._refused == version
+        self._refused = version
         return not again
 
 
-def version(source: bytes) -> bytes:
-    return blake2b(source, digest_size=16).digest()
+def stamp(file: Path) -> tuple[int, int] | None:
+    """What changes with the file; none when it cannot be found."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def completed(version: Version, imports: Sequence[Import]) -> Version:
+    """With exactly these imports; what it does not hold of them is read. One that has gone is left out."""
+    texts = {one.module: one for one in version.imports}
+    complete = []
+    for one in imports:
+        with contextlib.suppress(OSError):
+            complete.append(texts.get(one.module) or one.read())
+    return Version(version.source, tuple(complete))
 
 
 def own_file(name: str) -> Path | None:

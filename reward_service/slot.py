@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from reward_service.dispatch import Progress
+from reward_service.imports import Import
 from reward_service.process import WorkerProcess
-from reward_service.programs import Program
+from reward_service.programs import Program, Version
 from reward_service.queues import Entry, Queue
 
 
@@ -48,8 +49,10 @@ class Slot:
     place goes (`end`)."""
     replaces: Slot | None = None
     """The slot that leaves for this one once this one has loaded."""
-    trial: tuple[Program, bytes] | None = None
+    trial: tuple[Program, Version] | None = None
     """The version of a program that this slot tries."""
+    imports: list[Import] = field(default_factory=list)
+    """What that version was found to import."""
     inflight: dict[int, Running] = field(default_factory=dict)
     inflight_bytes: int = 0
     expected_s: float = 0.0

@@ -32,8 +32,6 @@ class SandboxArguments(Section):
     budget_s: float = Field(default=8.0, gt=0)
     """Time for compiling and all runs of one episode, in seconds. What has not run by then has failed. It has
     to end before the reward's `timeout_s`, past which the whole call is a timeout."""
-    extract: Literal["fence", "whole"] = "fence"
-    """Where the program is: in the last fenced block of the response, or the whole response."""
 
     @field_validator("remote")
     @classmethod
@@ -44,6 +42,8 @@ class SandboxArguments(Section):
 
 
 class CodeArguments(SandboxArguments):
+    extract: Literal["fence", "whole"] = "fence"
+    """Where the program is: in the last fenced block of the response, or the whole response."""
     partial: bool = False
     """Whether the score is the share of the cases passed. Otherwise it is 1 when all pass, else 0, and the
     first that fails ends the run."""

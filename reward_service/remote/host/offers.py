@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from areal_async.config.reward import BUILT_IN_REWARDS, Scope
 from areal_async.config.rewardcheck import marked_scope
 from reward_service.backends import BACKENDS
-from reward_service.programs import own_file, version
+from reward_service.programs import own_file
 from reward_service.remote.schema import Extra, RewardInfo
 from reward_service.sdk import RewardLoadError
 from reward_service.spec import RewardSpec
@@ -73,7 +74,7 @@ def version_of(target: str) -> str:
     if file is None:
         return package_version("areal-async")
     try:
-        return version(file.read_bytes()).hex()[:16]
+        return blake2b(file.read_bytes(), digest_size=8).hexdigest()
     except OSError:
         return ""
 

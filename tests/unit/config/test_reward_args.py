@@ -46,6 +46,11 @@ FIELDS = [
         "reward.routes.0.args.x",
         "arithmetic has no argument 'x'",
     ),
+    (
+        {"name": "code_matrix", "scope": "group", "timeout_s": 30, "args": {"extract": "whole"}},
+        "reward.args.extract",
+        "code_matrix has no argument 'extract'",
+    ),
     ({"scope": "group"}, "reward.scope", "judges one episode at a time"),
     ({"routes": [{"name": "environment"}]}, "reward.routes.0.name", "records none here"),
     ({"on_error": {"then": "mask"}, "min_scored": 99}, "reward.min_scored", "Set it to"),

@@ -121,6 +121,58 @@ def test_a_version_that_does_not_load_changes_nothing_and_says_so(file, tmp_path
     assert counted("areal_reward_reloads_total", reward="mine.py:f", outcome="refused") == refused + 1
 
 
+@pytest.fixture
+def importing(file, tmp_path):
+    """A reward that returns what a package beside it holds: its path, and how to write the package's file."""
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "__init__.py").write_text("")
+
+    def write(value):
+        (tmp_path / "parts" / "value.py").write_text(f"VALUE = {value}\n")
+
+    write(1.0)
+    return file(DYING_OF_VALUE, f"{HEAD}from parts.value import VALUE\n"), write
+
+
+DYING_OF_VALUE = "os._exit(1) if given.extra_info.get('die') else None; return VALUE"
+
+
+def test_a_changed_import_of_the_file_is_taken_too(importing, file, caplog):
+    path, write = importing
+    taken = counted("areal_reward_reloads_total", reward="mine.py:f", outcome="taken")
+
+    async def drive(pool):
+        assert await ask(pool, 20) == [Score(1.0)] * 20
+        write(2.0)
+        before = await until(pool, lambda verdict: verdict == Score(2.0))
+        assert all(verdict == Score(1.0) for verdict in before)
+        assert await ask(pool, 100) == [Score(2.0)] * 100
+        write("")
+        async with asyncio.timeout(LIMIT_S):
+            while not [r for r in caplog.records if "cannot be loaded" in r.message]:
+                assert await ask(pool) == [Score(2.0)]
+        write(3.0)
+        await until(pool, lambda verdict: verdict == Score(3.0))
+        (path.parent / "parts" / "value.py").unlink()
+        file("return 4.0")
+        await until(pool, lambda verdict: verdict == Score(4.0))
+
+    serve(path, drive)
+    assert counted("areal_reward_reloads_total", reward="mine.py:f", outcome="taken") == taken + 3
+
+
+def test_a_worker_that_dies_comes_back_with_the_imports_in_use(importing):
+    path, write = importing
+
+    async def drive(pool):
+        write("")
+        [died] = await ask(pool, die=True)
+        assert isinstance(died, Failure)
+        return await ask(pool, 5)
+
+    assert serve(path, drive, workers=1, reload=False) == [Score(1.0)] * 5
+
+
 def test_a_worker_that_dies_comes_back_with_the_version_in_use(file):
     path = file("os._exit(1) if given.extra_info.get('die') else None; return 1.0")
 
