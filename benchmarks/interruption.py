@@ -13,7 +13,8 @@ has no end-of-sequence token. Two snapshots that were written beforehand take tu
 Every window with updates lies between two without; `ratio` is to the mean of those two. A machine that others
 share changes its speed by more than an update costs. So with `--far-apart` seconds or more between updates
 `within` compares inside each period: its throughput over that of the half of it that no update is near, with
-the standard error over the updates.
+the standard error over the updates. Time in which the machine as a whole stood still, to be seen by a process
+that only sleeps, is taken out and stated.
 
 Tokens are counted per request as it ends, what is in flight at a window's edges by its share of the time. The
 stall of an update is what its exchange took, split into pause, load and resume; of a drain also the wait
@@ -43,6 +44,7 @@ import torch
 
 # Beside this file: python puts a script's own folder on its path.
 from interruption_load import PROMPT_TOKENS, Load, draw_lengths, prepare
+from interruption_pauses import Pauses
 from interruption_window import Mode, Window, show
 
 from areal_async.config.job import JobConfig
@@ -93,6 +95,7 @@ async def measure(
     snapshots: Sequence[Weights],
     lengths: Sequence[int],
     options: argparse.Namespace,
+    pauses: Pauses,
 ) -> tuple[list[Window], list[str]]:
     """Windows with and without updates in turn, on an engine that is never idle between them."""
     await engine.start(snapshots[0])
@@ -129,11 +132,16 @@ async def measure(
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await engine.stop()
+
+    def per_s(begin_s: float, end_s: float) -> float:
+        return load.tokens_between(begin_s, end_s)[0] / (end_s - begin_s - pauses.between(begin_s, end_s))
+
     for window, (begin_s, end_s) in zip(windows, spans, strict=True):
-        window.seconds = end_s - begin_s
+        window.paused_s = pauses.between(begin_s, end_s)
+        window.seconds = end_s - begin_s - window.paused_s
         window.tokens, window.requests = load.tokens_between(begin_s, end_s)
         if mode != "drain" and window.every_s is not None and window.every_s >= options.far_apart:
-            window.compare_halves(lambda begin_s, end_s: load.tokens_between(begin_s, end_s)[0])
+            window.compare_halves(per_s)
     for before, window, after in zip(windows, windows[1:], windows[2:], strict=False):
         if window.every_s is not None:
             window.ratio = window.per_s / statistics.mean([before.per_s, after.per_s])
@@ -205,7 +213,8 @@ def main() -> None:
         model, snapshots = prepare(folder, options)
         for mode in options.modes:
             engine = make(mode, model, folder, options)
-            more, lost = asyncio.run(measure(mode, engine, snapshots, lengths, options))
+            with Pauses(folder / "pauses") as pauses:
+                more, lost = asyncio.run(measure(mode, engine, snapshots, lengths, options, pauses))
             windows += more
             broken += lost
             show(more)

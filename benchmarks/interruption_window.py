@@ -19,6 +19,8 @@ class Window:
     every_s: float | None
     """Between two updates; None: there are none."""
     seconds: float = 0.0
+    paused_s: float = 0.0
+    """How long the machine itself stood still meanwhile; not in `seconds`."""
     tokens: float = 0.0
     requests: int = 0
     updates: int = 0
@@ -43,14 +45,14 @@ class Window:
         error = statistics.stdev(self.period_ratios) / math.sqrt(len(self.period_ratios))
         return statistics.mean(self.period_ratios), error
 
-    def compare_halves(self, tokens: Callable[[float, float], float]) -> None:
-        """Fill `period_ratios` from the tokens between two times. For an update at u and updates every 4 w:
+    def compare_halves(self, per_s: Callable[[float, float], float]) -> None:
+        """Fill `period_ratios` from the throughput between two times. With an update at u, and one every 4 w,
         the half from u - w to u + w holds all that it cost, the one from u + w to u + 3 w nothing of it."""
         assert self.every_s is not None
         quarter_s = self.every_s / 4
         for update_s in self.updated_s:
-            near = tokens(update_s - quarter_s, update_s + quarter_s)
-            far = tokens(update_s + quarter_s, update_s + 3 * quarter_s)
+            near = per_s(update_s - quarter_s, update_s + quarter_s)
+            far = per_s(update_s + quarter_s, update_s + 3 * quarter_s)
             self.period_ratios.append((near + far) / (2 * far))
 
     def figures(self) -> dict[str, Any]:
@@ -67,6 +69,7 @@ class Window:
             "mode": self.mode,
             "every_s": self.every_s,
             "seconds": round(self.seconds, 2),
+            "paused_s": round(self.paused_s, 2),
             "tokens_per_s": round(self.per_s, 1),
             "requests": self.requests,
             "updates": self.updates,
