@@ -16,8 +16,7 @@ SLEEP_S, LATE_S = 0.02, 0.1
 
 
 class Pauses:
-    """Watches while it is open. Where more processes run than there are cores a sleeper wakes late as well, but by
-    milliseconds."""
+    """Watches while it is open. More processes than cores delay a sleeper as well, but by milliseconds."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
