@@ -1,15 +1,20 @@
 """`metrics.jsonl`: the numbers of a run, one JSON object a line, written by several processes.
 
-Each record is one append of one line, so lines of different processes never mix. A number that JSON has no
-form for (NaN, infinity) is written as null.
+Each record is one append of one line, so lines of different processes never mix. Appends share a lock on the
+file; whoever mends its end (half a line, left by a power cut or a full disk) holds that lock alone, since the
+half of a line may be one that another process is just writing. A number that JSON has no form for (NaN,
+infinity) is written as null.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +31,40 @@ class RunLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            # A power cut left half a line; without this the first record of ours would join it.
-            os.write(self._fd, b"\n")
+        self._threads = threading.Lock()
+        with self._locked(fcntl.LOCK_EX):
+            size = os.fstat(self._fd).st_size
+            if size and os.pread(self._fd, 1, size - 1) != b"\n":
+                os.write(self._fd, b"\n")  # else the first record of ours would join the half line
+
+    @contextlib.contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        with self._threads:  # threads share the descriptor, and with it its lock on the file
+            fcntl.flock(self._fd, how)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one record; `time_s` (unix time in seconds) is added unless given. Raises OSError."""
         record = {"kind": kind, "time_s": round(time.time(), 3), **fields}
         line = msgspec.json.encode(record, enc_hook=as_plain) + b"\n"
-        written = os.write(self._fd, line)
-        if written != len(line):
-            end = os.lseek(self._fd, 0, os.SEEK_CUR)
-            if os.fstat(self._fd).st_size == end:
-                os.ftruncate(self._fd, end - written)  # else the next record, of whoever, would join it
-            raise OSError(
-                errno.ENOSPC,
-                f"only {written} of {len(line)} bytes were written to {self.path}: the disk is full",
-            )
+        with self._locked(fcntl.LOCK_SH):
+            written = os.write(self._fd, line)
+            if written != len(line):
+                self._take_back(written)
+                raise OSError(
+                    errno.ENOSPC,
+                    f"only {written} of {len(line)} bytes were written to {self.path}: the disk is full",
+                )
+
+    def _take_back(self, written: int) -> None:
+        """Remove the half line just written, unless another record has joined it meanwhile."""
+        end = os.lseek(self._fd, 0, os.SEEK_CUR)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        if os.fstat(self._fd).st_size == end:
+            os.ftruncate(self._fd, end - written)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -56,3 +56,24 @@ def test_lines_of_several_processes_never_mix(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for n in range(4):
         assert [line["i"] for line in lines if line["writer"] == n] == list(range(500))
+
+
+ONE_WRITER = """
+import sys
+from pathlib import Path
+from areal_async.observe.record import RunLog
+log = RunLog(Path(sys.argv[1]))
+for i in range(200):
+    log.write("step", i=i, padding="x" * 100_000)
+"""
+
+
+def test_a_line_just_being_written_is_not_mended(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = subprocess.Popen([sys.executable, "-c", ONE_WRITER, str(path)])
+    while writer.poll() is None:
+        RunLog(path).close()
+    assert writer.returncode == 0
+    lines = path.read_bytes().split(b"\n")
+    assert lines.pop() == b""
+    assert [json.loads(line)["i"] for line in lines] == list(range(200))
