@@ -1,13 +1,14 @@
 """Is every unit's version true while weights change under running requests?
 
     python benchmarks/versions.py [MODEL] [--engines local,sglang,vllm] [--episodes 200] [--update-s 1]
-                                  [--mode recompute]
+                                  [--mode recompute] [--streamed]
 
 Requests of long-tailed lengths run while the weights are exchanged again and again, each time for ones unlike
 any before. Afterwards every unit is recomputed by a plain fp32 forward pass with the snapshot that its tag
 names. Mode `recompute`: within 1e-4. Mode `keep`: what follows an update is approximate, and only its size is
 told. No request may be lost, and each ends as it would have without updates: by an end of sequence, or at the
-length that it asked for. Exits with status 1 when something is wrong.
+length that it asked for. With `--streamed` all requests are streams, and what was told on the way must be the
+beginning of the answer. Exits with status 1 when something is wrong.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from areal_async.weights.snapshot import Snapshot
 from areal_async.wire.messages import VersionTag
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, GenerateRequest, GenerateResult
+from rollout_service.engines.streaming import Piece, generate_telling
 
 BOUND = 1e-4
 PROMPT_TOKENS = 8
@@ -58,6 +60,8 @@ class Versions:
     request that the server begins only after an update may find KV of the version it was called under."""
     foreign: float = 0.0
     """Median difference of units recomputed with the version served before: that a wrong tag would show."""
+    pieces: int = 0
+    """What streams told on the way."""
     stall_s: float = 0.0
     """Mean time of pause, load and resume."""
     wall_s: float = 0.0
@@ -82,6 +86,17 @@ def make_requests(count: int, vocabulary: int, longest: int, *, seed: int = 0) -
     return asked
 
 
+async def streamed(engine: Engine, one: Asked, found: Versions) -> GenerateResult:
+    """The result of a stream, held against the pieces that came before it."""
+    told: list[Piece] = []
+    result = await generate_telling(engine, one.request, told.append)
+    ids = [int(i) for piece in told for i in piece]
+    if ids != result.token_ids[: len(ids)].tolist():
+        found.failed.append(f"request {one.request.request_id} was told other ids than it was given")
+    found.pieces += len(told)
+    return result
+
+
 async def generate_under_updates(
     engine: Engine,
     snapshots: Snapshots,
@@ -89,8 +104,12 @@ async def generate_under_updates(
     update_s: float,
     found: Versions,
     most_updates: int | None = None,
+    streams: bool = False,
 ) -> list[GenerateResult | BaseException]:
     """Answers in the order asked. Each update is prepared beside the engine, as in a job."""
+
+    async def answer(one: Asked) -> GenerateResult:
+        return await (streamed(engine, one, found) if streams else engine.generate(one.request))
 
     async def written(version: int) -> Snapshot:
         return await asyncio.to_thread(snapshots.write, VersionTag(EPOCH, version))
@@ -100,7 +119,7 @@ async def generate_under_updates(
     prepared = asyncio.ensure_future(written(version))
     await prepared  # the first update is not to come when short requests have ended
     began_s = time.monotonic()
-    calls = [asyncio.ensure_future(engine.generate(one.request)) for one in asked]
+    calls = [asyncio.ensure_future(answer(one)) for one in asked]
     everything = asyncio.gather(*calls, return_exceptions=True)
     try:
         while not everything.done():
@@ -199,16 +218,19 @@ async def versions(
     slots: int = 32,
     most_updates: int | None = None,
     url: str | None = None,
+    streams: bool = False,
 ) -> Versions:
     """One engine under updates every `update_s` seconds, `most_updates` at most; snapshots of the model in
-    `model` go to `root`. `url` is of a server that runs already."""
+    `model` go to `root`. `url` is of a server that runs already; `streams` has all requests streamed."""
     snapshots = Snapshots(model, root)
     found = Versions(name, mode, requests=episodes)
     job = job_for(name, model, max_model_len=PROMPT_TOKENS + longest, mode=mode, url=url)
     engine = make_engine(job, slots=slots, activity="versions")
     asked = make_requests(episodes, 16, longest)
     with one_thread():
-        results = await generate_under_updates(engine, snapshots, asked, update_s, found, most_updates)
+        results = await generate_under_updates(
+            engine, snapshots, asked, update_s, found, most_updates, streams
+        )
         verify(found, snapshots, asked, results, eos_ids)
     judge(found)
     return found
@@ -224,6 +246,7 @@ def main() -> int:
     parser.add_argument("--update-s", type=float, default=1.0)
     parser.add_argument("--longest", type=int, default=400, help="most units of one answer")
     parser.add_argument("--mode", choices=["recompute", "keep"], default="recompute")
+    parser.add_argument("--streamed", action="store_true")
     options = parser.parse_args()
     failed = False
     for name in options.engines.split(","):
@@ -238,6 +261,7 @@ def main() -> int:
                     update_s=options.update_s,
                     longest=options.longest,
                     mode=options.mode,
+                    streams=options.streamed,
                 )
             )
         print(json.dumps(asdict(found)))

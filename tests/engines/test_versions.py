@@ -56,6 +56,16 @@ def test_answers_end_where_the_model_ends_them(ending: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_stream_tells_on_the_way_is_the_beginning_of_its_answer(
+    engine: str, endless: Path, tmp_path: Path, endless_server: Server
+) -> None:
+    found = measured(engine, endless, tmp_path, streams=True, url=endless_server(engine))
+    assert found.failed == []
+    assert found.spanning > 0
+    assert found.pieces > found.units / 4, "the answers came in lumps"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_kept_kv_is_exact_until_the_first_update_and_labelled_truly_after(
     engine: str, endless: Path, tmp_path: Path, endless_server: Server
 ) -> None:

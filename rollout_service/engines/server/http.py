@@ -7,7 +7,9 @@ in time), `RequestError` (the server refused the request, in its own words), `En
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
 
 import aiohttp
 import msgspec
@@ -25,7 +27,21 @@ just being closed would look like the server's death."""
 WORDS = 500
 """Characters of a server's answer that an error repeats."""
 
+EVENT = b"data: "
+END = b"[DONE]"
+"""What a server sends as the last event of a stream."""
+
 _encoder = msgspec.json.Encoder()
+
+
+class Problem(msgspec.Struct):
+    code: int = 500
+
+
+class Failed(msgspec.Struct):
+    """What a server sends in the middle of a stream, of which the status was 200."""
+
+    error: Problem
 
 
 class ServerClient:
@@ -52,15 +68,9 @@ class ServerClient:
         Raises `EngineLost`."""
         data = None if body is None else _encoder.encode(body)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-        try:
+        with self._reached(path, timeout_s):
             async with self._session.request(method, self.url + path, data=data, timeout=timeout) as answer:
                 return answer.status, await answer.read()
-        except TimeoutError as error:
-            raise EngineLost(f"{self.name} did not answer {path} within {timeout_s} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineLost(f"{self.name} is not to be reached ({path}: {error or repr(error)})") from error
-        except RuntimeError as error:  # the session was closed under the call
-            raise EngineLost(f"the connection to {self.name} is closed") from error
 
     async def post(
         self, path: str, body: Any, answer: type[T], *, timeout_s: float | None = CONTROL_TIMEOUT_S
@@ -75,6 +85,23 @@ class ServerClient:
         status, content = await self.request("GET", path, timeout_s=timeout_s)
         return self._decoded(path, status, content, answer)
 
+    async def stream(self, path: str, body: Any, part: type[T], take: Callable[[T], None]) -> None:
+        """POST `body` and give `take` each event of the answer, decoded, as it comes; returns after the last
+        one. Waits as long as the connection lives.
+
+        Raises as `post`, for an event that is an error too, and `EngineLost` for a stream that breaks off."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        data = _encoder.encode(body)
+        with self._reached(path, None):
+            async with self._session.post(self.url + path, data=data, timeout=timeout) as answer:
+                if answer.status != 200:
+                    self._refuse(path, answer.status, await answer.read())
+                async for event in events(answer.content.iter_any()):
+                    if event == END:
+                        return
+                    take(self._part(path, event, part))
+        raise EngineLost(f"{self.name} broke off its answer to {path}")
+
     async def serves(self, path: str, *, timeout_s: float = 5.0) -> bool:
         """Whether a GET of `path` answers 200."""
         try:
@@ -87,16 +114,49 @@ class ServerClient:
         await self._session.close()
         await asyncio.sleep(0)  # lets the transports of closed connections go
 
+    @contextmanager
+    def _reached(self, path: str, timeout_s: float | None) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise EngineLost(f"{self.name} did not answer {path} within {timeout_s} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineLost(f"{self.name} is not to be reached ({path}: {error or repr(error)})") from error
+        except RuntimeError as error:  # the session was closed under the call
+            raise EngineLost(f"the connection to {self.name} is closed") from error
+
+    def _refuse(self, path: str, status: int, content: bytes) -> NoReturn:
+        kind = RequestError if 400 <= status < 500 else EngineError
+        raise kind(f"{self.name} answered {path} with status {status}: {words(content)}")
+
+    def _part(self, path: str, event: bytes, part: type[T]) -> T:
+        try:
+            return msgspec.json.decode(event, type=part)
+        except msgspec.MsgspecError:
+            try:
+                failed = msgspec.json.decode(event, type=Failed)
+            except msgspec.MsgspecError:
+                return self._decoded(path, 200, event, part)
+            self._refuse(path, failed.error.code, event)
+
     def _decoded(self, path: str, status: int, content: bytes, answer: type[T]) -> T:
         if status != 200:
-            kind = RequestError if 400 <= status < 500 else EngineError
-            raise kind(f"{self.name} answered {path} with status {status}: {words(content)}")
+            self._refuse(path, status, content)
         try:
             return msgspec.json.decode(content, type=answer)
         except msgspec.MsgspecError as error:
             raise EngineError(
                 f"{self.name} answered {path} in an unknown form ({error}): {words(content)}"
             ) from error
+
+
+async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The data of each server-sent event in a body that comes in pieces of any size."""
+    rest = b""
+    async for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n\n")
+        for event in whole:
+            yield event.removeprefix(EVENT)
 
 
 def words(content: bytes) -> str:

@@ -20,11 +20,10 @@ import asyncio
 import itertools
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from pathlib import Path
-
-import msgspec
+from typing import Any
 
 from areal_async.observe.log import get_logger
 from areal_async.wire.messages import VersionTag
@@ -36,6 +35,7 @@ from rollout_service.engines.base import (
     GenerateRequest,
     GenerateResult,
     Weights,
+    nothing_sampled,
 )
 from rollout_service.engines.server.account import Account
 from rollout_service.engines.server.calls import Calls, HeldBack
@@ -53,7 +53,8 @@ from rollout_service.engines.sglang.launch import Launch, server_argv, server_en
 from rollout_service.engines.sglang.probe import PAUSE_MODES, ServerInfo, probe
 from rollout_service.engines.sglang.update import Directory, check_directory, load_directory
 from rollout_service.engines.sglang.watch import Load, watch
-from rollout_service.engines.sglang.wire import Generated, Meta, generate_body, parse
+from rollout_service.engines.sglang.wire import Generated, Heard, generate_body, parse
+from rollout_service.engines.streaming import Piece, Tell, stream_of
 
 log = get_logger("engine")
 
@@ -153,6 +154,12 @@ class SGLangEngine:
         )
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
+        return await self._generated(request, None)
+
+    def stream(self, request: GenerateRequest) -> AsyncIterator[Piece | GenerateResult]:
+        return stream_of(lambda tell: self._generated(request, tell))
+
+    async def _generated(self, request: GenerateRequest, tell: Tell | None) -> GenerateResult:
         self._check_serving()
         capabilities = self.capabilities
         prompt = checked_prompt(
@@ -168,7 +175,7 @@ class SGLangEngine:
             # Called under this version; a request that waited for the update is of the version after it.
             key = format_tag(self.version) if self._settings.update_mode == "keep" else None
             body = generate_body(rid, prompt, request.sampling, room, cache_key=key)
-            generated = await self._ready_client().post("/generate", body, Generated, timeout_s=None)
+            generated = await self._asked(body, tell)
             result = parse(generated, logprobs_of(request.sampling))
             self._account.sampled(result.token_ids.size)
             return result
@@ -177,11 +184,17 @@ class SGLangEngine:
             try:
                 return await self._calls.run(request, rid, answer)
             except HeldBack:
-                # Aborted before the server ever saw it.
-                held = Generated("", [], msgspec.convert({"finish_reason": {"type": "abort"}}, Meta))
-                return parse(held, logprobs_of(request.sampling))
+                return nothing_sampled()
             except EngineLost as error:
                 raise await self._confirmed(error) from error
+
+    async def _asked(self, body: dict[str, Any], tell: Tell | None) -> Generated:
+        client = self._ready_client()
+        if tell is None:
+            return await client.post("/generate", body, Generated, timeout_s=None)
+        heard = Heard(self._info is not None and self._info.incremental_streaming_output, tell)
+        await client.stream("/generate", body | {"stream": True}, Generated, heard.take)
+        return heard.answer()
 
     async def pause(self) -> None:
         """The server stops between two steps: units of a step under way are still the old version's, and are

@@ -68,6 +68,8 @@ def server_argv(launch: Launch, snapshot: Path, tag: VersionTag) -> list[str]:
         # What it would warm up is warmed up by the engine's own probe.
         "skip-server-warmup": True,
         "enable-metrics": True,
+        # Else each part of a stream repeats everything before it.
+        "incremental-streaming-output": True,
         "log-level": "warning",
         **_device_flags(launch),
     }

@@ -49,6 +49,7 @@ class ServerInfo(msgspec.Struct):
     speculative_algorithm: str | None = None
     tokenizer_worker_num: int = 1
     dtype: str = ""
+    incremental_streaming_output: bool = False
     max_total_num_tokens: int | None = None
 
 

@@ -10,13 +10,18 @@ import msgspec
 import numpy as np
 
 from areal_async.trajectory.header import FinishReason, LogprobsOf, Sampling
-from rollout_service.engines.base import EngineError, GenerateResult
+from rollout_service.engines.base import EngineError, GenerateResult, RequestError
 from rollout_service.engines.server.spans import Span, parse_tag, stamp
+from rollout_service.engines.streaming import Tell
+
+UnitLogprob = tuple[float | None, int, Any]
+"""Log-prob, id, text."""
 
 
 class FinishedBy(msgspec.Struct):
     type: str
     message: str = ""
+    status_code: int | None = None
 
 
 class VersionSpan(msgspec.Struct):
@@ -28,21 +33,19 @@ class VersionSpan(msgspec.Struct):
 
 
 class Meta(msgspec.Struct):
-    finish_reason: FinishedBy
+    finish_reason: FinishedBy | None = None
+    """None in the middle of a stream."""
     weight_versions: list[VersionSpan] | None = None
-    output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
-    output_token_ids_logprobs: list[list[tuple[float | None, int, Any]]] | None = None
+    output_token_logprobs: list[UnitLogprob] | None = None
+    output_token_ids_logprobs: list[list[UnitLogprob]] | None = None
 
 
 class Generated(msgspec.Struct):
-    """The answer to one request."""
+    """The answer to one request, or a part of it. Weight versions are always of all units so far."""
 
     text: str
     output_ids: list[int]
     meta_info: Meta
-
-
-decoder = msgspec.json.Decoder(Generated)
 
 
 def generate_body(
@@ -74,15 +77,56 @@ def generate_body(
     return body
 
 
+class Heard:
+    """A streamed answer, put together while its units are told. `disjoint`: each part has what is new in it;
+    else each has everything so far."""
+
+    def __init__(self, disjoint: bool, tell: Tell) -> None:
+        self._disjoint = disjoint
+        self._tell = tell
+        self._told = 0
+        self._text = ""
+        self._ids: list[int] = []
+        self._logprobs: list[UnitLogprob] = []
+        self._meta: Meta | None = None
+
+    def take(self, part: Generated) -> None:
+        reason = part.meta_info.finish_reason
+        if reason is not None and reason.type == "abort" and reason.status_code is not None:
+            refused = RequestError if 400 <= reason.status_code < 500 else EngineError
+            raise refused(f"the SGLang server ended a request: {reason.message}")
+        if self._disjoint:
+            self._text += part.text
+            self._ids += part.output_ids
+            self._logprobs += part.meta_info.output_token_logprobs or []
+        else:
+            self._text, self._ids = part.text, part.output_ids
+            self._logprobs = part.meta_info.output_token_logprobs or []
+        self._meta = part.meta_info
+        # As in `parse`: an id without a log-prob does not count.
+        known = min(len(self._ids), len(self._logprobs))
+        if known > self._told:
+            self._tell(np.array(self._ids[self._told : known], np.int32))
+            self._told = known
+
+    def answer(self) -> Generated:
+        """Raises `EngineError` where there was no part."""
+        if self._meta is None:
+            raise EngineError("the SGLang server answered a request with nothing")
+        meta = msgspec.structs.replace(self._meta, output_token_logprobs=self._logprobs)
+        return Generated(self._text, self._ids, meta)
+
+
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 def parse(answer: Generated, logprobs_of: LogprobsOf) -> GenerateResult:
     """What was sampled. Raises `EngineError` for an answer that does not account for each of its units."""
     meta, ids = answer.meta_info, answer.output_ids
-    reason = _REASONS.get(meta.finish_reason.type)
+    ended = meta.finish_reason.type if meta.finish_reason is not None else "nothing"
+    reason = _REASONS.get(ended)
     if reason is None:
-        raise EngineError(f"the SGLang server ended a request by {meta.finish_reason.type!r}")
+        raise EngineError(f"the SGLang server ended a request by {ended!r}")
     logprobs = meta.output_token_logprobs or []
     if reason == "abort":
         # Of a request aborted while it waits, the server may hold more ids than log-probs or the reverse.

@@ -19,6 +19,7 @@ from areal_async.trajectory.header import FinishReason
 from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.server.spans import Span, format_tag, parse_tag, stamp
+from rollout_service.engines.streaming import Tell
 
 NOT_FINITE = -9998.0
 """The server sends -9999 for a log-prob that is not finite."""
@@ -42,7 +43,9 @@ class Logprobs(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    finish_reason: str
+    """An answer; of a stream, what is new in it, and at its end the spans of all of it."""
+
+    finish_reason: str | None
     token_ids: list[int]
     logprobs: Logprobs
     weight_versions: list[WeightSpan] | None
@@ -52,6 +55,35 @@ class Answer(msgspec.Struct):
     """The part of the server's answer that is used. Its decoding fails where a field is missing."""
 
     choices: list[Choice]
+
+    def only(self) -> Choice:
+        """Raises `EngineError` where there is none, or more."""
+        if len(self.choices) != 1:
+            raise EngineError(f"the server gave {len(self.choices)} answers to one request")
+        return self.choices[0]
+
+
+class Heard:
+    """A streamed answer, put together while its units are told."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._whole: Choice | None = None
+
+    def take(self, part: Answer) -> None:
+        new = part.only()
+        if self._whole is None:
+            self._whole = new
+        else:
+            self._whole.token_ids += new.token_ids
+            self._whole.logprobs.content += new.logprobs.content
+            self._whole.finish_reason = new.finish_reason
+            self._whole.weight_versions = new.weight_versions
+        if new.token_ids:
+            self._tell(np.array(new.token_ids, np.int32))
+
+    def answer(self) -> Answer:
+        return Answer([] if self._whole is None else [self._whole])
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +156,7 @@ def tag_of(text: str, owner: str) -> VersionTag:
 
 def sampled(answer: Answer, owner: str) -> Sampled:
     """The answer's units. Raises `EngineError` for one that is not whole, `EngineLost` as `tag_of`."""
-    if len(answer.choices) != 1:
-        raise EngineError(f"the server gave {len(answer.choices)} answers to one request")
-    choice = answer.choices[0]
+    choice = answer.only()
     n = len(choice.token_ids)
     content = choice.logprobs.content
     if [unit.token_id for unit in content] != choice.token_ids:

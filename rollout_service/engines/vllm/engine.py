@@ -17,11 +17,10 @@ import itertools
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import msgspec
-import numpy as np
 from transformers import AutoTokenizer
 
 from areal_async.observe.log import get_logger
@@ -36,6 +35,7 @@ from rollout_service.engines.base import (
     GenerateResult,
     RequestError,
     Weights,
+    nothing_sampled,
 )
 from rollout_service.engines.local.text import Detokenizer, trim
 from rollout_service.engines.server.account import Account
@@ -45,6 +45,7 @@ from rollout_service.engines.server.model import read_model
 from rollout_service.engines.server.settings import ServerSettings
 from rollout_service.engines.server.start import attached, started
 from rollout_service.engines.server.tensors import Layout, check_same, read_layout
+from rollout_service.engines.streaming import Piece, Tell, stream_of
 from rollout_service.engines.vllm.answer import ID_PREFIX, Answer, Sampled, body, label, sampled
 from rollout_service.engines.vllm.argv import Launch, command, variables
 from rollout_service.engines.vllm.folder import is_tied, untied
@@ -128,6 +129,12 @@ class VllmEngine:
             raise
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
+        return await self._generated(request, None)
+
+    def stream(self, request: GenerateRequest) -> AsyncIterator[Piece | GenerateResult]:
+        return stream_of(lambda tell: self._generated(request, tell))
+
+    async def _generated(self, request: GenerateRequest, tell: Tell | None) -> GenerateResult:
         sampling = request.sampling
         prompt = checked_prompt(
             request.prompt_ids, vocab_size=self._facts.vocab_size, max_model_len=self._max_model_len
@@ -152,14 +159,13 @@ class VllmEngine:
                 cache_salt=label(self._tag, self._owner),
                 priority=request.priority,
             )
-            return self._result(sampling, await link.ask(content))
+            return self._result(sampling, await link.ask(content, tell))
 
         with self._account.call():
             try:
                 return await self._calls.run(request, rid, answer)
             except HeldBack:
-                none = np.empty(0, np.int32)
-                return GenerateResult(none, np.empty(0, np.float32), none, none, "abort", "")
+                return nothing_sampled()
 
     async def pause(self) -> None:
         link = self._started()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,13 +16,15 @@ from rollout_service.engines.base import EngineError, EngineLost, RequestError
 from rollout_service.engines.server.http import CONTROL_TIMEOUT_S, ServerClient
 from rollout_service.engines.server.liveness import PATIENCE, Liveness, Patience
 from rollout_service.engines.server.process import ServerProcess
-from rollout_service.engines.vllm.answer import Answer
+from rollout_service.engines.streaming import Tell
+from rollout_service.engines.vllm.answer import Answer, Heard
 from rollout_service.engines.vllm.gauges import Gauges, parse_gauges
 
 log = get_logger("engine")
 T = TypeVar("T")
 
 POLL_S = 1.0
+GENERATE = "/inference/v1/generate"
 
 
 class Status(msgspec.Struct):
@@ -77,12 +79,16 @@ class Link:
         except RequestError as error:
             raise EngineError(str(error)) from error
 
-    async def ask(self, body: object) -> Answer:
-        """A request for units. Raises `RequestError`, `EngineLost`, and `EngineError` when the server failed
-        on it and lives on."""
+    async def ask(self, body: dict[str, Any], tell: Tell | None = None) -> Answer:
+        """A request for units; `tell` is given them as they come. Raises `RequestError`, `EngineLost`, and
+        `EngineError` when the server failed on it and lives on."""
         self.check()
         try:
-            return await self.server.post("/inference/v1/generate", body, Answer, timeout_s=None)
+            if tell is None:
+                return await self.server.post(GENERATE, body, Answer, timeout_s=None)
+            heard = Heard(tell)
+            await self.server.stream(GENERATE, body | {"stream": True}, Answer, heard.take)
+            return heard.answer()
         except EngineError as error:
             if await self.examined() and not isinstance(error, EngineLost):
                 raise

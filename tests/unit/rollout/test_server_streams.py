@@ -1,0 +1,190 @@
+"""Streams of a server: events cut anywhere, answers put together, and what goes wrong in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from rollout_service.engines.base import EngineError, EngineLost, RequestError
+from rollout_service.engines.server.http import ServerClient, events
+from rollout_service.engines.sglang import wire
+from rollout_service.engines.vllm import answer
+
+SEEN = [b"one", b'{"a": "data: "}', b"", b"[DONE]"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_events_come_whole_wherever_the_body_is_cut(size: int) -> None:
+    body = b"".join(b"data: " + event + b"\n\n" for event in SEEN) + b"data: half"
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for at in range(0, len(body), size):
+            yield body[at : at + size]
+
+    async def main() -> list[bytes]:
+        return [event async for event in events(chunks())]
+
+    assert asyncio.run(main()) == SEEN
+
+
+# --- over a connection --------------------------------------------------------------------------------
+
+
+class Number(msgspec.Struct):
+    n: int
+
+
+def streamed(body: Sequence[bytes], *, status: int = 200, breaks: bool = False) -> list[int]:
+    """What a client takes of an answer that a server sends."""
+    taken: list[int] = []
+
+    async def send(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(status=status)
+        await answer.prepare(request)
+        for event in body:
+            await answer.write(event)
+        if breaks:
+            assert request.transport is not None
+            request.transport.abort()
+        return answer
+
+    async def main() -> None:
+        app = web.Application()
+        app.router.add_post("/generate", send)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        client = ServerClient("it", f"http://127.0.0.1:{runner.addresses[0][1]}")
+        try:
+            async with asyncio.timeout(20):
+                await client.stream("/generate", {}, Number, lambda part: taken.append(part.n))
+        finally:
+            await client.close()
+            await runner.cleanup()
+
+    asyncio.run(main())
+    return taken
+
+
+def event(content: Any) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def test_each_event_is_taken_once_up_to_the_end() -> None:
+    assert streamed([event({"n": 1}) + event({"n": 2})[:9], event({"n": 2})[9:], DONE]) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("body", "how", "error", "words"),
+    [
+        ([event({"n": 1})], {}, EngineLost, "broke off its answer to /generate"),
+        ([event({"n": 1})], {"breaks": True}, EngineLost, "not to be reached"),
+        ([event({"error": {"message": "too long", "code": 400}}), DONE], {}, RequestError, "400: too long"),
+        ([event({"error": {"message": "oom", "code": 500}}), DONE], {}, EngineError, "500: oom"),
+        ([event({"m": 1}), DONE], {}, EngineError, "unknown form"),
+        ([b'{"error": {"message": "no"}}'], {"status": 422}, RequestError, "422: no"),
+    ],
+    ids=["ended", "broken", "refused", "failed", "unknown", "status"],
+)
+def test_what_goes_wrong_in_a_stream_has_its_error(body: Any, how: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words) as raised:
+        streamed(body, **how)
+    assert type(raised.value) is error
+
+
+# --- SGLang's ------------------------------------------------------------------------------------------
+
+
+def sglang_part(ids: Sequence[int], *, so_far: int, text: str = "", reason: Any = None) -> wire.Generated:
+    meta = {
+        "finish_reason": reason,
+        "weight_versions": [{"version": "e0-v3", "start": 0, "end": so_far}],
+        "output_token_logprobs": [[-0.1 * i, i, None] for i in ids],
+    }
+    content = {"text": text, "output_ids": list(ids), "meta_info": meta}
+    return msgspec.convert(content, wire.Generated, strict=False)
+
+
+@pytest.mark.parametrize("disjoint", [True, False], ids=["disjoint", "cumulative"])
+def test_parts_make_the_answer_in_both_forms(disjoint: bool) -> None:
+    told: list[list[int]] = []
+    heard = wire.Heard(disjoint, lambda piece: told.append(piece.tolist()))
+    ends = [1, 3, 3, 4]
+    for begin, end in zip([0, *ends], ends, strict=False):
+        ids = [5, 6, 7, 8][begin if disjoint else 0 : end]
+        text = "abcd"[begin if disjoint else 0 : end]
+        heard.take(sglang_part(ids, so_far=end, text=text, reason={"type": "length"} if end == 4 else None))
+    result = wire.parse(heard.answer(), "sampled")
+    assert told == [[5], [6, 7], [8]]
+    assert (result.token_ids.tolist(), result.text, result.finish_reason) == ([5, 6, 7, 8], "abcd", "length")
+    assert result.versions.tolist() == [3] * 4
+    assert result.logprobs.tolist() == pytest.approx([-0.5, -0.6, -0.7, -0.8])
+
+
+def test_an_id_without_a_log_prob_is_not_told() -> None:
+    told: list[int] = []
+    heard = wire.Heard(True, lambda piece: told.extend(piece.tolist()))
+    part = sglang_part([5, 6], so_far=2, reason={"type": "abort"})
+    assert part.meta_info.output_token_logprobs is not None
+    del part.meta_info.output_token_logprobs[1]
+    heard.take(part)
+    assert told == wire.parse(heard.answer(), "sampled").token_ids.tolist() == [5]
+
+
+@pytest.mark.parametrize(("status", "error"), [(400, RequestError), (503, EngineError)])
+def test_a_refusal_inside_sglangs_stream_is_no_abort(status: int, error: Any) -> None:
+    heard = wire.Heard(True, lambda piece: None)
+    reason = {"type": "abort", "message": "why", "status_code": status}
+    with pytest.raises(error, match="why"):
+        heard.take(sglang_part([], so_far=0, reason=reason))
+
+
+def test_an_sglang_stream_that_never_finished_is_no_answer() -> None:
+    heard = wire.Heard(True, lambda piece: None)
+    with pytest.raises(EngineError, match="with nothing"):
+        heard.answer()
+    heard.take(sglang_part([5], so_far=1))
+    with pytest.raises(EngineError, match="by 'nothing'"):
+        wire.parse(heard.answer(), "sampled")
+
+
+# --- vLLM's --------------------------------------------------------------------------------------------
+
+
+def vllm_part(ids: Sequence[int], *, reason: str | None = None, units: int | None = None) -> answer.Answer:
+    choice = {
+        "finish_reason": reason,
+        "token_ids": list(ids),
+        "logprobs": {"content": [{"token_id": i, "logprob": -0.1 * i} for i in ids]},
+        "weight_versions": None if units is None else [{"version": "e0-v3.me", "start": 0, "end": units}],
+    }
+    return msgspec.convert({"choices": [choice]}, answer.Answer)
+
+
+def test_vllms_deltas_make_the_answer() -> None:
+    told: list[list[int]] = []
+    heard = answer.Heard(lambda piece: told.append(piece.tolist()))
+    for part in (vllm_part([5]), vllm_part([6, 7]), vllm_part([], reason="abort", units=3)):
+        heard.take(part)
+    result = answer.sampled(heard.answer(), "me")
+    assert told == [[5], [6, 7]]
+    assert (result.token_ids.tolist(), result.finish_reason) == ([5, 6, 7], "abort")
+    assert result.versions.tolist() == [3] * 3
+
+
+def test_a_vllm_stream_that_never_finished_is_no_answer() -> None:
+    heard = answer.Heard(lambda piece: None)
+    with pytest.raises(EngineError, match="0 answers"):
+        answer.sampled(heard.answer(), "me")
+    heard.take(vllm_part([5]))
+    with pytest.raises(EngineError, match="ended a request with None"):
+        answer.sampled(heard.answer(), "me")
