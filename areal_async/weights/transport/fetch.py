@@ -67,6 +67,8 @@ class Fetch:
         self._began_s = self._fed_s
         self._in_hand: dict[int, Future[bool]] = {}
         """Chunks that are being verified and written."""
+        self._passed_over: set[int] = set()
+        """Chunks of which another copy came meanwhile: should the one in hand be wrong, they come again."""
         self._by_endpoint: dict[str, zmq.Socket[bytes]] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._poller: zmq.Poller | None = None
@@ -132,7 +134,10 @@ class Fetch:
             self._complain(source, "does not hold it")
             return None
         index = message.number
-        if message.kind != Kind.CHUNK or not self.schedule.wants(index) or index in self._in_hand:
+        if message.kind != Kind.CHUNK or not self.schedule.wants(index):
+            return None
+        if index in self._in_hand:
+            self._passed_over.add(index)
             return None
         data = more[0].buffer
         kind = "publisher" if source == self.origin else "peer"
@@ -147,8 +152,12 @@ class Fetch:
     def taken(self, arrival: Arrival, put: Future[bool]) -> bool:
         """Whether the chunk was the right one. Raises `SnapshotError` when it could not be written."""
         del self._in_hand[arrival.number]
+        passed_over = arrival.number in self._passed_over
+        self._passed_over.discard(arrival.number)
         if not put.result():
             self._refuse(arrival.source, "hash", f"chunk {arrival.number} does not match its hash")
+            if passed_over:
+                self.schedule.again(arrival.number)
             return False
         failpoint("weights.received")
         self._fed_s = time.monotonic()

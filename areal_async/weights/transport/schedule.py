@@ -118,6 +118,10 @@ class Schedule:
             self._n_body -= index < self._layout.manifest_from
         self._asked.pop(index, None)
 
+    def again(self, index: int) -> None:
+        """Chunk `index` came and was not kept: it may be asked for once more."""
+        self._asked.pop(index, None)
+
     def lied(self, source: str) -> None:
         """`source` sent something else than the chunk it said it was."""
         if source in self._sources:

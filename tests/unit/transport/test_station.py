@@ -1,3 +1,4 @@
+import queue
 import socket
 import threading
 import time
@@ -10,7 +11,7 @@ from areal_async.errors import EndpointError, SnapshotError
 from areal_async.weights.snapshot import open_snapshot
 from areal_async.weights.transport import frames
 from areal_async.weights.transport.frames import Kind
-from areal_async.weights.transport.holding import Holding
+from areal_async.weights.transport.holding import Growing, Holding
 from areal_async.weights.transport.keys import make_keys, read_keys
 from areal_async.weights.transport.table import key_of
 from areal_async.wire.endpoints import CurveKeys
@@ -110,6 +111,37 @@ def test_a_source_that_lies_is_left_and_counted_and_nothing_of_it_is_kept(tmp_pa
         one = fetch(a, good, tmp_path / "a", endpoints, table, patience_s=LIMIT_S)
         assert files_of(one.result.result(LIMIT_S)) == files_of(good.path)
         assert one.failed == {liar.endpoint}
+
+
+def test_a_right_chunk_that_comes_while_a_wrong_one_is_verified_is_not_missed(tmp_path):
+    good, evil = written(tmp_path / "p"), written(tmp_path / "evil", seed=1)
+    table = table_of(good)
+    (tmp_path / "a").mkdir()
+    growing = Growing(tmp_path / "a" / good.path.name, table)
+    growing.resume()
+    put, fetches, wrong = growing.put, queue.SimpleQueue(), []
+
+    def slow_with_wrong_ones(index, data):
+        if growing.layout.matches(index, data):
+            return put(index, data)
+        wrong.append(index)
+        if index != wrong[0]:  # with that one the liar is left
+            fetch = fetches.get(timeout=LIMIT_S)
+            fetches.put(fetch)
+            deadline_s = time.monotonic() + LIMIT_S
+            while index not in fetch._passed_over and time.monotonic() < deadline_s:
+                time.sleep(0.001)
+        return False
+
+    growing.put = slow_with_wrong_ones
+    with publisher(good) as p, station() as liar, station() as a:
+        liar.hold(Holding(evil.path, table))
+        # No wait for what was missed would end in time.
+        one = a.fetch(growing, [liar.endpoint, p.endpoint], patience_s=2 * LIMIT_S)
+        fetches.put(one)
+        assert files_of(one.result.result(LIMIT_S)) == files_of(good.path)
+        assert one.failed == {liar.endpoint}
+        assert len(wrong) > 1
 
 
 def test_a_fetch_whose_every_source_lies_fails_and_leaves_no_directory(tmp_path):
