@@ -73,6 +73,10 @@ def test_a_full_disk_loses_nothing_and_work_goes_on_when_room_returns(binary, se
             ack = await life.put(later, EPISODE_BYTES)  # its lease has outlived the outage
             assert ack.stored == [0, 1]
             acknowledged += [(later.group_id, sample) for sample in ack.stored]
+            # While a sync is under way, `everysec` keeps what it has answered in memory for up to 2 s.
+            await wait.happens(
+                lambda: server.admin.info("persistence")["aof_buffer_length"] == 0, 10, "writing its file"
+            )
             server.kill()
             server.start()
             with pytest.raises(FaultError):
