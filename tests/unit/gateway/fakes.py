@@ -6,11 +6,13 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from areal_async.config.gateway import GatewaySection
 from areal_async.trajectory import EpisodeBuilder, Sampling
@@ -63,6 +65,26 @@ def make_tokenizer(template: str = KEEPING) -> PreTrainedTokenizerFast:
         additional_special_tokens=["<|im_start|>"],
         chat_template=template,
     )
+
+
+def write_chat_model(folder: Path, *, hidden_size: int = 32) -> None:
+    """A random model with the chat tokenizer, as a Hugging Face directory."""
+    torch.manual_seed(11)
+    config = Qwen2Config(
+        vocab_size=len(VOCAB),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.05,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=EOS,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
 
 
 def encoded(tokenizer: Any, text: str) -> list[int]:

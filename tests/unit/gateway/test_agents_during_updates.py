@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import numpy as np
 import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_async.trajectory import SegmentKind, training_rows
+from areal_async.trajectory import training_rows
 from areal_async.wire.messages import VersionTag
-from rollout_service.engines.base import GenerateResult
 from rollout_service.engines.local import LocalEngine
 from rollout_service.episode_engine import EpisodeEngine
 from rollout_service.exchange import exchange
 from rollout_service.replicas import ReplicaSet
+from tests.unit.gateway.agents import (
+    ANSWER,
+    TURNS,
+    Logged,
+    assert_a_tool_agent_was_recorded,
+    called_a_tool,
+    spans_an_update,
+    with_anthropic,
+    with_openai,
+)
 from tests.unit.gateway.fakes import (
-    CALLS,
     FORGETFUL,
-    VOCAB,
     assert_recorded_is_what_the_engine_said,
     make_tokenizer,
     serving,
 )
 from tests.unit.rollout.test_streaming import Steps
 
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
-TURNS = 3
 UPDATE_S = 0.1
-ANSWER = 160
-"""Tokens of an answer: enough for several updates to fall into one."""
 
 
 class Snapshot:
@@ -50,36 +50,6 @@ class Snapshot:
         self.tensors = {
             name: tensor + 0.02 * torch.randn(tensor.shape, generator=noise) for name, tensor in model.items()
         }
-
-
-class Logged:
-    """The engine, and everything it was asked and said."""
-
-    def __init__(self, engine: LocalEngine) -> None:
-        self._engine = engine
-        self.log: list[tuple[Any, Any]] = []
-        self.streamed: list[tuple[int, int]] = []
-        """Units that were told on the way, and of the result."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def generate(self, request: Any) -> Any:
-        result = await self._engine.generate(request)
-        self.log.append((request, result))
-        return result
-
-    async def stream(self, request: Any) -> Any:
-        told: list[int] = []
-        async with aclosing(self._engine.stream(request)) as pieces:
-            async for piece in pieces:
-                if isinstance(piece, GenerateResult):
-                    assert told == piece.token_ids[: len(told)].tolist()
-                    self.streamed.append((len(told), len(piece.token_ids)))
-                    self.log.append((request, piece))
-                else:
-                    told += piece.tolist()
-                yield piece
 
 
 @asynccontextmanager
@@ -113,67 +83,6 @@ async def updated(folder: Path) -> AsyncIterator[Logged]:
         await engine.stop()
 
 
-def tool(name: str, arguments: dict[str, Any]) -> str:
-    return str(sum(arguments.values())) if name == "add" else "no such tool"
-
-
-async def with_openai(session: Any, *, stream: bool) -> None:
-    """An agent as one would write it for OpenAI, with its plain client."""
-    tools = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
-    messages: list[Any] = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+2?"}]
-    async with openai.AsyncOpenAI(base_url=session.openai_base_url, api_key=session.api_key) as client:
-        for _ in range(TURNS):
-            asked: dict[str, Any] = {
-                "model": "gpt-x",
-                "messages": messages,
-                "tools": tools,
-                "max_tokens": ANSWER,
-            }
-            if stream:
-                async with client.chat.completions.stream(**asked) as chunks:
-                    async for _chunk in chunks:
-                        pass
-                    message = (await chunks.get_final_completion()).choices[0].message
-            else:
-                message = (await client.chat.completions.create(**asked)).choices[0].message
-            messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
-            for call in message.tool_calls or []:
-                value = tool(call.function.name, json.loads(call.function.arguments))
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": value})
-            if not message.tool_calls:
-                messages.append({"role": "user", "content": "Use the tool."})
-
-
-async def with_anthropic(session: Any, *, stream: bool) -> None:
-    """The same for Anthropic."""
-    tools: Any = [{"name": "add", "description": "Adds.", "input_schema": PARAMETERS}]
-    messages: list[Any] = [{"role": "user", "content": "1+2?"}]
-    async with anthropic.AsyncAnthropic(
-        base_url=session.anthropic_base_url, api_key=session.api_key
-    ) as client:
-        for _ in range(TURNS):
-            asked: dict[str, Any] = {
-                "model": "claude-x",
-                "system": "Add.",
-                "messages": messages,
-                "tools": tools,
-                "max_tokens": ANSWER,
-            }
-            if stream:
-                async with client.messages.stream(**asked) as events:
-                    message = await events.get_final_message()
-            else:
-                message = await client.messages.create(**asked)
-            messages.append({"role": "assistant", "content": message.content})
-            results = [
-                {"type": "tool_result", "tool_use_id": block.id, "content": tool(block.name, block.input)}
-                for block in message.content
-                if block.type == "tool_use"
-            ]
-            assert bool(results) == (message.stop_reason == "tool_use")
-            messages.append({"role": "user", "content": results or "Use the tool."})
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("agent", [with_openai, with_anthropic])
 def test_the_rows_of_a_tool_agent_equal_the_engines_ids(agent: Any, stream: bool, chat_model: Path) -> None:
@@ -186,25 +95,14 @@ def test_the_rows_of_a_tool_agent_equal_the_engines_ids(agent: Any, stream: bool
             ctx.sampling = ctx.sampling.__class__(max_new_tokens=ANSWER)
             async with ctx.gateway() as session:
                 await agent(session, stream=stream)
-            # All but the unit that ends an answer is told before it.
-            assert all(told >= sampled - 1 for told, sampled in engine.streamed)
-            assert len(engine.streamed) == (TURNS if stream else 0)
+            engine.assert_told_all_along(TURNS if stream else 0)
             return ctx.builder.build(), engine.log
 
     episode, log = asyncio.run(main())
-    assert_recorded_is_what_the_engine_said(episode, log)
-    assert len(log) == TURNS
-    (row,) = training_rows(episode)
-    request, result = log[-1]
-    assert row.token_ids.tolist() == [*request.prompt_ids, *result.token_ids]
-    assert row.mask.sum() == sum(len(result.token_ids) for _, result in log)
-    assert episode.header.metadata["roots"] == 1
-    spans = [len(np.unique(result.versions)) for _, result in log]
-    assert max(spans) > 1, "the weights were meant to change in mid-answer"
+    assert_a_tool_agent_was_recorded(episode, log)
+    assert spans_an_update(episode)
     assert episode.max_version > episode.min_version
-    called = {VOCAB.index(call) for call in CALLS} & set(row.token_ids[row.mask == 1].tolist())
-    assert called, "the model was meant to call tools"
-    assert SegmentKind.TOOL in episode.segments.kind
+    assert called_a_tool(episode)
 
 
 def test_in_a_worker_the_first_words_come_before_the_answer_is_complete(

@@ -1,0 +1,87 @@
+"""Unmodified clients against real servers: tool agents, streaming and not, while the weights change."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agreement import Snapshots, job_for
+
+from areal_async.trajectory import Sampling
+from areal_async.wire.messages import VersionTag
+from rollout_service.engines import make_engine
+from rollout_service.engines.base import EngineError
+from rollout_service.exchange import exchange
+from tests.unit.gateway.agents import (
+    ANSWER,
+    TURNS,
+    Logged,
+    assert_a_tool_agent_was_recorded,
+    called_a_tool,
+    spans_an_update,
+    with_anthropic,
+    with_openai,
+)
+from tests.unit.gateway.fakes import make_tokenizer, serving, write_chat_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of a server's start
+START_S = 330
+UPDATE_S = 0.05
+
+
+async def updates(engine: Any, snapshots: Snapshots) -> None:
+    """Other weights again and again, each time in mid-answer."""
+    for version in itertools.count(1):
+        snapshot = await asyncio.to_thread(snapshots.write, VersionTag(0, version))
+        await asyncio.sleep(UPDATE_S)
+        while not engine.stats().running:  # noqa: ASYNC110 - in mid-answer, on any machine
+            await asyncio.sleep(0.001)
+        await exchange(engine, snapshot)
+
+
+async def recorded(engine: Any, agent: Any, stream: bool) -> tuple[Any, Logged]:
+    """The episode of one agent, and what the engine was asked and said for it."""
+    logged, tokenizer = Logged(engine), make_tokenizer()
+    async with serving(logged, tokenizer) as (_, ctx, _):
+        ctx.sampling = Sampling(max_new_tokens=ANSWER)
+        async with ctx.gateway() as session:
+            await agent(session, stream=stream)
+        return ctx.builder.build(), logged
+
+
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_the_rows_of_tool_agents_equal_the_servers_ids(name: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    write_chat_model(model, hidden_size=128)
+    snapshots = Snapshots(model, tmp_path / "snapshots", noise=0.3)
+    job = job_for(name, model, max_model_len=2048)
+    try:
+        engine = make_engine(job, slots=8, activity="agents")
+    except EngineError as error:  # no environment
+        pytest.skip(str(error))
+
+    async def main() -> list[tuple[Any, Logged]]:
+        try:
+            async with asyncio.timeout(START_S):
+                await engine.start(snapshots.write(VersionTag(0, 0)))
+            updating = asyncio.create_task(updates(engine, snapshots))
+            try:
+                kinds = itertools.product((with_openai, with_anthropic), (False, True))
+                return [await recorded(engine, agent, stream) for agent, stream in kinds]
+            finally:
+                updating.cancel()
+                await asyncio.gather(updating, return_exceptions=True)
+        finally:
+            await engine.stop()
+
+    found = asyncio.run(main())
+    for episode, logged in found:
+        assert_a_tool_agent_was_recorded(episode, logged.log)
+    # Of all: a random model's answers may be short, and one of them may fall between two updates.
+    assert any(spans_an_update(episode) for episode, _ in found)
+    assert any(called_a_tool(episode) for episode, _ in found)
+    for (_, logged), streams in zip(found, (0, TURNS, 0, TURNS), strict=True):
+        logged.assert_told_all_along(streams)
