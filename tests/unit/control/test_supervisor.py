@@ -262,7 +262,7 @@ def test_a_password_for_redis_reaches_the_buffer_alone(
     login = RedisLoginSection(password_env="OUR_REDIS_PASSWORD")
     buffer = job.buffer.model_copy(update={"redis": "redis://user@127.0.0.1", "redis_login": login})
     job = job.model_copy(update={"buffer": buffer})
-    behave({"trainer": "finishes"})
+    behave({})
     knowing = []
 
     def look() -> None:
@@ -270,6 +270,7 @@ def test_a_password_for_redis_reaches_the_buffer_alone(
             process = psutil.Process(pid)
             if "hunter2" in process.environ().values():
                 knowing.append(process.cmdline()[process.cmdline().index("--name") + 1])
+        os.kill(os.getpid(), signal.SIGTERM)
 
     supervise(job, folders, on_serving=look)
     assert knowing == ["buffer"]

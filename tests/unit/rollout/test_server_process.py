@@ -19,7 +19,7 @@ from rollout_service.engines.base import EngineError
 from rollout_service.engines.server import process as process_module
 from rollout_service.engines.server.process import ServerProcess, free_port
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 # A server with a child of its own; it says so in the file given by its first argument.
 SERVER = """
 import os, pathlib, subprocess, sys, time
