@@ -1,10 +1,10 @@
-"""A stream of every engine: as its answer is without one, ended early, cut off, and told as it is sampled."""
+"""A stream of every engine: as its answer is without one, ended early, and told as it is sampled."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from areal_async.wire.messages import VersionTag
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.engines.streaming import StreamingEngine, generate_telling
-from tests.unit.rollout.fakes import eventually
 
 pytestmark = pytest.mark.timeout(400)  # of a server's start
 ENGINES = [
@@ -118,19 +117,5 @@ def test_units_are_told_while_the_answer_is_under_way_and_an_abort_returns_them(
         assert result.finish_reason == "abort"
         assert 5 <= len(told) <= len(result.token_ids) < 130
         assert told == result.token_ids[: len(told)].tolist()
-
-    serving(body)
-
-
-def test_a_stream_that_is_closed_frees_its_slot(serving: Serving) -> None:
-    async def body(engine: Any) -> None:
-        async with aclosing(engine.stream(asked("gone", new=130, temperature=1.0))) as pieces:
-            async for piece in pieces:
-                assert not isinstance(piece, GenerateResult)
-                break
-        await eventually(lambda: engine.stats().running == 0)
-        # All slots are free again: what is asked now is begun at once.
-        answers = [engine.generate(asked(f"r{n}", new=4)) for n in range(8)]
-        assert [len(one.token_ids) for one in await asyncio.gather(*answers)] == [4] * 8
 
     serving(body)

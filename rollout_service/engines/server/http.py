@@ -92,15 +92,19 @@ class ServerClient:
         Raises as `post`, for an event that is an error too, and `EngineLost` for a stream that breaks off."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         data = _encoder.encode(body)
+        ended = False
         with self._reached(path, None):
             async with self._session.post(self.url + path, data=data, timeout=timeout) as answer:
                 if answer.status != 200:
                     self._refuse(path, answer.status, await answer.read())
+                # Read to its end, or the connection could not be used again.
                 async for event in events(answer.content.iter_any()):
                     if event == END:
-                        return
-                    take(self._part(path, event, part))
-        raise EngineLost(f"{self.name} broke off its answer to {path}")
+                        ended = True
+                    else:
+                        take(self._part(path, event, part))
+        if not ended:
+            raise EngineLost(f"{self.name} broke off its answer to {path}")
 
     async def serves(self, path: str, *, timeout_s: float = 5.0) -> bool:
         """Whether a GET of `path` answers 200."""

@@ -35,6 +35,10 @@ class VersionSpan(msgspec.Struct):
 class Meta(msgspec.Struct):
     finish_reason: FinishedBy | None = None
     """None in the middle of a stream."""
+    completion_tokens: int | None = None
+    """Units so far, of a stream too."""
+    output_token_logprobs_length: int | None = None
+    """Log-probs so far, of a stream too."""
     weight_versions: list[VersionSpan] | None = None
     output_token_logprobs: list[UnitLogprob] | None = None
     output_token_ids_logprobs: list[list[UnitLogprob]] | None = None
@@ -99,6 +103,8 @@ class Heard:
             self._text += part.text
             self._ids += part.output_ids
             self._logprobs += part.meta_info.output_token_logprobs or []
+            if reason is not None and reason.type == "abort":
+                self._drop_repeated(part.meta_info)
         else:
             self._text, self._ids = part.text, part.output_ids
             self._logprobs = part.meta_info.output_token_logprobs or []
@@ -108,6 +114,16 @@ class Heard:
         if known > self._told:
             self._tell(np.array(self._ids[self._told : known], np.int32))
             self._told = known
+
+    def _drop_repeated(self, meta: Meta) -> None:
+        """The part that ends an answer in the server's queue (where a pause or a want of KV room had put it)
+        repeats its last id, all log-probs and the whole text, alone or behind what was new."""
+        n_units, n_logprobs = meta.completion_tokens, meta.output_token_logprobs_length
+        if n_units is None or n_logprobs is None or len(self._ids) <= n_units:
+            return
+        del self._ids[n_units:]
+        del self._logprobs[: len(self._logprobs) - n_logprobs]
+        self._text = self._text[len(self._text) // 2 :]
 
     def answer(self) -> Generated:
         """Raises `EngineError` where there was no part."""

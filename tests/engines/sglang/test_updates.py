@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
+from areal_async.quickstart.model import make_tokenizer
 from areal_async.trajectory import Sampling
 from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult
@@ -32,6 +33,7 @@ from rollout_service.engines.server.http import ServerClient
 from rollout_service.engines.server.tensors import read_header
 from rollout_service.engines.sglang import SGLangEngine
 from rollout_service.engines.sglang import engine as sglang_module
+from rollout_service.engines.streaming import generate_telling
 from tests.engines.sglang.served import in_server, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of the server's start
@@ -237,6 +239,39 @@ def test_a_request_called_during_a_pause_can_be_aborted(recompute: SGLangEngine,
     aborted, served = run(body())
     assert (aborted.finish_reason, len(aborted.token_ids)) == ("abort", 0)
     assert served.finish_reason in ("stop", "length")
+
+
+def test_streams_that_a_pause_sent_back_to_the_queue_are_aborted_and_closed_there(
+    recompute: SGLangEngine, run: Run
+) -> None:
+    async def body() -> tuple[list[list[int]], list[GenerateResult]]:
+        client = ServerClient("server", recompute.url)
+        told: list[list[int]] = [[] for _ in range(8)]
+        begun_all = [asyncio.Event() for _ in told]
+
+        def stream(i: int) -> Any:
+            def tell(piece: Any) -> None:
+                told[i].extend(piece.tolist())
+                begun_all[i].set()
+
+            return generate_telling(recompute, GenerateRequest(f"s{i}", PROMPT, LONG), tell)
+
+        streams = [asyncio.create_task(stream(i)) for i in range(8)]
+        await asyncio.gather(*(begun.wait() for begun in begun_all))
+        await recompute.pause()
+        streams[0].cancel()
+        await recompute.abort([f"s{i}" for i in range(1, 8)])
+        results = await asyncio.gather(*streams[1:])
+        await recompute.resume()
+        await in_server(client, lambda n: n == 0)
+        await client.close()
+        return told[1:], results
+
+    for told, result in zip(*run(body()), strict=True):
+        assert told == result.token_ids.tolist()[: len(told)]
+        assert len(told) >= len(result.token_ids) - 1
+        assert result.finish_reason == "abort" or result.token_ids[-1] == 1
+        assert result.text == make_tokenizer().decode(result.token_ids, skip_special_tokens=True)
 
 
 def test_a_paused_server_is_alive(recompute: SGLangEngine, run: Run) -> None:

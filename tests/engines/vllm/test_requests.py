@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import aclosing
 
 import numpy as np
 import pytest
@@ -204,6 +205,19 @@ def test_a_cancelled_call_frees_its_place_in_the_server(served: Served, long_see
         await served.running(0)
 
     served.run(cancelled())
+
+
+def test_a_stream_that_is_closed_frees_its_place_in_the_server(served: Served, long_seeds: list[int]) -> None:
+    async def closed() -> float:
+        before = await served.gauge("generation_tokens_total")
+        request = served.request(max_new_tokens=450, seed=long_seeds[0])
+        async with aclosing(served.engine.stream(request)) as pieces:  # type: ignore[type-var]
+            async for _ in pieces:
+                break
+        await served.running(0)
+        return await served.gauge("generation_tokens_total") - before
+
+    assert served.run(closed()) < 150  # the answer would have been longer
 
 
 def test_a_request_past_its_deadline_ends(served: Served, long_seeds: list[int]) -> None:

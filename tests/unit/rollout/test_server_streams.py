@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -40,6 +41,23 @@ class Number(msgspec.Struct):
     n: int
 
 
+@asynccontextmanager
+async def serving(send: Any) -> AsyncIterator[ServerClient]:
+    """A client of a server that answers with `send`, within a deadline."""
+    app = web.Application()
+    app.router.add_post("/generate", send)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    client = ServerClient("it", f"http://127.0.0.1:{runner.addresses[0][1]}")
+    try:
+        async with asyncio.timeout(20):
+            yield client
+    finally:
+        await client.close()
+        await runner.cleanup()
+
+
 def streamed(body: Sequence[bytes], *, status: int = 200, breaks: bool = False) -> list[int]:
     """What a client takes of an answer that a server sends."""
     taken: list[int] = []
@@ -55,18 +73,8 @@ def streamed(body: Sequence[bytes], *, status: int = 200, breaks: bool = False) 
         return answer
 
     async def main() -> None:
-        app = web.Application()
-        app.router.add_post("/generate", send)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        client = ServerClient("it", f"http://127.0.0.1:{runner.addresses[0][1]}")
-        try:
-            async with asyncio.timeout(20):
-                await client.stream("/generate", {}, Number, lambda part: taken.append(part.n))
-        finally:
-            await client.close()
-            await runner.cleanup()
+        async with serving(send) as client:
+            await client.stream("/generate", {}, Number, lambda part: taken.append(part.n))
 
     asyncio.run(main())
     return taken
@@ -77,6 +85,26 @@ def event(content: Any) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+
+
+def test_streams_one_after_the_other_use_one_connection() -> None:
+    ports: set[int] = set()
+
+    async def send(request: web.Request) -> web.StreamResponse:
+        ports.add(request.transport.get_extra_info("peername")[1])  # type: ignore[union-attr]
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        await answer.write(event({"n": 1}) + DONE)
+        await asyncio.sleep(0.001)  # the end of the body comes in a packet of its own
+        return answer
+
+    async def main() -> None:
+        async with serving(send) as client:
+            for _ in range(5):
+                await client.stream("/generate", {}, Number, lambda part: None)
+
+    asyncio.run(main())
+    assert len(ports) == 1
 
 
 def test_each_event_is_taken_once_up_to_the_end() -> None:
@@ -128,6 +156,28 @@ def test_parts_make_the_answer_in_both_forms(disjoint: bool) -> None:
     assert (result.token_ids.tolist(), result.text, result.finish_reason) == ([5, 6, 7, 8], "abcd", "length")
     assert result.versions.tolist() == [3] * 4
     assert result.logprobs.tolist() == pytest.approx([-0.5, -0.6, -0.7, -0.8])
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["alone", "joined"])
+def test_what_an_abort_in_the_servers_queue_repeats_is_told_once(joined: bool) -> None:
+    """See `_handle_abort_req` of SGLang 0.5.23. `joined`: the server has made one part of the last two."""
+    told: list[int] = []
+    heard = wire.Heard(True, lambda piece: told.extend(piece.tolist()))
+    heard.take(sglang_part([5, 6], so_far=2, text="ab"))
+    if not joined:
+        heard.take(sglang_part([7], so_far=3, text="c"))
+    last = sglang_part(
+        [7, 7] if joined else [7], so_far=3, text="cabc" if joined else "abc", reason={"type": "abort"}
+    )
+    repeated = sglang_part([5, 6, 7], so_far=3).meta_info.output_token_logprobs
+    assert repeated is not None
+    last.meta_info.output_token_logprobs = [repeated[2], *repeated] if joined else repeated
+    last.meta_info.completion_tokens = last.meta_info.output_token_logprobs_length = 3
+    heard.take(last)
+    result = wire.parse(heard.answer(), "sampled")
+    assert told == result.token_ids.tolist() == [5, 6, 7]
+    assert (result.text, result.finish_reason) == ("abc", "abort")
+    assert result.logprobs.tolist() == pytest.approx([-0.5, -0.6, -0.7])
 
 
 def test_an_id_without_a_log_prob_is_not_told() -> None:

@@ -120,7 +120,8 @@ def test_verdicts_are_those_of_the_pool(over, host, backend, collect):
 def test_what_the_server_does_not_get_to_in_time_is_no_timeout(host, until):
     async def run():
         async with host() as server:
-            first = asyncio.create_task(post(server.http, body("hang", timeout_ms=1000)))
+            await post(server.http, body("x", timeout_ms=3000))  # the reward with this limit is loaded
+            first = asyncio.create_task(post(server.http, body("hang", timeout_ms=3000)))
             await until(lambda: server.desk.health().in_flight == 1, "the first request")
             return await post(server.http, body("one", deadline_ms=200)), await first
 
@@ -128,7 +129,7 @@ def test_what_the_server_does_not_get_to_in_time_is_no_timeout(host, until):
     assert status == 200
     (verdict,) = answer["verdicts"]
     assert (verdict["type"], verdict["kind"]) == ("error", "not_run")
-    assert hung["verdicts"] == [{"type": "timeout", "limit_ms": 1000}]
+    assert hung["verdicts"] == [{"type": "timeout", "limit_ms": 3000}]
 
 
 def test_loading_for_one_client_is_within_its_deadline_and_delays_no_other(host, until, monkeypatch):
