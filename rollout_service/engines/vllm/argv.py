@@ -31,6 +31,8 @@ OURS = {
     "skip-tokenizer-init": "stop strings need the tokenizer",
 }
 """Flags that a job file may not give, and why or what to do instead."""
+SEVERAL_RANKS = {"tensor-parallel-size", "pipeline-parallel-size"}
+"""Flags with which one process does not do."""
 FOREIGN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSAFEPATH")
 """Of this process's Python, and wrong for the server's."""
 
@@ -89,8 +91,12 @@ def command(launch: Launch) -> list[str]:
         # Where one step takes only a part of a prompt, the server turns the generator of a seeded request
         # back. A CPU's cannot be: the server would die of it.
         flags["no-enable-chunked-prefill"] = True
+        if not SEVERAL_RANKS & {_flag(given) for given in launch.arguments}:
+            # The model in the scheduler's own process. By default a second one has it, and each waits for
+            # the other by yielding its core again and again: on two cores nothing else runs for seconds.
+            flags["distributed-executor-backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     for given, value in launch.arguments.items():
-        name = given.lstrip("-").replace("_", "-")
+        name = _flag(given)
         if name in OURS:
             raise EngineError(
                 f"rollout.server.arguments.{given} cannot be given: {OURS[name]}. Remove it from the job file"
@@ -104,6 +110,11 @@ def command(launch: Launch) -> list[str]:
         elif value is not None and value is not False:
             argv += [f"--{name}", str(value)]
     return argv
+
+
+def _flag(given: str) -> str:
+    """The name of a flag as the server spells it."""
+    return given.lstrip("-").replace("_", "-")
 
 
 def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from rollout_service.engines.vllm import VllmEngine
 
 T = TypeVar("T")
 
-MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = 4096
 MISLEADING = {"temperature": 0.2, "top_k": 2, "repetition_penalty": 1.8, "eos_token_id": 1}
 """Defaults in the model's generation_config.json, of which none may take part."""
 
@@ -92,7 +92,7 @@ class Served:
     def make_engine(self, **arguments: Any) -> VllmEngine:
         defaults = {
             "slots": 64,
-            "max_model_len": 4096,
+            "max_model_len": 2 * MAX_MODEL_LEN,
             "log_path": self.root / "server.log",
             "arguments": {"block-size": 32},
         }
@@ -122,6 +122,11 @@ class Served:
             f"request-{next(self._numbers)}", list(prompt), Sampling(**(sampling | given)), **fields
         )
 
+    def endless(self) -> GenerateRequest:
+        """A request that is under way for seconds, whatever a test has to wait for meanwhile: the likeliest
+        next id never is the end (`test_an_answer_ends_at_the_model_s_last_position`)."""
+        return self.request(temperature=0.0, max_new_tokens=MAX_MODEL_LEN)
+
     def many(self, n: int, **given: Any) -> list[GenerateResult]:
         """Answers to `n` requests at once, with the seeds 0 to n - 1."""
 
@@ -143,14 +148,14 @@ class Served:
         """Until `n` requests are in the server's batch."""
         await self._until(lambda found: found == n, "num_requests_running")
 
-    async def waiting(self, n: int) -> None:
-        """Until at least `n` requests wait in the server."""
-        await self._until(lambda found: found >= n, "num_requests_waiting")
+    async def sampled(self) -> float:
+        """Units that the server has sampled in all."""
+        return await self.gauge("generation_tokens_total")
 
-    async def progress(self, n_units: int) -> None:
-        """Until the server has sampled so many more units."""
-        target = await self.gauge("generation_tokens_total") + n_units
-        await self._until(lambda found: found >= target, "generation_tokens_total")
+    async def progress(self, n_units: int, *, since: float) -> None:
+        """Until the server has sampled so many units more than `since`, which is read before they are asked
+        for: short answers may be finished when it is read later."""
+        await self._until(lambda found: found >= since + n_units, "generation_tokens_total")
 
     async def until(self, holds: Callable[[], bool]) -> None:
         while True:

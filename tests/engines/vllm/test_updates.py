@@ -63,12 +63,14 @@ async def _under_updates(
 ) -> list[GenerateResult]:
     """Answers to `n` requests, during which the versions are served one after the other."""
     requests = [served.request(PROMPT, seed=seed, **sampling) for seed in range(n)]
+    sampled = await served.sampled()
     tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
     for version in versions:
-        progress = asyncio.create_task(served.progress(n * 8))
+        progress = asyncio.create_task(served.progress(n * 8, since=sampled))
         await asyncio.wait([progress, asyncio.gather(*tasks)], return_when=asyncio.FIRST_COMPLETED)
         progress.cancel()
         await served.update(version, engine)
+        sampled = await served.sampled()
     return await asyncio.gather(*tasks)
 
 
@@ -224,8 +226,9 @@ def test_a_load_that_fails_loses_the_engine_and_a_start_serves_the_newest(
 
     async def lose() -> None:
         requests = [served.request(PROMPT, max_new_tokens=400, seed=seed) for seed in range(48)]
+        before = await served.sampled()
         tasks = [asyncio.create_task(served.engine.generate(request)) for request in requests]
-        await served.progress(48)
+        await served.progress(48, since=before)
         with pytest.raises(EngineLost):
             await _load(served.engine, _altered(served, "foreign", tmp_path))
         _check_lost(await asyncio.gather(*tasks, return_exceptions=True))
@@ -247,8 +250,9 @@ def test_a_load_that_fails_loses_the_engine_and_a_start_serves_the_newest(
 def test_the_death_of_the_server_ends_every_request_in_flight(served: Served) -> None:
     async def kill() -> None:
         requests = [served.request(PROMPT, max_new_tokens=400, seed=seed) for seed in range(48)]
+        before = await served.sampled()
         tasks = [asyncio.create_task(served.engine.generate(request)) for request in requests]
-        await served.progress(48)
+        await served.progress(48, since=before)
         os.kill(_process_named("EngineCore", served), signal.SIGKILL)
         _check_lost(await asyncio.gather(*tasks, return_exceptions=True))
         assert not served.engine.alive()

@@ -77,6 +77,17 @@ def test_arguments_of_the_job_are_appended_replace_and_leave_out() -> None:
     assert not {"--enforce-eager", "--disable-log-stats"} & set(argv)
 
 
+def test_on_a_cpu_the_model_is_in_the_scheduler_s_process_unless_there_are_several_ranks() -> None:
+    """Two processes that wait for each other by yielding take a machine of two cores from everything else."""
+    executor = "--distributed-executor-backend"
+    argv = command(LAUNCH)
+    assert argv[argv.index(executor) + 1].endswith("UniProcExecutor")
+    assert executor not in command(dataclasses.replace(LAUNCH, arguments={"tensor_parallel_size": 2}))
+    assert executor not in command(dataclasses.replace(LAUNCH, device="cuda"))
+    chosen = command(dataclasses.replace(LAUNCH, arguments={"distributed_executor_backend": "mp"}))
+    assert chosen[chosen.index(executor) + 1] == "mp"
+
+
 @pytest.mark.parametrize("name", ["logprobs-mode", "--logprobs_mode", "port", "model"])
 def test_an_argument_that_is_the_engine_s_own_is_refused_by_name(name: str) -> None:
     with pytest.raises(EngineError, match=f"rollout.server.arguments.{name} cannot be given"):
