@@ -26,7 +26,7 @@ from rollout_service.engines.base import EngineError
 from rollout_service.engines.server.environment import find_python
 from rollout_service.engines.server.process import ServerProcess, free_port
 from rollout_service.engines.sglang.launch import server_environment
-from rollout_service.engines.vllm.argv import Launch, variables
+from rollout_service.engines.vllm.argv import ONE_PROCESS, Launch, variables
 from tests.e2e.conftest import Workspace, finish
 from tests.graders import share_of_ones, write_trained_judge
 from trainer_service.record import read_step
@@ -53,6 +53,7 @@ def vllm(python: Path, model: Path, port: int) -> tuple[list[str], dict[str, str
     ]
     flags += ["--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
     flags += ["--enforce-eager", "--no-enable-chunked-prefill", "--disable-uvicorn-access-log"]
+    flags += ["--distributed-executor-backend", ONE_PROCESS]
     module = [str(python), "-P", "-m", "vllm.entrypoints.openai.api_server"]
     return [*module, *flags], variables(launch, os.environ)
 

@@ -31,6 +31,8 @@ OURS = {
     "skip-tokenizer-init": "stop strings need the tokenizer",
 }
 """Flags that a job file may not give, and why or what to do instead."""
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""Its import path: on a CPU vLLM takes its short name for another."""
 SEVERAL_RANKS = {"tensor-parallel-size", "pipeline-parallel-size"}
 """Flags with which one process does not do."""
 FOREIGN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSAFEPATH")
@@ -94,7 +96,7 @@ def command(launch: Launch) -> list[str]:
         if not SEVERAL_RANKS & {_flag(given) for given in launch.arguments}:
             # The model in the scheduler's own process. By default a second one has it, and each waits for
             # the other by yielding its core again and again: on two cores nothing else runs for seconds.
-            flags["distributed-executor-backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+            flags["distributed-executor-backend"] = ONE_PROCESS
     for given, value in launch.arguments.items():
         name = _flag(given)
         if name in OURS:
