@@ -21,7 +21,7 @@ START = (
 
 
 def become(
-    request: dict[str, Any], body: bytes, control: socket.socket, streams: tuple[int, int, int], jailer: int
+    request: dict[str, Any], body: bytes, control: socket.socket, streams: tuple[int, ...], jailer: int
 ) -> None:
     """Turn this process into bubblewrap, with the warden below it. Returns when nobody wants that now."""
     if request["uid"] is not None:
@@ -81,8 +81,7 @@ def inside(fds: list[int]) -> None:
         with open(order, "rb") as file:
             request, body = frames.unpacked(file.read())
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        stdin, out, err = streams
-        warden.start_program(request, body, control, (stdin, out, err), "/work", None)
+        warden.start_program(request, body, control, tuple(streams), "/work", None)
     except BaseException as error:
         frames.send(control, {"failed": f"{type(error).__name__}: {error}"})
     finally:

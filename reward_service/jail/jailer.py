@@ -27,11 +27,14 @@ PER_USER_NAMESPACE = (5, 14)
 def serve(client: socket.socket) -> None:
     while (message := frames.receive(client)) is not None:
         request, body = message
+        if "end" in request:
+            continue  # the run that this was meant for had ended by itself
         if "probe" in request:
             frames.send(client, probe())
             continue
         try:
-            head, answer = run(request, body, client)
+            link = socket.recv_fds(client, 1, 1)[1] if request["link"] else []
+            head, answer = run(request, body, client, link)
         except ClientGone:
             return
         except OSError as error:
@@ -53,8 +56,11 @@ def own_uid(base: int) -> int:
     return base + (os.getpid() if base > 1 << 20 else os.getpid() % 4000)
 
 
-def run(request: dict[str, Any], body: bytes, client: socket.socket) -> tuple[dict[str, Any], bytes]:
-    """One program in one jail. Raises OSError, ClientGone."""
+def run(
+    request: dict[str, Any], body: bytes, client: socket.socket, link: list[int]
+) -> tuple[dict[str, Any], bytes]:
+    """One program in one jail. `link`: the end of a pair's link that is the program's, if it has one.
+    Raises OSError, ClientGone."""
     stdin_bytes = body[: request["stdin"]]
     files = body[request["stdin"] :]
     if request["uid_base"] is not None:
@@ -63,6 +69,7 @@ def run(request: dict[str, Any], body: bytes, client: socket.socket) -> tuple[di
         request["uid"] = None
     request["others"] = _others(request)
     with contextlib.ExitStack() as open_fds:
+        linked = [open_fds.enter_context(open(fd, "rb", buffering=0)) for fd in link]
         stdin = open_fds.enter_context(_sealed(stdin_bytes))
         ends = [os.pipe(), os.pipe()]
         ours = [open_fds.enter_context(open(fd, "rb", buffering=0)) for fd, _ in ends]
@@ -78,9 +85,10 @@ def run(request: dict[str, Any], body: bytes, client: socket.socket) -> tuple[di
             for reading in ours:
                 reading.close()
             out_theirs, err_theirs = (end.fileno() for end in writing)
-            warden.run(request, files, theirs, (stdin.fileno(), out_theirs, err_theirs), jailer)
+            streams = (stdin.fileno(), out_theirs, err_theirs, *link)
+            warden.run(request, files, theirs, streams, jailer)
         theirs.close()
-        for end in writing:
+        for end in (*writing, *linked):
             end.close()
         out, err = (end.fileno() for end in ours)
         for fd in (out, err):

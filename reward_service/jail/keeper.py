@@ -83,8 +83,11 @@ class Keeper:
                         self._drain()
                         return self._seen
                     if fd == self._client.fileno():
-                        raise ClientGone
-                    if fd == self._control.fileno():
+                        if frames.receive(self._client) is None:
+                            raise ClientGone
+                        if self._seen.status is None:  # it asks for the end
+                            self._end("ended")
+                    elif fd == self._control.fileno():
                         if not self._told():
                             poll.unregister(fd)
                     elif not self._read(fd):

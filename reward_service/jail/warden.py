@@ -8,6 +8,7 @@ the program starts, lives in a session of its own, and kills them one by one.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
 import shutil
@@ -37,9 +38,10 @@ FAILED_TO_START = 127
 
 
 def run(
-    request: dict[str, Any], body: bytes, control: socket.socket, streams: tuple[int, int, int], jailer: int
+    request: dict[str, Any], body: bytes, control: socket.socket, streams: tuple[int, ...], jailer: int
 ) -> None:
-    """Never returns. `control` leads to the jailer: it says go, and is told what happens."""
+    """Never returns. `control` leads to the jailer: it says go, and is told what happens. `streams` become
+    the program's descriptors from 0 on: input, output, errors and, in a pair, the link."""
     status = 1
     try:
         if request["level"] == "rlimits":
@@ -58,7 +60,7 @@ def run(
 
 
 def _with_namespaces(
-    request: dict[str, Any], body: bytes, control: socket.socket, streams: tuple[int, int, int], jailer: int
+    request: dict[str, Any], body: bytes, control: socket.socket, streams: tuple[int, ...], jailer: int
 ) -> None:
     uid, gid = os.geteuid(), os.getegid()
     linux.unshare(NAMESPACES)
@@ -90,12 +92,14 @@ def _with_namespaces(
             frames.send(control, {"failed": f"{type(error).__name__}: {error}"})
         finally:
             os._exit(0)
+    for fd in streams:
+        os.close(fd)  # who reads the other ends is to see the program's end
     frames.send(control, {"first": first})
     os.waitpid(first, 0)
 
 
 def _without_namespaces(
-    request: dict[str, Any], body: bytes, control: socket.socket, streams: tuple[int, int, int], jailer: int
+    request: dict[str, Any], body: bytes, control: socket.socket, streams: tuple[int, ...], jailer: int
 ) -> None:
     os.setsid()
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
@@ -129,7 +133,7 @@ def start_program(
     request: dict[str, Any],
     body: bytes,
     control: socket.socket,
-    streams: tuple[int, int, int],
+    streams: tuple[int, ...],
     work: str,
     uid: int | None,
 ) -> None:
@@ -176,14 +180,14 @@ def start_program(
     )
 
 
-def _become(request: dict[str, Any], guards: Guards, streams: tuple[int, int, int], trouble: int) -> None:
+def _become(request: dict[str, Any], guards: Guards, streams: tuple[int, ...], trouble: int) -> None:
     """The program, in place of this process; never returns."""
     try:
-        # First out of the way of 0, 1 and 2, then onto them.
-        high = [os.dup(fd) for fd in streams]
+        # First out of the way of 0, 1, 2 and the link's number, then onto them.
+        trouble, *high = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 16) for fd in (trouble, *streams))
         for to, fd in enumerate(high):
             os.dup2(fd, to)
-        os.closerange(3, trouble)
+        os.closerange(len(streams), trouble)
         os.closerange(trouble + 1, 1 << 20)
         guards.take()
         os.execve(request["argv"][0], request["argv"], request["env"])

@@ -11,6 +11,6 @@ process that the program started is left, and in namespaces no file. The level i
 
 from reward_service.sandbox.box import Sandbox
 from reward_service.sandbox.errors import CompilerMissing, SandboxError
-from reward_service.sandbox.program import Limits, Outcome, Program
+from reward_service.sandbox.program import LINK_FD, Limits, Outcome, Program
 
-__all__ = ["CompilerMissing", "Limits", "Outcome", "Program", "Sandbox", "SandboxError"]
+__all__ = ["LINK_FD", "CompilerMissing", "Limits", "Outcome", "Program", "Sandbox", "SandboxError"]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import signal
+import socket
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import PurePosixPath
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from reward_service.sandbox.client import Jailer
+from reward_service.sandbox.client import ANSWER_GRACE_S, Jailer, JailerDied
 from reward_service.sandbox.errors import SandboxError
 from reward_service.sandbox.ladder import LOCAL, Rung, climb
 from reward_service.sandbox.languages import COMPILE_LIMITS, Language, language, replace_limits
@@ -27,14 +29,24 @@ Build = dict[str, bytes] | Outcome
 """The files that a compiler made, or how it failed."""
 
 
+class Order(NamedTuple):
+    """What a jailer is asked: head, input and files of one run."""
+
+    request: dict[str, Any]
+    body: bytes
+    wall_s: float
+
+
 class Sandbox:
     """`with Sandbox.best() as sandbox: outcome = sandbox.run(Program(source="print(1)"))`.
 
-    Keeps one child process that makes a new jail for every run. Not for two threads at once: make another."""
+    Keeps a child process that makes a new jail for every run, and a second for pairs. Not for two threads at
+    once: make another."""
 
     def __init__(self, rung: Rung, jailer: Jailer) -> None:
         self._rung = rung
         self._jailer = jailer
+        self._partner = Jailer()
         self._builds: OrderedDict[str, Build] = OrderedDict()
 
     @classmethod
@@ -97,6 +109,53 @@ class Sandbox:
                 limits = replace_limits(limits, wall_s=max(LEAST_WALL_S, min(limits.wall_s, left_s)))
         return self._once(spoken.run, program, limits, files, spoken)
 
+    def run_pair(self, tests: Program, program: Program) -> tuple[Outcome, Outcome]:
+        """Run both at once, each in a jail of its own with limits of its own, joined by a stream of bytes in
+        both directions that each finds as its descriptor `LINK_FD`; they share nothing else.
+
+        When `tests` has ended, `program` is ended at once. When `program` has, `tests` reads the end of the
+        stream and may finish. Raises as `run` does, and ValueError for a language that is compiled."""
+        orders = [self._order_of_one(one) for one in (tests, program)]
+        try:
+            return self._pair(orders)
+        except JailerDied:
+            return self._pair(orders)
+
+    def _order_of_one(self, program: Program) -> Order:
+        for name in (*program.files, *program.collect):
+            check_name(name)
+        if program.command:
+            return self._order(program.command, program, program.limits, dict(program.files))
+        spoken = language(program.language, for_others=self._rung.as_another)
+        if spoken.compile:
+            raise ValueError(f"{spoken.name} is compiled: in a pair it is given as files and a command")
+        files = {**program.files, spoken.source: program.source.encode("utf-8", "replace")}
+        return self._order(spoken.run, program, spoken.adapted(program.limits), files, spoken)
+
+    def _pair(self, orders: Sequence[Order]) -> tuple[Outcome, Outcome]:
+        """Raises SandboxError; nothing of the two is running then."""
+        jailers = (self._jailer, self._partner)
+        try:
+            ends = socket.socketpair()
+            with ends[0], ends[1]:
+                for jailer, order, end in zip(jailers, orders, ends, strict=True):
+                    jailer.begin({**order.request, "link": True}, order.body, order.wall_s, end.fileno())
+            first, second = (jailer.connection for jailer in jailers)
+            longest_s = max(order.wall_s for order in orders) + ANSWER_GRACE_S
+            if second in select.select([first, second], [], [], longest_s)[0]:
+                ended = self._partner.answer()
+                if ended[0]["failed"]:
+                    self._jailer.end()
+                answers = (self._jailer.answer(), ended)
+            else:
+                tested = self._jailer.answer()
+                self._partner.end()
+                answers = (tested, self._partner.answer())
+            return self._outcome(*answers[0]), self._outcome(*answers[1])
+        except BaseException:
+            self.close()
+            raise
+
     def _built(self, spoken: Language, files: dict[str, bytes], within_s: float | None) -> Build:
         """Compiled once for the same sources: the cases of one program follow one another."""
         digest = hashlib.sha256(spoken.name.encode())
@@ -136,6 +195,17 @@ class Sandbox:
         files: dict[str, bytes],
         spoken: Language | None = None,
     ) -> Outcome:
+        order = self._order(argv, program, limits, files, spoken)
+        return self._outcome(*self._jailer.ask(order.request, order.body, order.wall_s))
+
+    def _order(
+        self,
+        argv: tuple[str, ...],
+        program: Program,
+        limits: Limits,
+        files: dict[str, bytes],
+        spoken: Language | None = None,
+    ) -> Order:
         binds, env = (spoken.binds, spoken.env) if spoken else ((), {})
         request = self._rung.request(argv, limits, binds=binds, env=env)
         executable = {name for name in files if spoken and name in spoken.artifacts}
@@ -144,9 +214,7 @@ class Sandbox:
         ]
         request["collect"] = list(program.collect)
         request["stdin"] = len(program.stdin)
-        body = b"".join((program.stdin, *files.values()))
-        head, answer = self._jailer.ask(request, body, limits.wall_s)
-        return self._outcome(head, answer)
+        return Order(request, b"".join((program.stdin, *files.values())), limits.wall_s)
 
     def _outcome(self, head: dict[str, Any], answer: bytes) -> Outcome:
         if head["failed"]:
@@ -172,8 +240,9 @@ class Sandbox:
         )
 
     def close(self) -> None:
-        """End the child process. Safe to repeat; a later run starts another."""
+        """End the child processes. Safe to repeat; a later run starts others."""
         self._jailer.close()
+        self._partner.close()
 
     def __enter__(self) -> Self:
         return self

@@ -19,6 +19,10 @@ ANSWER_GRACE_S = 40.0
 """Beyond the wall limit: making the jail, ending it, sending what it said."""
 
 
+class JailerDied(SandboxError):
+    """Another may do better."""
+
+
 class Jailer:
     """Started when first asked; started again when it has died. Not for two threads at once."""
 
@@ -30,20 +34,50 @@ class Jailer:
     def ask(self, head: dict[str, Any], body: bytes, wall_s: float) -> tuple[dict[str, Any], bytes]:
         """Raises SandboxError when there is no answer."""
         for attempt in (1, 2):
-            link = self._connected()
+            self.begin(head, body, wall_s)
             try:
-                link.settimeout(wall_s + ANSWER_GRACE_S)
-                frames.send(link, head, body)
-                answer = frames.receive(link)
-            except (OSError, ValueError) as error:
-                self.close()
-                raise SandboxError(f"the jailer does not answer: {error}") from error
-            if answer is not None:
-                return answer
+                return self.answer()
+            except JailerDied:
+                if attempt == 2:
+                    raise
+        raise AssertionError("the second try returns or raises")
+
+    def begin(self, head: dict[str, Any], body: bytes, wall_s: float, link: int | None = None) -> None:
+        """Send a request, with the descriptor that is to be the program's link, if any. `answer` comes next.
+        Raises SandboxError."""
+        connection = self._connected()
+        try:
+            connection.settimeout(wall_s + ANSWER_GRACE_S)
+            frames.send(connection, head, body)
+            if link is not None:
+                socket.send_fds(connection, [b"l"], [link])
+        except OSError as error:
             self.close()
-            if attempt == 2:
-                break
-        raise SandboxError("the jailer died twice. Look for its message on the standard error of the service")
+            raise JailerDied(f"the jailer takes no request: {error}") from error
+
+    def answer(self) -> tuple[dict[str, Any], bytes]:
+        """To the request that was begun. Raises SandboxError."""
+        try:
+            answer = frames.receive(self.connection)
+        except (OSError, ValueError) as error:
+            self.close()
+            raise SandboxError(f"the jailer does not answer: {error}") from error
+        if answer is None:
+            self.close()
+            raise JailerDied("the jailer died. Look for its message on the standard error of the service")
+        return answer
+
+    def end(self) -> None:
+        """Have the run that was begun ended at once; its answer comes all the same."""
+        with contextlib.suppress(OSError):
+            frames.send(self.connection, {"end": True})
+
+    @property
+    def connection(self) -> socket.socket:
+        """Readable when the answer has come."""
+        if self._link is None:
+            raise SandboxError("the jailer was asked nothing")
+        return self._link
 
     def _connected(self) -> socket.socket:
         if self._link is not None and self._owner == os.getpid() and self._alive():

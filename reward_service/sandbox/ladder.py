@@ -68,6 +68,7 @@ class Rung:
             "files": [],
             "collect": [],
             "stdin": 0,
+            "link": False,
             **extra,
         }
 

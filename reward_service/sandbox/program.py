@@ -8,8 +8,10 @@ import msgspec
 
 Level = Literal["rlimits", "namespaces", "seccomp", "bubblewrap", "remote"]
 EndKind = Literal[
-    "ok", "exit", "signal", "timeout", "cpu", "memory", "processes", "output", "files", "compile"
+    "ok", "exit", "signal", "timeout", "cpu", "memory", "processes", "output", "files", "compile", "ended"
 ]
+LINK_FD = 3
+"""The descriptor at which each of a pair finds the link to the other."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +58,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: EndKind
     """`ok`: exit status 0. `exit`: another one. `signal`: killed by one. `compile`: it did not compile. Else
-    the limit that ended it (`files`: a file above the size limit)."""
+    the limit that ended it (`files`: a file above the size limit), or `ended`: the program of a pair whose
+    tests had ended."""
     status: int = 0
     """Exit status, or the signal's number for `signal`."""
     stdout: bytes = b""

@@ -1,7 +1,9 @@
 """The highest rung: programs run on another machine, over HTTP and JSON.
 
     POST {url}/v1/sandbox/run     body: a `Program` as JSON, bytes in base64     answer: an `Outcome`
-    GET  {url}/v1/sandbox         answer: {"schema": 1, "level": "seccomp", "guards": [...]}
+    POST {url}/v1/sandbox/pair    body: {"tests": a `Program`, "program": a `Program`}
+                                  answer: the two `Outcome`s in a list
+    GET  {url}/v1/sandbox         answer: {"schema": 2, "level": "seccomp", "guards": [...]}
 
 `Authorization: Bearer TOKEN` where the server asks for it. Status 400: the program is not well formed; 401:
 no token; 409: a compiler is missing; 503: it is busy, or has no sandbox. `reward_service.sandbox.serving`
@@ -25,7 +27,7 @@ from reward_service.sandbox.program import Level, Outcome, Program
 
 T = TypeVar("T")
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_ANSWER_BYTES = 32 << 20
 CONNECT_GRACE_S = 30.0
 """Beyond the program's own limit: compiling it, waiting for a free place."""
@@ -39,6 +41,13 @@ class Offer(msgspec.Struct):
     schema: int
     level: Level
     guards: tuple[str, ...] = ()
+
+
+class Pair(msgspec.Struct):
+    """Body of a request for two programs that are joined."""
+
+    tests: Program
+    program: Program
 
 
 class RemoteSandbox:
@@ -76,7 +85,14 @@ class RemoteSandbox:
         outcome = self._asked(
             "POST", "/v1/sandbox/run", body, program.limits.wall_s + CONNECT_GRACE_S, Outcome
         )
-        return msgspec.structs.replace(outcome, level="remote", guards=(outcome.level, *outcome.guards))
+        return _from_there(outcome)
+
+    def run_pair(self, tests: Program, program: Program) -> tuple[Outcome, Outcome]:
+        """As `Sandbox.run_pair`; both jails are on the server."""
+        body = msgspec.json.encode(Pair(tests, program))
+        longest_s = max(tests.limits.wall_s, program.limits.wall_s) + CONNECT_GRACE_S
+        outcomes = self._asked("POST", "/v1/sandbox/pair", body, longest_s, tuple[Outcome, Outcome])
+        return _from_there(outcomes[0]), _from_there(outcomes[1])
 
     def _asked(self, method: str, path: str, body: bytes | None, timeout_s: float, kind: type[T]) -> T:
         """Runs are repeated after a failure of the way there: a program has no effect beyond its answer."""
@@ -106,6 +122,10 @@ class RemoteSandbox:
 
     def close(self) -> None:
         """Nothing is kept open."""
+
+
+def _from_there(outcome: Outcome) -> Outcome:
+    return msgspec.structs.replace(outcome, level="remote", guards=(outcome.level, *outcome.guards))
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

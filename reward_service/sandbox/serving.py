@@ -15,7 +15,8 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -25,8 +26,10 @@ from starlette.routing import Route
 
 from reward_service.sandbox.box import Sandbox
 from reward_service.sandbox.errors import CompilerMissing, SandboxError
-from reward_service.sandbox.program import Level, Limits, Program
-from reward_service.sandbox.remote import SCHEMA, Offer
+from reward_service.sandbox.program import Level, Limits, Outcome, Program
+from reward_service.sandbox.remote import SCHEMA, Offer, Pair
+
+T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 << 20
 WAIT_S = 20.0
@@ -65,6 +68,7 @@ class SandboxServer:
             routes=[
                 Route("/v1/sandbox", self._describe, methods=["GET"]),
                 Route("/v1/sandbox/run", self._run, methods=["POST"]),
+                Route("/v1/sandbox/pair", self._run_pair, methods=["POST"]),
             ],
             lifespan=self._lifespan,
         )
@@ -89,15 +93,30 @@ class SandboxServer:
         return Response(msgspec.json.encode(self._offer), media_type="application/json")
 
     async def _run(self, request: Request) -> Response:
+        def work(sandbox: Sandbox, program: Program) -> Outcome:
+            return sandbox.run(with_bounds(program))
+
+        return await self._answer(request, Program, work)
+
+    async def _run_pair(self, request: Request) -> Response:
+        def work(sandbox: Sandbox, pair: Pair) -> tuple[Outcome, Outcome]:
+            return sandbox.run_pair(with_bounds(pair.tests), with_bounds(pair.program))
+
+        return await self._answer(request, Pair, work)
+
+    async def _answer(
+        self, request: Request, kind: type[T], work: Callable[[Sandbox, T], Outcome | tuple[Outcome, Outcome]]
+    ) -> Response:
+        """What `work` makes of the body, a `kind`, in the next sandbox that is free."""
         try:
             self._check(request)
-            program = await self._program(request)
+            asked = await self._body(request, kind)
             try:
                 async with asyncio.timeout(WAIT_S):
                     sandbox = await self._free.get()
             except TimeoutError:
                 raise Refusal(503, f"all {self._n} places are taken") from None
-            running = asyncio.ensure_future(asyncio.to_thread(sandbox.run, program))
+            running = asyncio.ensure_future(asyncio.to_thread(work, sandbox, asked))
             # Its place is free when the program has ended, whoever still waits for it.
             running.add_done_callback(lambda _: self._free.put_nowait(sandbox))
             try:
@@ -119,7 +138,7 @@ class SandboxServer:
         ):
             raise Refusal(401, "the token is missing or wrong: Authorization: Bearer TOKEN")
 
-    async def _program(self, request: Request) -> Program:
+    async def _body(self, request: Request, kind: type[T]) -> T:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             # A page in a browser may post other types to loopback unasked; for this one it must ask first.
@@ -130,10 +149,13 @@ class SandboxServer:
             if len(body) > MAX_BODY_BYTES:
                 raise Refusal(413, f"a program of more than {MAX_BODY_BYTES >> 20} MiB")
         try:
-            program = msgspec.json.decode(bytes(body), type=Program)
+            return msgspec.json.decode(bytes(body), type=kind)
         except msgspec.DecodeError as error:
             raise Refusal(400, f"the body is no program: {error}") from error
-        return msgspec.structs.replace(program, limits=bounded(program.limits))
+
+
+def with_bounds(program: Program) -> Program:
+    return msgspec.structs.replace(program, limits=bounded(program.limits))
 
 
 def bounded(limits: Limits) -> Limits:

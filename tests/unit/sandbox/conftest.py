@@ -2,7 +2,6 @@
 
 import os
 
-import psutil
 import pytest
 
 from reward_service.sandbox import Sandbox, SandboxError
@@ -32,15 +31,3 @@ def sandbox(request, secret):
 def best(secret):
     with Sandbox.best() as box:
         yield box
-
-
-def below_us():
-    """Living processes below this one."""
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found.add(process.pid)
-        except psutil.NoSuchProcess:
-            continue
-    return found

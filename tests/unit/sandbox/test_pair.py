@@ -1,0 +1,133 @@
+"""Two programs at once, each in a jail of its own, joined by one link."""
+
+import os
+
+import psutil
+import pytest
+
+from reward_service.sandbox import LINK_FD, Limits, Program, SandboxError
+
+LIMITS = Limits(wall_s=20, cpu_s=10, processes=8)
+OPENING = f"import os, sys, time\nLINK = {LINK_FD}\n"
+HANGS = Limits(wall_s=60, cpu_s=30)
+
+
+def below_us():
+    """Living processes below this one."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def python(source, **options):
+    return Program(source=OPENING + source, **{"limits": LIMITS, **options})
+
+
+ECHO = "while data := os.read(LINK, 1 << 16):\n    os.write(LINK, data.upper())"
+
+
+def test_bytes_go_both_ways_and_the_program_is_ended_with_its_tests(sandbox):
+    asks = "os.write(LINK, b'one')\nprint(os.read(LINK, 100).decode())"
+    tests, program = sandbox.run_pair(python(asks), python(ECHO, limits=HANGS))
+    assert (tests.kind, tests.stdout) == ("ok", b"ONE\n"), tests.describe()
+    assert program.kind == "ended", program.describe()
+    assert program.wall_ms < 30_000
+
+
+def test_tests_read_the_end_of_the_link_when_the_program_ends_and_finish(sandbox):
+    waits = "print(os.read(LINK, 100), os.read(LINK, 100))"
+    for ending, kind in (("os.write(LINK, b'last')", "ok"), ("os.write(LINK, b'last')\nos._exit(3)", "exit")):
+        tests, program = sandbox.run_pair(python(waits), python(ending))
+        assert tests.stdout == b"b'last' b''\n", tests.describe()
+        assert program.kind == kind
+
+
+def test_a_child_that_keeps_the_link_ends_with_its_program(sandbox):
+    leaves = "if os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\nprint('gone')"
+    tests, program = sandbox.run_pair(python("print(os.read(LINK, 1))"), python(leaves))
+    assert (tests.stdout, program.stdout) == (b"b''\n", b"gone\n")
+
+
+def test_each_has_its_own_limits_and_a_hang_of_one_ends_in_time(sandbox):
+    tests, program = sandbox.run_pair(
+        python("print(os.read(LINK, 1))"), python("time.sleep(1000)", limits=Limits(wall_s=0.5))
+    )
+    assert (tests.kind, tests.stdout, program.kind) == ("ok", b"b''\n", "timeout")
+    tests, program = sandbox.run_pair(
+        python("time.sleep(1000)", limits=Limits(wall_s=0.5)), python("time.sleep(1000)", limits=HANGS)
+    )
+    assert (tests.kind, program.kind) == ("timeout", "ended")
+    tests, program = sandbox.run_pair(
+        python("while True: pass", limits=Limits(wall_s=30, cpu_s=0.3)),
+        python("time.sleep(1000)", limits=HANGS),
+    )
+    assert (tests.kind, program.kind) == ("cpu", "ended")
+
+
+def test_the_two_have_no_folder_and_no_file_of_the_other(sandbox):
+    marks = (
+        "open('mark', 'w').write('here')\nos.write(LINK, b'x')\nos.read(LINK, 1)\n"
+        "print(sorted(os.listdir('.')))"
+    )
+    one, other = sandbox.run_pair(
+        python(marks, files={"tests.json": b"{}"}, collect=("mark",)), python(marks, files={"theirs": b"1"})
+    )
+    assert b"theirs" not in one.stdout
+    assert b"tests.json" not in other.stdout
+    assert one.artifacts == {"mark": b"here"}
+
+
+def test_a_link_filled_without_a_reader_ends_at_the_limit(sandbox):
+    fills = "while True: os.write(LINK, bytes(1 << 16))"
+    tests, program = sandbox.run_pair(
+        python("time.sleep(1000)", limits=Limits(wall_s=0.6)), python(fills, limits=HANGS)
+    )
+    assert (tests.kind, program.kind) == ("timeout", "ended")
+
+
+def test_no_other_descriptor_is_open_in_either(sandbox):
+    looks = "print(sorted(int(fd) for fd in os.listdir('/proc/self/fd') if int(fd) < 1 << 16)[:-1])"
+    for outcome in sandbox.run_pair(python(looks), python(looks + "\nos.read(LINK, 1)")):
+        assert outcome.stdout in (b"[0, 1, 2, 3]\n", b""), outcome.describe()
+    assert sandbox.run(python(looks)).stdout == b"[0, 1, 2]\n"
+
+
+def test_pairs_follow_one_another_and_leave_nothing(sandbox):
+    sandbox.run_pair(python(""), python(""))
+    before = below_us(), len(os.listdir("/proc/self/fd"))
+    for n in range(10):
+        tests, _ = sandbox.run_pair(
+            python(f"os.write(LINK, b'n{n}')\nprint(os.read(LINK, 9).decode())"), python(ECHO)
+        )
+        assert tests.stdout == f"N{n}\n".encode(), tests.describe()
+        assert sandbox.run(python(f"print({n})")).stdout == f"{n}\n".encode()
+    assert (below_us(), len(os.listdir("/proc/self/fd"))) == before
+
+
+def test_a_jailer_that_dies_is_started_again_for_a_pair(sandbox):
+    sandbox.run_pair(python(""), python(""))
+    for jailer in (sandbox._jailer, sandbox._partner):
+        jailer._process.kill()
+        jailer._process.wait()
+        tests, _ = sandbox.run_pair(python("os.write(LINK, b'a')\nprint(os.read(LINK, 1))"), python(ECHO))
+        assert tests.stdout == b"b'A'\n"
+
+
+def test_a_pair_that_cannot_be_started_is_an_error_and_leaves_nothing(sandbox):
+    before = below_us()
+    missing = Program(command=("/usr/bin/areal-is-not-here",), limits=LIMITS)
+    for pair in ((missing, python("time.sleep(1000)", limits=HANGS)), (python(ECHO, limits=HANGS), missing)):
+        with pytest.raises(SandboxError, match="areal-is-not-here"):
+            sandbox.run_pair(*pair)
+    assert len(below_us()) <= len(before)
+    assert sandbox.run(python("print(1)")).ok
+
+
+def test_a_language_that_is_compiled_is_refused_in_a_pair(best):
+    with pytest.raises(ValueError, match="c is compiled"):
+        best.run_pair(python(""), Program(source="int main(void) {}", language="c"))
