@@ -115,7 +115,8 @@ def table() -> list[Row]:
                     given = RewardInput(
                         response=fenced(program), ground_truth=truth, data_source=task["task"]
                     )
-                    rows.append(Row(f"{reward}: {name}", reward, given, label, QUICK))
+                    args = QUICK | task.get("args", {})
+                    rows.append(Row(f"{reward}: {name}", reward, given, label, args))
     for name, (response, label) in AROUND.items():
         given = RewardInput(response=response, ground_truth=json.dumps(SUM_TRUTH), data_source=name)
         rows.append(Row("around the program", "code_stdio", given, label, QUICK))

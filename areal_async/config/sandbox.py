@@ -49,6 +49,10 @@ class CodeArguments(SandboxArguments):
     first that fails ends the run."""
     max_cases: int = Field(default=0, ge=0)
     """Run the first so many cases only; 0: all."""
+    live_objects: Literal["allow", "refuse"] = "refuse"
+    """Whether tests may use objects of the program (instances of its classes, closures, endless iterators),
+    which answer for themselves. `refuse`: a task whose tests need them is an error; everything that crosses
+    to the tests is plain data. `allow`: the component `live_objects` says where it was so."""
 
 
 class CodeStdioArguments(CodeArguments):
@@ -73,3 +77,7 @@ class CodeMatrixArguments(SandboxArguments):
     """Weight of how well an episode's tests tell right programs from wrong ones."""
     max_tests: int = Field(default=16, ge=1)
     """Tests taken from one episode."""
+    live_objects: Literal["allow", "refuse"] = "refuse"
+    """Whether tests may use objects of the program (instances of its classes, closures, endless iterators),
+    which answer for themselves. `refuse`: a task whose tests need them is an error; everything that crosses
+    to the tests is plain data. `allow`: the component `live_objects` says where it was so."""

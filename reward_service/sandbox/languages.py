@@ -16,6 +16,9 @@ from reward_service.sandbox.program import Limits
 COMPILE_LIMITS = Limits(
     wall_s=40.0, cpu_s=30.0, memory_mb=1536, address_space=False, processes=64, open_files=512, output_kb=64
 )
+HARNESS_PYTHON = "harness-python"
+"""The interpreter of Python programs for our own `sandbox.harness`: it imports nothing from the folder of the
+run, and runs nothing of what is installed beside it before it begins."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,9 @@ def language(name: str, *, for_others: bool = False) -> Language:
     """`for_others`: to be run by a user who may read what everyone may. Raises CompilerMissing, which says
     what to install."""
     found = ALIASES.get(name.lower(), name.lower())
+    if found == HARNESS_PYTHON:
+        python = _python(for_others)
+        return replace(python, run=(python.run[0], "-I", "-S", "-B", python.source))
     if found not in LANGUAGES:
         raise CompilerMissing(f"{name!r} is no language of the sandbox: it knows {', '.join(LANGUAGES)}")
     if found == "python":

@@ -1,23 +1,33 @@
 """Ground truths of code tasks, in the forms that data sets have them, read into one.
 
-    {"inputs": ["1 2\\n", …], "outputs": ["3\\n", …]}                     standard input and output {"inputs":
-    [[1, 2], …], "outputs": [3, …], "fn_name": "add"}          arguments and result of a function [{"input":
-    "1 2\\n", "output": "3\\n"}, …]                              the first, case by case ["assert add(1, 2) ==
-    3", …] or one text of such lines                assertions {"test": "def check(candidate): …",
-    "entry_point": "add"}             a function that checks {"test_list": [...], "test_setup_code": "…"}
-    assertions, and what goes before them
+    {"inputs": ["1 2\\n", …], "outputs": ["3\\n", …]}                     standard input and output
+    {"inputs": [[1, 2], …], "outputs": [3, …], "fn_name": "add"}          arguments and result of a function
+    [{"input": "1 2\\n", "output": "3\\n"}, …]                              the first, case by case
+    ["assert add(1, 2) == 3", …] or one text of such lines                assertions
+    {"test_list": [...], "test_setup_code": "…", "test_imports": [...]}   assertions and what goes before
+    {"test": "def check(candidate): …", "entry_point": "add"}             a function that checks
 
-Each may also be a text that holds it as JSON.
+Each may also be a text that holds it as JSON. `entry_point` may stand beside any tests that are code: what
+the program is to define, `add` or `Solution().add`. `reward_service.verifiers.entry_points` says what tests
+take from the program where it is not given.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+
+from reward_service.verifiers.entry_points import names_of, needs_live_objects
+
+ENTRY_POINT = re.compile(r"(Solution\(\)\.)?[A-Za-z_]\w*")
+CANDIDATE = "__candidate__"
+"""The entry point, as the function that checks is handed it."""
+INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 class StdioCase(msgspec.Struct, frozen=True):
@@ -31,6 +41,8 @@ class CallCase(msgspec.Struct, frozen=True):
     function: str
     args: list[Any]
     expected: Any
+    wrapped: bool = False
+    """Whether each result of the task stands in a list of its own."""
 
 
 class CodeCase(msgspec.Struct, frozen=True):
@@ -45,6 +57,10 @@ class Cases(msgspec.Struct, frozen=True):
     codes: list[CodeCase] = []
     setup: list[str] = []
     """Code before the first of `codes`."""
+    entries: dict[str, str] = {}
+    """Name in `codes` and `setup` → entry point of the program."""
+    live: bool = False
+    """Whether `codes` cannot do without objects of the program."""
 
     def __len__(self) -> int:
         return len(self.stdio) + len(self.calls) + len(self.codes)
@@ -53,7 +69,7 @@ class Cases(msgspec.Struct, frozen=True):
         """At most `n` cases of each form; all for 0."""
         if not n:
             return self
-        return Cases(self.stdio[:n], self.calls[:n], self.codes[:n], self.setup)
+        return msgspec.structs.replace(self, stdio=self.stdio[:n], calls=self.calls[:n], codes=self.codes[:n])
 
 
 def read_cases(truth: Any) -> Cases:
@@ -72,7 +88,7 @@ def read_cases(truth: Any) -> Cases:
     if "inputs" in truth and "outputs" in truth:
         return _of_columns(truth)
     if "test_list" in truth:
-        return code_cases(list(truth["test_list"]), str(truth.get("test_setup_code") or ""))
+        return _of_checks(truth, truth["test_list"])
     for key in ("test", "tests", "functional"):
         if key in truth:
             return _of_checks(truth, truth[key])
@@ -99,30 +115,43 @@ def _of_columns(truth: dict[str, Any]) -> Cases:
         raise ValueError("`inputs` is empty: there is nothing to test with")
     pairs = zip(inputs, outputs, strict=True)
     if name:
-        return Cases(calls=[CallCase(str(name), _arguments(one), _result(two)) for one, two in pairs])
+        expected = [_typed(_result(one)) for one in outputs]
+        wrapped = all(isinstance(one, list) and len(one) == 1 for one in expected)
+        arguments = [_typed(_arguments(one)) for one in inputs]
+        calls = zip(arguments, expected, strict=True)
+        return Cases(calls=[CallCase(_entry_point(name), one, two, wrapped) for one, two in calls])
     return Cases(stdio=[StdioCase(_text(one), _text(two)) for one, two in pairs])
 
 
 def _of_checks(truth: dict[str, Any], tests: Any) -> Cases:
-    texts = [tests] if isinstance(tests, str) else list(tests)
+    texts = [tests] if isinstance(tests, str) else [str(one) for one in tests]
+    imports = truth.get("test_imports") or []
+    before = [*([imports] if isinstance(imports, str) else imports), truth.get("test_setup_code") or ""]
+    setup = "\n".join(map(str, before))
     entry = truth.get("entry_point")
-    if entry:
-        if not str(entry).isidentifier():
-            raise ValueError(f"`entry_point` {entry!r:.40} is no name of a function")
-        return Cases(codes=[CodeCase(f"{text}\ncheck({entry})") for text in texts])
-    return code_cases(texts)
+    return code_cases(texts, setup, _entry_point(entry) if entry else "")
 
 
-def code_cases(texts: list[str], setup: str = "") -> Cases:
+def _entry_point(name: Any) -> str:
+    if not isinstance(name, str) or not ENTRY_POINT.fullmatch(name):
+        raise ValueError(f"the entry point {name!r:.40} is no name of a function, nor Solution().NAME")
+    return name
+
+
+def code_cases(texts: list[str], setup: str = "", entry_point: str = "") -> Cases:
     """Every assertion and every function `test…` at the top is a case; what stands between goes before all of
-    them. A text with neither is one case. Raises ValueError for what is not Python."""
+    them. A text that defines `check` is one case, and so is one with none of these. Raises ValueError for
+    what is not Python, for tests that run nothing of the program, and for names that nobody defines."""
     before = [setup] if setup.strip() else []
     codes: list[CodeCase] = []
     for text in texts:
         try:
             body = ast.parse(text).body
-        except (SyntaxError, ValueError, RecursionError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ValueError(f"the tests are not Python: {error}") from error
+        if entry_point and any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body):
+            codes.append(CodeCase(f"{text}\ncheck({CANDIDATE})"))
+            continue
         own: list[CodeCase] = []
         others: list[str] = []
         for node in body:
@@ -135,11 +164,55 @@ def code_cases(texts: list[str], setup: str = "") -> Cases:
         if own:
             codes += own
             before += others
-        elif others:
+        elif not all(isinstance(node, DEFINITIONS) for node in body):
             codes.append(CodeCase(text))
+        else:
+            before += others
     if not codes:
-        raise ValueError("the tests hold nothing to run")
-    return Cases(codes=codes, setup=before)
+        raise ValueError("the tests hold nothing to run: no assertion, function test…() or check(candidate)")
+    return _with_names(codes, before, entry_point)
+
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+
+def _with_names(codes: list[CodeCase], setup: list[str], entry_point: str) -> Cases:
+    texts = [*setup, *(case.code for case in codes)]
+    declared = entry_point.partition("(")[0]
+    checked = any(case.code.endswith(f"check({CANDIDATE})") for case in codes)
+    try:
+        # Handed to `check`, the entry point needs no name there: a builtin of that name stays Python's.
+        names = names_of(texts, "" if checked else declared)
+        taken = [declared] if entry_point else names.free
+        unknown = [name for name in names.free if name not in taken]
+        if unknown and not names.star:
+            raise ValueError(
+                f"the tests use {unknown[0]!r}, which they do not define and which is not the entry point "
+                f"{entry_point!r}: define it in the tests or in `test_setup_code`"
+            )
+        entries = {name: name for name in taken if name in names.free}
+        if checked:
+            entries[CANDIDATE] = entry_point
+        if not entries:
+            raise ValueError(
+                "the tests use nothing of the program: every name in them is their own, Python's or a "
+                "library's. Give the function's name as `entry_point`"
+            )
+        live = needs_live_objects(texts, entries)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"the tests are not Python: {error}") from error
+    return Cases(codes=codes, setup=[*names.imports, *setup], entries=entries, live=live)
+
+
+def _typed(value: Any) -> Any:
+    """JSON has only texts for keys: where all keys of a dictionary are integers as Python writes them, they
+    are integers, in arguments and results alike."""
+    if isinstance(value, list):
+        return [_typed(one) for one in value]
+    if isinstance(value, dict):
+        integers = all(INTEGER.fullmatch(str(key)) for key in value)
+        return {int(key) if integers else key: _typed(one) for key, one in value.items()}
+    return value
 
 
 def _text(value: Any) -> str:

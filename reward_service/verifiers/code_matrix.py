@@ -65,9 +65,9 @@ def _scores(
 ) -> list[Score]:
     level = runner(settings).level
     deadline_s = time.monotonic() + settings.budget_s
-    programs, tests = zip(*(split(one.response, max_tests) for one in given), strict=True)
+    programs, tests = zip(*(split(one.response, max_tests, settings) for one in given), strict=True)
     truths = [one.ground_truth for one in given]
-    task = read_cases(truths[0]) if truths and truths[0] is not None else None
+    task = code_stdio.readable(read_cases(truths[0]), settings) if truths and truths[0] is not None else None
     out_of_time = False
 
     def passes(program: str | None, cases: Cases | None) -> bool:
@@ -122,7 +122,7 @@ def judged(
     return shares, [share > 0 and share >= middle for share in shares]
 
 
-def split(response: str, max_tests: int) -> tuple[str | None, Cases | None]:
+def split(response: str, max_tests: int, settings: Settings) -> tuple[str | None, Cases | None]:
     """The program and the tests of a response."""
     found = [block for block in blocks(response) if block.text.strip()]
     named = next((block for block in reversed(found) if TESTS_FENCE.match(block.language)), None)
@@ -130,13 +130,13 @@ def split(response: str, max_tests: int) -> tuple[str | None, Cases | None]:
     program = rest[0].text if rest else None
     if named is None and len(rest) > 1:
         named = rest[-1]
-    return program, _readable(named, max_tests)
+    return program, _readable(named, max_tests, settings)
 
 
-def _readable(block: Block | None, max_tests: int) -> Cases | None:
+def _readable(block: Block | None, max_tests: int, settings: Settings) -> Cases | None:
     if block is None:
         return None
     try:
-        return code_cases([block.text]).first(max_tests)
+        return code_stdio.readable(code_cases([block.text]), settings).first(max_tests)
     except ValueError:
         return None

@@ -8,7 +8,7 @@ from areal_async.observe.log import get_logger
 from areal_async.wire.verdicts import Failure
 from reward_service.sandbox import CompilerMissing, SandboxError
 from reward_service.sdk import Abstain, RewardInput, Score, reward
-from reward_service.verifiers.cases import read_cases
+from reward_service.verifiers.cases import Cases, read_cases
 from reward_service.verifiers.fences import program_of
 from reward_service.verifiers.run_cases import Result, Settings, run_cases, runner
 
@@ -29,6 +29,7 @@ LANGUAGES_OF_FENCES = {
     "node": "javascript",
     "java": "java",
 }
+COMPONENTS = ("extracted", "compiled", "passed", "out_of_time", "live_objects")
 
 
 @reward
@@ -38,7 +39,8 @@ def code_stdio(given: RewardInput, **arguments: Any) -> Score | Abstain | Failur
     function tests).
 
     A response without a program, one that does not compile, crashes or passes a limit is a wrong answer: 0.
-    Components: `extracted`, `compiled`, `passed` (share of the cases), `out_of_time`. A task without ground
+    Components: `extracted`, `compiled`, `passed` (share of the cases), `out_of_time`, `live_objects` (1 where
+    tests were answered by objects of the program). A task without ground
     truth is not judged. What is not the model's fault is an error, never 0: a ground truth that cannot be
     read raises ValueError; without a sandbox or a compiler the verdict is an error of kind `sandbox` or
     `compile`."""
@@ -56,10 +58,10 @@ def preload(**arguments: Any) -> None:
 def judged(given: RewardInput, settings: Settings) -> Score | Abstain | Failure:
     if given.ground_truth is None:
         return Abstain("the task has no ground truth")
-    cases = read_cases(given.ground_truth).first(settings.max_cases)
+    cases = readable(read_cases(given.ground_truth), settings).first(settings.max_cases)
     block = program_of(given.response, extract=settings.extract)
     if block is None:
-        return Score(0.0, {"extracted": 0.0, "compiled": 0.0, "passed": 0.0, "out_of_time": 0.0})
+        return Score(0.0, dict.fromkeys(COMPONENTS, 0.0))
     language = settings.language
     if language == "auto":
         language = LANGUAGES_OF_FENCES.get(block.language, "python")
@@ -69,12 +71,24 @@ def judged(given: RewardInput, settings: Settings) -> Score | Abstain | Failure:
         return Failure(error.verdict_kind, str(error))
 
 
+def readable(cases: Cases, settings: Settings) -> Cases:
+    """Raises ValueError for tests that need objects of the program where the job refuses them."""
+    if cases.live and settings.live_objects == "refuse":
+        raise ValueError(
+            "the tests use objects of the program (attributes, calls or items of what it returns), which "
+            "could answer for themselves. Set `live_objects: allow` among the reward's arguments, or write "
+            "tests that compare plain data"
+        )
+    return cases
+
+
 def as_score(result: Result, settings: Settings) -> Score:
     components = {
         "extracted": 1.0,
         "compiled": float(result.compiled),
         "passed": result.share,
         "out_of_time": float(result.out_of_time),
+        "live_objects": float(result.live),
     }
     value = result.share if settings.partial else float(all(result.passed))
     return Score(value, components, sandbox=result.level)

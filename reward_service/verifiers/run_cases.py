@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from reward_service.sandbox import Limits, Outcome, Program, Sandbox, SandboxError, harness
+from reward_service.sandbox import Limits, Outcome, Program, Sandbox, SandboxError
+from reward_service.sandbox.harness import START, files_of
+from reward_service.sandbox.harness.plain import encode
+from reward_service.sandbox.languages import HARNESS_PYTHON
 from reward_service.sandbox.program import Level
 from reward_service.sandbox.remote import RemoteSandbox
-from reward_service.verifiers.cases import Cases, StdioCase
-from reward_service.verifiers.same import same_output, same_value
+from reward_service.verifiers.cases import CallCase, Cases, StdioCase
+from reward_service.verifiers.entry_points import marked
+from reward_service.verifiers.same import same_output
 
-HARNESS = Path(harness.__file__).read_bytes()
 LEAST_RUN_S = 0.05
 """A run with less time than this left is not begun."""
 
@@ -40,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True):
     language: str = "python"
     compare: str = "tokens"
     tolerance: float = 1e-6
+    live_objects: str = "refuse"
 
     def limits(self, left_s: float) -> Limits:
         return Limits(
@@ -59,6 +63,8 @@ class Result(msgspec.Struct):
     out_of_time: bool = False
     """Whether the budget ended before the cases did."""
     level: str = ""
+    live: bool = False
+    """Whether the tests were answered by objects of the program: the weaker form."""
     why: str = ""
     """How the first case that failed did."""
 
@@ -135,51 +141,67 @@ def _stdio_case(
 def _harness(
     sandbox: Runner, source: str, cases: Cases, settings: Settings, left_s: float, result: Result
 ) -> None:
-    """Function tests: one run for all of them, the results compared out here."""
-    tests: list[dict[str, Any]] = [{"call": case.function, "args": case.args} for case in cases.calls]
-    tests += [{"code": case.code} for case in cases.codes]
-    task = {"tests": tests, "setup": cases.setup}
-    outcome = sandbox.run(
+    """Function tests: one run for all of them, the tests in a jail of their own."""
+    tests = [_call(case) for case in cases.calls] + [{"code": _marked(one.code)} for one in cases.codes]
+    task = {
+        "entries": cases.entries,
+        "setup": [_marked(text) for text in cases.setup],
+        "tests": tests,
+        "live": cases.live and settings.live_objects == "allow",
+        "tolerance": settings.tolerance,
+    }
+    limits = settings.limits(left_s)
+    examined, program = sandbox.run_pair(
         Program(
-            source="import runpy; runpy.run_path('harness.py', run_name='__main__')",
-            files={"solution.py": source.encode("utf-8", "replace"), "harness.py": HARNESS},
+            source=START.format(side="examiner"),
+            language=HARNESS_PYTHON,
+            files=files_of("examiner"),
             stdin=json.dumps(task).encode(),
-            limits=settings.limits(left_s),
-        )
+            limits=limits,
+        ),
+        Program(
+            source=START.format(side="candidate"),
+            language=HARNESS_PYTHON,
+            files={"solution.py": source.encode("utf-8", "replace"), **files_of("candidate")},
+            limits=limits,
+        ),
     )
-    lines = answers(outcome)
+    lines = answers(examined)
+    # Tests that have called nothing of the program say nothing about it.
+    asked = any(line.get("asked") is True for line in lines)
+    ended = program if program.kind not in ("ok", "ended") else examined
     for index in range(len(tests)):
-        line = lines[index] if index < len(lines) else {"why": outcome.describe()}
-        if index < len(cases.calls) and "value" in line:
-            right = _right(line["value"], cases.calls[index].expected, settings.tolerance)
-        else:
-            right = line.get("passed") is True
+        line = lines[index] if index < len(lines) else {"why": ended.describe()}
+        right = line.get("passed") is True and asked
         result.passed.append(right)
+        result.live = result.live or line.get("live") is True
         if not right and not result.why:
-            result.why = str(line.get("why", "wrong result"))
+            result.why = str(line.get("why") or "the tests did not call the program")
 
 
-def _right(encoded: Any, expected: Any, tolerance: float) -> bool:
-    """Some data sets put a result into a list of its own."""
+_marked = functools.lru_cache(maxsize=256)(marked)
+
+
+def _call(case: CallCase) -> dict[str, Any]:
+    """Raises ValueError for arguments or a result that cannot be handed over."""
     try:
-        value = harness.decode(encoded, _no_reference)
-    except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError):
-        return False
-    wrapped = isinstance(expected, list) and len(expected) == 1 and same_value(value, expected[0], tolerance)
-    return wrapped or same_value(value, expected, tolerance)
+        encoded = {name: encode(getattr(case, name), _nothing) for name in ("args", "expected")}
+    except TypeError as error:
+        raise ValueError(f"a case of {case.function!r} cannot be handed over: {error}") from error
+    return {"call": case.function, **encoded, "wrapped": case.wrapped}
 
 
-def _no_reference(kind: str, _content: Any) -> Any:
-    raise ValueError(f"{kind!r} is no plain value")
+def _nothing(_value: Any, _last: bool) -> None:
+    """JSON holds no references."""
 
 
 def answers(outcome: Outcome) -> list[dict[str, Any]]:
-    """The harness's lines, as far as they are whole."""
+    """The lines of the tests' side, as far as they are whole."""
     found = []
     for line in outcome.stdout.splitlines():
         try:
             one = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         if not isinstance(one, dict):
             break

@@ -1,0 +1,277 @@
+"""Plain data, its one encoding, and the messages of the link.
+
+The encoding is closed: null, truth values, integers, floats and texts are those of JSON; everything else is a
+list that begins with its kind, such as `["tuple", 1, 2]` or `["dict", "key", 1]`. Decoding makes values of
+exactly the types listed here, or raises `Malformed`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from typing import Any
+
+MAX_DEPTH = 100
+MAX_MESSAGE_BYTES = 16 << 20
+MAX_INT_BITS = 1 << 22
+MAX_ITEMS = 100_000
+"""Of an iterator, which crosses as what it yields."""
+DIGITS_BITS = 13_000
+"""Integers up to this size are written in digits, larger ones in hexadecimal: Python refuses long digits."""
+PLAIN_TYPES = ("bool", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple")
+"""Types that cross by their names."""
+
+
+class Unplain(TypeError):
+    """A value that is no plain data."""
+
+
+class Malformed(ValueError):
+    """What came over the link is no encoding of plain data."""
+
+
+def encode(value: Any, refer: Callable[[Any, bool], Any], depth: int = 0) -> Any:
+    """`value` as JSON holds it. An instance of a class that derives from a plain type is asked nothing: the
+    plain type's own methods read it.
+
+    `refer(value, last)` may return an encoding of its own, a reference, or None. It is asked about everything
+    whose class is none of Python's common plain types before its content is looked at, and once more, with
+    `last`, about what has turned out to be no plain data. Raises Unplain where it has no answer then."""
+    if value is None or value is True or value is False:
+        return value
+    kind = type(value)
+    if kind is str:
+        return value
+    if kind is int and int.bit_length(value) < DIGITS_BITS:
+        return value
+    if kind is float:
+        return value
+    if depth > MAX_DEPTH:
+        raise Unplain("a value is nested too deeply, or holds itself")
+
+    def items(iterable: Iterable[Any]) -> list[Any]:
+        return [encode(one, refer, depth + 1) for one in iterable]
+
+    if kind not in EXACT:
+        reference = refer(value, False)
+        if reference is not None:
+            return reference
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return _integer(int.__int__(value))
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, bytes):
+        return ["bytes", bytes.hex(value)]
+    if isinstance(value, bytearray):
+        return ["bytearray", bytearray.hex(value)]
+    for name in ("list", "tuple", "set", "frozenset"):
+        base: Any = getattr(builtins, name)
+        if isinstance(value, base):
+            return [name, *items(base.__iter__(value))]
+    if isinstance(value, dict):
+        name = next(
+            (name for name in ("OrderedDict", "Counter") if isinstance(value, _of("collections", name))),
+            "dict",
+        )
+        return [name, *items(part for pair in dict.items(value) for part in pair)]
+    rarer = _rarer(value, items) or refer(value, True)
+    if rarer is None:
+        raise Unplain(f"a {kind.__name__} is no plain data")
+    return rarer
+
+
+def _integer(value: int) -> Any:
+    if value.bit_length() > MAX_INT_BITS:
+        raise Unplain("an integer is too large")
+    return value if value.bit_length() < DIGITS_BITS else ["int", hex(value)]
+
+
+def _rarer(value: Any, items: Callable[[Iterable[Any]], list[Any]]) -> list[Any] | None:
+    kind = type(value)
+    if kind is complex:
+        return ["complex", value.real, value.imag]
+    if kind is range:
+        return ["range", *map(_integer, (value.start, value.stop, value.step))]
+    if kind is type and value.__name__ in PLAIN_TYPES and getattr(builtins, value.__name__) is value:
+        return ["type", value.__name__]
+    for name in VIEWS:
+        if kind is type(getattr({}, name)()):
+            return (
+                [name, *items(part for pair in value for part in pair)]
+                if name == "items"
+                else [name, *items(value)]
+            )
+    if isinstance(value, _of("collections", "deque")):
+        return ["deque", *items(_of("collections", "deque").__iter__(value))]
+    if kind is _of("decimal", "Decimal"):
+        return ["Decimal", str(value)]
+    if kind is _of("fractions", "Fraction"):
+        return ["Fraction", _integer(value.numerator), _integer(value.denominator)]
+    for name in DATES:
+        if kind is _of("datetime", name):
+            return [name, value.isoformat()]
+    if kind is _of("datetime", "timedelta"):
+        return ["timedelta", value.days, value.seconds, value.microseconds]
+    if hasattr(kind, "__next__"):
+        return ["iterator", *items(drained(value))]
+    return None
+
+
+def drained(iterator: Iterator[Any]) -> list[Any]:
+    """What an iterator yields until its end. Raises Unplain for one that has none in sight."""
+    found = []
+    for one in iterator:
+        found.append(one)
+        if len(found) > MAX_ITEMS:
+            raise Unplain(f"an iterator has not ended after {MAX_ITEMS} items")
+    return found
+
+
+def _of(module: str, name: str) -> Any:
+    """A type of a module that is loaded; nothing is an instance of a type that is not."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+VIEWS = ("keys", "values", "items")
+DATES = ("datetime", "date", "time")
+SCALARS = {type(None), bool, int, float, str}
+EXACT = {int, bytes, bytearray, list, tuple, set, frozenset, dict, complex, range}
+
+
+def decode(data: Any, refer: Callable[[str, list[Any]], Any], depth: int = 0) -> Any:
+    """The value of an encoding. `refer` makes what the kinds of references stand for, and raises Malformed
+    for what is none. Raises Malformed."""
+    if type(data) in SCALARS:
+        return data
+    if depth > MAX_DEPTH + 1 or not isinstance(data, list) or not data or not isinstance(data[0], str):
+        raise Malformed("no encoding of plain data")
+    kind, content = data[0], data[1:]
+    if kind in RAW:
+        try:
+            return RAW[kind](*content)
+        except Exception as error:
+            raise Malformed(f"no {kind}") from error
+    if kind not in GATHERED:
+        return refer(kind, content)
+    values = [decode(one, refer, depth + 1) for one in content]
+    try:
+        return GATHERED[kind](values)
+    except Exception as error:
+        raise Malformed(f"no {kind}") from error
+
+
+def _library(module: str, name: str) -> Any:
+    return getattr(__import__(module), name)
+
+
+def _pairs(values: list[Any]) -> dict[Any, Any]:
+    return dict(zip(values[::2], values[1::2], strict=True))
+
+
+def _date(kind: str) -> Callable[[str], Any]:
+    return lambda text: _library("datetime", kind).fromisoformat(text)
+
+
+def _plain_type(name: str) -> Any:
+    if name not in PLAIN_TYPES:
+        raise Malformed("no type that crosses")
+    return getattr(builtins, name)
+
+
+def _decimal(text: str) -> Any:
+    if not isinstance(text, str):
+        raise Malformed("no Decimal")
+    return _library("decimal", "Decimal")(text)
+
+
+RAW: dict[str, Callable[..., Any]] = {
+    "int": lambda text: int(text, 16),
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "complex": lambda real, imag: complex(float(real), float(imag)),
+    "range": range,
+    "type": _plain_type,
+    "Decimal": _decimal,
+    "Fraction": lambda over, under: _library("fractions", "Fraction")(int(over), int(under)),
+    "timedelta": lambda *parts: _library("datetime", "timedelta")(*map(int, parts)),
+    **{name: _date(name) for name in DATES},
+}
+GATHERED: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": _pairs,
+    "deque": lambda values: _library("collections", "deque")(values),
+    "OrderedDict": lambda values: _library("collections", "OrderedDict")(_pairs(values)),
+    "Counter": lambda values: _library("collections", "Counter")(_pairs(values)),
+    "iterator": iter,
+    "keys": lambda values: dict.fromkeys(values).keys(),
+    "values": lambda values: dict(enumerate(values)).values(),
+    "items": lambda values: _pairs(values).items(),
+}
+
+
+class LinkEnded(EOFError):
+    """The other side has closed the link, or sent what is no message."""
+
+
+class Link:
+    """Messages over a stream of bytes: each is JSON behind its length in four bytes."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def send(self, message: Any) -> None:
+        """Raises Unplain for a message that is too long, LinkEnded."""
+        data = json.dumps(message, separators=(",", ":")).encode()
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise Unplain("a value is too large")
+        left = memoryview(len(data).to_bytes(4, "big") + data)
+        try:
+            while left:
+                left = left[os.write(self._fd, left) :]
+        except OSError as error:
+            raise LinkEnded from error
+
+    def receive(self) -> dict[str, Any]:
+        """Raises LinkEnded."""
+        size = int.from_bytes(self._read(4), "big")
+        if size > MAX_MESSAGE_BYTES:
+            raise LinkEnded("a message is too long")
+        data = self._read(size)
+        try:
+            message = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise LinkEnded("what came is no message") from error
+        if not isinstance(message, dict):
+            raise LinkEnded("what came is no message")
+        return message
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            try:
+                part = os.read(self._fd, min(size - len(data), 1 << 20))
+            except OSError as error:
+                raise LinkEnded from error
+            if not part:
+                raise LinkEnded("the other side has ended")
+            data += part
+        return bytes(data)
+
+
+def installed_packages() -> list[str]:
+    """Folders of the interpreter's own packages. Interpreters of the harness start without `site`, which
+    would run what lies in them."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    found = (f"{sys.prefix}/lib/{version}/site-packages", f"{sys.prefix}/lib/python3/dist-packages")
+    return [folder for folder in found if os.path.isdir(folder)]
