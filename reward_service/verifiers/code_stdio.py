@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from areal_async.observe.log import get_logger
@@ -61,14 +62,32 @@ def judged(given: RewardInput, settings: Settings) -> Score | Abstain | Failure:
     cases = readable(read_cases(given.ground_truth), settings).first(settings.max_cases)
     block = program_of(given.response, extract=settings.extract)
     if block is None:
-        return Score(0.0, dict.fromkeys(COMPONENTS, 0.0))
+        return no_score()
     language = settings.language
     if language == "auto":
         language = LANGUAGES_OF_FENCES.get(block.language, "python")
+    chosen = settings.language == "auto"
+    if chosen and language != "python" and (cases.calls or cases.codes):
+        return no_score(extracted=1.0)  # tests of functions are in Python, whatever the model prefers
     try:
         return as_score(run_cases(block.text, language, cases, settings), settings)
-    except (SandboxError, CompilerMissing) as error:
+    except CompilerMissing as error:
+        if chosen:
+            _warn_of_missing(str(error))
+            return no_score(extracted=1.0)
         return Failure(error.verdict_kind, str(error))
+    except SandboxError as error:
+        return Failure(error.verdict_kind, str(error))
+
+
+@functools.cache
+def _warn_of_missing(why: str) -> None:
+    log.warning("a program in a language that is not installed counts as wrong", why=why)
+
+
+def no_score(**components: float) -> Score:
+    """0, for a program that was not run."""
+    return Score(0.0, dict.fromkeys(COMPONENTS, 0.0) | components)
 
 
 def readable(cases: Cases, settings: Settings) -> Cases:

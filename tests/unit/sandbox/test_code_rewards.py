@@ -20,7 +20,7 @@ from reward_service.verifiers.code_stdio import code_stdio
 from reward_service.verifiers.code_tests import code_tests
 from reward_service.verifiers.fences import blocks, program_of
 from reward_service.verifiers.run_cases import Settings, answers, run_cases
-from reward_service.verifiers.same import same_output, same_value
+from reward_service.verifiers.same import same_output
 
 SUM = "a, b = map(int, input().split())\nprint(a + b)"
 TRUTH = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
@@ -72,44 +72,6 @@ def test_arguments_of_the_config_are_those_that_the_rewards_take():
         assert function(fenced(""), **arguments).value == 0
 
 
-EQUAL = "    def __eq__(self, other): return True\ndef f(x): return Yes()"
-PASSED = '{"passed": true}\\n'
-TRICKS = {
-    "equal to everything": f"class Yes:\n{EQUAL}",
-    "a number equal to everything": f"class Yes(int):\n{EQUAL}",
-    "prints that it passed": f"print('{PASSED}')\ndef f(x): return 0",
-    "ends at once with status 0": "import os\nos._exit(0)",
-    "ends when called": "import os\ndef f(x): os._exit(0)",
-    "kills the driver": "import os, signal\ndef f(x): os.kill(os.getppid(), signal.SIGKILL)",
-    "writes to the driver's output": (
-        f"import os\ndef f(x):\n    for fd in range(3, 64):\n        try: os.write(fd, b'{PASSED}')\n"
-        "        except OSError: pass\n    return 0"
-    ),
-    "opens the driver's output": (
-        "import os\ndef f(x):\n    with open(f'/proc/{os.getppid()}/fd/50', 'w') as file:\n"
-        f"        file.write('{PASSED}')\n    return 0"
-    ),
-    "reads the driver's tests": (
-        "import os\ndef f(x):\n    tests = open(f'/proc/{os.getppid()}/fd/0').read()\n"
-        "    return int(tests.split('== ')[1][:2])"
-    ),
-    "changes the words of Python": (
-        "import builtins\nbuiltins.AssertionError = builtins.Exception = OSError\ndef f(x): return 0"
-    ),
-    "rewrites the harness": (
-        "open('harness.py', 'w').write('print(1)')\nimport sys\n"
-        "sys.modules['json'] = None\ndef f(x): return 0"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TRICKS)
-def test_a_program_cannot_say_that_it_passed(name):
-    for truth in (["assert f(3) == 27"], {"fn_name": "f", "inputs": [[3]], "outputs": [27]}):
-        assert code_tests(fenced(TRICKS[name], truth)).value == 0
-    assert code_tests(fenced("def f(x): return 27", ["assert f(3) == 27"])).value == 1
-
-
 FORMS = [
     TRUTH,
     json.dumps(TRUTH),
@@ -143,6 +105,9 @@ def test_assertions_are_cases_and_the_rest_goes_before_them():
         {"inputs": ["1"], "outputs": []},
         {"inputs": [], "outputs": []},
         {"test": "x", "entry_point": "import os"},
+        {"test": "import unittest\nclass T(unittest.TestCase): pass", "entry_point": "f"},
+        ["assert sum(10, 15) == 6"],
+        {"test_list": ["assert f(1) == g(1)"], "entry_point": "f"},
         "not python (",
         "",
         {"inputs": ["not json"], "outputs": ["1"], "fn_name": "f"},
@@ -196,27 +161,6 @@ def test_outputs_are_compared_as_asked(got, expected, compare, same):
     assert same_output(got, expected, compare=compare, tolerance=1e-6) == same
 
 
-@pytest.mark.parametrize(
-    ("got", "expected", "same"),
-    [
-        ((1, 2), [1, 2], True),
-        ({1, 2}, [2, 1], True),
-        ({1: "a"}, {"1": "a"}, True),
-        (True, 1, False),
-        (1, 1.0, True),
-        (0.1 + 0.2, 0.3, True),
-        (10**400, 1.5, False),
-        (10**20, 10**20 + 1, False),
-        ("1", 1, False),
-        (None, None, True),
-        ([[]], [], False),
-        ({"a": [1.0]}, {"a": [1]}, True),
-    ],
-)
-def test_results_are_compared_by_content(got, expected, same):
-    assert same_value(got, expected, 1e-6) == same
-
-
 def both(program, tests):
     truth = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
     return RewardInput(response=f"```python\n{program}\n```\n```tests\n{tests}\n```", ground_truth=truth)
@@ -242,11 +186,11 @@ def test_without_tests_of_the_task_the_others_tests_judge():
 
 
 def test_programs_and_tests_of_a_response():
-    program, tests = split("```python\np\n```\n```python\nassert f()\n```", 16)
+    program, tests = split("```python\np\n```\n```python\nassert f()\n```", 16, Settings())
     assert program == "p\n"
     assert tests.codes == [CodeCase("assert f()")]
-    assert split("```tests\nassert f()\n```\n```python\np\n```", 16)[0] == "p\n"
-    assert split("nothing", 16) == (None, None)
+    assert split("```tests\nassert f()\n```\n```python\np\n```", 16, Settings())[0] == "p\n"
+    assert split("nothing", 16, Settings()) == (None, None)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::SyntaxWarning")
@@ -259,7 +203,7 @@ def test_fuzzed_responses_and_answers_crash_nothing():
         text = "".join(rng.choices(pieces, k=rng.randint(0, 25)))
         for extract in ("fence", "whole"):
             program_of(text, extract=extract)
-        split(text, 4)
+        split(text, 4, Settings())
         output = text.encode("utf-8", "replace")
         for compare in ("tokens", "lines", "exact"):
             same_output(output, text[::-1], compare=compare, tolerance=1e-6)
