@@ -133,7 +133,10 @@ class Keeper:
                 self._end("files")
 
     def _told(self) -> bool:
-        message = frames.receive(self._control)
+        try:
+            message = frames.receive(self._control)
+        except ConnectionResetError:
+            return False  # it was killed before it had read all that it was told
         if message is None:
             return False
         head, body = message
