@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal_async.observe.log import get_logger
 from areal_async.wire.verdicts import Failure
 from reward_service.sandbox import CompilerMissing, SandboxError
-from reward_service.sdk import Abstain, RewardInput, Score, reward
+from reward_service.sandbox.errors import CannotIsolate
+from reward_service.sdk import Abstain, RewardInput, RewardLoadError, Score, reward
 from reward_service.verifiers.cases import read_cases
 from reward_service.verifiers.fences import program_of
 from reward_service.verifiers.run_cases import Result, Settings, run_cases, runner
-
-log = get_logger("sandbox")
 
 LANGUAGES_OF_FENCES = {
     "python": "python",
@@ -46,11 +44,14 @@ def code_stdio(given: RewardInput, **arguments: Any) -> Score | Abstain | Failur
 
 
 def preload(**arguments: Any) -> None:
-    """Have the sandbox ready before the first call. A machine without one says so in every verdict."""
+    """Have the sandbox ready before the first call. Raises RewardLoadError where there is none; a server that
+    does not answer may come back."""
+    settings = Settings(**arguments)
     try:
-        runner(Settings(**arguments))
+        runner(settings)
     except SandboxError as error:
-        log.warning("no sandbox", why=str(error))
+        away = bool(settings.remote) and not isinstance(error, CannotIsolate)
+        raise RewardLoadError(f"programs cannot be run: {error}", may_pass=away) from None
 
 
 def judged(given: RewardInput, settings: Settings) -> Score | Abstain | Failure:
