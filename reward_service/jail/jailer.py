@@ -16,7 +16,7 @@ import time
 from typing import Any, BinaryIO
 
 from reward_service.jail import frames, linux, memory, seccomp, tree, warden
-from reward_service.jail.keeper import ClientGone, Keeper, Seen
+from reward_service.jail.keeper import SETUP_LIMIT_S, ClientGone, Keeper, Seen
 
 FIRST_UIDS = (0x70000000, 0x40000000, 61000)
 """Users that no system gives to anyone; a container may know only the smaller ones."""
@@ -106,6 +106,7 @@ def run(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+            tree.reap(SETUP_LIMIT_S)
             return {"failed": failed}, b""
         began_s = time.monotonic()
         keeper = Keeper(
@@ -116,7 +117,7 @@ def run(
 
 def _set_up(request: dict[str, Any], pid: int, control: socket.socket) -> tuple[int, str]:
     """(the process that is the root of the jail, why it could not be made)."""
-    control.settimeout(20.0)
+    control.settimeout(SETUP_LIMIT_S)
     try:
         while (message := frames.receive(control)) is not None:
             head, _ = message
@@ -195,6 +196,7 @@ def _sealed(data: bytes) -> BinaryIO:
 
 def main() -> None:
     os.chdir("/")
+    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     group = memory.enter()
     try:
         serve(socket.socket(fileno=int(sys.argv[1])), group)

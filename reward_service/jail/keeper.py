@@ -239,11 +239,8 @@ class Keeper:
                 signal.pidfd_send_signal(self._first_fd, signal.SIGKILL if self._maker else signal.SIGTERM)
 
     def _wait(self) -> None:
-        deadline_s = time.monotonic() + END_LIMIT_S
-        while time.monotonic() < deadline_s:
-            if os.waitpid(self._pid, os.WNOHANG)[0]:
-                return
-            select.select([self._pidfd], [], [], 0.1)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
+        if not select.select([self._pidfd], [], [], END_LIMIT_S)[0]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
+        tree.reap(END_LIMIT_S)

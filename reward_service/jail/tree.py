@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 
 TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
@@ -44,6 +45,18 @@ def children(pid: int) -> list[int]:
     except OSError:
         return []
     return [int(word) for task in tasks for word in read(f"/proc/{pid}/task/{task}/children").split()]
+
+
+def reap(limit_s: float) -> None:
+    """Wait, at most so long, for the children that dead ones have left to this process: with bubblewrap,
+    process 1 of a jail, which ends with its parent."""
+    deadline_s = time.monotonic() + limit_s
+    try:
+        while time.monotonic() < deadline_s:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.001)
+    except ChildProcessError:
+        return
 
 
 def descendants(pid: int) -> list[int]:

@@ -28,7 +28,7 @@ def python(source, **options):
     return Program(source=OPENING + source, **{"limits": LIMITS, **options})
 
 
-ECHO = "while data := os.read(LINK, 1 << 16):\n    os.write(LINK, data.upper())"
+ECHO = "while data := os.read(LINK, 1 << 16):\n    os.write(LINK, data.upper())\ntime.sleep(1000)"
 
 
 def test_bytes_go_both_ways_and_the_program_is_ended_with_its_tests(sandbox):

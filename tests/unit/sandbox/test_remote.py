@@ -61,7 +61,7 @@ def test_a_pair_runs_there_as_it_does_here(url):
     remote = RemoteSandbox(url)
     limits = Limits(wall_s=20)
     asks = "import os\nos.write(3, b'\\xff1')\nprint(os.read(3, 9))"
-    echo = "import os\nwhile data := os.read(3, 99): os.write(3, data + b'!')"
+    echo = "import os\nwhile data := os.read(3, 99): os.write(3, data + b'!')\nimport time; time.sleep(99)"
     tests, program = remote.run_pair(Program(source=asks, limits=limits), Program(source=echo, limits=limits))
     assert (tests.kind, tests.stdout, program.kind) == ("ok", b"b'\\xff1!'\n", "ended"), tests.describe()
     assert (tests.level, program.level) == ("isolated", "isolated")
