@@ -18,7 +18,7 @@ import psutil
 
 from areal_async.config.run import ObserveSection
 from areal_async.control.folders import SHM_ROOT, leftovers, volatile_roots
-from areal_async.control.preflight import find_redis_server, port_holder, redis_server_version
+from areal_async.control.preflight import find_redis_server, no_sandbox, port_holder, redis_server_version
 
 GIB = 1 << 30
 MIN_PYTHON = (3, 11)
@@ -52,6 +52,7 @@ def examine() -> Iterator[Finding]:
         _cores,
         _memory,
         _shared_memory,
+        _sandbox,
         _leftovers,
         _ports,
         _open_files,
@@ -145,6 +146,14 @@ def _shared_memory() -> Iterator[Finding]:
     else:
         fix = "Room for five copies of the model is needed; in Docker, start with --shm-size=8g"
         yield Finding("warn", "shared memory", f"{_gib(free)} free in {SHM_ROOT}", fix)
+
+
+def _sandbox() -> Iterator[Finding]:
+    why, fix = no_sandbox()
+    if why:
+        yield Finding("warn", "sandbox", f"code rewards cannot be had: {why}", fix)
+    else:
+        yield Finding("ok", "sandbox", "programs can be isolated")
 
 
 def _leftovers() -> Iterator[Finding]:

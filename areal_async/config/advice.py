@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
+from areal_async.config.rewardcheck import programs_run
 
 RUNNING_PER_STALENESS = 0.25
 """Groups that may run at once, in batches per step of max_staleness. At this line the worst case of the sweep
@@ -17,7 +18,18 @@ drops 5 % of the groups and keeps 71 to 86 % of the throughput; beyond it both g
 
 def advise(job: JobConfig) -> list[Mistake]:
     """Every warning about `job`."""
-    return list(_groups_finish_within_the_bound(job)) if job.kind == "rl" else []
+    return [*_groups_finish_within_the_bound(job), *_programs_unprotected(job)] if job.kind == "rl" else []
+
+
+def _programs_unprotected(job: JobConfig) -> Iterator[Mistake]:
+    for field, arguments in programs_run(job):
+        if arguments.get("sandbox") == "none":
+            yield Mistake(
+                f"{field}.sandbox",
+                "programs that the model writes run without any protection: they may do whatever the reward "
+                "service, or the sandbox server, may do on its machine",
+                "Remove it, so that they are isolated (docs/sandbox.md)",
+            )
 
 
 def running_groups(job: JobConfig) -> float:

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.reward import RewardSection, RouteSection
+from areal_async.config.sandbox import SandboxArguments
 from areal_async.config.verifiers import GROUP_REWARDS, REWARD_ARGUMENTS
 from areal_async.config.workflowcheck import section_mistakes
 
@@ -51,7 +53,31 @@ EITHER_SCOPE = ("remote",)
 """Built-in rewards that judge what they are asked to."""
 
 
+def programs_run(job: JobConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Where `job` has programs run, and the arguments there: rewards, those inside others, the verifier of a
+    workflow."""
+    for field, section in asked(job.reward):
+        yield from _programs_of(f"{field}.args", section.name, section.args)
+    workflow = job.rollout.workflow_args
+    given = workflow.get("verifier_args", {})
+    if job.rollout.workflow == "self_correction" and isinstance(given, Mapping):
+        yield from _programs_of("rollout.workflow_args.verifier_args", str(workflow.get("verifier")), given)
+
+
+def _programs_of(field: str, name: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    if issubclass(REWARD_ARGUMENTS.get(name, Section), SandboxArguments):
+        yield field, arguments
+    for where, part in _rewards_inside(field, name, arguments):
+        if isinstance(part, Mapping) and isinstance(part.get("args", {}), Mapping):
+            yield from _programs_of(f"{where}.args", str(part.get("name")), part.get("args", {}))
+
+
 def _built_in(field: str, name: str, arguments: Mapping[str, Any]) -> Iterator[Mistake]:
+    if "least" in arguments and issubclass(REWARD_ARGUMENTS[name], SandboxArguments):
+        problem = "the levels that it chose among are gone: programs are isolated, or not at all"
+        fix = "Remove it; or write `sandbox: none` to run programs without any protection (docs/sandbox.md)"
+        yield Mistake(f"{field}.least", problem, fix)
+        arguments = {key: value for key, value in arguments.items() if key != "least"}
     yield from section_mistakes(field, REWARD_ARGUMENTS[name], arguments, name)
     for where, part in _rewards_inside(field, name, arguments):
         inner = part.get("name") if isinstance(part, Mapping) else None

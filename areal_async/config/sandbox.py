@@ -8,15 +8,15 @@ from areal_async.config.base import Section
 from areal_async.config.remote import refuse_password
 
 Language = Literal["python", "c", "cpp", "rust", "javascript", "java", "auto"]
-SandboxLevel = Literal["rlimits", "namespaces", "seccomp", "bubblewrap", "remote"]
+SandboxLevel = Literal["isolated", "none"]
 
 
 class SandboxArguments(Section):
     """Where and within which limits programs run."""
 
-    least: SandboxLevel = "rlimits"
-    """Weakest isolation to accept (docs/sandbox.md). Where the machine offers only weaker ones, nothing is
-    run and the verdict is an error of kind `sandbox`."""
+    sandbox: SandboxLevel = "isolated"
+    """`isolated` (docs/sandbox.md): the job is refused where programs cannot be isolated. `none`: they are
+    plain child processes of the service, free to do what it may: no protection."""
     remote: str | None = None
     """URL of a sandbox server to run programs on, instead of this machine."""
     token_env: str | None = None

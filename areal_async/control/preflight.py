@@ -1,4 +1,5 @@
-"""What a job needs of the machine, checked before any process is started: ports, Redis, memory, GPUs."""
+"""What a job needs of the machine, checked before any process is started: ports, Redis, memory, GPUs, the
+sandbox."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,9 +18,11 @@ import psutil
 from areal_async.config.devices import device_mistakes
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
+from areal_async.config.rewardcheck import programs_run
 from areal_async.control.context import ServicePlace
 from areal_async.control.folders import SHM_ROOT
 
+SANDBOX_LIMIT_S = 60.0
 RECEIVED = 3
 """Snapshots that a node keeps of those it receives: the newest, the one before it, and one being made."""
 
@@ -28,8 +32,25 @@ def check_machine(job: JobConfig, services: Sequence[ServicePlace], *, source: s
     mistakes = [*_check_ports(services), *_check_devices(job)]
     if job.kind == "rl":
         mistakes += [*_check_redis(job), *_check_memory(job), *_check_shared_memory(job, services)]
+        mistakes += _check_sandbox(job)
     if mistakes:
         raise ConfigError(source, mistakes)
+
+
+def no_sandbox(remote: str = "", token_env: str = "") -> tuple[str, str]:
+    """(why programs cannot be isolated here, or on the sandbox server `remote`; what to change), both empty
+    where they can. Tries it, in a process of the reward service."""
+    command = [sys.executable, "-P", "-m", "reward_service.sandbox"]
+    command += ["--remote", remote] if remote else []
+    command += ["--token-env", token_env] if token_env else []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"the sandbox did not answer within {SANDBOX_LIMIT_S:g} s", "See what the machine is busy with"
+    if done.returncode == 0:
+        return "", ""
+    why, _, fix = done.stderr.strip().rpartition("\n")
+    return why, fix
 
 
 def find_redis_server() -> Path | None:
@@ -114,6 +135,23 @@ def _check_redis(job: JobConfig) -> list[Mistake]:
         )
         if name and not os.environ.get(name)
     ]
+
+
+def _check_sandbox(job: JobConfig) -> list[Mistake]:
+    """A shared reward service looks at its own machine."""
+    found: dict[tuple[str, str], tuple[str, str]] = {}
+    mistakes = []
+    for field, arguments in programs_run(job):
+        of_worker = field.startswith("rollout")
+        if arguments.get("sandbox") == "none" or (job.reward.service == "shared" and not of_worker):
+            continue
+        where = (arguments.get("remote") or "", arguments.get("token_env") or "")
+        if where not in found:
+            found[where] = no_sandbox(*where)
+        why, fix = found[where]
+        if why:
+            mistakes.append(Mistake(f"{field}.{'remote' if where[0] else 'sandbox'}", why, fix))
+    return mistakes
 
 
 def _check_memory(job: JobConfig) -> list[Mistake]:

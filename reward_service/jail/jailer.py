@@ -15,8 +15,8 @@ import sys
 import time
 from typing import Any, BinaryIO
 
-from reward_service.jail import frames, landlock, linux, seccomp, tree, warden
-from reward_service.jail.keeper import ClientGone, Keeper, Seen
+from reward_service.jail import frames, linux, memory, seccomp, tree, warden
+from reward_service.jail.keeper import SETUP_LIMIT_S, ClientGone, Keeper, Seen
 
 FIRST_UIDS = (0x70000000, 0x40000000, 61000)
 """Users that no system gives to anyone; a container may know only the smaller ones."""
@@ -24,17 +24,17 @@ PER_USER_NAMESPACE = (5, 14)
 """From this Linux on a namespace counts the processes of its users by itself."""
 
 
-def serve(client: socket.socket) -> None:
+def serve(client: socket.socket, group: memory.Group | None) -> None:
     while (message := frames.receive(client)) is not None:
         request, body = message
         if "end" in request:
             continue  # the run that this was meant for had ended by itself
         if "probe" in request:
-            frames.send(client, probe())
+            frames.send(client, probe(group))
             continue
         try:
             link = socket.recv_fds(client, 1, 1)[1] if request["link"] else []
-            head, answer = run(request, body, client, link)
+            head, answer = run(request, body, client, link, group)
         except ClientGone:
             return
         except OSError as error:
@@ -42,11 +42,12 @@ def serve(client: socket.socket) -> None:
         frames.send(client, head, answer)
 
 
-def probe() -> dict[str, Any]:
+def probe(group: memory.Group | None) -> dict[str, Any]:
     """What this machine offers beside namespaces, which only trying them tells."""
     return {
-        "seccomp": seccomp.program(linux.MACHINE) is not None,
-        "landlock": landlock.version() > 0,
+        "machine": linux.MACHINE,
+        "filter": seccomp.program(linux.MACHINE) is not None,
+        "group": group is not None,
         "root": os.geteuid() == 0,
     }
 
@@ -57,7 +58,11 @@ def own_uid(base: int) -> int:
 
 
 def run(
-    request: dict[str, Any], body: bytes, client: socket.socket, link: list[int]
+    request: dict[str, Any],
+    body: bytes,
+    client: socket.socket,
+    link: list[int],
+    group: memory.Group | None,
 ) -> tuple[dict[str, Any], bytes]:
     """One program in one jail. `link`: the end of a pair's link that is the program's, if it has one.
     Raises OSError, ClientGone."""
@@ -68,6 +73,9 @@ def run(
     else:
         request["uid"] = None
     request["others"] = _others(request)
+    request["grouped"] = group is not None
+    if group is not None:
+        group.begin(int(request["limits"]["memory_mb"]) << 20)
     with contextlib.ExitStack() as open_fds:
         linked = [open_fds.enter_context(open(fd, "rb", buffering=0)) for fd in link]
         stdin = open_fds.enter_context(_sealed(stdin_bytes))
@@ -98,21 +106,26 @@ def run(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+            tree.reap(SETUP_LIMIT_S)
             return {"failed": failed}, b""
         began_s = time.monotonic()
-        keeper = Keeper(request, pid=pid, first=first, control=control, streams=(out, err), client=client)
+        keeper = Keeper(
+            request, pid=pid, first=first, control=control, streams=(out, err), client=client, group=group
+        )
         return _answer(keeper.watch(), (out, err), began_s)
 
 
 def _set_up(request: dict[str, Any], pid: int, control: socket.socket) -> tuple[int, str]:
     """(the process that is the root of the jail, why it could not be made)."""
-    control.settimeout(20.0)
+    control.settimeout(SETUP_LIMIT_S)
     try:
         while (message := frames.receive(control)) is not None:
             head, _ = message
             if "failed" in head:
                 return 0, str(head["failed"])
             if "first" in head:
+                if request["maker"]:
+                    _first_to_die(int(head["first"]))
                 frames.send(control, {"go": True})
                 control.settimeout(None)
                 request["work"] = head.get("work")
@@ -126,6 +139,13 @@ def _set_up(request: dict[str, Any], pid: int, control: socket.socket) -> tuple[
     except OSError as error:
         return 0, f"{type(error).__name__}: {error}"
     return 0, "the first process of the jail ended at once"
+
+
+def _first_to_die(pid: int) -> None:
+    """When the machine is out of memory. Written with the right to, it is a floor that the program cannot go
+    below; without it the program could, so /proc is read-only in a jail."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w", encoding="utf-8") as file:
+        file.write("1000")
 
 
 def _answer(seen: Seen, streams: tuple[int, int], began_s: float) -> tuple[dict[str, Any], bytes]:
@@ -148,12 +168,12 @@ def _answer(seen: Seen, streams: tuple[int, int], began_s: float) -> tuple[dict[
 
 def _others(request: dict[str, Any]) -> int:
     """Processes that the kernel counts against the limit beside the program's own."""
-    if request["level"] == "bubblewrap":
+    if request["maker"] == "bubblewrap":
         return 1
     if request["uid"] is not None:
         return 0
     release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
-    if request["level"] != "rlimits" and release >= PER_USER_NAMESPACE:
+    if request["maker"] and release >= PER_USER_NAMESPACE:
         return 2
     return tree.threads_of_user(os.geteuid())
 
@@ -176,4 +196,10 @@ def _sealed(data: bytes) -> BinaryIO:
 
 def main() -> None:
     os.chdir("/")
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+    group = memory.enter()
+    try:
+        serve(socket.socket(fileno=int(sys.argv[1])), group)
+    finally:
+        if group is not None:
+            group.leave()

@@ -11,9 +11,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from reward_service.jail import frames, tree
+from reward_service.jail import frames, memory, tree
 
 LOOK_EVERY_S = 0.02
+LOOK_CLOSELY_S = 0.005
+"""Once half of the memory is used, where looking is all that holds it."""
 SETUP_LIMIT_S = 20.0
 END_LIMIT_S = 8.0
 READ_BYTES = 1 << 16
@@ -53,11 +55,16 @@ class Keeper:
         control: socket.socket,
         streams: tuple[int, int],
         client: socket.socket,
+        group: memory.Group | None,
     ) -> None:
-        """`pid`: our child, whose end is the jail's. `first`: the process below which all of it is."""
+        """`pid`: our child, whose end is the jail's. `first`: the process below which all of it is. `group`:
+        where all of it is counted, if there is one."""
         self._limits = request["limits"]
         self._work: str | None = request.get("work")
-        self._level = request["level"]
+        self._maker = request["maker"]
+        self._group = group
+        self._work_fd: int | None = None
+        self._look_every_s = LOOK_EVERY_S
         self._root = first
         self._pid, self._first = pid, first
         self._control, self._client = control, client
@@ -78,9 +85,10 @@ class Keeper:
         look_s = 0.0
         try:
             while True:
-                for fd, _ in poll.poll(LOOK_EVERY_S * 1000):
+                for fd, _ in poll.poll(self._look_every_s * 1000):
                     if fd == self._pidfd:
                         self._drain()
+                        self._count_memory()
                         return self._seen
                     if fd == self._client.fileno():
                         if frames.receive(self._client) is None:
@@ -98,7 +106,7 @@ class Keeper:
                         self._seen.failed = self._seen.failed or "the jail was not ready in time"
                         self._kill()
                 elif now_s >= look_s:
-                    look_s = now_s + LOOK_EVERY_S
+                    look_s = now_s + self._look_every_s
                     self._look(now_s - self._seen.began_s)
                 if self._killed_s is not None and now_s - self._killed_s > END_LIMIT_S:
                     self._seen.failed = "the jail could not be ended"
@@ -109,8 +117,9 @@ class Keeper:
             self._kill()
             self._wait()
             os.close(self._pidfd)
-            if self._first_fd is not None:
-                os.close(self._first_fd)
+            for held in (self._first_fd, self._work_fd):
+                if held is not None:
+                    os.close(held)
 
     def _look(self, wall_s: float) -> None:
         if self._seen.ended_s is not None:
@@ -118,8 +127,7 @@ class Keeper:
         limits = self._limits
         used = tree.usage(self._root)
         self._seen.cpu_ms = max(self._seen.cpu_ms, used.cpu_ms)
-        self._seen.peak_bytes = max(self._seen.peak_bytes, used.memory_bytes)
-        if used.memory_bytes > limits["memory_mb"] << 20:
+        if self._too_much(used):
             self._end("memory")
         elif used.cpu_ms > limits["cpu_s"] * 1000:
             self._end("cpu")
@@ -132,14 +140,51 @@ class Keeper:
             if files > limits["files"] or size_bytes > limits["files_mb"] << 20:
                 self._end("files")
 
+    def _too_much(self, used: tree.Usage) -> bool:
+        """Whether the jail holds more memory than it may."""
+        most = self._limits["memory_mb"] << 20
+        if self._group is not None:
+            self._seen.peak_bytes = max(self._seen.peak_bytes, self._group.used_bytes())
+            return self._group.over()
+        held = used.private_bytes + self._shared_bytes(used)
+        if held > most:  # what processes share after a fork was counted for each
+            held -= used.private_bytes - tree.proportional_bytes(self._root, used.private_bytes)
+        self._look_every_s = LOOK_CLOSELY_S if held > most / 2 else LOOK_EVERY_S
+        self._seen.peak_bytes = max(self._seen.peak_bytes, held)
+        return held > most
+
+    def _shared_bytes(self, used: tree.Usage) -> int:
+        """In a jail: what lies in its folder and may lie in sockets and pipes; the filter lets it have no
+        other shared memory. Else what is mapped."""
+        if not self._maker:
+            return used.mapped_shared_bytes
+        if self._work_fd is None:
+            with contextlib.suppress(OSError):
+                self._work_fd = os.open(f"/proc/{self._root}/root/work", os.O_PATH | os.O_CLOEXEC)
+        held = tree.channel_bytes(self._root)
+        if self._work_fd is not None:
+            about = os.fstatvfs(self._work_fd)
+            held += (about.f_blocks - about.f_bfree) * about.f_frsize
+        return held
+
+    def _count_memory(self) -> None:
+        """At the end: the peak, and whether the kernel ended it for its memory."""
+        if self._group is not None:
+            self._seen.peak_bytes = max(self._seen.peak_bytes, self._group.peak_bytes())
+            if self._group.over():
+                self._seen.kind = self._seen.kind or "memory"
+
     def _told(self) -> bool:
-        message = frames.receive(self._control)
+        try:
+            message = frames.receive(self._control)
+        except ConnectionResetError:
+            return False  # it was killed before it had read all that it was told
         if message is None:
             return False
         head, body = message
         if "started" in head:
             self._seen.began_s = time.monotonic()
-            if self._level == "bubblewrap":  # the warden is below it
+            if self._maker == "bubblewrap":  # the warden is below it
                 self._root = (tree.children(self._first) or [self._first])[0]
         elif "failed" in head:
             self._seen.failed = str(head["failed"])
@@ -191,16 +236,11 @@ class Keeper:
             self._killed_s = time.monotonic()
         if self._first_fd is not None:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(
-                    self._first_fd, signal.SIGTERM if self._level == "rlimits" else signal.SIGKILL
-                )
+                signal.pidfd_send_signal(self._first_fd, signal.SIGKILL if self._maker else signal.SIGTERM)
 
     def _wait(self) -> None:
-        deadline_s = time.monotonic() + END_LIMIT_S
-        while time.monotonic() < deadline_s:
-            if os.waitpid(self._pid, os.WNOHANG)[0]:
-                return
-            select.select([self._pidfd], [], [], 0.1)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
+        if not select.select([self._pidfd], [], [], END_LIMIT_S)[0]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
+        tree.reap(END_LIMIT_S)

@@ -30,7 +30,6 @@ MACHINE = platform.machine()
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(MACHINE)
 CAPSET = {"x86_64": 126, "aarch64": 91}.get(MACHINE)
 MOUNT_SETATTR = 442
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 """Calls added since 2019 have the same number on every architecture."""
 
 

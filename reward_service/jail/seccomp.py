@@ -1,10 +1,12 @@
 """A filter of system calls: what no program that reads, computes and prints has a use for.
 
-It refuses, with EPERM: sockets of every family but Unix ones; new namespaces and mounts; looking into other
-processes; kernel keys, BPF, io_uring, userfaultfd, performance counters; memory outside the accounts
-(memfd, System V); clocks, modules, reboot. `clone3` answers ENOSYS, since its flags lie in memory that a
-filter cannot read: the C library then uses `clone`, whose flags are checked. A call by another architecture's
-numbers kills the process.
+It refuses, with EPERM: sockets of every family (a pair of Unix ones remains, without addresses and without
+descriptors sent over it); locks, leases and watches on files, since the system folders are the host's; new
+namespaces and mounts; looking into other processes; kernel keys, BPF, io_uring, userfaultfd, performance
+counters; memory outside the accounts (memfd, System V, pages lent to a pipe, and without a memory group
+anonymous memory that is shared); clocks, modules, reboot. `clone3` answers ENOSYS, since its flags lie in
+memory that a filter cannot read: the C library then uses `clone`, whose flags are checked. A call by another
+architecture's numbers kills the process.
 """
 
 from __future__ import annotations
@@ -17,6 +19,17 @@ from reward_service.jail import linux
 
 # name: (x86_64, aarch64); None where the architecture has no such call.
 REFUSED: dict[str, tuple[int | None, int | None]] = {
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    "flock": (73, 32),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "vmsplice": (278, 75),
+    "io_setup": (206, 0),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -79,26 +92,35 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "vhangup": (153, 58),
     "personality": (135, 92),
 }
-CLONE, CLONE3, SOCKET, IOCTL = (56, 220), (435, 435), (41, 198), (16, 29)
+CLONE, CLONE3, IOCTL, FCNTL, MMAP = (56, 220), (435, 435), (16, 29), (72, 25), (9, 222)
+SOCKETPAIR, SENDTO = (53, 199), (44, 206)
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 NAMESPACE_FLAGS = 0x7E020000
 """Every CLONE_NEW* that `clone` takes (a time namespace needs `unshare` or `clone3`)."""
 AF_UNIX, TIOCSTI, TIOCLINUX = 1, 0x5412, 0x541C
+FCNTL_REFUSED = (6, 7, 37, 38, 1024, 1026, 1031)
+"""Locks (F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW), F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ."""
+MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 X32_BIT = 0x40000000
 
 LOAD, JEQ, JGE, JSET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL = 0x7FFF0000, 0x80000000
-NR, ARCH, ARG0, ARG1 = 0, 4, 16, 24
-"""Offsets in `struct seccomp_data`; of the arguments, the low halves (both architectures are
-little-endian)."""
+NR, ARCH = 0, 4
+"""Offsets in `struct seccomp_data`."""
 
 
 def refuse(number: int) -> int:
     return 0x00050000 | number
 
 
-def program(machine: str) -> bytes | None:
-    """The filter as `struct sock_filter[]`; nothing for an architecture whose numbers are not known."""
+def argument(number: int, *, high: bool = False) -> int:
+    """Offset of half an argument; both architectures are little-endian."""
+    return 16 + 8 * number + 4 * high
+
+
+def program(machine: str, *, grouped: bool = False) -> bytes | None:
+    """The filter as `struct sock_filter[]`; nothing for an architecture whose numbers are not known.
+    `grouped`: a memory group counts all memory, so that shared memory need not be refused."""
     if machine not in ARCHITECTURES:
         return None
     column, audit = ARCHITECTURES[machine]
@@ -115,27 +137,28 @@ def program(machine: str) -> bytes | None:
         if number is not None:
             code += [(JEQ, 0, 1, number), (RETURN, 0, 0, refuse(errno.EPERM))]
     code += [(JEQ, 0, 1, CLONE3[column]), (RETURN, 0, 0, refuse(errno.ENOSYS))]
-    code += [
-        (JEQ, 0, 4, CLONE[column]),
-        (LOAD, 0, 0, ARG0),
-        (JSET, 0, 1, NAMESPACE_FLAGS),
-        (RETURN, 0, 0, refuse(errno.EPERM)),
-        (RETURN, 0, 0, ALLOW),
-    ]
-    code += [
-        (JEQ, 0, 4, SOCKET[column]),
-        (LOAD, 0, 0, ARG0),
-        (JEQ, 1, 0, AF_UNIX),
-        (RETURN, 0, 0, refuse(errno.EPERM)),
-        (RETURN, 0, 0, ALLOW),
-    ]
-    code += [
-        (JEQ, 0, 4, IOCTL[column]),
-        (LOAD, 0, 0, ARG1),
-        (JEQ, 1, 0, TIOCSTI),
-        (JEQ, 0, 1, TIOCLINUX),
-        (RETURN, 0, 0, refuse(errno.EPERM)),
-    ]
+    refused = (RETURN, 0, 0, refuse(errno.EPERM))
+    for call, which, offset, value in (
+        (CLONE, JSET, argument(0), NAMESPACE_FLAGS),
+        (IOCTL, JEQ, argument(1), TIOCSTI),
+        (IOCTL, JEQ, argument(1), TIOCLINUX),
+        *((FCNTL, JEQ, argument(1), command) for command in FCNTL_REFUSED),
+        (MMAP, JSET, argument(3), MAP_HUGETLB),
+        (SENDTO, JSET, argument(4), 0xFFFFFFFF),
+        (SENDTO, JSET, argument(4, high=True), 0xFFFFFFFF),
+    ):
+        code += [
+            (JEQ, 0, 4, call[column]),
+            (LOAD, 0, 0, offset),
+            (which, 0, 1, value),
+            refused,
+            (LOAD, 0, 0, NR),
+        ]
+    code += [(JEQ, 0, 4, SOCKETPAIR[column]), (LOAD, 0, 0, argument(0)), (JEQ, 1, 0, AF_UNIX), refused]
+    code += [(LOAD, 0, 0, NR)]
+    if not grouped:
+        code += [(JEQ, 0, 4, MMAP[column]), (LOAD, 0, 0, argument(3)), (JSET, 0, 2, MAP_SHARED)]
+        code += [(JSET, 0, 1, MAP_ANONYMOUS), refused]
     code.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("=HBBI", *one) for one in code)
 

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 
 TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
-HAS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
-
-
-@dataclass
-class Usage:
-    """Of all processes below one."""
-
-    processes: int = 0
-    """Threads count, as they do for the kernel's limit."""
-    cpu_ms: float = 0.0
-    memory_bytes: int = 0
-    """Private and shared memory in use; what several processes share counts for each."""
 
 
 def read(path: str) -> str:
@@ -29,6 +18,25 @@ def read(path: str) -> str:
         return ""
 
 
+PIPE_BYTES = 64 << 10
+SOCKET_BYTES = 2 * int(read("/proc/sys/net/core/wmem_max") or 212_992)
+"""Most that a pipe and the sending side of a socket hold, where the first cannot be enlarged."""
+HAS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
+
+
+@dataclass
+class Usage:
+    """Of all processes below one."""
+
+    processes: int = 0
+    """Threads count, as they do for the kernel's limit."""
+    cpu_ms: float = 0.0
+    private_bytes: int = 0
+    """With swap and page tables; what processes share since a fork counts for each."""
+    mapped_shared_bytes: int = 0
+    """Shared memory and files in memory, as far as it is mapped."""
+
+
 def children(pid: int) -> list[int]:
     if not HAS_CHILDREN:
         return [other for other in _all() if _parent(other) == pid]
@@ -37,6 +45,18 @@ def children(pid: int) -> list[int]:
     except OSError:
         return []
     return [int(word) for task in tasks for word in read(f"/proc/{pid}/task/{task}/children").split()]
+
+
+def reap(limit_s: float) -> None:
+    """Wait, at most so long, for the children that dead ones have left to this process: with bubblewrap,
+    process 1 of a jail, which ends with its parent."""
+    deadline_s = time.monotonic() + limit_s
+    try:
+        while time.monotonic() < deadline_s:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.001)
+    except ChildProcessError:
+        return
 
 
 def descendants(pid: int) -> list[int]:
@@ -56,11 +76,48 @@ def usage(root: int) -> Usage:
         total.cpu_ms += _cpu_ms(pid, own=True)
         for line in read(f"/proc/{pid}/status").splitlines():
             key, _, rest = line.partition(":")
-            if key in ("RssAnon", "RssShmem"):
-                total.memory_bytes += int(rest.split()[0]) << 10
+            if key in ("RssAnon", "VmSwap", "VmPTE"):
+                total.private_bytes += int(rest.split()[0]) << 10
+            elif key == "RssShmem":
+                total.mapped_shared_bytes += int(rest.split()[0]) << 10
             elif key == "Threads":
                 total.processes += int(rest)
     return total
+
+
+def proportional_bytes(root: int, counted: int) -> int:
+    """Private memory of the descendants of `root`, each page counted once however many share it; `counted`
+    where the kernel does not tell. Takes longer than `usage`."""
+    total = 0
+    for pid in descendants(root):
+        rollup = read(f"/proc/{pid}/smaps_rollup")
+        if "Pss_Anon:" not in rollup and os.path.exists(f"/proc/{pid}"):
+            return counted
+        for line in (rollup + read(f"/proc/{pid}/status")).splitlines():
+            key, _, rest = line.partition(":")
+            if key in ("Pss_Anon", "SwapPss", "VmPTE"):
+                total += int(rest.split()[0]) << 10
+    return min(total, counted)
+
+
+def channel_bytes(root: int) -> int:
+    """The most that the sockets and pipes of the descendants of `root` may hold for them."""
+    found: set[str] = set()
+    for pid in descendants(root):
+        try:
+            names = os.listdir(f"/proc/{pid}/fd")
+        except OSError:
+            continue
+        for name in names:
+            try:
+                found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+            except OSError:
+                continue  # it has closed it meanwhile
+    return sum(
+        SOCKET_BYTES if name.startswith("socket:") else PIPE_BYTES
+        for name in found
+        if name.startswith(("socket:", "pipe:"))
+    )
 
 
 def _cpu_ms(pid: int, *, own: bool) -> float:

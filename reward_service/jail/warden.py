@@ -44,12 +44,12 @@ def run(
     the program's descriptors from 0 on: input, output, errors and, in a pair, the link."""
     status = 1
     try:
-        if request["level"] == "rlimits":
-            _without_namespaces(request, body, control, streams, jailer)
-        elif request["level"] == "bubblewrap":
+        if request["maker"] == "bubblewrap":
             bubblewrap.become(request, body, control, streams, jailer)
-        else:
+        elif request["maker"] == "own":
             _with_namespaces(request, body, control, streams, jailer)
+        else:
+            _without_namespaces(request, body, control, streams, jailer)
         status = 0
     except BaseException as error:
         # Whatever it is, this process must not go on as a second jailer.
@@ -104,11 +104,10 @@ def _without_namespaces(
     os.setsid()
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     work = tempfile.mkdtemp(prefix="areal-jail-")
-    uid = request["uid"]
 
     def end(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        kill_below(uid)
+        kill_below()
         shutil.rmtree(work, ignore_errors=True)
         os._exit(0)
 
@@ -120,9 +119,7 @@ def _without_namespaces(
         frames.send(control, {"first": os.getpid(), "work": work})
         if frames.receive(control) is None:
             return
-        if uid is not None:
-            os.chown(work, uid, uid)
-        start_program(request, body, control, streams, work, uid)
+        start_program(request, body, control, streams, work, None)
     except BaseException as error:
         frames.send(control, {"failed": f"{type(error).__name__}: {error}"})
     finally:
@@ -142,8 +139,6 @@ def start_program(
     for name, mode, size in request["files"]:
         _write_file(os.path.join(work, name), mode, body[at : at + size], uid)
         at += size
-    with contextlib.suppress(OSError):
-        _write("/proc/self/oom_score_adj", "1000")
     # No program of the same user may look into this process.
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
     trouble, theirs = os.pipe()
@@ -158,8 +153,8 @@ def start_program(
         raise OSError(failure.decode("utf-8", "replace"))
     frames.send(control, {"started": True})
     status = _reap_until(child)
-    if request["level"] == "rlimits":
-        kill_below(request["uid"])
+    if not request["maker"]:
+        kill_below()
     else:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -167,7 +162,7 @@ def start_program(
             while True:
                 os.waitpid(-1, 0)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    found = [(name, _read_file(os.path.join(work, name), request)) for name in request["collect"]]
+    found = [(name, _read_file(work, name, request)) for name in request["collect"]]
     artifacts = [(name, data) for name, data in found if data is not None]
     frames.send(
         control,
@@ -206,14 +201,12 @@ def _reap_until(child: int) -> int:
             return status
 
 
-def kill_below(uid: int | None) -> None:
-    """Kill and reap every process below this one, and with a user of their own everything of that user.
+def kill_below() -> None:
+    """Kill and reap every process below this one.
 
     A process may start another between the look and the kill, so until none is left, for a bounded time."""
     deadline_s = time.monotonic() + KILL_LIMIT_S
     while time.monotonic() < deadline_s:
-        if uid is not None:
-            _kill_all_of(uid)
         for pid in tree.descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -224,18 +217,6 @@ def kill_below(uid: int | None) -> None:
         except ChildProcessError:
             return
     print("a process of a jail could not be killed", file=sys.stderr)
-
-
-def _kill_all_of(uid: int) -> None:
-    """One call that reaches all at once: signal -1 from a process of that user."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setresuid(uid, uid, uid)
-            os.kill(-1, signal.SIGKILL)
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
 
 
 def _write(path: str, text: str) -> None:
@@ -257,11 +238,18 @@ def _write_file(path: str, mode: int, data: bytes, uid: int | None) -> None:
             os.fchown(fd, uid, uid)
 
 
-def _read_file(path: str, request: dict[str, Any]) -> bytes | None:
-    """What the program left at `path`; nothing for what is no plain file or is too large."""
+def _read_file(work: str, name: str, request: dict[str, Any]) -> bytes | None:
+    """What the program left at `name` in the folder `work`; nothing for what is no plain file, is reached by
+    a link, whichever part of the name it is, or is too large."""
+    *folders, last = [part for part in name.split("/") if part not in ("", ".")]
+    fd = os.open(work, os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        for flags, part in [*((os.O_DIRECTORY, one) for one in folders), (os.O_NONBLOCK, last)]:
+            inner = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=fd)
+            os.close(fd)
+            fd = inner
     except OSError:
+        os.close(fd)
         return None
     try:
         about = os.fstat(fd)

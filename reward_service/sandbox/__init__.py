@@ -1,12 +1,12 @@
-"""Untrusted programs, run in the strongest isolation that the machine offers.
+"""Untrusted programs, isolated from the machine that runs them.
 
     from reward_service.sandbox import Limits, Program, Sandbox
 
-    with Sandbox.best(least="namespaces") as sandbox:
+    with Sandbox.at("isolated") as sandbox:
         outcome = sandbox.run(Program(source=model_answer, stdin=b"3 4\\n", limits=Limits(cpu_s=2)))
 
 Promises: `run` returns within the wall limit plus the time to make and to end a jail; when it returns, no
-process that the program started is left, and in namespaces no file. The level is in every outcome.
+process that the program started is left, and when isolated no file. The level is in every outcome.
 """
 
 from reward_service.sandbox.box import Sandbox

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from reward_service.sandbox import Sandbox, SandboxError
-from reward_service.sandbox.ladder import LOCAL
+from reward_service.sandbox.errors import CannotIsolate
 from reward_service.sandbox.languages import installed
+from reward_service.sandbox.program import Level
+from reward_service.sandbox.remote import RemoteSandbox
 
 
 def main() -> None:
@@ -15,26 +18,34 @@ def main() -> None:
     parser.add_argument("--http", metavar="HOST:PORT", help="serve programs of others there")
     parser.add_argument("--places", type=int, default=1, help="programs that run at once")
     parser.add_argument("--token-file", type=Path, help="file with the token that requests must carry")
-    parser.add_argument("--least", choices=LOCAL, default="rlimits", help="weakest isolation to serve with")
+    parser.add_argument(
+        "--sandbox",
+        choices=get_args(Level),
+        default="isolated",
+        help="`none`: serve without any protection from the programs",
+    )
+    parser.add_argument("--remote", metavar="URL", help="what a sandbox server offers, not this machine")
+    parser.add_argument("--token-env", metavar="NAME", help="variable with the token for --remote")
     options = parser.parse_args()
     try:
         if options.http:
             serve(options)
         else:
-            show()
+            show(options.remote, options.token_env)
+    except CannotIsolate as error:
+        parser.exit(1, f"{error.why}\n{error.fix}\n")
     except (SandboxError, OSError) as error:
-        parser.exit(1, f"{error}\n")
+        parser.exit(1, f"{error}\nSee docs/sandbox.md\n")
 
 
-def show() -> None:
-    """Each level, and whether it works here."""
-    for level in LOCAL:
-        try:
-            with Sandbox.at(level) as sandbox:
-                print(f"{level:12} works: {', '.join(sandbox.guards)}")
-        except SandboxError as error:
-            print(f"{level:12} does not: {error}")
-    print(f"{'languages':12} {', '.join(installed())}")
+def show(remote: str | None, token_env: str | None) -> None:
+    """Whether programs can be isolated here, or there. Raises SandboxError where not, with what to change."""
+    if remote:
+        print(f"isolated   works: {', '.join(RemoteSandbox(remote, token_env=token_env).guards)}")
+        return
+    with Sandbox.at("isolated") as sandbox:
+        print(f"isolated   works: {', '.join(sandbox.guards)}")
+    print(f"languages  {', '.join(installed())}")
 
 
 def serve(options: argparse.Namespace) -> None:
@@ -49,7 +60,7 @@ def serve(options: argparse.Namespace) -> None:
     if options.token_file and not token:
         raise SandboxError(f"{options.token_file} holds no token")
     check_address(host.strip("[]"), token)
-    server = SandboxServer(places=options.places, token=token, least=options.least)
+    server = SandboxServer(places=options.places, token=token, level=options.sandbox)
     uvicorn.run(server.app, host=host.strip("[]"), port=int(port), log_level="warning")
 
 

@@ -1,4 +1,4 @@
-"""`Sandbox`: runs one program at a time in the strongest isolation that this machine offers."""
+"""`Sandbox`: runs programs, isolated from this machine, or not at all isolated where that is asked for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import msgspec
 
 from reward_service.sandbox.client import ANSWER_GRACE_S, Jailer, JailerDied
 from reward_service.sandbox.errors import SandboxError
-from reward_service.sandbox.ladder import LOCAL, Rung, climb
+from reward_service.sandbox.isolation import NONE, Way, find
 from reward_service.sandbox.languages import COMPILE_LIMITS, Language, language, replace_limits
 from reward_service.sandbox.program import EndKind, Level, Limits, Outcome, Program
 
@@ -38,54 +38,35 @@ class Order(NamedTuple):
 
 
 class Sandbox:
-    """`with Sandbox.best() as sandbox: outcome = sandbox.run(Program(source="print(1)"))`.
+    """`with Sandbox.at("isolated") as sandbox: outcome = sandbox.run(Program(source="print(1)"))`.
 
     Keeps a child process that makes a new jail for every run, and a second for pairs. Not for two threads at
     once: make another."""
 
-    def __init__(self, rung: Rung, jailer: Jailer) -> None:
-        self._rung = rung
+    def __init__(self, way: Way, jailer: Jailer) -> None:
+        self._way = way
         self._jailer = jailer
         self._partner = Jailer()
         self._builds: OrderedDict[str, Build] = OrderedDict()
 
     @classmethod
-    def best(cls, least: Level = "rlimits") -> Sandbox:
-        """The strongest that works here. Raises SandboxError when that is weaker than `least`."""
-        if least not in LOCAL:
-            raise SandboxError(
-                f"{least!r} cannot be had here: give one of {', '.join(LOCAL)}, or `remote`, a URL"
-            )
-        return cls._first_of(LOCAL[: LOCAL.index(least) + 1], f"{least!r} is the least asked for")
-
-    @classmethod
     def at(cls, level: Level) -> Sandbox:
-        """Exactly this level. Raises SandboxError where it does not work."""
-        return cls._first_of((level,), f"{level!r} is asked for")
-
-    @classmethod
-    def _first_of(cls, levels: Sequence[Level], asked: str) -> Sandbox:
+        """A sandbox of this level. Raises CannotIsolate where this machine cannot isolate programs; it
+        says what to change."""
         jailer = Jailer()
         try:
-            rung, refused = climb(jailer, levels)
-            if rung is None:
-                reasons = "; ".join(f"{level}: {why}" for level, why in refused.items())
-                raise SandboxError(
-                    f"{asked}, and this machine does not offer it ({reasons}). Allow user namespaces here, "
-                    "name a sandbox server with `remote`, or ask for less (docs/sandbox.md)."
-                )
+            return cls(NONE if level == "none" else find(jailer), jailer)
         except SandboxError:
             jailer.close()
             raise
-        return cls(rung, jailer)
 
     @property
     def level(self) -> Level:
-        return self._rung.level
+        return self._way.level
 
     @property
     def guards(self) -> tuple[str, ...]:
-        return self._rung.guards
+        return self._way.guards
 
     def run(self, program: Program) -> Outcome:
         """Compile where the language needs it, then run. Raises SandboxError when no jail can be made,
@@ -95,7 +76,7 @@ class Sandbox:
             check_name(name)
         if program.command:
             return self._once(program.command, program, program.limits, dict(program.files))
-        spoken = language(program.language, for_others=self._rung.as_another)
+        spoken = language(program.language, for_others=self._way.as_another)
         files = {**program.files, spoken.source: program.source.encode("utf-8", "replace")}
         limits = spoken.adapted(program.limits)
         if spoken.compile:
@@ -126,7 +107,7 @@ class Sandbox:
             check_name(name)
         if program.command:
             return self._order(program.command, program, program.limits, dict(program.files))
-        spoken = language(program.language, for_others=self._rung.as_another)
+        spoken = language(program.language, for_others=self._way.as_another)
         if spoken.compile:
             raise ValueError(f"{spoken.name} is compiled: in a pair it is given as files and a command")
         files = {**program.files, spoken.source: program.source.encode("utf-8", "replace")}
@@ -166,7 +147,7 @@ class Sandbox:
             self._builds.move_to_end(key)
             return self._builds[key]
         compiling = Program(command=spoken.compile, collect=spoken.artifacts)
-        limits = COMPILE_LIMITS
+        limits = replace_limits(COMPILE_LIMITS, memory_mb=spoken.compiler_mb)
         if within_s is not None:
             limits = replace_limits(limits, wall_s=max(LEAST_WALL_S, min(limits.wall_s, within_s)))
         outcome = self._once(spoken.compile, compiling, limits, files, spoken)
@@ -207,7 +188,7 @@ class Sandbox:
         spoken: Language | None = None,
     ) -> Order:
         binds, env = (spoken.binds, spoken.env) if spoken else ((), {})
-        request = self._rung.request(argv, limits, binds=binds, env=env)
+        request = self._way.request(argv, limits, binds=binds, env=env)
         executable = {name for name in files if spoken and name in spoken.artifacts}
         request["files"] = [
             (name, 0o755 if name in executable else 0o644, len(data)) for name, data in files.items()
@@ -270,5 +251,5 @@ def ending(limit: str, wait_status: int | None) -> tuple[EndKind, int]:
 def check_name(name: str) -> None:
     """Raises ValueError unless `name` stays inside the folder of the run."""
     path = PurePosixPath(name)
-    if not name or path.is_absolute() or ".." in path.parts or "\0" in name:
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
         raise ValueError(f"{name!r} is not a path inside the folder of the run")

@@ -11,6 +11,15 @@ class SandboxError(ArealError):
     verdict_kind = "sandbox"
 
 
+class CannotIsolate(SandboxError):
+    """This machine, or that of a sandbox server, cannot isolate programs: `why`, and as `fix` what to
+    change."""
+
+    def __init__(self, why: str, fix: str) -> None:
+        super().__init__(f"{why}. {fix}.")
+        self.why, self.fix = why, fix
+
+
 class CompilerMissing(ArealError):
     """The compiler or runtime of a language is not installed: an error of kind `compile`, never 0."""
 

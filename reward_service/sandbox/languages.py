@@ -14,8 +14,9 @@ from reward_service.sandbox.errors import CompilerMissing
 from reward_service.sandbox.program import Limits
 
 COMPILE_LIMITS = Limits(
-    wall_s=40.0, cpu_s=30.0, memory_mb=1536, address_space=False, processes=64, open_files=512, output_kb=64
+    wall_s=40.0, cpu_s=30.0, address_space=False, processes=64, open_files=512, output_kb=64
 )
+"""Memory is the language's own."""
 HARNESS_PYTHON = "harness-python"
 """The interpreter of Python programs for our own `sandbox.harness`: it imports nothing from the folder of the
 run, and runs nothing of what is installed beside it before it begins."""
@@ -38,6 +39,8 @@ class Language:
     address_space: bool = True
     processes: int = 0
     """Least limit that the runtime itself needs."""
+    compiler_mb: int = 512
+    """Memory of compiling."""
 
     def adapted(self, limits: Limits) -> Limits:
         return replace_limits(
@@ -180,18 +183,21 @@ def _javascript() -> Language:
 @functools.cache
 def _java() -> Language:
     compiler, runtime = _found(("javac",), "java"), _found(("java",), "java")
-    small = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xss64m")
+    # Performance data lie in a file that the runtime would lock, and warn that it cannot.
+    small = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xss64m", "-XX:-UsePerfData")
     packer = str(Path(compiler).with_name("jar"))
-    steps = f"{compiler} -J-Xmx384m -J-XX:+UseSerialGC -nowarn -encoding utf-8 -d out Main.java"
+    frugal = "-J-Xmx384m -J-XX:+UseSerialGC -J-XX:-UsePerfData"
+    steps = f"{compiler} {frugal} -nowarn -encoding utf-8 -d out Main.java"
     return Language(
         "java",
         "Main.java",
         (runtime, "-Xmx384m", *small, "-cp", "program.jar", "Main"),
-        ("/bin/sh", "-c", f"{steps} && {packer} -J-Xmx128m cf program.jar -C out ."),
+        ("/bin/sh", "-c", f"{steps} && {packer} -J-Xmx128m -J-XX:-UsePerfData cf program.jar -C out ."),
         ("program.jar",),
         binds=tuple({*_prefix(compiler), *_prefix(runtime)}),
         address_space=False,
         processes=64,
+        compiler_mb=768,
     )
 
 

@@ -6,7 +6,9 @@ from typing import Literal
 
 import msgspec
 
-Level = Literal["rlimits", "namespaces", "seccomp", "bubblewrap", "remote"]
+Level = Literal["isolated", "none"]
+"""`isolated`: namespaces, a filter of system calls, memory held. `none`: a child process with limits and a
+folder of its own, which is no protection."""
 EndKind = Literal[
     "ok", "exit", "signal", "timeout", "cpu", "memory", "processes", "output", "files", "compile", "ended"
 ]
@@ -20,16 +22,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float = 10.0
     cpu_s: float = 4.0
     memory_mb: int = 512
-    """Of all processes together, looked at every 20 ms; and of the address space of each, if
-    `address_space`."""
+    """Of all processes together, whoever maps it; and of the address space of each, if `address_space`."""
     address_space: bool = True
     """Runtimes that reserve far more than they use (Java, Node.js) cannot work under such a limit."""
     processes: int = 16
     """Threads count."""
     files_mb: int = 32
-    """Of all files in memory together (in namespaces), and of each file."""
+    """Of all files in memory together (isolated), and of each file."""
     files: int = 512
-    """Number of files and folders (in namespaces)."""
+    """Number of files and folders (isolated)."""
     open_files: int = 64
     """Of each process."""
     output_kb: int = 256
@@ -68,10 +69,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     wall_ms: float = 0.0
     cpu_ms: float = 0.0
     peak_mb: float = 0.0
-    """Most memory seen; 0 for a run shorter than the first look."""
-    level: Level = "rlimits"
+    """Most memory of all processes together, with files in memory. Where it is held by looking (`memory sum`,
+    or no isolation), 0 for a run shorter than the first look."""
+    level: Level = "none"
     guards: tuple[str, ...] = ()
-    """What it was confined by: `uid`, `user`, `pid`, `mount`, `net`, `ipc`, `uts`, `seccomp`, `landlock`."""
+    """What it was confined by, and where: namespaces (`user`, `pid`, `mount`, `net`, `ipc`, `uts`, `cgroup`),
+    a user of its own (`uid`), `seccomp`, how memory is held (`memory group` or `memory sum`), who made the
+    namespaces (`bubblewrap` or `own`), `remote`."""
     artifacts: dict[str, bytes] = {}
     """Of the files to bring back, those that were there."""
 

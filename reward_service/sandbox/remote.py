@@ -1,9 +1,9 @@
-"""The highest rung: programs run on another machine, over HTTP and JSON.
+"""Programs run on another machine, over HTTP and JSON.
 
     POST {url}/v1/sandbox/run     body: a `Program` as JSON, bytes in base64     answer: an `Outcome`
     POST {url}/v1/sandbox/pair    body: {"tests": a `Program`, "program": a `Program`}
                                   answer: the two `Outcome`s in a list
-    GET  {url}/v1/sandbox         answer: {"schema": 2, "level": "seccomp", "guards": [...]}
+    GET  {url}/v1/sandbox         answer: {"schema": 2, "level": "isolated", "guards": [...]}
 
 `Authorization: Bearer TOKEN` where the server asks for it. Status 400: the program is not well formed; 401:
 no token; 409: a compiler is missing; 503: it is busy, or has no sandbox. `reward_service.sandbox.serving`
@@ -21,8 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from reward_service.sandbox.errors import CompilerMissing, SandboxError
-from reward_service.sandbox.ladder import LOCAL
+from reward_service.sandbox.errors import CannotIsolate, CompilerMissing, SandboxError
 from reward_service.sandbox.program import Level, Outcome, Program
 
 T = TypeVar("T")
@@ -51,14 +50,11 @@ class Pair(msgspec.Struct):
 
 
 class RemoteSandbox:
-    """As `Sandbox`, on the server at `url`. The level of its outcomes is `remote`; the server's own comes
-    first among the guards."""
+    """As `Sandbox`, on the server at `url`. `remote` comes first among the guards."""
 
-    level: Level = "remote"
-
-    def __init__(self, url: str, *, token_env: str | None = None, least: Level = "rlimits") -> None:
-        """Raises SandboxError for a server that cannot be reached, speaks another schema, or offers less than
-        `least`."""
+    def __init__(self, url: str, *, token_env: str | None = None, level: Level = "isolated") -> None:
+        """Raises SandboxError for a server that cannot be reached, speaks another schema, or does not isolate
+        programs where `level` asks for that."""
         parts = urlsplit(url)
         if parts.username is not None:
             raise SandboxError("the address of the sandbox server holds a password; use token_env")
@@ -75,9 +71,14 @@ class RemoteSandbox:
         offer = self._asked("GET", "/v1/sandbox", None, 10.0, Offer)
         if offer.schema != SCHEMA:
             raise SandboxError(f"the sandbox server {url} speaks schema {offer.schema}, and this is {SCHEMA}")
-        if least in LOCAL and LOCAL.index(offer.level) > LOCAL.index(least):
-            raise SandboxError(f"the sandbox server {url} offers {offer.level!r}, less than {least!r}")
-        self.guards: tuple[str, ...] = (offer.level, *offer.guards)
+        if level == "isolated" and offer.level != "isolated":
+            raise CannotIsolate(
+                f"the sandbox server {url} runs programs without isolation (`--sandbox none`)",
+                "Start it without that, on a machine that can isolate them; or write `sandbox: none` in the "
+                "arguments of the reward",
+            )
+        self.level: Level = offer.level
+        self.guards: tuple[str, ...] = ("remote", *offer.guards)
 
     def run(self, program: Program) -> Outcome:
         """Raises SandboxError, CompilerMissing, ValueError as `Sandbox.run` does."""
@@ -125,7 +126,7 @@ class RemoteSandbox:
 
 
 def _from_there(outcome: Outcome) -> Outcome:
-    return msgspec.structs.replace(outcome, level="remote", guards=(outcome.level, *outcome.guards))
+    return msgspec.structs.replace(outcome, guards=("remote", *outcome.guards))
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

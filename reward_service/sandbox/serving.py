@@ -3,10 +3,10 @@ form.
 
     python -m reward_service.sandbox --http 127.0.0.1:8700 --places 2
 
-Promises: at most `places` programs run at once, each in the strongest sandbox of this machine; what finds no
-place within `WAIT_S` is refused with 503, not queued for ever; a body above `MAX_BODY_BYTES` is refused
-before it is read whole. Every request needs the token where one is set, and an address beyond loopback needs
-one.
+Promises: at most `places` programs (or pairs) run at once, isolated unless it is started with `--sandbox
+none`; what finds no place within `WAIT_S` is refused with 503, not queued for ever; a body above
+`MAX_BODY_BYTES` is refused before it is read whole. Every request needs the token where one is set, and an
+address beyond loopback needs one.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class SandboxServer:
     """`SandboxServer(places=2, token="…").app` is an ASGI application. The sandboxes start and end with
     it."""
 
-    def __init__(self, *, places: int, token: str | None = None, least: Level = "rlimits") -> None:
+    def __init__(self, *, places: int, token: str | None = None, level: Level = "isolated") -> None:
         self._n = places
         self._token = token
-        self._least = least
+        self._level: Level = level
         self._free: asyncio.Queue[Sandbox] = asyncio.Queue()
-        self._offer = Offer(SCHEMA, least)
+        self._offer = Offer(SCHEMA, level)
         self.app = Starlette(
             routes=[
                 Route("/v1/sandbox", self._describe, methods=["GET"]),
@@ -75,7 +75,7 @@ class SandboxServer:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        sandboxes = [await asyncio.to_thread(Sandbox.best, self._least) for _ in range(self._n)]
+        sandboxes = [await asyncio.to_thread(Sandbox.at, self._level) for _ in range(self._n)]
         self._offer = Offer(SCHEMA, sandboxes[0].level, sandboxes[0].guards)
         for sandbox in sandboxes:
             self._free.put_nowait(sandbox)

@@ -8,7 +8,8 @@ from typing import Any
 from areal_async.observe.log import get_logger
 from areal_async.wire.verdicts import Failure
 from reward_service.sandbox import CompilerMissing, SandboxError
-from reward_service.sdk import Abstain, RewardInput, Score, reward
+from reward_service.sandbox.errors import CannotIsolate
+from reward_service.sdk import Abstain, RewardInput, RewardLoadError, Score, reward
 from reward_service.verifiers.cases import Cases, read_cases
 from reward_service.verifiers.fences import program_of
 from reward_service.verifiers.run_cases import Result, Settings, run_cases, runner
@@ -41,19 +42,22 @@ def code_stdio(given: RewardInput, **arguments: Any) -> Score | Abstain | Failur
 
     A response without a program, one that does not compile, crashes or passes a limit is a wrong answer: 0.
     Components: `extracted`, `compiled`, `passed` (share of the cases), `out_of_time`, `live_objects` (1 where
-    tests were answered by objects of the program). A task without ground
-    truth is not judged. What is not the model's fault is an error, never 0: a ground truth that cannot be
-    read raises ValueError; without a sandbox or a compiler the verdict is an error of kind `sandbox` or
-    `compile`."""
+    tests were answered by objects of the program). A task without ground truth is not judged. What is not the
+    model's fault is an error, never 0: a ground truth that cannot be read raises ValueError; without a
+    sandbox or a compiler the verdict is an error of kind `sandbox` or `compile`. A language that the model
+    chose (`auto`) and that is not installed is its fault."""
     return judged(given, Settings(**arguments))
 
 
 def preload(**arguments: Any) -> None:
-    """Have the sandbox ready before the first call. A machine without one says so in every verdict."""
+    """Have the sandbox ready before the first call. Raises RewardLoadError where there is none; a server that
+    does not answer may come back."""
+    settings = Settings(**arguments)
     try:
-        runner(Settings(**arguments))
+        runner(settings)
     except SandboxError as error:
-        log.warning("no sandbox", why=str(error))
+        away = bool(settings.remote) and not isinstance(error, CannotIsolate)
+        raise RewardLoadError(f"programs cannot be run: {error}", may_pass=away) from None
 
 
 def judged(given: RewardInput, settings: Settings) -> Score | Abstain | Failure:
@@ -63,10 +67,8 @@ def judged(given: RewardInput, settings: Settings) -> Score | Abstain | Failure:
     block = program_of(given.response, extract=settings.extract)
     if block is None:
         return no_score()
-    language = settings.language
-    if language == "auto":
-        language = LANGUAGES_OF_FENCES.get(block.language, "python")
     chosen = settings.language == "auto"
+    language = LANGUAGES_OF_FENCES.get(block.language, "python") if chosen else settings.language
     if chosen and language != "python" and (cases.calls or cases.codes):
         return no_score(extracted=1.0)  # tests of functions are in Python, whatever the model prefers
     try:

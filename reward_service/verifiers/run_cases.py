@@ -29,7 +29,7 @@ _runners: dict[tuple[str, str, str], Runner] = {}
 class Settings(msgspec.Struct, frozen=True):
     """The arguments of the rewards that concern running (`SandboxArguments`, `CodeArguments`)."""
 
-    least: Level = "rlimits"
+    sandbox: Level = "isolated"
     remote: str | None = None
     token_env: str | None = None
     cpu_s: float = 2.0
@@ -75,12 +75,14 @@ class Result(msgspec.Struct):
 
 def runner(settings: Settings) -> Runner:
     """The sandbox of this process, made when first asked for. Raises SandboxError."""
-    key = (settings.least, settings.remote or "", settings.token_env or "")
+    key = (settings.sandbox, settings.remote or "", settings.token_env or "")
     if key not in _runners:
         if settings.remote:
-            _runners[key] = RemoteSandbox(settings.remote, token_env=settings.token_env, least=settings.least)
+            _runners[key] = RemoteSandbox(
+                settings.remote, token_env=settings.token_env, level=settings.sandbox
+            )
         else:
-            _runners[key] = Sandbox.best(settings.least)
+            _runners[key] = Sandbox.at(settings.sandbox)
     return _runners[key]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from areal_async.observe.record import read_run_log
-from reward_service.sandbox import Sandbox
 from trainer_service.record import read_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
@@ -35,13 +34,10 @@ def test_a_job_learns_from_what_the_models_programs_print(tmp_path):
         "sft.batch_size=48",
         "sft.evaluate_every=130",
     )
-    with Sandbox.best() as sandbox:
-        least = sandbox.level
     run(
         files / "job.yaml",
         "observe.metrics_port=0",
         f"trainer.steps={STEPS}",
-        f"reward.args.least={least}",
         "buffer.batch_groups=4",
         "trainer.record_batches=true",
         "evaluation.every_steps=100",

@@ -72,9 +72,9 @@ def parted(given: RewardInput):
 @reward
 def sandboxed(given: RewardInput):
     return {
-        "failure": Failure("sandbox", "no isolation", "rlimits"),
+        "failure": Failure("sandbox", "no isolation", "none"),
         "timeout": Timeout(1500, "namespaces"),
-        "score": Score(0.5, sandbox="seccomp"),
+        "score": Score(0.5, sandbox="isolated"),
         "long": Failure("x" * 200, "y"),
     }[given.response]
 

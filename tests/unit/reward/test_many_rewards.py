@@ -161,9 +161,9 @@ def test_rewards_of_parts_must_be_of_parts_that_the_episode_has():
 
 def test_a_reward_may_return_an_error_of_its_own_and_name_the_sandbox():
     failure, timeout, good, long = score(own("sandboxed"), texts("failure", "timeout", "score", "long"))
-    assert failure == Failure("sandbox", "no isolation", "rlimits")
+    assert failure == Failure("sandbox", "no isolation", "none")
     assert timeout == Timeout(1500, "namespaces")
-    assert good == Score(0.5, sandbox="seccomp")
+    assert good == Score(0.5, sandbox="isolated")
     assert long.kind == "return_type"
 
 

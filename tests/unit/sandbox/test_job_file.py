@@ -30,7 +30,7 @@ def test_a_budget_that_the_deadline_cuts_off_is_a_mistake(reward, field):
 @pytest.mark.parametrize(
     "args",
     [
-        {"least": "namespaces", "cpu_s": 1, "partial": True, "language": "auto"},
+        {"sandbox": "none", "cpu_s": 1, "partial": True, "language": "auto"},
         {"budget_s": 20},
     ],
     ids=str,
@@ -40,7 +40,7 @@ def test_what_the_rewards_take_is_accepted(args):
 
 
 @pytest.mark.parametrize(
-    "args", [{"leest": "seccomp"}, {"least": "chroot"}, {"cpu_s": 0}, {"language": "cobol"}]
+    "args", [{"sandbx": "none"}, {"sandbox": "chroot"}, {"cpu_s": 0}, {"language": "cobol"}]
 )
 def test_what_they_do_not_take_is_named(args):
     ((named, _),) = mistakes({"name": "code_stdio", "args": args})

@@ -1,5 +1,6 @@
-"""Which isolation is chosen, what it is called, and what happens where there is none."""
+"""What isolated and none are, what they are called, and what happens where a machine cannot isolate."""
 
+import json
 import os
 import re
 import signal
@@ -7,67 +8,160 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import psutil
 import pytest
 
+from areal_async.config.advice import advise
+from areal_async.config.job import JobConfig
+from areal_async.config.reward import RewardSection
+from areal_async.config.rewardcheck import built_in_mistakes
+from areal_async.config.sandbox import CodeStdioArguments, SandboxLevel
 from areal_async.wire.verdicts import Failure, Score
-from reward_service.jail import landlock, linux, seccomp
-from reward_service.sandbox import CompilerMissing, Limits, Outcome, Program, Sandbox, SandboxError, ladder
+from reward_service.jail import linux, seccomp
+from reward_service.sandbox import CompilerMissing, Limits, Program, Sandbox, SandboxError
 from reward_service.sandbox.languages import installed, language
+from reward_service.sandbox.program import Level
 from reward_service.sdk import RewardInput
 from reward_service.verifiers import run_cases
 from reward_service.verifiers.code_stdio import code_stdio
+from reward_service.verifiers.run_cases import Settings
 
 HELLO = Program(command=("/bin/sh", "-c", "echo hello"))
 ROOT = Path(__file__).parents[3]
 
 
-def refusing(monkeypatch, *levels):
-    """A machine that does not offer some levels."""
-    works = ladder._try
-    monkeypatch.setattr(
-        ladder, "_try", lambda jailer, rung: "not here" if rung.level in levels else works(jailer, rung)
-    )
-
-
-def test_the_best_level_is_chosen_and_named_in_the_outcome(best):
-    outcome = best.run(HELLO)
+def test_the_level_is_in_the_outcome_and_in_the_verdict(sandbox):
+    outcome = sandbox.run(HELLO)
     assert outcome.ok
     assert outcome.stdout == b"hello\n"
-    assert outcome.level == best.level
-    assert outcome.guards == best.guards
+    assert (outcome.level, outcome.guards) == (sandbox.level, sandbox.guards)
+    given = RewardInput(response="```\nprint(1)\n```", ground_truth={"inputs": [""], "outputs": ["1"]})
+    verdict = code_stdio(given, sandbox=sandbox.level)
+    assert isinstance(verdict, Score)
+    assert (verdict.value, verdict.sandbox) == (1, sandbox.level)
 
 
-def test_without_namespaces_the_next_rung_is_taken(monkeypatch):
-    refusing(monkeypatch, "seccomp", "bubblewrap", "namespaces")
-    with Sandbox.best() as sandbox:
-        assert sandbox.level == "rlimits"
-        assert sandbox.run(HELLO).level == "rlimits"
+def test_there_are_two_levels_and_isolated_is_what_holds_without_a_word():
+    assert get_args(Level) == get_args(SandboxLevel) == ("isolated", "none")
+    assert CodeStdioArguments().sandbox == Settings().sandbox == "isolated"
 
 
-def test_less_than_the_least_level_is_refused_with_what_to_do(monkeypatch):
-    refusing(monkeypatch, "seccomp", "bubblewrap", "namespaces")
-    with pytest.raises(SandboxError, match=r"'namespaces' is the least asked for.*not here.*user namespaces"):
-        Sandbox.best(least="namespaces")
+WITHOUT_NAMESPACES = 'echo 0 >/proc/sys/user/max_user_namespaces && exec "$@"'
+"""In a user namespace of its own: nothing below it can have another."""
+
+
+def where_none_can_be_isolated(*command, **options):
+    """Run there, for real."""
+    wrapped = ["unshare", "--user", "--map-root-user", "sh", "-c", WITHOUT_NAMESPACES, "sh", *command]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "1000"}
+    done = subprocess.run(
+        wrapped, capture_output=True, text=True, timeout=120, check=False, env=environment, **options
+    )
+    if "unshare" in done.stderr or "max_user_namespaces" in done.stderr.splitlines()[:1]:
+        pytest.skip("this machine allows no user namespace to refuse others in")
+    return done
+
+
+TO_CHANGE = ("sandbox server", "seccomp=unconfined", "user.max_user_namespaces", "`sandbox: none`")
+
+
+def test_where_programs_cannot_be_isolated_the_sandbox_says_what_to_change():
+    done = where_none_can_be_isolated(sys.executable, "-m", "reward_service.sandbox")
+    assert done.returncode == 1
+    why, fix = done.stderr.strip().split("\n")
+    assert why.startswith("this machine cannot isolate programs (")
+    assert "bubblewrap: " in why
+    assert "own: " in why
+    assert all(one in fix for one in TO_CHANGE)
+    served = where_none_can_be_isolated(
+        sys.executable, "-m", "reward_service.sandbox", "--http", "127.0.0.1:0"
+    )
+    assert served.returncode != 0
+    assert "cannot isolate programs" in served.stderr
+
+
+JOB = """
+import json, sys
+from areal_async.config.errors import ConfigError
+from areal_async.config.job import JobConfig
+from areal_async.control.preflight import check_machine
+for reward in json.loads(sys.argv[1]):
+    written = {"job": "test", "model": "model", "tasks": {"train": "train.jsonl"}, "reward": reward}
+    try:
+        check_machine(JobConfig.model_validate(written), ())
+        print("accepted")
+    except ConfigError as error:
+        print(" ".join(str(error).split()))
+"""
+
+
+def test_a_job_with_a_code_reward_is_refused_before_anything_starts():
+    code = {"name": "code_tests"}
+    rewards = [
+        code,
+        {"name": "exact_match", "routes": [{"data_source": "x", "name": "code_stdio"}]},
+        {"name": "weighted", "args": {"parts": [{"name": "code_stdio"}, {"name": "exact_match"}]}},
+        code | {"args": {"sandbox": "none"}},
+        {"name": "exact_match"},
+    ]
+    done = where_none_can_be_isolated(sys.executable, "-c", JOB, json.dumps(rewards))
+    plain, route, part, none, other = done.stdout.splitlines()
+    for told, field in ((plain, "reward.args"), (route, "reward.routes.0.args"), (part, "parts.0.args")):
+        assert f"{field}.sandbox" in told
+        assert "cannot isolate programs" in told
+        assert all(one in told for one in TO_CHANGE)
+    assert (none, other) == ("accepted", "accepted")
+
+
+def test_a_reward_that_is_tried_or_served_is_refused_likewise(tmp_path):
+    data = tmp_path / "answers.jsonl"
+    row = {
+        "prompt": [{"role": "user", "content": "Say 1."}],
+        "data_source": "x",
+        "reward_model": {"ground_truth": {"inputs": [""], "outputs": ["1"]}},
+        "response": "```\nprint(1)\n```",
+    }
+    data.write_text(json.dumps(row) + "\n")
+    cli = (sys.executable, "-m", "areal_async.cli.main", "reward")
+    tried = where_none_can_be_isolated(*cli, "test", "code_stdio", "--data", str(data))
+    served = where_none_can_be_isolated(*cli, "serve", "code_stdio", "--http", "127.0.0.1:0")
+    for done in (tried, served):
+        assert done.returncode != 0
+        assert "cannot isolate programs" in " ".join(done.stderr.split())
+    unprotected = where_none_can_be_isolated(
+        *cli, "test", "code_stdio", "--data", str(data), "--json", "args={sandbox: none}"
+    )
+    assert unprotected.returncode == 0, unprotected.stderr
+    assert json.loads(unprotected.stdout)["failed"] is False
+
+
+def test_the_words_of_the_old_levels_are_explained():
+    written = {"name": "code_stdio", "args": {"least": "namespaces"}, "timeout_s": 20}
+    (mistake,) = built_in_mistakes(RewardSection.model_validate(written))
+    assert mistake.field == "reward.args.least"
+    assert "sandbox: none" in str(mistake)
+
+
+def test_a_job_without_protection_is_warned_of():
+    written = {"job": "test", "model": "model", "tasks": {"train": "train.jsonl"}}
+    written["reward"] = {"name": "code_stdio", "args": {"sandbox": "none"}}
+    (warning,) = (one for one in advise(JobConfig.model_validate(written)) if "sandbox" in one.field)
+    assert "without any protection" in str(warning)
 
 
 def test_no_sandbox_is_an_error_and_never_a_score(monkeypatch):
-    refusing(monkeypatch, "seccomp", "bubblewrap", "namespaces", "rlimits")
+    def gone(_):
+        raise SandboxError("not today")
+
     monkeypatch.setattr(run_cases, "_runners", {})
-    given = RewardInput(response="```\nprint(1)\n```", ground_truth={"inputs": [""], "outputs": ["1"]})
-    verdict = code_stdio(given, least="namespaces")
-    assert isinstance(verdict, Failure)
-    assert verdict.kind == "sandbox"
-
-
-def test_the_level_is_in_the_verdict(best):
+    monkeypatch.setattr(Sandbox, "at", gone)
     given = RewardInput(response="```\nprint(1)\n```", ground_truth={"inputs": [""], "outputs": ["1"]})
     verdict = code_stdio(given)
-    assert isinstance(verdict, Score)
-    assert verdict.value == 1
-    assert verdict.sandbox == best.level
+    assert isinstance(verdict, Failure)
+    assert verdict.kind == "sandbox"
 
 
 def test_a_missing_compiler_is_an_error_and_never_a_score(monkeypatch):
@@ -153,7 +247,7 @@ def test_a_jailer_that_dies_is_started_again(best):
 def test_one_death_is_local_who_dies_takes_the_jail_with_it(victim):
     script = (
         "from reward_service.sandbox import *\n"
-        "sandbox = Sandbox.best()\nprint(sandbox._jailer._process.pid, flush=True)\n"
+        "sandbox = Sandbox.at('isolated')\nprint(sandbox._jailer._process.pid, flush=True)\n"
         "sandbox.run(Program(command=('/bin/sh', '-c', 'sleep 1000'), limits=Limits(wall_s=1000)))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -170,12 +264,6 @@ def test_one_death_is_local_who_dies_takes_the_jail_with_it(victim):
     client.wait()
     client.stdout.close()
     assert not alive
-
-
-def test_the_filter_is_in_place_where_it_is_named(sandbox):
-    source = "import socket\ntry:\n    socket.socket()\nexcept PermissionError:\n    print('refused')"
-    outcome = sandbox.run(Program(source=source))
-    assert (outcome.stdout == b"refused\n") == ("seccomp" in sandbox.guards)
 
 
 def named(name, root):
@@ -199,8 +287,11 @@ def test_the_filter_names_calls_by_their_right_numbers():
     ours |= {
         "clone": seccomp.CLONE[0],
         "clone3": seccomp.CLONE3[0],
-        "socket": seccomp.SOCKET[0],
         "ioctl": seccomp.IOCTL[0],
+        "fcntl": seccomp.FCNTL[0],
+        "mmap": seccomp.MMAP[0],
+        "socketpair": seccomp.SOCKETPAIR[0],
+        "sendto": seccomp.SENDTO[0],
     }
     known = {name: number for name, number in ours.items() if name in numbers}
     assert known == {name: int(numbers[name]) for name in known}
@@ -208,26 +299,43 @@ def test_the_filter_names_calls_by_their_right_numbers():
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_filter_decides_as_it_says(machine):
-    code = seccomp.program(machine)
+@pytest.mark.parametrize("grouped", [True, False])
+def test_the_filter_decides_as_it_says(machine, grouped):
+    code = seccomp.program(machine, grouped=grouped)
     column, audit = seccomp.ARCHITECTURES[machine]
 
     def decide(number, *arguments, architecture=audit):
         return run_filter(code, number, architecture, arguments)
 
-    refused = seccomp.refuse(1)
+    refused, allowed = seccomp.refuse(1), seccomp.ALLOW
     for name, numbers in seccomp.REFUSED.items():
         if numbers[column] is not None:
             assert decide(numbers[column]) == refused, name
-    assert decide(0) == seccomp.ALLOW
+    assert decide(500) == allowed
     assert decide(seccomp.CLONE3[column]) == seccomp.refuse(38)
-    assert decide(seccomp.CLONE[column], 17) == seccomp.ALLOW
-    assert decide(seccomp.CLONE[column], linux.CLONE_NEWUSER | 17) == refused
-    assert decide(seccomp.SOCKET[column], seccomp.AF_UNIX) == seccomp.ALLOW
-    assert decide(seccomp.SOCKET[column], 2) == refused
-    assert decide(seccomp.IOCTL[column], 0, seccomp.TIOCSTI) == refused
-    assert decide(seccomp.IOCTL[column], 0, 0x5401) == seccomp.ALLOW
-    assert decide(0, architecture=3) == seccomp.KILL
+    shared, private = seccomp.MAP_SHARED | seccomp.MAP_ANONYMOUS, 2 | seccomp.MAP_ANONYMOUS
+    for call, arguments, answer in (
+        (seccomp.CLONE, (17,), allowed),
+        (seccomp.CLONE, (linux.CLONE_NEWUSER | 17,), refused),
+        (seccomp.SOCKETPAIR, (seccomp.AF_UNIX,), allowed),
+        (seccomp.SOCKETPAIR, (30,), refused),
+        (seccomp.SENDTO, (3, 1 << 40, 1 << 40, 0, 0), allowed),
+        (seccomp.SENDTO, (3, 0, 0, 0, 1 << 40), refused),
+        (seccomp.SENDTO, (3, 0, 0, 0, 8), refused),
+        (seccomp.IOCTL, (0, seccomp.TIOCSTI), refused),
+        (seccomp.IOCTL, (0, seccomp.TIOCLINUX), refused),
+        (seccomp.IOCTL, (0, 0x5401), allowed),
+        (seccomp.FCNTL, (3, 1), allowed),
+        (seccomp.FCNTL, (3, 1030), allowed),
+        *((seccomp.FCNTL, (3, command), refused) for command in seccomp.FCNTL_REFUSED),
+        (seccomp.MMAP, (0, 4096, 3, private), allowed),
+        (seccomp.MMAP, (0, 4096, 3, private | seccomp.MAP_HUGETLB), refused),
+        (seccomp.MMAP, (0, 4096, 3, seccomp.MAP_SHARED, 5), allowed),
+        (seccomp.MMAP, (0, 4096, 3, shared), allowed if grouped else refused),
+        (seccomp.MMAP, (0, 4096, 3, shared | 2), allowed if grouped else refused),
+    ):
+        assert decide(call[column], *arguments) == answer, (call, arguments)
+    assert decide(500, architecture=3) == seccomp.KILL
     if machine == "x86_64":
         assert decide(seccomp.X32_BIT) == seccomp.KILL
     assert seccomp.program("mips") is None
@@ -257,8 +365,8 @@ def run_filter(code, number, architecture, arguments):
             at += yes if true else no
 
 
-def test_as_an_ordinary_user_the_same_levels_work():
-    """Run as `nobody`, with an interpreter that it may run."""
+def test_an_ordinary_user_isolates_programs_too_and_memory_is_held():
+    """Run as `nobody`, with an interpreter that it may run: no user ids to give, and no memory group."""
     python = Path("/usr/bin/python3.11")
     if os.geteuid() != 0 or not python.exists() or sys.version_info[:2] != (3, 11):
         pytest.skip("needs root, to become another user, and a system Python of this version")
@@ -267,13 +375,18 @@ def test_as_an_ordinary_user_the_same_levels_work():
         "import sys\n"
         f"sys.path[:0] = [{str(ROOT)!r}, {packages!r}]\n"
         "from reward_service.sandbox import *\n"
-        "for level in ('rlimits', None):\n"
-        "    with (Sandbox.at(level) if level else Sandbox.best()) as sandbox:\n"
-        "        count = 'import os\\nn = 0\\ntry:\\n    while n < 40:\\n        n += 1\\n'\\\n"
-        "            '        if os.fork() == 0:\\n            import time; time.sleep(5)\\n'\\\n"
-        "            'except OSError:\\n    print(n)'\n"
-        "        outcome = sandbox.run(Program(source=count, limits=Limits(wall_s=8, processes=8)))\n"
-        "        print(sandbox.level, outcome.kind, outcome.stdout.decode().strip())\n"
+        "with Sandbox.at('isolated') as sandbox:\n"
+        "    count = 'import os\\nn = 0\\ntry:\\n    while n < 40:\\n        n += 1\\n'\\\n"
+        "        '        if os.fork() == 0:\\n            import time; time.sleep(5)\\n'\\\n"
+        "        'except OSError:\\n    print(n)'\n"
+        "    outcome = sandbox.run(Program(source=count, limits=Limits(wall_s=8, processes=8)))\n"
+        "    print(outcome.level, outcome.kind, outcome.stdout.decode().strip(), sep='|')\n"
+        "    print(*sandbox.guards, sep='|')\n"
+        "    bomb = 'import os, time\\nfor _ in range(6):\\n    if os.fork() == 0:\\n'\\\n"
+        "        '        kept = bytearray(50 << 20)\\n        time.sleep(9)\\ntime.sleep(9)'\n"
+        "    outcome = sandbox.run(Program(source=bomb, limits=Limits(wall_s=30, memory_mb=160)))\n"
+        "    print(outcome.kind)\n"
+        "    print(sandbox.run(Program(source=\"open('/proc/self/oom_score_adj', 'w')\")).describe())\n"
     )
     command = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", python, "-c", script]
     done = subprocess.run(
@@ -281,15 +394,12 @@ def test_as_an_ordinary_user_the_same_levels_work():
     )
     if "Permission denied" in done.stderr:
         pytest.skip("the project's folder is closed to other users")
+    if "cannot isolate" in done.stderr:
+        pytest.skip("user namespaces are for root alone here")
     assert done.returncode == 0, done.stderr
-    low, best = (line.split() for line in done.stdout.splitlines())
-    assert low[0] == "rlimits"
-    assert low[1] in ("ok", "processes")
-    assert best[1:] == ["ok", "8"] or best[0] == "rlimits"
-
-
-def test_landlock_is_used_where_the_kernel_has_it():
-    with Sandbox.at("rlimits") as sandbox:
-        assert ("landlock" in sandbox.guards) == (landlock.version() > 0)
-        outcome: Outcome = sandbox.run(Program(command=("/bin/sh", "-c", "cat /etc/shells; ls /")))
-        assert not landlock.version() or outcome.stdout == b""
+    ended, guards, bomb, score = done.stdout.splitlines()
+    assert ended == "isolated|ok|8"
+    assert "memory sum" in guards.split("|")
+    assert "uid" not in guards.split("|")
+    assert bomb == "memory"
+    assert "Read-only file system" in score

@@ -28,7 +28,7 @@ def python(source, **options):
     return Program(source=OPENING + source, **{"limits": LIMITS, **options})
 
 
-ECHO = "while data := os.read(LINK, 1 << 16):\n    os.write(LINK, data.upper())"
+ECHO = "while data := os.read(LINK, 1 << 16):\n    os.write(LINK, data.upper())\ntime.sleep(1000)"
 
 
 def test_bytes_go_both_ways_and_the_program_is_ended_with_its_tests(sandbox):
@@ -131,3 +131,11 @@ def test_a_pair_that_cannot_be_started_is_an_error_and_leaves_nothing(sandbox):
 def test_a_language_that_is_compiled_is_refused_in_a_pair(best):
     with pytest.raises(ValueError, match="c is compiled"):
         best.run_pair(python(""), Program(source="int main(void) {}", language="c"))
+
+
+def test_tests_that_end_while_the_other_jail_is_made_end_it(sandbox):
+    nothing = Program(command=("/bin/sh", "-c", ":"), limits=LIMITS)
+    for _ in range(20):
+        tests, program = sandbox.run_pair(nothing, nothing)
+        assert tests.kind == "ok", tests.describe()
+        assert program.kind in ("ok", "ended"), program.describe()

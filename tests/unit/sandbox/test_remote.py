@@ -12,6 +12,7 @@ import uvicorn
 
 from areal_async.wire.verdicts import Failure
 from reward_service.sandbox import CompilerMissing, Limits, Program, SandboxError
+from reward_service.sandbox.errors import CannotIsolate
 from reward_service.sandbox.remote import RemoteSandbox
 from reward_service.sandbox.serving import MOST, SandboxServer, bounded, check_address
 from reward_service.sdk import RewardInput
@@ -46,12 +47,12 @@ def url():
 
 
 def test_a_program_runs_there_as_it_does_here(url, best):
-    remote = RemoteSandbox(url, least=best.level)
+    remote = RemoteSandbox(url)
     program = Program(source="print(input()[::-1])", stdin=b"\xc3\xa9ab", limits=Limits(wall_s=8))
     here, there = best.run(program), remote.run(program)
     assert (there.kind, there.stdout) == (here.kind, here.stdout) == ("ok", "baé\n".encode())
-    assert there.level == "remote"
-    assert there.guards == (best.level, *best.guards)
+    assert there.level == "isolated"
+    assert there.guards == ("remote", *best.guards)
     loop = remote.run(Program(source="while True: pass", limits=Limits(wall_s=0.4)))
     assert loop.kind == "timeout"
 
@@ -60,10 +61,10 @@ def test_a_pair_runs_there_as_it_does_here(url):
     remote = RemoteSandbox(url)
     limits = Limits(wall_s=20)
     asks = "import os\nos.write(3, b'\\xff1')\nprint(os.read(3, 9))"
-    echo = "import os\nwhile data := os.read(3, 99): os.write(3, data + b'!')"
+    echo = "import os\nwhile data := os.read(3, 99): os.write(3, data + b'!')\nimport time; time.sleep(99)"
     tests, program = remote.run_pair(Program(source=asks, limits=limits), Program(source=echo, limits=limits))
     assert (tests.kind, tests.stdout, program.kind) == ("ok", b"b'\\xff1!'\n", "ended"), tests.describe()
-    assert (tests.level, program.level) == ("remote", "remote")
+    assert (tests.level, program.level) == ("isolated", "isolated")
 
 
 def test_what_is_wrong_comes_back_as_the_same_error(url):
@@ -89,6 +90,14 @@ def test_a_server_wants_its_token(monkeypatch):
 def post(url, body, media_type):
     request = urllib.request.Request(f"{url}/v1/sandbox/run", data=body, headers={"content-type": media_type})
     return urllib.request.urlopen(request, timeout=20)
+
+
+def test_a_server_without_isolation_is_used_only_where_the_job_says_none():
+    with served(level="none") as url:
+        with pytest.raises(CannotIsolate, match="runs programs without isolation"):
+            RemoteSandbox(url)
+        outcome = RemoteSandbox(url, level="none").run(Program(source="print(1)"))
+    assert (outcome.stdout, outcome.level) == (b"1\n", "none")
 
 
 def test_bad_bodies_are_refused(url):
@@ -118,7 +127,7 @@ def test_a_reward_scores_by_a_remote_sandbox(url):
     given = RewardInput(response="```\nprint(1)\n```", ground_truth={"inputs": [""], "outputs": ["1"]})
     verdict = code_stdio(given, remote=url)
     assert verdict.value == 1
-    assert verdict.sandbox == "remote"
+    assert verdict.sandbox == "isolated"
 
 
 def test_an_address_beyond_loopback_needs_a_token():

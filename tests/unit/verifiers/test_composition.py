@@ -41,7 +41,7 @@ def declines(given):
 
 @reward
 def failed(given):
-    return Failure("sandbox", "no namespaces", sandbox="rlimits")
+    return Failure("sandbox", "no namespaces", sandbox="none")
 
 @reward
 def slow(given):
@@ -105,7 +105,7 @@ def test_a_part_without_a_score_makes_the_whole_none_and_is_named(own):
     first = {"name": "gsm8k"}
     assert weighted(GIVEN, parts=[first, {"name": own("declines")}]) == Abstain("declines: no idea")
     failed = weighted(GIVEN, parts=[first, {"name": own("failed"), "label": "code"}])
-    assert (failed.kind, failed.message, failed.sandbox) == ("sandbox", "code: no namespaces", "rlimits")
+    assert (failed.kind, failed.message, failed.sandbox) == ("sandbox", "code: no namespaces", "none")
     assert weighted(GIVEN, parts=[first, {"name": own("slow")}]).limit_ms == 500
     weightless = [first, {"name": own("declines"), "weight": 0.0}]
     assert isinstance(weighted(GIVEN, parts=weightless), Abstain)

@@ -286,7 +286,7 @@ def test_what_cannot_be_carried_out_is_refused_by_kind(content, token, status, k
             {"of": {"name": "weighted", "args": {"parts": [{"name": "FILE"}]}}},
         ),
         ("code_stdio", {}, {"remote": "http://127.0.0.1:9", "token_env": "HOME"}),
-        ("code_stdio", {"least": "seccomp"}, {"least": "rlimits"}),
+        ("code_stdio", {}, {"sandbox": "none"}),
     ],
 )
 def test_no_client_chooses_code_addresses_or_variables(over, name, own, asked, host, backend, tmp_path):

@@ -1,0 +1,184 @@
+"""A memory control group for one jailer and the jails it makes: what no process in it can get past.
+
+The jailer enters it once, at its start, so that a jail is born inside (moving a process costs as much as
+making a jail). Whether a group can be had is found out by making one and entering it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+PREFIX = "areal-jailer-"
+RESERVE_BYTES = 8 << 20
+"""For the first process of a jail and what the kernel holds for the jail itself."""
+LEAVE_LIMIT_S = 1.0
+FILES = {
+    1: {
+        "limits": ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"),
+        "used": "memory.usage_in_bytes",
+        "peak": "memory.max_usage_in_bytes",
+        "kills": "memory.oom_control",
+        "cache": "cache",
+    },
+    2: {
+        "limits": ("memory.max",),
+        "used": "memory.current",
+        "peak": "memory.peak",
+        "kills": "memory.events",
+        "cache": "file",
+    },
+}
+"""How the two versions of control groups call the same things."""
+
+
+class Group:
+    """For each jail: `begin(limit)`, while it runs `over()` and `used_bytes()`, at its end `peak_bytes()`."""
+
+    def __init__(self, above: str, version: int) -> None:
+        """Make it below the group `above` and enter it. Raises OSError or ValueError where that cannot be."""
+        self._above, self._names = above, FILES[version]
+        self._folder = os.path.join(above, f"{PREFIX}{os.getpid()}")
+        os.mkdir(self._folder)
+        try:
+            self._killed = self._kills()
+            _write(os.path.join(self._folder, "cgroup.procs"), str(os.getpid()))
+            if version == 2:
+                _write(os.path.join(self._folder, "memory.swap.max"), "0")
+            self._fixed_bytes = 0
+            self._peak_fd: int | None = None
+            with contextlib.suppress(OSError):  # the second version before Linux 6.12 only reads it
+                self._peak_fd = os.open(self._path("peak"), os.O_RDWR | os.O_CLOEXEC)
+            self.begin(1 << 30)
+        except BaseException:
+            self.leave()
+            raise
+
+    def begin(self, limit_bytes: int) -> None:
+        """From now on this process and all below it get `limit_bytes` beside what they hold now. Raises
+        OSError."""
+        used_bytes, files_bytes = self._holds()
+        self._fixed_bytes = used_bytes - files_bytes
+        limit = str(self._fixed_bytes + RESERVE_BYTES + limit_bytes)
+        names = [name for name in self._names["limits"] if os.path.exists(os.path.join(self._folder, name))]
+        for name in reversed(names):  # memory with swap is never below memory
+            _write(os.path.join(self._folder, name), "-1" if len(names) == 2 else limit)
+        for name in names:
+            _write(os.path.join(self._folder, name), limit)
+        self._killed = self._kills()
+        if self._peak_fd is not None:
+            os.pwrite(self._peak_fd, b"0", 0)
+
+    def over(self) -> bool:
+        """Whether the kernel has killed for the limit since `begin`."""
+        return self._kills() > self._killed
+
+    def used_bytes(self) -> int:
+        """What has come since `begin`, without the files of the host that were read."""
+        used_bytes, files_bytes = self._holds()
+        return max(0, used_bytes - files_bytes - self._fixed_bytes)
+
+    def peak_bytes(self) -> int:
+        """The most since `begin`; 0 where the kernel does not tell."""
+        if self._peak_fd is None:
+            return 0
+        _, files_bytes = self._holds()
+        return max(0, int(os.pread(self._peak_fd, 64, 0)) - files_bytes - self._fixed_bytes)
+
+    def leave(self) -> None:
+        """Go back to the group above and remove this one. What cannot be done now, the next jailer does."""
+        with contextlib.suppress(OSError):
+            _write(os.path.join(self._above, "cgroup.procs"), str(os.getpid()))
+        deadline_s = time.monotonic() + LEAVE_LIMIT_S
+        while time.monotonic() < deadline_s:
+            try:
+                os.rmdir(self._folder)
+                return
+            except FileNotFoundError:
+                return
+            except OSError:
+                time.sleep(0.005)  # the kernel still counts a process that has ended
+
+    def _path(self, what: str) -> str:
+        return os.path.join(self._folder, str(self._names[what]))
+
+    def _kills(self) -> int:
+        words = _read(self._path("kills")).split()
+        if "oom_kill" not in words:
+            raise ValueError("this kernel does not tell of kills for memory")
+        return int(words[words.index("oom_kill") + 1])
+
+    def _holds(self) -> tuple[int, int]:
+        """(everything that is charged, of it files of the host that were read)."""
+        used_bytes = int(_read(self._path("used")))
+        lines = dict(line.split() for line in _read(os.path.join(self._folder, "memory.stat")).splitlines())
+        return used_bytes, max(0, int(lines[str(self._names["cache"])]) - int(lines["shmem"]))
+
+
+def enter() -> Group | None:
+    """A new group with this process in it; none where this user may not have one."""
+    for above, version in places():
+        _remove_dead(above)
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return Group(above, version)
+    return None
+
+
+def places() -> list[tuple[str, int]]:
+    """Folders of groups below which one might be made, with their version, the nearest first.
+
+    Of the second version a group with processes cannot have others with limits below it, so those above are
+    places too: up to the first that sets a limit itself, which nobody is to get out of."""
+    mounts: dict[int, tuple[str, str]] = {}
+    for line in _read("/proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        root, target = before.split(" ")[3:5]
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            mounts[2 if kind == "cgroup2" else 1] = (root.rstrip("/"), target)
+    found: list[tuple[str, int]] = []
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        version = 2 if not controllers else 1
+        if version not in mounts or (version == 1 and "memory" not in controllers.split(",")):
+            continue
+        root, target = mounts[version]
+        own = target + path.removeprefix(root).rstrip("/")
+        found.append((own, version))
+        while version == 2 and own != target and _unlimited(own):
+            own = os.path.dirname(own)
+            found.append((own, version))
+    return found
+
+
+def _unlimited(folder: str) -> bool:
+    try:
+        return _read(os.path.join(folder, "memory.max")).strip() == "max"
+    except FileNotFoundError:
+        return True  # memory is not counted there
+    except OSError:
+        return False
+
+
+def _remove_dead(above: str) -> None:
+    """Groups of jailers that were killed. One with a process in it cannot be removed."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(above):
+            pid = name.removeprefix(PREFIX)
+            if pid != name and pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+                with contextlib.suppress(OSError):
+                    os.rmdir(os.path.join(above, name))
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def _write(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
