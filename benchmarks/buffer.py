@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from buffer_service import Service, cpu_s, episode, job_in, start_service, units_of
+from buffer_service import Service, cpu_s, episode, job_in, secret_at, start_service, units_of
 
 from areal_async.wire.messages import BufferStats
 from replay_buffer.client import SyncBufferClient
@@ -117,7 +117,13 @@ class Bench:
         groups = sum(self.groups_each(n) * n for n in options.producers) * options.rounds
         job = job_in(folder, group_size=self.group, groups=groups, durability=tier)
         self.service: Service = start_service(folder, job)
-        self.client = SyncBufferClient(self.service.endpoint, job=job.job, role="bench", name="bench")
+        self.client = SyncBufferClient(
+            self.service.endpoint,
+            job=job.job,
+            role="bench",
+            name="bench",
+            access=secret_at(self.service.endpoint),
+        )
         self.client.connect()
         self.client.open_trainer("bench", 0)
         plain_dir = folder / "plain"

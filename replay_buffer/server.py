@@ -282,6 +282,7 @@ async def main(ctx: ServiceContext) -> None:
             ctx.buffer_endpoint,
             service="buffer",
             job=job.job,
+            access=ctx.secret,
             handler=buffer.handle,
             front_epoch=front.front_epoch,
         )

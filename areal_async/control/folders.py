@@ -28,6 +28,7 @@ from areal_async.control.child import kill_processes_of
 from areal_async.control.context import short_socket_dir
 from areal_async.control.errors import RunFolderError
 from areal_async.snapshot_folders import remove_snapshots, shared_directory
+from areal_async.wire.secret import RunSecret
 
 LOCK = "run.lock"
 STATE = frozenset({LOCK, "job.yaml", "context.json", "logs", "buffer", "events", "failpoints"})
@@ -46,6 +47,8 @@ class RunFolders:
     targets: Path
     """Prometheus file_sd targets of the run: `<job.run_dir>/prometheus/<job>.json`."""
     lock_fd: int
+    secret: RunSecret
+    """What every socket of the run asks for; in a file of `socket_dir`."""
     snapshots: Path | None = None
     """Where they outlive `shm_dir`: the job's folder in the directory of weights channel `disk`."""
 
@@ -200,6 +203,7 @@ def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFol
         shm_dir=shm_dir,
         targets=job.run_dir / "prometheus" / f"{job.job}.json",
         lock_fd=lock_fd,
+        secret=RunSecret.make(socket_dir),
         snapshots=shared_directory(job),
     )
     folders.targets.unlink(missing_ok=True)

@@ -177,7 +177,11 @@ def _raise_unless_finished(job: JobConfig, ending: Ending, folders: RunFolders) 
 def _buffer_stats(job: JobConfig, folders: RunFolders) -> BufferStats | None:
     """The buffer's last figures; a summary without them is better than none."""
     client = SyncClient(
-        f"ipc://{folders.socket_dir}/buffer", job=job.job, role="supervisor", name="supervisor"
+        f"ipc://{folders.socket_dir}/buffer",
+        job=job.job,
+        role="supervisor",
+        name="supervisor",
+        access=folders.secret,
     )
     try:
         client.connect(STATS_LIMIT_S)

@@ -17,6 +17,7 @@ from areal_async.config.load import load_job
 from areal_async.control.context import RunPlaces
 from areal_async.control.errors import RunFolderError
 from areal_async.control.folders import LOCK, supervisor_of
+from areal_async.wire.secret import RunSecret
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,12 @@ class Run:
     @property
     def alive(self) -> bool:
         return self.places is not None
+
+    @property
+    def secret(self) -> RunSecret:
+        """What the sockets of a run that is alive ask for. Raises `EndpointError`."""
+        assert self.places is not None
+        return RunSecret.read(Path(self.places.socket_dir))
 
 
 def find_run(target: Path, overrides: Sequence[str] = ()) -> Run:

@@ -77,7 +77,7 @@ class Supervisor:
         self._told_ports: list[int] = []
         self._told_ending = False
         self._interrupted_s: float | None = None
-        self._socket = ControlSocket(job.job, folders.socket_dir)
+        self._socket = ControlSocket(job.job, folders.socket_dir, folders.secret)
         self._modules = modules
         self._leaving: dict[str, Leaving] = {}
         """Workers that are being drained, and who waits for their end."""

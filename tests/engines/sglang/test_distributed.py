@@ -19,6 +19,7 @@ from areal_async.trajectory import Sampling
 from areal_async.weights import metrics
 from areal_async.weights.receiver import Receiver
 from areal_async.wire.messages import VersionTag
+from areal_async.wire.secret import RunSecret
 from rollout_service.engines.base import EngineLost, GenerateRequest, GenerateResult
 from rollout_service.engines.server.http import ServerClient
 from rollout_service.engines.server.settings import ServerSettings
@@ -26,6 +27,8 @@ from rollout_service.engines.sglang import SGLangEngine, distributed
 from rollout_service.engines.sglang.distributed import make_feed
 from rollout_service.engines.sglang.probe import ModelInfo
 from rollout_service.updates import Updates
+
+SECRET = RunSecret(bytes(32))
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of the server's start
 SENDING = Path(__file__).with_name("sending.py")
@@ -80,8 +83,10 @@ async def following(
     """An engine on the server at `url` that is kept on the newest weights."""
     endpoint = f"ipc://{folder}/w"
     settings = ServerSettings(slots=32, max_model_len=64, url=url)
-    engine = SGLangEngine(model.directory, settings, feed=make_feed(endpoint, job="job", name="r/0"))
-    receiver = Receiver(endpoint, job="job", name="r", tensors=False)
+    engine = SGLangEngine(
+        model.directory, settings, feed=make_feed(endpoint, job="job", name="r/0", access=SECRET)
+    )
+    receiver = Receiver(endpoint, job="job", name="r", tensors=False, access=SECRET)
     updates = Updates(receiver, engine)
     await receiver.connect()
     await first.publish()
@@ -220,7 +225,7 @@ def test_without_a_trainer_that_answers_the_directory_is_loaded(
     recompute: SGLangEngine, model: Any, run: Callable[..., Any], folder: Path, exchange: Any
 ) -> None:
     async def body() -> None:
-        feed = make_feed(f"ipc://{folder}/nobody", job="job", name="r/0")
+        feed = make_feed(f"ipc://{folder}/nobody", job="job", name="r/0", access=SECRET)
         settings = ServerSettings(slots=32, max_model_len=64, url=recompute.url)
         engine = SGLangEngine(model.directory, settings, feed=feed)
         await engine.start(model.snapshot(0))

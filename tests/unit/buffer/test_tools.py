@@ -96,7 +96,9 @@ class Workplace:
         """The service, as long as the run is alive; the run has ended after it."""
         ctx = replace(self.ctx, stop=asyncio.Event())
         service = asyncio.create_task(main(ctx))
-        client = BufferClient(ctx.buffer_endpoint, job="sums", role="test", name="test", timeout_s=10.0)
+        client = BufferClient(
+            ctx.buffer_endpoint, job="sums", role="test", name="test", timeout_s=10.0, access=ctx.secret
+        )
         try:
             await client.connect()
             yield client

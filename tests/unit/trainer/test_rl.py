@@ -20,12 +20,15 @@ from areal_async.weights.receiver import Receiver
 from areal_async.weights.sender import Sender
 from areal_async.weights.snapshot import open_snapshot
 from areal_async.wire.messages import NoNews, VersionTag, Waiting
+from areal_async.wire.secret import RunSecret
 from trainer_service.backends.fsdp import FsdpBackend
 from trainer_service.errors import BatchError, StalenessViolation
 from trainer_service.modelfiles import companion_files
 from trainer_service.ranks import join_ranks
 from trainer_service.record import read_step, write_step
 from trainer_service.rl import RlTrainer
+
+SECRET = RunSecret(bytes(32))
 
 spec = importlib.util.spec_from_file_location("rank_process", Path(__file__).with_name("rank_process.py"))
 rank_process = importlib.util.module_from_spec(spec)
@@ -86,7 +89,9 @@ def test_each_version_is_published_before_its_step_is_committed(tmp_path, model_
     evaluated = []
 
     async def evaluate():
-        receiver = Receiver(publisher.endpoint, job="job", name="evaluator", purpose="evaluate")
+        receiver = Receiver(
+            publisher.endpoint, job="job", name="evaluator", purpose="evaluate", access=SECRET
+        )
         await receiver.connect()
         after = None
         async with asyncio.timeout(60):
