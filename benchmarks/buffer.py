@@ -80,11 +80,11 @@ def figures(reports: list[dict[str, Any]], items: int, size_bytes: int) -> dict[
     }
 
 
-def outside_rewrites(socket: Path) -> None:
+def outside_rewrites(url: str) -> None:
     """Wait until that Redis writes no new append-only file."""
     import redis
 
-    with redis.Redis(unix_socket_path=str(socket)) as client:
+    with redis.Redis.from_url(url) as client:
         while client.info("persistence")["aof_rewrite_in_progress"]:
             time.sleep(0.05)
 
@@ -131,7 +131,7 @@ class Bench:
         asyncio.run(self.plain.start())
         names = [f"producer-{i}" for i in range(most)]
         command = [sys.executable, str(HERE / "buffer_producer.py")]
-        self.crew = Crew(command, names, [self.service.endpoint, str(self.plain.socket_path)])
+        self.crew = Crew(command, names, [self.service.endpoint, self.plain.url])
         self.reverb = reverb if tier == "memory" and size in options.reverb_sizes else None
         self.blob = folder / "blob"
         self.blob.write_bytes(episode("t", "t#0", 0, self.units, version=0, epoch=1))
@@ -154,7 +154,7 @@ class Bench:
                 self.round(producers, systems, swap=number % 2 == 1)
             for system, rounds in systems.items():
                 row[system] = best(rounds)
-            outside_rewrites(self.service_socket)
+            outside_rewrites(self.service_redis)
             held: BufferStats = self.client.stats()
             row["payload_bytes"] = held.payload_bytes
             rss = [redis.memory_info().rss, front.memory_info().rss]
@@ -168,8 +168,10 @@ class Bench:
         return rows
 
     @property
-    def service_socket(self) -> Path:
-        return Path(self.service.endpoint.removeprefix("ipc://")).parent / "redis"
+    def service_redis(self) -> str:
+        endpoint = self.service.endpoint
+        password = secret_at(endpoint).token("redis")
+        return f"unix://:{password}@{Path(endpoint.removeprefix('ipc://')).parent}/redis"
 
     def round(self, producers: int, systems: dict[str, list[dict[str, float]]], *, swap: bool) -> None:
         prepared = self.crew.do(producers, do="prepare", groups=self.groups_each(producers), units=self.units)

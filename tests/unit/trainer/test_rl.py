@@ -81,6 +81,7 @@ def test_each_version_is_published_before_its_step_is_committed(tmp_path, model_
         tmp_path / "shm",
         f"ipc://{tmp_path}/w",
         job="job",
+        access=SECRET,
         files=companion_files(model_dir, "float32"),
         tied={"lm_head.weight": "model.embed_tokens.weight"},
     )
@@ -159,7 +160,9 @@ class Offered(Sender):
 def test_tensors_can_be_had_before_their_version_is_announced(tmp_path, model_dir, batches):
     buffer = rank_process.RecordedBuffer(batches)
     sender = Offered(device="cpu", limit_s=5)
-    publisher = Recording(tmp_path / "shm", f"ipc://{tmp_path}/w", job="job", keep=9, sender=sender)
+    publisher = Recording(
+        tmp_path / "shm", f"ipc://{tmp_path}/w", job="job", access=SECRET, keep=9, sender=sender
+    )
     publisher.calls, sender.calls, sender.weights = buffer.calls, buffer.calls, {}
     publisher.start()
     with closing(publisher), closing(sender):
@@ -198,6 +201,7 @@ def test_the_record_of_a_step_says_how_much_of_the_weights_it_changed(tmp_path, 
         tmp_path / "shm",
         f"ipc://{tmp_path}/w",
         job="job",
+        access=SECRET,
         files=companion_files(model_dir, "float32"),
         tied={"lm_head.weight": "model.embed_tokens.weight"},
         keep=9,
