@@ -10,11 +10,15 @@ from __future__ import annotations
 import os
 import pwd
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from areal_async.errors import ArealError
 
 MAX_BYTES = 64 << 20
+PRIVATE_UMASK = 0o077
+"""Of every process of a run: nobody else may read what it writes."""
 
 
 class NotOurs(ArealError):
@@ -31,6 +35,12 @@ def open_regular(path: Path) -> int:
         os.close(fd)
         raise OSError(None, "it is no regular file", str(path))
     return fd
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of the regular file at `path`, or where its links lead. Raises OSError."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read()
 
 
 def read_own(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
@@ -84,6 +94,16 @@ def close_folder(folder: Path) -> None:
     check_owner(folder)
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:
         folder.chmod(0o700)
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """What this process writes meanwhile is for this user alone."""
+    before = os.umask(PRIVATE_UMASK)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def user_name(uid: int) -> str:
