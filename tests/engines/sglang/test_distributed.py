@@ -27,6 +27,7 @@ from rollout_service.engines.sglang import SGLangEngine, distributed
 from rollout_service.engines.sglang.distributed import make_feed
 from rollout_service.engines.sglang.probe import ModelInfo
 from rollout_service.updates import Updates
+from tests.engines.sglang.served import KEY
 
 SECRET = RunSecret(bytes(32))
 
@@ -211,7 +212,7 @@ def test_a_trainer_that_stands_still_while_it_sends_costs_the_engine_its_limit(
                 assert not engine.alive()
                 sending.process.kill()
         # What hung was the server's side of the group, which ends with the trainer.
-        client = ServerClient("the server", recompute.url)
+        client = ServerClient("the server", recompute.url, key=KEY)
         info = await client.get("/model_info", ModelInfo)
         assert info.weight_version == "e3-v0"
         await client.request("POST", "/end_weight_update", {})
