@@ -17,6 +17,7 @@ import blake3
 import pyarrow.parquet as pq
 
 from areal_async.errors import ArealError
+from areal_async.ownfiles import read_regular
 from areal_async.wire.messages import Task
 
 
@@ -60,7 +61,7 @@ class TaskTable:
 def read_tasks(path: Path) -> TaskTable:
     """Read and check a whole task file. Raises `TaskFileError`."""
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path)
     except OSError as error:
         raise TaskFileError(
             f"task file {path} cannot be read: {error.strerror}. Check the path in the job file's `tasks`."

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from buffer_service import Service, cpu_s, episode, job_in, start_service, units_of
+from buffer_service import Service, cpu_s, episode, job_in, secret_at, start_service, units_of
 
 from areal_async.wire.messages import BufferStats
 from replay_buffer.client import SyncBufferClient
@@ -80,11 +80,11 @@ def figures(reports: list[dict[str, Any]], items: int, size_bytes: int) -> dict[
     }
 
 
-def outside_rewrites(socket: Path) -> None:
+def outside_rewrites(url: str) -> None:
     """Wait until that Redis writes no new append-only file."""
     import redis
 
-    with redis.Redis(unix_socket_path=str(socket)) as client:
+    with redis.Redis.from_url(url) as client:
         while client.info("persistence")["aof_rewrite_in_progress"]:
             time.sleep(0.05)
 
@@ -117,7 +117,13 @@ class Bench:
         groups = sum(self.groups_each(n) * n for n in options.producers) * options.rounds
         job = job_in(folder, group_size=self.group, groups=groups, durability=tier)
         self.service: Service = start_service(folder, job)
-        self.client = SyncBufferClient(self.service.endpoint, job=job.job, role="bench", name="bench")
+        self.client = SyncBufferClient(
+            self.service.endpoint,
+            job=job.job,
+            role="bench",
+            name="bench",
+            access=secret_at(self.service.endpoint),
+        )
         self.client.connect()
         self.client.open_trainer("bench", 0)
         plain_dir = folder / "plain"
@@ -125,7 +131,7 @@ class Bench:
         asyncio.run(self.plain.start())
         names = [f"producer-{i}" for i in range(most)]
         command = [sys.executable, str(HERE / "buffer_producer.py")]
-        self.crew = Crew(command, names, [self.service.endpoint, str(self.plain.socket_path)])
+        self.crew = Crew(command, names, [self.service.endpoint, self.plain.url])
         self.reverb = reverb if tier == "memory" and size in options.reverb_sizes else None
         self.blob = folder / "blob"
         self.blob.write_bytes(episode("t", "t#0", 0, self.units, version=0, epoch=1))
@@ -148,7 +154,7 @@ class Bench:
                 self.round(producers, systems, swap=number % 2 == 1)
             for system, rounds in systems.items():
                 row[system] = best(rounds)
-            outside_rewrites(self.service_socket)
+            outside_rewrites(self.service_redis)
             held: BufferStats = self.client.stats()
             row["payload_bytes"] = held.payload_bytes
             rss = [redis.memory_info().rss, front.memory_info().rss]
@@ -162,8 +168,10 @@ class Bench:
         return rows
 
     @property
-    def service_socket(self) -> Path:
-        return Path(self.service.endpoint.removeprefix("ipc://")).parent / "redis"
+    def service_redis(self) -> str:
+        endpoint = self.service.endpoint
+        password = secret_at(endpoint).token("redis")
+        return f"unix://:{password}@{Path(endpoint.removeprefix('ipc://')).parent}/redis"
 
     def round(self, producers: int, systems: dict[str, list[dict[str, float]]], *, swap: bool) -> None:
         prepared = self.crew.do(producers, do="prepare", groups=self.groups_each(producers), units=self.units)

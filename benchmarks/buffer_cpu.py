@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from buffer_service import JOB, PROMPT_UNITS, cpu_s, job_in, start_service
+from buffer_service import JOB, PROMPT_UNITS, cpu_s, job_in, secret_at, start_service
 
 from areal_async.config.job import JobConfig
 from areal_async.wire.messages import (
@@ -181,7 +181,9 @@ async def work(endpoint: str, folder: Path, units: int, rate: float, workers: in
     for i in range(workers):
         buffer: Any = nothing
         if endpoint:
-            buffer = BufferClient(endpoint, job=JOB, role="rollout", name=f"worker-{i}")
+            buffer = BufferClient(
+                endpoint, job=JOB, role="rollout", name=f"worker-{i}", access=secret_at(endpoint)
+            )
             await buffer.connect(60)
         workflow = load_workflow("single_turn")
         all_workers.append(Worker(buffer, engine, workflow, ShortPrompt(), job=job, name=f"worker-{i}"))
@@ -202,7 +204,7 @@ async def work(endpoint: str, folder: Path, units: int, rate: float, workers: in
 
 async def score(endpoint: str) -> None:
     """The scorer's process."""
-    buffer = BufferClient(endpoint, job=JOB, role="reward", name="scorer")
+    buffer = BufferClient(endpoint, job=JOB, role="reward", name="scorer", access=secret_at(endpoint))
     await buffer.connect(60)
     while True:
         claims, _ = await buffer.claim("scorer", 128, wait_ms=1000)
@@ -241,7 +243,9 @@ async def measure(options: argparse.Namespace, outstanding: int, making_s: float
         job = limits(options, folder, outstanding)
         (folder / "job.json").write_text(job.model_dump_json())
         service = start_service(folder, job)
-        client = BufferClient(service.endpoint, job=JOB, role="trainer", name="trainer")
+        client = BufferClient(
+            service.endpoint, job=JOB, role="trainer", name="trainer", access=secret_at(service.endpoint)
+        )
         await client.connect()
         await client.open_trainer("trainer", 0)
         workers = max(1, outstanding // WORKER_GROUPS)

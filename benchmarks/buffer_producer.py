@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 import redis
-from buffer_service import JOB, episode
+from buffer_service import JOB, episode, secret_at
 
 from areal_async.wire.messages import LeasedGroup, VersionTag
 from replay_buffer.client import BufferClient
@@ -25,10 +25,10 @@ LINGER_S, MAX_PUTS = 0.05, 4
 
 
 class Producer:
-    def __init__(self, name: str, endpoint: str, redis_socket: str) -> None:
+    def __init__(self, name: str, endpoint: str, redis_url: str) -> None:
         self.name = name
-        self.buffer = BufferClient(endpoint, job=JOB, role="rollout", name=name)
-        self.redis = redis.Redis(unix_socket_path=redis_socket)
+        self.buffer = BufferClient(endpoint, job=JOB, role="rollout", name=name, access=secret_at(endpoint))
+        self.redis = redis.Redis.from_url(redis_url)
         self.held: list[tuple[LeasedGroup, dict[int, bytes]]] = []
         self.sets = 0
 

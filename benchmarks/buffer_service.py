@@ -17,6 +17,7 @@ import psutil
 from areal_async.config.job import JobConfig
 from areal_async.control.context import RunPlaces, ServicePlace, short_socket_dir
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from areal_async.wire.secret import RunSecret
 
 JOB = "load"
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1 << 24, stop=(), seed=1)
@@ -83,6 +84,11 @@ class Service:
             self.process.wait()
 
 
+def secret_at(endpoint: str) -> RunSecret:
+    """The secret of the service at `endpoint`."""
+    return RunSecret.read(Path(endpoint.removeprefix("ipc://")).parent)
+
+
 def start_service(folder: Path, job: JobConfig) -> Service:
     """The service as the supervisor would start it; returns once it serves."""
     sockets = short_socket_dir(folder / "s")
@@ -101,6 +107,7 @@ def start_service(folder: Path, job: JobConfig) -> Service:
         job=job.model_dump(mode="json"),
     )
     (folder / "context.json").write_bytes(msgspec.json.encode(places))
+    RunSecret.make(sockets)
     log = folder / "buffer.log"
     read_fd, write_fd = os.pipe()
     command = [sys.executable, "-m", "replay_buffer", "--context", str(folder / "context.json")]

@@ -1,7 +1,6 @@
 """Weights over tcp: our chunks beside raw ZMQ messages of the same size, and what relays cost the trainer.
 
     python benchmarks/weights_transport.py [--mib 64,256,1024] [--receivers 1,2,4,8] [--repeat 3]
-        [--curve-mib 256] [--json FILE]
 
 One process sends, each receiver is a process of its own, all on loopback. `raw` are ZMQ messages of our chunk
 size between the same two kinds of socket, with the same number under way, which the receiver
@@ -35,20 +34,19 @@ from areal_async.weights.snapshot import Written, write_snapshot
 from areal_async.weights.transport.holding import Growing, Holding
 from areal_async.weights.transport.station import Station
 from areal_async.weights.transport.table import ChunkTable, Layout, build_table, map_file
-from areal_async.wire.endpoints import CurveKeys
 from areal_async.wire.messages import VersionTag
+from areal_async.wire.secret import CurveKeys, RunSecret
 
 WINDOW_BYTES = 16 << 20
 MAX_UNDER_WAY = 64
 CONTEXT = mp.get_context("forkserver")
 
 
-def raw_sender(pipe: Connection, path: Path, chunk: int, keys: CurveKeys | None) -> None:
+def raw_sender(pipe: Connection, path: Path, chunk: int, keys: CurveKeys) -> None:
     size = path.stat().st_size
     data = map_file(path, size)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as sock:
-        if keys is not None:
-            sock.curve_server, sock.curve_secretkey, sock.curve_publickey = True, keys.secret, keys.public
+        sock.curve_server, sock.curve_secretkey, sock.curve_publickey = True, keys.secret, keys.public
         sock.setsockopt(zmq.SNDHWM, 2 * MAX_UNDER_WAY)
         pipe.send(f"tcp://127.0.0.1:{sock.bind_to_random_port('tcp://127.0.0.1')}")
         while True:
@@ -60,17 +58,16 @@ def raw_sender(pipe: Connection, path: Path, chunk: int, keys: CurveKeys | None)
             sock.send(data[at : at + chunk], copy=False)
 
 
-def raw_receive(endpoint: str, size: int, chunk: int, how: str, into: Path, keys: CurveKeys | None) -> float:
+def raw_receive(endpoint: str, size: int, chunk: int, how: str, into: Path, keys: CurveKeys) -> float:
     """Seconds for all messages."""
     n = -(-size // chunk)
     under_way = min(n, MAX_UNDER_WAY, max(4, WINDOW_BYTES // chunk))
     with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
-        if keys is not None:
-            sock.curve_serverkey, sock.curve_secretkey, sock.curve_publickey = (
-                keys.public,
-                keys.secret,
-                keys.public,
-            )
+        sock.curve_serverkey, sock.curve_secretkey, sock.curve_publickey = (
+            keys.public,
+            keys.secret,
+            keys.public,
+        )
         sock.setsockopt(zmq.RCVHWM, 2 * MAX_UNDER_WAY)
         sock.connect(endpoint)
         fd = os.open(into, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -93,8 +90,8 @@ def raw_receive(endpoint: str, size: int, chunk: int, how: str, into: Path, keys
     return took_s
 
 
-def our_sender(pipe: Connection, path: Path, table: ChunkTable, keys: CurveKeys | None) -> None:
-    station = Station("tcp://127.0.0.1:0", source="publisher", keys=keys)
+def our_sender(pipe: Connection, path: Path, table: ChunkTable, keys: CurveKeys) -> None:
+    station = Station("tcp://127.0.0.1:0", source="publisher", access=keys)
     station.start()
     station.hold(Holding(path, table))
     pipe.send(station.endpoint)
@@ -103,9 +100,9 @@ def our_sender(pipe: Connection, path: Path, table: ChunkTable, keys: CurveKeys 
     station.close()
 
 
-def our_receiver(pipe: Connection, root: Path, name: str, table: ChunkTable, keys: CurveKeys | None) -> None:
+def our_receiver(pipe: Connection, root: Path, name: str, table: ChunkTable, keys: CurveKeys) -> None:
     """Told its sources, it fetches; told again, it ends."""
-    station = Station("tcp://127.0.0.1:0", source="peer", keys=keys)
+    station = Station("tcp://127.0.0.1:0", source="peer", access=keys)
     station.start()
     pipe.send(station.endpoint)
     sources = pipe.recv()
@@ -119,7 +116,7 @@ def our_receiver(pipe: Connection, root: Path, name: str, table: ChunkTable, key
     station.close()
 
 
-def measure_raw(folder: Path, source: Path, chunk: int, how: str, keys: CurveKeys | None) -> float:
+def measure_raw(folder: Path, source: Path, chunk: int, how: str, keys: CurveKeys) -> float:
     """Seconds."""
     ours, theirs = mp.Pipe()
     sender = CONTEXT.Process(target=raw_sender, args=(theirs, source, chunk, keys))
@@ -130,7 +127,7 @@ def measure_raw(folder: Path, source: Path, chunk: int, how: str, keys: CurveKey
 
 
 def measure_ours(
-    folder: Path, snapshot: Written, table: ChunkTable, n: int, keys: CurveKeys | None
+    folder: Path, snapshot: Written, table: ChunkTable, n: int, keys: CurveKeys
 ) -> tuple[float, float]:
     """Seconds until the last of `n` receivers is complete, and the sender's bytes over the snapshot's."""
     pipes, processes = [], []
@@ -164,11 +161,8 @@ def measure_ours(
     return took_s, sent / snapshot.size_bytes
 
 
-def measure(mib: int, receivers: Sequence[int], repeat: int, curve: bool) -> dict[str, Any]:
-    keys = None
-    if curve:
-        made = CurveKeys.generate()
-        keys = CurveKeys(made.public, made.secret, (made.public,))
+def measure(mib: int, receivers: Sequence[int], repeat: int) -> dict[str, Any]:
+    keys = RunSecret.generate().keys
     shm = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="areal-bench-", dir=shm if shm.is_dir() else None))
     try:
@@ -188,7 +182,6 @@ def measure(mib: int, receivers: Sequence[int], repeat: int, curve: bool) -> dic
         median = {how: statistics.median(values) for how, values in rates.items()}
         row: dict[str, Any] = {
             "mib": mib,
-            "curve": curve,
             "chunk_kib": chunk >> 10,
             "table_gb_s": round(size / 1e9 / table_s, 2),
             "gb_s": {how: round(value, 3) for how, value in median.items()},
@@ -218,16 +211,13 @@ def main() -> None:
     parser.add_argument("--mib", default="64,256,1024")
     parser.add_argument("--receivers", default="1,2,4,8")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--curve-mib", default="256", help="sizes measured with CURVE too; empty for none")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     CONTEXT.set_forkserver_preload(["areal_async.weights.transport.station", "areal_async.weights.snapshot"])
     receivers = [int(n) for n in options.receivers.split(",")]
-    plan = [(int(mib), False) for mib in options.mib.split(",")]
-    plan += [(int(mib), True) for mib in options.curve_mib.split(",") if mib]
     rows = []
-    for mib, curve in plan:
-        rows.append(measure(mib, receivers if not curve else [1], options.repeat, curve))
+    for mib in options.mib.split(","):
+        rows.append(measure(int(mib), receivers, options.repeat))
         print(json.dumps(rows[-1]), flush=True)
     if options.json:
         command = "python benchmarks/weights_transport.py --json benchmarks/results/weights_transport.json"

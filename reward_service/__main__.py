@@ -44,7 +44,9 @@ async def main(ctx: ServiceContext) -> None:
         return
     async with _rewards(ctx) as router:
         metrics.watch(router)
-        async with BufferClient(ctx.buffer_endpoint, job=ctx.job.job, role="reward", name=ctx.name) as buffer:
+        async with BufferClient(
+            ctx.buffer_endpoint, job=ctx.job.job, role="reward", name=ctx.name, access=ctx.secret
+        ) as buffer:
             await buffer.arrived(ctx.name)
             ctx.ready()
             log.info("reward service serves", rewards=[spec.name for spec in router.specs])

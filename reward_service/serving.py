@@ -81,7 +81,7 @@ class Serving:
         async with Router(section, shared=self._pool, job=self.entry.run_id) as router:
             self._router = router
             async with BufferClient(
-                ctx.buffer_endpoint, job=ctx.job.job, role="reward", name=SCORER
+                ctx.buffer_endpoint, job=ctx.job.job, role="reward", name=SCORER, access=ctx.secret
             ) as buffer:
                 await buffer.arrived(SCORER)
                 self._server = RewardServer(buffer, router, scorer=SCORER)

@@ -117,7 +117,9 @@ async def _serve(ctx: ServiceContext) -> None:
         return await updates.start()
 
     try:
-        async with BufferClient(ctx.buffer_endpoint, job=job.job, role="rollout", name=ctx.name) as buffer:
+        async with BufferClient(
+            ctx.buffer_endpoint, job=job.job, role="rollout", name=ctx.name, access=ctx.secret
+        ) as buffer:
             await buffer.arrived(ctx.name)
             serving = await unless_stopped(ctx.stop, first_version())
             if serving is None:

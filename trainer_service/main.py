@@ -99,6 +99,7 @@ def _rl(ctx: ServiceContext, ranks: Ranks, backend: FsdpBackend, run_log: RunLog
             job=ctx.job.job,
             role="trainer",
             name=ctx.name,
+            access=ctx.secret,
             timeout_s=BUFFER_PATIENCE_S,
         )
     )
@@ -107,6 +108,7 @@ def _rl(ctx: ServiceContext, ranks: Ranks, backend: FsdpBackend, run_log: RunLog
         snapshot_root(ctx),
         ctx.weights_endpoint,
         job=ctx.job.job,
+        access=ctx.secret,
         keep=ctx.job.weights.keep,
         files=files,
         tied=backend.tied,

@@ -2,7 +2,8 @@
 
 Only tensors travel: the collectives of torch that move Python objects pickle them, so a manifest is
 broadcast as the bytes of its msgpack form. Ranks find each other through a file and talk over the loopback
-interface unless the environment names another (`GLOO_SOCKET_IFNAME`).
+interface unless the environment names another (`GLOO_SOCKET_IFNAME`). Those sockets of torch ask nobody who
+they are: on one rank there are none.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,28 @@ from torch.distributed.device_mesh import DeviceMesh
 
 COLLECTIVE_TIMEOUT_S = 600.0
 """A rank that waits longer than this for another fails."""
+ALONE = "areal_alone"
+"""The backend of one rank."""
+
+
+class _NoPeers(dist.ProcessGroup):
+    """The group of one rank, which FSDP and a mesh ask for and never use: it opens no socket. A collective on
+    it fails, as one that torch's base class does not have."""
+
+    def __init__(self, options: Any, _: object) -> None:
+        rank_and_size: Any = (options.group_rank, options.group_size)
+        super().__init__(*rank_and_size)
+        self._name = options.group_id
+
+    @property
+    def group_name(self) -> Any:
+        return self._name
+
+    def getBackendName(self) -> str:
+        return ALONE
+
+
+dist.Backend.register_backend(ALONE, _NoPeers, extended_api=True, devices=["cpu", "cuda"])
 
 
 @dataclass(frozen=True)
@@ -87,14 +111,16 @@ def join_ranks(rank: int, world: int, *, device: str = "cpu", meeting_place: Pat
     rank alone needs none."""
     if not dist.is_initialized():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         if world == 1:
+            backend = ALONE
             store: dist.Store = dist.HashStore()
         elif meeting_place is not None:
             store = dist.FileStore(str(meeting_place), world)
         else:
             raise ValueError("more than one rank needs a meeting_place")
         dist.init_process_group(
-            "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+            backend,
             store=store,
             rank=rank,
             world_size=world,

@@ -30,7 +30,7 @@ def ask(target: Path, request: ScaleWorkers | DrainWorker) -> WorkersChanged:
             "goes on with it with N workers."
         )
     endpoint = control_endpoint(Path(run.places.socket_dir))
-    client = SyncClient(endpoint, job=run.job.job, role="cli", name="cli")
+    client = SyncClient(endpoint, job=run.job.job, role="cli", name="cli", access=run.secret)
     try:
         client.connect(CONNECT_S)
         reply, _ = client.call(request, timeout_s=request.limit_ms / 1000 + ANSWER_S)

@@ -22,6 +22,7 @@ from areal_async.config.reward import BUILT_IN_REWARDS
 from areal_async.config.rewardcheck import asked, own_reward_mistakes
 from areal_async.config.rollout import BUILT_IN_WORKFLOWS
 from areal_async.config.workflowcheck import own_argument_mistakes
+from areal_async.ownfiles import open_regular, read_regular
 from areal_async.tasks import TaskFileError, read_tasks
 
 READ_WHOLE_BYTES = 16 << 20
@@ -166,7 +167,7 @@ def _parquet_head(path: Path) -> tuple[list[str], int]:
 
 
 def _jsonl_head(path: Path) -> list[str]:
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         first = next((line for line in file if line.strip()), b"{}")
     row = json.loads(first)
     return list(row) if isinstance(row, dict) else []
@@ -214,7 +215,7 @@ def _check_code(
         return
     path = Path(path_text)
     try:
-        tree = ast.parse(path.read_bytes(), filename=path_text)
+        tree = ast.parse(read_regular(path), filename=path_text)
     except (OSError, UnicodeDecodeError) as error:
         reason = "does not exist" if isinstance(error, FileNotFoundError) else "cannot be read"
         yield Mistake(field, f"{path} {reason}", "Correct the path; it is relative to the job file")

@@ -19,6 +19,7 @@ from areal_async.config.reward import RewardSection, RouteSection
 from areal_async.config.sandbox import SandboxArguments
 from areal_async.config.verifiers import GROUP_REWARDS, REWARD_ARGUMENTS
 from areal_async.config.workflowcheck import section_mistakes
+from areal_async.ownfiles import read_regular
 
 
 def asked(reward: RewardSection) -> Iterator[tuple[str, RewardSection | RouteSection]]:
@@ -167,7 +168,7 @@ def _own_function(name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     if not colon or not path_text.endswith(".py"):
         return None
     try:
-        tree = ast.parse(Path(path_text).read_bytes())
+        tree = ast.parse(read_regular(Path(path_text)))
     except (OSError, SyntaxError, ValueError):
         return None  # the name itself is the mistake
     functions = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))

@@ -19,6 +19,7 @@ from areal_async.config.errors import Mistake
 from areal_async.config.verifierargs import OUTSIDE_THE_POOL
 from areal_async.config.verifiers import GROUP_REWARDS, REWARD_ARGUMENTS
 from areal_async.config.workflow import WORKFLOW_ARGUMENTS
+from areal_async.ownfiles import read_regular
 
 FIELD = "rollout.workflow_args"
 
@@ -95,7 +96,7 @@ def own_argument_mistakes(workflow: str, arguments: Mapping[str, Any]) -> Iterat
     """What is wrong with the arguments of `path.py:function`, as far as the file's text tells."""
     path_text, _, name = workflow.rpartition(":")
     try:
-        tree = ast.parse(Path(path_text).read_bytes())
+        tree = ast.parse(read_regular(Path(path_text)))
     except (OSError, SyntaxError, ValueError):
         return  # `rollout.workflow` itself is the mistake
     found = next((n for n in tree.body if isinstance(n, ast.AsyncFunctionDef) and n.name == name), None)

@@ -103,6 +103,8 @@ def kill_processes_of(run_id: str) -> list[int]:
     killed = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
+            if process.uids().real != os.getuid():
+                continue  # root may read everybody's environment
             if process.pid != os.getpid() and process.environ().get(RUN_VARIABLE) == run_id:
                 process.kill()
                 killed.append(process.pid)

@@ -2,7 +2,7 @@
 
 Promises: a request is carried out by the supervisor's own loop, one at a time; it is answered with what was
 done, or with why not; a worker that is to leave is named to the buffer, so that it is leased nothing more.
-Nobody but this user can reach the socket.
+Nobody but who has the secret of the run is heard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from areal_async.control.child import exit_text
 from areal_async.errors import FaultError, WireError
 from areal_async.observe.log import get_logger
 from areal_async.wire.messages import Drain, DrainWorker, Message, ScaleWorkers, WorkersChanged
-from areal_async.wire.rpc import Client, Peer, Server
+from areal_async.wire.rpc import Client, Peer, RunSecret, Server
 
 BUFFER_WAIT_S = 10.0
 START_WAIT_S = 10.0
@@ -76,8 +76,9 @@ def control_endpoint(socket_dir: Path) -> str:
 class ControlSocket:
     """`start`, then `take` what is asked as often as the supervisor looks, then `stop`."""
 
-    def __init__(self, job: str, socket_dir: Path) -> None:
+    def __init__(self, job: str, socket_dir: Path, secret: RunSecret) -> None:
         self._job = job
+        self._secret = secret
         self._socket_dir = socket_dir
         self._asked: queue.Queue[Asked] = queue.Queue(MAX_ASKED)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -112,7 +113,11 @@ class ControlSocket:
 
     async def _serve(self) -> None:
         server = Server(
-            control_endpoint(self._socket_dir), service="supervisor", job=self._job, handler=self._handle
+            control_endpoint(self._socket_dir),
+            service="supervisor",
+            job=self._job,
+            access=self._secret,
+            handler=self._handle,
         )
         try:
             await server.start()
@@ -153,7 +158,7 @@ class ControlSocket:
     async def _tell_buffer(self, name: str) -> bool:
         """Have the buffer lease it nothing more. If that fails the worker is told at the end of its time."""
         endpoint = f"ipc://{self._socket_dir}/buffer"
-        client = Client(endpoint, job=self._job, role="supervisor", name="control")
+        client = Client(endpoint, job=self._job, role="supervisor", name="control", access=self._secret)
         try:
             await client.connect(BUFFER_WAIT_S)
             await client.call(Drain(name, "it was told to drain"), timeout_s=BUFFER_WAIT_S)

@@ -20,6 +20,8 @@ from typing import Literal
 import msgspec
 
 from areal_async.config.job import JobConfig
+from areal_async.wire.secret import FILE as SECRET_FILE
+from areal_async.wire.secret import RunSecret
 
 Role = Literal["buffer", "rollout", "evaluator", "reward", "trainer"]
 
@@ -82,6 +84,8 @@ class ServiceContext:
     """For unix sockets; short, mode 0700, removed when the run ends."""
     shm_dir: Path
     """For shared memory files; removed when the run ends."""
+    secret: RunSecret
+    """What every socket of the run asks for."""
     buffer_endpoint: str
     weights_endpoint: str
     metrics_port: int
@@ -122,7 +126,8 @@ class ServiceContext:
         """The context of the service called `name`, from a run's `context.json`.
 
         A rollout worker may join by a name that is not in the file: `rollout-` and something.
-        Raises OSError or ValueError when the file is no such context, KeyError for any other name."""
+        Raises OSError or ValueError when the file is no such context, `EndpointError` where the secret of the
+        run is not there, KeyError for any other name."""
         places = msgspec.json.decode(path.read_bytes(), type=RunPlaces)
         by_name = {place.name: place for place in places.services}
         if name not in by_name and (guest := GUEST_NAME.fullmatch(name)):
@@ -138,6 +143,7 @@ class ServiceContext:
             run_dir=Path(places.run_dir),
             socket_dir=Path(places.socket_dir),
             shm_dir=Path(places.shm_dir),
+            secret=RunSecret.read(Path(places.socket_dir)),
             buffer_endpoint=places.buffer_endpoint,
             weights_endpoint=places.weights_endpoint,
             metrics_port=place.metrics_port,
@@ -152,12 +158,14 @@ class ServiceContext:
     def for_test(
         cls, job: JobConfig, tmp_path: Path, role: Role, name: str, *, index: int = 0
     ) -> ServiceContext:
-        """A context below `tmp_path` with its folders made. Contexts of one `tmp_path` share endpoints, so
-        the services of a test find each other."""
+        """A context below `tmp_path` with its folders made. Contexts of one `tmp_path` share endpoints and a
+        secret, so the services of a test find each other."""
         run_dir, shm_dir = tmp_path / "run", tmp_path / "shm"
         socket_dir = short_socket_dir(tmp_path / "s")
         for folder in (run_dir, shm_dir, socket_dir):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        made = (socket_dir / SECRET_FILE).exists()
+        secret = RunSecret.read(socket_dir) if made else RunSecret.make(socket_dir)
         return cls(
             job=job,
             role=role,
@@ -166,6 +174,7 @@ class ServiceContext:
             run_dir=run_dir,
             socket_dir=socket_dir,
             shm_dir=shm_dir,
+            secret=secret,
             buffer_endpoint=f"ipc://{socket_dir}/buffer",
             weights_endpoint=f"ipc://{socket_dir}/weights",
             metrics_port=0,

@@ -1,9 +1,13 @@
 """The folders of a run: who may use them, what is in them, and that nothing volatile is left behind.
 
 Promises: one run at a time per run folder (a lock that dies with its process); work of an earlier run is
-deleted only when asked; a folder that no run of ours made is never touched; sockets and shared memory are
-in folders of mode 0700 that are removed at the end, or by the next run if the supervisor was killed; so are
-snapshots in a directory that hosts share.
+deleted only when asked; a folder that no run of ours made is never touched, and of another user's nothing is
+read, run or deleted; the run folder, sockets and shared memory are closed to other users from the moment they
+are made, whatever the umask; the last two are removed at the end, or by the next run if the supervisor was
+killed; so are snapshots in a directory that hosts share.
+
+The folder above (`run_dir` of the job file) is the user's own: who may write to it may put another in a run
+folder's place.
 """
 
 from __future__ import annotations
@@ -21,18 +25,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from areal_async.config.job import JobConfig
 from areal_async.control.child import kill_processes_of
 from areal_async.control.context import short_socket_dir
 from areal_async.control.errors import RunFolderError
+from areal_async.ownfiles import NotOurs, check_own, check_owner, close_folder, is_own_folder, read_own
 from areal_async.snapshot_folders import remove_snapshots, shared_directory
+from areal_async.wire.secret import RunSecret
 
 LOCK = "run.lock"
 STATE = frozenset({LOCK, "job.yaml", "context.json", "logs", "buffer", "events", "failpoints"})
 """What a run needs while it lives. Everything else in its folder is work, also what we do not know."""
+OWNER = "owner.json"
 SHM_ROOT = Path("/dev/shm")
+RECORD_BYTES = 4096
+
+
+class _Record(msgspec.Struct):
+    """What a supervisor writes into the lock of its run folder."""
+
+    pid: int
+    created_s: float
+    run_id: str
+    socket_dir: str
+    shm_dir: str
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,8 @@ class RunFolders:
     targets: Path
     """Prometheus file_sd targets of the run: `<job.run_dir>/prometheus/<job>.json`."""
     lock_fd: int
+    secret: RunSecret
+    """What every socket of the run asks for; in a file of `socket_dir`."""
     snapshots: Path | None = None
     """Where they outlive `shm_dir`: the job's folder in the directory of weights channel `disk`."""
 
@@ -80,13 +101,17 @@ def claim_folders(
     not a run folder of ours.
     """
     run_dir = job.run_dir / job.job
+    if run_dir.is_dir():
+        check_run_folder(run_dir)
     if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / LOCK).exists():
         raise RunFolderError(
             f"{run_dir} is not empty and was not made by a run; nothing in it is touched. Give the job "
             "another name (`job:`) or another `run_dir`."
         )
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700, exist_ok=True)
+        _close(run_dir)
         lock_fd = _lock(run_dir)
     except OSError as error:
         raise RunFolderError(f"{run_dir} cannot be used: {error.strerror}. Set another `run_dir`.") from error
@@ -122,6 +147,18 @@ def supervisor_of(run_dir: Path) -> dict[str, Any] | None:
     return record if record is not None and _is_alive(record) else None
 
 
+def check_run_folder(run_dir: Path) -> None:
+    """Raise `RunFolderError` where the existing `run_dir`, or what says whose it is, is another user's."""
+    try:
+        check_owner(run_dir)
+        if os.path.lexists(run_dir / LOCK):
+            read_own(run_dir / LOCK, max_bytes=RECORD_BYTES)
+    except NotOurs as error:
+        raise RunFolderError(str(error)) from error
+    except OSError as error:
+        raise RunFolderError(f"{run_dir} is not the folder of a run: {error}") from error
+
+
 def volatile_roots() -> list[Path]:
     """Where shared memory and socket folders of runs are."""
     return list(dict.fromkeys((SHM_ROOT, Path(tempfile.gettempdir()), Path("/tmp"))))
@@ -131,13 +168,22 @@ def leftovers(roots: Sequence[Path]) -> Iterator[Path]:
     """Shared memory and socket folders below `roots` of this user's runs whose supervisor is gone."""
     for root in roots:
         for folder in sorted(root.glob(f"areal-{os.getuid()}-*")) if root.is_dir() else ():
-            owner = _read_json(folder / "owner.json")
+            if not is_own_folder(folder):
+                continue  # /tmp and /dev/shm are everybody's: another user may take any name there
+            owner = _read_json(folder / OWNER)
             if owner is not None and not _is_alive(owner):
                 yield folder
 
 
 def _lock(run_dir: Path) -> int:
-    lock_fd = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    path = run_dir / LOCK
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    lock_fd = os.open(path, flags, 0o600)
+    try:
+        check_own(lock_fd, path)
+    except NotOurs as error:
+        os.close(lock_fd)
+        raise RunFolderError(str(error)) from error
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -158,16 +204,24 @@ def refuse_running(run_dir: Path) -> None:
 def _end_dead_run(lock_fd: int) -> None:
     """End the processes and remove the volatile folders of a run that lost its supervisor: the lock was
     free, but its record was not taken out."""
-    record = _parse_json(os.pread(lock_fd, 4096, 0))
-    if record is None:
+    try:
+        record = msgspec.json.decode(os.pread(lock_fd, RECORD_BYTES, 0), type=_Record)
+    except msgspec.DecodeError:
         return
     deadline_s = time.monotonic() + 5.0
-    while kill_processes_of(record["run_id"]) and time.monotonic() < deadline_s:
+    while kill_processes_of(record.run_id) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    for name in ("socket_dir", "shm_dir"):
-        folder = Path(record[name])
-        if folder.name.startswith("areal-"):
+    for folder in (Path(record.socket_dir), Path(record.shm_dir)):
+        if folder.name.startswith(f"areal-{os.getuid()}-") and is_own_folder(folder):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _close(run_dir: Path) -> None:
+    """Close a run folder to others before anything in it is trusted."""
+    try:
+        close_folder(run_dir)
+    except NotOurs as error:
+        raise RunFolderError(str(error)) from error
 
 
 def _clear(run_dir: Path) -> None:
@@ -192,7 +246,7 @@ def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFol
     os.pwrite(lock_fd, json.dumps(record | places).encode(), 0)
     for folder in (socket_dir, shm_dir):
         folder.mkdir(mode=0o700)
-        (folder / "owner.json").write_text(json.dumps(record))
+        (folder / OWNER).write_text(json.dumps(record))
     folders = RunFolders(
         run_id=run_id,
         run_dir=run_dir,
@@ -200,10 +254,11 @@ def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFol
         shm_dir=shm_dir,
         targets=job.run_dir / "prometheus" / f"{job.job}.json",
         lock_fd=lock_fd,
+        secret=RunSecret.make(socket_dir),
         snapshots=shared_directory(job),
     )
     folders.targets.unlink(missing_ok=True)
-    folders.logs.mkdir(exist_ok=True)
+    folders.logs.mkdir(mode=0o700, exist_ok=True)
     return folders
 
 
@@ -217,20 +272,20 @@ def _is_alive(owner: dict[str, Any]) -> bool:
     """Whether the process of the record lives; its start time tells it from a later one of the same pid."""
     try:
         return abs(psutil.Process(owner["pid"]).create_time() - owner["created_s"]) < 1.0
-    except psutil.Error:
+    except (psutil.Error, KeyError, TypeError, ValueError):
         return False
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        return _parse_json(path.read_bytes())
-    except OSError:
+        return _parse_json(read_own(path, max_bytes=RECORD_BYTES))
+    except (OSError, NotOurs):
         return None
 
 
 def _parse_json(text: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -13,7 +13,7 @@ from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.config.yamlfile import read_mapping
 from areal_async.control.errors import RunFolderError
-from areal_async.control.folders import LOCK, describe_work, refuse_running
+from areal_async.control.folders import LOCK, check_run_folder, describe_work, refuse_running
 
 FIXED = (
     "job",
@@ -92,6 +92,7 @@ def _check(run_dir: Path, target: Path) -> None:
     start = f"`areal-async run {target}`" if target.is_file() else "`areal-async run`"
     if not run_dir.is_dir():
         raise RunFolderError(f"there is nothing to resume: {run_dir} does not exist. Start it with {start}.")
+    check_run_folder(run_dir)
     if not (run_dir / LOCK).exists() or not (run_dir / "job.yaml").exists():
         raise RunFolderError(f"there is nothing to resume: {run_dir} is not the folder of a run.")
     refuse_running(run_dir)

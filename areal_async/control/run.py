@@ -34,6 +34,7 @@ from areal_async.observe.log import setup_logging
 from areal_async.observe.metrics import serve_metrics
 from areal_async.observe.record import RunLog, as_it_became, read_run_log
 from areal_async.observe.view import open_view
+from areal_async.ownfiles import private_files
 from areal_async.wire.messages import BufferStats, Stats
 from areal_async.wire.rpc import SyncClient
 
@@ -67,7 +68,7 @@ def run_job(
     check_machine(job, services_of(job, modules), source=f"job {job.job}")
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     try:
-        with _logged_to(folders.logs / "supervisor.log", job):
+        with private_files(), _logged_to(folders.logs / "supervisor.log", job):
             if resume:
                 with RunLog(folders.run_dir / "metrics.jsonl") as run_log:
                     run_log.write("resume")
@@ -177,7 +178,11 @@ def _raise_unless_finished(job: JobConfig, ending: Ending, folders: RunFolders) 
 def _buffer_stats(job: JobConfig, folders: RunFolders) -> BufferStats | None:
     """The buffer's last figures; a summary without them is better than none."""
     client = SyncClient(
-        f"ipc://{folders.socket_dir}/buffer", job=job.job, role="supervisor", name="supervisor"
+        f"ipc://{folders.socket_dir}/buffer",
+        job=job.job,
+        role="supervisor",
+        name="supervisor",
+        access=folders.secret,
     )
     try:
         client.connect(STATS_LIMIT_S)

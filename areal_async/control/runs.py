@@ -16,7 +16,9 @@ from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.control.context import RunPlaces
 from areal_async.control.errors import RunFolderError
-from areal_async.control.folders import LOCK, supervisor_of
+from areal_async.control.folders import LOCK, check_run_folder, supervisor_of
+from areal_async.ownfiles import NotOurs, read_own
+from areal_async.wire.secret import RunSecret
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,12 @@ class Run:
     def alive(self) -> bool:
         return self.places is not None
 
+    @property
+    def secret(self) -> RunSecret:
+        """What the sockets of a run that is alive ask for. Raises `EndpointError`."""
+        assert self.places is not None
+        return RunSecret.read(Path(self.places.socket_dir))
+
 
 def find_run(target: Path, overrides: Sequence[str] = ()) -> Run:
     """The run of kind `rl` at `target`, a run folder or a job file.
@@ -40,6 +48,7 @@ def find_run(target: Path, overrides: Sequence[str] = ()) -> Run:
     folder = target.resolve() if target.is_dir() else _folder_of(target)
     if not folder.is_dir():
         raise RunFolderError(f"{folder} does not exist: this job has not been run.{_neighbours(folder)}")
+    check_run_folder(folder)
     if not (folder / LOCK).exists() or not (folder / "job.yaml").exists():
         inside = [path.parent.name for path in sorted(folder.glob(f"*/{LOCK}"))]
         hint = f" The runs in it are: {', '.join(inside)}." if inside else _neighbours(folder)
@@ -73,6 +82,6 @@ def _neighbours(path: Path) -> str:
 
 def _read_places(path: Path) -> RunPlaces:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RunPlaces)
-    except (OSError, msgspec.DecodeError) as error:
+        return msgspec.json.decode(read_own(path), type=RunPlaces)
+    except (OSError, NotOurs, msgspec.DecodeError) as error:
         raise RunFolderError(f"{path}, which says where the run serves, cannot be read: {error}") from error

@@ -1,6 +1,7 @@
 """The shell that every service process runs in.
 
-Promises: logs as JSON lines and metrics are up before the service's own code runs; SIGTERM and SIGINT set
+Promises: what the process and its children write is for this user alone; logs as JSON lines and metrics are
+up before the service's own code runs; SIGTERM and SIGINT set
 `ctx.stop` and `ctx.stopping` even while the main thread is inside a long native call; a service that has
 not returned `STOP_GRACE_S` after that is cancelled; the process does not outlive its supervisor; an
 `ArealError` ends it with one paragraph, anything else with its traceback. The status is `RETRY_STATUS` where
@@ -33,6 +34,7 @@ from areal_async.observe.events import open_events
 from areal_async.observe.failpoint import arm_from_environment
 from areal_async.observe.log import get_logger, setup_logging
 from areal_async.observe.metrics import start_metrics_server
+from areal_async.ownfiles import PRIVATE_UMASK
 
 STOP_GRACE_S = 3.5
 """From the stop signal until the service's coroutine is cancelled."""
@@ -54,6 +56,7 @@ def run_service(
     role: Role, main: Callable[[ServiceContext], Awaitable[None]], argv: Sequence[str] | None = None
 ) -> None:
     """Run `main(ctx)` as the process of a service; never returns: exits 0 when `main` has returned."""
+    os.umask(PRIVATE_UMASK)
     options = _parse(role, argv)
     served = False
     try:

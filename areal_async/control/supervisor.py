@@ -77,7 +77,7 @@ class Supervisor:
         self._told_ports: list[int] = []
         self._told_ending = False
         self._interrupted_s: float | None = None
-        self._socket = ControlSocket(job.job, folders.socket_dir)
+        self._socket = ControlSocket(job.job, folders.socket_dir, folders.secret)
         self._modules = modules
         self._leaving: dict[str, Leaving] = {}
         """Workers that are being drained, and who waits for their end."""
@@ -287,8 +287,12 @@ class Supervisor:
             }
             for role, name, port in ports
         ]
-        self.folders.targets.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(self.folders.targets, msgspec.json.format(msgspec.json.encode(targets)))
+        folder = self.folders.targets.parent
+        if not folder.is_dir():
+            folder.mkdir()
+            folder.chmod(0o755)
+        # Prometheus may run as another user. They are ports, which everybody on the machine may know.
+        _write_whole(self.folders.targets, msgspec.json.format(msgspec.json.encode(targets)), mode=0o644)
 
     def _sweep(self) -> None:
         """Leave no process: no service (an error of ours may end `run` early), nor what they detached."""
@@ -304,10 +308,11 @@ class Supervisor:
             child.close()
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def _write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Readers see the old file or the new one."""
     unfinished = path.with_suffix(".tmp")
     unfinished.write_bytes(content)
+    unfinished.chmod(mode)
     unfinished.replace(path)
 
 

@@ -85,7 +85,7 @@ class EventLog:
         self.path = folder / f"{process}-{os.getpid()}.jsonl"
         self._head = {"process": process, "pid": os.getpid()}
         self._n = 0
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def write(self, event: str, fields: dict[str, Any]) -> None:
         n, self._n = self._n, self._n + 1

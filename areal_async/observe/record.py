@@ -30,7 +30,7 @@ class RunLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._threads = threading.Lock()
         with self._locked(fcntl.LOCK_EX):
             size = os.fstat(self._fd).st_size

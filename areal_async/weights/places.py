@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_async.config.job import JobConfig
 from areal_async.control.context import ServiceContext
 from areal_async.snapshot_folders import shared_directory
 from areal_async.weights.deltas import apply_delta
@@ -14,7 +13,7 @@ from areal_async.weights.shelf import Purpose
 from areal_async.weights.transport.inlet import Inlet, Place
 from areal_async.weights.transport.keys import read_keys
 from areal_async.weights.transport.outlet import Outlet
-from areal_async.wire.endpoints import CurveKeys
+from areal_async.wire.endpoints import Access
 
 
 def snapshot_root(ctx: ServiceContext) -> Path:
@@ -27,7 +26,7 @@ def make_outlet(ctx: ServiceContext) -> Outlet | None:
     section = ctx.job.weights
     if section.files != "zmq":
         return None
-    return Outlet(_listen(ctx), fan_out=section.relay_fan_out, keys=_keys(ctx.job))
+    return Outlet(_listen(ctx), access=_access(ctx), fan_out=section.relay_fan_out)
 
 
 def make_sender(ctx: ServiceContext) -> Sender | None:
@@ -49,7 +48,7 @@ def make_receiver(ctx: ServiceContext, purpose: Purpose, *, name: str = "", tens
             node_id=ctx.node_id,
             root=ctx.shm_dir / "weights" / ctx.node_id,
             listen=_listen(ctx),
-            keys=_keys(ctx.job),
+            access=_access(ctx),
             copy_from_disk=section.copy_from_disk,
             patience_s=section.patience_s,
             give_up_s=section.give_up_s,
@@ -59,6 +58,7 @@ def make_receiver(ctx: ServiceContext, purpose: Purpose, *, name: str = "", tens
         ctx.weights_endpoint,
         job=ctx.job.job,
         name=name,
+        access=ctx.secret,
         purpose=purpose,
         inlet=inlet,
         tensors=tensors,
@@ -69,5 +69,7 @@ def _listen(ctx: ServiceContext) -> str:
     return f"tcp://{ctx.job.weights.addresses.get(ctx.node_id, '127.0.0.1')}:0"
 
 
-def _keys(job: JobConfig) -> CurveKeys | None:
-    return read_keys(job.weights.key_file) if job.weights.key_file is not None else None
+def _access(ctx: ServiceContext) -> Access:
+    """What chunks are fetched with: the keys that the job's hosts share, else the secret of the run."""
+    section = ctx.job.weights
+    return read_keys(section.key_file) if section.key_file is not None else ctx.secret

@@ -45,7 +45,7 @@ from areal_async.wire.messages import (
     VersionTag,
     WaitSnapshot,
 )
-from areal_async.wire.rpc import Answer, CurveKeys, Peer, Server
+from areal_async.wire.rpc import Access, Answer, Peer, Server
 
 MAX_WAIT_MS = 60_000
 MAX_ACKS = 1024
@@ -66,12 +66,12 @@ class Publisher:
         endpoint: str,
         *,
         job: str,
+        access: Access,
         keep: int = 2,
         files: Mapping[str, bytes | Path] | None = None,
         tied: Mapping[str, str] | None = None,
         hold_s: float = 600.0,
         deltas: DeltaPolicy | None = None,
-        keys: CurveKeys | None = None,
         channel: Channel = "shm",
         node_id: str = "",
         outlet: Outlet | None = None,
@@ -97,7 +97,7 @@ class Publisher:
         self._closing = False
         self._lock = threading.Condition()
         self._offers = Offers(deltas, self._lock, self._delta_done) if deltas is not None else None
-        self._server = Server(endpoint, service="weights", job=job, handler=self._handle, keys=keys)
+        self._server = Server(endpoint, service="weights", job=job, access=access, handler=self._handle)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._changed: asyncio.Event | None = None

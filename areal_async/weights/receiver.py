@@ -36,7 +36,7 @@ from areal_async.wire.messages import (
     WaitSnapshot,
     Welcome,
 )
-from areal_async.wire.rpc import Client, CurveKeys
+from areal_async.wire.rpc import Access, Client
 
 ANSWER_S = 10.0
 """What an answer may take beyond the wait that was asked for."""
@@ -54,8 +54,8 @@ class Receiver:
         *,
         job: str,
         name: str,
+        access: Access,
         purpose: Purpose = "serve",
-        keys: CurveKeys | None = None,
         inlet: Inlet | None = None,
         tensors: bool = True,
     ) -> None:
@@ -66,7 +66,7 @@ class Receiver:
         self._deltas = False
         """Whether the newest snapshot was brought here, so that the next can be made of it."""
         self._purpose: Purpose = purpose
-        self._client = Client(endpoint, job=job, role=f"receiver-{purpose}", name=name, keys=keys)
+        self._client = Client(endpoint, job=job, role=f"receiver-{purpose}", name=name, access=access)
 
     async def connect(self, timeout_s: float = 10.0) -> Welcome:
         return await self._client.connect(timeout_s)

@@ -26,7 +26,7 @@ from typing_extensions import Buffer
 from areal_async.errors import ArealError, EndpointError, FaultError, PeerGone, ProtocolError, RpcTimeout
 from areal_async.wire import endpoints
 from areal_async.wire.contexts import drop_context, end_context, open_context
-from areal_async.wire.endpoints import CurveKeys
+from areal_async.wire.endpoints import Access
 from areal_async.wire.frames import Kind, read_attachments, read_header, read_reply, write_frames
 from areal_async.wire.messages import SCHEMA, Fault, Hello, Message, Reply, Welcome
 from areal_async.wire.polled import PolledSocket
@@ -72,8 +72,8 @@ class Client:
         job: str,
         role: str,
         name: str,
+        access: Access,
         max_in_flight: int = 64,
-        keys: CurveKeys | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.endpoint = endpoint
@@ -82,7 +82,7 @@ class Client:
         self.reconnects = 0
         self.malformed = 0
         self._hello = Hello(SCHEMA, job, role, name)
-        self._keys = keys
+        self._access = access
         self._rng = rng or random.Random()
         self._uid = secrets.randbits(64)
         self._ids = itertools.count(1)
@@ -240,7 +240,7 @@ class Client:
             sock.setsockopt(zmq.RECONNECT_IVL, 20)
             sock.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
             monitor = sock.get_monitor_socket(_EVENTS)
-            endpoints.connect(sock, self.endpoint, self._keys)
+            endpoints.connect(sock, self.endpoint, self._access)
         except BaseException:
             drop_context(context)
             raise
@@ -258,7 +258,7 @@ class Client:
         elif event == zmq.EVENT_DISCONNECTED:
             self._link = _Link.DOWN
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self._give_up(EndpointError(f"{self.endpoint} does not accept this client's CURVE keys"))
+            self._give_up(EndpointError(f"{self.endpoint} does not accept this client's secret or keys"))
 
     def _greet(self) -> None:
         if self._socket is None or self._fatal is not None:

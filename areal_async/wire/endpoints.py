@@ -1,8 +1,13 @@
-"""Addresses: what may be bound, and the CURVE keys that let a socket leave the machine.
+"""Addresses: what may be bound, what a peer must know to be let in, and what it may cost before and after.
 
-Promise: a socket is bound beyond loopback only with keys; an address that another process serves is never
-taken over (libzmq would silently unlink a live ipc file); every refusal is an `EndpointError` that says what
-to do.
+Promises: nobody is let in without a secret, which is asked for in the handshake: nothing of a peer that does
+not have it reaches a socket's queue. A socket is bound beyond loopback only with keys of its own; an address
+that another process serves is never taken over (libzmq would silently unlink a live ipc file); every refusal
+is an `EndpointError` that says what to do.
+
+Before and after the handshake, no part of a message may have more than `max_part_bytes`. libzmq does not
+limit how many parts a message has while it is unfinished: who knows the secret can make its peer hold as much
+as it sends.
 """
 
 from __future__ import annotations
@@ -11,54 +16,49 @@ import contextlib
 import ipaddress
 import os
 import socket
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
 
 from areal_async.errors import EndpointError
 from areal_async.wire.frames import MAX_MESSAGE_BYTES
+from areal_async.wire.secret import CurveKeys, RunSecret
 
 IPC_PATH_LIMIT_BYTES = 107
 HIGH_WATER_MESSAGES = 1024
 HEARTBEAT_MS = 10_000
 HEARTBEAT_TIMEOUT_MS = 60_000
+HANDSHAKE_MS = 10_000
+"""A connection that has not shown the secret after this time is closed."""
+BACKLOG = 512
+USERNAME = b"run"
+
+Access = RunSecret | CurveKeys
+"""What both ends of a connection have: the secret of their run, or CURVE keys of their own."""
 
 
-@dataclass(frozen=True)
-class CurveKeys:
-    """One side's CURVE key pair (Z85, 40 bytes each) and whom it trusts.
-
-    `trusted` of a server are the public keys of the clients it lets in; of a client, exactly the server's.
-    """
-
-    public: bytes
-    secret: bytes = field(repr=False)
-    trusted: tuple[bytes, ...] = ()
-
-    @classmethod
-    def generate(cls, trusted: tuple[bytes, ...] = ()) -> CurveKeys:
-        public, secret = zmq.curve_keypair()
-        return cls(public, secret, trusted)
-
-
-def tune(sock: zmq.Socket[bytes]) -> None:
+def tune(sock: zmq.Socket[bytes], *, max_part_bytes: int = MAX_MESSAGE_BYTES) -> None:
     """Bounds and liveness options common to both sides."""
     sock.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
     sock.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
-    sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    sock.setsockopt(zmq.MAXMSGSIZE, max_part_bytes)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    sock.setsockopt(zmq.BACKLOG, BACKLOG)
     sock.setsockopt(zmq.LINGER, 0)
     sock.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
 
-def bind(sock: zmq.Socket[bytes], endpoint: str, keys: CurveKeys | None) -> str:
-    """Bind `sock` and return the real endpoint (a tcp port 0 replaced by the one given)."""
-    check_bindable(endpoint, keys)
-    if keys is not None:
+def bind(sock: zmq.Socket[bytes], endpoint: str, access: Access) -> str:
+    """Bind `sock` and return the real endpoint (a tcp port 0 replaced by the one given). Who connects is let
+    in by `zap`, which must answer in the socket's context."""
+    check_bindable(endpoint, access)
+    if (keys := keys_for(endpoint, access)) is not None:
         sock.setsockopt(zmq.CURVE_SERVER, 1)
         sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    else:
+        sock.setsockopt(zmq.PLAIN_SERVER, 1)
     try:
         sock.bind(endpoint)
     except zmq.ZMQError as error:
@@ -72,22 +72,33 @@ def bind(sock: zmq.Socket[bytes], endpoint: str, keys: CurveKeys | None) -> str:
     return sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
-def connect(sock: zmq.Socket[bytes], endpoint: str, keys: CurveKeys | None) -> None:
+def connect(sock: zmq.Socket[bytes], endpoint: str, access: Access) -> None:
     """Connect `sock`; the peer need not be there yet."""
     _split(endpoint)
-    if keys is not None:
+    if (keys := keys_for(endpoint, access)) is not None:
         if len(keys.trusted) != 1:
             raise EndpointError("a client's CURVE keys must trust exactly one key: the server's")
         sock.setsockopt(zmq.CURVE_SERVERKEY, keys.trusted[0])
         sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    elif isinstance(access, RunSecret):
+        sock.setsockopt(zmq.PLAIN_USERNAME, USERNAME)
+        sock.setsockopt(zmq.PLAIN_PASSWORD, access.token("wire").encode())
     try:
         sock.connect(endpoint)
     except zmq.ZMQError as error:
         raise EndpointError(f"cannot connect to {endpoint}: {error.strerror}") from error
 
 
-def check_bindable(endpoint: str, keys: CurveKeys | None) -> None:
+def keys_for(endpoint: str, access: Access) -> CurveKeys | None:
+    """The CURVE keys of a connection at `endpoint`. None: the secret's token is shown as it is (PLAIN), over
+    a Unix socket, where nobody can listen in, nor take the place of a server that died."""
+    if isinstance(access, CurveKeys):
+        return access
+    return access.keys if endpoint.startswith("tcp://") else None
+
+
+def check_bindable(endpoint: str, access: Access | None) -> None:
     """Raise `EndpointError` where binding `endpoint` would be wrong."""
     scheme, address = _split(endpoint)
     if scheme == "ipc":
@@ -97,7 +108,7 @@ def check_bindable(endpoint: str, keys: CurveKeys | None) -> None:
             )
         if _ipc_is_served(address):
             raise _busy(endpoint)
-    elif not _is_loopback(address.rpartition(":")[0]) and keys is None:
+    elif not _is_loopback(address.rpartition(":")[0]) and not isinstance(access, CurveKeys):
         raise EndpointError(
             f"refusing to serve {endpoint}: it is reachable from other machines. "
             "Use 127.0.0.1, or configure CURVE keys."

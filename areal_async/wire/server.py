@@ -2,6 +2,7 @@
 
 Promises:
 - A request runs at most once at a time, and not again while its reply is remembered (`replies.py`).
+- Nothing of a peer without the secret is received: it is asked for in the handshake (`zap.py`).
 - Every well-formed request is answered: with the handler's reply, or with a typed `Fault`.
 - Nothing a peer sends ends the server: what is not a message is answered `invalid` where it names a request,
   and counted and dropped otherwise. Nothing is handled before a hello of our schema and job.
@@ -26,7 +27,7 @@ from typing_extensions import Buffer
 from areal_async.errors import FaultError, ProtocolError
 from areal_async.wire import endpoints, zap
 from areal_async.wire.contexts import drop_context, end_context, open_context
-from areal_async.wire.endpoints import CurveKeys
+from areal_async.wire.endpoints import Access
 from areal_async.wire.frames import (
     Header,
     Kind,
@@ -84,7 +85,8 @@ class _Session:
 
 
 class Server:
-    """Serve `handler` at `endpoint` (`ipc://PATH` or `tcp://HOST:PORT`; port 0 picks one, see `.endpoint`).
+    """Serve `handler` at `endpoint` (`ipc://PATH` or `tcp://HOST:PORT`; port 0 picks one, see `.endpoint`)
+    to who has the secret or keys of `access`.
 
     `handler(peer, message, attachments)` returns a message, or a message and its attachments; a `FaultError`
     it raises is the answer, anything else is logged and answered `internal`. `front_epoch` goes into every
@@ -97,12 +99,12 @@ class Server:
         *,
         service: str,
         job: str,
+        access: Access,
         handler: Handler,
         max_in_flight_per_peer: int = 64,
         cached_replies: int = 4096,
         cached_bytes: int = 64 << 20,
         front_epoch: int = 0,
-        keys: CurveKeys | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.counters = RpcCounters()
@@ -110,7 +112,7 @@ class Server:
         self._service = service
         self._job = job
         self._handler = handler
-        self._keys = keys
+        self._access = access
         self._book = ReplyBook(max_in_flight_per_peer, cached_replies, cached_bytes, MAX_SESSIONS)
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
         self._identities: dict[int, bytes] = {}
@@ -122,15 +124,14 @@ class Server:
 
     async def start(self) -> None:
         """Bind and serve. Raises `EndpointError` when the address cannot or must not be served."""
-        endpoints.check_bindable(self.endpoint, self._keys)
+        endpoints.check_bindable(self.endpoint, self._access)
         context = open_context()
         sock = context.socket(zmq.ROUTER)
         try:
             endpoints.tune(sock)
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            if self._keys is not None:
-                self._zap = zap.serve(context, self._keys.trusted)
-            self.endpoint = endpoints.bind(sock, self.endpoint, self._keys)
+            self._zap = zap.serve(context, self._access)
+            self.endpoint = endpoints.bind(sock, self.endpoint, self._access)
         except BaseException:
             if self._zap is not None:
                 self._zap.close()

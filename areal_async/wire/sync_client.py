@@ -12,7 +12,7 @@ from typing_extensions import Buffer
 
 from areal_async.errors import PeerGone
 from areal_async.wire.client import Client
-from areal_async.wire.endpoints import CurveKeys
+from areal_async.wire.endpoints import Access
 from areal_async.wire.messages import Message, Reply, Welcome
 
 T = TypeVar("T")
@@ -28,11 +28,13 @@ class SyncClient:
         job: str,
         role: str,
         name: str,
+        access: Access,
         max_in_flight: int = 64,
-        keys: CurveKeys | None = None,
     ) -> None:
         self.endpoint = endpoint
-        self._client = Client(endpoint, job=job, role=role, name=name, max_in_flight=max_in_flight, keys=keys)
+        self._client = Client(
+            endpoint, job=job, role=role, name=name, access=access, max_in_flight=max_in_flight
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 

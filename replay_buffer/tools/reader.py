@@ -151,7 +151,9 @@ async def open_reader(run: Run) -> AsyncIterator[LedgerReader]:
 
 
 def _live_url(run: Run) -> str:
-    return f"unix://{run.places.socket_dir}/redis" if run.places is not None else ""
+    if run.places is None:
+        return ""
+    return f"unix://:{run.secret.token('redis')}@{run.places.socket_dir}/redis"
 
 
 @contextlib.asynccontextmanager

@@ -86,6 +86,7 @@ def _reports(run: Run) -> Iterator[Report]:
         job=run.job.job,
         role="tool",
         name=f"stats-{os.getpid()}",
+        access=run.secret,
         timeout_s=PATIENCE_S,
     )
     with client:

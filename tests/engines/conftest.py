@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
+import secrets
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,10 @@ from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from areal_async.wire.messages import VersionTag
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, EngineError, GenerateResult
+from rollout_service.engines.server.keyed import VARIABLE
+
+# Of every server of the tests, so that they can attach to each other's.
+os.environ[VARIABLE] = secrets.token_hex(32)
 
 T = TypeVar("T")
 DEADLINE_S = 120.0

@@ -88,6 +88,9 @@ def _fill(model: nn.Module, source: nn.Module | None, ranks: Ranks) -> None:
             raise ModelError(f"the model's files lack {', '.join(sorted(missing)[:5])}")
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
+        if ranks.world == 1:
+            parameter.to_local().copy_(values[name])
+            continue
         whole = values[name].detach() if values else torch.empty(parameter.shape)
         shard = distribute_tensor(whole.to(ranks.device), ranks.mesh, parameter.placements)
         parameter.to_local().copy_(shard.to_local())

@@ -154,7 +154,9 @@ class Replay:
         )
         folders.context.write_bytes(msgspec.json.format(msgspec.json.encode(places)))
         (folders.run_dir / "job.yaml").write_text(dump_job(job), encoding="utf-8")
-        server = Server(endpoint, service="buffer", job=job.job, handler=self._stand_in.handle)
+        server = Server(
+            endpoint, service="buffer", job=job.job, access=folders.secret, handler=self._stand_in.handle
+        )
         await server.start()
         log = folders.logs / "trainer.log"
         environment = service_environment(folders.run_id, thread_count(job, "trainer"))

@@ -22,7 +22,7 @@ from areal_async.weights.transport.frames import Kind
 from areal_async.weights.transport.holding import Growing
 from areal_async.weights.transport.schedule import Schedule
 from areal_async.wire import endpoints
-from areal_async.wire.endpoints import CurveKeys
+from areal_async.wire.endpoints import Access
 
 log = get_logger("weights")
 
@@ -43,7 +43,7 @@ class Fetch:
         growing: Growing,
         sources: Sequence[str],
         *,
-        keys: CurveKeys | None,
+        access: Access,
         own: str,
         origin: str = "",
         have: Sequence[int] = (),
@@ -61,7 +61,7 @@ class Fetch:
         self.schedule = Schedule(growing.layout, have, window_bytes=window_bytes, patience_s=patience_s)
         self.schedule.use([name for name in sources if name != own])
         self.origin = origin
-        self._keys = keys
+        self._access = access
         self._give_up_s = give_up_s
         self._fed_s = time.monotonic()
         self._began_s = self._fed_s
@@ -208,7 +208,7 @@ class Fetch:
         sock.setsockopt(zmq.RECONNECT_IVL, 20)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         try:
-            endpoints.connect(sock, source, self._keys)
+            endpoints.connect(sock, source, self._access)
         except EndpointError:
             sock.close(linger=0)
             raise

@@ -26,6 +26,10 @@ MAX_WANTED = 64
 """Chunks that one fetcher may have asked one station for and not received."""
 
 
+MAX_ASKED_BYTES = 4096
+"""Of what a station is sent, handshakes included; a longer part ends the connection."""
+
+
 class Kind(IntEnum):
     WANT = 1
     DROP = 2

@@ -31,7 +31,7 @@ from areal_async.weights.transport.holding import Growing
 from areal_async.weights.transport.nodeshelf import NodeShelf
 from areal_async.weights.transport.station import Station
 from areal_async.weights.transport.table import key_of
-from areal_async.wire.endpoints import CurveKeys
+from areal_async.wire.endpoints import Access
 from areal_async.wire.messages import FindSources, SnapshotNotice, Sources, VersionTag
 
 log = get_logger("weights")
@@ -56,9 +56,9 @@ class Place:
 
     node_id: str
     root: Path
+    access: Access
     listen: str = "tcp://127.0.0.1:0"
     """Where its station hands chunks on."""
-    keys: CurveKeys | None = None
     copy_from_disk: bool = False
     """Whether a snapshot on a shared file system is copied here before it is read."""
     patience_s: float = 5.0
@@ -322,7 +322,7 @@ class Inlet:
 
     async def _started(self) -> Station:
         if self._station is None:
-            station = Station(self.place.listen, source="peer", keys=self.place.keys)
+            station = Station(self.place.listen, source="peer", access=self.place.access)
             station.start()
             self._station = station
         return self._station

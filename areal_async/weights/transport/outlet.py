@@ -18,7 +18,7 @@ from areal_async.weights.transport.holding import Holding
 from areal_async.weights.transport.relay import Lines
 from areal_async.weights.transport.station import Station
 from areal_async.weights.transport.table import key_of
-from areal_async.wire.endpoints import CurveKeys
+from areal_async.wire.endpoints import Access
 from areal_async.wire.messages import FindSources, Sources
 
 
@@ -33,8 +33,8 @@ class Outlet:
     """Serves chunks at `listen` for a publisher. `offer` and `withdraw` may be called from
     any thread, `sources` on one event loop."""
 
-    def __init__(self, listen: str, *, fan_out: int = 1, keys: CurveKeys | None = None) -> None:
-        self.station = Station(listen, source="publisher", keys=keys)
+    def __init__(self, listen: str, *, access: Access, fan_out: int = 1) -> None:
+        self.station = Station(listen, source="publisher", access=access)
         self._lines = Lines(fan_out)
         self._offers: dict[bytes, _Offer] = {}
         self._lock = threading.Lock()

@@ -9,7 +9,8 @@ Promises:
   `give_up_s`, or when it is cancelled; verified chunks stay for the next try.
 - Closing leaves no thread and no socket.
 
-Bound beyond loopback only with CURVE keys (`wire.endpoints`). The thread waits for nothing but its sockets;
+Encrypted, and only for who has the run's secret or its hosts' keys; bound beyond loopback only with
+keys (`wire.endpoints`). The thread waits for nothing but its sockets;
 hashing and writing are done by a small pool, without the interpreter's lock.
 """
 
@@ -37,7 +38,7 @@ from areal_async.weights.transport.frames import Kind
 from areal_async.weights.transport.holding import Growing, Holding
 from areal_async.wire import endpoints, zap
 from areal_async.wire.contexts import drop_context, open_context
-from areal_async.wire.endpoints import CurveKeys
+from areal_async.wire.endpoints import Access
 
 log = get_logger("weights")
 T = TypeVar("T")
@@ -60,12 +61,12 @@ class Station:
 
     `source` is what this process is for metrics: "publisher" or "peer"."""
 
-    def __init__(self, listen: str, *, source: str, keys: CurveKeys | None = None) -> None:
+    def __init__(self, listen: str, *, source: str, access: Access) -> None:
         self.endpoint = listen
         self.bytes_sent = 0
         self.bytes_received = 0
         self._sent_point = f"weights.{source}_sent"
-        self._keys = keys
+        self._access = access
         self._holdings: dict[bytes, Holding] = {}
         self._fetches: list[Fetch] = []
         self._waiting = 0
@@ -89,11 +90,11 @@ class Station:
         context = open_context()
         router = context.socket(zmq.ROUTER)
         try:
-            endpoints.tune(router)
+            endpoints.tune(router, max_part_bytes=frames.MAX_ASKED_BYTES)
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             router.setsockopt(zmq.SNDHWM, 2 * frames.MAX_WANTED)
-            zap_sock = zap.bind(context) if self._keys is not None else None
-            self.endpoint = endpoints.bind(router, self.endpoint, self._keys)
+            zap_sock = zap.bind(context)
+            self.endpoint = endpoints.bind(router, self.endpoint, self._access)
         except BaseException:
             drop_context(context)
             raise
@@ -134,7 +135,7 @@ class Station:
 
     def fetch(self, growing: Growing, sources: Sequence[str], **options: Any) -> Fetch:
         """Begin to fetch; its `result` is a future. The chunks that came are handed out at once."""
-        fetch = Fetch(growing, sources, keys=self._keys, own=self.endpoint, **options)
+        fetch = Fetch(growing, sources, access=self._access, own=self.endpoint, **options)
         begun = self._do(lambda: self._begin(fetch))
         begun.add_done_callback(lambda done: fetch.end(done.exception()) if done.exception() else None)
         return fetch
@@ -170,12 +171,11 @@ class Station:
 
     # --- the thread ----------------------------------------------------------------------------------
 
-    def _run(self, router: zmq.Socket[bytes], zap_sock: zmq.Socket[bytes] | None) -> None:
+    def _run(self, router: zmq.Socket[bytes], zap_sock: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
         poller.register(router, zmq.POLLIN)
-        if zap_sock is not None and self._keys is not None:
-            poller.register(zap_sock, zmq.POLLIN)
+        poller.register(zap_sock, zmq.POLLIN)
         self._router, self._poller = router, poller
         try:
             self._work(zap_sock)
@@ -188,11 +188,10 @@ class Station:
         for fetch in [*self._fetches]:
             self._end(fetch, SnapshotError("the station of this process ends"))
         router.close(linger=0)
-        if zap_sock is not None:
-            zap_sock.close(linger=0)
+        zap_sock.close(linger=0)
         self._holdings.clear()
 
-    def _work(self, zap_sock: zmq.Socket[bytes] | None) -> None:
+    def _work(self, zap_sock: zmq.Socket[bytes]) -> None:
         router, poller, next_tick_s = self._router, self._poller, 0.0
         while not self._closing:
             ready = dict(poller.poll(int(TICK_S * 1000)))
@@ -200,8 +199,8 @@ class Station:
                 os.eventfd_read(self._wake_fd)
             while self._jobs:
                 self._jobs.popleft()()
-            if zap_sock in ready and zap_sock is not None and self._keys is not None:
-                zap.answer(zap_sock, self._keys.trusted)
+            if zap_sock in ready:
+                zap.answer(zap_sock, self._access)
             if router in ready:
                 self._serve()
             for fetch in [*self._fetches]:

@@ -45,10 +45,11 @@ class Failed(msgspec.Struct):
 
 
 class ServerClient:
-    """The server at `url`. Made and closed inside an event loop."""
+    """The server at `url`, which is shown `key` where one is given. Made and closed inside an event loop."""
 
-    def __init__(self, name: str, url: str) -> None:
+    def __init__(self, name: str, url: str, *, key: str = "") -> None:
         self.name = name
+        shown = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = url.rstrip("/")
         # The worker bounds what is in flight; a pool's limit would only hide requests from the server's
         # queue.
@@ -56,7 +57,7 @@ class ServerClient:
         self._session = aiohttp.ClientSession(
             connector=connector,
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **shown},
             auto_decompress=False,
         )
 

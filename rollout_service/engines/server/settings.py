@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from areal_async.control.context import ServiceContext
 from rollout_service.engines.base import UpdateMode
 from rollout_service.engines.devices import gpu_names
 from rollout_service.engines.server.environment import find_python
+from rollout_service.engines.server.keyed import VARIABLE as KEY_VARIABLE
 from rollout_service.engines.server.liveness import PATIENCE, Patience
 from rollout_service.engines.server.place import attached_url, log_path
 
@@ -38,6 +40,9 @@ class ServerSettings:
     """Under which the engine's busy time is counted."""
     url: str | None = None
     """Of a server that runs already, to attach to."""
+    key: str = field(default_factory=lambda: os.environ.get(KEY_VARIABLE, ""), repr=False)
+    """What the server asks for. Empty: one that is started here gets a key of its own, any other asks for
+    none."""
     python: Path | None = None
     """Of the environment in which to start a server."""
     arguments: Mapping[str, Flag] = field(default_factory=dict)

@@ -19,5 +19,7 @@ def make_sglang(
     feed = None
     # An evaluation is of a pinned snapshot, which may be older than what the trainer sends.
     if job.weights.channel == "nccl" and place is not None and place.role == "rollout":
-        feed = make_feed(place.weights_endpoint, job=job.job, name=f"{place.name}/{replica}")
+        feed = make_feed(
+            place.weights_endpoint, job=job.job, name=f"{place.name}/{replica}", access=place.secret
+        )
     return SGLangEngine(job.model, settings, feed=feed)

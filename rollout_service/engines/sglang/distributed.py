@@ -27,7 +27,7 @@ from areal_async.errors import ArealError
 from areal_async.observe.log import get_logger
 from areal_async.weights import metrics
 from areal_async.wire.messages import AskTensors, Message, SendsNothing, SendsTensors, TensorBucket
-from areal_async.wire.rpc import Client
+from areal_async.wire.rpc import Access, Client
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.server.http import ServerClient, words
 from rollout_service.engines.server.spans import format_tag
@@ -204,9 +204,9 @@ class TensorFeed:
         metrics.RECEIVED.labels("nccl", "publisher").inc(sum(map(bytes_of, plan.buckets)))
 
 
-def make_feed(endpoint: str, *, job: str, name: str) -> TensorFeed:
+def make_feed(endpoint: str, *, job: str, name: str, access: Access) -> TensorFeed:
     """The feed of the engine `name`, from the weights publisher at `endpoint`."""
-    return TensorFeed(Client(endpoint, job=job, role="engine", name=name), name)
+    return TensorFeed(Client(endpoint, job=job, role="engine", name=name, access=access), name)
 
 
 def check_releases(ours: str, theirs: str) -> None:

@@ -123,8 +123,8 @@ def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
     """The environment of the server: that of this process, and what the server needs."""
     result = {name: value for name, value in inherited.items() if name not in FOREIGN_VARIABLES}
     result |= {
-        # The endpoints that pause, reload and name the weights. They ask for no key: the server is bound to
-        # loopback.
+        # The endpoints that pause, reload and name the weights. vLLM's own key would leave them open to
+        # everybody on the machine: `server/keyed.py` does not.
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",

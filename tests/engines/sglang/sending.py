@@ -20,6 +20,9 @@ from areal_async.weights.manifest import MANIFEST_FILE
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.sender import Sender
 from areal_async.weights.snapshot import open_snapshot
+from areal_async.wire.secret import RunSecret
+
+SECRET = RunSecret(bytes(32))
 
 ENDPOINT, ROOT, LIMIT_S, FAILPOINTS, *PATHS = sys.argv[1:]
 
@@ -39,7 +42,13 @@ def main() -> None:
     files = [path for path in folder.iterdir() if path.suffix == ".json" and path.name != MANIFEST_FILE]
     tied = snapshots[0].manifest.tied
     publisher = Publisher(
-        Path(ROOT), ENDPOINT, job="job", files={path.name: path for path in files}, tied=tied, sender=sender
+        Path(ROOT),
+        ENDPOINT,
+        job="job",
+        files={path.name: path for path in files},
+        tied=tied,
+        sender=sender,
+        access=SECRET,
     )
     publisher.start()
     print("serves", flush=True)

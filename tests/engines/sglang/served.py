@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 
 from rollout_service.engines.server.http import ServerClient
+from rollout_service.engines.server.keyed import VARIABLE
 from rollout_service.engines.sglang.watch import Loads, RankLoad
 
 LIMIT_S = 60.0
+KEY = os.environ[VARIABLE]
+"""Of all servers of the tests (see `tests/engines/conftest.py`)."""
 
 
 async def until(client: ServerClient, holds: Callable[[RankLoad], bool], limit_s: float = LIMIT_S) -> float:

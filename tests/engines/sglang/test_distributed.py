@@ -19,6 +19,7 @@ from areal_async.trajectory import Sampling
 from areal_async.weights import metrics
 from areal_async.weights.receiver import Receiver
 from areal_async.wire.messages import VersionTag
+from areal_async.wire.secret import RunSecret
 from rollout_service.engines.base import EngineLost, GenerateRequest, GenerateResult
 from rollout_service.engines.server.http import ServerClient
 from rollout_service.engines.server.settings import ServerSettings
@@ -26,6 +27,9 @@ from rollout_service.engines.sglang import SGLangEngine, distributed
 from rollout_service.engines.sglang.distributed import make_feed
 from rollout_service.engines.sglang.probe import ModelInfo
 from rollout_service.updates import Updates
+from tests.engines.sglang.served import KEY
+
+SECRET = RunSecret(bytes(32))
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of the server's start
 SENDING = Path(__file__).with_name("sending.py")
@@ -80,8 +84,10 @@ async def following(
     """An engine on the server at `url` that is kept on the newest weights."""
     endpoint = f"ipc://{folder}/w"
     settings = ServerSettings(slots=32, max_model_len=64, url=url)
-    engine = SGLangEngine(model.directory, settings, feed=make_feed(endpoint, job="job", name="r/0"))
-    receiver = Receiver(endpoint, job="job", name="r", tensors=False)
+    engine = SGLangEngine(
+        model.directory, settings, feed=make_feed(endpoint, job="job", name="r/0", access=SECRET)
+    )
+    receiver = Receiver(endpoint, job="job", name="r", tensors=False, access=SECRET)
     updates = Updates(receiver, engine)
     await receiver.connect()
     await first.publish()
@@ -206,7 +212,7 @@ def test_a_trainer_that_stands_still_while_it_sends_costs_the_engine_its_limit(
                 assert not engine.alive()
                 sending.process.kill()
         # What hung was the server's side of the group, which ends with the trainer.
-        client = ServerClient("the server", recompute.url)
+        client = ServerClient("the server", recompute.url, key=KEY)
         info = await client.get("/model_info", ModelInfo)
         assert info.weight_version == "e3-v0"
         await client.request("POST", "/end_weight_update", {})
@@ -220,7 +226,7 @@ def test_without_a_trainer_that_answers_the_directory_is_loaded(
     recompute: SGLangEngine, model: Any, run: Callable[..., Any], folder: Path, exchange: Any
 ) -> None:
     async def body() -> None:
-        feed = make_feed(f"ipc://{folder}/nobody", job="job", name="r/0")
+        feed = make_feed(f"ipc://{folder}/nobody", job="job", name="r/0", access=SECRET)
         settings = ServerSettings(slots=32, max_model_len=64, url=recompute.url)
         engine = SGLangEngine(model.directory, settings, feed=feed)
         await engine.start(model.snapshot(0))

@@ -26,7 +26,7 @@ from rollout_service.engines.base import DeadlinePassed, GenerateRequest, Genera
 from rollout_service.engines.server.http import ServerClient
 from rollout_service.engines.sglang import SGLangEngine
 from rollout_service.engines.sglang.watch import Loads, decoded
-from tests.engines.sglang.served import in_server, until
+from tests.engines.sglang.served import KEY, in_server, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of the server's start
 PROMPT = [5, 14, 7, 9]
@@ -165,7 +165,7 @@ def test_an_abort_right_after_the_call_ends_it(recompute: SGLangEngine, run: Run
 
 def test_a_cancelled_call_frees_its_slot_at_once(recompute: SGLangEngine, run: Run) -> None:
     async def body() -> float:
-        client = ServerClient("server", recompute.url)
+        client = ServerClient("server", recompute.url, key=KEY)
         call = asyncio.create_task(sample(recompute, 32, Sampling(1e-3, max_new_tokens=60), [4], "c"))
         await in_server(client, lambda n: n > 0)
         call.cancel()
@@ -205,7 +205,7 @@ def test_units_move_a_count_before_their_answer_is_finished(recompute: SGLangEng
     """A worker takes an engine that samples nothing for long for a stuck one."""
 
     async def body() -> None:
-        client = ServerClient("server", recompute.url)
+        client = ServerClient("server", recompute.url, key=KEY)
         before = decoded((await client.get("/v1/loads", Loads)).loads)
         tasks = [
             asyncio.create_task(recompute.generate(GenerateRequest(f"n{i}", PROMPT, LONG))) for i in range(32)

@@ -34,7 +34,7 @@ from rollout_service.engines.server.tensors import read_header
 from rollout_service.engines.sglang import SGLangEngine
 from rollout_service.engines.sglang import engine as sglang_module
 from rollout_service.engines.streaming import generate_telling
-from tests.engines.sglang.served import in_server, until
+from tests.engines.sglang.served import KEY, in_server, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of the server's start
 PROMPT = [5, 14, 7, 9, 4, 4, 11, 13]
@@ -54,7 +54,7 @@ async def updated(
     engine: SGLangEngine, exchange: Exchange, snapshots: list[Any], count: int = 24
 ) -> list[GenerateResult]:
     """Answers of requests that were in flight during an update to each of `snapshots`."""
-    client = ServerClient("server", engine.url)
+    client = ServerClient("server", engine.url, key=KEY)
     tasks = calls(engine, count)
     for snapshot in snapshots:
         await until(client, lambda load: load.num_running_reqs > 0)
@@ -87,7 +87,7 @@ def test_versions_are_true_in_recompute_mode(
 
 def test_requests_in_flight_survive_a_pause_whole(recompute: SGLangEngine, model: Any, run: Run) -> None:
     async def body() -> list[GenerateResult]:
-        client = ServerClient("server", recompute.url)
+        client = ServerClient("server", recompute.url, key=KEY)
         tasks = calls(recompute, 24)
         await in_server(client, lambda n: n > 0)
         await client.close()
@@ -245,7 +245,7 @@ def test_streams_that_a_pause_sent_back_to_the_queue_are_aborted_and_closed_ther
     recompute: SGLangEngine, run: Run
 ) -> None:
     async def body() -> tuple[list[list[int]], list[GenerateResult]]:
-        client = ServerClient("server", recompute.url)
+        client = ServerClient("server", recompute.url, key=KEY)
         told: list[list[int]] = [[] for _ in range(8)]
         begun_all = [asyncio.Event() for _ in told]
 
@@ -276,7 +276,7 @@ def test_streams_that_a_pause_sent_back_to_the_queue_are_aborted_and_closed_ther
 
 def test_a_paused_server_is_alive(recompute: SGLangEngine, run: Run) -> None:
     async def body() -> tuple[bool, bool, bool]:
-        client = ServerClient("server", recompute.url)
+        client = ServerClient("server", recompute.url, key=KEY)
         await recompute.pause()
         health = await client.serves("/health", timeout_s=2)
         probed = await client.serves("/model_info", timeout_s=2)

@@ -15,7 +15,7 @@ from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, EngineLost, GenerateRequest
 from rollout_service.engines.server.http import ServerClient
 from rollout_service.engines.sglang import SGLangEngine
-from tests.engines.sglang.served import in_server
+from tests.engines.sglang.served import KEY, in_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 LONG = Sampling(temperature=1.0, max_new_tokens=60)
@@ -38,7 +38,7 @@ def test_the_death_of_the_scheduler_is_told_and_the_end_leaves_no_process(
 ) -> None:
     async def body() -> None:
         victims = processes(recompute.url)
-        client = ServerClient("server", recompute.url)
+        client = ServerClient("server", recompute.url, key=KEY)
         tasks = [
             asyncio.create_task(recompute.generate(GenerateRequest(f"k{i}", PROMPT, LONG))) for i in range(64)
         ]

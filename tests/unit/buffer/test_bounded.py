@@ -124,7 +124,9 @@ def a_job(tmp_path, redis_url, job_name, blob, monkeypatch):
         )
         ctx = ServiceContext.for_test(config, tmp_path, "buffer", "buffer")
         service = asyncio.create_task(main(ctx))
-        client = BufferClient(ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=10.0)
+        client = BufferClient(
+            ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=10.0, access=ctx.secret
+        )
         await client.connect()
         job = Job(ctx, blob, client)
         job.epoch = (await client.open_trainer("trainer", 0)).epoch

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from redis.exceptions import RedisError
 
 from areal_async.control.context import short_socket_dir
 from replay_buffer import embedded
@@ -64,6 +65,33 @@ def test_it_is_set_up_for_the_tier_and_listens_on_no_port(folder, durability, ao
     assert settings["port"] == "0"
     assert ended(pid)
     assert not (folder / "redis").exists()
+
+
+def test_it_asks_for_a_password_that_no_command_line_variable_or_file_tells(folder):
+    """Whoever may look at the process and its files (another user: the command line) learns nothing."""
+    password = "0123456789abcdef" * 4
+
+    async def run():
+        server = EmbeddedRedis(folder / "data", folder / "redis", "always", password=password)
+        await server.start()
+        try:
+            for wrong in (f"unix://{folder}/redis", f"unix://:guess@{folder}/redis"):
+                redis = connect(wrong)
+                for command in ("PING", "SET k v", "CONFIG GET requirepass", "SHUTDOWN NOSAVE"):
+                    with pytest.raises(RedisError, match=r"Authentication|username-password"):
+                        await redis.execute_command(*command.split())
+                await redis.aclose()
+            redis = connect(server.url)
+            assert await redis.set("key", "value")
+            await redis.aclose()
+            proc = Path(f"/proc/{server.pid}")
+            shown = [proc / "cmdline", proc / "environ", *(p for p in folder.rglob("*") if p.is_file())]
+            assert not [path for path in shown if password.encode() in path.read_bytes()]
+            assert {oct(path.stat().st_mode & 0o077) for path in folder.rglob("*")} == {"0o0"}
+        finally:
+            await server.stop()
+
+    asyncio.run(run())
 
 
 def test_what_was_written_is_there_after_a_kill_and_a_start(folder):

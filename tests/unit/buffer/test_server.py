@@ -64,7 +64,9 @@ def collector(monkeypatch):
 async def serving(ctx):
     """The service in this loop, and a client of it."""
     service = asyncio.create_task(main(ctx))
-    client = BufferClient(ctx.buffer_endpoint, job=ctx.job.job, role="test", name="test", timeout_s=10.0)
+    client = BufferClient(
+        ctx.buffer_endpoint, job=ctx.job.job, role="test", name="test", timeout_s=10.0, access=ctx.secret
+    )
     connecting = asyncio.create_task(client.connect())
     await asyncio.wait({service, connecting}, return_when=asyncio.FIRST_COMPLETED)
     if service.done():
@@ -280,7 +282,7 @@ def test_a_message_that_makes_no_sense_is_invalid(context, job_name, collector):
     async def run():
         ctx = context()
         async with serving(ctx) as client:
-            raw = Client(ctx.buffer_endpoint, job=job_name, role="test", name="raw")
+            raw = Client(ctx.buffer_endpoint, job=job_name, role="test", name="raw", access=ctx.secret)
             async with raw:
                 for message in (PutEpisodes("l", "g", [0, 1]), WaitSnapshot("r", "serve")):
                     with pytest.raises(FaultError) as caught:
@@ -365,8 +367,10 @@ def test_the_blocking_client_has_the_same_calls(context, blob, job_name, collect
     """As the trainer uses it: from a thread of its own."""
     results = []
 
-    def trainer(endpoint):
-        with SyncBufferClient(endpoint, job=job_name, role="trainer", name="trainer") as client:
+    def trainer(ctx):
+        with SyncBufferClient(
+            ctx.buffer_endpoint, job=job_name, role="trainer", name="trainer", access=ctx.secret
+        ) as client:
             opened = client.open_trainer("trainer", 0)
             groups = client.lease("rollout-0", 2, VersionTag(opened.epoch, 0)).groups
             for group in groups:
@@ -387,7 +391,7 @@ def test_the_blocking_client_has_the_same_calls(context, blob, job_name, collect
     async def run():
         ctx = context()
         async with serving(ctx):
-            await asyncio.to_thread(trainer, ctx.buffer_endpoint)
+            await asyncio.to_thread(trainer, ctx)
 
     asyncio.run(run())
     assert results[0].episodes_trained == 4
@@ -426,7 +430,9 @@ def test_a_second_front_ends_the_first_service(context, collector, redis_url, jo
     async def run():
         ctx = context()
         service = asyncio.create_task(main(ctx))
-        client = BufferClient(ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=5.0)
+        client = BufferClient(
+            ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=5.0, access=ctx.secret
+        )
         await client.connect()
         await client.open_trainer("trainer", 0)
         (group,) = (await client.lease("w", 1, VersionTag(1, 0))).groups

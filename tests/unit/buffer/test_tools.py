@@ -96,7 +96,9 @@ class Workplace:
         """The service, as long as the run is alive; the run has ended after it."""
         ctx = replace(self.ctx, stop=asyncio.Event())
         service = asyncio.create_task(main(ctx))
-        client = BufferClient(ctx.buffer_endpoint, job="sums", role="test", name="test", timeout_s=10.0)
+        client = BufferClient(
+            ctx.buffer_endpoint, job="sums", role="test", name="test", timeout_s=10.0, access=ctx.secret
+        )
         try:
             await client.connect()
             yield client
@@ -240,7 +242,7 @@ def test_a_ledger_of_another_schema_is_refused_by_name(workplace, blob):
     async def run():
         async with place.serving() as client:
             await fill(client, blob)
-            redis = connect(f"unix://{place.ctx.socket_dir}/redis")
+            redis = connect(f"unix://:{place.ctx.secret.token('redis')}@{place.ctx.socket_dir}/redis")
             await redis.hset("areal:{sums}:meta", "schema", 9)
             await redis.aclose()
             async with open_reader(find_run(place.folder)) as reader:

@@ -86,9 +86,9 @@ def test_a_large_task_file_is_checked_by_its_columns(folder: Path, monkeypatch: 
 
 
 def test_a_file_that_cannot_be_read_is_a_mistake(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path, *args: object, **kwargs: object) -> bytes:
-        raise PermissionError(13, "Permission denied", str(self))
+    def refuse(path: Path) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr("areal_async.ownfiles.open_regular", refuse)
     with pytest.raises(ConfigError, match=r"tasks\.train.*Permission denied"):
         load_job(folder / "job.yaml")

@@ -16,6 +16,8 @@ import pytest
 from areal_async.config.job import JobConfig
 from areal_async.control.context import RunPlaces, ServiceContext
 from areal_async.control.plan import ready_limit_s, services_of
+from areal_async.errors import EndpointError
+from areal_async.wire.secret import RunSecret
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -37,6 +39,7 @@ def start(job: JobConfig, tmp_path: Path, behave: Callable[..., None]) -> Iterat
         job=job.model_dump(mode="json"),
     )
     (tmp_path / "context.json").write_bytes(msgspec.json.encode(places))
+    RunSecret.make(tmp_path)
     processes: list[subprocess.Popen[str]] = []
 
     def start_one(behaviour: str, *arguments: str, **options: object) -> subprocess.Popen[str]:
@@ -130,7 +133,7 @@ def test_a_context_file_gives_each_service_its_own(job: JobConfig, tmp_path: Pat
         run_id="x",
         supervisor_pid=1,
         run_dir="/r",
-        socket_dir="/s",
+        socket_dir=str(tmp_path),
         shm_dir="/m",
         buffer_endpoint="ipc:///s/b",
         weights_endpoint="ipc:///s/w",
@@ -139,7 +142,12 @@ def test_a_context_file_gives_each_service_its_own(job: JobConfig, tmp_path: Pat
     )
     path = tmp_path / "context.json"
     path.write_bytes(msgspec.json.encode(places))
+    with pytest.raises(EndpointError, match="secret of the run"):
+        ServiceContext.load(path, "rollout-0")
+    secret = RunSecret.make(tmp_path)
     ctx = ServiceContext.load(path, "rollout-0")
+    assert ctx.secret == secret
+    assert secret.token("wire") not in path.read_text() + repr(ctx)
     assert (ctx.role, ctx.name, ctx.index) == ("rollout", "rollout-0", 0)
     assert ctx.job == job
     assert ctx.run_log == Path("/r/metrics.jsonl")

@@ -44,7 +44,9 @@ def test_the_service_logs_in_as_the_job_file_says_and_acknowledges_its_tier(
 
     async def run():
         service = asyncio.create_task(serve(ctx))
-        client = BufferClient(ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=10.0)
+        client = BufferClient(
+            ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=10.0, access=ctx.secret
+        )
         await client.connect()
         epoch = (await client.open_trainer("trainer", 0)).epoch
         assert (await client.lease("w", 1, VersionTag(epoch, 0))).groups

@@ -17,12 +17,14 @@ from areal_async.config.job import JobConfig
 from areal_async.control.context import RunPlaces, ServicePlace
 from areal_async.control.samples import fetch_samples
 from areal_async.control.service import STOPPED_STATUS
+from areal_async.wire.secret import RunSecret
 from areal_async.wire.verdicts import Score
 from tests.unit.reward.wire_buffer import DEADLINE_S, WireBuffer
 
 
 @pytest.fixture
 def endpoint(tmp_path):
+    RunSecret.make(tmp_path)
     return f"ipc://{tmp_path}/b"
 
 

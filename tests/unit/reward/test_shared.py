@@ -14,6 +14,7 @@ import pytest
 from areal_async.config.job import JobConfig
 from areal_async.control.context import RunPlaces, ServiceContext, ServicePlace
 from areal_async.control.registry import JobEntry, Owner, Registry, RegistryError, Service
+from areal_async.wire.secret import RunSecret
 from areal_async.wire.verdicts import Score
 from reward_service import metrics
 from reward_service.attached import SharedRewardError, attach, why_waits
@@ -52,6 +53,7 @@ class Job:
             services=[ServicePlace("reward", "reward", 0, "reward_service", 0)],
             job=JobConfig.model_validate(job).model_dump(mode="json"),
         )
+        RunSecret.make(self.folder)
         self.context = self.folder / "context.json"
         self.context.write_bytes(msgspec.json.encode(places))
 

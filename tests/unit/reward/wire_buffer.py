@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from pathlib import Path
 
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from areal_async.wire.messages import (
@@ -15,6 +16,7 @@ from areal_async.wire.messages import (
     VerdictAck,
 )
 from areal_async.wire.rpc import Server
+from areal_async.wire.secret import RunSecret
 
 DEADLINE_S = 40.0
 
@@ -70,7 +72,8 @@ class WireBuffer:
 
     @contextlib.asynccontextmanager
     async def serving(self):
-        server = Server(self.endpoint, service="buffer", job=self.job, handler=self.handle)
+        secret = RunSecret.read(Path(self.endpoint.removeprefix("ipc://")).parent)
+        server = Server(self.endpoint, service="buffer", job=self.job, handler=self.handle, access=secret)
         await server.start()
         try:
             yield

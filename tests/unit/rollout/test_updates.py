@@ -14,9 +14,12 @@ from areal_async.trajectory import Sampling
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
 from areal_async.wire.messages import NoNews, SnapshotNotice, VersionTag
+from areal_async.wire.secret import RunSecret
 from rollout_service import updates as updates_module
 from rollout_service.engines.base import EngineError, EngineLost, GenerateRequest
 from rollout_service.updates import Updates
+
+SECRET = RunSecret(bytes(32))
 
 
 class Over(Exception):
@@ -167,12 +170,12 @@ def test_the_first_error_of_an_update_is_the_one_told(
 def test_versions_are_true_with_snapshots_through_shared_memory(
     endless: Any, oracle: Any, tmp_path: Path
 ) -> None:
-    publisher = Publisher(tmp_path / "shm", f"ipc://{tmp_path}/w", job="job", keep=2)
+    publisher = Publisher(tmp_path / "shm", f"ipc://{tmp_path}/w", job="job", keep=2, access=SECRET)
     publisher.start()
     versions = [endless.weights(v) for v in range(5)]
 
     async def main() -> list[tuple[GenerateRequest, Any]]:
-        receiver = Receiver(publisher.endpoint, job="job", name="rollout-0")
+        receiver = Receiver(publisher.endpoint, job="job", name="rollout-0", access=SECRET)
         await receiver.connect()
         engine = endless.engine(slots=8)
         reached = 0

@@ -26,7 +26,7 @@ spec.loader.exec_module(rank_process)
 
 
 @contextmanager
-def serving(endpoint, recorded):
+def serving(ctx, recorded):
     """A buffer on the real wire whose answers are those of a `RecordedBuffer`."""
 
     async def handle(peer, message, attachments):
@@ -50,7 +50,7 @@ def serving(endpoint, recorded):
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    server = Server(endpoint, service="buffer", job="job", handler=handle)
+    server = Server(ctx.buffer_endpoint, service="buffer", job="job", handler=handle, access=ctx.secret)
     asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
     try:
         yield
@@ -68,7 +68,7 @@ def test_a_whole_rl_job(tmp_path, model_dir, make_batch):
     job = rank_process.job_of(model_dir, tmp_path, steps=3, record_batches=True)
     ctx = ServiceContext.for_test(job, tmp_path, "trainer", "trainer")
     recorded = rank_process.RecordedBuffer(tmp_path / "given")
-    with serving(ctx.buffer_endpoint, recorded):
+    with serving(ctx, recorded):
         asyncio.run(main(ctx))
     assert recorded.calls[0] == ("open", 0, b"")
     assert recorded.calls[-2:] == [("export", 3), ("checkpointed", 3)]
@@ -85,7 +85,7 @@ def test_a_refusal_of_the_buffer_ends_the_job(tmp_path, model_dir):
             raise FaultError("fenced", "epoch 2 has replaced epoch 1")
 
     ctx = ServiceContext.for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
-    with serving(ctx.buffer_endpoint, Fenced(tmp_path)):
+    with serving(ctx, Fenced(tmp_path)):
         with pytest.raises(FaultError, match="epoch 2 has replaced epoch 1"):
             asyncio.run(main(ctx))
 

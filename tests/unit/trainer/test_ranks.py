@@ -52,6 +52,33 @@ def test_the_ranks_of_these_batches_need_different_numbers_of_micro_batches(batc
     assert any(first != second for first, second in counts)
 
 
+ALONE = """
+import importlib.util, sys
+from pathlib import Path
+import psutil
+
+spec = importlib.util.spec_from_file_location("rank_process", sys.argv[1])
+rank_process = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(rank_process)
+rank_process.run(0, 1, None, *map(Path, sys.argv[2:]))
+print([c for c in psutil.Process().net_connections("inet")])
+import torch
+import torch.distributed as dist
+assert dist.is_initialized()
+try:
+    dist.all_reduce(torch.ones(1))
+except RuntimeError:
+    print("no collective")
+"""
+
+
+def test_one_rank_alone_opens_no_socket(tmp_path, model_dir, batches):
+    """A listener of gloo's, to which any user of the machine may connect, can end the process."""
+    command = [sys.executable, "-c", ALONE, SCRIPT, model_dir, batches, tmp_path / "out"]
+    ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert ended.stdout.splitlines() == ["[]", "no collective"], ended.stderr
+
+
 def _steps(out):
     return [record for record in read_run_log(out / "metrics.jsonl") if record["kind"] == "step"]
 

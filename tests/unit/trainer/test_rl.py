@@ -20,12 +20,15 @@ from areal_async.weights.receiver import Receiver
 from areal_async.weights.sender import Sender
 from areal_async.weights.snapshot import open_snapshot
 from areal_async.wire.messages import NoNews, VersionTag, Waiting
+from areal_async.wire.secret import RunSecret
 from trainer_service.backends.fsdp import FsdpBackend
 from trainer_service.errors import BatchError, StalenessViolation
 from trainer_service.modelfiles import companion_files
 from trainer_service.ranks import join_ranks
 from trainer_service.record import read_step, write_step
 from trainer_service.rl import RlTrainer
+
+SECRET = RunSecret(bytes(32))
 
 spec = importlib.util.spec_from_file_location("rank_process", Path(__file__).with_name("rank_process.py"))
 rank_process = importlib.util.module_from_spec(spec)
@@ -78,6 +81,7 @@ def test_each_version_is_published_before_its_step_is_committed(tmp_path, model_
         tmp_path / "shm",
         f"ipc://{tmp_path}/w",
         job="job",
+        access=SECRET,
         files=companion_files(model_dir, "float32"),
         tied={"lm_head.weight": "model.embed_tokens.weight"},
     )
@@ -86,7 +90,9 @@ def test_each_version_is_published_before_its_step_is_committed(tmp_path, model_
     evaluated = []
 
     async def evaluate():
-        receiver = Receiver(publisher.endpoint, job="job", name="evaluator", purpose="evaluate")
+        receiver = Receiver(
+            publisher.endpoint, job="job", name="evaluator", purpose="evaluate", access=SECRET
+        )
         await receiver.connect()
         after = None
         async with asyncio.timeout(60):
@@ -154,7 +160,9 @@ class Offered(Sender):
 def test_tensors_can_be_had_before_their_version_is_announced(tmp_path, model_dir, batches):
     buffer = rank_process.RecordedBuffer(batches)
     sender = Offered(device="cpu", limit_s=5)
-    publisher = Recording(tmp_path / "shm", f"ipc://{tmp_path}/w", job="job", keep=9, sender=sender)
+    publisher = Recording(
+        tmp_path / "shm", f"ipc://{tmp_path}/w", job="job", access=SECRET, keep=9, sender=sender
+    )
     publisher.calls, sender.calls, sender.weights = buffer.calls, buffer.calls, {}
     publisher.start()
     with closing(publisher), closing(sender):
@@ -193,6 +201,7 @@ def test_the_record_of_a_step_says_how_much_of_the_weights_it_changed(tmp_path, 
         tmp_path / "shm",
         f"ipc://{tmp_path}/w",
         job="job",
+        access=SECRET,
         files=companion_files(model_dir, "float32"),
         tied={"lm_head.weight": "model.embed_tokens.weight"},
         keep=9,

@@ -14,6 +14,9 @@ from areal_async.weights.deltas import apply_delta
 from areal_async.weights.transport.inlet import Inlet, Place
 from areal_async.weights.transport.outlet import Outlet
 from areal_async.wire.messages import SnapshotNotice, VersionTag
+from areal_async.wire.secret import RunSecret
+
+SECRET = RunSecret(bytes(32))
 
 STEPS = 6
 
@@ -36,7 +39,7 @@ def place() -> Iterator[Path]:
 
 
 def test_a_chain_of_deltas_crosses_hosts_at_a_fraction_of_the_bytes(place: Path) -> None:
-    outlet = Outlet("tcp://127.0.0.1:0")
+    outlet = Outlet("tcp://127.0.0.1:0", access=SECRET)
     publisher = Publisher(
         place / "shm",
         f"ipc://{place}/s",
@@ -46,14 +49,17 @@ def test_a_chain_of_deltas_crosses_hosts_at_a_fraction_of_the_bytes(place: Path)
         channel="zmq",
         node_id="trainer",
         outlet=outlet,
+        access=SECRET,
     )
     publisher.start()
     sent: list[int] = []
     offered: list[bool] = []
 
     async def main() -> None:
-        inlet = Inlet(Place("n", place / "node", give_up_s=5), receiver="r", apply_delta=apply_delta)
-        receiver = Receiver(publisher.endpoint, job="j", name="r", inlet=inlet)
+        inlet = Inlet(
+            Place("n", place / "node", give_up_s=5, access=SECRET), receiver="r", apply_delta=apply_delta
+        )
+        receiver = Receiver(publisher.endpoint, job="j", name="r", inlet=inlet, access=SECRET)
         await receiver.connect(10)
         after = None
         for version in range(STEPS):

@@ -15,7 +15,10 @@ from areal_async.weights import Publisher, Receiver
 from areal_async.weights.transport.inlet import Inlet, Place, should_skip
 from areal_async.weights.transport.outlet import Outlet
 from areal_async.wire.messages import DeltaOffer, NoNews, SnapshotNotice, VersionTag
+from areal_async.wire.secret import RunSecret
 from tests.unit.transport.world import PATIENCE_S, written
+
+SECRET = RunSecret(bytes(32))
 
 
 def tag(version, epoch=1):
@@ -39,7 +42,7 @@ def publishers(place):
     with ExitStack() as stack:
 
         def make(channel="zmq", root="shm", **options):
-            outlet = Outlet("tcp://127.0.0.1:0", **options) if channel == "zmq" else None
+            outlet = Outlet("tcp://127.0.0.1:0", **options, access=SECRET) if channel == "zmq" else None
             made = Publisher(
                 place / root,
                 f"ipc://{place}/s",
@@ -48,6 +51,7 @@ def publishers(place):
                 channel=channel,
                 node_id="trainer",
                 outlet=outlet,
+                access=SECRET,
             )
             made.start()
             stack.callback(made.close)
@@ -57,9 +61,9 @@ def publishers(place):
 
 
 async def receiver(place, node, name="r", purpose="serve", apply_delta=None, **options):
-    where = Place(node, place / "nodes" / node, patience_s=PATIENCE_S, give_up_s=3, **options)
+    where = Place(node, place / "nodes" / node, patience_s=PATIENCE_S, give_up_s=3, **options, access=SECRET)
     inlet = Inlet(where, receiver=name, apply_delta=apply_delta)
-    made = Receiver(f"ipc://{place}/s", job="j", name=name, purpose=purpose, inlet=inlet)
+    made = Receiver(f"ipc://{place}/s", job="j", name=name, purpose=purpose, inlet=inlet, access=SECRET)
     await made.connect(10)
     return made
 

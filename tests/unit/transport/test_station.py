@@ -14,8 +14,9 @@ from areal_async.weights.transport.frames import Kind
 from areal_async.weights.transport.holding import Growing, Holding
 from areal_async.weights.transport.keys import make_keys, read_keys
 from areal_async.weights.transport.table import key_of
+from areal_async.wire import endpoints
 from areal_async.wire.endpoints import CurveKeys
-from tests.unit.transport.world import LIMIT_S, fetch, files_of, publisher, station, table_of, written
+from tests.unit.transport.world import LIMIT_S, SECRET, fetch, files_of, publisher, station, table_of, written
 
 
 def test_what_arrives_is_byte_for_byte_what_was_published(tmp_path):
@@ -222,7 +223,7 @@ def test_a_fetcher_that_takes_nothing_holds_up_nobody_and_is_queued_only_what_it
         asleep = context.socket(zmq.DEALER)
         asleep.setsockopt(zmq.LINGER, 0)
         asleep.setsockopt(zmq.RCVHWM, 1)
-        asleep.connect(p.endpoint)
+        endpoints.connect(asleep, p.endpoint, SECRET)
         asleep.send(frames.want(key_of(snapshot.manifest_hash), range(1, 6)))
         assert fetch(a, snapshot, tmp_path / "a", [p.endpoint]).result.result(LIMIT_S).exists()
         assert p.bytes_sent == snapshot.size_bytes + 5 * (256 << 10)
@@ -236,7 +237,7 @@ def test_what_is_no_message_is_refused_and_the_station_goes_on(tmp_path):
         with context.socket(zmq.DEALER) as hostile:
             hostile.setsockopt(zmq.LINGER, 0)
             hostile.setsockopt(zmq.RCVTIMEO, 5000)
-            hostile.connect(p.endpoint)
+            endpoints.connect(hostile, p.endpoint, SECRET)
             for message in ([b""], [b"AC"], [b"x" * 40], [frames.head(Kind.WANT, key)], [b"", b"", b""]):
                 hostile.send_multipart(message)
             hostile.send(frames.head(Kind.WANT, key) + b"\0" * 4 * 65)
@@ -268,7 +269,7 @@ def test_with_curve_keys_only_the_jobs_own_hosts_are_served(tmp_path: Path):
     keys = read_keys(tmp_path / "keys")
     stranger = CurveKeys.generate((keys.public,))
     snapshot = written(tmp_path / "p")
-    with publisher(snapshot, keys=keys) as p, station(keys=keys) as a, station(keys=stranger) as b:
+    with publisher(snapshot, access=keys) as p, station(access=keys) as a, station(access=stranger) as b:
         assert fetch(a, snapshot, tmp_path / "a", [p.endpoint]).result.result(LIMIT_S).exists()
         one = fetch(b, snapshot, tmp_path / "b", [p.endpoint], give_up_s=1)
         with pytest.raises(SnapshotError, match="no source sent anything"):

@@ -14,11 +14,13 @@ from areal_async.weights.transport.fetch import Fetch
 from areal_async.weights.transport.holding import Growing, Holding
 from areal_async.weights.transport.station import Station
 from areal_async.weights.transport.table import ChunkTable, build_table
-from areal_async.wire.endpoints import CurveKeys
+from areal_async.wire.endpoints import Access
 from areal_async.wire.messages import VersionTag
+from areal_async.wire.secret import RunSecret
 
 PATIENCE_S = 0.3
 LIMIT_S = 20.0
+SECRET = RunSecret(bytes(32))
 
 
 def written(root: Path, version: int = 0, mib: float = 3.0, seed: int = 0, epoch: int = 1) -> Written:
@@ -32,9 +34,9 @@ def written(root: Path, version: int = 0, mib: float = 3.0, seed: int = 0, epoch
 
 @contextmanager
 def station(
-    source: str = "peer", listen: str = "tcp://127.0.0.1:0", keys: CurveKeys | None = None
+    source: str = "peer", listen: str = "tcp://127.0.0.1:0", access: Access = SECRET
 ) -> Iterator[Station]:
-    made = Station(listen, source=source, keys=keys)
+    made = Station(listen, source=source, access=access)
     made.start()
     try:
         yield made

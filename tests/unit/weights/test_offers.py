@@ -20,6 +20,9 @@ from areal_async.weights.offers import DeltaPolicy
 from areal_async.weights.snapshot import Written
 from areal_async.wire.messages import AckSnapshot, NoNews, SnapshotNotice, VersionTag, WaitSnapshot
 from areal_async.wire.rpc import Client
+from areal_async.wire.secret import RunSecret
+
+SECRET = RunSecret(bytes(32))
 
 
 def tag(version: int) -> VersionTag:
@@ -66,7 +69,9 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture
 def publisher(place: Path, gate: Gate) -> Iterator[Publisher]:
-    made = Publisher(place / "shm", f"ipc://{place}/s", job="j", deltas=DeltaPolicy(anchor_every=5))
+    made = Publisher(
+        place / "shm", f"ipc://{place}/s", job="j", deltas=DeltaPolicy(anchor_every=5), access=SECRET
+    )
     made.start()
     yield made
     made.close()
@@ -77,7 +82,7 @@ class Node:
     """A receiver that can make snapshots of deltas."""
 
     def __init__(self, publisher: Publisher, name: str = "r", deltas: bool = True) -> None:
-        self._client = Client(publisher.endpoint, job="j", role="receiver-serve", name=name)
+        self._client = Client(publisher.endpoint, job="j", role="receiver-serve", name=name, access=SECRET)
         self._name = name
         self._deltas = deltas
 

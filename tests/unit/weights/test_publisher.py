@@ -15,6 +15,9 @@ from areal_async.weights.shelf import Purpose
 from areal_async.weights.snapshot import MODEL_FILE
 from areal_async.wire.messages import AckSnapshot, NoNews, SnapshotNotice, Stats, VersionTag
 from areal_async.wire.rpc import Client
+from areal_async.wire.secret import RunSecret
+
+SECRET = RunSecret(bytes(32))
 
 
 def tag(version: int, epoch: int = 1) -> VersionTag:
@@ -54,6 +57,7 @@ def publisher(place: Path, clock: Clock) -> Iterator[Publisher]:
         files={"config.json": b"{}"},
         hold_s=100,
         clock=clock,
+        access=SECRET,
     )
     publisher.start()
     yield publisher
@@ -61,7 +65,7 @@ def publisher(place: Path, clock: Clock) -> Iterator[Publisher]:
 
 
 async def receiver(publisher: Publisher, purpose: Purpose = "serve", name: str = "r") -> Receiver:
-    made = Receiver(publisher.endpoint, job="j", name=name, purpose=purpose)
+    made = Receiver(publisher.endpoint, job="j", name=name, purpose=purpose, access=SECRET)
     await made.connect(10)
     return made
 
@@ -311,7 +315,7 @@ def test_tensors_may_change_once_published(publisher: Publisher) -> None:
 
 def test_other_requests_are_refused(publisher: Publisher) -> None:
     async def main() -> None:
-        async with Client(publisher.endpoint, job="j", role="r", name="n") as client:
+        async with Client(publisher.endpoint, job="j", role="r", name="n", access=SECRET) as client:
             with pytest.raises(FaultError, match="does not serve Stats"):
                 await client.call(Stats(), timeout_s=5)
 
@@ -320,7 +324,7 @@ def test_other_requests_are_refused(publisher: Publisher) -> None:
 
 def test_closing_leaves_no_thread_socket_or_file(place: Path) -> None:
     def use() -> None:
-        publisher = Publisher(place / "shm", f"ipc://{place}/s", job="j")
+        publisher = Publisher(place / "shm", f"ipc://{place}/s", job="j", access=SECRET)
         publisher.start()
         publisher.publish(tag(0), weights(0), evaluate=True)
         publisher.close()
@@ -337,14 +341,14 @@ def test_closing_leaves_no_thread_socket_or_file(place: Path) -> None:
 
 def test_one_death_is_local_a_new_publisher_clears_what_a_killed_one_left(place: Path) -> None:
     root = place / "shm"
-    killed = Publisher(root, f"ipc://{place}/s", job="j")
+    killed = Publisher(root, f"ipc://{place}/s", job="j", access=SECRET)
     killed.start()
     killed.publish(tag(0), weights(0))
     killed.close(remove=False)
     (root / ".writing-e1-v1").mkdir()
     (root / ".spare-model").write_bytes(b"x")
     (root / "notes").write_text("not ours")
-    fresh = Publisher(root, f"ipc://{place}/s", job="j")
+    fresh = Publisher(root, f"ipc://{place}/s", job="j", access=SECRET)
     fresh.start()
     assert names(root) == {"notes"}
     fresh.publish(tag(0, epoch=2), weights(0))
@@ -356,7 +360,7 @@ def test_a_second_publisher_neither_takes_the_address_nor_the_files(
 ) -> None:
     publisher.publish(tag(0), weights(0))
     threads = threading.active_count()
-    second = Publisher(place / "shm", publisher.endpoint, job="j")
+    second = Publisher(place / "shm", publisher.endpoint, job="j", access=SECRET)
     with pytest.raises(EndpointError, match="already serves"):
         second.start()
     second.close()

@@ -27,6 +27,9 @@ from areal_async.weights.sharded import (
     write_rank,
 )
 from areal_async.wire.messages import VersionTag
+from areal_async.wire.secret import RunSecret
+
+SECRET = RunSecret(bytes(32))
 
 FILES = {"config.json": b"{}"}
 HERE = Path(__file__).parent
@@ -187,7 +190,7 @@ def test_a_damaged_shard_is_not_made_whole(tmp_path: Path) -> None:
 
 
 def test_shards_have_deltas_and_are_announced(tmp_path: Path) -> None:
-    publisher = Publisher(tmp_path, f"ipc://{tmp_path}/s", job="j")
+    publisher = Publisher(tmp_path, f"ipc://{tmp_path}/s", job="j", access=SECRET)
     publisher.start()
     base, new = written_by(tmp_path, 0, 2), written_by(tmp_path, 1, 2)
     publisher.announce(base)

@@ -4,22 +4,23 @@ import pytest
 
 from areal_async.errors import EndpointError, RpcTimeout
 from areal_async.wire.messages import Message, Ok, Stats
-from areal_async.wire.rpc import Answer, Client, CurveKeys, Peer, Server
+from areal_async.wire.rpc import Access, Answer, Client, CurveKeys, Peer, RunSecret, Server
 
 
 async def answer_ok(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
     return Ok(), attachments
 
 
+def client(access: Access, endpoint: str) -> Client:
+    return Client(endpoint, job="j", role="r", name="n", access=access)
+
+
 def test_known_keys_are_let_in_and_others_are_not() -> None:
     mine, stranger, server_pair = CurveKeys.generate(), CurveKeys.generate(), CurveKeys.generate()
     server_keys = CurveKeys(server_pair.public, server_pair.secret, (mine.public,))
 
-    def client(keys: CurveKeys | None, endpoint: str) -> Client:
-        return Client(endpoint, job="j", role="r", name="n", keys=keys)
-
     async def main() -> None:
-        server = Server("tcp://127.0.0.1:0", service="t", job="j", handler=answer_ok, keys=server_keys)
+        server = Server("tcp://127.0.0.1:0", service="t", job="j", handler=answer_ok, access=server_keys)
         await server.start()
         trusting = CurveKeys(mine.public, mine.secret, (server_pair.public,))
         async with client(trusting, server.endpoint) as friend:
@@ -29,8 +30,8 @@ def test_known_keys_are_let_in_and_others_are_not() -> None:
         with pytest.raises(EndpointError, match="does not accept"):
             await unknown.connect(10)
         await unknown.close()
-        for keys in (None, CurveKeys(mine.public, mine.secret, (stranger.public,))):
-            outsider = client(keys, server.endpoint)
+        for access in (RunSecret.generate(), CurveKeys(mine.public, mine.secret, (stranger.public,))):
+            outsider = client(access, server.endpoint)
             with pytest.raises(RpcTimeout):
                 await outsider.connect(0.3)
             await outsider.close()
@@ -43,9 +44,8 @@ def test_known_keys_are_let_in_and_others_are_not() -> None:
 
 def test_a_client_must_know_its_server() -> None:
     async def main() -> None:
-        client = Client("tcp://127.0.0.1:1", job="j", role="r", name="n", keys=CurveKeys.generate())
         with pytest.raises(EndpointError, match="exactly one key"):
-            await client.connect(1)
+            await client(CurveKeys.generate(), "tcp://127.0.0.1:1").connect(1)
 
     asyncio.run(main())
 

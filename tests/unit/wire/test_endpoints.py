@@ -10,6 +10,9 @@ from areal_async.errors import EndpointError
 from areal_async.wire.endpoints import CurveKeys, check_bindable
 from areal_async.wire.messages import Message, Ok, Stats
 from areal_async.wire.rpc import Client, Peer, Server
+from areal_async.wire.secret import RunSecret
+
+SECRET = RunSecret(bytes(32))
 
 
 async def answer_ok(peer: Peer, message: Message, attachments: list[memoryview]) -> Message:
@@ -17,7 +20,7 @@ async def answer_ok(peer: Peer, message: Message, attachments: list[memoryview])
 
 
 def server(endpoint: str) -> Server:
-    return Server(endpoint, service="test", job="j", handler=answer_ok)
+    return Server(endpoint, service="test", job="j", handler=answer_ok, access=SECRET)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "192.168.1.7", "[::]", "example.org"])
@@ -38,7 +41,7 @@ def test_loopback_may_be_bound(host: str) -> None:
 def test_what_is_no_endpoint_is_said_to_be_none(text: str) -> None:
     with pytest.raises(EndpointError, match="ipc://PATH or tcp://HOST:PORT"):
         asyncio.run(server(text).start())
-    client = Client(text, job="j", role="r", name="n")
+    client = Client(text, job="j", role="r", name="n", access=SECRET)
     with pytest.raises(EndpointError, match="ipc://PATH or tcp://HOST:PORT"):
         asyncio.run(client.connect(0.1))
 
@@ -60,7 +63,7 @@ def test_a_served_address_is_not_taken_over(endpoint: str) -> None:
         await first.start()
         with pytest.raises(EndpointError, match="another process already serves"):
             await server(first.endpoint).start()
-        async with Client(first.endpoint, job="j", role="r", name="n") as client:
+        async with Client(first.endpoint, job="j", role="r", name="n", access=SECRET) as client:
             await client.call(Stats(), timeout_s=5)
         await first.stop()
 
@@ -77,7 +80,7 @@ def test_a_file_left_by_a_killed_server_is_replaced(ipc: str) -> None:
         fresh = server(ipc)
         await fresh.start()
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-        async with Client(ipc, job="j", role="r", name="n") as client:
+        async with Client(ipc, job="j", role="r", name="n", access=SECRET) as client:
             await client.call(Stats(), timeout_s=5)
         await fresh.stop()
 

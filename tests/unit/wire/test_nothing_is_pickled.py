@@ -14,9 +14,13 @@ import zmq
 import areal_async
 from areal_async.errors import SnapshotError
 from areal_async.weights.manifest import unseal
+from areal_async.wire import endpoints
 from areal_async.wire.frames import HEADER, Kind, write_frames
 from areal_async.wire.messages import SCHEMA, Fault, Hello, Message, Ok, Welcome
 from areal_async.wire.rpc import Answer, Peer, Server
+from areal_async.wire.secret import RunSecret
+
+SECRET = RunSecret(bytes(32))
 
 PACKAGES = ("areal_async", "rollout_service", "replay_buffer", "reward_service", "trainer_service")
 MODULES = {
@@ -114,7 +118,7 @@ def test_nothing_is_pickled_a_pickle_on_the_socket_is_refused(ipc: str, tmp_path
     def attack(endpoint: str) -> list[Message]:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
-        socket.connect(endpoint)
+        endpoints.connect(socket, endpoint, SECRET)
         head = HEADER.pack(b"AA", 1, Kind.REQUEST, 0, 5, 2, 0)
         socket.send_multipart(write_frames(Kind.REQUEST, 5, 1, 0, Hello(SCHEMA, "j", "r", "n"), ()))
         socket.send_pyobj(Bomb(tmp_path / "exploded"))
@@ -132,7 +136,7 @@ def test_nothing_is_pickled_a_pickle_on_the_socket_is_refused(ipc: str, tmp_path
         return replies
 
     async def main() -> None:
-        server = Server(ipc, service="t", job="j", handler=handle)
+        server = Server(ipc, service="t", job="j", handler=handle, access=SECRET)
         await server.start()
         welcome, *refused, ok = await asyncio.to_thread(attack, server.endpoint)
         assert isinstance(welcome, Welcome)

@@ -1,10 +1,12 @@
 """Retries, lost replies and restarts: what a client and a server do when the line between them fails."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -15,9 +17,13 @@ from hypothesis import strategies as st
 
 from areal_async.errors import FaultError, ProtocolError, RpcTimeout
 from areal_async.wire import client as client_module
+from areal_async.wire import endpoints, zap
 from areal_async.wire.frames import HEADER, Kind, write_frames
 from areal_async.wire.messages import SCHEMA, Commit, Fault, Hello, Message, Ok, Stats, Welcome
 from areal_async.wire.rpc import Answer, Client, Peer, Server
+from areal_async.wire.secret import RunSecret
+
+SECRET = RunSecret(bytes(32))
 
 
 async def answer_ok(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
@@ -28,6 +34,12 @@ async def answer_ok(peer: Peer, message: Message, attachments: list[memoryview])
 OPEN: list["zmq.Context[zmq.Socket[bytes]]"] = []
 
 
+def let_in(asking: "zmq.Socket[bytes]") -> None:
+    with contextlib.suppress(zmq.ContextTerminated, zmq.ZMQError):
+        while True:
+            zap.answer(asking, SECRET)
+
+
 class Wire:
     """A peer that speaks frames by hand."""
 
@@ -36,7 +48,12 @@ class Wire:
         OPEN.append(self.context)
         self.socket = self.context.socket(kind)
         self.socket.linger = 0
-        (self.socket.bind if kind == zmq.ROUTER else self.socket.connect)(endpoint)
+        if kind == zmq.ROUTER:
+            asking = zap.bind(self.context)
+            threading.Thread(target=let_in, args=(asking,), daemon=True).start()
+            endpoints.bind(self.socket, endpoint, SECRET)
+        else:
+            endpoints.connect(self.socket, endpoint, SECRET)
 
     async def send(self, frames: list[object]) -> None:
         await asyncio.to_thread(self.socket.send_multipart, frames)
@@ -76,7 +93,7 @@ def test_a_repeated_request_runs_once(ipc: str) -> None:
         return Fault("invalid", str(runs))
 
     async def main() -> None:
-        server = Server(ipc, service="t", job="j", handler=handle)
+        server = Server(ipc, service="t", job="j", handler=handle, access=SECRET)
         await server.start()
         wire = Wire(ipc)
         await wire.hello()
@@ -119,7 +136,7 @@ def test_a_lost_reply_is_asked_for_again(ipc: str, monkeypatch: pytest.MonkeyPat
 
     async def main() -> None:
         router = Wire(ipc, zmq.ROUTER)
-        client = Client(ipc, job="j", role="r", name="n")
+        client = Client(ipc, job="j", role="r", name="n", access=SECRET)
         connecting = asyncio.create_task(client.connect(10))
         identity, head = await router.receive()
         _, _, _, _, uid, hello, _ = HEADER.unpack_from(head)
@@ -160,12 +177,12 @@ def test_a_client_outlives_a_restart_of_its_server(ipc: str) -> None:
                 await asyncio.Event().wait()
             return Ok()
 
-        return Server(ipc, service=name, job="j", handler=handle, front_epoch=len(name))
+        return Server(ipc, service=name, job="j", handler=handle, front_epoch=len(name), access=SECRET)
 
     async def main() -> None:
         first = serve("first")
         await first.start()
-        client = Client(ipc, job="j", role="r", name="n")
+        client = Client(ipc, job="j", role="r", name="n", access=SECRET)
         await client.connect(5)
         calls = [asyncio.create_task(client.call(Stats(), timeout_s=30)) for _ in range(5)]
         await asyncio.wait_for(asked.wait(), 5)
@@ -186,12 +203,12 @@ def test_a_client_outlives_a_restart_of_its_server(ipc: str) -> None:
 
 def test_a_server_of_another_job_at_the_same_address_ends_the_calls(ipc: str) -> None:
     async def main() -> None:
-        first = Server(ipc, service="t", job="j", handler=answer_ok)
+        first = Server(ipc, service="t", job="j", handler=answer_ok, access=SECRET)
         await first.start()
-        client = Client(ipc, job="j", role="r", name="n")
+        client = Client(ipc, job="j", role="r", name="n", access=SECRET)
         await client.connect(5)
         await first.stop()
-        other = Server(ipc, service="t", job="other", handler=answer_ok)
+        other = Server(ipc, service="t", job="other", handler=answer_ok, access=SECRET)
         await other.start()
         with pytest.raises(FaultError, match="schema"):
             await client.call(Stats(), timeout_s=20)
@@ -206,6 +223,9 @@ import asyncio, sys
 from areal_async.wire.messages import Stats
 from areal_async.wire.rpc import Server
 from areal_async.wire.messages import Ok, Commit
+from areal_async.wire.secret import RunSecret
+
+SECRET = RunSecret(bytes(32))
 
 async def handle(peer, message, attachments):
     if isinstance(message, Commit):
@@ -213,7 +233,7 @@ async def handle(peer, message, attachments):
     return Ok(), attachments
 
 async def main():
-    server = Server(sys.argv[1], service="t", job="j", handler=handle)
+    server = Server(sys.argv[1], service="t", job="j", handler=handle, access=SECRET)
     await server.start()
     print(server.endpoint, flush=True)
     await asyncio.sleep(3600)
@@ -238,7 +258,7 @@ def test_one_death_is_local_a_killed_server_process_is_replaced_under_its_client
 
     async def main() -> None:
         nonlocal process
-        async with Client(real, job="j", role="r", name="n") as client:
+        async with Client(real, job="j", role="r", name="n", access=SECRET) as client:
             blobs = [os.urandom(300_000), b"x"]
             reply, attachments = await client.call(Stats(), timeout_s=20, attachments=blobs)
             assert (reply, [bytes(a) for a in attachments]) == (Ok(), blobs)
@@ -265,17 +285,20 @@ ABANDON = """
 import asyncio, gc, sys
 from areal_async.wire.messages import Ok, Stats
 from areal_async.wire.rpc import Client, Server, SyncClient
+from areal_async.wire.secret import RunSecret
+
+SECRET = RunSecret(bytes(32))
 
 async def handle(peer, message, attachments):
     await asyncio.sleep(3600)
 
 async def main():
-    server = Server(sys.argv[1], service="t", job="j", handler=handle)
+    server = Server(sys.argv[1], service="t", job="j", handler=handle, access=SECRET)
     await server.start()
-    client = Client(sys.argv[1], job="j", role="r", name="n")
+    client = Client(sys.argv[1], job="j", role="r", name="n", access=SECRET)
     await client.connect(20)
     call = asyncio.create_task(client.call(Stats(), timeout_s=3600))
-    blocking = SyncClient(sys.argv[1], job="j", role="r", name="s")
+    blocking = SyncClient(sys.argv[1], job="j", role="r", name="s", access=SECRET)
     await asyncio.to_thread(blocking.connect, 20)
     raise RuntimeError("a bug")
 
@@ -297,7 +320,7 @@ def test_a_process_that_fails_without_closing_ends_all_the_same(ipc: str) -> Non
 @settings(max_examples=40, deadline=None)
 def test_nothing_a_peer_sends_ends_the_server(messages: list[list[bytes]], greeted: bool) -> None:
     async def main() -> None:
-        server = Server("tcp://127.0.0.1:0", service="t", job="j", handler=answer_ok)
+        server = Server("tcp://127.0.0.1:0", service="t", job="j", handler=answer_ok, access=SECRET)
         await server.start()
         wire = Wire(server.endpoint)
         if greeted:
@@ -311,7 +334,7 @@ def test_nothing_a_peer_sends_ends_the_server(messages: list[list[bytes]], greet
         assert isinstance(reply, Fault)
         assert reply.kind == "invalid"
         assert server.counters.malformed == len(messages) + 1
-        async with Client(server.endpoint, job="j", role="r", name="n") as client:
+        async with Client(server.endpoint, job="j", role="r", name="n", access=SECRET) as client:
             assert (await client.call(Stats(), timeout_s=10))[0] == Ok()
         wire.close()
         await server.stop()
@@ -321,7 +344,7 @@ def test_nothing_a_peer_sends_ends_the_server(messages: list[list[bytes]], greet
 
 def test_a_connection_cannot_speak_for_another_client(ipc: str) -> None:
     async def main() -> None:
-        server = Server(ipc, service="t", job="j", handler=answer_ok)
+        server = Server(ipc, service="t", job="j", handler=answer_ok, access=SECRET)
         await server.start()
         wire = Wire(ipc)
         await wire.hello()
@@ -340,7 +363,7 @@ def test_nothing_is_unbounded_remembered_replies_are_limited_in_bytes(ipc: str) 
         return Ok(), [bytes(10_000)]
 
     async def main() -> None:
-        server = Server(ipc, service="t", job="j", handler=handle, cached_bytes=25_000)
+        server = Server(ipc, service="t", job="j", handler=handle, cached_bytes=25_000, access=SECRET)
         await server.start()
         wire = Wire(ipc)
         await wire.hello()
@@ -367,7 +390,7 @@ def test_the_ipc_file_of_a_killed_server_does_not_stop_the_next(socket_dir: Path
     assert (socket_dir / "s").exists()
 
     async def main() -> None:
-        server = Server(endpoint, service="t", job="j", handler=answer_ok)
+        server = Server(endpoint, service="t", job="j", handler=answer_ok, access=SECRET)
         await server.start()
         await server.stop()
 

@@ -25,6 +25,9 @@ from areal_async.wire.messages import (
     Welcome,
 )
 from areal_async.wire.rpc import Answer, Client, Peer, Server, SyncClient
+from areal_async.wire.secret import RunSecret
+
+SECRET = RunSecret(bytes(32))
 
 Handle = Callable[[Peer, Message, list[memoryview]], Awaitable[Answer]]
 
@@ -35,9 +38,11 @@ async def echo(peer: Peer, message: Message, attachments: list[memoryview]) -> A
 
 @asynccontextmanager
 async def pair(endpoint: str, handle: Handle, **server_options: Any):  # type: ignore[no-untyped-def]
-    server = Server(endpoint, service="test", job="j", handler=handle, **server_options)
+    server = Server(endpoint, service="test", job="j", handler=handle, **server_options, access=SECRET)
     await server.start()
-    client = Client(server.endpoint, job="j", role="rollout", name="rollout-0", rng=random.Random(0))
+    client = Client(
+        server.endpoint, job="j", role="rollout", name="rollout-0", rng=random.Random(0), access=SECRET
+    )
     try:
         await client.connect(5)
         yield server, client
@@ -206,9 +211,9 @@ def test_nothing_is_unbounded_calls_beyond_the_clients_limit_wait_in_line(ipc: s
         return Ok()
 
     async def main() -> None:
-        server = Server(ipc, service="test", job="j", handler=handle)
+        server = Server(ipc, service="test", job="j", handler=handle, access=SECRET)
         await server.start()
-        async with Client(ipc, job="j", role="r", name="n", max_in_flight=2) as client:
+        async with Client(ipc, job="j", role="r", name="n", max_in_flight=2, access=SECRET) as client:
             first = [asyncio.create_task(client.call(Stats(), timeout_s=20)) for _ in range(2)]
             await asyncio.wait_for(both.wait(), 10)
             with pytest.raises(RpcTimeout):
@@ -224,15 +229,15 @@ def test_nothing_is_unbounded_calls_beyond_the_clients_limit_wait_in_line(ipc: s
 
 def test_another_schema_or_job_is_refused_at_hello(ipc: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        server = Server(ipc, service="buffer", job="j", handler=echo)
+        server = Server(ipc, service="buffer", job="j", handler=echo, access=SECRET)
         await server.start()
-        stranger = Client(ipc, job="other", role="r", name="n")
+        stranger = Client(ipc, job="other", role="r", name="n", access=SECRET)
         with pytest.raises(FaultError, match=r"schema: buffer here belongs to job 'j', not to 'other'"):
             await stranger.connect(5)
         with pytest.raises(FaultError, match="schema"):
             await stranger.call(Stats(), timeout_s=5)
         await stranger.close()
-        old = Client(ipc, job="j", role="r", name="old")
+        old = Client(ipc, job="j", role="r", name="old", access=SECRET)
         old._hello = Hello(SCHEMA + 1, "j", "r", "old")
         with pytest.raises(FaultError, match=f"old speaks schema {SCHEMA + 1}, buffer speaks {SCHEMA}"):
             await old.connect(5)
@@ -245,7 +250,7 @@ def test_another_schema_or_job_is_refused_at_hello(ipc: str, monkeypatch: pytest
 
 def test_connecting_to_nobody_says_so_in_time(endpoint: str) -> None:
     async def main() -> None:
-        client = Client(endpoint.replace(":0", ":1"), job="j", role="r", name="n")
+        client = Client(endpoint.replace(":0", ":1"), job="j", role="r", name="n", access=SECRET)
         with pytest.raises(RpcTimeout, match="nobody answered"):
             await client.connect(0.2)
         with pytest.raises(RpcTimeout, match="no connection"):
@@ -257,10 +262,10 @@ def test_connecting_to_nobody_says_so_in_time(endpoint: str) -> None:
 
 def test_a_client_may_come_before_its_server(ipc: str) -> None:
     async def main() -> None:
-        client = Client(ipc, job="j", role="r", name="n")
+        client = Client(ipc, job="j", role="r", name="n", access=SECRET)
         connecting = asyncio.create_task(client.connect(20))
         await asyncio.sleep(0)
-        server = Server(ipc, service="test", job="j", handler=echo)
+        server = Server(ipc, service="test", job="j", handler=echo, access=SECRET)
         await server.start()
         assert (await connecting).service == "test"
         await client.close()
@@ -278,9 +283,9 @@ def test_calls_of_a_closed_client_end_with_peer_gone(ipc: str) -> None:
         return Ok()
 
     async def main() -> None:
-        server = Server(ipc, service="test", job="j", handler=never)
+        server = Server(ipc, service="test", job="j", handler=never, access=SECRET)
         await server.start()
-        client = Client(ipc, job="j", role="r", name="n", max_in_flight=1)
+        client = Client(ipc, job="j", role="r", name="n", max_in_flight=1, access=SECRET)
         with pytest.raises(PeerGone):
             await client.call(Stats(), timeout_s=1)
         await client.connect(5)
@@ -376,14 +381,14 @@ def test_closing_leaves_no_task_thread_descriptor_or_file(ipc: str) -> None:
 
 def test_a_failed_start_leaves_nothing_either(ipc: str) -> None:
     async def main() -> None:
-        server = Server(f"{ipc}/below/a/file", service="test", job="j", handler=echo)
+        server = Server(f"{ipc}/below/a/file", service="test", job="j", handler=echo, access=SECRET)
         for _ in range(3):
             with pytest.raises(Exception, match="does not exist"):
                 await server.start()
         async with pair(ipc, echo) as (first, _):
             for _ in range(3):
                 with pytest.raises(Exception, match="already serves"):
-                    await Server(first.endpoint, service="test", job="j", handler=echo).start()
+                    await Server(first.endpoint, service="test", job="j", handler=echo, access=SECRET).start()
 
     asyncio.run(main())
     before = descriptors()
@@ -406,7 +411,7 @@ def test_the_blocking_client_keeps_the_same_promises(endpoint: str) -> None:
         return Ok(), attachments
 
     def use(server_endpoint: str) -> None:
-        with SyncClient(server_endpoint, job="j", role="trainer", name="t") as client:
+        with SyncClient(server_endpoint, job="j", role="trainer", name="t", access=SECRET) as client:
             assert client.welcome is not None
             reply, attachments = client.call(Stats(), timeout_s=10, attachments=[b"x"])
             assert (reply, bytes(attachments[0])) == (Ok(), b"x")
@@ -427,7 +432,7 @@ def test_the_blocking_client_keeps_the_same_promises(endpoint: str) -> None:
             client.call(Claim("s", 1), timeout_s=30)
 
     async def main() -> None:
-        server = Server(endpoint, service="test", job="j", handler=handle)
+        server = Server(endpoint, service="test", job="j", handler=handle, access=SECRET)
         await server.start()
         await asyncio.to_thread(use, server.endpoint)
         await server.stop(grace_s=0)

@@ -1,0 +1,113 @@
+"""Files and folders that are found, not made: nothing of another user's is trusted, nothing is waited for.
+
+A path that was found may be anything: a link to elsewhere, a pipe that never answers, a folder that somebody
+else put there under the name of ours. What is read, deleted or run from such a path goes through here. What
+the user names on the command line is the user's own choice, and only has to be a regular file.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from areal_async.errors import ArealError
+
+MAX_BYTES = 64 << 20
+PRIVATE_UMASK = 0o077
+"""Of every process of a run: nobody else may read what it writes."""
+
+
+class NotOurs(ArealError):
+    """A file or folder that another user owns or may change."""
+
+    restart_helps = False
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor to read the regular file at `path`, or where its links lead. Raises OSError, also for what
+    is no regular file: opening a pipe would wait for its writer."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(None, "it is no regular file", str(path))
+    return fd
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of the regular file at `path`, or where its links lead. Raises OSError."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read()
+
+
+def read_own(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """The content of a file of ours. Raises OSError where it cannot be read, `NotOurs` where it is a link,
+    belongs to another user, or others may write to it; larger ones are refused as `NotOurs` too."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
+    with os.fdopen(fd, "rb") as file:
+        check_own(fd, path)
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise NotOurs(f"{path} has more than {max_bytes} bytes, which no file of this kind has")
+    return content
+
+
+def check_own(fd: int, path: Path) -> None:
+    """Raise `NotOurs` unless the open file is a regular one of this user's that nobody else may write to."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise NotOurs(f"{path} is no regular file, so this project did not make it")
+    if found.st_uid != os.geteuid():
+        raise NotOurs(f"{path} belongs to {user_name(found.st_uid)}, not to {user_name(os.geteuid())}")
+    if found.st_mode & 0o022:
+        raise NotOurs(f"others may write to {path}: `chmod go-w` it if you trust what it says")
+
+
+def is_own_folder(path: Path) -> bool:
+    """Whether `path` is a folder of this user's, and no link to one, to which nobody else may write."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid == os.geteuid()
+        and not stat.S_IMODE(found.st_mode) & 0o022
+    )
+
+
+def check_owner(folder: Path) -> None:
+    """Raise `NotOurs` where the existing `folder` belongs to another user."""
+    owner = folder.stat().st_uid
+    if owner != os.geteuid():
+        raise NotOurs(
+            f"{folder} belongs to {user_name(owner)}, and nothing in it is trusted, run or deleted for "
+            f"{user_name(os.geteuid())}. Work as {user_name(owner)}, or give the job another `run_dir`."
+        )
+
+
+def close_folder(folder: Path) -> None:
+    """Make an existing `folder` of ours one that nobody else may enter. Raises `NotOurs` where it is not."""
+    check_owner(folder)
+    if stat.S_IMODE(folder.stat().st_mode) & 0o077:
+        folder.chmod(0o700)
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """What this process writes meanwhile is for this user alone."""
+    before = os.umask(PRIVATE_UMASK)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def user_name(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"

@@ -1,0 +1,62 @@
+"""Runs a server so that it answers nobody without its key: `python keyed.py MODULE ARGUMENTS…`.
+
+Only the standard library and the uvicorn of the server's own environment. The key is in an environment
+variable, which only this user may read (a command line is everybody's), and which the server's children
+do not get. It is asked for before a request reaches any route: the servers' own keys leave routes open
+(health and metrics of SGLang; everything but `/v1` of vLLM, its developer endpoints too).
+"""
+
+import hmac
+import os
+import runpy
+import sys
+from typing import Any
+
+VARIABLE = "AREAL_ASYNC_ENGINE_KEY"
+PREFIX = b"Bearer "
+
+
+class AskForKey:
+    """An ASGI application that hands on what shows the key, and refuses the rest with 401."""
+
+    def __init__(self, app: Any, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan" or self._knows(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            headers = [(b"content-length", b"0"), (b"connection", b"close")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _knows(self, scope: Any) -> bool:
+        shown = [value for name, value in scope["headers"] if name == b"authorization"]
+        return (
+            len(shown) == 1
+            and shown[0].startswith(PREFIX)
+            and hmac.compare_digest(shown[0][len(PREFIX) :], self._key)
+        )
+
+
+def main(module: str) -> None:
+    key = os.environ.pop(VARIABLE)
+    import uvicorn
+
+    load = uvicorn.Config.load
+
+    def load_keyed(config: Any) -> None:
+        load(config)
+        config.loaded_app = AskForKey(config.loaded_app, key)
+
+    setattr(uvicorn.Config, "load", load_keyed)  # noqa: B010
+    sys.argv = sys.argv[1:]
+    # As `python -m` would: processes that the server spawns find their main module by its name.
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
