@@ -97,7 +97,7 @@ def check_bindable(endpoint: str, keys: CurveKeys | None) -> None:
             )
         if _ipc_is_served(address):
             raise _busy(endpoint)
-    elif not _is_loopback(address.rpartition(":")[0]) and keys is None:
+    elif not is_loopback(address.rpartition(":")[0]) and keys is None:
         raise EndpointError(
             f"refusing to serve {endpoint}: it is reachable from other machines. "
             "Use 127.0.0.1, or configure CURVE keys."
@@ -126,7 +126,7 @@ def _split(endpoint: str) -> tuple[str, str]:
     raise EndpointError(f"{endpoint!r} is not an endpoint: write ipc://PATH or tcp://HOST:PORT")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:
