@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from areal_async.observe.log import get_logger
@@ -26,7 +26,7 @@ def event(event: tuple[str, dict[str, Any]]) -> bytes:
 
 
 def encoded(data: Any) -> bytes:
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def style_of(request: Request) -> Style:
@@ -52,7 +52,9 @@ async def no_route(request: Request, error: Exception) -> Response:
 
 
 async def broken(request: Request, error: Exception) -> Response:
-    log.error("call failed", path=route(request), error=f"{type(error).__name__}: {error}")
+    """The server logs the error, which goes on to it."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # for nobody
     return await refused(request, ApiError(500, "the gateway failed; its log has the reason"))
 
 

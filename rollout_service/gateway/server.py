@@ -103,6 +103,7 @@ class Gateway:
             if len(self._ended) > REMEMBERED_KEYS:
                 self._ended.popitem(last=False)
             await session.close()
+            session.check_whole()
 
     async def close(self) -> None:
         """End every session and the server."""
