@@ -101,7 +101,7 @@ async def answer_scrape(scope: Scope, receive: Receive, send: Send) -> None:
         wanted = (
             prometheus_client.REGISTRY.restricted_registry(names) if names else prometheus_client.REGISTRY
         )
-        text, headers = encode(wanted), {"content-type": media_type}
+        text, headers = encode(wanted), {"content-type": media_type, "connection": "close"}
         if gzip_accepted(request.headers.get("accept-encoding", "")):
             text, headers["content-encoding"] = gzip.compress(text), "gzip"
         response = Response(text, headers=headers)

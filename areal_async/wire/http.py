@@ -142,7 +142,9 @@ class HttpServer:
         self._app = app
         self._listening = listening
         self._tls = tls
-        self._most = min(limits.connections, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+        self.most_connections = min(
+            limits.connections, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        )
         self.connections: dict[Connection, None] = {}
         """Oldest first."""
         self._arriving: dict[asyncio.Task[None], None] = {}
@@ -258,7 +260,7 @@ class HttpServer:
 
     def _make_room(self, *, more: bool = False) -> bool:
         """Whether there is a place, if need be one that was taken; with `more`, take one in any case."""
-        if not more and len(self.connections) + len(self._arriving) < self._most:
+        if not more and len(self.connections) + len(self._arriving) < self.most_connections:
             return True
         found = min(
             (one for one in self.connections if one.worth is not None),
@@ -364,6 +366,10 @@ class Connection(H11Protocol):
         self._server.held_bytes += size_bytes
         self.held_bytes += size_bytes
 
+    def fault(self, kind: str, **fields: Any) -> None:
+        """Count, for the log, something that the client did wrong; there are few kinds."""
+        self._server.faults.count(kind, **fields)
+
     async def delivered(self) -> bool:
         """Whether all that was sent so far has left this process, and the client was still there. Waits until
         one or the other is known; to be asked before the last, empty part of an answer."""
@@ -420,6 +426,7 @@ class Connection(H11Protocol):
         self._settle()
 
     def on_response_complete(self) -> None:
+        self.cycle.body.clear()  # nobody will ask for what has come of it
         super().on_response_complete()
         self._settle()
 

@@ -10,11 +10,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from areal_async.observe.log import get_logger
+from areal_async.wire.http import connection_of
 from rollout_service import metrics
 from rollout_service.gateway.errors import ApiError, Style
-
-log = get_logger("gateway")
 
 
 def sse(data: dict[str, Any]) -> bytes:
@@ -39,7 +37,8 @@ async def refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     style = style_of(request)
     count(request, error.status)
-    log.info("call refused", status=error.status, path=route(request), reason=error.message)
+    kind = f"call refused with {error.status}"
+    connection_of(request).fault(kind, path=route(request), reason=error.message)
     headers = {"retry-after": "1"} if error.status == 429 else None
     return JSONResponse(error.body(style), error.status_in(style), headers)
 
