@@ -221,9 +221,10 @@ def test_idle_connections_make_room_for_new_ones_and_requests_under_way_do_not()
         idle = [await Client.of(server) for _ in range(3)]
         held = await Client.of(server, b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
         await until(lambda: app.held == 1)
+        new = []
         for one in idle:
-            new = await Client.of(server, GET)
-            assert await new.answer() == (200, b"fine")
+            new.append(await Client.of(server, GET))
+            assert await new[-1].answer() == (200, b"fine")
             await one.closed()
         assert len(server.connections) <= 4
         app.release.set()
