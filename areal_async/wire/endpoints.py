@@ -108,7 +108,7 @@ def check_bindable(endpoint: str, access: Access | None) -> None:
             )
         if _ipc_is_served(address):
             raise _busy(endpoint)
-    elif not _is_loopback(address.rpartition(":")[0]) and not isinstance(access, CurveKeys):
+    elif not is_loopback(address.rpartition(":")[0]) and not isinstance(access, CurveKeys):
         raise EndpointError(
             f"refusing to serve {endpoint}: it is reachable from other machines. "
             "Use 127.0.0.1, or configure CURVE keys."
@@ -137,7 +137,7 @@ def _split(endpoint: str) -> tuple[str, str]:
     raise EndpointError(f"{endpoint!r} is not an endpoint: write ipc://PATH or tcp://HOST:PORT")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:

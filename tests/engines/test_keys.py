@@ -1,4 +1,4 @@
-"""The real servers answer nobody without their key: no route that loads weights, computes or tells a thing."""
+"""The real servers answer nobody without their key: no route that loads weights, computes or tells."""
 
 from __future__ import annotations
 

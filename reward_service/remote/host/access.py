@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import os
 import socket
 
 import zmq
 
 from areal_async.errors import EndpointError
-from areal_async.wire.endpoints import check_bindable
-
-BACKLOG = 128
+from areal_async.wire.endpoints import check_bindable, is_loopback
+from areal_async.wire.http import listen
 
 
 class Gate:
@@ -39,17 +37,12 @@ def http_socket(address: str, gate: Gate) -> socket.socket:
             f"refusing to serve {address} without a token: other machines reach it. Give --token-file, or "
             "serve 127.0.0.1."
         )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return listen(host, port, guarded=gate.guarded)
     except OSError as error:
         raise EndpointError(
             f"cannot serve {address}: {error.strerror or error}. Choose another address or port."
         ) from error
-    # Connections inherit it. asyncio sets it only on sockets that name their protocol, which these do not;
-    # without it an answer of two writes waits 40 ms for the acknowledgement of the first.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock
 
 
 def bind_zmq(sock: zmq.Socket[bytes], address: str, gate: Gate, secret: bytes) -> str:
@@ -91,12 +84,3 @@ def split(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise EndpointError(f"{address!r} is no address: write HOST:PORT, for example 127.0.0.1:8700")
     return host, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

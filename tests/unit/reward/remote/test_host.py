@@ -25,7 +25,7 @@ from reward_service.remote.host.__main__ import curve_secret
 from reward_service.remote.host.__main__ import serve as run_server
 from reward_service.remote.host.access import Gate, bind_zmq, http_socket
 from reward_service.remote.host.desk import Desk
-from reward_service.remote.host.http import HttpServer
+from reward_service.remote.host.http import http_server
 from reward_service.remote.host.offers import read_offers
 from reward_service.remote.host.zeromq import ZmqServer
 from reward_service.remote.schema import Limits
@@ -63,13 +63,12 @@ def host():
             )
             await desk.load()
             over_zmq = ZmqServer(desk, gate, "127.0.0.1:0", secret=secret)
-            over_http = HttpServer(desk, gate, http_socket("127.0.0.1:0", gate), cert=None, key=None)
-            task = asyncio.create_task(over_http.run_until_told())
+            over_http = http_server(desk, gate, http_socket("127.0.0.1:0", gate))
+            over_http.start()
             try:
                 yield Host(desk, over_http, over_zmq)
             finally:
-                over_http.should_exit = True
-                await task
+                await over_http.close()
                 await over_zmq.close()
 
     return serving
