@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from areal_async.config.base import Section
-from areal_async.config.rollout import SamplingSection, ServerSection
+from areal_async.config.rollout import ServerSection
 
 NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 
@@ -71,6 +71,21 @@ class CheckpointSection(Section):
     """Newest checkpoints kept."""
 
 
+class EvaluationSamplingSection(Section):
+    """Sampling parameters of the evaluation; greedy unless told otherwise."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    """0 means greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the most likely tokens of this total probability; 1 means from all."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from so many most likely tokens; 0 means from all."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of one response; null means as many as `rollout.sampling.max_new_tokens`."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response (beside the model's end-of-sequence token)."""
+
+
 class EvaluationSection(Section):
     """Held-out accuracy, measured beside training by an engine of its own (needs `tasks.evaluation`)."""
 
@@ -86,7 +101,7 @@ class EvaluationSection(Section):
     `rollout.server`; left out, that one's settings but its `urls` are used."""
     samples: int = Field(default=1, ge=1)
     """Answers to each task: gives mean@n, best@n and maj@n. Above 1 it needs a temperature."""
-    sampling: SamplingSection = SamplingSection(temperature=0.0)
+    sampling: EvaluationSamplingSection = EvaluationSamplingSection()
     max_concurrent: int = Field(default=128, ge=1)
     """Most answers in the engine at once."""
     torch_threads: int = Field(default=1, ge=1)
