@@ -1,4 +1,4 @@
-"""A section of which a file gives a part has the rest as the page of the job file says, wherever it stands."""
+"""A section of which a file gives a part has the rest as the page of the job file says."""
 
 from __future__ import annotations
 
