@@ -223,17 +223,22 @@ def test_a_worker_whose_engine_always_fails_ends_with_the_reason(monkeypatch: py
     assert held.failed == set(), "the engine's troubles are no fault of the episodes"
 
 
-def test_what_episodes_do_wrong_is_told_to_the_buffer_and_asked_for_less_and_less_often() -> None:
+def test_what_episodes_do_wrong_is_told_to_the_buffer_and_nothing_more_is_begun_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whether anything succeeds anywhere is for the buffer to see."""
 
     async def workflow(ctx: Any, task: Task) -> None:
         raise RequestError("a prompt of 9000 tokens leaves no room")
 
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        await buffer.until(lambda: len(buffer.released) == 4)
-        assert buffer.failed == {"L0", "L1", "L2", "L3"}
+        await buffer.until(lambda: len(buffer.released) == 2)
+        assert buffer.failed == {"L0", "L1"}
         assert "9000 tokens" in buffer.released["L0"]
-        assert worker._failures.count == 2, "two groups run at once"
+        assert worker._wanted_groups() == 0
+
+    monkeypatch.setattr(failures, "FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr(failures, "LONGEST_PAUSE_S", 1000.0)
 
     drive(lambda: FakeBuffer(group(n) for n in range(50)), body, workflow=workflow)
 
