@@ -140,7 +140,7 @@ class NoBuffer:
     async def heartbeat(self, worker: str, lease_ids: Sequence[str], serving: VersionTag) -> HeartbeatAck:
         return HeartbeatAck([])
 
-    async def release(self, worker: str, lease_id: str, reason: str) -> None: ...
+    async def release(self, worker: str, lease_id: str, reason: str, *, failed: bool = False) -> None: ...
 
     async def put(self, lease_id: str, group_id: str, episodes: Mapping[int, bytes]) -> PutAck:
         self.stored += len(episodes)

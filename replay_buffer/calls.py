@@ -81,8 +81,8 @@ def arrived(name: str) -> Call[None]:
     return Call(Arrived(name), _done)
 
 
-def release(worker: str, lease_id: str, reason: str) -> Call[None]:
-    return Call(Release(worker, lease_id, reason), _done)
+def release(worker: str, lease_id: str, reason: str, *, failed: bool = False) -> Call[None]:
+    return Call(Release(worker, lease_id, reason, failed), _done)
 
 
 def drain(worker: str, reason: str) -> Call[None]:

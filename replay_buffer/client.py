@@ -83,9 +83,9 @@ class BufferClient:
         """Renew leases; those in `lost` are over."""
         return await self._do(calls.heartbeat(worker, lease_ids, serving))
 
-    async def release(self, worker: str, lease_id: str, reason: str) -> None:
-        """End a lease early; its missing samples are queued again."""
-        await self._do(calls.release(worker, lease_id, reason))
+    async def release(self, worker: str, lease_id: str, reason: str, *, failed: bool = False) -> None:
+        """End a lease early; its missing samples are queued again. `failed`: by what its episodes do."""
+        await self._do(calls.release(worker, lease_id, reason, failed=failed))
 
     async def drain(self, worker: str, reason: str) -> None:
         """Lease `worker` nothing more: it finishes what it has, or hands it back."""
@@ -185,9 +185,9 @@ class SyncBufferClient:
         """Renew leases; those in `lost` are over."""
         return self._do(calls.heartbeat(worker, lease_ids, serving))
 
-    def release(self, worker: str, lease_id: str, reason: str) -> None:
-        """End a lease early; its missing samples are queued again."""
-        return self._do(calls.release(worker, lease_id, reason))
+    def release(self, worker: str, lease_id: str, reason: str, *, failed: bool = False) -> None:
+        """End a lease early; its missing samples are queued again. `failed`: by what its episodes do."""
+        return self._do(calls.release(worker, lease_id, reason, failed=failed))
 
     def drain(self, worker: str, reason: str) -> None:
         """Lease `worker` nothing more: it finishes what it has, or hands it back."""

@@ -228,6 +228,12 @@ def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arri
         return Arrival(sample, problem=str(error))
     if (summary.job, summary.group_id, summary.sample) != (job, group_id, sample):
         return Arrival(sample, problem=f"the blob is episode {summary.episode_id} of job {summary.job}")
+    if summary.untrainable:
+        problem = (
+            f"{summary.untrainable}, so it is no sample of what is trained. Sample at a temperature above 0 "
+            "without top_p and top_k, or keep the answer as context: ctx.generate(…, train=False)"
+        )
+        return Arrival(sample, problem=problem)
     return Arrival(
         sample=sample,
         size_bytes=summary.size_bytes,

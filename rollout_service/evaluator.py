@@ -109,7 +109,7 @@ class Evaluator:
         self._render = render
         self._job = job
         self._gateway = gateway
-        self._sampling = sampling_of(job.evaluation.sampling)
+        self._sampling = sampling_of(job.evaluation_sampling)
         self._started = False
         self.samples = job.evaluation.samples
         """Answers to each task."""

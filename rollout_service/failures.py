@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import time
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from areal_async.errors import ArealError
+from rollout_service.engines.base import EngineError
 from rollout_service.workflows import WorkflowError
 
 T = TypeVar("T")
@@ -14,21 +16,34 @@ T = TypeVar("T")
 MAX_FAILURES = 8
 """Failures in a row, with no episode succeeding in between, that end the worker. What had begun when an
 episode failed counts as the same failure: a step of the engine that fails takes all its requests along."""
+OWN_FAULT_S = 20.0
+"""What fails by what the episodes do ends the worker only after so long: a fresh process might do better, but
+whether anything succeeds anywhere is for the buffer to see."""
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
 
 
 class EpisodeTimeout(ArealError):
     """An episode took longer than `rollout.episode_timeout_s`."""
 
 
-class FailureStreak:
-    """Failures since the last success."""
+def is_its_own(error: BaseException) -> bool:
+    """Whether an episode failed by what it does, and not by the engine or for want of time."""
+    return not isinstance(error, EngineError | EpisodeTimeout)
 
-    def __init__(self) -> None:
+
+class FailureStreak:
+    """Failures since the last success. Times are of `clock`, in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.count = 0
+        self._clock = clock
         self._begun = 0
         self._before = 0
         """Episodes that had begun at the last failure counted."""
         self._last: BaseException | None = None
+        self._first_s = 0.0
+        self._last_s = 0.0
 
     def begin(self) -> int:
         """The number of an episode that begins now."""
@@ -39,18 +54,31 @@ class FailureStreak:
         self.count = 0
 
     def failed(self, number: int, error: BaseException) -> None:
+        self._last_s = self._clock()
         if number > self._before:
+            self._first_s = self._first_s if self.count else self._last_s
             self.count += 1
             self._before = self._begun
         self._last = error
 
+    @property
+    def pause_s(self) -> float:
+        """How long nothing new is to be begun from now on: twice as long after each failure in a row."""
+        if not self.count:
+            return 0.0
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self.count, MAX_FAILURES))
+        return max(0.0, self._last_s + pause_s - self._clock())
+
     def check(self) -> None:
         """Raises `WorkflowError` when it is pointless to go on."""
-        if self.count >= MAX_FAILURES:
-            raise WorkflowError(
-                f"episodes failed {self.count} times in a row and none succeeded; the last one with "
-                f"{type(self._last).__name__}: {self._last}"
-            ) from self._last
+        if self.count < MAX_FAILURES or self._last is None:
+            return
+        if is_its_own(self._last) and self._last_s - self._first_s < OWN_FAULT_S:
+            return
+        raise WorkflowError(
+            f"episodes failed {self.count} times in a row and none succeeded; the last one with "
+            f"{type(self._last).__name__}: {self._last}"
+        ) from self._last
 
 
 async def within(limit_s: float | None, work: Awaitable[T]) -> T:

@@ -20,7 +20,7 @@ class Buffer(Protocol):
 
     async def heartbeat(self, worker: str, lease_ids: Sequence[str], serving: VersionTag) -> HeartbeatAck: ...
 
-    async def release(self, worker: str, lease_id: str, reason: str) -> None: ...
+    async def release(self, worker: str, lease_id: str, reason: str, *, failed: bool = False) -> None: ...
 
     async def drain(self, worker: str, reason: str) -> None: ...
 
@@ -39,6 +39,8 @@ class Held:
     """Leases of this worker in the order in which they began: the oldest goes first."""
     failure: str = ""
     """Why one of its samples will not come."""
+    at_fault: bool = False
+    """Whether that is what its episodes do, and no trouble of the engine or of this worker."""
 
     @property
     def whole(self) -> bool:

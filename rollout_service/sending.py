@@ -109,11 +109,11 @@ class Sender:
             put.cancel()
         await asyncio.gather(*self._puts, return_exceptions=True)
 
-    async def release(self, lease_id: str, reason: str) -> None:
+    async def release(self, lease_id: str, reason: str, *, failed: bool = False) -> None:
         """Handing back early is a courtesy: a lease that nobody renews ends by itself."""
         try:
             async with asyncio.timeout(RELEASE_LIMIT_S):
-                await self._buffer.release(self._name, lease_id, reason)
+                await self._buffer.release(self._name, lease_id, reason, failed=failed)
         except (TimeoutError, RpcTimeout, FaultError) as error:
             log.info("lease not released", lease_id=lease_id, error=str(error))
 
@@ -163,6 +163,7 @@ class Sender:
             return
         if "invalid" in reasons:
             held.failure = f"the buffer refused {first.item}: {first.reason}"
+            held.at_fault = True
         else:
             # Stale, abandoned, past its deadline or leased to another: no sample of this group is wanted
             # from us any more.
@@ -175,5 +176,6 @@ class Sender:
                 continue
             del self._held[lease_id]
             if not held.whole:
-                self._puts.add(asyncio.ensure_future(self.release(lease_id, held.failure)))
+                release = self.release(lease_id, held.failure, failed=held.at_fault)
+                self._puts.add(asyncio.ensure_future(release))
             self._on_settled()

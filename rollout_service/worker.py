@@ -9,7 +9,8 @@ Promises:
 - A worker told to stop leases no more, puts what finishes within its grace, and hands the rest over at once.
   One told to drain finishes what it has, and ends.
 - A failing episode costs its own sample, and so does one that takes too long: the lease goes back once its
-  other samples are stored. A worker in which nothing succeeds any more ends with the reason.
+  other samples are stored, with the reason; where nothing succeeds anywhere the buffer ends the job. While
+  nothing succeeds here, leases are asked for with growing pauses; at last this worker ends with the reason.
 - A lease ends when the buffer says so, not by a clock of ours: during an outage of the buffer it is extended.
 - Every wait has a deadline, and an outage of the buffer is waited out.
 
@@ -36,7 +37,7 @@ from rollout_service.asking import Asking
 from rollout_service.concurrency import Concurrency
 from rollout_service.engines.base import DeadlinePassed, Engine
 from rollout_service.episode_engine import EpisodeEngine
-from rollout_service.failures import EpisodeTimeout, FailureStreak, within
+from rollout_service.failures import EpisodeTimeout, FailureStreak, is_its_own, within
 from rollout_service.gateway import Gateway
 from rollout_service.leases import DRAINED, Buffer, Held
 from rollout_service.process import sampling_of
@@ -141,6 +142,8 @@ class Worker:
 
     def _wanted_groups(self) -> int:
         """How many more groups there is room for."""
+        if self._failures.pause_s:
+            return 0
         limit, size = self.concurrency.limit, self._job.rollout.group_size
         free = min(limit - self._running, 2 * limit - self._running - self._sender.episodes)
         return 0 if self._draining or self._stopping else max(0, math.ceil(free / size))
@@ -255,7 +258,9 @@ class Worker:
         if isinstance(error, EpisodeTimeout | DeadlinePassed):
             metrics.TIMED_OUT.inc()
         self._failures.failed(number, error)
+        asyncio.get_running_loop().call_later(self._failures.pause_s, self._asking.wake)
         held.failure = f"{type(error).__name__}: {error}"
+        held.at_fault = held.at_fault or is_its_own(error)
         log.warning("episode failed", group_id=held.group.group_id, sample=sample, error=held.failure)
 
     # --- signs of life -------------------------------------------------------------------------------
@@ -339,8 +344,12 @@ class Worker:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._sender.flush()
-        unfinished = [lease_id for lease_id, held in self._held.items() if not held.whole]
         gone = DRAINED if self._stopping else "the worker failed"
-        reasons = {lease_id: self._held[lease_id].failure or gone for lease_id in unfinished}
-        await asyncio.gather(*(self._sender.release(*lease) for lease in reasons.items()))
+        await asyncio.gather(
+            *(
+                self._sender.release(lease_id, held.failure or gone, failed=held.at_fault)
+                for lease_id, held in self._held.items()
+                if not held.whole
+            )
+        )
         self._held.clear()

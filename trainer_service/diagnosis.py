@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from trainer_service.backends.base import Backend
+from trainer_service.microbatch import TrainingRow
 from trainer_service.ranks import Ranks
-from trainer_service.selfcheck import Candidate, Compared, micro_batches, scaled_logits
+from trainer_service.selfcheck import Compared, micro_batches, scaled_logits
 
 TEMPERATURES = tuple(float(t) for t in np.geomspace(0.25, 4.0, 33))
 """Factors on the stated temperature that are tried; 1 is among them."""
@@ -27,7 +28,7 @@ ONE_TOKEN = 0.8
 def likely_causes(
     backend: Backend,
     ranks: Ranks,
-    candidates: Sequence[Candidate],
+    rows: Sequence[TrainingRow],
     compared: Compared,
     *,
     micro_batch_tokens: int,
@@ -36,7 +37,7 @@ def likely_causes(
     eos_ids: Sequence[int] = (),
 ) -> tuple[str, ...]:
     """Causes in words, the likeliest first; the same on every rank."""
-    by_factor = _by_temperature(backend, ranks, candidates, micro_batch_tokens)
+    by_factor = _by_temperature(backend, ranks, rows, micro_batch_tokens)
     stated = by_factor[TEMPERATURES.index(1.0)]
     best = int(by_factor.argmin())
     found = []
@@ -75,20 +76,17 @@ def likely_causes(
 
 
 def _by_temperature(
-    backend: Backend, ranks: Ranks, candidates: Sequence[Candidate], micro_batch_tokens: int
+    backend: Backend, ranks: Ranks, rows: Sequence[TrainingRow], micro_batch_tokens: int
 ) -> NDArray[np.float64]:
-    """Mean difference per factor of `TEMPERATURES` over the units of no cut distribution, all ranks'."""
+    """Mean difference per factor of `TEMPERATURES` over all ranks' units."""
     sums = torch.zeros(len(TEMPERATURES) + 1, dtype=torch.float64)
-    for batch, chosen in micro_batches(ranks, candidates, micro_batch_tokens):
+    for batch, _ in micro_batches(ranks, rows, micro_batch_tokens):
         with torch.no_grad():
             logits = scaled_logits(backend, batch)
-        whole = torch.from_numpy(
-            np.concatenate([(c.top_p == 1) & (c.top_k == 0) for c in chosen] or [np.zeros(0, np.bool_)])
-        ).to(logits.device)
         for place, factor in enumerate(TEMPERATURES):
             mine = torch.log_softmax(logits / factor, -1).gather(1, batch.target[:, None])[:, 0]
-            sums[place] += (mine - batch.units.behaviour).abs()[whole].double().sum().cpu()
-        sums[-1] += whole.sum().cpu()
+            sums[place] += (mine - batch.units.behaviour).abs().double().sum().cpu()
+        sums[-1] += len(batch.target)
     ranks.sum(sums)
     return (sums[:-1] / sums[-1].clamp(min=1)).numpy()
 

@@ -1,7 +1,7 @@
 """From fetched codec blobs to training rows, with every check that comes before a gradient.
 
 Promise `staleness_is_bounded`: `check_staleness` looks at the units themselves, on every rank, whatever the
-manifest and the buffer say. A violation is fatal.
+manifest and the buffer say. A violation is fatal. So is a unit that was not sampled from what is trained.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.trajectory import Call, Episode, Row, TrajectoryError, training_rows, unpack
+from areal_async.trajectory import Episode, Row, TrajectoryError, training_rows, unpack, untrainable
 from areal_async.wire.messages import BatchEpisode
-from trainer_service.errors import BatchError, StalenessViolation
+from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
 from trainer_service.microbatch import TrainingRow, row_of
 
 POLICY = "policy"
@@ -24,7 +24,8 @@ def rows_of_episode(blob: Any, entry: BatchEpisode, index: int, lowest_version: 
     """The rows of one blob; `index` is the episode's place in the manifest, `entry` what that says of it.
     Units below `lowest_version` are masked, and a row of nothing else is left out.
 
-    Raises `BatchError` when the blob cannot be read or is not what the manifest names."""
+    Raises `BatchError` when the blob cannot be read or is not what the manifest names, and
+    `UntrainableEpisode` when a unit to train was not sampled from what is trained."""
     try:
         episode = unpack(blob)
         rows = training_rows(episode)
@@ -35,6 +36,11 @@ def rows_of_episode(blob: Any, entry: BatchEpisode, index: int, lowest_version: 
     if found != named:
         raise BatchError(
             f"the batch names episode, sampled units and versions {named}, but the bytes fetched hold {found}"
+        )
+    if why := untrainable(episode):
+        raise UntrainableEpisode(
+            f"{why}: that is no sample of what is trained, and the importance ratios would be wrong. The "
+            "buffer must never let this through; the step is not trained."
         )
     temperature = call_temperatures(episode)
     cut = (
@@ -52,30 +58,16 @@ def rows_of_episode(blob: Any, entry: BatchEpisode, index: int, lowest_version: 
 
 
 def call_temperatures(episode: Episode) -> float | dict[int, float]:
-    """What the logits of the episode's sampled units are divided by: one value, or one per segment.
-
-    The behaviour log-probs decide: those of a `raw` call are the model's own, so its units are trained at 1;
-    any other call's at the temperature it sampled with. Raises `BatchError` for a greedy call (nothing can be
-    learned from a choice that was not random) and for a call of another policy.
-    """
+    """What the logits of the episode's sampled units are divided by: one value, or one per segment; 0 for a
+    greedy call, whose units are context. Raises `BatchError` for a call of another policy."""
     header = episode.header
     if header.policies and any(header.policies[call.policy] != POLICY for call in header.calls):
         raise BatchError(
             f"episode {episode.episode_id} was sampled by {header.policies}; only `policy` is trained"
         )
-    by_segment = {call.segment: _temperature(call, episode.episode_id) for call in header.calls}
+    by_segment = {call.segment: call.sampling.temperature for call in header.calls}
     distinct = set(by_segment.values())
     return by_segment if len(distinct) > 1 else float(next(iter(distinct), 1.0))
-
-
-def _temperature(call: Call, episode_id: str) -> float:
-    if call.logprobs_of == "raw":
-        return 1.0
-    if call.sampling.temperature <= 0:
-        raise BatchError(
-            f"episode {episode_id} was sampled greedily (temperature 0); it cannot be trained on"
-        )
-    return call.sampling.temperature
 
 
 def _per_token(temperature: dict[int, float], row: Row) -> NDArray[np.float32]:

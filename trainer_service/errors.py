@@ -17,6 +17,12 @@ class BatchError(TrainerError):
     """A batch that cannot be trained: its bytes do not match its manifest, or it is the wrong shape."""
 
 
+class UntrainableEpisode(BatchError):
+    """Units that were not sampled from what is trained. Fatal: the buffer should have refused them."""
+
+    restart_helps = False
+
+
 class StalenessViolation(TrainerError):
     """A unit older than the bound reached the trainer. Fatal: the buffer's own check has failed."""
 
@@ -28,7 +34,7 @@ class ModelError(TrainerError):
 
 
 class DivergenceError(TrainerError):
-    """A gradient that is not finite."""
+    """A loss, a log-prob, a gradient or a weight that is not finite."""
 
     restart_helps = False
 

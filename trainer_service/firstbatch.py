@@ -27,10 +27,10 @@ from trainer_service.selfcheck import (
     Outcome,
     SelfCheckError,
     bound_for,
-    candidates_of,
     compare,
     describe,
     outcome_of,
+    rows_to_compare,
 )
 
 log = get_logger("trainer")
@@ -71,11 +71,11 @@ class FirstBatchCheck:
         )
         rollout, trainer = self._job.rollout, self._job.trainer
         skipped: Counter[str] = Counter()
-        candidates = [
-            candidate
+        rows = [
+            row
             for share in plan.shares
             for index in share[self._ranks.rank]
-            for candidate in candidates_of(
+            for row in rows_to_compare(
                 blobs[plan.episodes[index].episode_id],
                 plan.episodes[index],
                 index,
@@ -85,20 +85,15 @@ class FirstBatchCheck:
                 skipped=skipped,
             )
         ]
-        if not self._ranks.total(len(candidates)):
+        if not self._ranks.total(len(rows)):
             self._wait(step)
             return
-        compared, edges = compare(self._backend, self._ranks, candidates, trainer.micro_batch_tokens)
-        skipped["at the edge of a cut"] += edges
-        if not self._ranks.total(len(compared.token)):
-            self._wait(step)
-            return
+        compared = compare(self._backend, self._ranks, rows, trainer.micro_batch_tokens)
         self.done = True
         table = bound_for(rollout.engine, rollout.dtype, trainer.dtype)
         bound = trainer.self_check.bound if trainer.self_check.bound is not None else table
         totals = {
-            why: self._ranks.total(skipped[why])
-            for why in ("another version", "kept KV of another version", "at the edge of a cut")
+            why: self._ranks.total(skipped[why]) for why in ("another version", "kept KV of another version")
         }
         outcome = outcome_of(self._ranks, compared, bound, totals)
         dtypes = (rollout.dtype, trainer.dtype)
@@ -106,7 +101,7 @@ class FirstBatchCheck:
             causes = likely_causes(
                 self._backend,
                 self._ranks,
-                candidates,
+                rows,
                 compared,
                 micro_batch_tokens=trainer.micro_batch_tokens,
                 bound=bound,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from areal_async.wire.messages import Batch, BatchEpisode
-from trainer_service.errors import BatchError, StalenessViolation
+from trainer_service.errors import BatchError, DivergenceError, StalenessViolation
 from trainer_service.objectives.compose import Objective
 from trainer_service.packing import deal_episodes, deal_groups
 
@@ -86,10 +87,17 @@ def plan_step(
             )
     groups = np.repeat(np.arange(len(batch.groups)), [len(group.episodes) for group in batch.groups])
     rewards = torch.tensor([episode.reward for episode in episodes], dtype=torch.float64)
+    advantages = objective.advantages(rewards, torch.from_numpy(groups))
+    for episode, advantage in zip(episodes, advantages.tolist(), strict=True):
+        if not math.isfinite(advantage):
+            raise DivergenceError(
+                f"the advantage of episode {episode.episode_id} of step {step} is {advantage} (its reward is "
+                f"{episode.reward}): the step is not trained. Bound what the reward returns."
+            )
     return Plan(
         episodes=episodes,
         groups=groups.astype(np.int64),
-        advantages=objective.advantages(rewards, torch.from_numpy(groups)).numpy(),
+        advantages=advantages.numpy(),
         shares=[
             _deal(members, episodes, groups, ranks) for members in deal_groups(len(batch.groups), minibatches)
         ],

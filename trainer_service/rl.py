@@ -219,6 +219,7 @@ class RlTrainer:
             minibatches,
             step=step,
             max_staleness=eta,
+            names=[episode.episode_id for episode in plan.episodes],
             groups=plan.groups,
             advantages=plan.advantages,
             micro_batch_tokens=self._job.trainer.micro_batch_tokens,

@@ -1,8 +1,8 @@
 """The first-batch self-check: are the engine's log-probs those of the weights that it says sampled?
 
 For the first batch that holds units of the very version the trainer starts the step from, it recomputes
-their behaviour log-probs with its own forward pass, as each call says they were taken (raw, at temperature,
-after top-p and top-k), and compares. Every gradient rests on the two being equal.
+their behaviour log-probs with its own forward pass, at the temperature of each call, and compares. Every
+gradient rests on the two being equal.
 
 Promises: it runs before any gradient of the batch; it costs one forward pass over the units compared and
 none where there are none; all ranks come to the same verdict; what cannot be compared is counted, by reason,
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_async.trajectory import Call, Episode, Row, training_rows, unpack
+from areal_async.trajectory import Episode, Row, training_rows, unpack
 from areal_async.wire.messages import BatchEpisode
 from trainer_service.backends.base import Backend
 from trainer_service.episodes import POLICY, call_temperatures
@@ -51,17 +51,6 @@ class SelfCheckError(TrainerError):
     """The engine's log-probs are not those of the trainer's weights. Sampling again would not change it."""
 
     restart_helps = False
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A training row whose position, behaviour … name only units to compare, and how each was cut."""
-
-    row: TrainingRow
-    top_p: NDArray[np.float32]
-    """f32 [S]; 1 where the log-prob is of no cut distribution."""
-    top_k: NDArray[np.int64]
-    """i64 [S]; 0 likewise."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +101,7 @@ def bound_for(engine: str, engine_dtype: str, trainer_dtype: str) -> float:
     return BOUNDS.get((engine, dtype), max(b for (_, d), b in BOUNDS.items() if d == dtype))
 
 
-def candidates_of(
+def rows_to_compare(
     blob: memoryview,
     entry: BatchEpisode,
     index: int,
@@ -121,8 +110,8 @@ def candidates_of(
     epochs: Collection[int],
     kv_is_kept: bool,
     skipped: Counter[str],
-) -> list[Candidate]:
-    """Rows of one episode with the units that `version` of one of the trainer `epochs` sampled.
+) -> list[TrainingRow]:
+    """Rows of one episode, cut to the units to train that `version` of one of the trainer `epochs` sampled.
 
     With `kv_is_kept`, units after one of another version are left out: their log-probs are approximate by
     the engine's own account. What is left out is added to `skipped`."""
@@ -130,7 +119,6 @@ def candidates_of(
         skipped["another version"] += entry.n_sampled
         return []
     episode = unpack(blob)
-    calls = {call.segment: call for call in episode.header.calls}
     epoch_of_unit = _epochs(episode)
     temperature = call_temperatures(episode)
     offsets = episode.segments.offset
@@ -151,20 +139,9 @@ def candidates_of(
             kept &= ~approximate
         per_token = temperature if isinstance(temperature, float) else _per_token(row, temperature, 1.0)
         cut = row_of(index, row.token_ids, kept.astype(np.uint8), row.logprobs, row.versions, per_token)
-        if cut is None:
-            continue
-        limits = {s: _limits(call) for s, call in calls.items()}
-        top_p = _per_token(row, {s: limit[0] for s, limit in limits.items()}, 1.0)
-        top_k = _per_token(row, {s: float(limit[1]) for s, limit in limits.items()}, 0.0)
-        found.append(Candidate(cut, top_p[cut.position], top_k[cut.position].astype(np.int64)))
+        if cut is not None:
+            found.append(cut)
     return found
-
-
-def _limits(call: Call) -> tuple[float, int]:
-    """(top_p, top_k) of the distribution that the call's log-probs are of."""
-    if call.logprobs_of != "sampled":
-        return 1.0, 0
-    return call.sampling.top_p, call.sampling.top_k
 
 
 def _per_token(row: Row, by_segment: Mapping[int, float], default: float) -> NDArray[np.float32]:
@@ -180,57 +157,41 @@ def _epochs(episode: Episode) -> NDArray[np.int64]:
     return epochs
 
 
-def compare(
-    backend: Backend, ranks: Ranks, candidates: Sequence[Candidate], micro_batch_tokens: int
-) -> tuple[Compared, int]:
-    """Recompute the candidates' log-probs; all ranks call it. Returns them with the number of units left
-    out because they lie at the edge of their top-p or top-k cut, which rounding may move."""
-    parts, edges = [], 0
-    for batch, chosen in micro_batches(ranks, candidates, micro_batch_tokens):
-        logits = scaled_logits(backend, batch)
-        mine, edge = logprobs_of(
-            logits,
-            batch.target,
-            _joined([c.top_p for c in chosen], np.float32),
-            _joined([c.top_k for c in chosen], np.int64),
-        )
-        keep = ~edge
-        edges += int(edge.sum())
+def compare(backend: Backend, ranks: Ranks, rows: Sequence[TrainingRow], micro_batch_tokens: int) -> Compared:
+    """Recompute the log-probs of the rows' units; all ranks call it."""
+    parts = []
+    for batch, chosen in micro_batches(ranks, rows, micro_batch_tokens):
+        logprobs = torch.log_softmax(scaled_logits(backend, batch), -1).gather(1, batch.target[:, None])
         parts.append(
             Compared(
-                episode=batch.units.episode.cpu().numpy()[keep],
-                position=_joined([c.row.position for c in chosen], np.int64)[keep],
-                token=batch.target.cpu().numpy()[keep],
-                behaviour=batch.units.behaviour.double().cpu().numpy()[keep],
-                trainer=mine[keep],
+                episode=batch.units.episode.cpu().numpy(),
+                position=_joined([row.position for row in chosen], np.int64),
+                token=batch.target.cpu().numpy(),
+                behaviour=batch.units.behaviour.double().cpu().numpy(),
+                trainer=logprobs[:, 0].double().cpu().numpy(),
             )
         )
-    return (
-        Compared(
-            *(
-                np.concatenate([getattr(part, name) for part in parts])
-                for name in ("episode", "position", "token", "behaviour", "trainer")
-            )
-        ),
-        edges,
+    return Compared(
+        *(
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in ("episode", "position", "token", "behaviour", "trainer")
+        )
     )
 
 
 def micro_batches(
-    ranks: Ranks, candidates: Sequence[Candidate], micro_batch_tokens: int
-) -> list[tuple[MicroBatch, list[Candidate]]]:
+    ranks: Ranks, rows: Sequence[TrainingRow], micro_batch_tokens: int
+) -> list[tuple[MicroBatch, list[TrainingRow]]]:
     """This rank's passes, as many as on any other rank, each with its rows in the order of its units."""
-    lengths = [candidate.row.packed_length for candidate in candidates]
+    lengths = [row.packed_length for row in rows]
     needed = max(1, len(pack(lengths, micro_batch_tokens)))
     plan = pack(lengths, micro_batch_tokens, at_least=ranks.largest(needed))
-    n_episodes = max((c.row.episode for c in candidates), default=-1) + 1
+    n_episodes = max((row.episode for row in rows), default=-1) + 1
     none = np.zeros(n_episodes, np.int64), np.zeros(n_episodes, np.float32)
     made = []
     for indices in plan:
-        chosen = [candidates[index] for index in indices]
-        batch = build_micro_batch(
-            [c.row for c in chosen], groups=none[0], advantages=none[1], device=ranks.device
-        )
+        chosen = [rows[index] for index in indices]
+        batch = build_micro_batch(chosen, groups=none[0], advantages=none[1], device=ranks.device)
         made.append((batch, chosen))
     return made
 
@@ -238,47 +199,6 @@ def micro_batches(
 def scaled_logits(backend: Backend, batch: MicroBatch) -> Tensor:
     """f32 [S, V]: logits / temperature."""
     return backend.logits(POLICY, batch) / batch.temperature[:, None]
-
-
-def logprobs_of(
-    logits_SV: Tensor, target_S: Tensor, top_p: NDArray[np.float32], top_k: NDArray[np.int64]
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Log-probs of the targets, f64 [S], after each unit's own cut by top-k, then top-p; and bool [S] where
-    the last id inside the cut and the first outside are so close that rounding decides."""
-    result = torch.log_softmax(logits_SV, -1).gather(1, target_S[:, None])[:, 0].double().cpu().numpy()
-    edge = np.zeros(len(result), np.bool_)
-    cut = np.flatnonzero((top_p < 1) | (top_k > 0))
-    for start in range(0, len(cut), 256):  # sorted copies of a large vocabulary: a few rows at a time
-        some = cut[start : start + 256]
-        result[some], edge[some] = _cut_logprobs(
-            logits_SV[torch.from_numpy(some).to(logits_SV.device)].double().cpu(),
-            target_S[torch.from_numpy(some).to(target_S.device)].cpu(),
-            torch.from_numpy(top_p[some]).double(),
-            torch.from_numpy(top_k[some]),
-        )
-    return result, edge
-
-
-EDGE = 1e-4
-"""Distance, in logits for top-k and in probability for top-p, below which rounding may move a cut."""
-
-
-def _cut_logprobs(
-    logits_SV: Tensor, target_S: Tensor, top_p_S: Tensor, top_k_S: Tensor
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    ordered, order = logits_SV.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(ordered.shape[1])[None]
-    k = torch.where(top_k_S > 0, top_k_S, ordered.shape[1]).clamp(max=ordered.shape[1])[:, None]
-    inside = ordered.gather(1, k - 1) - ordered.gather(1, k.clamp(max=ordered.shape[1] - 1))
-    edge = (k[:, 0] < ordered.shape[1]) & (inside[:, 0] < EDGE)
-    ordered = ordered.masked_fill(rank >= k, -torch.inf)
-    probability = ordered.softmax(-1)
-    before = probability.cumsum(-1) - probability
-    limited = top_p_S[:, None] < 1
-    edge |= (limited & (rank > 0) & ((before - top_p_S[:, None]).abs() < EDGE) & (rank < k)).any(-1)
-    ordered = ordered.masked_fill(limited & (before >= top_p_S[:, None]) & (rank > 0), -torch.inf)
-    logprobs = torch.empty_like(ordered).scatter_(1, order, ordered.log_softmax(-1))
-    return logprobs.gather(1, target_S[:, None])[:, 0].numpy(), edge.numpy()
 
 
 def outcome_of(ranks: Ranks, compared: Compared, bound: float, skipped: Mapping[str, int]) -> Outcome:

@@ -134,6 +134,7 @@ class SftTrainer:
             [[chosen[place] for place in mine]],
             step=0,
             max_staleness=0,
+            names=[f"example {index}" for index in indices],
             groups=np.arange(n, dtype=np.int64),
             advantages=np.zeros(n, np.float32),
             micro_batch_tokens=self._job.trainer.micro_batch_tokens,

@@ -6,7 +6,8 @@ taken over the whole optimizer step, so neither packing nor the number of ranks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer_service.backends.base import Backend
+from trainer_service.errors import DivergenceError
 from trainer_service.microbatch import MicroBatch, TrainingRow, build_micro_batch
 from trainer_service.objectives.compose import Objective
 from trainer_service.objectives.statistics import StepStatistics
@@ -22,6 +24,8 @@ from trainer_service.packing import pack
 from trainer_service.ranks import Ranks
 
 POLICY = "policy"
+MOST_NAMED = 5
+"""Episodes that an error names."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,16 @@ def train_step(
     *,
     step: int,
     max_staleness: int,
+    names: Sequence[str],
     groups: NDArray[np.int64],
     advantages: NDArray[np.float32],
     micro_batch_tokens: int,
 ) -> StepResult:
     """Train on this rank's rows of each minibatch; all ranks call it with the same number of minibatches.
 
-    `groups` i64 [E] and `advantages` f32 [E] are of all episodes of the step, those of other ranks too.
+    `names` [E] (what an error calls them), `groups` i64 [E] and `advantages` f32 [E] are of all episodes of
+    the step, those of other ranks too. Raises `DivergenceError` on every rank, before the update of the
+    minibatch, when its loss or the log-prob of a unit that it trains is not finite.
     """
     packed = [
         pack_rows(rows, ranks, groups=groups, advantages=advantages, micro_batch_tokens=micro_batch_tokens)
@@ -74,8 +81,11 @@ def train_step(
             proximal = [[backend.logprobs(POLICY, batch) for batch in batches] for batches in packed]
     statistics = StepStatistics(step, max_staleness)
     losses, norms = [], []
-    for batches, prox in zip(packed, proximal, strict=True):
-        losses.append(_accumulate(backend, objective, ranks, batches, prox, len(groups), statistics))
+    for number, (batches, prox) in enumerate(zip(packed, proximal, strict=True)):
+        loss, faulty = _accumulate(backend, objective, ranks, batches, prox, len(groups), statistics)
+        if faulty or not math.isfinite(loss):
+            raise DivergenceError(_not_finite(loss, faulty, step, number, names))
+        losses.append(loss)
         norms.append(backend.update())
     statistics.reduce(ranks.sum, ranks.max)
     tokens = torch.tensor([sum(batch.n_tokens for batches in packed for batch in batches)])
@@ -117,18 +127,36 @@ def _accumulate(
     proximal: Sequence[Tensor | None],
     n_episodes: int,
     statistics: StepStatistics,
-) -> float:
-    """Gradients of one minibatch; returns its loss."""
+) -> tuple[float, dict[int, int]]:
+    """Gradients of one minibatch; returns its loss, and of each episode that has some the number of its units
+    whose log-prob or loss is not finite."""
     units_of_episode = torch.zeros(n_episodes, dtype=torch.int64, device=ranks.device)
     for batch in batches:
         units_of_episode.index_add_(0, batch.units.episode, batch.units.mask.long())
     ranks.sum(units_of_episode)
     total = torch.zeros((), dtype=torch.float64)
+    faulty = torch.zeros(n_episodes, dtype=torch.int64, device=ranks.device)
     for index, (batch, prox) in enumerate(zip(batches, proximal, strict=True)):
-        terms = objective.terms(backend.logprobs(POLICY, batch), prox, batch.units)
+        logp = backend.logprobs(POLICY, batch)
+        terms = objective.terms(logp, prox, batch.units)
         loss = (terms.loss * objective.coefficients(batch.units, units_of_episode)).sum()
         backend.backward(loss, last=index + 1 == len(batches))
+        # An infinite log-prob does not show in the loss: exponents are clamped.
+        finite = terms.loss.isfinite() & logp.isfinite() & (logp if prox is None else prox).isfinite()
+        faulty.index_add_(0, batch.units.episode, (batch.units.mask & ~finite).long())
         statistics.add(terms, batch.units)
         total += loss.detach().double().cpu()
     ranks.sum(total)
-    return float(total)
+    ranks.sum(faulty)
+    return float(total), {episode: int(faulty[episode]) for episode in faulty.nonzero()[:, 0].tolist()}
+
+
+def _not_finite(loss: float, faulty: Mapping[int, int], step: int, number: int, names: Sequence[str]) -> str:
+    where = ", ".join(f"{names[episode]} ({count})" for episode, count in [*faulty.items()][:MOST_NAMED])
+    more = f" and {len(faulty) - MOST_NAMED} more" if len(faulty) > MOST_NAMED else ""
+    units = f"; units whose log-prob or loss is not finite, by episode: {where}{more}" if faulty else ""
+    return (
+        f"the loss of step {step}, minibatch {number}, is {loss}{units}. Training has diverged, or the model "
+        "computes what is no number for these tokens; the minibatch is not trained. Lower "
+        "trainer.optimizer.lr, or start from an earlier checkpoint."
+    )

@@ -88,25 +88,25 @@ def _a_group_fits_a_worker(job: JobConfig) -> Iterator[Mistake]:
 
 def _response_fits_the_model(job: JobConfig) -> Iterator[Mistake]:
     length = job.rollout.max_model_len
-    for section, sampling in (
-        ("rollout.sampling", job.rollout.sampling),
-        ("evaluation.sampling", job.evaluation.sampling),
-    ):
-        if sampling.max_new_tokens >= length:
+    asked = {"rollout": job.rollout.sampling.max_new_tokens}
+    if job.tasks.evaluation is not None and job.evaluation.sampling.max_new_tokens is not None:
+        asked["evaluation"] = job.evaluation.sampling.max_new_tokens
+    for section, max_new_tokens in asked.items():
+        if max_new_tokens >= length:
             yield Mistake(
-                f"{section}.max_new_tokens",
-                f"{sampling.max_new_tokens} leaves no room for a prompt in rollout.max_model_len = {length}",
+                f"{section}.sampling.max_new_tokens",
+                f"{max_new_tokens} leaves no room for a prompt in rollout.max_model_len = {length}",
                 f"Set it below {length}, or raise rollout.max_model_len",
                 ("rollout.max_model_len",),
             )
 
 
 def _stop_strings_stop_something(job: JobConfig) -> Iterator[Mistake]:
-    for section, sampling in (
-        ("rollout.sampling", job.rollout.sampling),
-        ("evaluation.sampling", job.evaluation.sampling),
+    for section, stop in (
+        ("rollout.sampling", job.rollout.sampling.stop),
+        ("evaluation.sampling", job.evaluation.sampling.stop),
     ):
-        if "" in sampling.stop:
+        if "" in stop:
             problem = "an empty stop string ends every response before its first token"
             yield Mistake(f"{section}.stop", problem, "Remove it")
 

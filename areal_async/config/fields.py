@@ -31,7 +31,7 @@ class Field:
 @cache
 def job_fields() -> dict[str, Field]:
     """Every leaf field of `JobConfig` by its dotted path, in file order."""
-    return {field.path: field for field in _walk(JobConfig, "", None)}
+    return {field.path: field for field in _walk(JobConfig, "")}
 
 
 def section_of(path: str) -> type[Section] | None:
@@ -62,18 +62,19 @@ def suggest(section: str, key: str) -> str | None:
     return by_last_name[close[0]] if close else None
 
 
-def _walk(model: type[BaseModel], prefix: str, default: BaseModel | None) -> Iterator[Field]:
-    """Leaves of a section; `default` is the instance its owner has by default (it may differ from the
-    section's own defaults, as evaluation.sampling does)."""
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[Field]:
+    """Leaves of a section. Its defaults are those of its type, wherever it stands."""
     for name, info in model.model_fields.items():
         path = prefix + name
-        own = getattr(default, name) if default is not None else info.get_default(call_default_factory=True)
         inner = _section_type(info.annotation)
         if inner is not None:
-            yield from _walk(inner, f"{path}.", own if isinstance(own, BaseModel) else None)
+            yield from _walk(inner, f"{path}.")
             continue
-        required = own is PydanticUndefined
-        yield Field(path, info.description or "", required, None if required else own, info.annotation, info)
+        default = info.get_default(call_default_factory=True)
+        required = default is PydanticUndefined
+        yield Field(
+            path, info.description or "", required, None if required else default, info.annotation, info
+        )
 
 
 def _section_type(annotation: Any) -> type[Section] | None:

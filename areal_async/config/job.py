@@ -8,7 +8,7 @@ from pydantic import Field
 from areal_async.config.base import Section
 from areal_async.config.buffer import BufferSection
 from areal_async.config.reward import RewardSection
-from areal_async.config.rollout import RolloutSection
+from areal_async.config.rollout import RolloutSection, SamplingSection
 from areal_async.config.run import (
     CheckpointSection,
     EvaluationSection,
@@ -44,3 +44,10 @@ class JobConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     observe: ObserveSection = ObserveSection()
     supervisor: SupervisorSection = SupervisorSection()
+
+    @property
+    def evaluation_sampling(self) -> SamplingSection:
+        """What the evaluation samples with: its section, and of the rollout's what that leaves open."""
+        section = self.evaluation.sampling.model_dump()
+        section["max_new_tokens"] = section["max_new_tokens"] or self.rollout.sampling.max_new_tokens
+        return SamplingSection(**section)

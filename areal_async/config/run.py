@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from areal_async.config.base import Section
-from areal_async.config.rollout import SamplingSection, ServerSection
+from areal_async.config.rollout import ServerSection
 
 NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 
@@ -26,7 +26,7 @@ class WeightsSection(Section):
     """A delta is offered where it is smaller than this share of the full snapshot."""
     anchor_every: int = Field(default=50, ge=0)
     """Every so many versions all receivers take the full snapshot; 0 means only when they have to."""
-    keep: int = Field(default=2, ge=2)
+    keep: int = Field(default=2, ge=2, le=10_000)
     """Newest snapshots kept beside those that an evaluation still needs."""
     node_id: str = Field(default="local", pattern=NODE_ID)
     """Name of the trainer's host, and of every process that neither `nodes` nor its environment variable
@@ -67,8 +67,23 @@ class CheckpointSection(Section):
 
     every_steps: int = Field(default=50, ge=1)
     """Steps between two checkpoints; the last step always makes one. Episodes are kept until then."""
-    keep: int = Field(default=2, ge=1)
+    keep: int = Field(default=2, ge=1, le=10_000)
     """Newest checkpoints kept."""
+
+
+class EvaluationSamplingSection(Section):
+    """Sampling parameters of the evaluation; greedy unless told otherwise."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    """0 means greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the most likely tokens of this total probability; 1 means from all."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from so many most likely tokens; 0 means from all."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of one response; null means as many as `rollout.sampling.max_new_tokens`."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response (beside the model's end-of-sequence token)."""
 
 
 class EvaluationSection(Section):
@@ -86,7 +101,7 @@ class EvaluationSection(Section):
     `rollout.server`; left out, that one's settings but its `urls` are used."""
     samples: int = Field(default=1, ge=1)
     """Answers to each task: gives mean@n, best@n and maj@n. Above 1 it needs a temperature."""
-    sampling: SamplingSection = SamplingSection(temperature=0.0)
+    sampling: EvaluationSamplingSection = EvaluationSamplingSection()
     max_concurrent: int = Field(default=128, ge=1)
     """Most answers in the engine at once."""
     torch_threads: int = Field(default=1, ge=1)
@@ -113,7 +128,7 @@ class SupervisorSection(Section):
     ready_s: float = Field(default=300.0, gt=0)
     """Longest time from starting a service until it serves, in seconds; loading a large model takes long.
     `rollout.server.ready_s` comes on top of it where the engine is a server."""
-    restarts: int = Field(default=5, ge=0)
+    restarts: int = Field(default=5, ge=0, le=1_000_000)
     """Deaths of one service within `window_s` that are survived by starting it again; one more ends the job,
     which can be resumed. 0 ends it at the first."""
     window_s: float = Field(default=300.0, gt=0)

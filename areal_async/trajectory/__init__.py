@@ -2,7 +2,7 @@
 
 build   EpisodeBuilder → Episode         read back   unpack (blob), decode (frames)
 ship    pack (one blob), encode (frames)  inspect     summarise, Episode.path, Episode.token_ids
-train   training_rows → Row              refuse      TrajectoryError and its kinds
+train   training_rows → Row              refuse      TrajectoryError and its kinds, untrainable
 """
 
 from areal_async.trajectory.blob import EpisodeSummary, pack, summarise, unpack
@@ -21,6 +21,7 @@ from areal_async.trajectory.header import TRAJECTORY_SCHEMA, Agent, Call, Header
 from areal_async.trajectory.limits import DEFAULT_LIMITS, Limits
 from areal_async.trajectory.rows import Row, training_rows
 from areal_async.trajectory.tables import SegmentFlag, SegmentKind, Segments, Units
+from areal_async.trajectory.trainable import untrainable
 
 __all__ = [
     "DEFAULT_LIMITS",
@@ -53,4 +54,5 @@ __all__ = [
     "summarise",
     "training_rows",
     "unpack",
+    "untrainable",
 ]

@@ -17,6 +17,7 @@ from areal_async.trajectory.episode import Episode
 from areal_async.trajectory.errors import CodecError, SchemaError, SizeError
 from areal_async.trajectory.header import TRAJECTORY_SCHEMA
 from areal_async.trajectory.limits import DEFAULT_LIMITS, Limits
+from areal_async.trajectory.trainable import untrainable
 
 MAGIC = b"ATRJ"
 ALIGNMENT = 8
@@ -41,6 +42,8 @@ class EpisodeSummary(msgspec.Struct, frozen=True):
     max_version: int
     min_epoch: int
     size_bytes: int
+    untrainable: str
+    """Why no unit of it may be trained (`trainable.py`); empty when they may be."""
 
 
 def pack(episode: Episode, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
@@ -85,6 +88,7 @@ def summarise(buffer: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> EpisodeSumm
         episode.max_version,
         episode.min_epoch,
         memoryview(buffer).nbytes,
+        untrainable(episode),
     )
 
 

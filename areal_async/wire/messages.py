@@ -146,6 +146,8 @@ class Release(Message, frozen=True):
     worker: str
     lease_id: str
     reason: str
+    failed: bool = False
+    """Episodes of it failed with that reason, by what they do and not by the engine."""
 
 
 class PutEpisodes(Message, frozen=True):
@@ -382,7 +384,7 @@ class BufferStats(Message, frozen=True):
     no_scores: list[NoScore] = []
     """Verdicts that were no score, by kind: the newest of each, and how many there were."""
     failed: str = ""
-    """Why the job ends (`then: fail_job`); empty when it does not."""
+    """Why the job ends (`then: fail_job`, or nothing succeeds any more); empty when it does not."""
 
 
 # --- weights: receivers -> trainer -------------------------------------------------------------------

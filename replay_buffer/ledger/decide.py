@@ -22,7 +22,17 @@ from areal_async.wire.messages import (
     Stats,
 )
 from replay_buffer.admission import capacity
-from replay_buffer.ledger import batching, committing, leasing, losing, opening, scoring, storing, verdicts
+from replay_buffer.ledger import (
+    batching,
+    committing,
+    faults,
+    leasing,
+    losing,
+    opening,
+    scoring,
+    storing,
+    verdicts,
+)
 from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import UNBATCHED, Index, Writes
 from replay_buffer.ledger.records import EpisodeState, GroupState
@@ -43,7 +53,7 @@ class Extend:
 
 @dataclass(frozen=True)
 class Begun:
-    """A buffer begins: a job that was failed by `fail_job` has been resumed."""
+    """A buffer begins: a job that had failed has been resumed."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +130,12 @@ def decide(index: Index, command: Command, now_ms: int) -> Decision:
 
 
 def begun(index: Index, now_ms: int) -> Decision:
-    """Forget why the job was to end: the episode that failed it is scored again."""
+    """Forget why the job was to end: what failed it is tried again."""
     draft = Draft(index, now_ms)
     if index.meta.failed:
         draft.set_meta(failed="")
         draft.count("failure_lifted")
+        faults.forget(draft)
     return draft.decide(Ok())
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from areal_async.wire.messages import Fault, FaultKind, Message
+from replay_buffer.ledger import faults
 from replay_buffer.ledger.index import Index, Writes
 from replay_buffer.ledger.records import (
     MISSING,
@@ -168,12 +169,20 @@ class Draft:
             self.move(group, T, "reuse_ended")
             return
         self.move(group, D, reason)
+        faults.gave_up(self, group, reason)
         # What was masked is counted as dropped already.
         episodes = len(group.episodes) - group.count(EpisodeState.MASKED)
         self.set_meta(episodes_dropped=self.meta.episodes_dropped + episodes)
         self.forget(group)
         if reason in TRY_AGAIN and group.attempt + 1 < MAX_ATTEMPTS:
             self.new_group(group.row, group.pass_index, group.attempt + 1)
+
+    def queue_again(self, given_up: Iterable[tuple[int, int, int]], *, limited: bool = False) -> None:
+        """Queue tasks as new attempts, from (row, pass, attempt) of what was dropped; with `limited` only as
+        often as any task is tried."""
+        for row, pass_index, attempt in given_up:
+            if not limited or attempt + 1 < MAX_ATTEMPTS:
+                self.new_group(row, pass_index, attempt + 1)
 
     def commit(self, group: Group) -> None:
         """The group ends as COMMITTED."""

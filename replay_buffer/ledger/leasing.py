@@ -19,6 +19,7 @@ from areal_async.wire.messages import (
 )
 from areal_async.wire.messages import Lease as LeaseRequest
 from replay_buffer.admission import Limits, Load, Room, room
+from replay_buffer.ledger import faults
 from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import Index, due_ms
 from replay_buffer.ledger.lineage import accepts
@@ -67,6 +68,8 @@ def lease(index: Index, message: LeaseRequest, now_ms: int) -> Decision:
                 f"trainer of epoch {index.meta.epoch} has abandoned; it waits for an update",
             )
         )
+    if index.meta.failed:
+        return Decision(Leases([], f"the job is to end: {index.meta.failed}"))
     free = room(limits_of(index.rules), load_of(index), serving.version)
     if free.outstanding == 0:
         return Decision(Leases([], free.reason))
@@ -167,7 +170,10 @@ def release(index: Index, message: Release, now_ms: int) -> Decision:
     draft = Draft(index, now_ms)
     held = index.leases.get(message.lease_id)
     if held is not None and held.worker == message.worker:
-        end_lease(draft, index.groups[held.group_id], reason)
+        group = index.groups[held.group_id]
+        if message.failed:
+            faults.failed(draft, "generating", group, message.reason)
+        end_lease(draft, group, reason)
     return draft.decide(Ok())
 
 

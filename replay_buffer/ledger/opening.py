@@ -28,6 +28,20 @@ from replay_buffer.ledger.records import (
 )
 from replay_buffer.ledger.reuse import plans_from, rewound
 
+KEPT = (
+    "ids",
+    "epoch",
+    "seq",
+    "checkpoint",
+    "overtaken",
+    "trainer",
+    "draining",
+    "failed",
+    "generating",
+    "scoring",
+)
+"""Figures that a copy does not replace."""
+
 
 class OpenedWith(msgspec.Struct, frozen=True):
     """An `OpenTrainer` with its attachment: the ledger copy of the checkpoint, None at the start of a job."""
@@ -104,11 +118,7 @@ def _adopt(draft: Draft, copy: Copy) -> None:
     """The copy wins. Epochs and ids go on from the larger of both, so that nothing is given out twice."""
     index, now = draft.index, draft.index.meta
     draft.set_meta(
-        **{
-            name: getattr(copy.meta, name)
-            for name in Meta.__struct_fields__
-            if name not in ("ids", "epoch", "seq", "checkpoint", "overtaken", "trainer", "draining", "failed")
-        },
+        **{name: getattr(copy.meta, name) for name in Meta.__struct_fields__ if name not in KEPT},
         ids=max(now.ids, copy.meta.ids),
         epoch=max(now.epoch, copy.meta.epoch),
         seq=max(now.seq, copy.meta.seq),

@@ -169,6 +169,20 @@ class NoScores(Record, frozen=True, array_like=True, gc=False):
     at_ms: int
 
 
+class Streak(Record, frozen=True, array_like=True, gc=False):
+    """Tries of one kind that failed since the last that succeeded (`faults.py`)."""
+
+    succeeded: bool = False
+    """Whether one has succeeded since the job was started, or resumed after it had failed."""
+    count: int = 0
+    since_ms: int = 0
+    """When the first of them failed."""
+    tasks: tuple[tuple[int, int], ...] = ()
+    """(row, pass) of the first few different tasks that they met."""
+    given_up: tuple[tuple[int, int, int], ...] = ()
+    """(row, pass, attempt) of groups dropped for it meanwhile."""
+
+
 class Meta(Record, frozen=True, array_like=True, gc=False):
     """The figures of the job that belong to no group."""
 
@@ -201,4 +215,7 @@ class Meta(Record, frozen=True, array_like=True, gc=False):
     no_scores: dict[str, NoScores] = {}
     """By kind, the one heard of last at the end; of the kinds that came, the newest few."""
     failed: str = ""
-    """Why the job is to end, by `fail_job`; forgotten when a buffer starts: the job was resumed."""
+    """Why the job is to end, by `fail_job` or `faults.py`; forgotten when a buffer starts: the job was
+    resumed."""
+    generating: Streak = Streak()
+    scoring: Streak = Streak()

@@ -77,6 +77,10 @@ class Rules:
     steps: int = 1 << 40
     """Steps of the whole job: groups that no step is left for are not generated."""
     durability: Literal["memory", "everysec", "always"] = "everysec"
+    first_success_ms: int = 5_000
+    """Nothing having succeeded yet, tries that go on failing so long end the job (`faults.py`)."""
+    no_success_ms: int = 60_000
+    """The same after a success."""
     seed: int = 0
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from areal_async.wire.messages import PutAck, Refusal
+from replay_buffer.ledger import faults
 from replay_buffer.ledger.age import lowest_version
 from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import Index
@@ -65,6 +66,7 @@ def store_episodes(index: Index, command: StoreEpisodes, now_ms: int) -> Decisio
             draft.keep_blob(group.group_id, arrival.sample, attachment)
     if arrived:
         draft.count("stored", len(arrived))
+        faults.succeeded(draft, "generating")
         group = draft.add_episodes(group, arrived)
         if not group.missing:
             draft.set_lease(command.lease_id, None)

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from areal_async.wire.messages import EpisodeVerdict, PutVerdicts, Refusal, VerdictAck
 from areal_async.wire.verdicts import Score, Verdict, kind_of
+from replay_buffer.ledger import faults
 from replay_buffer.ledger.draft import MOST_MESSAGE, Decision, Draft
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.policy import finish, has_too_few
@@ -64,8 +65,13 @@ def _taken(draft: Draft, group: Group, items: Sequence[EpisodeVerdict]) -> tuple
             verdict = checked(item.verdict, held)
             taken[sample] = verdict, item
             draft.count(f"verdict:{kind_of(verdict)}")
-            if not isinstance(verdict, Score):
-                draft.note_no_score(detailed_kind(verdict), message_of(verdict), item.episode_id)
+            if isinstance(verdict, Score):
+                faults.succeeded(draft, "scoring")
+                continue
+            kind, message = detailed_kind(verdict), message_of(verdict)
+            draft.note_no_score(kind, message, item.episode_id)
+            if kind_of(verdict) == "error":
+                faults.failed(draft, "scoring", group, f"{kind}: {message} (episode {item.episode_id})")
     return taken, refused
 
 

@@ -35,13 +35,15 @@ class Branch:
         agent: int = 0,
         turn: int = 0,
         rewritten: Rewritten = "error",
+        train: bool = True,
         **sampling: Any,
     ) -> Reply:
         """As `ctx.generate`, from where the branch is."""
         if prompt is not None:
             self.observe(SegmentKind.ENVIRONMENT, prompt, agent=agent, turn=turn, rewritten=rewritten)
         anchor, self._anchor = self._anchor, None
-        reply = await self._ctx.sampled(self.segment, agent, turn, self._next_seed(), sampling, anchor)
+        seed = self._next_seed()
+        reply = await self._ctx.sampled(self.segment, agent, turn, seed, sampling, anchor, train=train)
         self.segment = reply.segment
         return reply
 

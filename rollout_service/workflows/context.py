@@ -115,6 +115,7 @@ class Context:
         turn: int = 0,
         tools: Sequence[Mapping[str, Any]] = (),
         rewritten: Rewritten = "error",
+        train: bool = True,
         **sampling: Any,
     ) -> Reply:
         """Continue `parent` (a new path when None) with `prompt`, then sample.
@@ -123,7 +124,8 @@ class Context:
         reply are what the chat template appends to it; where the template would change what came before,
         `rewritten` decides: `error` raises `TemplateRewrites`, `root` begins a new path with the conversation
         rendered anew. `tools` are schemas for the template (of a new path). Further keywords replace fields
-        of the job's sampling parameters (`temperature=0.0`, `max_new_tokens=16`, …).
+        of the job's sampling parameters (`seed=7`, `max_new_tokens=16`, …). `train=False` makes the answer
+        context, which is in no gradient: needed for one that is sampled greedily or with top-p or top-k.
         The first call sets the episode's prompt text, every call its response text; `builder.text` changes
         either. Raises `RequestError` for what the engine cannot serve."""
         root = parent is None
@@ -138,7 +140,7 @@ class Context:
             self.builder.text(prompt=self._prompt_text(prompt if root and not tools else None, parent))
         seed = call_seed(self.seed, self.sample, self.attempt, self._calls)
         anchor, self._anchor = self._anchor, None
-        reply = await self.sampled(parent, agent, turn, seed, sampling, anchor)
+        reply = await self.sampled(parent, agent, turn, seed, sampling, anchor, train=train)
         self.builder.text(response=reply.text)
         return reply
 
@@ -150,6 +152,8 @@ class Context:
         seed: int,
         changes: dict[str, Any],
         anchor: str | bytes | None = None,
+        *,
+        train: bool = True,
     ) -> Reply:
         """One call of the engine right after `parent`, and its segment. `generate` and branches end here."""
         if changes.get("seed") is None:
@@ -172,6 +176,7 @@ class Context:
             agent=agent,
             turn=turn,
             logprobs_of=result.logprobs_of,
+            mask=None if train else np.zeros(len(result.token_ids), np.uint8),
         )
         self._paths[segment] = np.concatenate((path, result.token_ids))
         if chat := self._chats.get(parent):

@@ -44,7 +44,8 @@ class Backend(Protocol):
         ...
 
     def update(self) -> float:
-        """Clip, step, clear gradients; returns the gradient's norm before clipping."""
+        """Clip, step, clear gradients; returns the gradient's norm before clipping. Raises `DivergenceError`
+        when that, or what the weights become, is not finite."""
         ...
 
     def tensors(self, model: str, *, on_cpu: bool = True) -> dict[str, Tensor]:

@@ -127,12 +127,17 @@ class FsdpBackend:
         self._adamw.zero_grad(set_to_none=True)
         for parameter in parameters.values():
             parameter.grad = None
+        if not math.isfinite(size := self._norm([shard.detach() for shard in self._shards.values()])):
+            raise DivergenceError(
+                f"the norm of the weights is {size} after optimizer update {self.updates}: they are not "
+                "published. Lower trainer.optimizer.lr, or start from an earlier checkpoint."
+            )
         self.updates += 1
         return norm
 
-    def _norm(self, gradients: list[Tensor]) -> float:
+    def _norm(self, parts: list[Tensor]) -> float:
         """2-norm over all ranks."""
-        norms = torch._foreach_norm(gradients)
+        norms = torch._foreach_norm(parts)
         squared = torch.stack(norms).double().square().sum().cpu()
         self._ranks.sum(squared)
         return float(squared.sqrt())

@@ -54,7 +54,7 @@ class LedgerBuffer:
     async def heartbeat(self, worker: str, lease_ids: Any, serving: VersionTag) -> HeartbeatAck:
         return await self._send(Heartbeat(worker, list(lease_ids), serving))
 
-    async def release(self, worker: str, lease_id: str, reason: str) -> None:
+    async def release(self, worker: str, lease_id: str, reason: str, *, failed: bool = False) -> None:
         await self._send(Release(worker, lease_id, reason))
 
     async def drain(self, worker: str, reason: str) -> None:

@@ -36,7 +36,7 @@ def test_every_field_says_what_it_means() -> None:
     assert [path for path, field in job_fields().items() if not field.description] == []
 
 
-def test_a_section_default_is_that_of_its_owner() -> None:
+def test_a_default_is_that_of_its_place() -> None:
     assert job_fields()["evaluation.sampling.temperature"].default == 0.0
     assert job_fields()["rollout.sampling.temperature"].default == 1.0
     assert job_fields()["model"].required

@@ -90,6 +90,8 @@ class FakeBuffer:
         self.asked: list[tuple[int, VersionTag]] = []
         self.beats: list[tuple[list[str], VersionTag]] = []
         self.released: dict[str, str] = {}
+        self.failed: set[str] = set()
+        """Of those released, what failed by what its episodes do."""
         self.changed = asyncio.Condition()
         self.on_put: Callable[[str, str, Any], Coroutine[Any, Any, PutAck | None]] | None = None
         self.lost: set[str] = set()
@@ -118,8 +120,10 @@ class FakeBuffer:
         self.draining = True
         await self.tell()
 
-    async def release(self, worker: str, lease_id: str, reason: str) -> None:
+    async def release(self, worker: str, lease_id: str, reason: str, *, failed: bool = False) -> None:
         self.released[lease_id] = reason
+        if failed:
+            self.failed.add(lease_id)
         await self.tell()
 
     async def put(self, lease_id: str, group_id: str, episodes: Any) -> PutAck:

@@ -12,12 +12,19 @@ import pytest
 from areal_async.errors import FaultError, RpcTimeout
 from areal_async.trajectory import unpack
 from areal_async.wire.messages import PutAck, Refusal, Task, VersionTag
-from rollout_service import concurrency, metrics, tuning, waiting
+from rollout_service import concurrency, failures, metrics, tuning, waiting
 from rollout_service.engines.base import (
     EngineError,
     GenerateRequest,
     GenerateResult,
     RequestError,
+)
+from rollout_service.failures import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MAX_FAILURES,
+    OWN_FAULT_S,
+    FailureStreak,
 )
 from rollout_service.worker import Worker
 from rollout_service.workflows import Renderer, WorkflowError, load_workflow
@@ -201,16 +208,74 @@ def test_a_failing_episode_costs_its_own_sample() -> None:
     assert buffer.released["L0"] == "ValueError: sample 2 is cursed"
 
 
-def test_a_worker_in_which_everything_fails_ends_with_the_reason() -> None:
-    class Refusing(FakeEngine):
+def test_a_worker_whose_engine_always_fails_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(FakeEngine):
         async def generate(self, request: GenerateRequest) -> GenerateResult:
-            raise RequestError("a prompt of 9000 tokens leaves no room")
+            raise EngineError("no kernel for this device")
 
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(WorkflowError, match="9000 tokens"):
-        drive(lambda: FakeBuffer(group(n) for n in range(50)), body, engine=Refusing())
+    monkeypatch.setattr(failures, "LONGEST_PAUSE_S", 0.0)
+    held = FakeBuffer(group(n) for n in range(50))
+    with pytest.raises(WorkflowError, match="no kernel for this device"):
+        drive(lambda: held, body, engine=Broken())
+    assert held.failed == set(), "the engine's troubles are no fault of the episodes"
+
+
+def test_what_episodes_do_wrong_is_told_to_the_buffer_and_nothing_more_is_begun_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether anything succeeds anywhere is for the buffer to see."""
+
+    async def workflow(ctx: Any, task: Task) -> None:
+        raise RequestError("a prompt of 9000 tokens leaves no room")
+
+    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+        await buffer.until(lambda: len(buffer.released) == 2)
+        assert buffer.failed == {"L0", "L1"}
+        assert "9000 tokens" in buffer.released["L0"]
+        assert worker._wanted_groups() == 0
+
+    monkeypatch.setattr(failures, "FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr(failures, "LONGEST_PAUSE_S", 1000.0)
+
+    drive(lambda: FakeBuffer(group(n) for n in range(50)), body, workflow=workflow)
+
+
+def test_a_worker_in_which_all_episodes_fail_for_long_ends_and_one_success_begins_anew() -> None:
+    now_s = 0.0
+    streak = FailureStreak(lambda: now_s)
+    for _ in range(3 * MAX_FAILURES):
+        streak.failed(streak.begin(), ValueError("wrong"))
+        streak.check()
+    now_s = OWN_FAULT_S - 1
+    streak.failed(streak.begin(), ValueError("wrong"))
+    streak.check()
+    streak.succeeded()
+    assert streak.pause_s == 0
+    now_s = OWN_FAULT_S + 1
+    for _ in range(MAX_FAILURES):
+        streak.failed(streak.begin(), ValueError("wrong"))
+        streak.check()
+    now_s += OWN_FAULT_S
+    streak.failed(streak.begin(), ValueError("the last one"))
+    with pytest.raises(WorkflowError, match="the last one"):
+        streak.check()
+
+
+def test_the_pause_after_failures_grows_up_to_its_limit_and_ends() -> None:
+    now_s = 0.0
+    streak = FailureStreak(lambda: now_s)
+    lengths = [streak.pause_s]
+    for _ in range(20):
+        streak.failed(streak.begin(), ValueError("wrong"))
+        lengths.append(round(streak.pause_s, 6))
+        now_s += LONGEST_PAUSE_S
+        assert streak.pause_s == 0
+    assert lengths == sorted(lengths)
+    assert lengths[:3] == [0, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+    assert lengths[-1] == LONGEST_PAUSE_S
 
 
 def test_one_failure_of_the_engine_is_one_failure_however_many_it_takes_along() -> None:

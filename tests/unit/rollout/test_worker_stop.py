@@ -12,6 +12,7 @@ from areal_async.wire.messages import Leases, VersionTag
 from rollout_service import failures, sending
 from rollout_service import worker as worker_module
 from rollout_service.engines.base import (
+    EngineError,
     GenerateRequest,
     GenerateResult,
 )
@@ -152,7 +153,9 @@ def test_a_worker_that_fails_does_not_say_that_it_drained() -> None:
         engine.gate = hang
         await buffer.add(group(0))
         await eventually(lambda: worker._running == 4)
-        worker._failures.count = failures.MAX_FAILURES
+        for number in range(failures.MAX_FAILURES):
+            worker._failures.failed(100 + number, EngineError("broken"))
+            worker._failures._begun = 100 + number
         worker._sender.wake()
         await buffer.until(lambda: buffer.released)
         assert buffer.released == {"L0": "the worker failed"}
@@ -166,7 +169,7 @@ def test_a_stop_does_not_wait_for_a_buffer_that_is_gone(monkeypatch: pytest.Monk
     monkeypatch.setattr(sending, "RELEASE_LIMIT_S", 0.05)
 
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        async def gone(*_: Any) -> Any:
+        async def gone(*_: Any, **__: Any) -> Any:
             await asyncio.Event().wait()
 
         buffer.on_put = gone

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from areal_async.config.rollout import BUILT_IN_WORKFLOWS
 from areal_async.prompts import prompt_ids, prompt_text
-from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, training_rows
+from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, training_rows
 from areal_async.wire.messages import Task
+from replay_buffer.server import read_arrival
 from rollout_service.engines.base import GenerateRequest, GenerateResult, RequestError
 from rollout_service.workflows import (
     BUILT_IN,
@@ -175,6 +176,40 @@ def test_a_path_is_exactly_what_the_engine_saw(endless: Any, tokenizer: Any) -> 
     assert len(rows) == 2
     trained = sorted(float(p) for row in rows for p in row.logprobs[row.mask == 1])
     assert trained == sorted(float(p) for _, result in said for p in result.logprobs)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"top_p": 0.5}, {"top_k": 3}, {"temperature": 0.0}, {"temperature": 0.0, "top_k": 2}]
+)
+@pytest.mark.parametrize("place", ["root", "branch"])
+def test_what_is_sampled_otherwise_than_trained_is_context_or_refused(
+    endless: Any, tokenizer: Any, sampling: dict[str, float], place: str
+) -> None:
+    """The buffer takes no episode in which such units would be trained, and says what to do."""
+
+    async def episode(train: bool | None) -> Any:
+        engine = endless.engine()
+        await engine.start(endless.weights(4, epoch=2))
+        ctx = context(engine, tokenizer)
+        first = await ctx.generate("1+2=")
+        how = sampling if train is None else {**sampling, "train": train}
+        if place == "root":
+            await ctx.generate("=7", parent=first.segment, **how)
+        else:
+            (branch,) = ctx.fork(first.segment, 1)
+            await branch.generate("=7", **how)
+        await engine.stop()
+        return ctx.builder.build()
+
+    for train in (None, True):
+        problem = read_arrival("job", "t#0", 0, memoryview(pack(asyncio.run(episode(train))))).problem
+        assert problem.startswith("segment 3 of episode t#0.0 was sampled ")
+        assert "ctx.generate(…, train=False)" in problem
+    kept = asyncio.run(episode(False))
+    assert read_arrival("job", "t#0", 0, memoryview(pack(kept))).problem == ""
+    assert kept.n_sampled == 6
+    (row,) = training_rows(kept)
+    assert row.segment_of_unit()[row.mask == 1].tolist() == [1] * 6
 
 
 def test_an_aborted_request_makes_no_episode(endless: Any, tokenizer: Any) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, unpack
 from areal_async.wire.messages import BatchEpisode
 from trainer_service.episodes import call_temperatures, check_staleness, rows_of_episode
-from trainer_service.errors import BatchError, StalenessViolation
+from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
 from trainer_service.microbatch import build_micro_batch, row_of
 
 
@@ -136,16 +136,50 @@ def test_each_unit_is_trained_at_the_temperature_of_its_call():
     hot = _sampled(builder, 2, root, temperature=2.0)
     tool = builder.observed(SegmentKind.TOOL, [1], hot)
     cold = _sampled(builder, 1, tool, temperature=0.5)
-    _sampled(builder, 1, cold, temperature=0.5, logprobs_of="raw")
+    _sampled(builder, 1, cold, temperature=1.0, logprobs_of="raw")
     (row,) = _rows(builder.build())
     assert row.temperature.tolist() == [2.0, 2.0, 0.5, 1.0]
 
 
-def test_greedy_calls_and_other_policies_cannot_be_trained():
-    builder = EpisodeBuilder("job", "t", "t#0", 0)
-    _sampled(builder, 1, builder.prompt([1]), temperature=0.0)
-    with pytest.raises(BatchError, match="greedily"):
-        call_temperatures(builder.build())
+@pytest.mark.parametrize(
+    ("sampling", "logprobs_of", "how"),
+    [
+        (Sampling(top_p=0.5), "sampled", "with top_p 0.5"),
+        (Sampling(top_p=0.5), "temperature", "with top_p 0.5"),
+        (Sampling(top_k=20), "sampled", "with top_k 20"),
+        (Sampling(temperature=0.0), "sampled", "greedily"),
+        (Sampling(temperature=0.0), "raw", "greedily"),
+        (Sampling(temperature=0.6), "raw", "at temperature 0.6, but its log-probs are those of temper"),
+    ],
+)
+def test_what_was_not_sampled_from_what_is_trained_reaches_no_gradient(sampling, logprobs_of, how):
+    """As `ctx.generate(top_p=0.5)` samples it. The very same units are well as context."""
+    for mask in (None, [0, 0], [0, 1]):
+        builder = EpisodeBuilder("job", "t", "t#0", 0)
+        good = _sampled(builder, 2, builder.prompt([1]))
+        builder.sampled(
+            [3, 4],
+            [-1.0, -2.0],
+            0,
+            parent=good,
+            sampling=sampling,
+            finish_reason="stop",
+            logprobs_of=logprobs_of,
+            mask=mask,
+        )
+        episode = builder.build()
+        if mask == [0, 0]:
+            (row,) = _rows(episode)
+            assert row.position.tolist() == [1, 2]
+            assert row.temperature.tolist() == [1.0, 1.0]
+            continue
+        with pytest.raises(UntrainableEpisode) as caught:
+            _rows(episode)
+        assert f"segment 2 of episode t#0.0 was sampled {how}" in str(caught.value)
+        assert caught.value.restart_helps is False
+
+
+def test_calls_of_other_policies_cannot_be_trained():
     other = EpisodeBuilder("job", "t", "t#0", 0, policies=("policy", "judge"), agents=(("main", 0), ("j", 1)))
     _sampled(other, 1, other.prompt([1]), agent=1)
     with pytest.raises(BatchError, match="only `policy` is trained"):

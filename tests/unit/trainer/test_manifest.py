@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from areal_async.config.trainer import ObjectiveSection
 from areal_async.wire.messages import Batch, BatchEpisode, BatchGroup
-from trainer_service.errors import BatchError, StalenessViolation
+from trainer_service.errors import BatchError, DivergenceError, StalenessViolation
 from trainer_service.manifest import figures_of, plan_step
 from trainer_service.objectives.compose import Objective
 
@@ -150,3 +150,10 @@ def test_units_below_the_lowest_version_count_as_masked_not_as_stale():
     assert (figures.staleness_max, figures.staleness_mean) == (4, 2.5)
     with pytest.raises(StalenessViolation):
         _plan(msgspec.structs.replace(batch, lowest_version=0))
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+def test_an_advantage_that_is_not_finite_ends_the_step_by_its_episode(reward):
+    batch = _batch([[(1.0, 2, 5, 5), (0.0, 2, 5, 5)], [(0.5, 2, 5, 5), (reward, 2, 5, 5)]])
+    with pytest.raises(DivergenceError, match=r"the advantage of episode g1\.0 of step 5"):
+        _plan(batch)

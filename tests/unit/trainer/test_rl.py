@@ -270,6 +270,23 @@ def test_staleness_is_bounded_whatever_the_manifest_says(tmp_path, model_dir, ma
     assert trainer._backend.updates == 0
 
 
+def test_a_unit_of_a_version_to_come_ends_the_trainer_before_a_gradient(tmp_path, model_dir, make_batch):
+    """The manifest names it truly, and the plan looks at the oldest versions only."""
+    batch, blobs = make_batch(6, max_staleness=2)
+    groups = [
+        msgspec.structs.replace(group, episodes=[e for e in group.episodes if e.min_version < 6])
+        for group in batch.groups
+    ]
+    early = msgspec.structs.replace(batch, step=5, groups=groups)
+    assert any(e.max_version == 6 for group in groups for e in group.episodes)
+    trainer = _trainer(model_dir, tmp_path, rank_process.RecordedBuffer(tmp_path / "batches"))
+    plan = trainer._plan(early, 5)
+    fetched = {episode.episode_id: memoryview(blobs[episode.episode_id]) for episode in plan.episodes}
+    with pytest.raises(StalenessViolation, match="which is not published yet"):
+        trainer._train(early, 5, plan, fetched)
+    assert trainer._backend.updates == 0
+
+
 def test_a_wait_is_reported_with_its_edge_and_a_stop_ends_it(tmp_path, model_dir, monkeypatch, capsys):
     from areal_async.observe.log import setup_logging
 

@@ -47,6 +47,7 @@ def _step(folder, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, lr=
         rows,
         step=batch.step,
         max_staleness=batch.max_staleness,
+        names=[episode.episode_id for episode in plan.episodes],
         groups=plan.groups,
         advantages=plan.advantages,
         micro_batch_tokens=budget,
@@ -120,16 +121,79 @@ def test_statistics_are_split_by_staleness(model_dir, make_batch):
     assert result.statistics["units"] == sum(e.n_sampled for g in batch.groups for e in g.episodes)
 
 
-def test_a_gradient_that_is_not_finite_ends_training(model_dir, make_batch):
-    batch, blobs = make_batch(0)
+class Broken(FsdpBackend):
+    """Whose log-probs of some episodes are `value`, with or without a gradient to take."""
+
+    value, episodes, with_gradient = float("nan"), (3, 9), True
+
+    def logprobs(self, model, batch):
+        logp = super().logprobs(model, batch)
+        wrong = torch.isin(batch.units.episode, torch.tensor(self.episodes))
+        return torch.where(wrong, self.value, logp) if self.with_gradient == logp.requires_grad else logp
+
+
+def _broken(folder, kind=Broken, **attributes):
     ranks, objective = join_ranks(0, 1), Objective(ObjectiveSection())
-    backend = FsdpBackend(
-        {"policy": model_dir}, OptimizerSection(), ranks, dtype=torch.float32, total_updates=100
-    )
-    with torch.no_grad():
-        next(iter(backend.tensors("policy").values())).fill_(float("nan"))
-    plan = plan_step(batch, objective, step=0, max_staleness=0, minibatches=1, ranks=1)
-    rows = [rows_of_episode(blobs[e.episode_id], e, i)[0] for i, e in enumerate(plan.episodes)]
-    options = {"groups": plan.groups, "advantages": plan.advantages, "micro_batch_tokens": 64}
-    with pytest.raises(DivergenceError, match=r"trainer\.optimizer\.lr"):
-        train_step(backend, objective, ranks, [rows], step=0, max_staleness=0, **options)
+    kind = type("Kind", (kind,), attributes)
+    backend = kind({"policy": folder}, OptimizerSection(), ranks, dtype=torch.float32, total_updates=100)
+
+    def train(batch, blobs, minibatches=1):
+        plan = plan_step(batch, objective, step=0, max_staleness=0, minibatches=minibatches, ranks=1)
+        rows = [
+            [rows_of_episode(blobs[plan.episodes[i].episode_id], plan.episodes[i], i)[0] for i in share[0]]
+            for share in plan.shares
+        ]
+        names = [episode.episode_id for episode in plan.episodes]
+        options = {"groups": plan.groups, "advantages": plan.advantages, "micro_batch_tokens": 64}
+        return train_step(backend, objective, ranks, rows, step=0, max_staleness=0, names=names, **options)
+
+    return backend, train
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("with_gradient", [True, False], ids=["current", "proximal"])
+def test_a_log_prob_that_is_not_finite_ends_training_before_the_update(
+    model_dir, make_batch, value, with_gradient
+):
+    """Of the current weights or the proximal ones; the episodes are named, and those before them trained."""
+    batch, blobs = make_batch(0)
+    backend, train = _broken(model_dir, value=value, with_gradient=with_gradient)
+    before = {name: tensor.clone() for name, tensor in backend.tensors("policy").items()}
+    with pytest.raises(DivergenceError) as caught:
+        train(batch, blobs)
+    words = str(caught.value)
+    assert "step 0, minibatch 0" in words
+    episodes = [episode for group in batch.groups for episode in group.episodes]
+    for index in (3, 9):
+        assert f"{episodes[index].episode_id} ({episodes[index].n_sampled})" in words
+    assert backend.updates == 0
+    assert caught.value.restart_helps is False
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.tensors("policy").items())
+
+
+def test_the_minibatches_before_the_faulty_one_are_trained(model_dir, make_batch):
+    batch, blobs = make_batch(0)
+    backend, train = _broken(model_dir, episodes=(9,))
+    with pytest.raises(DivergenceError, match="step 0, minibatch 2"):
+        train(batch, blobs, minibatches=4)
+    assert backend.updates == 2
+
+
+def test_a_gradient_that_is_not_finite_ends_training(model_dir, make_batch):
+    class Exploding(FsdpBackend):
+        def backward(self, loss, *, last):
+            super().backward(loss * float("inf"), last=last)
+
+    backend, train = _broken(model_dir, Exploding)
+    with pytest.raises(DivergenceError, match=r"the gradient's norm is .* trainer\.optimizer\.lr"):
+        train(*make_batch(0))
+    assert backend.updates == 0
+
+
+def test_weights_that_are_not_finite_are_not_given_out(model_dir, make_batch):
+    """An update that overflows, with a gradient that was finite."""
+    backend, train = _broken(model_dir, FsdpBackend)
+    backend._settings = backend._settings.model_copy(update={"lr": 3e38, "weight_decay": 0.0})
+    with pytest.raises(DivergenceError, match="the norm of the weights is"):
+        train(*make_batch(0))
+    assert backend.updates == 0

@@ -1,0 +1,114 @@
+"""A fault that every episode meets: it ends the job with its reason, and no task is lost by it.
+
+Two things are tried for every task: to generate its episodes, and to score them. A try that fails while
+others succeed is that task's own trouble. Where nothing succeeds any more, over several tasks and for some
+time, it is the job's: a workflow, an environment or a reward that raises every time. The time is short as
+long as nothing has succeeded yet, and longer after that, for what a try depends on may be away for a while.
+
+What the streak of failures gave up meanwhile is queued again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from msgspec.structs import replace
+
+from replay_buffer.ledger.records import Group, Streak
+
+if TYPE_CHECKING:
+    from replay_buffer.ledger.draft import Draft
+
+What = Literal["generating", "scoring"]
+
+FAILURES = 5
+"""Failures in a row (leases, verdicts) before which nothing is concluded."""
+TASKS = 2
+"""Different tasks that they must have met: one alone may be a bad task."""
+MOST_GIVEN_UP = 1024
+"""Tasks kept in mind; with more given up in one streak the job ends whatever the time."""
+MOST_REASON = 600
+"""Characters of what the last failure said."""
+
+GIVEN_UP: dict[str, What] = {"leases_used_up": "generating", "verdict_error": "scoring"}
+"""Reasons to drop a group that are the end of tries."""
+WORDS = {
+    "generating": (
+        "no episode could be generated",
+        "leases",
+        "Correct the workflow, agent, tool or environment that it names",
+    ),
+    "scoring": ("no episode got a score", "verdicts", "Correct the reward that it names"),
+}
+
+
+def succeeded(draft: Draft, what: What) -> None:
+    """A try has succeeded: there was no fault that every episode meets. An outage that several tasks met says
+    nothing against those that it cost."""
+    streak: Streak = getattr(draft.meta, what)
+    if streak.succeeded and not streak.count:
+        return
+    draft.set_meta(**{what: Streak(succeeded=True)})
+    if what == "generating" and len(streak.tasks) >= TASKS:
+        draft.queue_again(streak.given_up, limited=True)
+
+
+def failed(draft: Draft, what: What, group: Group, reason: str) -> None:
+    """A try for the task of `group` has failed with `reason`. May end the job."""
+    streak: Streak = getattr(draft.meta, what)
+    task = (group.row, group.pass_index)
+    tasks = streak.tasks
+    if task not in tasks and len(tasks) < TASKS:
+        tasks = (*tasks, task)
+    streak = replace(
+        streak,
+        count=streak.count + 1,
+        since_ms=streak.since_ms if streak.count else draft.now_ms,
+        tasks=tasks,
+    )
+    draft.set_meta(**{what: streak})
+    if not draft.meta.failed and is_hopeless(draft, streak):
+        _end(draft, what, streak, reason)
+
+
+def is_hopeless(draft: Draft, streak: Streak) -> bool:
+    """Whether what failed so often, at so many tasks and for so long will fail for ever."""
+    rules = draft.rules
+    limit_ms = rules.no_success_ms if streak.succeeded else rules.first_success_ms
+    long = draft.now_ms - streak.since_ms >= limit_ms or len(streak.given_up) >= MOST_GIVEN_UP
+    return streak.count >= FAILURES and len(streak.tasks) >= TASKS and long
+
+
+def gave_up(draft: Draft, group: Group, reason: str) -> None:
+    """The group was dropped for `reason`. Within a streak its task is kept in mind; in a job that is to end
+    it is queued again at once."""
+    what = GIVEN_UP.get(reason)
+    if what is None:
+        return
+    entry = (group.row, group.pass_index, group.attempt)
+    if draft.meta.failed:
+        draft.queue_again((entry,))
+        return
+    streak: Streak = getattr(draft.meta, what)
+    if streak.count and len(streak.given_up) < MOST_GIVEN_UP:
+        draft.set_meta(**{what: replace(streak, given_up=(*streak.given_up, entry))})
+
+
+def forget(draft: Draft) -> None:
+    """The job is resumed: what failed before says nothing of what it does now."""
+    draft.set_meta(generating=Streak(), scoring=Streak())
+
+
+def _end(draft: Draft, what: What, streak: Streak, reason: str) -> None:
+    begin, tries, fix = WORDS[what]
+    seconds = (draft.now_ms - streak.since_ms) / 1000
+    since = "the last success" if streak.succeeded else "the start"
+    draft.count(f"job_failed:{what}")
+    draft.set_meta(
+        failed=f"{begin} since {since}: {streak.count} {tries} in a row failed within {seconds:.0f} s, at "
+        f"several tasks; the last with {reason[:MOST_REASON]}. {fix}; every task is still there"
+    )
+    for each in WORDS:
+        held: Streak = getattr(draft.meta, each)
+        draft.set_meta(**{each: replace(held, given_up=())})
+        draft.queue_again(held.given_up)

@@ -1,0 +1,89 @@
+"""A real job in which every episode meets the same fault: it ends within seconds with the reason, and once
+that is put right it goes on with every task."""
+
+import json
+import time
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+
+WORKFLOW = """
+import pathlib
+
+BROKEN = pathlib.Path(__file__).with_name("broken")
+
+
+async def talks(ctx, task):
+    if BROKEN.exists():
+        raise ValueError("the template of this model has no tools")
+    await ctx.generate(task.prompt)
+"""
+REWARD = """
+import pathlib
+
+from reward_service.sdk import reward
+
+BROKEN = pathlib.Path(__file__).with_name("broken")
+
+
+@reward
+def strict(given):
+    if BROKEN.exists():
+        raise NameError("name 'nunpy' is not defined")
+    return given.response.count("1") / max(1, len(given.response))
+"""
+FAULTS = {
+    "workflow": ("no episode could be generated", "ValueError: the template of this model has no tools"),
+    "reward": ("no episode got a score", "name 'nunpy' is not defined"),
+}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("where", FAULTS)
+def test_a_fault_of_every_episode_ends_the_job_with_its_reason_and_burns_no_task(
+    where, workspace, running, nothing_is_left
+):
+    (workspace.folder / "talks.py").write_text(WORKFLOW, encoding="utf-8")
+    (workspace.folder / "strict.py").write_text(REWARD, encoding="utf-8")
+    broken = workspace.folder / "broken"
+    broken.touch()
+    changes = {"reward": {"name": "strict.py:strict"}} if where == "reward" else {}
+    rollout = {
+        "group_size": 4,
+        "max_concurrent": 32,
+        "max_model_len": 48,
+        "sampling": {"temperature": 0.9, "max_new_tokens": 32},
+    }
+    if where == "workflow":
+        changes["rollout"] = rollout | {"workflow": "talks.py:talks"}
+    job_file = workspace.job(
+        f"faulty-{where}",
+        tasks={"train": "train.parquet", "passes": 1, "shuffle": False},
+        trainer__steps=62,
+        buffer={"max_staleness": 4, "batch_groups": 8},
+        checkpoint={"every_steps": 31, "keep": 2},
+        **changes,
+    )
+    what, reason = FAULTS[where]
+    for verb in ("run", "resume"):
+        with running(verb, job_file) as job:
+            job.read_until("step 0/62", 90)
+            begun_s = time.monotonic()
+            told = job.read_all(60)
+            assert job.process.wait(10) == 1
+        words = " ".join(told.split())
+        assert what in words
+        assert reason in words
+        assert "areal-async resume" in words
+        assert time.monotonic() - begun_s < 45, "it must not wait for the limits of restarts"
+        lines = (job.folder / "logs" / "rollout-0.log").read_text().splitlines()
+        assert sum("episode failed" in line for line in lines) < 40
+    broken.unlink()
+    with running("resume", job_file) as job:
+        job.read_all(250)
+        assert job.process.wait(10) == 0, job.told
+        run = job.record
+    summary = json.loads((job.folder / "summary.json").read_text())
+    assert summary["steps"] == 62, "500 tasks are 62 steps and 4 tasks: hardly one may be missing"
+    nothing_is_left(run)

@@ -1,0 +1,197 @@
+"""A fault that every episode meets ends the job with its reason, and costs no task; others go on."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_async.wire.messages import Fault, Ok, Release
+from areal_async.wire.verdicts import Abstain, Failure, Timeout
+from replay_buffer.ledger.decide import Begun
+from replay_buffer.ledger.rules import MAX_LEASES, VerdictPolicy
+
+REASON = "ValueError: the template of this model has no tools"
+ROOM = [(1, 0), (4, 0), (3, 2)]
+"""(groups of a step, most staleness): how many groups may be under way at once."""
+
+
+def hand_back(ledger, lease, *, failed=True, reason=REASON, worker="rollout-0"):
+    assert ledger.send(Release(worker, lease.lease_id, reason, failed)) == Ok()
+
+
+def fail_rounds(ledger, seconds, *, pause_s=1.0):
+    """Lease what there is and hand it back as failed, round after round; returns the tasks tried."""
+    tried = set()
+    until_ms = ledger.now_ms + 1000 * seconds
+    while ledger.now_ms < until_ms and not ledger.index.meta.failed:
+        for lease in ledger.lease(8):
+            tried.add(lease.task.task_id)
+            hand_back(ledger, lease)
+        ledger.now_ms += int(1000 * pause_s)
+    return tried
+
+
+def train_on(ledger, tried):
+    """Steps until every task of `tried` must have had its turn; returns the tasks in them."""
+    trained = []
+    for _ in range(2 + len(tried) // ledger.rules.batch_groups + ledger.rules.max_staleness):
+        for lease in ledger.lease(100):
+            ledger.put(lease)
+        ledger.judge(ledger.claim())
+        trained += [group.task_id for group in ledger.batch().groups]
+        ledger.commit()
+    return trained
+
+
+@pytest.mark.parametrize(("batch", "eta"), ROOM)
+def test_what_fails_at_every_task_ends_the_job_within_seconds_with_the_last_reason(drive, batch, eta):
+    ledger = drive(batch_groups=batch, max_staleness=eta)
+    begun_ms = ledger.now_ms
+    tried = fail_rounds(ledger, 60)
+    assert len(tried) >= 2
+    assert ledger.now_ms - begun_ms <= 12_000
+    reply = ledger.ask()
+    assert isinstance(reply, Fault)
+    assert reply.kind == "failed"
+    for said in ("no episode could be generated since the start", REASON, "every task is still there"):
+        assert said in reply.message
+    assert ledger.lease(8) == [], "nothing more is begun in a job that is to end"
+    assert REASON in ledger.why_not()
+
+
+@pytest.mark.parametrize(("batch", "eta"), ROOM)
+def test_a_resumed_job_has_every_task_of_one_that_nothing_succeeded_in(drive, batch, eta):
+    """However often it is resumed before the fault is mended."""
+    ledger = drive(batch_groups=batch, max_staleness=eta)
+    tried = set()
+    for _ in range(4):
+        tried |= fail_rounds(ledger, 60, pause_s=0.3)
+        assert ledger.index.meta.failed
+        ledger.send(Begun())
+        assert not ledger.index.meta.failed
+    trained = train_on(ledger, tried)
+    assert tried <= set(trained)
+    assert len(set(trained)) == len(trained)
+
+
+def test_one_task_that_always_fails_is_dropped_and_the_job_goes_on(drive):
+    """Also where a single group may be under way, so that nothing else succeeds meanwhile."""
+    ledger = drive(batch_groups=1, max_staleness=0)
+    bad = ledger.lease(8)[0].task.task_id
+    ledger.send(Release("rollout-0", ledger.index.groups[f"{bad}#0"].leases[-1], REASON, True))
+    for _ in range(200):
+        for lease in ledger.lease(8):
+            if lease.task.task_id == bad:
+                hand_back(ledger, lease)
+            else:
+                ledger.put(lease)
+                ledger.judge(ledger.claim())
+                ledger.batch()
+                ledger.commit()
+        ledger.now_ms += 1000
+        assert not ledger.index.meta.failed
+    assert ledger.index.meta.v_train > 100
+    assert ledger.count("dropped:leases_used_up") == 1
+    assert all(group.attempt == 0 for group in ledger.index.groups.values())
+
+
+def test_episodes_that_fail_beside_others_that_do_not_never_end_the_job(drive):
+    ledger = drive(batch_groups=4, max_staleness=1, group_size=4)
+    for number in range(100):
+        for lease in ledger.lease(3):
+            if number % 10:
+                hand_back(ledger, lease)
+            else:
+                ledger.put(lease, samples=lease.missing[:1])
+                hand_back(ledger, lease)
+        ledger.now_ms += 5000
+        assert not ledger.index.meta.failed
+
+
+def test_an_outage_after_a_success_is_waited_out_and_costs_no_task(drive):
+    ledger = drive(batch_groups=3, max_staleness=1)
+    ledger.step()
+    tried = fail_rounds(ledger, 50)
+    assert not ledger.index.meta.failed
+    assert ledger.count("dropped:leases_used_up") >= 3
+    assert tried <= set(train_on(ledger, tried))
+
+
+def test_an_outage_without_end_ends_the_job(drive):
+    ledger = drive(batch_groups=3, max_staleness=1)
+    ledger.step()
+    fail_rounds(ledger, 200)
+    assert 60_000 <= ledger.now_ms - 1_000_000 < 75_000
+    assert "no episode could be generated since the last success" in ledger.index.meta.failed
+
+
+@pytest.mark.parametrize("reason", ["drained", "the worker failed", "EngineLost: the server is gone"])
+def test_a_lease_handed_back_for_other_reasons_is_no_such_fault(drive, reason):
+    ledger = drive(batch_groups=2)
+    for _ in range(100):
+        for lease in ledger.lease(4):
+            hand_back(ledger, lease, failed=False, reason=reason)
+        ledger.now_ms += 1000
+    assert not ledger.index.meta.failed
+
+
+def verdict_rounds(ledger, verdict, rounds):
+    tried = set()
+    for _ in range(rounds):
+        for lease in ledger.lease(8):
+            ledger.put(lease)
+        items = ledger.claim()
+        tried |= {item.task.task_id for item in items}
+        if items:
+            ledger.judge(items, verdict)
+        ledger.now_ms += 1000
+        if ledger.index.meta.failed:
+            break
+    return tried
+
+
+@pytest.mark.parametrize("then", ["drop_group", "mask"])
+def test_a_reward_that_fails_at_every_episode_ends_the_job_and_costs_no_task(drive, then):
+    ledger = drive(batch_groups=3, max_staleness=1, on_error=VerdictPolicy(1, then))
+    begun_ms = ledger.now_ms
+    wrong = Failure("exception", "NameError: name 'nunpy' is not defined")
+    tried = verdict_rounds(ledger, wrong, 60)
+    assert ledger.now_ms - begun_ms <= 12_000
+    message = ledger.index.meta.failed
+    for said in ("no episode got a score since the start", "NameError: name 'nunpy'", "Correct the reward"):
+        assert said in message
+    assert ledger.ask().message == message
+    ledger.send(Begun())
+    assert tried <= set(train_on(ledger, tried))
+
+
+def test_verdicts_on_their_way_when_the_job_fails_cost_no_task(drive):
+    ledger = drive(batch_groups=12, max_staleness=0, retries=0)
+    leases = ledger.lease(12)
+    for lease in leases:
+        ledger.put(lease)
+    items = [item for item in ledger.claim() if item.episode_id.endswith(".0")]
+    wrong = Failure("exception", "no")
+    ledger.judge(items[:5], wrong)
+    ledger.now_ms += 6000
+    ledger.judge(items[5:6], wrong)
+    assert ledger.index.meta.failed
+    ledger.judge(items[6:], wrong)
+    ledger.send(Begun())
+    tried = {lease.task.task_id for lease in leases}
+    assert tried <= set(train_on(ledger, tried))
+
+
+@pytest.mark.parametrize("verdict", [Timeout(5), Abstain()])
+def test_what_is_no_error_of_the_reward_ends_no_job(drive, verdict):
+    ledger = drive(batch_groups=3, max_staleness=1, retries=0)
+    verdict_rounds(ledger, verdict, 100)
+    assert not ledger.index.meta.failed
+
+
+def test_a_used_up_lease_without_a_streak_ends_as_ever(drive):
+    ledger = drive(batch_groups=1, max_staleness=1)
+    for _ in range(MAX_LEASES):
+        (lease,) = ledger.lease(1)
+        hand_back(ledger, lease, failed=False, reason="whatever")
+    assert ledger.count("dropped:leases_used_up") == 1
+    assert ledger.index.meta.generating.given_up == ()

@@ -1,0 +1,114 @@
+"""A section of which a file gives a part has the rest as the page of the job file says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_async.config.base import Section
+from areal_async.config.errors import ConfigError
+from areal_async.config.fields import Field, job_fields, section_of
+from areal_async.config.job import JobConfig
+from areal_async.config.load import load_job
+
+BASE: dict[str, Any] = {"job": "sums", "model": "model", "tasks": {"train": "train.jsonl"}}
+
+
+def fields_with_a_default() -> list[Field]:
+    """Those of sections that stand once; of a list of sections each has what its own type says."""
+    return [
+        field
+        for field in job_fields().values()
+        if not field.required and not field.path.startswith("reward.routes.")
+    ]
+
+
+def job_with(path: str, value: Any) -> JobConfig:
+    """The least job that gives `path`, and no other field of its sections."""
+    content: dict[str, Any] = {**BASE, "tasks": dict(BASE["tasks"])}
+    place = content
+    *sections, name = path.split(".")
+    for section in sections:
+        place = place.setdefault(section, {})
+    place[name] = value
+    return JobConfig.model_validate(content)
+
+
+def value_at(job: JobConfig, path: str) -> Any:
+    value: Any = job
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def all_sections(kind: type[Section] = Section) -> Iterator[type[Section]]:
+    for sub in kind.__subclasses__():
+        yield sub
+        yield from all_sections(sub)
+
+
+@pytest.mark.parametrize("path", [field.path for field in fields_with_a_default()])
+def test_a_field_given_as_its_default_changes_no_other(path: str) -> None:
+    given = job_with(path, job_fields()[path].default)
+    different = {
+        field.path: value_at(given, field.path)
+        for field in fields_with_a_default()
+        if value_at(given, field.path) != field.default
+    }
+    assert different == {}
+
+
+def test_an_empty_section_is_one_left_out() -> None:
+    sections = {field.path.rpartition(".")[0] for field in fields_with_a_default()} - {"", "tasks"}
+    whole = JobConfig.model_validate(BASE)
+    for path in sections:
+        assert section_of(path) is not None
+        assert job_with(path, {}) == whole, path
+
+
+def test_no_section_stands_anywhere_with_defaults_that_are_not_its_own() -> None:
+    """What would be lost as soon as a file gives a part of it."""
+    assert len(list(all_sections())) > 20
+    for section in all_sections():
+        for name, info in section.model_fields.items():
+            default = info.get_default(call_default_factory=True)
+            if isinstance(default, Section):
+                assert default == type(default)(), f"{section.__name__}.{name}"
+
+
+def test_evaluation_is_greedy_whatever_part_of_its_section_is_given(folder: Path) -> None:
+    for part in ("max_new_tokens=8", "stop=['.']", "top_p=1.0", "top_k=0"):
+        job = load_job(folder / "job.yaml", [f"evaluation.sampling.{part}"])
+        assert job.evaluation_sampling.temperature == 0, part
+
+
+def test_evaluation_answers_are_as_long_as_the_rollouts_unless_told_otherwise(folder: Path) -> None:
+    job = load_job(folder / "job.yaml", ["rollout.sampling.max_new_tokens=7"])
+    assert job.evaluation_sampling.max_new_tokens == 7
+    job = load_job(
+        folder / "job.yaml", ["rollout.sampling.max_new_tokens=7", "evaluation.sampling.max_new_tokens=9"]
+    )
+    assert job.evaluation_sampling.max_new_tokens == 9
+
+
+@pytest.mark.parametrize("part", [[], ["evaluation.sampling.max_new_tokens=8"]])
+def test_several_samples_of_a_greedy_answer_are_refused(folder: Path, part: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_job(folder / "job.yaml", ["evaluation.samples=4", *part])
+    assert "evaluation.sampling.temperature above 0" in str(caught.value)
+
+
+def test_the_length_of_evaluation_answers_matters_only_where_there_is_an_evaluation(folder: Path) -> None:
+    short = [
+        "rollout.max_model_len=64",
+        "rollout.sampling.max_new_tokens=8",
+        "evaluation.sampling.max_new_tokens=64",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load_job(folder / "job.yaml", short)
+    assert "evaluation.sampling.max_new_tokens" in str(caught.value)
+    load_job(folder / "job.yaml", [*short, "tasks.evaluation=null"])
+    load_job(folder / "job.yaml", short[:2])
