@@ -1,8 +1,8 @@
-"""Equality of two formulas by math-verify (sympy underneath), with what would run for ever left out.
+"""Equality of two formulas by math-verify (sympy underneath), with what would cost too much left out.
 
-math-verify ends long comparisons by SIGALRM, which works in a main thread only and leaves sympy's state
-half-way. It is switched off here: the pool ends a call at its deadline. So that a model cannot make calls run
-into it at will, texts beyond `LONGEST` characters and values too large to be written out are no answer.
+What is beyond the limits below is not compared: `TooCostly`, before sympy computes anything. They are for what
+would not stay in Python code or in memory; the time that the rest takes is bounded by the caller (`budget.py`).
+math-verify's own limit (SIGALRM) is off: it works in a main thread only, and sympy swallows it half of the time.
 
 The library is imported at the first comparison that needs it, or by `preload`.
 """
@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 from typing import Any
+
+from reward_service.verifiers.budget import Spent, TooCostly
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +26,8 @@ MOST_BITS = 20_000
 LARGEST_FACTORIAL = 1_000
 MOST_NODES = 500
 """Of a formula as a tree."""
+MOST_TERMS = 1_000
+"""Of a formula that is multiplied out; some seconds of sympy's time."""
 FUNCTION = r"\\(sin|cos|tan|cot|sec|csc|ln|log|arcsin|arccos|arctan)"
 IN_DEGREES = re.compile(rf"{FUNCTION}\s*[({{]?\s*(\d+(?:\.\d+)?)\s*\^\\circ\s*[)}}]?")
 # Of `\sin x \cdot y` the parser would take the sine of x y.
@@ -38,20 +43,33 @@ def preload() -> None:
 
 
 def same(truth: str, answer: str) -> bool:
-    """Whether both are the same formula. What cannot be read is not the same as anything."""
+    """Whether both are the same formula. What cannot be read is not the same as anything. Raises `TooCostly`."""
     if max(len(truth), len(answer)) > LONGEST or _costly(answer):
-        return False
+        raise TooCostly("the formula is too long, or computes something of many digits")
     try:
         wanted, given = _parsed(truth), _parsed(answer)
-        if not (wanted and given and all(map(_bounded, wanted)) and all(map(_bounded, given))):
+        if not (wanted and given):
             return False
+        if not all(map(_bounded, (*wanted, *given))):
+            raise TooCostly("the formula would be too large when it is computed")
         return bool(_library().verify(wanted, given, timeout_seconds=None, allow_set_relation_comp=True))
-    except (MemoryError, ImportError):
+    except (MemoryError, ImportError, TooCostly):
+        raise
+    except Spent:
+        _forget()
         raise
     except Exception as error:
         # sympy raises errors of any kind on formulas that make no sense, such as i < 3: those equal nothing.
         log.debug("a formula cannot be compared: %r", error)
         return False
+
+
+def _forget() -> None:
+    """Drop what sympy remembers of formulas: a computation that was ended may have left half of an answer."""
+    from sympy.core.cache import clear_cache
+
+    _parsed.cache_clear()
+    clear_cache()
 
 
 @functools.lru_cache(maxsize=256)
@@ -107,7 +125,36 @@ def _bounded(formula: Any) -> bool:
             return False
         if isinstance(node, sympy.Sum | sympy.Product | sympy.Integral | sympy.Limit | sympy.Derivative):
             return False
-    return True
+    return _most_terms(formula) <= MOST_TERMS
+
+
+def _most_terms(formula: Any) -> int:
+    """The most terms that a part of the formula has when it is multiplied out."""
+    import sympy
+
+    unknowns = len(formula.free_symbols)
+
+    def terms_and_degree(node: Any) -> tuple[int, int]:
+        nonlocal most
+        parts = [terms_and_degree(part) for part in node.args]
+        terms, degree = 1, 1
+        if isinstance(node, sympy.Add):
+            terms, degree = sum(part[0] for part in parts), max(part[1] for part in parts)
+        elif isinstance(node, sympy.Mul):
+            terms, degree = math.prod(part[0] for part in parts), sum(part[1] for part in parts)
+        elif isinstance(node, sympy.Pow) and node.exp.is_Rational:
+            power, (inner, inner_degree) = math.ceil(abs(node.exp)), parts[0]
+            terms, degree = math.comb(inner + power - 1, power), inner_degree * power
+        elif node.is_number:
+            degree = 0
+        if polynomial:
+            terms = min(terms, math.comb(degree + unknowns, unknowns))
+        most = max(most, terms)
+        return terms, degree
+
+    most, polynomial = 1, bool(formula.is_polynomial()) if isinstance(formula, sympy.Expr) else False
+    terms_and_degree(formula)
+    return most
 
 
 def _small_power(node: Any) -> bool:
