@@ -1,9 +1,9 @@
 """What judging one answer may cost: CPU time for Python code, and words for an answer that asks for more.
 
-A model must not be able to choose that its answer is not judged, for a timeout is masked and a wrong answer is
-not. So a verifier whose cost depends on the answer ends by itself, well before the deadline of its call, and
-counts the answer as wrong. CPU time is counted and not the clock's, so that a busy machine makes no answer
-wrong. Only Python code is ended: what one call of a C function takes has to be bounded before it is made.
+A model must not be able to choose that its answer is not judged: a timeout may be masked, a wrong answer
+is not. So a verifier whose cost depends on the answer ends by itself, well before the deadline of its call,
+and counts the answer as wrong. CPU time is counted and not the clock's, so that a busy machine makes no
+answer wrong. Only Python code is ended: what one call of a C function takes has to be bounded before it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Spent(BaseException):
 
 
 def within(cpu_s: float, work: Callable[[], T]) -> T:
-    """What `work` returns. Raises `TooCostly` when this thread has spent `cpu_s` seconds of CPU time on it."""
+    """What `work` returns. Raises `TooCostly` once this thread has spent `cpu_s` of CPU time on it."""
     finished, lock = threading.Event(), threading.Lock()
     thread = threading.get_ident()
     clock = time.pthread_getcpuclockid(thread)

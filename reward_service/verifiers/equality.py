@@ -72,7 +72,7 @@ def same(truth: str, answer: str, tolerance: Fraction, depth: int = 0) -> bool:
 
 
 def _says_more(truth: str, answer: str) -> bool:
-    """Whether the answer denies or compares where the truth does not: math-verify would read over the sign."""
+    """Whether the answer denies or compares where the truth does not: math-verify reads over such signs."""
     if not set(MORE.findall(answer)) <= set(MORE.findall(truth)):
         return True
     is_a_set = truth[:1] in ("(", "[", "{") or truth.startswith(r"\{") or UNION.search(truth)

@@ -3,8 +3,8 @@
 The ground truth is a number, or a whole solution of the data set, which ends in `#### 42`. What follows the
 last `####` of the response counts up to the end of its line, else what its last `\\boxed{}` holds. In it the
 number may carry a currency sign in front, and a percent sign or words behind (`$1,250 dollars`). A second
-number, also in words, another sign, or a word that denies it makes it no answer. Compared exactly, decimals to
-1e-6 where the ground truth is no integer.
+number, also in words, another sign, or a word that denies it makes it no answer. Compared exactly, decimals
+to 1e-6 where the ground truth is no integer.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?")
 SECOND = "or nor and either neither maybe perhaps possibly probably alternatively versus vs to until between"
 DENIED = "not no never isn't wrong incorrect false except unless but if than minus plus"
 NUMBERS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety half halves quarter "
-    "quarters third thirds dozen dozens hundred hundreds thousand thousands million millions billion billions "
-    "trillion trillions"
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety half "
+    "halves quarter quarters third thirds dozen dozens hundred hundreds thousand thousands million "
+    "millions billion billions trillion trillions"
 )
 HEDGES = frozenset(f"{SECOND} {DENIED} {NUMBERS}".split())
 

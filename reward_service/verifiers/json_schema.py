@@ -75,20 +75,20 @@ def preload(**_: Any) -> None:
 
 
 def _found(response: str, where: str) -> str | None:
-    fenced = _fenced(after_thinking(response))
+    block = fenced(after_thinking(response))
     tagged = answer_of(response, "tag")
     match where:
         case "whole":
             return response.strip()
         case "fenced":
-            return fenced
+            return block
         case "tag":
             return tagged
         case _:
-            return tagged or (fenced if fenced is not None else answer_of(response, "whole"))
+            return tagged or (block if block is not None else answer_of(response, "whole"))
 
 
-def _fenced(text: str) -> str | None:
+def fenced(text: str) -> str | None:
     """What the last fenced block holds that is closed; None without one."""
     found, position = None, 0
     while (opening := OPENING.search(text, position)) is not None:

@@ -2,8 +2,8 @@
 
 The answer is looked for as `answers.py` says (`where`); of a response that marks none, its last formula or
 number counts. What is the same is said in `equality.py`. An answer that cannot be read, is too large to be
-computed, or takes longer to compare than `budget_s`, is wrong: 0. Comparing takes a millisecond for numbers and
-some tens for formulas.
+computed, or takes longer to compare than `budget_s`, is wrong: 0. Comparing takes a millisecond for numbers
+and some tens for formulas.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def math(
     given: RewardInput, *, where: Where = "any", tolerance: float = 5e-6, budget_s: float = 2.0
 ) -> Score | Abstain:
     """1 when the answer is right, else 0. Component `answered`: 1 when there was an answer at all. Component
-    `too_costly`: 1, and there only when so, for an answer that was not compared with every ground truth, since
-    that would take more than `budget_s` seconds of CPU time or more room than a number should.
+    `too_costly`: 1, and there only when so, for an answer that was not compared with every ground truth,
+    since that would take more than `budget_s` seconds of CPU time or more room than a number should.
 
     A ground truth that is a list holds several texts of which any is right. Raises ValueError for an empty
     one: the task is wrong, not the model."""

@@ -39,8 +39,8 @@ def regex(
     Without `pattern` the ground truth is the pattern. With `group`, what the last match holds in that group
     must be the ground truth, up to white space. `where`: look only at the answer there (see `answers.py`);
     where there is none, nothing matches. Component `too_costly`: 1, and there only when so, where
-    it takes too long; the score is then 0, with `negate` too. Raises regex.error for a ground truth that is no
-    pattern."""
+    it takes too long; the score is then 0, with `negate` too. Raises regex.error for a ground truth that is
+    no pattern."""
     if given.ground_truth is None and (pattern is None or group is not None):
         return Abstain("the task has no ground truth")
     text = given.response if where is None else answer_of(given.response, where)

@@ -1,8 +1,8 @@
 """Equality of two formulas by math-verify (sympy underneath), with what would cost too much left out.
 
-What is beyond the limits below is not compared: `TooCostly`, before sympy computes anything. They are for what
-would not stay in Python code or in memory; the time that the rest takes is bounded by the caller (`budget.py`).
-math-verify's own limit (SIGALRM) is off: it works in a main thread only, and sympy swallows it half of the time.
+What is beyond the limits below is not compared: `TooCostly`, before sympy computes anything. They are for
+what would not stay in Python code or in memory; the time that the rest takes is bounded by the caller
+(`budget.py`). math-verify's own limit (SIGALRM) is off: it works in a main thread only.
 
 The library is imported at the first comparison that needs it, or by `preload`.
 """
@@ -23,7 +23,8 @@ LONGEST = 400
 """Characters of a formula; a longer one is not compared."""
 MOST_BITS = 20_000
 """Of a number on the way: some 6000 decimal digits."""
-LARGEST_FACTORIAL = 1_000
+SMALL_BITS = 64
+"""Of an exponent."""
 MOST_NODES = 500
 """Of a formula as a tree."""
 MOST_TERMS = 1_000
@@ -43,7 +44,7 @@ def preload() -> None:
 
 
 def same(truth: str, answer: str) -> bool:
-    """Whether both are the same formula. What cannot be read is not the same as anything. Raises `TooCostly`."""
+    """Whether both are the same formula. What cannot be read is the same as nothing. Raises `TooCostly`."""
     if max(len(truth), len(answer)) > LONGEST or _costly(answer):
         raise TooCostly("the formula is too long, or computes something of many digits")
     try:
@@ -108,24 +109,48 @@ def _library() -> Any:
 
 
 def _bounded(formula: Any) -> bool:
-    """Whether computing the formula takes bounded time: no huge power, factorial, binomial or tree."""
+    """Whether computing the formula stays small: no huge number, tree, or product that is multiplied out."""
     import sympy
 
     if not isinstance(formula, sympy.Basic | sympy.MatrixBase):
         return True
-    growing = (sympy.factorial, sympy.factorial2, sympy.subfactorial, sympy.binomial, sympy.gamma)
     for count, node in enumerate(sympy.preorder_traversal(formula)):
         if count > MOST_NODES:
             return False
-        if isinstance(node, sympy.Pow) and not _small_power(node):
-            return False
-        if isinstance(node, growing) and any(not _at_most(part, LARGEST_FACTORIAL) for part in node.args):
-            return False
-        if isinstance(node, sympy.Integer) and int(node).bit_length() > MOST_BITS:
-            return False
         if isinstance(node, sympy.Sum | sympy.Product | sympy.Integral | sympy.Limit | sympy.Derivative):
             return False
-    return _most_terms(formula) <= MOST_TERMS
+    return _bits(formula) <= MOST_BITS and _most_terms(formula) <= MOST_TERMS
+
+
+def _bits(node: Any) -> float:
+    """Most binary digits of a number that computing the formula makes, judged without computing it."""
+    import sympy
+
+    if isinstance(node, sympy.Rational):
+        return max(abs(int(node.p)), int(node.q)).bit_length()
+    parts = [_bits(part) for part in node.args]
+    largest = max(parts, default=1.0)
+    if isinstance(node, sympy.Mul):
+        return sum(parts)
+    if isinstance(node, sympy.Pow | sympy.exp):
+        base, exponent = node.as_base_exp()
+        return max(largest, max(1.0, _bits(base)) * _size(exponent))
+    growing = (sympy.factorial, sympy.factorial2, sympy.subfactorial, sympy.binomial, sympy.gamma)
+    if isinstance(node, growing):
+        return largest + math.prod(_size(part) for part in node.args) ** 1.5
+    return largest + len(parts)
+
+
+def _size(part: Any) -> float:
+    """The size of an exponent or argument, at least 1; infinite where it would first have to be computed."""
+    if part.free_symbols:
+        return 1.0
+    if _bits(part) > SMALL_BITS:
+        return math.inf
+    try:
+        return max(1.0, abs(complex(part)))
+    except (TypeError, ValueError, OverflowError):
+        return math.inf
 
 
 def _most_terms(formula: Any) -> int:
@@ -143,45 +168,15 @@ def _most_terms(formula: Any) -> int:
         elif isinstance(node, sympy.Mul):
             terms, degree = math.prod(part[0] for part in parts), sum(part[1] for part in parts)
         elif isinstance(node, sympy.Pow) and node.exp.is_Rational:
-            power, (inner, inner_degree) = math.ceil(abs(node.exp)), parts[0]
+            power, (inner, inner_degree) = min(math.ceil(abs(node.exp)), MOST_TERMS), parts[0]
             terms, degree = math.comb(inner + power - 1, power), inner_degree * power
         elif node.is_number:
             degree = 0
         if polynomial:
             terms = min(terms, math.comb(degree + unknowns, unknowns))
         most = max(most, terms)
-        return terms, degree
+        return min(terms, MOST_TERMS + 1), min(degree, MOST_TERMS)
 
     most, polynomial = 1, bool(formula.is_polynomial()) if isinstance(formula, sympy.Expr) else False
     terms_and_degree(formula)
     return most
-
-
-def _small_power(node: Any) -> bool:
-    base, exponent = node.as_base_exp()
-    if exponent.free_symbols:
-        return True
-    bits = 64 if base.free_symbols or not base.is_Integer else max(1, int(base).bit_length())
-    return _at_most(exponent, MOST_BITS // bits)
-
-
-def _at_most(part: Any, limit: int) -> bool:
-    """Whether a formula without unknowns is of at most that size, judged without computing powers in it."""
-    import sympy
-
-    if part.free_symbols:
-        return True
-    if any(
-        isinstance(node, sympy.Pow | sympy.factorial) and not _tame(node)
-        for node in sympy.preorder_traversal(part)
-    ):
-        return False
-    try:
-        return bool(abs(sympy.N(part)) <= limit)
-    except (TypeError, ValueError):
-        return False
-
-
-def _tame(node: Any) -> bool:
-    """A power or factorial of small plain numbers."""
-    return all(part.is_Number and abs(part) <= 100 for part in node.args)

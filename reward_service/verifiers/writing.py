@@ -73,6 +73,8 @@ REPLACED = [
     (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\sqrt\s*(\d+|[a-zA-Z])"), r"\\sqrt{\1}"),
 ]  # fmt: skip
+MOST_WRAPPINGS = 8
+"""Boxes in boxes and brackets around brackets that are taken off."""
 POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 IN_WORDS = re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*)?({'|'.join(POWERS)})\b\s*\}}?")
 HEDGE = re.compile(
@@ -95,8 +97,8 @@ def tidy(text: str) -> str:
     held = boxes(text)
     if held:
         text = held[-1]
-        while inner := boxes(text):
-            text = inner[-1]
+        for _ in range(MOST_WRAPPINGS):
+            text = (boxes(text) or [text])[-1]
     text = undollared(text).translate(SIGNS)
     for pattern, replacement in REPLACED:
         text = pattern.sub(replacement, text)
@@ -109,7 +111,7 @@ def tidy(text: str) -> str:
 
 
 def one_spaced(text: str) -> str:
-    """With one space for each run of white space: TeX sees no more, and patterns have no runs to go through."""
+    """With one space for each run of white space: TeX sees no more, and no pattern goes back over a run."""
     return " ".join(text.split())
 
 
@@ -150,10 +152,12 @@ def undollared(text: str) -> str:
 
 def unwrapped(text: str) -> str:
     """Without braces, or round brackets around no comma, that hold the whole."""
-    while text.startswith("{") and closing(text, 0) == len(text) - 1:
-        text = text[1:-1].strip()
-    while text.startswith("(") and text.endswith(")") and "," not in text and _spans(text):
-        text = text[1:-1].strip()
+    for _ in range(MOST_WRAPPINGS):
+        if text.startswith("{") and closing(text, 0) == len(text) - 1:
+            text = text[1:-1].strip()
+    for _ in range(MOST_WRAPPINGS):
+        if text.startswith("(") and text.endswith(")") and "," not in text and _spans(text):
+            text = text[1:-1].strip()
     return text
 
 
