@@ -105,17 +105,31 @@ def _rewards_inside(field: str, name: str, arguments: Mapping[str, Any]) -> Iter
 def _budget_ends_first(
     field: str, section: RewardSection | RouteSection, timeout_s: float
 ) -> Iterator[Mistake]:
-    """A program that hangs is a wrong answer only if its budget ends before the deadline of the call."""
-    known = REWARD_ARGUMENTS[section.name].model_fields.get("budget_s")
-    budget_s = section.args.get("budget_s", known.default) if known is not None else None
+    """A program that hangs, or an answer that is hard to compare, is wrong only if its budget ends before the
+    deadline of the call."""
+    budgets = list(_budgets(f"{field}.args", section.name, section.args))
+    budget_s = sum(budget for _, budget in budgets)
     deadline_s = section.timeout_s or timeout_s
-    if isinstance(budget_s, int | float) and budget_s + BUDGET_GRACE_S > deadline_s:
+    if budgets and budget_s + BUDGET_GRACE_S > deadline_s:
         problem = (
-            f"programs of one call may take {budget_s:g} s (budget_s), and the call itself ends after "
-            f"{deadline_s:g} s: a program that hangs would be a timeout, not a wrong answer"
+            f"judging one answer may take {budget_s:g} s (budget_s), and the call itself ends after "
+            f"{deadline_s:g} s: what takes too long would be a timeout, not a wrong answer"
         )
-        fix = f"Set it to {budget_s + BUDGET_GRACE_S:g} or more, or lower {field}.args.budget_s"
-        yield Mistake(f"{field}.timeout_s", problem, fix, (f"{field}.args.budget_s",))
+        fields = [where for where, _ in budgets]
+        fix = f"Set it to {budget_s + BUDGET_GRACE_S:g} or more, or lower {' and '.join(fields)}"
+        yield Mistake(f"{field}.timeout_s", problem, fix, tuple(fields))
+
+
+def _budgets(field: str, name: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The time that a built-in reward may take, and those inside it, with the field that says so."""
+    model = REWARD_ARGUMENTS.get(name)
+    known = model.model_fields.get("budget_s") if model is not None else None
+    budget_s = arguments.get("budget_s", known.default) if known is not None else None
+    if isinstance(budget_s, int | float):
+        yield f"{field}.budget_s", budget_s
+    for where, part in _rewards_inside(field, name, arguments):
+        if isinstance(part, Mapping) and isinstance(part.get("args", {}), Mapping):
+            yield from _budgets(f"{where}.args", str(part.get("name")), part.get("args", {}))
 
 
 BUDGET_GRACE_S = 1.0

@@ -22,6 +22,9 @@ class MathArguments(Section):
     """Where the answer stands."""
     tolerance: float = Field(default=5e-6, ge=0, lt=1)
     """Relative difference that two numbers may have when one of them is a decimal."""
+    budget_s: float = Field(default=2.0, gt=0, le=60)
+    """CPU time for comparing, in seconds; an answer that needs more is wrong. It has to end before the
+    reward's `timeout_s`, past which the whole call is a timeout."""
 
 
 class Gsm8kArguments(Section):

@@ -7,8 +7,8 @@ space or one of `= : ( [ { $`. It is not an answer as the last operand of an exp
 (`60 - 3`, `60 -3`).
 
 A number is an integer, a decimal or a fraction `a/b`, with an optional sign, thousands commas and exponent.
-Integers and fractions compare exactly (`6/8` is `3/4` is `0.75`); when either side is a decimal that is not
-equal, a relative difference of 1e-6 is allowed.
+Integers and fractions compare exactly (`6/8` is `3/4` is `0.75`). Where the ground truth is no integer and
+either side is a decimal, a relative difference of 1e-6 is allowed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ NUMBER = (
 ANSWER = re.compile(rf"(?:^|[\s=:(\[{{$])({NUMBER})\.?\Z")
 BEFORE_OPERAND = re.compile(r"[-+*/^×÷][ \t]*\Z")
 BEFORE_SIGNED_OPERAND = re.compile(r"[0-9)\]][ \t]*\Z")
+BEFORE_OTHERS = re.compile(
+    r"(?:[<>!~≤≥≠≈±¬]=?|\\[a-zA-Z]+|[0-9][,;]?|\b(?:or|nor|not|to|than))[ \t]*[(\[{$]?[ \t]*\Z", re.I
+)
 LONGEST_NUMBER = 80
 """Characters; a longer run of digits is no answer to arithmetic."""
 LAST_CHARACTERS = 200
@@ -53,7 +56,11 @@ def final_number(response: str) -> str | None:
     if match is None:
         return None
     before, number = tail[: match.start(1)], match.group(1)
-    if BEFORE_OPERAND.search(before) or (number[0] in "-+" and BEFORE_SIGNED_OPERAND.search(before)):
+    if (
+        BEFORE_OPERAND.search(before)
+        or BEFORE_OTHERS.search(before)
+        or (number[0] in "-+" and BEFORE_SIGNED_OPERAND.search(before))
+    ):
         return None
     return number
 
@@ -78,4 +85,8 @@ def same_number(answer: str, wanted: tuple[Fraction, bool]) -> bool:
     (left, left_decimal), (right, right_decimal) = given, wanted
     if left == right:
         return True
-    return (left_decimal or right_decimal) and abs(left - right) <= TOLERANCE * max(abs(left), abs(right))
+    return (
+        right.denominator > 1
+        and (left_decimal or right_decimal)
+        and abs(left - right) <= TOLERANCE * max(abs(left), abs(right))
+    )

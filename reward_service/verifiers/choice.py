@@ -16,6 +16,9 @@ from reward_service.verifiers.answers import answer_of
 
 LETTERS = "ABCDEFGHIJ"
 DECORATION = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
+DENIED = re.compile(r"(?:is|was)?\s*(?:n't|not|wrong|incorrect|false)\b", re.I)
+IN_A_SENTENCE = r"(?<=[AI])\s(?!(?:is|was|are|or|and|nor|has|can|may|might|could|would)\b)[a-z]"
+"""Behind `A` or `I` as a word of a sentence, which names no option: `A cat`, `I think`."""
 LONGEST = 2_000
 
 
@@ -54,8 +57,12 @@ def chosen(stated: str, options: dict[str, str], letters: str = LETTERS) -> str 
         and _plain(rest) != _plain(options.get(letter, ""))
     ):
         return None  # "A cat", "I think"
-    others = re.findall(rf"(?<![\w'])\(?([{re.escape(letters)}])\)?(?![\w'])", rest)
-    return None if set(others) - {letter, "A", "I"} or re.match(r"(?:or|and|/)\b", rest) else letter
+    if _plain(rest) == _plain(options.get(letter, "")) or not rest:
+        return letter
+    if DENIED.match(rest) or re.fullmatch(rf"[^\w]*[{re.escape(letters.lower())}][^\w]*", rest):
+        return None
+    others = re.findall(rf"(?<![\w'])\(?([{re.escape(letters)}])\)?(?![\w'])(?!{IN_A_SENTENCE})", rest)
+    return None if set(others) - {letter} or re.match(r"(?:or|and)\b|/", rest) else letter
 
 
 def _options(choices: Any, letters: str) -> dict[str, str]:

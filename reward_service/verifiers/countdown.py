@@ -9,6 +9,7 @@ stands behind an `=` in it must be the target. Only whole numbers, `+ - * /` and
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections import Counter
 from fractions import Fraction
@@ -19,6 +20,7 @@ from reward_service.verifiers.answers import answer_of
 
 LONGEST = 200
 """Characters of an expression."""
+WRITTEN = re.compile(r"[0-9+*/() -]*")
 MOST_BITS = 256
 """Of a value on the way."""
 SIGNS = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": "", "×": "*", "÷": "/",
@@ -53,7 +55,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
     for sign, plain in SIGNS.items():
         text = text.replace(sign, plain)
     text = text.strip().strip("*`").strip()
-    if not text or len(text) > LONGEST:
+    if not text or len(text) > LONGEST or not WRITTEN.fullmatch(text):
         return None
     try:
         used: list[int] = []

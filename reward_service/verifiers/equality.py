@@ -28,10 +28,14 @@ NUMBER_IN_WORDS = re.compile(r"\\text\s*\{[^{}]*\d")
 LETTERS = re.compile(r"[^\W_]+", re.UNICODE)
 PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
 RELATION = re.compile(r"<|>|\\(?:le|ge|lt|gt|ne|in)(?![a-zA-Z])|=")
-SIGN = r"(<|>|\\(?:le|ge|lt|gt)(?![a-zA-Z]))"
-VALUE = r"([^<>=\\a-zA-Z]+|[^<>=]*\\(?:frac|sqrt|pi)[^<>=]*)"
-ONE_SIDED = re.compile(rf"[a-z]\s*{SIGN}\s*{VALUE}|{VALUE}\s*{SIGN}\s*[a-z]")
-BETWEEN = re.compile(rf"{VALUE}\s*(<|\\le|\\lt)\s*[a-z]\s*(<|\\le|\\lt)\s*{VALUE}")
+ORDER = re.compile(r"<|>|\\(?:le|ge|lt|gt)(?![a-zA-Z])")
+BOUND = re.compile(r"[^=\\a-zA-Z]+|[^=]*\\(?:frac|sqrt|pi)[^=]*")
+MORE = re.compile(
+    r"['¬]|\\(?:ne|not|neg|lnot|notin|ll|gg|lesssim|gtrsim|nless|ngtr|nleq|ngeq|propto|sim|cong|equiv|b?mod|pmod"
+    r"|to|(?:R|r)ightarrow|implies|iff|langle|rangle|lor|vee|land|wedge|n?mid|subset|subseteq|supset|ni|mp"
+    r"|forall|exists)(?![a-zA-Z])"
+)
+"""Signs that say something about a value; an answer with one that the truth does not have is another one."""
 NOT_STRICT = (r"\le", r"\ge")
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\lt": r"\gt", r"\gt": r"\lt"}
 UNION = re.compile(r"\\cup(?![a-zA-Z])")
@@ -52,7 +56,7 @@ def same(truth: str, answer: str, tolerance: Fraction, depth: int = 0) -> bool:
         return False
     if truth == answer or _as_words(truth) == _as_words(answer) != "":
         return True
-    if depth > DEEPEST:
+    if depth > DEEPEST or _says_more(truth, answer):
         return False
     wanted, given = _without_name(truth, answer)
     if (by_value := _quantities(quantity(wanted), quantity(given), tolerance)) is not None:
@@ -60,10 +64,19 @@ def same(truth: str, answer: str, tolerance: Fraction, depth: int = 0) -> bool:
     for compare in (_based, _matrices, _unions, _parts):
         if (verdict := compare(wanted, given, tolerance, depth + 1)) is not None:
             return verdict
-    if NUMBER_IN_WORDS.search(given):
+    bodies = quantity(wanted).body, quantity(given).body
+    if NUMBER_IN_WORDS.search(given) or (IN_WORDS.search(bodies[1]) and not IN_WORDS.search(bodies[0])):
         # math-verify takes any words for a unit, and so would let a second answer in them pass.
         return False
-    return symbolic.same(quantity(wanted).body, quantity(given).body)
+    return symbolic.same(*bodies)
+
+
+def _says_more(truth: str, answer: str) -> bool:
+    """Whether the answer denies or compares where the truth does not: math-verify reads over such signs."""
+    if not set(MORE.findall(answer)) <= set(MORE.findall(truth)):
+        return True
+    is_a_set = truth[:1] in ("(", "[", "{") or truth.startswith(r"\{") or UNION.search(truth)
+    return bool(ORDER.search(answer) and not ORDER.search(truth) and not is_a_set)
 
 
 def _without_name(truth: str, answer: str) -> tuple[str, str]:
@@ -94,7 +107,8 @@ def _quantities(truth: Quantity, answer: Quantity, tolerance: Fraction) -> bool 
         return pairs[0] == pairs[1] if None not in pairs else None
     if len(units) == 2:
         wanted, given = wanted * units[0].size, given * units[1].size
-    slack = tolerance if is_decimal(truth.body) or is_decimal(answer.body) else Fraction(0)
+    rounded = wanted.denominator > 1 and (is_decimal(truth.body) or is_decimal(answer.body))
+    slack = tolerance if rounded else Fraction(0)
     if _near(wanted, given, slack):
         return True
     if truth.percent != answer.percent:
@@ -155,17 +169,27 @@ def _pieces(text: str) -> list[str]:
 
 def _interval(text: str) -> str:
     """`x > 3` as `(3,\\infty)`, `1 < x \\le 2` as `(1,2]`; anything else as it is."""
-    between = BETWEEN.fullmatch(text.strip())
-    if between:
-        low, first, second, high = between.groups()
-        return f"{'[' if first in NOT_STRICT else '('}{low},{high}{']' if second in NOT_STRICT else ')'}"
-    one = ONE_SIDED.fullmatch(text.strip())
-    if one is None:
+    signs = ORDER.findall(text)
+    sides = [side.strip() for side in ORDER.split(text)]
+    if len(signs) == 2 and _is_unknown(sides[1]) and all(map(BOUND.fullmatch, (sides[0], sides[2]))):
+        first, second = signs
+        if {first, second} <= {"<", r"\le", r"\lt"}:
+            opening, ending = "[" if first in NOT_STRICT else "(", "]" if second in NOT_STRICT else ")"
+            return f"{opening}{sides[0]},{sides[2]}{ending}"
+    if len(signs) != 1:
         return text
-    relation, bound = (one[1], one[2]) if one[1] else (FLIPPED[one[4]], one[3])
+    (relation,), (left, right) = signs, sides
+    if _is_unknown(right):
+        relation, left, right = FLIPPED[relation], right, left
+    if not _is_unknown(left) or not BOUND.fullmatch(right):
+        return text
     if relation in ("<", r"\le", r"\lt"):
-        return rf"(-\infty,{bound}{']' if relation in NOT_STRICT else ')'}"
-    return rf"{'[' if relation in NOT_STRICT else '('}{bound},\infty)"
+        return rf"(-\infty,{right}{']' if relation in NOT_STRICT else ')'}"
+    return rf"{'[' if relation in NOT_STRICT else '('}{right},\infty)"
+
+
+def _is_unknown(text: str) -> bool:
+    return len(text) == 1 and "a" <= text <= "z"
 
 
 def _parts(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | None:
@@ -216,7 +240,7 @@ def _split(text: str) -> Parts | None:
     elif text and text[0] in "([" and text[-1] in ")]" and _one_bracket(text):
         inner, opening, ending = text[1:-1], text[0], text[-1]
     items = [item for part in _at_commas(inner) for item in _both_signs(part)]
-    if len(items) < 2 and opening != r"\{":
+    if len(items) < 2 and opening not in (r"\{", "["):
         return None
     return Parts(opening, ending, [_unnamed(item) for item in items])
 

@@ -2,8 +2,9 @@
 
 The ground truth is a number, or a whole solution of the data set, which ends in `#### 42`. What follows the
 last `####` of the response counts up to the end of its line, else what its last `\\boxed{}` holds. In it the
-number may carry a currency sign in front, and a percent sign or words behind (`$1,250 dollars`); a second
-number makes it no answer. Compared exactly, decimals to 1e-6.
+number may carry a currency sign in front, and a percent sign or words behind (`$1,250 dollars`). A second
+number, also in words, another sign, or a word that denies it makes it no answer. Compared exactly, decimals
+to 1e-6 where the ground truth is no integer.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import re
 from reward_service.sdk import Abstain, RewardInput, reward
 from reward_service.verifiers.answers import answer_of
 from reward_service.verifiers.arithmetic import NUMBER, parse_number, same_number
+from reward_service.verifiers.hedges import hedged
 
-ANSWER = re.compile(rf"[^\w+-]*(?:\\text\{{|\\\$|[$€£])*\s*({NUMBER})(?![\w.]*\d)(.*)", re.DOTALL)
+DECORATION = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s?\{|\\[(){}\[\],;:! ]|\\(?=[$%])|[*{}]")
+ANSWER = re.compile(rf"[\s($€£:=]*+({NUMBER})(?![\w.]*+\d)(.*)", re.DOTALL)
+BEHIND = re.compile(r"[^\W\d_]{2,}.*|\s?[%$€£)\"'.,;:!?°].*|[mgsh](?![^\W\d_]).*|\s.*|", re.DOTALL)
+PLAIN = re.compile(r"[^\W\d_]|[\s%$€£()\"'’.,;:!?°/²³-]")
 LAST_NUMBER = re.compile(rf"(?<![\w.]){NUMBER}(?!\w)")
 LAST_CHARACTERS = 4_000
 
@@ -41,7 +46,11 @@ def number_of(response: str, *, flexible: bool) -> str | None:
     if stated is None:
         numbers = LAST_NUMBER.findall(answer_of(tail, "whole") or "") if flexible else []
         return numbers[-1] if numbers else None
-    match = ANSWER.fullmatch(stated.strip().strip("*"))
-    if match is None or any(character.isdigit() for character in match[2]):
-        return None
-    return match[1]
+    match = ANSWER.fullmatch(DECORATION.sub("", stated).strip())
+    return match[1] if match is not None and _names_a_unit(match[2]) else None
+
+
+def _names_a_unit(behind: str) -> bool:
+    """Whether what follows a number leaves it as it is: words, and signs that are no operators. One letter
+    directly behind it, but for those of common units, makes another number of it: `5k`, `5x`."""
+    return BEHIND.fullmatch(behind) is not None and all(map(PLAIN.match, behind)) and not hedged(behind)

@@ -7,17 +7,20 @@ needs a language detector and is not among them.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from reward_service.verifiers.json_schema import strict_json
 
 Check = Callable[..., bool]
 """Of the response and the instruction's arguments by name."""
 
 WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
-SENTENCE = re.compile(r"[^.!?]*[^\W_][^.!?]*(?:[.!?]+|\Z)")
-BULLET = re.compile(r"^\s*(?:\*(?!\*)|-)\s+\S.*$", re.MULTILINE)
+SENTENCE_END = re.compile(r"[.!?]+")
+# What begins a line is looked for on that line: a pattern that may start on any of many blank lines before it
+# would go through them again from each.
+BULLET = re.compile(r"^[^\S\n]*(?:\*(?!\*)|-)[^\S\n]+[^\s]", re.MULTILINE)
 HIGHLIGHT = re.compile(r"\*\*([^\n*]+)\*\*|(?<!\*)\*([^\n*]+)\*(?!\*)")
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
@@ -66,7 +69,7 @@ def _words(text: str, num_words: int, relation: str | None = None) -> bool:
 
 
 def _sentences(text: str, num_sentences: int, relation: str | None = None) -> bool:
-    return compared(len(SENTENCE.findall(text)), relation, num_sentences)
+    return compared(sum(map(bool, map(WORD.search, SENTENCE_END.split(text)))), relation, num_sentences)
 
 
 def _paragraphs(text: str, num_paragraphs: int) -> bool:
@@ -89,7 +92,7 @@ def _placeholders(text: str, num_placeholders: int) -> bool:
 
 def _postscript(text: str, postscript_marker: str = "P.S.") -> bool:
     marker = re.escape(postscript_marker).replace(r"\.", r"\.\s?")
-    return re.search(rf"^\s*{marker}", text, re.IGNORECASE | re.MULTILINE) is not None
+    return re.search(rf"^[^\S\n]*{marker}", text, re.IGNORECASE | re.MULTILINE) is not None
 
 
 def _bullets(text: str, num_bullets: int) -> bool:
@@ -105,15 +108,18 @@ def _highlights(text: str, num_highlights: int) -> bool:
 
 
 def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    marks = re.findall(rf"^\W*{re.escape(section_spliter)}\s+\w+", text, re.IGNORECASE | re.MULTILINE)
+    marks = re.findall(rf"^[^\w\n]*{re.escape(section_spliter)}\s+\w", text, re.IGNORECASE | re.MULTILINE)
     return len(marks) >= num_sections
 
 
 def _json(text: str) -> bool:
-    inner = re.sub(r"\A```(?:json)?\s*|\s*```\Z", "", text.strip(), flags=re.IGNORECASE)
+    inner = text.strip()
+    if inner.startswith("```"):
+        inner = inner[3:]
+        inner = inner[4:] if inner[:4].lower() == "json" else inner
     try:
-        json.loads(inner)
-    except (ValueError, RecursionError):
+        strict_json(inner.removesuffix("```"))
+    except ValueError:
         return False
     return True
 

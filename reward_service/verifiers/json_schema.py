@@ -1,7 +1,8 @@
 """`json_schema`: the answer is JSON, and valid under a schema (by the library jsonschema).
 
 The schema is the argument, or the ground truth (an object, or its text). References to other documents are
-not fetched: they make the task an error. JSON is read strictly: no `NaN`, no infinities, nothing behind it.
+not fetched: they make the task an error. JSON is read strictly: no `NaN`, no infinities, no name twice in one
+object, nothing behind it. An answer that takes longer to check than `BUDGET_S` is wrong.
 """
 
 from __future__ import annotations
@@ -9,14 +10,20 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, Literal
+
+import regex
 
 from reward_service.sdk import Abstain, RewardInput, Score, reward
 from reward_service.verifiers.answers import after_thinking, answer_of
+from reward_service.verifiers.budget import TooCostly, within
 
-FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)\n?[ \t]*```", re.DOTALL)
+OPENING = re.compile(r"```(?:json|JSON)?[ \t]*\n")
 LONGEST = 1 << 20
 """Characters of an answer."""
+BUDGET_S = 2.0
+"""CPU time."""
 
 
 @reward
@@ -26,7 +33,8 @@ def json_schema(
     schema: dict[str, Any] | bool | None = None,
     where: Literal["whole", "fenced", "tag", "any"] = "any",
 ) -> Score | Abstain:
-    """1 for JSON that the schema allows, else 0. Component `json`: 1 when it was JSON at all.
+    """1 for JSON that the schema allows, else 0. Component `json`: 1 when it was JSON at all. Component
+    `too_costly`: 1, and there only when so, for an answer that took too long to check.
 
     `where`: `whole` response, the last `fenced` block, the last `<answer>` tag, or `any`: the first of tag,
     fenced block and whole that there is. Raises ValueError for a ground truth that is no schema."""
@@ -41,8 +49,11 @@ def json_schema(
         value = strict_json(text)
     except ValueError:
         return Score(0.0, {"json": 0.0})
+    validator = _validator(json.dumps(schema, sort_keys=True))
     try:
-        valid = _validator(json.dumps(schema, sort_keys=True)).is_valid(value)
+        valid = within(BUDGET_S, lambda: validator.is_valid(value))
+    except (TooCostly, TimeoutError):
+        return Score(0.0, {"json": 1.0, "too_costly": 1.0})
     except RecursionError:
         # Nested deeper than the validator can go: the answer's doing, or that of a schema that names itself.
         valid = False
@@ -54,7 +65,7 @@ def strict_json(text: str) -> Any:
     if len(text) > LONGEST:
         raise ValueError(f"longer than {LONGEST} characters")
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_named_once)
     except RecursionError:
         raise ValueError("nested too deep") from None
 
@@ -64,17 +75,28 @@ def preload(**_: Any) -> None:
 
 
 def _found(response: str, where: str) -> str | None:
-    fenced = FENCE.findall(after_thinking(response))
+    block = fenced(after_thinking(response))
     tagged = answer_of(response, "tag")
     match where:
         case "whole":
             return response.strip()
         case "fenced":
-            return fenced[-1] if fenced else None
+            return block
         case "tag":
             return tagged
         case _:
-            return tagged or (fenced[-1] if fenced else answer_of(response, "whole"))
+            return tagged or (block if block is not None else answer_of(response, "whole"))
+
+
+def fenced(text: str) -> str | None:
+    """What the last fenced block holds that is closed; None without one."""
+    found, position = None, 0
+    while (opening := OPENING.search(text, position)) is not None:
+        end = text.find("```", opening.end())
+        if end < 0:
+            break
+        found, position = text[opening.end() : end].strip(), end + 3
+    return found
 
 
 def _schema(truth: Any) -> dict[str, Any] | bool | None:
@@ -91,7 +113,7 @@ def _schema(truth: Any) -> dict[str, Any] | bool | None:
 @functools.lru_cache(maxsize=64)
 def _validator(schema_text: str) -> Any:
     import jsonschema
-    from jsonschema.validators import validator_for
+    from jsonschema.validators import extend, validator_for
     from referencing.jsonschema import EMPTY_REGISTRY
 
     schema = json.loads(schema_text)
@@ -100,7 +122,22 @@ def _validator(schema_text: str) -> Any:
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
         raise ValueError(f"this is not a valid JSON schema: {error.message:.200}") from None
-    return kind(schema, registry=EMPTY_REGISTRY)
+    return extend(kind, {"pattern": _pattern})(schema, registry=EMPTY_REGISTRY)
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:
+    """The keyword `pattern`, with a limit for patterns that go back over a text again and again."""
+    from jsonschema import ValidationError
+
+    if validator.is_type(instance, "string") and not regex.search(pattern, instance, timeout=BUDGET_S):
+        yield ValidationError(f"{instance!r:.80} does not match {pattern!r:.80}")
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        raise ValueError("a name is given twice in one object")
+    return named
 
 
 def _no_constant(name: str) -> None:

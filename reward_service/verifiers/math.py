@@ -1,19 +1,21 @@
 """`math`: the answer is mathematically the same as the ground truth.
 
 The answer is looked for as `answers.py` says (`where`); of a response that marks none, its last formula or
-number counts. What is the same is said in `equality.py`. An answer that cannot be read, or is too large to be
-computed, is wrong: 0. Comparing takes a millisecond for numbers and some tens for formulas; a comparison that
-takes longer than the reward's deadline is ended by the pool, with the verdict `timeout`.
+number counts. What is the same is said in `equality.py`. An answer that cannot be read, is too large to be
+computed, or takes longer to compare than `budget_s`, is wrong: 0. Comparing takes a millisecond for numbers
+and some tens for formulas.
 """
 
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from reward_service.sdk import Abstain, RewardInput, Score, reward
 from reward_service.verifiers import symbolic
 from reward_service.verifiers.answers import BOX, Where, after_thinking, answer_of, closing, last_match
+from reward_service.verifiers.budget import TooCostly, within
 from reward_service.verifiers.equality import same
 from reward_service.verifiers.writing import last_maths, said_maths, tidy
 
@@ -24,8 +26,12 @@ LAST_CHARACTERS = 20_000
 
 
 @reward
-def math(given: RewardInput, *, where: Where = "any", tolerance: float = 5e-6) -> Score | Abstain:
-    """1 when the answer is right, else 0. Component `answered`: 1 when there was an answer at all.
+def math(
+    given: RewardInput, *, where: Where = "any", tolerance: float = 5e-6, budget_s: float = 2.0
+) -> Score | Abstain:
+    """1 when the answer is right, else 0. Component `answered`: 1 when there was an answer at all. Component
+    `too_costly`: 1, and there only when so, for an answer that was not compared with every ground truth,
+    since that would take more than `budget_s` seconds of CPU time or more room than a number should.
 
     A ground truth that is a list holds several texts of which any is right. Raises ValueError for an empty
     one: the task is wrong, not the model."""
@@ -37,8 +43,14 @@ def math(given: RewardInput, *, where: Where = "any", tolerance: float = 5e-6) -
     answer = find(given.response, where)
     if answer is None:
         return Score(0.0, {"answered": 0.0})
-    right = any(same(truth, answer, Fraction(tolerance)) for truth in truths)
-    return Score(float(right), {"answered": 1.0})
+    costly = False
+    for truth in truths:
+        try:
+            if within(budget_s / len(truths), partial(same, truth, answer, Fraction(tolerance))):
+                return Score(1.0, {"answered": 1.0})
+        except TooCostly:
+            costly = True
+    return Score(0.0, {"answered": 1.0, "too_costly": 1.0} if costly else {"answered": 1.0})
 
 
 def preload(**_: Any) -> None:

@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from reward_service.verifiers.hedges import hedged
+
 LONGEST_NUMBER = 400
 """Characters; `int` of a text takes time that grows with the square of its length."""
 LARGEST_EXPONENT = 400
@@ -126,15 +128,22 @@ def quantity(text: str) -> Quantity:
         return Quantity(text[: match.start()].strip(), UNITS[f"°{scale}" if scale else "degree"])
     match = UNIT_IN_TEXT.search(text)
     # `57 \text{ or 58}` names a second answer, no unit.
-    if match and match.start() > 0 and not any(character.isdigit() for character in match[1]):
+    if match and match.start() > 0 and _names_a_unit(match[1]):
         per = f"/{match[3].strip()}" if match[3] else ""
         return Quantity(text[: match.start()].strip(), unit_of(match[1] + per, match[2]))
     if match := UNIT_IN_WORDS.search(text):
         words = match[1].split()
         known = unit_of(match[1], match[2])
-        if known.kind or (all(len(word) > 2 for word in words) and not NAMES_IN_MATHS & set(words)):
+        if known.kind or (
+            all(len(word) > 2 for word in words) and not NAMES_IN_MATHS & set(words) and not hedged(match[1])
+        ):
             return Quantity(text[: match.start()].strip(), known)
     return Quantity(text)
+
+
+def _names_a_unit(words: str) -> bool:
+    """Not so what lists things, counts, or says that another answer may be the right one."""
+    return not any(character.isdigit() or character in ",;()" for character in words) and not hedged(words)
 
 
 def unit_of(words: str, power: str | None = None) -> Unit:

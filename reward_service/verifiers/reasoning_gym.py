@@ -24,6 +24,7 @@ from typing import Any
 
 from reward_service.sdk import Abstain, RewardInput, RewardLoadError, Score, reward
 from reward_service.verifiers.answers import Where, answer_of
+from reward_service.verifiers.budget import TooCostly, within
 from reward_service.verifiers.countdown import parsed
 
 EVALUATES = re.compile(r"\beval\(|\bexec\(")
@@ -48,6 +49,8 @@ LITERAL = (
 )
 LONGEST = 20_000
 """Characters of an answer."""
+BUDGET_S = 2.0
+"""CPU time of a scorer."""
 
 
 @reward
@@ -62,7 +65,8 @@ def reasoning_gym(
     `where`: the place of the answer (see `answers.py`); with `tag` a response without one is the answer as a
     whole. Component `library`: what the library says, in [0, 1].
 
-    An answer that its scorer raises on is wrong. Raises ValueError for a task that names no known data set or
+    An answer that its scorer raises on is wrong, and so is one that it takes too long for (component
+    `too_costly`: 1, and there only when so). Raises ValueError for a task that names no known data set or
     entry, or one that the scorer raises on with its own answer."""
     name, entry = _entry(given, dataset, dataset_args)
     if entry is None:
@@ -76,7 +80,9 @@ def reasoning_gym(
         return Score(0.0, {"library": 0.0, "refused": 1.0})
     score = _scorer(name, _text(dataset_args))
     try:
-        said = float(score(answer, entry))
+        said = float(within(BUDGET_S, lambda: score(answer, entry)))
+    except TooCostly:
+        return Score(0.0, {"library": 0.0, "too_costly": 1.0})
     except Exception:
         _must_score(score, entry, name)
         said = 0.0

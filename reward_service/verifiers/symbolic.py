@@ -1,8 +1,8 @@
-"""Equality of two formulas by math-verify (sympy underneath), with what would run for ever left out.
+"""Equality of two formulas by math-verify (sympy underneath), with what would cost too much left out.
 
-math-verify ends long comparisons by SIGALRM, which works in a main thread only and leaves sympy's state
-half-way. It is switched off here: the pool ends a call at its deadline. So that a model cannot make calls run
-into it at will, texts beyond `LONGEST` characters and values too large to be written out are no answer.
+What is beyond the limits below is not compared: `TooCostly`, before sympy computes anything. They are for
+what would not stay in Python code or in memory; the time that the rest takes is bounded by the caller
+(`budget.py`). math-verify's own limit (SIGALRM) is off: it works in a main thread only.
 
 The library is imported at the first comparison that needs it, or by `preload`.
 """
@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 from typing import Any
+
+from reward_service.verifiers.budget import Spent, TooCostly
 
 log = logging.getLogger(__name__)
 
@@ -20,9 +23,12 @@ LONGEST = 400
 """Characters of a formula; a longer one is not compared."""
 MOST_BITS = 20_000
 """Of a number on the way: some 6000 decimal digits."""
-LARGEST_FACTORIAL = 1_000
+SMALL_BITS = 64
+"""Of an exponent."""
 MOST_NODES = 500
 """Of a formula as a tree."""
+MOST_TERMS = 1_000
+"""Of a formula that is multiplied out; some seconds of sympy's time."""
 FUNCTION = r"\\(sin|cos|tan|cot|sec|csc|ln|log|arcsin|arccos|arctan)"
 IN_DEGREES = re.compile(rf"{FUNCTION}\s*[({{]?\s*(\d+(?:\.\d+)?)\s*\^\\circ\s*[)}}]?")
 # Of `\sin x \cdot y` the parser would take the sine of x y.
@@ -38,20 +44,33 @@ def preload() -> None:
 
 
 def same(truth: str, answer: str) -> bool:
-    """Whether both are the same formula. What cannot be read is not the same as anything."""
+    """Whether both are the same formula. What cannot be read is the same as nothing. Raises `TooCostly`."""
     if max(len(truth), len(answer)) > LONGEST or _costly(answer):
-        return False
+        raise TooCostly("the formula is too long, or computes something of many digits")
     try:
         wanted, given = _parsed(truth), _parsed(answer)
-        if not (wanted and given and all(map(_bounded, wanted)) and all(map(_bounded, given))):
+        if not (wanted and given):
             return False
+        if not all(map(_bounded, (*wanted, *given))):
+            raise TooCostly("the formula would be too large when it is computed")
         return bool(_library().verify(wanted, given, timeout_seconds=None, allow_set_relation_comp=True))
-    except (MemoryError, ImportError):
+    except (MemoryError, ImportError, TooCostly):
+        raise
+    except Spent:
+        _forget()
         raise
     except Exception as error:
         # sympy raises errors of any kind on formulas that make no sense, such as i < 3: those equal nothing.
         log.debug("a formula cannot be compared: %r", error)
         return False
+
+
+def _forget() -> None:
+    """Drop what sympy remembers of formulas: a computation that was ended may have left half of an answer."""
+    from sympy.core.cache import clear_cache
+
+    _parsed.cache_clear()
+    clear_cache()
 
 
 @functools.lru_cache(maxsize=256)
@@ -90,51 +109,74 @@ def _library() -> Any:
 
 
 def _bounded(formula: Any) -> bool:
-    """Whether computing the formula takes bounded time: no huge power, factorial, binomial or tree."""
+    """Whether computing the formula stays small: no huge number, tree, or product that is multiplied out."""
     import sympy
 
     if not isinstance(formula, sympy.Basic | sympy.MatrixBase):
         return True
-    growing = (sympy.factorial, sympy.factorial2, sympy.subfactorial, sympy.binomial, sympy.gamma)
     for count, node in enumerate(sympy.preorder_traversal(formula)):
         if count > MOST_NODES:
             return False
-        if isinstance(node, sympy.Pow) and not _small_power(node):
-            return False
-        if isinstance(node, growing) and any(not _at_most(part, LARGEST_FACTORIAL) for part in node.args):
-            return False
-        if isinstance(node, sympy.Integer) and int(node).bit_length() > MOST_BITS:
-            return False
         if isinstance(node, sympy.Sum | sympy.Product | sympy.Integral | sympy.Limit | sympy.Derivative):
             return False
-    return True
+    return _bits(formula) <= MOST_BITS and _most_terms(formula) <= MOST_TERMS
 
 
-def _small_power(node: Any) -> bool:
-    base, exponent = node.as_base_exp()
-    if exponent.free_symbols:
-        return True
-    bits = 64 if base.free_symbols or not base.is_Integer else max(1, int(base).bit_length())
-    return _at_most(exponent, MOST_BITS // bits)
-
-
-def _at_most(part: Any, limit: int) -> bool:
-    """Whether a formula without unknowns is of at most that size, judged without computing powers in it."""
+def _bits(node: Any) -> float:
+    """Most binary digits of a number that computing the formula makes, judged without computing it."""
     import sympy
 
+    if isinstance(node, sympy.Rational):
+        return max(abs(int(node.p)), int(node.q)).bit_length()
+    parts = [_bits(part) for part in node.args]
+    largest = max(parts, default=1.0)
+    if isinstance(node, sympy.Mul):
+        return sum(parts)
+    if isinstance(node, sympy.Pow | sympy.exp):
+        base, exponent = node.as_base_exp()
+        return max(largest, max(1.0, _bits(base)) * _size(exponent))
+    growing = (sympy.factorial, sympy.factorial2, sympy.subfactorial, sympy.binomial, sympy.gamma)
+    if isinstance(node, growing):
+        return largest + math.prod(_size(part) for part in node.args) ** 1.5
+    return largest + len(parts)
+
+
+def _size(part: Any) -> float:
+    """The size of an exponent or argument, at least 1; infinite where it would first have to be computed."""
     if part.free_symbols:
-        return True
-    if any(
-        isinstance(node, sympy.Pow | sympy.factorial) and not _tame(node)
-        for node in sympy.preorder_traversal(part)
-    ):
-        return False
+        return 1.0
+    if _bits(part) > SMALL_BITS:
+        return math.inf
     try:
-        return bool(abs(sympy.N(part)) <= limit)
-    except (TypeError, ValueError):
-        return False
+        return max(1.0, abs(complex(part)))
+    except (TypeError, ValueError, OverflowError):
+        return math.inf
 
 
-def _tame(node: Any) -> bool:
-    """A power or factorial of small plain numbers."""
-    return all(part.is_Number and abs(part) <= 100 for part in node.args)
+def _most_terms(formula: Any) -> int:
+    """The most terms that a part of the formula has when it is multiplied out."""
+    import sympy
+
+    unknowns = len(formula.free_symbols)
+
+    def terms_and_degree(node: Any) -> tuple[int, int]:
+        nonlocal most
+        parts = [terms_and_degree(part) for part in node.args]
+        terms, degree = 1, 1
+        if isinstance(node, sympy.Add):
+            terms, degree = sum(part[0] for part in parts), max(part[1] for part in parts)
+        elif isinstance(node, sympy.Mul):
+            terms, degree = math.prod(part[0] for part in parts), sum(part[1] for part in parts)
+        elif isinstance(node, sympy.Pow) and node.exp.is_Rational:
+            power, (inner, inner_degree) = min(math.ceil(abs(node.exp)), MOST_TERMS), parts[0]
+            terms, degree = math.comb(inner + power - 1, power), inner_degree * power
+        elif node.is_number:
+            degree = 0
+        if polynomial:
+            terms = min(terms, math.comb(degree + unknowns, unknowns))
+        most = max(most, terms)
+        return min(terms, MOST_TERMS + 1), min(degree, MOST_TERMS)
+
+    most, polynomial = 1, bool(formula.is_polynomial()) if isinstance(formula, sympy.Expr) else False
+    terms_and_degree(formula)
+    return most

@@ -1,0 +1,97 @@
+"""Run by test_costs.py in a process with a limit of CPU time: every function that reads an answer, on long
+texts of one piece again and again. What goes back over a text from each of its places would need hours.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from reward_service.sdk import RewardInput, load_reward
+from reward_service.verifiers import choice, gsm8k, hedges, json_schema, quantities, writing
+from reward_service.verifiers.answers import WHERES, answer_of
+from reward_service.verifiers.arithmetic import final_number
+from reward_service.verifiers.instruction_checks import CHECKS, follows
+
+PIECES = [
+    *"\n \t1a{}[]()\\$*-_<>\"`#'^=,;.!?%~:|&/+é\u00a0",
+    *("1,111", "1 ", "1/", "1.", "a ", "- ", "* ", "a'", "x_", "\n ", "\n\n", "\\(", "\\[", "\\{", "$$"),
+    *("**", "** ", "*a", "<<", "<a", "[a", "```", "```\n", "``` ", "####", "#### ", "answer", "answer is "),
+    *("\\text{", "\\text{1", "\\text {a} ", "\\frac{", "\\frac{1}", "\\boxed", "\\boxed{", "\\boxed "),
+    *("\\over ", "\\begin{array}", "\\end{array}", "\\pm ", "\\sin", "\\sin ", "\\le ", "a<", "\\frac<"),
+    *("^\\circ", "and ", ", ", "because ", " because", "<think>", "</think>", "<answer>", "</answer>"),
+    *("1e", "0.\\overline{1", "\\, ", "\\times ", "B ", "B,", "(A)", "Section ", "P.S.", "P. ", "\\ne "),
+]  # fmt: skip
+ENDS = ("", "x", "!", "1")
+STARTS = ("", "1", "\\text{", "$", "answer is ", "```json\n", "\\boxed{", "[")
+ARGUMENTS = {
+    "keywords:existence": {"keywords": ["a", "1"]},
+    "keywords:forbidden_words": {"forbidden_words": ["x"]},
+    "keywords:frequency": {"keyword": "a", "frequency": 1},
+    "keywords:letter_frequency": {"letter": "a", "let_frequency": 1},
+    "length_constraints:number_words": {"num_words": 1},
+    "length_constraints:number_sentences": {"num_sentences": 1},
+    "length_constraints:number_paragraphs": {"num_paragraphs": 1},
+    "length_constraints:nth_paragraph_first_word": {
+        "num_paragraphs": 1,
+        "nth_paragraph": 1,
+        "first_word": "a",
+    },
+    "detectable_content:number_placeholders": {"num_placeholders": 1},
+    "detectable_format:number_bullet_lists": {"num_bullets": 1},
+    "detectable_format:number_highlighted_sections": {"num_highlights": 1},
+    "detectable_format:multiple_sections": {"section_spliter": "Section", "num_sections": 2},
+    "change_case:capital_word_frequency": {"capital_frequency": 1},
+    "combination:repeat_prompt": {"prompt_to_repeat": "a"},
+    "startend:end_checker": {"end_phrase": "a"},
+}
+REWARDS = {
+    "math": "57",
+    "gsm8k": "57",
+    "arithmetic": "57",
+    "countdown": {"target": 10, "numbers": [1, 2, 7]},
+    "choice": "B",
+    "exact_match": "57",
+    "f1": "57",
+    "format_tags": None,
+    "json_schema": "true",
+    "instructions": {"instruction_id_list": list(CHECKS), "kwargs": [ARGUMENTS.get(n, {}) for n in CHECKS]},
+    "repetition": None,
+}
+
+
+def read_by_parts(text: str) -> None:
+    """Every function by itself, so that what its callers cut off does not save it."""
+    for where in WHERES:
+        answer_of(text, where)
+    writing.tidy(text)
+    writing.last_maths(text)
+    writing.said_maths(text)
+    quantities.quantity(writing.one_spaced(text))
+    quantities.number(text)
+    quantities.based(text)
+    quantities.ratio(text)
+    hedges.hedged(text)
+    json_schema.fenced(text)
+    choice.chosen(text, {"A": "x", "B": "y"})
+    gsm8k.number_of(text, flexible=True)
+    final_number(text)
+    for instruction in CHECKS:
+        follows(text, instruction, ARGUMENTS.get(instruction, {}))
+
+
+def read_by_rewards(text: str) -> None:
+    for name, truth in REWARDS.items():
+        load_reward(name)(RewardInput(response=text, ground_truth=truth, response_tokens=len(text)))
+
+
+if __name__ == "__main__":
+    load_reward("math")(RewardInput(response="x+1", ground_truth="1+x"))
+    kind, size = sys.argv[1], int(sys.argv[2])
+    for number, piece in enumerate(PIECES):
+        body = piece * (size // len(piece))
+        if kind == "parts":
+            read_by_parts(STARTS[number % len(STARTS)] + body + ENDS[number % len(ENDS)])
+            read_by_parts(body + ENDS[(number + 1) % len(ENDS)])
+        else:
+            read_by_rewards(body + ENDS[number % len(ENDS)])
+    print("read")

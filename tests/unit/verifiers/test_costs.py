@@ -1,0 +1,184 @@
+"""What an answer may cost: one that asks for more is wrong, and none makes a verifier go over a text again
+and again. Counted is work, never the time of a clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from verifiers import TABLE, judged
+
+from areal_async.config.reward import RewardSection
+from areal_async.wire.verdicts import Score
+from reward_service.client import LocalScorer
+from reward_service.sdk import RewardInput
+from reward_service.verifiers import symbolic
+from reward_service.verifiers.budget import TooCostly, within
+from reward_service.verifiers.json_schema import json_schema
+from reward_service.verifiers.math import math
+from reward_service.verifiers.regex import regex
+
+CPU_LIMIT_S = 90
+"""Many times what reading takes; a pattern that is worse than linear takes hours."""
+
+COSTLY = [
+    r"(a+b+c+d+e+f)^{20}",
+    r"(a+b+c)^{90}",
+    r"(a+b+c+d)^{99}(x+y+z)^{99}",
+    r"10^{10^{10}}",
+    r"9^{9^{9^{9}}}",
+    r"2^{2^{2^{2^{2^{2}}}}}",
+    r"e^{e^{e^{e^{5}}}}",
+    r"((((9^{99})^{99})^{99})^{99})^{99}",
+    r"99999999999!",
+    r"(((5!)!)!)!",
+    r"\binom{99999999}{4999999}",
+    r"9" * 350 + "^{99}",
+    r"\sum_{n=1}^{1000000000} n^{n}",
+    r"\prod_{n=1}^{1000000000} n",
+    r"\int_0^1 x^x dx",
+    r"\lim_{x \to 0} \frac{\sin x}{x}",
+    r"\begin{pmatrix}1&1\\1&0\end{pmatrix}^{1000000000}",
+    "+".join(["x"] * 300),
+    r"\sqrt{" * 100 + "2" + "}" * 100,
+    "(" * 300 + "x" + ")" * 300,
+    r"\frac{1}{x+" * 40 + "1" + "}" * 40,
+    r"\sqrt[99999999]{2}",
+    r"\{" + ",".join(rf"(x+{i})^{{30}}" for i in range(40)) + r"\}",
+    "+".join(rf"\sin({i}x)" for i in range(1, 40)),
+    r"\sin(\cos(\sin(\cos(\sin(\cos(\sin(\cos(x^{9})))))))",
+]
+
+
+def scored(section: RewardSection, inputs: list[RewardInput]) -> list[object]:
+    async def run() -> list[object]:
+        async with LocalScorer(section, workers=1) as scorer:
+            return await scorer.score(inputs)
+
+    return asyncio.run(run())
+
+
+def test_no_answer_makes_maths_run_into_the_deadline_of_its_call():
+    """Long deadline, so that only a comparison without an end of its own could be a timeout."""
+    section = RewardSection(name="math", timeout_s=60)
+    truths = ["5", "x^2+1", r"\{1,2\}"]
+    inputs = [
+        RewardInput(response=rf"\boxed{{{answer}}}", ground_truth=truths[number % len(truths)])
+        for number, answer in enumerate(COSTLY)
+    ]
+    verdicts = scored(section, inputs)
+    assert [(i.response, v) for i, v in zip(inputs, verdicts, strict=True) if not isinstance(v, Score)] == []
+    assert [v.value for v in verdicts] == [0.0] * len(COSTLY)
+    assert verdicts[0].components == {"answered": 1.0, "too_costly": 1.0}
+
+
+def test_an_answer_that_takes_longer_than_its_budget_is_wrong_and_says_so():
+    formula = r"\boxed{" + "+".join(rf"\sin({i}x)\cos({i + 1}x)" for i in range(1, 12)) + "}"
+    given = RewardInput(response=formula, ground_truth="x^2+1")
+    assert math(given, budget_s=0.02) == Score(0.0, {"answered": 1.0, "too_costly": 1.0})
+
+
+def test_after_a_comparison_was_ended_the_next_ones_are_judged_as_before():
+    symbolic.preload()
+    formula = r"\boxed{" + "+".join(rf"\sin({i}x)\tan({i}x)" for i in range(1, 12)) + "}"
+    for budget_s in (0.005, 0.02, 0.08):
+        assert math(RewardInput(response=formula, ground_truth="x+1"), budget_s=budget_s).value == 0
+        assert judged(r"\sin^2(x)+\cos^2(x)", r"\boxed{1}") == 1
+        assert judged("x^2+2x+1", r"\boxed{(x+1)^2}") == 1
+        assert judged("x^2+2x+1", r"\boxed{(x+1)^3}") == 0
+
+
+def test_a_ground_truth_that_is_too_large_to_compute_is_still_compared_as_text():
+    truth = r"(a+b+c+d+e+f)^{20}"
+    assert judged(truth, rf"\boxed{{{truth}}}") == 1
+    assert judged(truth, r"\boxed{5}") == 0
+    given = RewardInput(response=r"\boxed{5}", ground_truth=[truth, "5"])
+    assert math(given).value == 1
+
+
+def test_a_budget_ends_code_that_swallows_the_first_interruption():
+    swallowed = []
+
+    def work() -> None:
+        while True:
+            try:
+                while True:
+                    pass
+            except BaseException as error:
+                if swallowed:
+                    raise
+                swallowed.append(type(error).__name__)
+
+    with pytest.raises(TooCostly):
+        within(0.01, work)
+    assert swallowed == ["Spent"]
+
+
+def test_a_budget_holds_in_any_thread_and_leaves_nothing_behind():
+    ended = []
+
+    def endless() -> None:
+        while True:
+            pass
+
+    def run() -> None:
+        for _ in range(3):
+            with pytest.raises(TooCostly):
+                within(0.01, endless)
+            ended.append(within(5.0, lambda: "done"))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(timeout=120)
+    assert ended == ["done"] * 3
+
+
+def test_what_work_raises_passes_through_its_budget():
+    with pytest.raises(ZeroDivisionError):
+        within(5.0, lambda: 1 / 0)
+
+
+BACKTRACKING = r"(?:(?:a|a)+)+(?:(?:a|a)+)+b"
+
+
+def test_a_pattern_that_backtracks_for_ever_is_a_wrong_answer():
+    endless = RewardInput(response="a" * 60, ground_truth="x")
+    section = RewardSection(name="regex", args={"pattern": BACKTRACKING, "negate": True}, timeout_s=60)
+    (verdict,) = scored(section, [endless])
+    assert verdict == Score(0.0, {"too_costly": 1.0})
+    assert regex(RewardInput(response="aab"), pattern=BACKTRACKING) == 1.0
+
+
+def test_a_schema_whose_check_takes_for_ever_makes_the_answer_wrong():
+    mixed = "[" + ",".join(f'{i},"{i}"' for i in range(20_000)) + "]"
+    slow = json_schema(RewardInput(response=mixed), schema={"uniqueItems": True})
+    assert slow == Score(0.0, {"json": 1.0, "too_costly": 1.0})
+    given = RewardInput(response=f'"{"a" * 60}"')
+    section = RewardSection(name="json_schema", args={"schema": {"pattern": BACKTRACKING}}, timeout_s=60)
+    assert scored(section, [given]) == [Score(0.0, {"json": 1.0, "too_costly": 1.0})]
+
+
+@pytest.mark.parametrize(("kind", "size"), [("parts", 50_000), ("rewards", 150_000)])
+def test_reading_an_answer_takes_work_in_proportion_to_its_length(kind, size):
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
+
+    command = [sys.executable, str(Path(__file__).with_name("linear.py")), kind, str(size)]
+    ended = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, cwd=TABLE.parents[2])
+    assert (ended.returncode, ended.stdout) == (0, "read\n"), ended.stderr[-2000:]
+
+
+def test_a_million_blank_lines_follow_no_instruction():
+    from reward_service.verifiers.instruction_checks import follows
+
+    text = "\n" * 1_000_000 + "x"
+    assert not follows(text, "detectable_content:postscript", {})
+    assert not follows(text, "detectable_format:number_bullet_lists", {"num_bullets": 1})
+    sections = {"section_spliter": "Section", "num_sections": 1}
+    assert not follows(text, "detectable_format:multiple_sections", sections)
