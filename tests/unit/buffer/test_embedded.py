@@ -90,6 +90,41 @@ def test_what_was_written_is_there_after_a_kill_and_a_start(folder):
     assert asyncio.run(run()) == b"value"
 
 
+PAIR = "redis.call('HSET', KEYS[1], 'a', ARGV[1]) redis.call('HSET', KEYS[1], 'b', ARGV[1])"
+"""A decision in small: two commands, which come true together or not at all."""
+
+
+@pytest.mark.parametrize("lost_bytes", [1, 13, 15, 40, 60, 101], ids="without the last {} bytes".format)
+def test_half_a_transaction_at_the_end_of_the_log_never_comes_to_life(folder, lost_bytes):
+    """A power failure cuts the log inside a transaction; what was lost with it stays lost, also after another
+    start, when newer writes lie behind it."""
+
+    async def life(server, *pairs):
+        """What a start finds, after which `pairs` are written and the server is killed."""
+        await server.start()
+        redis = connect(server.url)
+        found = {key: await redis.hgetall(key) for key in ("old", "new")}
+        for key, value in pairs:
+            await redis.eval(PAIR, 1, key, value)
+        await redis.aclose()
+        os.kill(server.pid, signal.SIGKILL)
+        assert ended(server.pid)
+        return found
+
+    async def run():
+        server = EmbeddedRedis(folder / "data", folder / "redis", "always")
+        await life(server, ("old", "1"), ("old", "2"))
+        logs = [*(folder / "data").glob("**/*.aof")]
+        log = max(logs, key=lambda path: path.stat().st_size)
+        os.truncate(log, log.stat().st_size - lost_bytes)
+        after_the_loss = await life(server, ("new", "3"))
+        return after_the_loss, await life(server)
+
+    after_the_loss, later = asyncio.run(run())
+    assert after_the_loss == {"old": {b"a": b"1", b"b": b"1"}, "new": {}}
+    assert later == {"old": {b"a": b"1", b"b": b"1"}, "new": {b"a": b"3", b"b": b"3"}}
+
+
 def test_the_tier_memory_survives_an_end_in_order(folder):
     """As when the buffer service dies: its Redis is told to end, and a new one reads what it left."""
 
