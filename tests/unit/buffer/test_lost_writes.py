@@ -84,7 +84,7 @@ def a_store(redis_url, job_name):
 
 @asynccontextmanager
 async def meta_of(redis_url, job_name):
-    """`await change(revision=…)`: the ledger in Redis is an older one, as after the loss of its latest writes."""
+    """`await change(revision=…)`: the ledger in Redis is an older one, as after a loss of writes."""
     redis = connect(redis_url)
 
     async def change(**fields):
