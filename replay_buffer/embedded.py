@@ -71,7 +71,12 @@ class EmbeddedRedis:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     async def start(self) -> None:
-        """Start the server unless it runs, and wait until it has read its files and answers."""
+        """Start the server unless it runs, and wait until it has read its files and answers.
+
+        A log that ends inside a transaction is mended before anything is appended to it: of a command that is
+        cut off, the server drops the command and leaves the transaction open. The next one would be taken
+        into it, and the start after that would bring half of what was lost back to life. A second start, with
+        the log ending between two commands, drops the whole transaction."""
         if self.pid is not None:
             return
         binary = find_redis_server()
@@ -82,13 +87,26 @@ class EmbeddedRedis:
             )
         self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._check_files(binary)
+        if await self._start(binary):
+            await self.stop()
+            await self._start(binary)
+
+    async def _start(self, binary: Path) -> bool:
+        """Returns whether the server found the end of its log broken off, and cut it."""
         lock_fd = await self._lock()
         try:
+            found_bytes = self._log_bytes()
             self.socket_path.unlink(missing_ok=True)
             self._process = _launch(binary, self._config(), lock_fd)
         finally:
             os.close(lock_fd)
         await self._wait_until_it_answers()
+        return self._log_bytes() < found_bytes
+
+    def _log_bytes(self) -> int:
+        """Size of the append-only file; from Redis 7 on, of all its parts."""
+        parts = [*self.data_dir.glob("appendonly.aof"), *self.data_dir.glob("appendonlydir/*.aof")]
+        return sum(part.stat().st_size for part in parts)
 
     async def stop(self) -> None:
         """End the server in order (it writes out its file), or kill it after `STOP_LIMIT_S`."""

@@ -227,10 +227,13 @@ class Front:
 
     def _note_confirmed(self, front_epoch: int, revision: int, written: asyncio.Future[None]) -> None:
         if not written.cancelled() and written.exception() is None:
-            if self._on_confirmed is not None:
-                self._on_confirmed(revision)
+            self._tell_confirmed(revision)
             record("confirmed", front_epoch=front_epoch, revision=revision)
             failpoint("buffer.after_write")
+
+    def _tell_confirmed(self, revision: int) -> None:
+        if self._on_confirmed is not None:
+            self._on_confirmed(revision)
 
     def _pass_time(self, index: Index) -> None:
         """Take note of the time that has passed: an outage, or deadlines reached."""
@@ -275,6 +278,8 @@ class Front:
             idle_ms=opened.idle_ms,
             lost_writes=opened.lost_writes,
         )
+        # Only now that the loss is told: a front that dies before this leaves it to the next one to tell.
+        self._tell_confirmed(opened.revision)
         if opened.idle_ms:
             self._take(index, Extend(opened.idle_ms))
         if opened.lost_writes:

@@ -26,8 +26,6 @@ LOOK = ("hget", "hmget", "hgetall", "hexists", "ping", "time", "info")
 FRONT = (
     *LOOK,
     "hset",
-    "hsetnx",
-    "hincrby",
     "hdel",
     "unlink",
     "set",
@@ -117,8 +115,6 @@ def _trials(keys: Keys) -> list[Trial]:
         Trial("script|load", ("SCRIPT", "LOAD", "return 1")),
         Trial("evalsha", ("EVALSHA", "0" * 40, 1, probe), probe),
         Trial("hset", ("HSET", probe, "a", 1), probe),
-        Trial("hsetnx", ("HSETNX", probe, "a", 1), probe),
-        Trial("hincrby", ("HINCRBY", probe, "a", 1), probe),
         Trial("hget", ("HGET", probe, "a"), probe),
         Trial("hmget", ("HMGET", probe, "a"), probe),
         Trial("hexists", ("HEXISTS", probe, "a"), probe),

@@ -33,8 +33,8 @@ from redis.exceptions import (
 
 from replay_buffer.address import Place, RedisAddress
 from replay_buffer.clock import RedisClock
-from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, StoreUnusable, refusal
-from replay_buffer.keys import Bytes, Commands, Keys
+from replay_buffer.errors import StoreError, StoreUnavailable, StoreUnusable, refusal
+from replay_buffer.keys import Bytes, Keys
 from replay_buffer.large import EpisodeKey, Large, Ref, staged_keys
 from replay_buffer.ledger.index import Records, Writes
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, Claim, Group, Lease, Meta
@@ -43,7 +43,7 @@ from replay_buffer.redis_check import check_redis
 from replay_buffer.rights import check_rights
 from replay_buffer.sentinel import find_place
 from replay_buffer.shelf import Shelf
-from replay_buffer.writer import Writer, check_answer, script_call
+from replay_buffer.writer import Writer, fenced
 
 SCRIPT = files("replay_buffer").joinpath("write.lua").read_bytes()
 TAKE_SCRIPT = files("replay_buffer").joinpath("take.lua").read_bytes()
@@ -135,8 +135,7 @@ class Store:
             self._sha = _text(await self._redis.script_load(SCRIPT))
             writes, self._reads = await RedisPipe.open(self._place), await RedisPipe.open(self._place)
             await self._look_at_clock()
-            had_before = self.front_epoch > 0
-            revision = await (self._take_back() if had_before else self._take_over())
+            revision = await self._take()
             opened = await self._load(lost_writes=max(0, self._confirmed - revision))
             opened = replace(opened, lost_episodes=await self._open_large())
             self._confirmed = opened.revision
@@ -312,48 +311,30 @@ class Store:
 
     # --- taking over ---
 
-    async def _take_over(self) -> int:
-        """As a new front: the epoch counts on, whoever had it. Returns the revision found."""
-        meta = Meta(ledger_id=secrets.token_hex(8), dataset_hash=self._dataset_hash)
-        state = msgspec.msgpack.encode(meta)
+    async def _take(self) -> int:
+        """The epoch counts on, whoever had it, which fences every write under an older one, this front's own
+        that were lost from sight among them. Returns the revision found.
+
+        A front that had the job takes it back only if no other came in between. An attempt of its own whose
+        answer was lost is none; nor is an older epoch: then its own opening is among what Redis has lost."""
         sha = _text(await self._redis.script_load(TAKE_SCRIPT))
-        taken = await self._redis.evalsha(sha, 1, self._keys.meta, SCHEMA, state, self._owner)
-        self.front_epoch = int(taken[0])
-        return int(taken[1])
-
-    async def _take_back(self) -> int:
-        """As the front that had it: only if no other front came in between. The new epoch fences this front's
-        own writes that were lost from sight. Returns the revision found.
-
-        An attempt whose answer was lost may have got through, or may yet: then the epoch in Redis is newer,
-        and still this front's. An older epoch is its own of before: its last opening was among those lost."""
-        names = ("front", "revision", "owner")
-        front, revision, owner = await self._redis.hmget(self._keys.meta, *names)
-        if front is None or revision is None:
+        front, owner, state = await self._redis.hmget(self._keys.meta, ("front", "owner", "state"))
+        held, had = int(front or 0), self.front_epoch
+        if had and (front is None or state is None):
             raise StoreUnusable(
                 f"Redis at {self._place} has lost the whole ledger of this job (durability tier "
                 f"{self._durability}). Resume from the last checkpoint."
             )
-        mine = owner == self._owner.encode()
-        held = int(front) if mine else min(int(front), self.front_epoch)
-        epoch = max(held, self.front_epoch)
-        step = Commands(self._keys)
-        step.add("HDEL", self._keys.meta, ("",))  # so that the rest passes at the memory limit
-        step.add("HSET", self._keys.meta, ("front", epoch + 1, "owner", self._owner))
-        try:
-            await self._run(step, held, int(revision))
-        except StoreFenced as error:
-            if mine:
-                raise StoreUnavailable(
-                    "an earlier attempt to come back got through meanwhile", "gone"
-                ) from error
-            raise
-        self.front_epoch = epoch + 1
-        return int(revision)
-
-    async def _run(self, commands: Commands, epoch: int, revision: int) -> None:
-        call = script_call(self._sha, epoch, revision, commands)
-        check_answer(await self._redis.execute_command(*call))
+        if had and held >= had and owner != self._owner.encode():
+            raise fenced(held)
+        epoch = max(held, had) + 1
+        meta = Meta(ledger_id=secrets.token_hex(8), dataset_hash=self._dataset_hash)
+        begin = (SCHEMA, msgspec.msgpack.encode(meta))
+        answer = await self._redis.evalsha(sha, 1, self._keys.meta, front or b"", epoch, self._owner, *begin)
+        if answer[0] == b"moved":
+            raise StoreUnavailable("another attempt to take the job over came in between", "gone")
+        self.front_epoch = epoch
+        return int(answer[1])
 
     async def _load(self, lost_writes: int) -> Opened:
         # No other front writes; and at its memory limit Redis refuses every transaction.

@@ -112,14 +112,16 @@ def script_call(sha: str, front_epoch: int, revision: int, commands: Commands) -
     return ["EVALSHA", sha, len(keys), *keys, front_epoch, revision, *commands.arguments]
 
 
+def fenced(epoch: int) -> StoreFenced:
+    return StoreFenced(f"another buffer front (epoch {epoch}) has taken over this job; this one ends")
+
+
 def check_answer(answer: Any) -> None:
     """Raise what an answer of the write script means, unless it is the confirmation."""
     if isinstance(answer, hiredis.ReplyError):
         raise refusal(str(answer))
     if answer[0] == b"fenced":
-        raise StoreFenced(
-            f"another buffer front (epoch {answer[1].decode()}) has taken over this job; this one ends"
-        )
+        raise fenced(int(answer[1]))
     if answer[0] == b"gone":
         raise StoreUnavailable("the ledger is not in Redis any more", "gone")
     if answer[0] == b"absent":

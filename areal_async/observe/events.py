@@ -25,8 +25,7 @@ buffer (file "buffer-<pid>")
                batches   {step: [group_id, …]}, or null for a step forgotten by the redo log
                counts    {reason: how many} transitions of this decision
                A decision is true iff `confirmed` names a later revision under the same front_epoch, or the
-               next `loaded` (of a higher front_epoch) has a revision above it. All else never happened. (A
-               front that loads again itself, by its pid, has written its new epoch before that: one write.)
+               next `loaded` (of a higher front_epoch) has a revision above it. All else never happened.
     confirmed  front_epoch, revision: Redis has confirmed every write before this revision. Written before any
                reply that depends on it is sent.
 rollout-<i>

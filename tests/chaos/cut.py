@@ -37,7 +37,8 @@ def cut_log(job: Job, rng: random.Random, *, longest_s: float, front_too: bool) 
         pause(rng.uniform(0.3, 0.7) * longest_s)
         if log.stat().st_size > before:
             break
-    if not job.signal("buffer", signal.SIGSTOP):
+    # Either may have gone meanwhile: a front that gives Redis up starts another.
+    if job.pid("redis") != redis or not job.signal("buffer", signal.SIGSTOP):
         return False
     psutil.Process(redis).kill()
     _wait_dead(redis)

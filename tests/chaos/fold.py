@@ -96,9 +96,7 @@ def fronts_of(events: Iterable[Event]) -> list[Front]:
 
 
 def _reign(load: Event, after: Event | None, decided: list[Event], confirmed: list[Event]) -> Front:
-    # A front that comes back to Redis itself has written its new epoch, once, before it looks.
-    came_back = after is not None and after["pid"] == load["pid"]
-    found = None if after is None else after["revision"] - came_back
+    found = None if after is None else after["revision"]
     front = Front(load, [])
     latest_s = 0.0
     for event in decided:

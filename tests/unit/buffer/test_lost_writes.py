@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
+
+import pytest
+from redis.exceptions import ConnectionError as RedisGone
 
 from areal_async.wire.messages import Claim, Lease, VersionTag
+from replay_buffer import store as store_module
 from replay_buffer.clock import RedisClock
 from replay_buffer.confirmed import ConfirmedRevision
+from replay_buffer.errors import StoreFenced, StoreUnavailable
 from replay_buffer.front import Front
 from replay_buffer.keys import Keys
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
-from replay_buffer.store import Store, connect
+from replay_buffer.store import SCHEMA, TAKE_SCRIPT, Store, connect
 
 RULES = Rules(group_size=2, batch_groups=2, max_staleness=1)
 
@@ -63,6 +69,139 @@ def test_a_new_front_notices_what_redis_has_lost_and_ends_the_claims(redis_url, 
             await second.stop()
 
     asyncio.run(run())
+
+
+@pytest.fixture
+def a_store(redis_url, job_name):
+    """`a_store(confirmed=…)`: a front's way to the ledger of this test's job."""
+
+    def make(confirmed: int = 0) -> Store:
+        clock = RedisClock(time.monotonic)
+        return Store(redis_url, job_name, "cafe0123", "everysec", clock, confirmed=confirmed)
+
+    return make
+
+
+@asynccontextmanager
+async def meta_of(redis_url, job_name):
+    """`await change(revision=…)`: the ledger in Redis is an older one, as after a loss of writes."""
+    redis = connect(redis_url)
+
+    async def change(**fields):
+        await redis.hset(Keys(job_name).meta, mapping=fields)
+
+    try:
+        yield change
+    finally:
+        await redis.aclose()
+
+
+def nothing_fails(error):
+    raise AssertionError(error)
+
+
+def test_an_attempt_that_dies_between_its_steps_counts_for_nothing(a_store, redis_url, job_name, monkeypatch):
+    """The job is taken over, and Redis goes away before its ledger is read: the next attempt finds the same
+    writes missing."""
+
+    async def run():
+        store = a_store()
+        async with meta_of(redis_url, job_name) as change:
+            await store.open(nothing_fails)
+            await change(revision=58)
+            await store.open(nothing_fails)
+            await change(revision=1)
+        read, dies = store_module.read_ledger, 3
+
+        async def gone(*arguments, **options):
+            nonlocal dies
+            dies -= 1
+            if dies >= 0:
+                raise RedisGone("Connection reset by peer")
+            return await read(*arguments, **options)
+
+        monkeypatch.setattr(store_module, "read_ledger", gone)
+        for _ in range(3):
+            with pytest.raises(StoreUnavailable):
+                await store.open(nothing_fails)
+        opened = await store.open(nothing_fails)
+        await store.close()
+        return opened
+
+    opened = asyncio.run(run())
+    assert opened.revision == 1
+    assert opened.lost_writes == 57
+
+
+def test_what_a_front_has_told_to_be_lost_is_not_told_again(
+    a_store, tmp_path, redis_url, job_name, counted_tasks
+):
+    """It dies before its first write; its successor finds Redis as it was left."""
+
+    async def run():
+        mark = ConfirmedRevision(tmp_path / "confirmed")
+        mark.write(58)
+        told = []
+        for _ in range(2):
+            clock = RedisClock(time.monotonic)
+            store = Store(redis_url, job_name, "cafe0123", "everysec", clock, confirmed=mark.read())
+            front = Front(store, RULES, counted_tasks(), clock, on_confirmed=mark.write)
+            await front.start()
+            told.append(front.lost_writes)
+            await store.close()  # and no word more
+        return told
+
+    assert asyncio.run(run()) == [57, 0]
+
+
+def test_a_front_that_dies_before_it_tells_leaves_the_telling_to_the_next(a_store):
+    async def run():
+        first, second = a_store(confirmed=58), a_store(confirmed=58)
+        assert (await first.open(nothing_fails)).lost_writes == 57
+        await first.close()
+        opened = await second.open(nothing_fails)
+        await second.close()
+        return opened
+
+    assert asyncio.run(run()).lost_writes == 57
+
+
+def test_of_two_fronts_with_one_epoch_the_newer_one_has_the_job(a_store, redis_url, job_name):
+    """Redis has lost the older one's opening, so that the newer one was given the same epoch."""
+
+    async def run():
+        async with meta_of(redis_url, job_name) as change:
+            older, newer = a_store(), a_store()
+            await older.open(nothing_fails)
+            await change(front=0, owner="who was before")
+            assert (await newer.open(nothing_fails)).front_epoch == older.front_epoch
+            with pytest.raises(StoreFenced):
+                await older.open(nothing_fails)
+            await older.close()
+            await newer.close()
+
+    asyncio.run(run())
+
+
+def test_an_attempt_that_arrives_late_takes_nothing_over(a_store, redis_url, job_name):
+    """Redis stood still, and runs the script of an attempt after that of the one which followed it."""
+
+    async def run():
+        redis = connect(redis_url)
+        store = a_store()
+        await store.open(nothing_fails)
+        found = store.front_epoch
+        opened = await store.open(nothing_fails)
+        late = (found, found + 1, store._owner, SCHEMA, b"")
+        answer = await redis.eval(TAKE_SCRIPT, 1, Keys(job_name).meta, *late)
+        held = await redis.hmget(Keys(job_name).meta, "front", "owner")
+        await store.close()
+        await redis.aclose()
+        return answer, int(held[0]), opened.front_epoch
+
+    answer, held, epoch = asyncio.run(run())
+    assert answer == [b"moved"]
+    assert held == epoch
 
 
 def test_a_front_is_not_fenced_by_an_attempt_of_its_own_to_come_back(redis_url, job_name):
