@@ -98,6 +98,19 @@ def test_no_link_is_followed_to_what_is_brought_back(sandbox, tmp_path):
     assert outcome.artifacts == {"d/f": b"mine"}
 
 
+def test_deep_folders_are_removed_with_the_run(sandbox):
+    before = set(os.listdir(tempfile.gettempdir()))
+    source = (
+        "import os\nos.mkdir('shut', 0o000)\n"
+        "try:\n    for _ in range(400):\n        os.mkdir('d' * 99)\n        os.chdir('d' * 99)\n"
+        "except OSError:\n    pass"
+    )
+    outcome = sandbox.run(Program(source=source, limits=LIMITS))
+    assert outcome.ok, outcome.describe()
+    left = set(os.listdir(tempfile.gettempdir())) - before
+    assert not [name for name in left if name.startswith("areal-jail-")]
+
+
 def test_nothing_but_plain_files_is_brought_back_and_nobody_waits_for_a_pipe(sandbox):
     source = "import os\nos.mkfifo('pipe')\nopen('large', 'wb').truncate(40 << 20)\nos.mkdir('folder')"
     limits = Limits(wall_s=30, files_mb=64)
