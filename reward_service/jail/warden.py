@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import os
 import resource
-import shutil
 import signal
 import socket
 import stat
@@ -108,7 +107,7 @@ def _without_namespaces(
     def end(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         kill_below()
-        shutil.rmtree(work, ignore_errors=True)
+        tree.remove(work)
         os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
