@@ -29,6 +29,8 @@ from reward_service.verifiers.cases import Cases, code_cases, read_cases
 from reward_service.verifiers.fences import Block, blocks
 from reward_service.verifiers.run_cases import Settings, run_cases, runner
 
+LONGEST_TESTS = 10_000
+"""Characters. Reading tests takes time beside that of running them, and a response could take that of all."""
 TESTS_FENCE = re.compile(r"^(tests?|unittests?|pytest)$")
 
 
@@ -138,7 +140,7 @@ def split(response: str, max_tests: int, settings: Settings) -> tuple[str | None
 
 
 def _readable(block: Block | None, max_tests: int, settings: Settings) -> Cases | None:
-    if block is None:
+    if block is None or len(block.text) > LONGEST_TESTS:
         return None
     try:
         return code_stdio.readable(code_cases([block.text]), settings).first(max_tests)
