@@ -91,10 +91,10 @@ def proportional_bytes(root: int, counted: int) -> int:
     where the kernel does not tell. Takes longer than `usage`."""
     total = 0
     for pid in descendants(root):
-        rollup = read(f"/proc/{pid}/smaps_rollup")
-        if "Pss_Anon:" not in rollup and os.path.exists(f"/proc/{pid}"):
+        rollup, status = read(f"/proc/{pid}/smaps_rollup"), read(f"/proc/{pid}/status")
+        if "Pss_Anon:" not in rollup and "VmRSS:" in status:
             return counted
-        for line in (rollup + read(f"/proc/{pid}/status")).splitlines():
+        for line in (rollup + status).splitlines():
             key, _, rest = line.partition(":")
             if key in ("Pss_Anon", "SwapPss", "VmPTE"):
                 total += int(rest.split()[0]) << 10

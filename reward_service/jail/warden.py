@@ -161,6 +161,9 @@ def start_program(
             while True:
                 os.waitpid(-1, 0)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if request["collect"]:
+        frames.send(control, {"ended": True})  # what is copied now is not the program's memory
+        frames.receive(control)
     found = [(name, _read_file(work, name, request)) for name in request["collect"]]
     artifacts = [(name, data) for name, data in found if data is not None]
     frames.send(

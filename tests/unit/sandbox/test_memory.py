@@ -128,8 +128,8 @@ for _ in range(16):
 def test_memory_is_held_whoever_maps_it(isolated, attempt, name, limits):
     outcome = attempt(EATERS[name], limits, ok=False)
     assert outcome.kind in ("memory", "exit", "timeout") or name == "pages lent to pipes", outcome.describe()
-    if name != "sockets" or "memory group" in isolated.guards:  # else each counts as full
-        assert outcome.peak_mb < limits.memory_mb + (10 if "memory group" in isolated.guards else 100)
+    if "memory group" in isolated.guards:  # else it depends on how often it can be looked at
+        assert outcome.peak_mb < limits.memory_mb + 10
 
 
 BUILD = "gcc -o p p.c || cc -o p p.c || clang -o p p.c"
@@ -158,22 +158,25 @@ int main(void) {
         program = Program(source=starts + "\nos.wait()", files=files, limits=NO_ADDRESS_SPACE)
     outcome = isolated.run(program)
     assert outcome.kind == "memory", outcome.describe()
-    assert outcome.peak_mb < LIMITS.memory_mb + (10 if "memory group" in isolated.guards else 200)
+    if "memory group" in isolated.guards:
+        assert outcome.peak_mb < LIMITS.memory_mb + 10
 
 
-def test_the_peak_is_told_truthfully_of_one_process_and_of_several(attempt):
-    one = attempt("x = bytearray(80 << 20)\ntime.sleep(0.3)", Limits(wall_s=30, memory_mb=256))
+def test_the_peak_is_told_truthfully_of_one_process_and_of_several(isolated, attempt):
+    hold = f"time.sleep({0 if 'memory group' in isolated.guards else 3})\n"  # until it has been looked at
+    limits = Limits(wall_s=60, memory_mb=256)
+    one = attempt("x = bytearray(80 << 20)\n" + hold, limits)
     several = attempt(
+        "gate, opened = os.pipe()\n"
         "for _ in range(3):\n"
-        "    if os.fork() == 0:\n        x = bytearray(40 << 20)\n        time.sleep(1)\n"
-        "        os._exit(0)\n"
-        "for _ in range(3): os.wait()",
-        Limits(wall_s=30, memory_mb=256),
+        "    if os.fork() == 0:\n"
+        "        x = bytearray(40 << 20)\n"
+        "        os.write(opened, b'x')\n"
+        "        time.sleep(1000)\n"
+        "for _ in range(3): os.read(gate, 1)\n" + hold,
+        limits,
     )
-    files = attempt(
-        "open('file', 'wb').write(bytes(24 << 20))\ntime.sleep(0.3)",
-        Limits(wall_s=30, memory_mb=256),
-    )
+    files = attempt("open('file', 'wb').write(bytes(24 << 20))\n" + hold, limits)
     assert 80 <= one.peak_mb < 110
     assert 120 <= several.peak_mb < 160
     assert 24 <= files.peak_mb < 70
@@ -247,3 +250,12 @@ def test_no_group_is_left_when_its_jailer_has_ended_or_was_killed():
     with Sandbox.at("isolated"):
         assert not any(path.endswith(killed) for path in groups())
     box.close()
+
+
+def test_what_is_brought_back_and_typed_in_is_not_the_programs_memory(isolated):
+    limits = Limits(wall_s=30, memory_mb=64, files_mb=48)
+    source = "import sys\nprint(len(sys.stdin.read()))\nopen('large', 'wb').write(bytes(30 << 20))"
+    outcome = isolated.run(Program(source=source, stdin=b"x" * (4 << 20), collect=("large",), limits=limits))
+    assert (outcome.kind, outcome.stdout) == ("ok", b"%d\n" % (4 << 20)), outcome.describe()
+    assert len(outcome.artifacts["large"]) == 30 << 20
+    assert 30 <= outcome.peak_mb < 64
