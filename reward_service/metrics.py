@@ -41,6 +41,11 @@ SCORE = Histogram(
     ["reward"],
     buckets=(-10, -5, -2, -1, -0.5, -0.1, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 2, 5, 10),
 )
+SANDBOXED = Counter(
+    "areal_reward_sandboxed_verdicts",
+    "Verdicts about programs that were run: isolated, none (without protection), other.",
+    ["reward", "sandbox"],
+)
 PENDING = Gauge("areal_reward_pending_episodes", "Episodes claimed whose verdict the buffer has not got yet.")
 QUEUE_AGE = Gauge(
     "areal_reward_queue_age_seconds", "Since the oldest call without verdicts was claimed.", ["reward"]
@@ -95,6 +100,12 @@ def queue_age(spec: RewardSpec, age_s: Callable[[], float]) -> Iterator[None]:
 
 
 _kinds: dict[str, set[str]] = defaultdict(set)
+
+
+def sandboxed(reward: str, sandbox: str) -> None:
+    """Count a verdict that says in what its programs were run."""
+    if sandbox:
+        SANDBOXED.labels(reward, sandbox if sandbox in ("isolated", "none") else "other").inc()
 
 
 def failed(label: str, kind: str) -> None:

@@ -83,6 +83,7 @@ class Held:
 
     def count(self, verdict: Verdict) -> None:
         self.kinds[kind_of(verdict)].inc()
+        metrics.sandboxed(self.spec.label, verdict.sandbox)
         if isinstance(verdict, Score):
             self.score.observe(verdict.value)
         elif isinstance(verdict, Failure):

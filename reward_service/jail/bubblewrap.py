@@ -58,9 +58,11 @@ def room(request: dict[str, Any]) -> list[str]:
         "--gid",
         inner,
     ]
-    words += ["--hostname", "jail", "--proc", "/proc", "--dev", "/dev", "--clearenv"]
-    for name, shown in rooms.SHOWN_AS.items():
-        words += ["--dev-bind", f"/dev/{shown}", f"/dev/{name}"]
+    words += ["--hostname", "jail", "--proc", "/proc", "--tmpfs", "/dev", "--clearenv"]
+    for name in rooms.DEVICES:
+        words += ["--dev-bind", f"/dev/{rooms.SHOWN_AS.get(name, name)}", f"/dev/{name}"]
+    for name, to in rooms.DEVICE_LINKS.items():
+        words += ["--symlink", to, f"/dev/{name}"]
     for path in request["binds"]:
         if os.path.islink(path):
             words += ["--symlink", os.readlink(path), path]

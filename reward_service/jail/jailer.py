@@ -74,8 +74,6 @@ def run(
         request["uid"] = None
     request["others"] = _others(request)
     request["grouped"] = group is not None
-    if group is not None:
-        group.begin(int(request["limits"]["memory_mb"]) << 20)
     with contextlib.ExitStack() as open_fds:
         linked = [open_fds.enter_context(open(fd, "rb", buffering=0)) for fd in link]
         stdin = open_fds.enter_context(_sealed(stdin_bytes))
@@ -85,6 +83,8 @@ def run(
         control, theirs = socket.socketpair()
         open_fds.enter_context(control)
         open_fds.enter_context(theirs)
+        if group is not None:
+            group.begin(int(request["limits"]["memory_mb"]) << 20)
         jailer = os.getpid()
         pid = os.fork()
         if pid == 0:

@@ -186,12 +186,19 @@ class Keeper:
             self._seen.began_s = time.monotonic()
             if self._maker == "bubblewrap":  # the warden is below it
                 self._root = (tree.children(self._first) or [self._first])[0]
+        elif "ended" in head:
+            self._seen.ended_s = time.monotonic()
+            self._count_memory()
+            if self._group is not None:
+                self._group.end()
+                self._group = None
+            frames.send(self._control, {"go": True})
         elif "failed" in head:
             self._seen.failed = str(head["failed"])
         elif "status" in head:
             self._seen.status = int(head["status"])
             self._seen.cpu_ms = float(head["cpu_ms"])
-            self._seen.ended_s = time.monotonic()
+            self._seen.ended_s = self._seen.ended_s or time.monotonic()
             self._seen.artifacts = [(str(name), int(size)) for name, size in head["artifacts"]]
             self._seen.artifact_bytes = body
         return True

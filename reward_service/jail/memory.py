@@ -21,6 +21,7 @@ FILES = {
         "peak": "memory.max_usage_in_bytes",
         "kills": "memory.oom_control",
         "cache": "cache",
+        "unlimited": "-1",
     },
     2: {
         "limits": ("memory.max",),
@@ -28,6 +29,7 @@ FILES = {
         "peak": "memory.peak",
         "kills": "memory.events",
         "cache": "file",
+        "unlimited": "max",
     },
 }
 """How the two versions of control groups call the same things."""
@@ -60,15 +62,21 @@ class Group:
         OSError."""
         used_bytes, files_bytes = self._holds()
         self._fixed_bytes = used_bytes - files_bytes
-        limit = str(self._fixed_bytes + RESERVE_BYTES + limit_bytes)
-        names = [name for name in self._names["limits"] if os.path.exists(os.path.join(self._folder, name))]
-        for name in reversed(names):  # memory with swap is never below memory
-            _write(os.path.join(self._folder, name), "-1" if len(names) == 2 else limit)
-        for name in names:
-            _write(os.path.join(self._folder, name), limit)
+        self._set_limit(str(self._fixed_bytes + RESERVE_BYTES + limit_bytes))
         self._killed = self._kills()
         if self._peak_fd is not None:
             os.pwrite(self._peak_fd, b"0", 0)
+
+    def end(self) -> None:
+        """No limit until the next `begin`. Raises OSError."""
+        self._set_limit(str(self._names["unlimited"]))
+
+    def _set_limit(self, limit: str) -> None:
+        names = [name for name in self._names["limits"] if os.path.exists(os.path.join(self._folder, name))]
+        for name in reversed(names):  # memory with swap is never below memory
+            _write(os.path.join(self._folder, name), str(self._names["unlimited"]))
+        for name in names:
+            _write(os.path.join(self._folder, name), limit)
 
     def over(self) -> bool:
         """Whether the kernel has killed for the limit since `begin`."""

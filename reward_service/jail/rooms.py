@@ -10,6 +10,13 @@ from reward_service.jail import linux
 
 INNER_UID = 1000
 DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICE_LINKS = {
+    "fd": "/proc/self/fd",
+    "stdin": "fd/0",
+    "stdout": "fd/1",
+    "stderr": "fd/2",
+    "shm": "/work/.tmp",
+}
 SHOWN_AS = {"zero": "full"}
 """It reads the same. Mapping the other makes memory that is counted nowhere."""
 ETC_FILES = {
@@ -48,8 +55,7 @@ def build(request: dict[str, Any]) -> None:
     linux.mount("tmpfs", f"{root}/work", "tmpfs", PRIVATE, f"{size},mode=755,uid={INNER_UID},gid={INNER_UID}")
     os.mkdir(f"{root}/work/.tmp")
     os.chmod(f"{root}/work/.tmp", 0o1777)
-    for link in ("tmp", "dev/shm"):
-        os.symlink("/work/.tmp", f"{root}/{link}")
+    os.symlink("/work/.tmp", f"{root}/tmp")
     os.mkdir(f"{root}/.old")
     linux.pivot_root(root, f"{root}/.old")
     os.chdir("/")
@@ -92,5 +98,5 @@ def _devices(root: str) -> None:
         target = f"{root}/dev/{name}"
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
         linux.mount(f"/dev/{SHOWN_AS.get(name, name)}", target, None, linux.MS_BIND)
-    for name, to in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+    for name, to in DEVICE_LINKS.items():
         os.symlink(to, f"{root}/dev/{name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -90,10 +91,10 @@ def proportional_bytes(root: int, counted: int) -> int:
     where the kernel does not tell. Takes longer than `usage`."""
     total = 0
     for pid in descendants(root):
-        rollup = read(f"/proc/{pid}/smaps_rollup")
-        if "Pss_Anon:" not in rollup and os.path.exists(f"/proc/{pid}"):
+        rollup, status = read(f"/proc/{pid}/smaps_rollup"), read(f"/proc/{pid}/status")
+        if "Pss_Anon:" not in rollup and "VmRSS:" in status:
             return counted
-        for line in (rollup + read(f"/proc/{pid}/status")).splitlines():
+        for line in (rollup + status).splitlines():
             key, _, rest = line.partition(":")
             if key in ("Pss_Anon", "SwapPss", "VmPTE"):
                 total += int(rest.split()[0]) << 10
@@ -147,6 +148,31 @@ def threads_of_user(uid: int) -> int:
         except OSError:
             continue  # it has gone meanwhile
     return count
+
+
+def remove(folder: str) -> None:
+    """`folder` with all in it, however deep: what lies in folders in it is moved up first. What cannot be
+    removed stays."""
+    moved, prefix = 0, f".{os.urandom(8).hex()}"
+    progress = True
+    while progress:
+        progress = False
+        with contextlib.suppress(OSError):
+            for entry in list(os.scandir(folder)):
+                try:
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry.path)
+                    else:
+                        os.chmod(entry.path, 0o700)
+                        for inner in list(os.scandir(entry.path)):
+                            moved += 1
+                            os.rename(inner.path, os.path.join(folder, f"{prefix}-{moved}"))
+                        os.rmdir(entry.path)
+                    progress = True
+                except OSError:
+                    continue
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
 
 
 def folder_usage(path: str, most: int) -> tuple[int, int]:

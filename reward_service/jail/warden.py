@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import os
 import resource
-import shutil
 import signal
 import socket
 import stat
@@ -108,7 +107,7 @@ def _without_namespaces(
     def end(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         kill_below()
-        shutil.rmtree(work, ignore_errors=True)
+        tree.remove(work)
         os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
@@ -162,6 +161,9 @@ def start_program(
             while True:
                 os.waitpid(-1, 0)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if request["collect"]:
+        frames.send(control, {"ended": True})  # what is copied now is not the program's memory
+        frames.receive(control)
     found = [(name, _read_file(work, name, request)) for name in request["collect"]]
     artifacts = [(name, data) for name, data in found if data is not None]
     frames.send(

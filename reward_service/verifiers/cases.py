@@ -142,13 +142,17 @@ def code_cases(texts: list[str], setup: str = "", entry_point: str = "") -> Case
     """Every assertion and every function `test…` at the top is a case; what stands between goes before all of
     them. A text that defines `check` is one case, and so is one with none of these. Raises ValueError for
     what is not Python, for tests that run nothing of the program, and for names that nobody defines."""
+    try:
+        return _code_cases(texts, setup, entry_point)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"the tests are not Python: {error}") from error
+
+
+def _code_cases(texts: list[str], setup: str, entry_point: str) -> Cases:
     before = [setup] if setup.strip() else []
     codes: list[CodeCase] = []
     for text in texts:
-        try:
-            body = ast.parse(text).body
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise ValueError(f"the tests are not Python: {error}") from error
+        body = ast.parse(text).body
         if entry_point and any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body):
             codes.append(CodeCase(f"{text}\ncheck({CANDIDATE})"))
             continue
@@ -180,27 +184,24 @@ def _with_names(codes: list[CodeCase], setup: list[str], entry_point: str) -> Ca
     texts = [*setup, *(case.code for case in codes)]
     declared = entry_point.partition("(")[0]
     checked = any(case.code.endswith(f"check({CANDIDATE})") for case in codes)
-    try:
-        # Handed to `check`, the entry point needs no name there: a builtin of that name stays Python's.
-        names = names_of(texts, "" if checked else declared)
-        taken = [declared] if entry_point else names.free
-        unknown = [name for name in names.free if name not in taken]
-        if unknown and not names.star:
-            raise ValueError(
-                f"the tests use {unknown[0]!r}, which they do not define and which is not the entry point "
-                f"{entry_point!r}: define it in the tests or in `test_setup_code`"
-            )
-        entries = {name: name for name in taken if name in names.free}
-        if checked:
-            entries[CANDIDATE] = entry_point
-        if not entries:
-            raise ValueError(
-                "the tests use nothing of the program: every name in them is their own, Python's or a "
-                "library's. Give the function's name as `entry_point`"
-            )
-        live = needs_live_objects(texts, entries)
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"the tests are not Python: {error}") from error
+    # Handed to `check`, the entry point needs no name there: a builtin of that name stays Python's.
+    names = names_of(texts, "" if checked else declared)
+    taken = [declared] if entry_point else names.free
+    unknown = [name for name in names.free if name not in taken]
+    if unknown and not names.star:
+        raise ValueError(
+            f"the tests use {unknown[0]!r}, which they do not define and which is not the entry point "
+            f"{entry_point!r}: define it in the tests or in `test_setup_code`"
+        )
+    entries = {name: name for name in taken if name in names.free}
+    if checked:
+        entries[CANDIDATE] = entry_point
+    if not entries:
+        raise ValueError(
+            "the tests use nothing of the program: every name in them is their own, Python's or a "
+            "library's. Give the function's name as `entry_point`"
+        )
+    live = needs_live_objects(texts, entries)
     return Cases(codes=codes, setup=[*names.imports, *setup], entries=entries, live=live)
 
 

@@ -29,6 +29,8 @@ from reward_service.verifiers.cases import Cases, code_cases, read_cases
 from reward_service.verifiers.fences import Block, blocks
 from reward_service.verifiers.run_cases import Settings, run_cases, runner
 
+LONGEST_TESTS = 10_000
+"""Characters. Reading tests takes time beside that of running them, and a response could take that of all."""
 TESTS_FENCE = re.compile(r"^(tests?|unittests?|pytest)$")
 
 
@@ -71,6 +73,7 @@ def _scores(
     out_of_time = False
 
     def passes(program: str | None, cases: Cases | None) -> bool:
+        """Raises ValueError for tests that are wrong whatever the program."""
         nonlocal out_of_time
         if program is None or cases is None:
             return False
@@ -87,7 +90,10 @@ def _scores(
         # Samples of a group are often the same text.
         key = (program, next(k for k in range(len(tests)) if tests[k] == tests[j]))
         if key not in known:
-            known[key] = passes(program, tests[j])
+            try:
+                known[key] = passes(program, tests[j])
+            except ValueError:  # a response's own tests: nobody passes them
+                known[key] = False
         return known[key]
 
     right_by_text = {program: passes(program, task) for program in dict.fromkeys(programs)} if task else {}
@@ -134,7 +140,7 @@ def split(response: str, max_tests: int, settings: Settings) -> tuple[str | None
 
 
 def _readable(block: Block | None, max_tests: int, settings: Settings) -> Cases | None:
-    if block is None:
+    if block is None or len(block.text) > LONGEST_TESTS:
         return None
     try:
         return code_stdio.readable(code_cases([block.text]), settings).first(max_tests)

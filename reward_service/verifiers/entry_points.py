@@ -138,9 +138,13 @@ class _Uses(ast.NodeVisitor):
 
 
 def marked(text: str) -> str:
-    """`text`, with every call that is a statement of its own marked as one (`examiner.in_place`)."""
-    tree = _Statements().visit(ast.parse(text))
-    return ast.unparse(ast.fix_missing_locations(tree))
+    """`text`, with every call that is a statement of its own marked as one (`examiner.in_place`). Raises
+    ValueError for what is nested too deeply."""
+    try:
+        tree = _Statements().visit(ast.parse(text))
+        return ast.unparse(ast.fix_missing_locations(tree))
+    except (RecursionError, MemoryError) as error:
+        raise ValueError("the tests are nested too deeply") from error
 
 
 class _Statements(ast.NodeTransformer):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-OPENING = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([A-Za-z0-9_+#.-]*)[^<`\n]*$", re.MULTILINE)
+OPENING = re.compile(r"^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([A-Za-z0-9_+#.-]*+)[^<`\n]*+$", re.MULTILINE)
+"""Possessive throughout: what one part has taken no other tries again, so a line is read once."""
 LONGEST = 200_000
 """Characters of a response that are looked at, from its end."""
 
@@ -24,7 +25,7 @@ def blocks(response: str) -> list[Block]:
     at = 0
     while (opening := OPENING.search(response, at)) is not None:
         fence = opening.group(1)
-        closing = re.compile(rf"^[ \t]*{re.escape(fence[0])}{{{len(fence)},}}[ \t]*$", re.MULTILINE)
+        closing = re.compile(rf"^[ \t]*+{re.escape(fence[0])}{{{len(fence)},}}+[ \t]*+$", re.MULTILINE)
         end = closing.search(response, opening.end())
         text = response[opening.end() + 1 : end.start() if end else len(response)]
         found.append(Block(opening.group(2).lower(), text))

@@ -87,7 +87,8 @@ def runner(settings: Settings) -> Runner:
 
 
 def run_cases(source: str, language: str, cases: Cases, settings: Settings) -> Result:
-    """All cases, or until the first that fails unless `partial`. Raises SandboxError, CompilerMissing."""
+    """All cases, or until the first that fails unless `partial`. Raises SandboxError, CompilerMissing, and
+    ValueError for tests that fail or end before they have asked anything of the program."""
     sandbox = runner(settings)
     deadline_s = time.monotonic() + settings.budget_s
     result = Result([], level=sandbox.level)
@@ -169,16 +170,17 @@ def _harness(
         ),
     )
     lines = answers(examined)
-    # Tests that have called nothing of the program say nothing about it.
-    asked = any(line.get("asked") is True for line in lines)
+    if len(lines) == len(tests) and all(one.get("ready") and not one.get("asked") for one in lines):
+        # They would have done the same to any program.
+        raise ValueError(f"the tests never called the program: {lines[0].get('why') or 'they are empty'}")
     ended = program if program.kind not in ("ok", "ended") else examined
     for index in range(len(tests)):
         line = lines[index] if index < len(lines) else {"why": ended.describe()}
-        right = line.get("passed") is True and asked
+        right = line.get("passed") is True
         result.passed.append(right)
         result.live = result.live or line.get("live") is True
         if not right and not result.why:
-            result.why = str(line.get("why") or "the tests did not call the program")
+            result.why = str(line.get("why"))
 
 
 _marked = functools.lru_cache(maxsize=256)(marked)

@@ -258,6 +258,7 @@ def _count(label: str, verdicts: list[Verdict], elapsed_ms: float) -> None:
     metrics.CALL_SECONDS.labels(label).observe(elapsed_ms / 1000)
     for verdict in verdicts:
         metrics.VERDICTS.labels(label, kind_of(verdict)).inc()
+        metrics.sandboxed(label, verdict.sandbox)
         if isinstance(verdict, Score):
             metrics.SCORE.labels(label).observe(verdict.value)
         elif isinstance(verdict, Failure):

@@ -19,10 +19,10 @@ from reward_service.remote.schema import Extra, RewardInfo
 from reward_service.sdk import RewardLoadError
 from reward_service.spec import RewardSpec
 
-LOCKED = ("parts", "of", "remote", "token_env", "sandbox", "dataset_args")
+LOCKED = ("parts", "of", "remote", "token_env", "sandbox", "live_objects", "dataset_args")
 """Arguments of built-in rewards that name code to run, an address to send a secret to, the variable that
-holds it, how well programs are shut in, or (data sets of reasoning_gym) a file to read. Who may have episodes
-scored may not choose them."""
+holds it, how well programs are shut in and how far their objects are believed, or (data sets of
+reasoning_gym) a file to read. Who may have episodes scored may not choose them."""
 
 
 @dataclass(frozen=True)

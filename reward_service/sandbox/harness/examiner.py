@@ -1,7 +1,8 @@
 """The tests' side: runs the tests, asks the program over the link, and says what passed.
 
 Standard input is one object of JSON; see `Task`. Standard output is a line of JSON for each test: `passed`,
-`why` not, whether the program had been `asked` anything by then, and whether `live` objects of it were used.
+`why` not, and by then whether the program was `ready` to be asked, was `asked` anything, and whether `live`
+objects of it were used.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Examiner:
     def __init__(self, link: Link, *, live: bool) -> None:
         self.link = link
         self.live = live
+        self.ready = False
         self.asked = False
         self.used_live = False
         self.broken = ""
@@ -59,7 +61,8 @@ class Examiner:
         """Why the program cannot be tested, if so."""
         self.link.send({"live": self.live})
         opening = self.link.receive()
-        return "" if opening.get("ready") is True else str(opening.get("broken"))[:WHY]
+        self.ready = opening.get("ready") is True
+        return "" if self.ready else str(opening.get("broken"))[:WHY]
 
     def ask(
         self,
@@ -84,9 +87,9 @@ class Examiner:
             "named": {key: self.encoded(one) for key, one in (named or {}).items()},
             "back": back,
         }
+        self.asked = True
         try:
             self.link.send(message)
-            self.asked = True
             while "callback" in (reply := self.link.receive()):
                 self.call_back(reply)
             if "raised" in reply:
@@ -321,6 +324,7 @@ def main() -> None:
     sys.path += installed_packages()
     examiner = Examiner(Link(LINK), live=task["live"])
     for why in results(task, examiner):
-        line = {"passed": not why, "why": why, "asked": examiner.asked, "live": examiner.used_live}
+        by_then = {"ready": examiner.ready, "asked": examiner.asked, "live": examiner.used_live}
+        line = {"passed": not why, "why": why, **by_then}
         os.write(answers, json.dumps(line).encode() + b"\n")
     os._exit(0)

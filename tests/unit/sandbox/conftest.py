@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from reward_service.sandbox import Sandbox, SandboxError, client
+from reward_service.sandbox import Limits, Program, Sandbox, SandboxError, client
 
 ISOLATED = ("bubblewrap", "own", "summed")
 """By whom the namespaces are made, and our own without a memory group."""
@@ -58,3 +58,41 @@ def sandbox(request, secret):
 def best(secret):
     with Sandbox.at("isolated") as box:
         yield box
+
+
+LIMITS = Limits(wall_s=30, cpu_s=20, memory_mb=128, processes=16)
+OPENING = """
+import ctypes, errno, fcntl, mmap, os, signal, socket, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+def tried(what, call, *arguments):
+    try:
+        call(*arguments)
+    except (OSError, ValueError, PermissionError):
+        return
+    print('ESCAPED', what)
+def refused(what, number, *arguments):
+    "A system call by its number must fail."
+    words = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
+    if libc.syscall(ctypes.c_long(number), *words) >= 0:
+        print('ESCAPED', what)
+"""
+
+
+@pytest.fixture(scope="session")
+def opening():
+    """What such programs begin with."""
+    return OPENING
+
+
+@pytest.fixture(scope="session")
+def attempt(isolated):
+    """Runs a program that says ESCAPED where it got further than it may, and must end by itself unless `ok`
+    is false."""
+
+    def made(source, limits=LIMITS, *, ok=True):
+        outcome = isolated.run(Program(source=OPENING + source, limits=limits))
+        assert b"ESCAPED" not in outcome.stdout + outcome.stderr, outcome.stdout.decode()
+        assert outcome.ok or not ok, outcome.describe()
+        return outcome
+
+    return made

@@ -12,7 +12,7 @@ from areal_async.config.reward import RewardSection
 from areal_async.config.verifiers import REWARD_ARGUMENTS
 from areal_async.wire.verdicts import Abstain, Score
 from reward_service.client import LocalScorer
-from reward_service.sandbox import Outcome
+from reward_service.sandbox import CompilerMissing, Outcome, languages
 from reward_service.sdk import RewardInput
 from reward_service.verifiers.cases import Cases, CodeCase, read_cases
 from reward_service.verifiers.code_matrix import code_matrix, judged, split
@@ -133,8 +133,43 @@ def test_blocks_of_a_response():
 
 
 def test_long_responses_are_read_in_bounded_time():
-    for text in ("```" * 200_000, "```\n" * 100_000, "`" * 500_000, "~~~py " * 100_000):
+    for text in (
+        "```" * 200_000,
+        "```\n" * 100_000,
+        "`" * 500_000,
+        "~~~py " * 100_000,
+        f"```{'a' * 199_000}<",
+        f"```{' ' * 199_000}<",
+        f"{'`' * 99_000}{'a' * 99_000}<",
+        f"```\n{'`' * 199_000}x",
+    ):
         blocks(text)
+
+
+@pytest.mark.parametrize("assertion", ["f() == " + "+".join("1" * 900), "-" * 900 + "f()", "f" + "()" * 900])
+def test_tests_that_are_nested_too_deeply_are_no_tests_and_end_nothing(assertion):
+    with pytest.raises(ValueError, match="not Python"):
+        read_cases(f"assert {assertion}")
+    others = both("def add(a, b): return a + b", "assert add(5, 5) == 10")
+    for tests in (f"assert {assertion}", "assert add(1, 1) == 2\n" * 9_000):
+        scores = code_matrix([others, both("def add(a, b): return 3", tests)], budget_s=20.0)
+        assert [one.components["tests"] for one in scores] == [1, 0]
+
+
+def test_a_language_that_the_model_chose_and_cannot_have_is_a_wrong_answer():
+    function_tests = RewardInput(response="```java\nclass Main {}\n```", ground_truth=["assert f(1) == 1"])
+    assert code_stdio(function_tests, language="auto").value == 0
+    assert code_stdio(function_tests, language="java").kind == "sandbox"
+
+
+def test_a_language_that_is_not_installed_is_a_wrong_answer_where_the_model_chose_it(monkeypatch):
+    def missing():
+        raise CompilerMissing("rust is not installed")
+
+    monkeypatch.setitem(languages.LANGUAGES, "rust", missing)
+    program = RewardInput(response="```rust\nfn main() {}\n```", ground_truth=TRUTH)
+    assert code_stdio(program, language="auto").value == 0
+    assert code_stdio(program, language="rust").kind == "compile"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def value(program: str, truth: Any, **arguments: Any) -> float:
     return verdict.value
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_program_that_computes_nothing_right_passes_and_right_ones_do():
     """The quick form of `benchmarks/forge.py`: 200 programs over all tasks."""
@@ -182,7 +183,18 @@ def test_an_assertion_inside_a_function_of_the_tests_counts_though_the_program_c
 
 
 def test_tests_that_never_call_the_program_pass_nobody():
-    assert value("def f(): return 1", {"test": "def check(candidate):\n    pass", "entry_point": "f"}) == 0
+    for body in ("pass", "import no_such_module\n    candidate()", "candidate(object())"):
+        given = RewardInput(
+            response="```\ndef f(): return 1\n```",
+            ground_truth={"test": f"def check(candidate):\n    {body}", "entry_point": "f"},
+        )
+        with pytest.raises(ValueError, match="never called the program"):
+            code_tests(given)
+        broken = RewardInput(response="```\n1 / 0\n```", ground_truth=given.ground_truth)
+        assert code_tests(broken).value == 0
+    own_tests = "```\ndef f(): return 1\n```\n```tests\nassert f(object()) == 1\n```"
+    (score,) = code_matrix([RewardInput(response=own_tests, ground_truth=["assert f() == 1"])])
+    assert (score.components["solution"], score.components["tests"]) == (1, 0)
     vacuous = {"test": "def f(x): return x\ndef check(candidate):\n    assert candidate(2) == f(2)"}
     assert value("def f(x): return 0", vacuous | {"entry_point": "f"}) == 0
     assert value("def f(x): return x", vacuous | {"entry_point": "f"}) == 1

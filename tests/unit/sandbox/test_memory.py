@@ -1,0 +1,261 @@
+"""Memory is held whoever maps it, and what was used is told."""
+
+import os
+import threading
+
+import pytest
+
+from reward_service.jail import memory
+from reward_service.sandbox import Limits, Program, Sandbox
+from reward_service.sandbox.languages import installed
+
+LIMITS = Limits(wall_s=30, cpu_s=20, memory_mb=128, processes=16)
+NO_ADDRESS_SPACE = Limits(wall_s=30, cpu_s=20, memory_mb=128, processes=16, address_space=False)
+needs_c = pytest.mark.skipif("c" not in installed(), reason="no C compiler here")
+
+# --- memory, whoever maps it ----------------------------------------------------------------------------
+
+EATERS = {
+    "shared anonymous mappings": """
+kept = []
+while True:
+    one = mmap.mmap(-1, 8 << 20)
+    one.write(bytes(8 << 20))
+    kept.append(one)
+""",
+    "shared mappings that are let go of": """
+kept = []
+while True:
+    one = mmap.mmap(-1, 8 << 20)
+    one.write(bytes(8 << 20))
+    one.madvise(4)
+    kept.append(one)
+""",
+    "a device that gives memory": """
+zero = os.open('/dev/zero', os.O_RDWR)
+kept = []
+while True:
+    one = mmap.mmap(zero, 8 << 20)
+    one.write(bytes(8 << 20))
+    kept.append(one)
+""",
+    "many processes": """
+for _ in range(12):
+    if os.fork() == 0:
+        kept = bytearray(30 << 20)
+        time.sleep(1000)
+time.sleep(1000)
+""",
+    "memory files": """
+fd = os.memfd_create('x')
+while True:
+    os.write(fd, bytes(1 << 20))
+""",
+    "files and memory together": """
+for n in range(30):
+    with open(f'part{n}', 'wb') as file:
+        file.write(bytes(1 << 20))
+kept = []
+while True:
+    kept.append(bytearray(1 << 20))
+""",
+    "sockets": """
+kept = []
+for _ in range(12):
+    if os.fork() == 0:
+        break
+pairs = [socket.socketpair() for _ in range(28)]
+for one, other in pairs:
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
+    one.setblocking(False)
+    try:
+        while True:
+            one.send(bytes(1 << 16))
+    except OSError:
+        continue
+time.sleep(1000)
+""",
+    "pipes": """
+for _ in range(12):
+    if os.fork() == 0:
+        break
+for _ in range(28):
+    reading, writing = os.pipe()
+    try:
+        fcntl.fcntl(writing, 1031, 1 << 20)
+    except OSError:
+        pass
+    os.set_blocking(writing, False)
+    try:
+        while True:
+            os.write(writing, bytes(1 << 16))
+    except OSError:
+        continue
+kept = bytearray(100 << 20)
+time.sleep(1000)
+""",
+    "page tables": """
+import mmap
+size = 1 << 44
+area = libc.mmap
+area.restype = ctypes.c_void_p
+start = area(None, ctypes.c_size_t(size), 1, 0x4022, -1, ctypes.c_long(0))
+if start in (None, ctypes.c_void_p(-1).value):
+    raise SystemExit(1)
+for at in range(0, size, 2 << 20):
+    ctypes.string_at(start + at, 1)
+""",
+    "pages lent to pipes": """
+class Part(ctypes.Structure):
+    _fields_ = [('base', ctypes.c_void_p), ('size', ctypes.c_size_t)]
+held = []
+for _ in range(16):
+    area = mmap.mmap(-1, 64 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    area.madvise(14)
+    area.write(bytes(64 << 20))
+    start = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    reading, writing = os.pipe()
+    for at in range(0, 32 << 20, 2 << 20):
+        libc.vmsplice(writing, ctypes.byref(Part(start + at, 4096)), 1, 0)
+    libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(64 << 20), 4)
+    held.append((area, reading, writing))
+""",
+}
+
+
+@pytest.mark.parametrize("name", EATERS)
+@pytest.mark.parametrize("limits", [LIMITS, NO_ADDRESS_SPACE], ids=["address space", "no address space"])
+def test_memory_is_held_whoever_maps_it(isolated, attempt, name, limits):
+    outcome = attempt(EATERS[name], limits, ok=False)
+    assert outcome.kind in ("memory", "exit", "timeout") or name == "pages lent to pipes", outcome.describe()
+    if "memory group" in isolated.guards:  # else it depends on how often it can be looked at
+        assert outcome.peak_mb < limits.memory_mb + 10
+
+
+BUILD = "gcc -o p p.c || cc -o p p.c || clang -o p p.c"
+
+
+@needs_c
+def test_memory_is_held_of_a_program_written_and_started_by_another(isolated):
+    source = """
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+int main(void) {
+  for (;;) memset(mmap(0, 8 << 20, 3, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), 1, 8 << 20);
+}"""
+    build = Program(command=("/bin/sh", "-c", BUILD), files={"p.c": source.encode()}, collect=("p",))
+    files = {"p": isolated.run(build).artifacts["p"]}
+    if "javascript" in installed():
+        starts = (
+            "require('fs').chmodSync('p', 0o755)\n"
+            "for (let n = 0; n < 4; n++) require('child_process').spawn('./p')\n"
+            "setTimeout(() => {}, 100000)"
+        )
+        program = Program(source=starts, language="javascript", files=files, limits=LIMITS)
+    else:
+        starts = "import os\nos.chmod('p', 0o755)\nfor _ in range(4): os.fork() or os.execv('p', ['p'])"
+        program = Program(source=starts + "\nos.wait()", files=files, limits=NO_ADDRESS_SPACE)
+    outcome = isolated.run(program)
+    assert outcome.kind == "memory", outcome.describe()
+    if "memory group" in isolated.guards:
+        assert outcome.peak_mb < LIMITS.memory_mb + 10
+
+
+def test_the_peak_is_told_truthfully_of_one_process_and_of_several(isolated, attempt):
+    hold = f"time.sleep({0 if 'memory group' in isolated.guards else 3})\n"  # until it has been looked at
+    limits = Limits(wall_s=60, memory_mb=256)
+    one = attempt("x = bytearray(80 << 20)\n" + hold, limits)
+    several = attempt(
+        "gate, opened = os.pipe()\n"
+        "for _ in range(3):\n"
+        "    if os.fork() == 0:\n"
+        "        x = bytearray(40 << 20)\n"
+        "        os.write(opened, b'x')\n"
+        "        time.sleep(1000)\n"
+        "for _ in range(3): os.read(gate, 1)\n" + hold,
+        limits,
+    )
+    files = attempt("open('file', 'wb').write(bytes(24 << 20))\n" + hold, limits)
+    assert 80 <= one.peak_mb < 110
+    assert 120 <= several.peak_mb < 160
+    assert 24 <= files.peak_mb < 70
+
+
+def test_memory_shared_since_a_fork_counts_once(attempt):
+    source = (
+        "kept = bytearray(60 << 20)\n"
+        "for _ in range(4):\n    if os.fork() == 0:\n        time.sleep(0.5)\n        os._exit(0)\n"
+        "for _ in range(4): os.wait()"
+    )
+    attempt(source)
+
+
+@needs_c
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/full", "/dev/urandom"])
+def test_a_compiler_that_reads_without_end_is_held_too(isolated, path):
+    outcome = isolated.run(
+        Program(source=f'#include "{path}"\nint main(void) {{}}', language="c", within_s=30)
+    )
+    assert outcome.kind in ("compile", "timeout"), outcome.describe()
+    assert outcome.peak_mb < 620
+
+
+def test_it_cannot_spare_itself_when_memory_runs_out(attempt):
+    outcome = attempt(
+        "print(open('/proc/self/oom_score_adj').read())\n"
+        "for name in ('oom_score_adj', 'oom_adj'):\n"
+        "    tried(name, lambda: open(f'/proc/self/{name}', 'w').write('-1000'))\n"
+        "    tried(name, lambda: open(f'/proc/{os.getppid()}/{name}', 'w').write('0'))",
+    )
+    assert int(outcome.stdout) == 1000
+
+
+def test_two_sandboxes_at_once_hold_each_its_own_memory(best, opening):
+    """Their groups are not each other's."""
+
+    found = {}
+
+    def bomb():
+        with Sandbox.at("isolated") as other:
+            found["bomb"] = other.run(Program(source=opening + EATERS["many processes"], limits=LIMITS))
+
+    thread = threading.Thread(target=bomb)
+    thread.start()
+    good = best.run(Program(source="import time\nx = bytearray(100 << 20)\ntime.sleep(1)", limits=LIMITS))
+    thread.join()
+    assert good.ok, good.describe()
+    assert found["bomb"].kind == "memory"
+
+
+def test_no_group_is_left_when_its_jailer_has_ended_or_was_killed():
+    def groups():
+        return {
+            os.path.join(above, name)
+            for above, _ in memory.places()
+            for name in os.listdir(above)
+            if name.startswith(memory.PREFIX)
+        }
+
+    with Sandbox.at("isolated") as box:
+        if "memory group" not in box.guards:
+            pytest.skip("no memory group can be had here")
+        ended = f"{memory.PREFIX}{box._jailer._process.pid}"
+        assert any(path.endswith(ended) for path in groups())
+    assert not any(path.endswith(ended) for path in groups())
+    box = Sandbox.at("isolated")
+    killed = f"{memory.PREFIX}{box._jailer._process.pid}"
+    box._jailer._process.kill()
+    box._jailer._process.wait()
+    with Sandbox.at("isolated"):
+        assert not any(path.endswith(killed) for path in groups())
+    box.close()
+
+
+def test_what_is_brought_back_and_typed_in_is_not_the_programs_memory(isolated):
+    limits = Limits(wall_s=30, memory_mb=64, files_mb=48)
+    source = "import sys\nprint(len(sys.stdin.read()))\nopen('large', 'wb').write(bytes(30 << 20))"
+    outcome = isolated.run(Program(source=source, stdin=b"x" * (4 << 20), collect=("large",), limits=limits))
+    assert (outcome.kind, outcome.stdout) == ("ok", b"%d\n" % (4 << 20)), outcome.describe()
+    assert len(outcome.artifacts["large"]) == 30 << 20
+    assert 30 <= outcome.peak_mb < 64
