@@ -1,28 +1,38 @@
 """Prometheus metrics of a process, and the seconds it spends being busy.
 
-Every service declares its own series in its `metrics.py` on the default registry; this module serves
-them over HTTP on the loopback interface and holds the one series that all share,
-`areal_busy_seconds_total{activity}`.
+Every service declares its own series in its `metrics.py` on the default registry; this module serves them
+over HTTP, from one thread with an event loop of its own, and holds the one series that all share,
+`areal_busy_seconds_total{activity}`. However many ask, and whatever they send, the process works on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import gzip
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from wsgiref.simple_server import WSGIServer
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily
+from prometheus_client.exposition import choose_encoder, gzip_accepted
 from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from areal_async.errors import ArealError
+from areal_async.wire.http import HttpLimits, HttpServer, listen
 
 # A `_created` series beside every counter doubles what is scraped and says nothing we use.
 prometheus_client.disable_created_metrics()
+
+LIMITS = HttpLimits(connections=64, header_bytes=16 << 10, header_s=5.0, answer_s=30.0)
+END_LIMIT_S = 5.0
 
 
 class MetricsPortError(ArealError):
@@ -34,30 +44,68 @@ def start_metrics_server(port: int) -> int:
     process lives.
 
     `port` 0 picks a free one. Returns the port in use. Raises `MetricsPortError` when it is taken."""
-    return int(_serve(port).server_port)
+    listening = _listen(port)
+    threading.Thread(target=asyncio.run, args=(_serve(listening),), name="metrics", daemon=True).start()
+    return int(listening.getsockname()[1])
 
 
 @contextmanager
 def serve_metrics(port: int) -> Iterator[int]:
     """The same for the time of a block."""
-    server = _serve(port)
+    listening = _listen(port)
+    loop = asyncio.new_event_loop()
+    serving = loop.create_task(_serve(listening))
+
+    def run() -> None:
+        with suppress(asyncio.CancelledError):
+            loop.run_until_complete(serving)
+        loop.close()
+
+    thread = threading.Thread(target=run, name="metrics", daemon=True)
+    thread.start()
     try:
-        yield int(server.server_port)
+        yield int(listening.getsockname()[1])
     finally:
-        server.shutdown()
-        server.server_close()
+        loop.call_soon_threadsafe(serving.cancel)
+        thread.join(timeout=END_LIMIT_S)
 
 
-def _serve(port: int) -> WSGIServer:
+async def _serve(listening: socket.socket) -> None:
+    server = HttpServer(answer_scrape, listening, LIMITS, name="metrics")
+    server.start()
     try:
-        server, _ = prometheus_client.start_http_server(port, addr="127.0.0.1")
+        await asyncio.Event().wait()
+    finally:
+        await server.close(grace_s=0.0)
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        return listen("127.0.0.1", port)
     except OSError as error:
         reason = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror
         raise MetricsPortError(
             f"cannot serve metrics on 127.0.0.1:{port}: {reason}. Set observe.metrics_port in the job file "
             "to the first of some free consecutive ports, or to 0 to let every service pick its own."
         ) from error
-    return server
+
+
+async def answer_scrape(scope: Scope, receive: Receive, send: Send) -> None:
+    """An ASGI application: the default registry in a form that the scraper takes, compressed if it may be."""
+    request = Request(scope)
+    if request.method != "GET":
+        response: Response = PlainTextResponse("metrics are read with GET", 405, {"allow": "GET"})
+    else:
+        encode, media_type = choose_encoder(request.headers.get("accept", ""))
+        names = request.query_params.getlist("name[]")
+        wanted = (
+            prometheus_client.REGISTRY.restricted_registry(names) if names else prometheus_client.REGISTRY
+        )
+        text, headers = encode(wanted), {"content-type": media_type, "connection": "close"}
+        if gzip_accepted(request.headers.get("accept-encoding", "")):
+            text, headers["content-encoding"] = gzip.compress(text), "gzip"
+        response = Response(text, headers=headers)
+    await response(scope, receive, send)
 
 
 @dataclass

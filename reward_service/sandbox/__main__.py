@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import signal
 from pathlib import Path
 
+from areal_async.errors import EndpointError
 from reward_service.sandbox import Sandbox, SandboxError
 from reward_service.sandbox.ladder import LOCAL
 from reward_service.sandbox.languages import installed
+from reward_service.sandbox.program import Level
 
 
 def main() -> None:
@@ -22,7 +26,7 @@ def main() -> None:
             serve(options)
         else:
             show()
-    except (SandboxError, OSError) as error:
+    except (SandboxError, EndpointError, OSError) as error:
         parser.exit(1, f"{error}\n")
 
 
@@ -38,9 +42,7 @@ def show() -> None:
 
 
 def serve(options: argparse.Namespace) -> None:
-    import uvicorn
-
-    from reward_service.sandbox.serving import SandboxServer, check_address
+    from areal_async.observe.log import setup_logging
 
     host, _, port = options.http.rpartition(":")
     if not host or not port.isdigit():
@@ -48,9 +50,19 @@ def serve(options: argparse.Namespace) -> None:
     token = options.token_file.read_text(encoding="utf-8").strip() if options.token_file else None
     if options.token_file and not token:
         raise SandboxError(f"{options.token_file} holds no token")
-    check_address(host.strip("[]"), token)
-    server = SandboxServer(places=options.places, token=token, least=options.least)
-    uvicorn.run(server.app, host=host.strip("[]"), port=int(port), log_level="warning")
+    setup_logging("sandbox", "server")
+    asyncio.run(_serve(host, int(port), options.places, token, options.least))
+
+
+async def _serve(host: str, port: int, places: int, token: str | None, least: Level) -> None:
+    """Until SIGTERM or SIGINT."""
+    from reward_service.sandbox.serving import serving
+
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with serving(host, port, places=places, token=token, least=least):
+        await stop.wait()
 
 
 if __name__ == "__main__":

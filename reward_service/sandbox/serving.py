@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -23,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from areal_async.wire.http import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
 from reward_service.sandbox.box import Sandbox
 from reward_service.sandbox.errors import CompilerMissing, SandboxError
 from reward_service.sandbox.program import Level, Limits, Program
@@ -30,6 +30,7 @@ from reward_service.sandbox.remote import SCHEMA, Offer
 
 MAX_BODY_BYTES = 16 << 20
 WAIT_S = 20.0
+LIMITS = HttpLimits(connections=128, held_bytes=4 * MAX_BODY_BYTES, answer_s=600.0)
 MOST = Limits(
     wall_s=120.0,
     cpu_s=120.0,
@@ -124,13 +125,14 @@ class SandboxServer:
         if media_type != "application/json":
             # A page in a browser may post other types to loopback unasked; for this one it must ask first.
             raise Refusal(415, "send the program with Content-Type: application/json")
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY_BYTES:
-                raise Refusal(413, f"a program of more than {MAX_BODY_BYTES >> 20} MiB")
         try:
-            program = msgspec.json.decode(bytes(body), type=Program)
+            body = await read_body(request, MAX_BODY_BYTES)
+        except BodyTooLong:
+            raise Refusal(413, f"a program of more than {MAX_BODY_BYTES >> 20} MiB") from None
+        except ServerFull:
+            raise Refusal(503, "too many bytes of programs are under way") from None
+        try:
+            program = msgspec.json.decode(body, type=Program)
         except msgspec.DecodeError as error:
             raise Refusal(400, f"the body is no program: {error}") from error
         return msgspec.structs.replace(program, limits=bounded(program.limits))
@@ -145,11 +147,18 @@ def bounded(limits: Limits) -> Limits:
     return Limits(**values)
 
 
-def check_address(host: str, token: str | None) -> None:
-    """Raises SandboxError for an address beyond loopback without a token."""
-    try:
-        local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = host == "localhost"
-    if not local and not token:
-        raise SandboxError(f"{host} is not a loopback address: give --token-file, or bind 127.0.0.1")
+@contextlib.asynccontextmanager
+async def serving(
+    host: str, port: int, *, places: int, token: str | None = None, least: Level = "rlimits"
+) -> AsyncIterator[str]:
+    """A sandbox server for the time of a block; its URL. Raises `EndpointError` for an address beyond
+    loopback without a token, and OSError for one that cannot be bound."""
+    listening = listen(host, port, guarded=token is not None)
+    app = SandboxServer(places=places, token=token, least=least).app
+    async with app.router.lifespan_context(app):
+        server = HttpServer(app, listening, LIMITS, name="sandbox")
+        server.start()
+        try:
+            yield server.url
+        finally:
+            await server.close()

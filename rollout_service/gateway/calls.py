@@ -66,7 +66,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer: what the agent is told, and what it stands for in the episode."""
+    """One answer: what the agent is told, and the units it stands for."""
 
     content: str
     tool_calls: tuple[ToolCall, ...]
@@ -75,7 +75,6 @@ class Choice:
     """The stop text that ended the answer, None when an end token or the length did."""
     token_ids: Ids
     logprobs: npt.NDArray[np.float32]
-    segment: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from areal_async.observe.log import get_logger
+from areal_async.wire.http import connection_of
 from rollout_service import metrics
 from rollout_service.gateway.errors import ApiError, Style
-
-log = get_logger("gateway")
 
 
 def sse(data: dict[str, Any]) -> bytes:
@@ -26,7 +24,7 @@ def event(event: tuple[str, dict[str, Any]]) -> bytes:
 
 
 def encoded(data: Any) -> bytes:
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def style_of(request: Request) -> Style:
@@ -39,7 +37,8 @@ async def refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     style = style_of(request)
     count(request, error.status)
-    log.info("call refused", status=error.status, path=route(request), reason=error.message)
+    kind = f"call refused with {error.status}"
+    connection_of(request).fault(kind, path=route(request), reason=error.message)
     headers = {"retry-after": "1"} if error.status == 429 else None
     return JSONResponse(error.body(style), error.status_in(style), headers)
 
@@ -52,7 +51,9 @@ async def no_route(request: Request, error: Exception) -> Response:
 
 
 async def broken(request: Request, error: Exception) -> Response:
-    log.error("call failed", path=route(request), error=f"{type(error).__name__}: {error}")
+    """The server logs the error, which goes on to it."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # for nobody
     return await refused(request, ApiError(500, "the gateway failed; its log has the reason"))
 
 

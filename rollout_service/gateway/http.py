@@ -1,7 +1,8 @@
 """The gateway's routes: from bytes to a call of a session, and back, in the words of either API.
 
-A client that goes away ends its call, which then leaves no trace in the episode; with an idempotency key the
-call goes on, for whoever asks again.
+A call is recorded in its episode at one place, after the last byte of its reply has left for a client that is
+still there. A client that goes away before ends its call, which then leaves no trace in the episode; with an
+idempotency key the call goes on, for whoever asks again, and is recorded when one is sent the reply.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -21,16 +23,24 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from areal_async.observe.log import get_logger
+from areal_async.wire.http import BodyTooLong, ServerFull, connection_of, read_body
 from rollout_service import metrics
-from rollout_service.gateway import anthropic, openai_chat, openai_text
+from rollout_service.gateway import anthropic, jsontext, openai_chat, openai_text
 from rollout_service.gateway.calls import Answer, Ask, Ids
 from rollout_service.gateway.errors import ApiError
 from rollout_service.gateway.fields import flag, whole
-from rollout_service.gateway.forms import broken, broken_off, count, event, no_route, refused, sse, style_of
-from rollout_service.gateway.session import Session
-
-log = get_logger("gateway")
+from rollout_service.gateway.forms import (
+    broken,
+    broken_off,
+    count,
+    encoded,
+    event,
+    no_route,
+    refused,
+    sse,
+    style_of,
+)
+from rollout_service.gateway.session import GatewayCall, Session
 
 MODEL_ID = "policy"
 
@@ -95,7 +105,8 @@ class Pages:
             done = await self._whole(request, session, [ask], digest)
             if isinstance(done, Response):
                 return done
-            return JSONResponse(openai_chat.reply(ask, done[0], template, logprobs=logprobs))
+            body = openai_chat.reply(ask, done.answers[0], template, logprobs=logprobs)
+            return self._reply(request, session, done, body)
         chunks: list[openai_chat.Chunks] = []
 
         def begin(id: str, created_s: int, _: int) -> Iterator[bytes]:
@@ -124,7 +135,8 @@ class Pages:
             done = await self._whole(request, session, asks, digest)
             if isinstance(done, Response):
                 return done
-            return JSONResponse(openai_text.reply(asks, done, template, logprobs=logprobs))
+            body = openai_text.reply(asks, done.answers, template, logprobs=logprobs)
+            return self._reply(request, session, done, body)
         chunks: list[openai_text.Chunks] = []
 
         def begin(id: str, created_s: int, _: int) -> Iterator[bytes]:
@@ -149,7 +161,7 @@ class Pages:
             done = await self._whole(request, session, [ask], digest)
             if isinstance(done, Response):
                 return done
-            return JSONResponse(anthropic.reply(ask, done[0]))
+            return self._reply(request, session, done, anthropic.reply(ask, done.answers[0]))
         events: list[anthropic.Events] = []
 
         def begin(id: str, _: int, prompt_tokens: int) -> Iterator[bytes]:
@@ -195,19 +207,25 @@ class Pages:
         """Session, body, and a digest of route and body."""
         session = self._session(request)
         limit = self._sessions.max_body_bytes
-        raw = bytearray()
-        async for part in request.stream():
-            raw += part
-            if len(raw) > limit:
-                raise ApiError(
-                    413,
-                    f"the request is longer than {limit} bytes (rollout.gateway.max_body_bytes)",
-                    code="request_too_large",
-                )
         try:
-            body = msgspec.json.decode(bytes(raw))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, f"the body is not JSON: {error}") from error
+            raw = await read_body(request, limit)
+        except BodyTooLong:
+            raise ApiError(
+                413,
+                f"the request is longer than {limit} bytes (rollout.gateway.max_body_bytes)",
+                code="request_too_large",
+            ) from None
+        except ServerFull:
+            raise ApiError(
+                503, "too many bytes of requests are under way", code="engine_unavailable"
+            ) from None
+        try:
+            body = msgspec.json.decode(raw)
+            jsontext.check(body)
+        except RecursionError:
+            raise ApiError(400, f"the body is not served: {jsontext.too_deep()}") from None
+        except ValueError as error:
+            raise ApiError(400, f"the body is not JSON that can be served: {error}") from error
         if not isinstance(body, dict):
             raise ApiError(400, "the body must be a JSON object")
         route = request.url.path.rpartition("/v1/")[2]
@@ -215,8 +233,8 @@ class Pages:
 
     async def _whole(
         self, request: Request, session: Session, asks: Sequence[Ask], digest: bytes
-    ) -> list[Answer] | Response:
-        """The answers; or, when the client has gone, a response that nobody reads."""
+    ) -> GatewayCall | Response:
+        """The call; or, when the client has gone, a response that nobody reads."""
         key = request.headers.get("idempotency-key")
         task, own = session.start(asks, key=key, body=digest)
         gone = asyncio.ensure_future(_gone(request))
@@ -224,12 +242,22 @@ class Pages:
             await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 return Response(status_code=499)
-            answers = _outcome(task)
-            count(request, 200)
-            return answers
+            return _outcome(task)
         finally:
             gone.cancel()
             await _let_go(task, own)
+
+    def _reply(self, request: Request, session: Session, call: GatewayCall, body: dict[str, Any]) -> Response:
+        """`body` is made into bytes here: what cannot be sent is not recorded."""
+        return Reply(encoded(body), partial(self._sent, request, session, call))
+
+    async def _sent(self, request: Request, session: Session, call: GatewayCall) -> None:
+        """All of a reply but its empty end is on its way."""
+        if await connection_of(request).delivered():
+            session.record(call)
+            count(request, 200)
+        else:
+            metrics.GATEWAY_CALLS.labels("abandoned").inc()
 
     async def _streamed(
         self,
@@ -275,23 +303,38 @@ class Pages:
                             yield part
                     piece = await _next_piece(told.queue, task)
                 try:
-                    answers = _outcome(task)
+                    call = _outcome(task)
                 except ApiError as error:
                     for part in broken_off(error, style_of(request)):
                         yield part
                     return
             else:
-                answers = task.result()
-                tokens = sum(answer.prompt_tokens for answer in answers)
-                for part in begin(answers[0].id, answers[0].created_s, tokens):
+                call = task.result()
+                tokens = sum(answer.prompt_tokens for answer in call.answers)
+                for part in begin(call.answers[0].id, call.answers[0].created_s, tokens):
                     yield part
-            contents = [choice.content for answer in answers for choice in answer.choices]
+            contents = [choice.content for answer in call.answers for choice in answer.choices]
             rests = [one.rest(content) for one, content in zip(growing, contents, strict=True)]
-            for part in finish(answers, rests):
-                yield part
+            yield b"".join(finish(call.answers, rests))
+            await self._sent(request, session, call)
 
-        count(request, 200)
         return Events(body(), lambda: _let_go(task, own))
+
+
+class Reply(Response):
+    """A whole reply; `sent` is called when it has been handed over, before its empty end is."""
+
+    media_type = "application/json"
+
+    def __init__(self, content: bytes, sent: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(content)
+        self._sent = sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        await self._sent()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Events(StreamingResponse):
@@ -308,14 +351,14 @@ class Events(StreamingResponse):
             await self._let_go()
 
 
-async def _let_go(task: asyncio.Task[list[Answer]], own: bool) -> None:
+async def _let_go(task: asyncio.Task[GatewayCall], own: bool) -> None:
     """End a call that nobody else waits for."""
     if own and not task.done():
         task.cancel()
         metrics.GATEWAY_CALLS.labels("abandoned").inc()
 
 
-def _outcome(task: asyncio.Task[list[Answer]]) -> list[Answer]:
+def _outcome(task: asyncio.Task[GatewayCall]) -> GatewayCall:
     """What a finished call gave. Raises `ApiError`."""
     if task.cancelled():
         raise ApiError(401, "the episode of this API key has ended", code="invalid_api_key")
@@ -337,7 +380,7 @@ async def _first_piece(queue: asyncio.Queue[tuple[int, Ids] | int]) -> tuple[int
 
 
 async def _next_piece(
-    queue: asyncio.Queue[tuple[int, Ids] | int], task: asyncio.Task[list[Answer]]
+    queue: asyncio.Queue[tuple[int, Ids] | int], task: asyncio.Task[GatewayCall]
 ) -> tuple[int, Ids] | None:
     """What was sampled next; None when the call has ended and all of it was told."""
     getting = asyncio.ensure_future(queue.get())

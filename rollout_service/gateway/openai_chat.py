@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
+from rollout_service.gateway import jsontext
 from rollout_service.gateway.calls import Answer, Ask, Choice, Conversation, Message, Wishes
 from rollout_service.gateway.errors import bad, unsupported
 from rollout_service.gateway.fields import (
@@ -204,7 +204,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 def _loaded(arguments: str) -> Any:
     """Templates take arguments as an object; text that is none stays text."""
     try:
-        value = json.loads(arguments)
+        value = jsontext.loads(arguments)
     except ValueError:
         return arguments
     return value if isinstance(value, dict) else arguments

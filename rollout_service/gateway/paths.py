@@ -2,13 +2,12 @@
 
 Promise: what the engine is asked to continue is either the exact ids of a recorded answer followed by the ids
 of what is new, or the ids of a whole new rendering. Text that was sampled is never tokenised again to stand
-for itself. Nothing is recorded before all of a call's answers are there.
+for itself.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import numpy as np
 
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service.engines.base import GenerateResult
+from rollout_service.gateway import jsontext
 from rollout_service.gateway.calls import Conversation, Ids, Message, Root
 from rollout_service.gateway.errors import ApiError
 from rollout_service.gateway.template import ChatTemplate, Prompted, Said, canonical
@@ -200,7 +200,7 @@ def linked(before: Key, message: Message) -> Key:
 def _arguments(value: object) -> str:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = jsontext.loads(value)
         except ValueError:
             return str(value)
     return canonical(value)

@@ -7,22 +7,17 @@ It serves whoever on this machine has a key: keys are passed to agents, and neve
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hashlib
-import logging
-import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import uvicorn
-
 from areal_async.config.gateway import GatewaySection
 from areal_async.observe.log import get_logger
 from areal_async.trajectory import EpisodeBuilder, Sampling
+from areal_async.wire.http import HttpLimits, HttpServer, listen
 from rollout_service import metrics
 from rollout_service.engines.base import Engine
 from rollout_service.gateway.errors import ApiError, GatewayError
@@ -35,9 +30,11 @@ log = get_logger("gateway")
 
 REMEMBERED_KEYS = 4096
 """Ended keys that are still told so."""
-HEADER_LIMIT_BYTES = 64 << 10
-BACKLOG = 512
-STOP_TIMEOUT_S = 2.0
+CONNECTIONS = 1024
+BODIES_AT_ONCE = 64
+"""So many of the longest requests are held at a time, or more of shorter ones."""
+ANSWER_GRACE_S = 60.0
+"""For an agent to take an answer that was made just within the deadline of its call."""
 
 
 class Gateway:
@@ -63,9 +60,7 @@ class Gateway:
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         self._paths: WeakKeyDictionary[EpisodeBuilder, Paths] = WeakKeyDictionary()
-        self._server: _Server | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
+        self._server: HttpServer | None = None
         self.address = ""
 
     @asynccontextmanager
@@ -82,7 +77,7 @@ class Gateway:
     ) -> AsyncIterator[Session]:
         """Access for the episode of `builder`, until the block ends; see `EpisodeAccess` for the rest. Raises
         `GatewayError` when the port is taken."""
-        await self._start()
+        self._start()
         paths = self._paths.get(builder)
         if paths is None:
             paths = self._paths[builder] = Paths(self._template, builder)
@@ -108,18 +103,14 @@ class Gateway:
             if len(self._ended) > REMEMBERED_KEYS:
                 self._ended.popitem(last=False)
             await session.close()
+            session.check_whole()
 
     async def close(self) -> None:
         """End every session and the server."""
         for session in list(self._sessions.values()):
             await session.close()
-        if self._server is None or self._serving is None:
-            return
-        self._server.should_exit = self._server.force_exit = True
-        _, late = await asyncio.wait((self._serving,), timeout=STOP_TIMEOUT_S)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(self._serving, return_exceptions=True)
+        if self._server is not None:
+            await self._server.close()
 
     # --- who may call --------------------------------------------------------------------------------
 
@@ -143,53 +134,26 @@ class Gateway:
 
     # --- the server ----------------------------------------------------------------------------------
 
-    async def _start(self) -> None:
-        async with self._starting:
-            if self._serving is not None:
-                return
-            listening = self._listen()
-            logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-            config = uvicorn.Config(
-                make_app(self),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                http="h11",
-                ws="none",
-                server_header=False,
-                h11_max_incomplete_event_size=HEADER_LIMIT_BYTES,
-            )
-            self._server = _Server(config)
-            self._serving = asyncio.ensure_future(self._server.serve([listening]))
-            host, port = listening.getsockname()[:2]
-            self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            log.info("gateway serves", address=self.address)
-
-    def _listen(self) -> socket.socket:
-        host = self._section.host
+    def _start(self) -> None:
+        if self._server is not None:
+            return
+        section = self._section
         try:
-            listening = socket.create_server(
-                (host, self._port),
-                family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-                backlog=BACKLOG,
-            )
+            listening = listen(section.host, self._port)
         except OSError as error:
             raise GatewayError(
-                f"the gateway cannot listen on {host} port {self._port}: {error}. Set rollout.gateway.port "
-                "to a free port, or to 0 to have one picked."
+                f"the gateway cannot listen on {section.host} port {self._port}: {error}. Set "
+                "rollout.gateway.port to a free port, or to 0 to have one picked."
             ) from error
-        # Connections inherit it. asyncio sets it only where the socket names its protocol, and an answer in
-        # two packets would wait 40 ms for the client's acknowledgement of the first.
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listening
-
-
-class _Server(uvicorn.Server):
-    """Signals are the service's to handle, not the server's."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+        limits = HttpLimits(
+            connections=CONNECTIONS,
+            held_bytes=BODIES_AT_ONCE * section.max_body_bytes,
+            answer_s=section.call_timeout_s + ANSWER_GRACE_S,
+        )
+        self._server = HttpServer(make_app(self), listening, limits, name="gateway")
+        self._server.start()
+        self.address = self._server.url
+        log.info("gateway serves", address=self.address)
 
 
 def _digest(key: str) -> bytes:

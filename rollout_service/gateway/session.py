@@ -1,7 +1,8 @@
 """One episode's access to the policy over HTTP: its key, its limits, and its calls.
 
-Promises: a session's key works until the session ends and never again. A call records all of its answers or
-nothing. Weight updates in mid-generation are the engine's business and change nothing here.
+Promises: a session's key works until the session ends and never again. A call's answers are in the episode
+when, and only when, the agent was sent all of them: whoever sends them calls `record` then. Weight updates in
+mid-generation are the engine's business and change nothing here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rollout_service.engines.base import (
 )
 from rollout_service.engines.streaming import generate_telling
 from rollout_service.gateway.calls import Answer, Ask, Choice, Conversation, Ids, Message, ToolCall
-from rollout_service.gateway.errors import ApiError, unsupported
+from rollout_service.gateway.errors import ApiError, GatewayError, unsupported
 from rollout_service.gateway.idempotency import Once
 from rollout_service.gateway.paths import Paths, Plan, check_room
 from rollout_service.gateway.streaming import GrowingText
@@ -63,6 +64,26 @@ class EpisodeAccess:
     """Prefix of this episode's request ids."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """An answer that the engine gave: how it was asked for, what the agent is told."""
+
+    sampling: Sampling
+    result: GenerateResult
+    said: Said
+    choice: Choice
+
+
+@dataclass(slots=True)
+class GatewayCall:
+    """The answers of one call, and what recording them takes."""
+
+    answers: list[Answer]
+    sampled: list[tuple[Plan, list[_Sampled]]]
+    """For each prompt of the call."""
+    recorded: bool = False
+
+
 class Session:
     """Made by `ctx.gateway()`."""
 
@@ -88,8 +109,9 @@ class Session:
         self._trains = trains
         self._running = 0
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._once: Once[list[Answer]] = Once(section.idempotency_keys)
+        self._once: Once[GatewayCall] = Once(section.idempotency_keys)
         self._ended = False
+        self._broken: Exception | None = None
 
     # --- for the agent -------------------------------------------------------------------------------
 
@@ -130,13 +152,13 @@ class Session:
         body: bytes = b"",
         begun: Begun | None = None,
         grown: Grown | None = None,
-    ) -> tuple[asyncio.Task[list[Answer]], bool]:
+    ) -> tuple[asyncio.Task[GatewayCall], bool]:
         """The task that answers `asks`, and whether it is this caller's alone, to be cancelled when the
         caller is gone. With an idempotency `key` it is shared. `begun` and `grown` are told what happens if
         the answers are sampled for this caller. Raises `ApiError`."""
         self.check_open()
 
-        def execute() -> Coroutine[Any, Any, list[Answer]]:
+        def execute() -> Coroutine[Any, Any, GatewayCall]:
             return self._all(asks, begun, grown)
 
         if key is None:
@@ -169,10 +191,17 @@ class Session:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._once.close()
 
+    def check_whole(self) -> None:
+        """Raises `GatewayError` when an answer that the agent was sent is not in the episode."""
+        if self._broken is not None:
+            raise GatewayError(
+                f"an answer that the agent was sent could not be recorded: {self._broken}"
+            ) from self._broken
+
     # --- a call --------------------------------------------------------------------------------------
 
-    async def _all(self, asks: Sequence[Ask], begun: Begun | None, grown: Grown | None) -> list[Answer]:
-        """Every ask, or an error and no trace of any."""
+    async def _all(self, asks: Sequence[Ask], begun: Begun | None, grown: Grown | None) -> GatewayCall:
+        """Every ask, or an error."""
         n = sum(ask.n for ask in asks)
         if self._running + n > self._section.max_calls:
             raise ApiError(
@@ -200,7 +229,7 @@ class Session:
         finally:
             self._running -= n
 
-    async def _sampled(self, asks: Sequence[Ask], begun: Begun | None, grown: Grown | None) -> list[Answer]:
+    async def _sampled(self, asks: Sequence[Ask], begun: Begun | None, grown: Grown | None) -> GatewayCall:
         plans = [self.paths.plan(ask.prompt) for ask in asks]
         for plan in plans:
             check_room(plan, self._max_model_len)
@@ -214,21 +243,14 @@ class Session:
         results = await every(work)
         if any(result.finish_reason == "abort" for result in results):
             raise ApiError(503, "the engine ended the request", code="engine_unavailable")
-        # From here on nothing waits: an episode has all of a call or nothing of it.
         rest = iter(results)
-        answers = []
+        call = GatewayCall([], [])
         for ask, (plan, samplings) in zip(asks, wanted, strict=True):
-            own = [next(rest) for _ in samplings]
-            before = sum(self.paths.roots.values())
-            segments = self.paths.record(plan, samplings, own)
-            if sum(self.paths.roots.values()) > before and plan.root is not None:
-                metrics.GATEWAY_ROOTS.labels(plan.root).inc()
-            choices = [
-                self._choice(ask, plan, sampling, result, segment)
-                for sampling, result, segment in zip(samplings, own, segments, strict=True)
-            ]
-            answers.append(Answer(ask.id, ask.created_s, len(plan.ids), tuple(choices)))
-        return answers
+            sampled = [self._told(ask, sampling, next(rest)) for sampling in samplings]
+            call.sampled.append((plan, sampled))
+            choices = tuple(one.choice for one in sampled)
+            call.answers.append(Answer(ask.id, ask.created_s, len(plan.ids), choices))
+        return call
 
     async def _one(self, plan: Plan, sampling: Sampling, index: int, grown: Grown | None) -> GenerateResult:
         number, self.paths.requests = self.paths.requests, self.paths.requests + 1
@@ -262,10 +284,8 @@ class Session:
             for choice in range(ask.n)
         ]
 
-    def _choice(
-        self, ask: Ask, plan: Plan, sampling: Sampling, result: GenerateResult, segment: int
-    ) -> Choice:
-        """What the agent is told; it may be gone on from."""
+    def _told(self, ask: Ask, sampling: Sampling, result: GenerateResult) -> _Sampled:
+        """What the agent is told."""
         template, ids = self.paths.template, result.token_ids
         end = template.end_of(ids, result.finish_reason)
         body = template.body(ids[:-1] if end else ids)
@@ -273,8 +293,7 @@ class Session:
         stopped = min(stops)[1] if stops and result.finish_reason == "stop" and not end else None
         content, called = result.text, tuple[Called, ...]()
         if ask.parse_tools and isinstance(ask.prompt, Conversation):
-            said = body[: min(stops)[0]] if stops else body
-            parsed = parse(said, template.format, ask.prompt.tools)
+            parsed = parse(body[: min(stops)[0]] if stops else body, template.format, ask.prompt.tools)
             if parsed.calls:
                 content, called = parsed.text if parsed.text.strip() else "", parsed.calls
         written = tuple((call.name, canonical(call.arguments)) for call in called)
@@ -282,17 +301,42 @@ class Session:
             ToolCall(ask.tool_id_prefix + secrets.token_hex(12), name, arguments)
             for name, arguments in written
         )
-        self.builder.text(response=content)
-        self.paths.remember(
-            plan,
-            segment,
-            ids,
-            Said(template.decode(ids), content, written, end),
-            reply_message(content, calls),
-            tuple(call.id for call in calls),
-        )
-        metrics.GATEWAY_TOKENS.inc(len(ids))
-        return Choice(content, calls, result.finish_reason, stopped, ids, result.logprobs, segment)
+        choice = Choice(content, calls, result.finish_reason, stopped, ids, result.logprobs)
+        return _Sampled(sampling, result, Said(template.decode(ids), content, written, end), choice)
+
+    # --- a call that the agent was sent --------------------------------------------------------------
+
+    def record(self, call: GatewayCall) -> None:
+        """Make the answers part of the episode, once, so that they may be gone on from. Nothing waits
+        in here: an episode has all of a call; one that has ended, nothing of it."""
+        if call.recorded or self._ended:
+            return
+        call.recorded = True
+        try:
+            for plan, sampled in call.sampled:
+                self._record(plan, sampled)
+        except Exception as error:
+            # The agent goes on from an answer that is not there: such an episode must not be trained on.
+            self._broken = error
+            raise
+
+    def _record(self, plan: Plan, sampled: Sequence[_Sampled]) -> None:
+        before = sum(self.paths.roots.values())
+        segments = self.paths.record(plan, [one.sampling for one in sampled], [one.result for one in sampled])
+        if sum(self.paths.roots.values()) > before and plan.root is not None:
+            metrics.GATEWAY_ROOTS.labels(plan.root).inc()
+        for segment, one in zip(segments, sampled, strict=True):
+            choice = one.choice
+            self.builder.text(response=choice.content)
+            self.paths.remember(
+                plan,
+                segment,
+                choice.token_ids,
+                one.said,
+                reply_message(choice.content, choice.tool_calls),
+                tuple(call.id for call in choice.tool_calls),
+            )
+            metrics.GATEWAY_TOKENS.inc(len(choice.token_ids))
 
 
 def reply_message(content: str, calls: Sequence[ToolCall]) -> Message:

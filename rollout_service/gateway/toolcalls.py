@@ -6,16 +6,17 @@
     llama     {"name": …, "parameters": {…}}, after <|python_tag|> or alone   Llama 3.1 and later
 
 Text of which one call is malformed is no tool call at all: the agent gets it as content, as the model wrote
-it. Nothing is corrected.
+it. Nothing is corrected. Arguments that no reply could carry (`jsontext`) are malformed.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from rollout_service.gateway import jsontext
 
 Format = Literal["hermes", "xml", "mistral", "llama", "none"]
 
@@ -72,7 +73,7 @@ def parse(text: str, family: Format, tools: Tools = ()) -> Parsed:
 def _object(text: str, key: str) -> Called | None:
     """A call as a JSON object with `name` and, under `key`, its arguments."""
     try:
-        value = json.loads(text)
+        value = jsontext.loads(text)
     except ValueError:
         return None
     return _called(value, key)
@@ -122,7 +123,7 @@ def _typed(text: str, declared: Any) -> Any:
     if isinstance(declared, dict) and declared.get("type") == "string":
         return text
     try:
-        return json.loads(text)
+        return jsontext.loads(text)
     except ValueError:
         return text
 
@@ -132,7 +133,7 @@ def _mistral(text: str, tools: Tools) -> Parsed | None:
     if not marker:
         return None
     try:
-        value = json.loads(rest)
+        value = jsontext.loads(rest)
     except ValueError:
         return None
     values = value if isinstance(value, list) else [value]
@@ -146,11 +147,10 @@ def _llama(text: str, tools: Tools) -> Parsed | None:
         before, rest = "", text
     # Several calls stand one after the other, separated by semicolons.
     calls = []
-    decoder = json.JSONDecoder()
     rest = rest.strip()
     while rest:
         try:
-            value, end = decoder.raw_decode(rest)
+            value, end = jsontext.raw_decode(rest)
         except ValueError:
             return None
         call = _called(value, "parameters") if isinstance(value, dict) and "parameters" in value else None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import zmq
 from rich.console import Console
@@ -21,7 +21,7 @@ from reward_service import metrics
 from reward_service.pool import Pool
 from reward_service.remote.host.access import Gate, http_socket
 from reward_service.remote.host.desk import Desk
-from reward_service.remote.host.http import HttpServer
+from reward_service.remote.host.http import http_server, tls_of
 from reward_service.remote.host.offers import Offer, read_offers, version_of
 from reward_service.remote.host.zeromq import ZmqServer
 from reward_service.remote.schema import Limits
@@ -43,8 +43,10 @@ async def serve(request: ServeRequest) -> None:
     """Until SIGTERM or SIGINT. Raises `ArealError` for what is wrong before anything is served."""
     offers = read_offers(request.rewards, ("blob",) if request.episodes else (), request.args)
     try:
-        gate = Gate(read_token(Path(request.token_file)) if request.token_file else "")
+        gate = Gate(token_in(Path(request.token_file)) if request.token_file else "")
         secret = curve_secret(Path(request.curve_key)) if request.curve_key else b""
+        key = Path(request.tls_key) if request.tls_key else None
+        tls = tls_of(Path(request.tls_cert), key) if request.tls_cert else None
     except ValueError as error:
         raise ArealError(f"--{str(error).replace('_', '-')}") from error
     waiting = min(MOST_WAITING, max(LEAST_WAITING, WAITING_PER_WORKER * request.workers))
@@ -70,26 +72,21 @@ async def serve(request: ServeRequest) -> None:
         await desk.load()
         metrics.watch(pool)
         urls: list[str] = []
-        ends: list[asyncio.Future[Any]] = [asyncio.create_task(stop.wait()), pool.broken]
         if request.zmq:
             over_zmq = ZmqServer(desk, gate, request.zmq, secret=secret)
             stack.push_async_callback(over_zmq.close)
             urls.append(over_zmq.url)
         if listening is not None:
-            cert, key = (Path(path) if path else None for path in (request.tls_cert, request.tls_key))
-            over_http = HttpServer(desk, gate, listening, cert=cert, key=key)
-            ends.append(asyncio.create_task(over_http.run_until_told()))
+            over_http = http_server(desk, gate, listening, tls)
+            over_http.start()
+            stack.push_async_callback(over_http.close)
             urls.insert(0, over_http.url)
         announce(offers, urls, request.workers, gate, secret)
+        ends = (asyncio.ensure_future(stop.wait()), pool.broken)
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
-            if pool.broken.done():
-                raise pool.broken.result()
-            raise ArealError("the HTTP server ended on its own; its log says why")
+            raise pool.broken.result()
         await desk.drain(DRAIN_LIMIT_S)
-        if listening is not None:
-            over_http.should_exit = True
-            await ends[-1]
 
 
 def announce(offers: Sequence[Offer], urls: Sequence[str], workers: int, gate: Gate, secret: bytes) -> None:
@@ -111,6 +108,18 @@ def announce(offers: Sequence[Offer], urls: Sequence[str], workers: int, gate: G
         public = zmq.curve_public(secret).decode()
         console.print(f"      server_key: '{public}'   # for the tcp address", markup=False)
     console.print("Ctrl-C ends it.", style="dim")
+
+
+def token_in(path: Path) -> str:
+    """The token in the file at `path`, made where there is none. Raises ValueError."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ValueError(f"token_file: {path}: {error.strerror}") from error
+    return read_token(path)
 
 
 def curve_secret(path: Path) -> bytes:

@@ -1,16 +1,13 @@
-"""The reference server's HTTP: starlette on uvicorn, over the one `Desk`."""
+"""The reference server's HTTP: starlette on the server of `areal_async.wire.http`, over the one `Desk`."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import socket
-from collections.abc import Iterator
+import ssl
 from pathlib import Path
 
 import msgspec
 import prometheus_client
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -18,13 +15,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import areal_async.observe.metrics  # noqa: F401  (it settles which series a counter has)
+from areal_async.wire.http import BodyTooLong, HttpLimits, HttpServer, ServerFull, read_body
 from areal_async.wire.verdicts import Verdict
 from reward_service.remote.host.access import Gate
-from reward_service.remote.host.desk import Desk, RequestRefused
+from reward_service.remote.host.desk import LONGEST_DEADLINE_S, Desk, RequestRefused
 from reward_service.remote.schema import STATUS_OF, Refused, Request
 from reward_service.remote.transport import Json
 
-HEADER_LIMIT_BYTES = 64 << 10
+CONNECTIONS = 512
+BODIES_AT_ONCE = 8
+"""So many of the largest bodies are held at a time, or more of smaller ones."""
+ANSWER_GRACE_S = 30.0
+BUSY_REST_MS = 1000
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -63,7 +65,13 @@ def make_app(desk: Desk, gate: Gate) -> Starlette:
             # A page in a browser may post other types to loopback unasked; for this one it must ask first.
             wrong = RequestRefused("invalid", "send the request with Content-Type: application/json")
             return answer(Refused(wrong.refusal), 415)
-        body = await _read(request, desk.limits.max_body_bytes)
+        most_bytes = desk.limits.max_body_bytes
+        try:
+            body = await read_body(request, most_bytes)
+        except BodyTooLong:
+            raise RequestRefused("too_large", f"the body is above {most_bytes} bytes") from None
+        except ServerFull:
+            raise RequestRefused("busy", "too many bytes of requests are under way", BUSY_REST_MS) from None
         try:
             asked = form.decode(body, Request)
         except msgspec.MsgspecError as error:
@@ -108,47 +116,22 @@ def make_app(desk: Desk, gate: Gate) -> Starlette:
     )
 
 
-class HttpServer(uvicorn.Server):
-    """`listening` as accept socket; signals are the program's to handle, not the server's."""
-
-    def __init__(
-        self, desk: Desk, gate: Gate, listening: socket.socket, *, cert: Path | None, key: Path | None
-    ) -> None:
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-        self._listening = listening
-        super().__init__(
-            uvicorn.Config(
-                make_app(desk, gate),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                http="h11",
-                ws="none",
-                server_header=False,
-                h11_max_incomplete_event_size=HEADER_LIMIT_BYTES,
-                ssl_certfile=cert,
-                ssl_keyfile=key,
-                timeout_graceful_shutdown=1,
-            )
-        )
-        host, port = listening.getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
-        self.url = f"{'https' if cert else 'http'}://{host}:{port}"
-
-    async def run_until_told(self) -> None:
-        """Until `should_exit` is set."""
-        await self.serve([self._listening])
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+def tls_of(cert: Path, key: Path | None) -> ssl.SSLContext:
+    """Raises `ValueError` for files that are no certificate with its key."""
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        tls.load_cert_chain(cert, key)
+    except OSError as error:
+        raise ValueError(f"tls_cert: {cert} with its key cannot be used: {error}") from error
+    return tls
 
 
-async def _read(request: HttpRequest, limit: int) -> bytes:
-    """The body. Raises `RequestRefused` once it is above `limit` bytes, without reading the rest."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise RequestRefused("too_large", f"the body is above {limit} bytes")
-    return bytes(body)
+def http_server(
+    desk: Desk, gate: Gate, listening: socket.socket, tls: ssl.SSLContext | None = None
+) -> HttpServer:
+    limits = HttpLimits(
+        connections=CONNECTIONS,
+        held_bytes=BODIES_AT_ONCE * desk.limits.max_body_bytes,
+        answer_s=LONGEST_DEADLINE_S + ANSWER_GRACE_S,
+    )
+    return HttpServer(make_app(desk, gate), listening, limits, name="reward", tls=tls)

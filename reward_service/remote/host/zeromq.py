@@ -1,4 +1,8 @@
-"""The reference server's ZMQ: a ROUTER over the one `Desk`. Serves DEALER and REQ sockets."""
+"""The reference server's ZMQ: a ROUTER over the one `Desk`. Serves DEALER and REQ sockets.
+
+The token is asked for in the handshake: libzmq holds a message whole before anybody may look at it, and does
+not limit how many parts an unfinished one has.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,10 @@ import zmq
 from typing_extensions import Buffer
 
 from areal_async.observe.log import get_logger
-from areal_async.wire.contexts import end_context, open_context
+from areal_async.wire import endpoints, zap
+from areal_async.wire.contexts import drop_context, end_context, open_context
 from areal_async.wire.polled import PolledSocket
-from reward_service.remote.host.access import Gate, bind_zmq
+from reward_service.remote.host.access import Gate, zmq_endpoint
 from reward_service.remote.host.desk import Desk, RequestRefused
 from reward_service.remote.host.http import Answered
 from reward_service.remote.schema import Ask, Refused, Request
@@ -19,7 +24,6 @@ from reward_service.remote.transport import Msgpack
 
 log = get_logger("reward")
 
-HIGH_WATER_MESSAGES = 1024
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 
@@ -29,24 +33,22 @@ class ZmqServer:
 
     def __init__(self, desk: Desk, gate: Gate, address: str, *, secret: bytes = b"") -> None:
         self._desk = desk
-        self._gate = gate
         self._form = Msgpack()
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = open_context()
         sock = self._context.socket(zmq.ROUTER)
+        endpoints.tune(sock, max_part_bytes=desk.limits.max_body_bytes)
         for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.SNDHWM, HIGH_WATER_MESSAGES),
-            (zmq.RCVHWM, HIGH_WATER_MESSAGES),
-            (zmq.MAXMSGSIZE, desk.limits.max_body_bytes),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
         ):
             sock.setsockopt(option, value)
         try:
-            self.url = bind_zmq(sock, address, gate, secret)
+            endpoint, asked_for = zmq_endpoint(address, gate, secret)
+            self._zap = zap.serve(self._context, asked_for)
+            self.url = endpoints.bind(sock, endpoint, asked_for)
         except BaseException:
-            sock.close()
+            drop_context(self._context)
             raise
         self._socket = PolledSocket(sock, 3, self._on_frames)
 
@@ -55,6 +57,7 @@ class ZmqServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close()
+        self._zap.close()
         await end_context(self._context)
 
     def _on_frames(self, copied: list[bytes], rest: list[Buffer]) -> None:
@@ -66,10 +69,7 @@ class ZmqServer:
         except msgspec.MsgspecError as error:
             self._refuse(envelope, "", RequestRefused("invalid", f"the message is no request: {error}"))
             return
-        if not self._gate.passes("" if head.token is msgspec.UNSET else head.token):
-            refused = RequestRefused("unauthorized", "a valid token is needed in the field token")
-            self._refuse(envelope, head.request_id, refused)
-        elif head.op == "score":
+        if head.op == "score":
             task = asyncio.create_task(self._score(envelope, head.request_id, body))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -1,5 +1,11 @@
+import contextlib
+import gzip
+import resource
 import socket
+import subprocess
+import sys
 import threading
+import urllib.error
 import urllib.request
 
 import pytest
@@ -99,3 +105,60 @@ def test_a_taken_port_is_an_error_that_names_the_setting():
         taken.listen()
         with pytest.raises(MetricsPortError, match=r"observe\.metrics_port"):
             start_metrics_server(taken.getsockname()[1])
+
+
+BUSY_PROCESS = """
+import sys
+from areal_async.observe.metrics import start_metrics_server
+print(start_metrics_server(0), flush=True)
+for line in sys.stdin:
+    files = [open("/dev/null") for _ in range(60)]
+    print(len(files), flush=True)
+"""
+
+
+def test_idle_connections_take_nothing_from_the_process():
+    """With as many of them as the process may open files, it still opens its own and answers a scrape."""
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-c", BUSY_PROCESS],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
+            )
+        )
+        stack.callback(process.kill)
+        port = int(process.stdout.readline())
+        for _ in range(300):
+            idle = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            idle.send(b"GET /metrics HTTP/1.1\r\n")
+        for _ in range(3):
+            process.stdin.write("work\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "60\n"
+            text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read()
+            assert b"areal_busy_seconds" in text
+
+
+def test_a_scraper_is_answered_in_the_form_it_asks_for():
+    port = start_metrics_server(0)
+
+    def ask(path="/metrics", **headers):
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
+        return urllib.request.urlopen(request, timeout=60)
+
+    with busy("asked"):
+        pass
+    plain = ask()
+    assert plain.headers["content-type"].startswith("text/plain")
+    opened = ask(accept="application/openmetrics-text; version=1.0.0", **{"accept-encoding": "gzip"})
+    assert opened.headers["content-type"].startswith("application/openmetrics-text")
+    assert gzip.decompress(opened.read()).endswith(b"# EOF\n")
+    one = ask("/metrics?name[]=areal_busy_seconds_total").read()
+    assert b"areal_busy_seconds_total" in one
+    assert b"python_info" not in one
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", data=b"x", timeout=60)
+    assert refused.value.code == 405

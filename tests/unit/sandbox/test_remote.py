@@ -1,19 +1,19 @@
 """Programs on another machine: the same requests and outcomes over HTTP."""
 
+import asyncio
 import contextlib
 import socket
-import threading
-import time
 import urllib.error
 import urllib.request
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-import uvicorn
 
+from areal_async.errors import EndpointError
 from areal_async.wire.verdicts import Failure
 from reward_service.sandbox import CompilerMissing, Limits, Program, SandboxError
 from reward_service.sandbox.remote import RemoteSandbox
-from reward_service.sandbox.serving import MOST, SandboxServer, bounded, check_address
+from reward_service.sandbox.serving import MOST, bounded, serving
 from reward_service.sdk import RewardInput
 from reward_service.verifiers.code_stdio import code_stdio
 
@@ -21,22 +21,26 @@ from reward_service.verifiers.code_stdio import code_stdio
 @contextlib.contextmanager
 def served(**options):
     """URL of a server that lives as long as the block."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        app = SandboxServer(places=2, **options).app
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        deadline_s = time.monotonic() + 30
-        while not server.started:
-            assert thread.is_alive()
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+    loop, url, end = asyncio.new_event_loop(), Future(), asyncio.Event()
+
+    async def serve():
         try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+            async with serving("127.0.0.1", 0, places=2, **options) as one:
+                url.set_result(one)
+                await end.wait()
+        except BaseException as error:
+            if not url.done():
+                url.set_exception(error)
+            raise
+
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(loop.run_until_complete, serve())
+        try:
+            yield url.result(60)
         finally:
-            server.should_exit = True
-            thread.join(30)
+            loop.call_soon_threadsafe(end.set)
+            running.result(60)
+            loop.close()
 
 
 @pytest.fixture(scope="module")
@@ -112,12 +116,9 @@ def test_a_reward_scores_by_a_remote_sandbox(url):
 
 
 def test_an_address_beyond_loopback_needs_a_token():
-    check_address("127.0.0.1", None)
-    check_address("::1", None)
-    check_address("0.0.0.0", "token")
     for host in ("0.0.0.0", "192.168.0.1", "example.org"):
-        with pytest.raises(SandboxError, match="token-file"):
-            check_address(host, None)
+        with pytest.raises(EndpointError, match="token"):
+            asyncio.run(serving(host, 0, places=1).__aenter__())
 
 
 def test_a_server_grants_no_more_than_its_most():

@@ -10,7 +10,7 @@ from areal_async.wire.verdicts import Score
 from reward_service.pool import Pool
 from reward_service.remote.host.access import Gate, http_socket
 from reward_service.remote.host.desk import Desk
-from reward_service.remote.host.http import HttpServer
+from reward_service.remote.host.http import http_server, tls_of
 from reward_service.remote.host.offers import read_offers
 from reward_service.remote.schema import Limits
 from reward_service.sdk import RewardInput, RewardLoadError
@@ -42,8 +42,8 @@ def test_https_works_with_a_certificate_that_is_trusted_and_with_no_other(certif
                 limits=Limits(),
                 max_waiting=64,
             )
-            server = HttpServer(desk, gate, http_socket("127.0.0.1:0", gate), cert=cert, key=key)
-            task = asyncio.create_task(server.run_until_told())
+            server = http_server(desk, gate, http_socket("127.0.0.1:0", gate), tls_of(cert, key))
+            server.start()
             try:
                 assert server.url.startswith("https://")
                 with pytest.raises(RewardLoadError, match="certificate"):
@@ -53,8 +53,7 @@ def test_https_works_with_a_certificate_that_is_trusted_and_with_no_other(certif
                 async with trusting as entered:
                     return await collect(entered, [RewardInput(response="57", ground_truth="57")])
             finally:
-                server.should_exit = True
-                await task
+                await server.close()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REWARD_TEST_TOKEN", "t")

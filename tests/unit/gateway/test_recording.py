@@ -1,0 +1,302 @@
+"""An answer is in the episode when, and only when, the agent was sent it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import socket
+import struct
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from rollout_service.gateway import GatewayError
+from tests.unit.gateway.fakes import (
+    Scripted,
+    Talking,
+    assert_recorded_is_what_the_engine_said,
+    make_context,
+    make_tokenizer,
+    serving,
+)
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
+OPENAI_TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ANTHROPIC_TOOL: Any = {"name": "add", "input_schema": {"type": "object"}}
+
+BROKEN = {
+    "half a surrogate pair in an argument": '{"name": "add", "arguments": {"a": "\\ud800"}}',
+    "half a surrogate pair in a name": '{"name": "\\udfff", "arguments": {}}',
+    "half a surrogate pair in a key": '{"name": "add", "arguments": {"\\ud800": 1}}',
+    "lists 3,000 deep": '{"name": "add", "arguments": {"a": ' + "[" * 3000 + "]" * 3000 + "}}",
+    "objects 200 deep": '{"name": "add", "arguments": ' + '{"a":' * 200 + "1" + "}" * 200 + "}",
+    "brackets that never close": '{"name": "add", "arguments": ' + "[" * 3000,
+    "not a number": '{"name": "add", "arguments": {"a": NaN}}',
+    "an infinite number": '{"name": "add", "arguments": {"a": 1e999}}',
+    "5,000 digits": '{"name": "add", "arguments": {"a": ' + "1" * 5000 + "}}",
+}
+LLAMA = "{% if tools %}<|python_tag|>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+MISTRAL = LLAMA.replace("<|python_tag|>", "[TOOL_CALLS]")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("engine", [Scripted, Talking])
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_tool_call_that_no_reply_could_carry_is_text(
+    what: str, engine: Any, stream: bool, tokenizer: Any
+) -> None:
+    said = f"<tool_call>{BROKEN[what]}</tool_call>"
+
+    async def main() -> Any:
+        talks = engine(tokenizer, [said + "{END}"] * 2)
+        async with serving(talks, tokenizer) as (gateway, _, _session):
+            ctx = make_context(talks, tokenizer, gateway, max_new_tokens=10_000)
+            async with ctx.gateway() as session:
+                one = openai.AsyncOpenAI(
+                    base_url=session.openai_base_url, api_key=session.api_key, max_retries=0
+                )
+                other = anthropic.AsyncAnthropic(
+                    base_url=session.anthropic_base_url, api_key=session.api_key, max_retries=0
+                )
+                chat = {**CHAT, "tools": [OPENAI_TOOL]}
+                message = {**CHAT, "tools": [ANTHROPIC_TOOL], "max_tokens": 10_000}
+                if stream:
+                    async with one.chat.completions.stream(**chat) as chunks:
+                        first = (await chunks.get_final_completion()).choices[0]
+                    async with other.messages.stream(**message) as events:
+                        second = await events.get_final_message()
+                else:
+                    first = (await one.chat.completions.create(**chat)).choices[0]
+                    second = await other.messages.create(**message)
+                assert (first.message.content, first.finish_reason) == (said, "stop")
+                assert not first.message.tool_calls
+                assert [block.text for block in second.content] == [said]
+                assert second.stop_reason == "end_turn"
+                assert session.calls == 2
+            return ctx.builder.build(), talks.log
+
+    episode, log = asyncio.run(main())
+    assert_recorded_is_what_the_engine_said(episode, log)
+
+
+@pytest.mark.parametrize(("template", "before"), [(LLAMA, "<|python_tag|>"), (MISTRAL, "[TOOL_CALLS]")])
+@pytest.mark.parametrize("what", BROKEN)
+def test_so_it_is_in_every_family(what: str, template: str, before: str) -> None:
+    tokenizer = make_tokenizer(template)
+    said = before + BROKEN[what].replace(
+        "arguments", "parameters" if before == "<|python_tag|>" else "arguments"
+    )
+
+    async def main() -> None:
+        engine = Scripted(tokenizer, [said + "{END}"])
+        async with serving(engine, tokenizer) as (gateway, _, _session):
+            ctx = make_context(engine, tokenizer, gateway, max_new_tokens=10_000)
+            async with ctx.gateway() as session, client_of(session) as http:
+                reply = await http.post("/v1/chat/completions", json={**CHAT, "tools": [OPENAI_TOOL]})
+                assert reply.status_code == 200
+                assert reply.json()["choices"][0]["message"]["content"] == said
+                assert session.calls == 1
+
+    asyncio.run(main())
+
+
+NESTED = {
+    "body": '{"messages": ' + "[" * 3000 + "]" * 3000 + "}",
+    "metadata": json.dumps(CHAT)[:-1] + ', "metadata": ' + '{"a":' * 300 + "1" + "}" * 300 + "}",
+    "tool": json.dumps(CHAT)[:-1]
+    + ', "tools": [{"type": "function", "function": {"name": "f", "parameters": '
+    + '{"properties":' * 400
+    + "{}"
+    + "}" * 400
+    + "}}]}",
+    "arguments given as text": json.dumps(
+        {
+            "model": "m",
+            "messages": [
+                *CHAT["messages"],
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [
+                        {"id": "c", "function": {"name": "add", "arguments": '{"a":' + "[" * 3000}}
+                    ],
+                },
+            ],
+        }
+    ),
+    "half a surrogate pair": '{"messages": [{"role": "user", "content": "\\ud800\\u0041"}]}',
+    "half a surrogate pair in arguments": json.dumps(
+        {
+            "model": "m",
+            "messages": [
+                *CHAT["messages"],
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": '{"a": "\\ud800"}'}}],
+                },
+            ],
+        }
+    ),
+    "not UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("what", NESTED)
+def test_a_request_that_cannot_be_carried_is_a_sentence(
+    what: str, path: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with serving(Scripted(tokenizer), tokenizer) as (_, _ctx, session), client_of(session) as http:
+            reply = await http.post(path, content=NESTED[what])
+            # Arguments are text to the API: what is no JSON in them is shown to the model as it is.
+            assert reply.status_code == (200 if "arguments" in what and "chat" in path else 400)
+            if reply.status_code == 400:
+                assert len(reply.json()["error"]["message"]) < 300
+            assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+    asyncio.run(main())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def client_of(session: Any) -> httpx.AsyncClient:
+    headers = {"authorization": f"Bearer {session.api_key}"}
+    return httpx.AsyncClient(base_url=session.origin, headers=headers, trust_env=False)
+
+
+async def until(holds: Any) -> None:
+    """Within the deadline of `serving`."""
+    while not holds():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def raw_client(session: Any, body: dict[str, Any], *, receive_bytes: int = 0) -> socket.socket:
+    """A connection over which a request for a chat completion was sent."""
+    port = int(session.origin.rpartition(":")[2])
+    client = socket.socket()
+    if receive_bytes:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    client.connect(("127.0.0.1", port))
+    content = json.dumps(body).encode()
+    client.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        + f"Authorization: Bearer {session.api_key}\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+        + content
+    )
+    return client
+
+
+def vanish(client: socket.socket) -> None:
+    """Close with a reset, as the kernel does for a process that was killed."""
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+
+
+@pytest.mark.parametrize("key", ["", "k"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_whose_client_left_as_it_was_made_is_not_recorded(
+    stream: bool, key: str, tokenizer: Any
+) -> None:
+    """The client goes in the very moment that the engine answers."""
+
+    class Late(Talking):
+        client: socket.socket
+
+        def result(self, request: Any, said: str) -> Any:
+            result = super().result(request, said)
+            if said == "late{END}":
+                vanish(self.client)
+            return result
+
+    async def main() -> Any:
+        engine = Late(tokenizer, ["late{END}", "early{END}"])
+        async with serving(engine, tokenizer) as (gateway, ctx, session), client_of(session) as http:
+            engine.client = await asyncio.to_thread(raw_client, session, CHAT | {"stream": stream})
+            await until(lambda: engine.log and not session._tasks and not gateway._server.state.tasks)
+            assert session.calls == 0
+            assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+            assert session.calls == 1
+            engine.log.pop(0)
+            return ctx.builder.build(), engine.log
+
+    episode, log = asyncio.run(main())
+    assert_recorded_is_what_the_engine_said(episode, log)
+    assert episode.header.response_text == "early"
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_an_answer_is_recorded_when_its_last_byte_has_left(reads: bool, tokenizer: Any) -> None:
+    """It is longer than what the kernel holds for a client that does not read."""
+
+    async def main() -> None:
+        engine = Scripted(tokenizer, ["x" * 9000 + "{END}"] * 8)
+        async with serving(engine, tokenizer) as (gateway, _, _session):
+            ctx = make_context(engine, tokenizer, gateway, max_new_tokens=10_000)
+            async with ctx.gateway() as session:
+                body = CHAT | {"logprobs": True, "n": 8}
+                client = await asyncio.to_thread(raw_client, session, body, receive_bytes=4096)
+                server = gateway._server
+                await until(lambda: any(c.transport.get_write_buffer_size() for c in server.connections))
+                assert session.calls == 0, "some of it is still here"
+                if reads:
+                    seen = b""
+                    while b'"usage":' not in seen[-400:]:
+                        seen += await asyncio.to_thread(client.recv, 1 << 20)
+                client.close()
+                await until(lambda: not server.state.tasks)
+                assert session.calls == int(reads)
+
+    asyncio.run(main())
+
+
+def test_an_idempotent_answer_is_recorded_when_somebody_is_sent_it(tokenizer: Any) -> None:
+    async def main() -> None:
+        engine = Scripted(tokenizer, ["one{END}"])
+        async with serving(engine, tokenizer) as (gateway, _, session), client_of(session) as http:
+            held, server = asyncio.Event(), gateway._server
+
+            async def hold(_: Any) -> None:
+                await held.wait()
+
+            engine.gate = hold
+            headers = {"idempotency-key": "k"}
+            gone = asyncio.ensure_future(http.post("/v1/chat/completions", json=CHAT, headers=headers))
+            await until(lambda: engine.begun)
+            gone.cancel()
+            await until(lambda: not server.state.tasks)
+            held.set()
+            await until(lambda: engine.log)
+            assert session.calls == 0, "nobody has it"
+            for _ in range(2):
+                reply = await http.post("/v1/chat/completions", json=CHAT, headers=headers)
+                assert reply.json()["choices"][0]["message"]["content"] == "one"
+                assert session.calls == 1
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_was_sent_and_cannot_be_recorded_fails_the_episode(tokenizer: Any) -> None:
+    class Torn(Scripted):
+        def result(self, request: Any, said: str) -> Any:
+            result = super().result(request, said)
+            return dataclasses.replace(result, versions=result.versions[:-1])
+
+    async def main() -> None:
+        engine = Torn(tokenizer)
+        async with serving(engine, tokenizer) as (gateway, _, _session):
+
+            async def episode() -> None:
+                async with make_context(engine, tokenizer, gateway).gateway() as session:
+                    async with client_of(session) as http:
+                        reply = await http.post("/v1/chat/completions", json=CHAT)
+                        assert reply.status_code == 200
+
+            with pytest.raises(GatewayError, match="do not match"):
+                await episode()
+
+    asyncio.run(main())
