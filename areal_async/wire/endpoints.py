@@ -63,6 +63,8 @@ def bind(sock: zmq.Socket[bytes], endpoint: str, access: Access) -> str:
     try:
         with private_files():
             sock.bind(endpoint)
+            if endpoint.startswith("ipc://"):
+                os.chmod(endpoint.removeprefix("ipc://"), 0o600)
     except zmq.ZMQError as error:
         if error.errno == zmq.EADDRINUSE:
             raise _busy(endpoint) from error

@@ -48,9 +48,7 @@ class Host:
 
     def shown(self, over):
         """What a job file says for a server over this transport."""
-        return {"token_file": str(self.token_file)} if over == "zmq" or self.guarded else {}
-
-    guarded = False
+        return {"token_file": str(self.token_file)} if over == "zmq" else {}
 
 
 @pytest.fixture
@@ -113,8 +111,8 @@ async def get(url, path, token=""):
 def test_verdicts_are_those_of_the_pool(over, host, backend, collect):
     async def run():
         async with host(timeout_s=1.0) as server:
-            url = getattr(server, over)
-            async with backend(url, timeout_s=15.0, reward="behave") as entered:
+            url, shown = getattr(server, over), server.shown(over)
+            async with backend(url, timeout_s=15.0, reward="behave", **shown) as entered:
                 said = ["four", "nan", "abstain", "die", "hang", "x"]
                 return await collect(entered, [given(text) for text in said])
 
