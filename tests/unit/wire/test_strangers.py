@@ -1,6 +1,6 @@
 """Peers that speak ZMTP by hand: nothing of who does not know the secret is held, and no noise ends anybody.
 
-Each kind of socket that a job has: the RPC's (buffer, weights, control), a station's chunks, a reward server's.
+Each kind of socket that a job has: the RPC's (buffer, weights, control) and that of a station's chunks.
 """
 
 from __future__ import annotations
