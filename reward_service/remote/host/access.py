@@ -36,14 +36,20 @@ class Gate:
 
 
 def http_socket(address: str, gate: Gate) -> socket.socket:
-    """A listening socket at `host:port`; port 0 picks one. Raises `EndpointError`, also for one that other
-    machines would reach without a token."""
-    host, port = split(address)
+    """A listening socket of HTTP: see `tcp_socket`. Raises `EndpointError`, also for one that other machines
+    would reach without a token."""
+    host, _ = split(address)
     if not is_loopback(host) and not gate.guarded:
         raise EndpointError(
             f"refusing to serve {address} without a token: other machines reach it. Give --token-file, or "
             "serve 127.0.0.1."
         )
+    return tcp_socket(address, gate)
+
+
+def tcp_socket(address: str, gate: Gate) -> socket.socket:
+    """A listening socket at `host:port`; port 0 picks one. Raises `EndpointError`."""
+    host, port = split(address)
     try:
         return listen(host, port, guarded=gate.guarded)
     except OSError as error:

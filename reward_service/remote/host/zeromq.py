@@ -7,6 +7,8 @@ not limit how many parts an unfinished one has.
 from __future__ import annotations
 
 import asyncio
+import tempfile
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -15,8 +17,10 @@ from typing_extensions import Buffer
 from areal_async.observe.log import get_logger
 from areal_async.wire import endpoints, zap
 from areal_async.wire.contexts import drop_context, end_context, open_context
+from areal_async.wire.door import Door
 from areal_async.wire.polled import PolledSocket
-from reward_service.remote.host.access import Gate, zmq_endpoint
+from areal_async.wire.secret import CurveKeys, Password
+from reward_service.remote.host.access import Gate, tcp_socket, zmq_endpoint
 from reward_service.remote.host.desk import Desk, RequestRefused
 from reward_service.remote.host.http import Answered
 from reward_service.remote.schema import Ask, Refused, Request
@@ -35,6 +39,8 @@ class ZmqServer:
         self._desk = desk
         self._form = Msgpack()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._folder = tempfile.TemporaryDirectory(prefix="areal-reward-", dir="/tmp")
+        self._door: Door | None = None
         self._context = open_context()
         sock = self._context.socket(zmq.ROUTER)
         endpoints.tune(sock, max_part_bytes=desk.limits.max_body_bytes)
@@ -44,21 +50,41 @@ class ZmqServer:
         ):
             sock.setsockopt(option, value)
         try:
-            endpoint, asked_for = zmq_endpoint(address, gate, secret)
+            self.url, asked_for = zmq_endpoint(address, gate, secret)
             self._zap = zap.serve(self._context, asked_for)
-            self.url = endpoints.bind(sock, endpoint, asked_for)
+            if self.url.startswith("ipc://"):
+                endpoints.bind(sock, self.url, asked_for)
+            else:
+                self._behind_a_door(sock, address, gate, asked_for)
         except BaseException:
+            self._folder.cleanup()
             drop_context(self._context)
             raise
         self._socket = PolledSocket(sock, 3, self._on_frames)
 
+    def _behind_a_door(
+        self, sock: zmq.Socket[bytes], address: str, gate: Gate, asked_for: CurveKeys | Password
+    ) -> None:
+        """On a port anybody may try: the socket itself is in a folder of this user's."""
+        listening = tcp_socket(address.removeprefix("tcp://"), gate)
+        host, port = listening.getsockname()[:2]
+        self.url = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+        inner = Path(self._folder.name) / "zmq"
+        endpoints.bind(sock, f"ipc://{inner}", asked_for)
+        self._door = Door(listening, inner)
+        self._opening = asyncio.create_task(self._door.open())
+
     async def close(self) -> None:
+        if self._door is not None:
+            await self._opening
+            await self._door.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close()
         self._zap.close()
         await end_context(self._context)
+        self._folder.cleanup()
 
     def _on_frames(self, copied: list[bytes], rest: list[Buffer]) -> None:
         if len(copied) < 2 or rest:
