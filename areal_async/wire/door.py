@@ -2,7 +2,7 @@
 
 libzmq takes as many connections as the process has descriptors, and holds as much of a handshake as a message
 may have. Through this door come at most `MOST_CONNECTIONS`, and of who has not finished the handshake (a
-greeting and two commands of the client, RFC 23) no more than `MOST_COMMAND_BYTES` a command, for `HANDSHAKE_S`.
+greeting and two commands of the client, RFC 23) at most `MOST_COMMAND_BYTES` a command, for `HANDSHAKE_S`.
 Where there is no room, who has stood longest before the handshake goes. What the commands say is the socket's
 to judge; what comes after them is handed on as it is.
 """
