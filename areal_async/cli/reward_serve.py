@@ -34,7 +34,7 @@ def serve(
     ] = 10.0,
     batch: Annotated[int, typer.Option(min=1, max=1024, help="Most inputs in one request.")] = 64,
     token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Clients must show the token in it.")
+        Path | None, typer.Option(metavar="FILE", help="Clients must show the token in it (made if missing).")
     ] = None,
     tls_cert: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Serve HTTPS with this certificate (PEM).")

@@ -21,8 +21,9 @@ from pathlib import Path
 import zmq
 
 from areal_async.errors import EndpointError
+from areal_async.ownfiles import private_files
 from areal_async.wire.frames import MAX_MESSAGE_BYTES
-from areal_async.wire.secret import CurveKeys, RunSecret
+from areal_async.wire.secret import CurveKeys, Password, RunSecret
 
 IPC_PATH_LIMIT_BYTES = 107
 HIGH_WATER_MESSAGES = 1024
@@ -31,10 +32,9 @@ HEARTBEAT_TIMEOUT_MS = 60_000
 HANDSHAKE_MS = 10_000
 """A connection that has not shown the secret after this time is closed."""
 BACKLOG = 512
-USERNAME = b"run"
 
-Access = RunSecret | CurveKeys
-"""What both ends of a connection have: the secret of their run, or CURVE keys of their own."""
+Access = RunSecret | CurveKeys | Password
+"""What both ends of a connection have: the secret of their run, or keys or a password of their own."""
 
 
 def tune(sock: zmq.Socket[bytes], *, max_part_bytes: int = MAX_MESSAGE_BYTES) -> None:
@@ -53,49 +53,52 @@ def bind(sock: zmq.Socket[bytes], endpoint: str, access: Access) -> str:
     """Bind `sock` and return the real endpoint (a tcp port 0 replaced by the one given). Who connects is let
     in by `zap`, which must answer in the socket's context."""
     check_bindable(endpoint, access)
-    if (keys := keys_for(endpoint, access)) is not None:
-        sock.setsockopt(zmq.CURVE_SERVER, 1)
-        sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-    else:
-        sock.setsockopt(zmq.PLAIN_SERVER, 1)
+    match shown_at(endpoint, access):
+        case CurveKeys() as keys:
+            sock.setsockopt(zmq.CURVE_SERVER, 1)
+            sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+            sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        case Password():
+            sock.setsockopt(zmq.PLAIN_SERVER, 1)
     try:
-        sock.bind(endpoint)
+        with private_files():
+            sock.bind(endpoint)
+            if endpoint.startswith("ipc://"):
+                os.chmod(endpoint.removeprefix("ipc://"), 0o600)
     except zmq.ZMQError as error:
         if error.errno == zmq.EADDRINUSE:
             raise _busy(endpoint) from error
         raise EndpointError(
             f"cannot serve {endpoint}: {error.strerror}. Check the directory and the host."
         ) from error
-    if endpoint.startswith("ipc://"):
-        os.chmod(endpoint.removeprefix("ipc://"), 0o600)
     return sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
 def connect(sock: zmq.Socket[bytes], endpoint: str, access: Access) -> None:
     """Connect `sock`; the peer need not be there yet."""
     _split(endpoint)
-    if (keys := keys_for(endpoint, access)) is not None:
-        if len(keys.trusted) != 1:
-            raise EndpointError("a client's CURVE keys must trust exactly one key: the server's")
-        sock.setsockopt(zmq.CURVE_SERVERKEY, keys.trusted[0])
-        sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-    elif isinstance(access, RunSecret):
-        sock.setsockopt(zmq.PLAIN_USERNAME, USERNAME)
-        sock.setsockopt(zmq.PLAIN_PASSWORD, access.token("wire").encode())
+    match shown_at(endpoint, access):
+        case CurveKeys() as keys:
+            if len(keys.trusted) != 1:
+                raise EndpointError("a client's CURVE keys must trust exactly one key: the server's")
+            sock.setsockopt(zmq.CURVE_SERVERKEY, keys.trusted[0])
+            sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+            sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        case Password() as password:
+            sock.setsockopt(zmq.PLAIN_USERNAME, password.user)
+            sock.setsockopt(zmq.PLAIN_PASSWORD, password.word)
     try:
         sock.connect(endpoint)
     except zmq.ZMQError as error:
         raise EndpointError(f"cannot connect to {endpoint}: {error.strerror}") from error
 
 
-def keys_for(endpoint: str, access: Access) -> CurveKeys | None:
-    """The CURVE keys of a connection at `endpoint`. None: the secret's token is shown as it is (PLAIN), over
-    a Unix socket, where nobody can listen in, nor take the place of a server that died."""
-    if isinstance(access, CurveKeys):
-        return access
-    return access.keys if endpoint.startswith("tcp://") else None
+def shown_at(endpoint: str, access: Access) -> CurveKeys | Password:
+    """What a handshake at `endpoint` asks for. Of a run's secret its keys over TCP, but its password over a
+    Unix socket, where nobody can listen in, nor take the place of a server that died."""
+    if isinstance(access, RunSecret):
+        return access.keys if endpoint.startswith("tcp://") else access.password
+    return access
 
 
 def check_bindable(endpoint: str, access: Access | None) -> None:

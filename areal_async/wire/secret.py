@@ -8,8 +8,8 @@ environment) learns nothing about the others.
     secret = RunSecret.read(socket_dir)          everybody else: services by their context, tools by the run
     secret.token("metrics")                      what a client shows, and a server compares
 
-Over a Unix socket a peer shows `token("wire")` in the handshake (PLAIN: nobody listens in there); over TCP
-both ends prove that they have `keys` (CURVE: the peer may be somebody else who took the port).
+Over a Unix socket a peer shows `password` in the handshake (PLAIN: nobody listens in there); over TCP both
+ends prove that they have `keys` (CURVE: the peer may be somebody else who took the port).
 """
 
 from __future__ import annotations
@@ -60,6 +60,18 @@ class CurveKeys:
 
 
 @dataclass(frozen=True)
+class Password:
+    """User and password that a client shows as they are: where nobody else can listen in."""
+
+    user: bytes
+    word: bytes = field(repr=False)
+
+    def is_shown(self, user: bytes, word: bytes) -> bool:
+        """Takes the same time whatever is shown."""
+        return hmac.compare_digest(self.user, user) & hmac.compare_digest(self.word, word)
+
+
+@dataclass(frozen=True)
 class RunSecret:
     """What a run's processes have in common. Two of them are equal when they were read from one file."""
 
@@ -101,6 +113,11 @@ class RunSecret:
         """Whether `shown` is the token; takes the same time whatever it is."""
         given = shown.encode(errors="replace") if isinstance(shown, str) else shown
         return hmac.compare_digest(self.token(purpose).encode(), given)
+
+    @cached_property
+    def password(self) -> Password:
+        """What its processes show each other over Unix sockets."""
+        return Password(b"run", self.token("wire").encode())
 
     @cached_property
     def keys(self) -> CurveKeys:

@@ -130,7 +130,7 @@ class Server:
         try:
             endpoints.tune(sock)
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._zap = zap.serve(context, self._access)
+            self._zap = zap.serve(context, endpoints.shown_at(self.endpoint, self._access))
             self.endpoint = endpoints.bind(sock, self.endpoint, self._access)
         except BaseException:
             if self._zap is not None:

@@ -5,15 +5,12 @@ Without it libzmq lets in any client that knows the server's public key, and nob
 
 from __future__ import annotations
 
-import hmac
-
 import zmq
 import zmq.utils.z85 as z85
 from typing_extensions import Buffer
 
-from areal_async.wire.endpoints import USERNAME, Access
 from areal_async.wire.polled import PolledSocket
-from areal_async.wire.secret import CurveKeys, RunSecret
+from areal_async.wire.secret import CurveKeys, Password
 
 ENDPOINT = "inproc://zeromq.zap.01"
 N_BEFORE = 6
@@ -21,11 +18,11 @@ N_BEFORE = 6
 N_FRAMES = N_BEFORE + 2
 
 
-def serve(context: zmq.Context[zmq.Socket[bytes]], access: Access) -> PolledSocket:
+def serve(context: zmq.Context[zmq.Socket[bytes]], asked_for: CurveKeys | Password) -> PolledSocket:
     """Answer for all sockets of `context` until the returned one is closed."""
 
     def on_frames(copied: list[bytes], rest: list[Buffer]) -> None:
-        polled.send(_verdict(copied if not rest else [], access))
+        polled.send(_verdict(copied if not rest else [], asked_for))
 
     polled = PolledSocket(bind(context), N_FRAMES, on_frames)
     return polled
@@ -38,24 +35,18 @@ def bind(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     return sock
 
 
-def answer(sock: zmq.Socket[bytes], access: Access) -> None:
+def answer(sock: zmq.Socket[bytes], asked_for: CurveKeys | Password) -> None:
     """Answer the question that waits on `sock`."""
-    sock.send_multipart(_verdict(sock.recv_multipart(), access))
+    sock.send_multipart(_verdict(sock.recv_multipart(), asked_for))
 
 
-def _verdict(asked: list[bytes], access: Access) -> list[bytes]:
-    mechanism, shown = asked[N_BEFORE - 1 : N_BEFORE], asked[N_BEFORE:]
-    if mechanism == [b"CURVE"]:
-        keys = access if isinstance(access, CurveKeys) else access.keys
-        welcome = len(shown) == 1 and shown[0] in {z85.decode(key) for key in keys.trusted}
-    else:
-        # A password that travels as it is: only where both ends are in one folder of their user's.
-        welcome = (
-            mechanism == [b"PLAIN"]
-            and len(shown) == 2
-            and isinstance(access, RunSecret)
-            and hmac.compare_digest(shown[0], USERNAME)
-            and access.shows("wire", shown[1])
-        )
+def _verdict(asked: list[bytes], asked_for: CurveKeys | Password) -> list[bytes]:
+    match asked_for, asked[N_BEFORE - 1 :]:
+        case CurveKeys(trusted=trusted), [b"CURVE", key]:
+            welcome = key in {z85.decode(known) for known in trusted}
+        case Password(), [b"PLAIN", user, word]:
+            welcome = asked_for.is_shown(user, word)
+        case _:
+            welcome = False
     status = (b"200", b"OK", b"known") if welcome else (b"400", b"unknown", b"")
     return [asked[0] if asked else b"1.0", asked[1] if len(asked) > 1 else b"", *status, b""]

@@ -11,9 +11,10 @@ import sys
 
 import msgpack
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 PROTOCOL = 1
-TOKEN = os.environ.get("REWARD_TOKEN", "")  # when set, requests must show it
+TOKEN = os.environ.get("REWARD_TOKEN", "")  # when set, clients must show it before a message is taken
 
 INFO = {
     "protocol": PROTOCOL,
@@ -39,8 +40,6 @@ def judge(given, args):
 
 
 def answer(request):
-    if TOKEN and request.get("token") != TOKEN:
-        return refusal("unauthorized", "a valid token is needed")
     if request["op"] == "info":
         return INFO
     if request["op"] == "health":
@@ -57,8 +56,14 @@ def refusal(kind, message):
 
 
 def main():
-    socket = zmq.Context().socket(zmq.REP)
+    context = zmq.Context()
+    socket = context.socket(zmq.REP)
     socket.linger = 0
+    if TOKEN:
+        door = ThreadAuthenticator(context)
+        door.start()
+        door.configure_plain(passwords={"reward": TOKEN})
+        socket.plain_server = True
     port = int(sys.argv[1]) if len(sys.argv) > 1 else 0
     socket.bind(f"tcp://127.0.0.1:{port or '*'}")
     print("serves", socket.getsockopt_string(zmq.LAST_ENDPOINT), flush=True)

@@ -144,8 +144,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     args: dict[str, Any] = {}
     op: Op | msgspec.UnsetType = msgspec.UNSET
     """Over ZMQ: `score`."""
-    token: str | msgspec.UnsetType = msgspec.UNSET
-    """Over ZMQ, where the server wants one; over HTTP it is in the header `Authorization: Bearer …`."""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -154,7 +152,6 @@ class Ask(msgspec.Struct, frozen=True):
     op: Op
     request_id: str
     protocol: int = PROTOCOL
-    token: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Refusal(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,9 +18,12 @@ import zmq
 import zmq.utils.monitor
 from typing_extensions import Buffer
 
+from areal_async.wire import endpoints
 from areal_async.wire.contexts import end_context, open_context
 from areal_async.wire.polled import PolledSocket
+from areal_async.wire.secret import CurveKeys
 from reward_service.remote.errors import ServerBroken, ServerGone, ServerLate
+from reward_service.remote.handshake import client_keys, password_of
 from reward_service.remote.schema import Ask, Health, Info, Op, Request, Verdicts
 from reward_service.remote.transport import Msgpack, ignore, read_answer
 
@@ -45,14 +49,14 @@ class _Named(msgspec.Struct):
 
 
 class ZmqTransport:
-    """`url` is `tcp://host:port` or `ipc://path`. `server_key` is the server's public CURVE key (Z85), where
-    it has one: the connection is then encrypted, and the server is who it should be."""
+    """`url` is `tcp://host:port` or `ipc://path`. `token` is shown in the handshake. `server_key` is the
+    server's public CURVE key (Z85), where it has one: the connection is then encrypted, and the server is who
+    it should be."""
 
     def __init__(self, url: str, *, token: str = "", server_key: str = "") -> None:
         self.form = Msgpack()
         self.on_lost: Callable[[str], None] = ignore
         self._url = url
-        self._token: str | msgspec.UnsetType = token or msgspec.UNSET
         self._numbers = itertools.count(1)
         self._waiting: dict[str, asyncio.Future[bytes]] = {}
         self._up = False
@@ -71,11 +75,14 @@ class ZmqTransport:
             (zmq.RECONNECT_IVL_MAX, LAST_RECONNECT_MS),
         ):
             sock.setsockopt(option, value)
-        if server_key:
-            sock.curve_publickey, sock.curve_secretkey = zmq.curve_keypair()
-            sock.curve_serverkey = server_key.encode()
         monitor = sock.get_monitor_socket(EVENTS)
-        sock.connect(url)
+        if server_key:
+            keys = client_keys(token) if token else CurveKeys.generate()
+            endpoints.connect(sock, url, replace(keys, trusted=(server_key.encode(),)))
+        elif token:
+            endpoints.connect(sock, url, password_of(token))
+        else:
+            sock.connect(url)
         self._socket = PolledSocket(sock, 2, self._on_frames)
         self._monitor = PolledSocket(monitor, 2, self._on_event)
 
@@ -86,7 +93,7 @@ class ZmqTransport:
         return await self._ask("health", Health, timeout_s)
 
     async def score(self, request: Request, timeout_s: float) -> Verdicts:
-        sent = msgspec.structs.replace(request, op="score", token=self._token)
+        sent = msgspec.structs.replace(request, op="score")
         return await self._exchange(request.request_id, sent, Verdicts, timeout_s)
 
     async def close(self) -> None:
@@ -97,7 +104,7 @@ class ZmqTransport:
 
     async def _ask(self, op: Op, kind: type[T], timeout_s: float) -> T:
         request_id = f"{op}-{next(self._numbers)}"
-        return await self._exchange(request_id, Ask(op, request_id, token=self._token), kind, timeout_s)
+        return await self._exchange(request_id, Ask(op, request_id), kind, timeout_s)
 
     async def _exchange(self, request_id: str, message: Any, kind: type[T], timeout_s: float) -> T:
         loop = asyncio.get_running_loop()
@@ -146,7 +153,9 @@ class ZmqTransport:
             self._fail_all("the connection was lost")
             self.on_lost("the connection was lost")
         else:
-            self._trouble = "the handshake of ZMQ failed: check server_key, and that it is a ZMQ socket"
+            self._trouble = (
+                "the handshake of ZMQ failed: check the token and server_key, and that it is a ZMQ socket"
+            )
             self._told.set()
 
     def _fail_all(self, why: str) -> None:

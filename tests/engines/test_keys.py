@@ -1,4 +1,4 @@
-"""The real servers answer nobody without their key: no route that loads weights, computes or tells."""
+"""Real servers answer nobody without their key: no route that loads weights, computes or tells anything."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ class Station:
             while self._jobs:
                 self._jobs.popleft()()
             if zap_sock in ready:
-                zap.answer(zap_sock, self._access)
+                zap.answer(zap_sock, endpoints.shown_at(self.endpoint, self._access))
             if router in ready:
                 self._serve()
             for fetch in [*self._fetches]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ async def serve(request: ServeRequest) -> None:
     """Until SIGTERM or SIGINT. Raises `ArealError` for what is wrong before anything is served."""
     offers = read_offers(request.rewards, ("blob",) if request.episodes else (), request.args)
     try:
-        gate = Gate(read_token(Path(request.token_file)) if request.token_file else "")
+        gate = Gate(token_in(Path(request.token_file)) if request.token_file else "")
         secret = curve_secret(Path(request.curve_key)) if request.curve_key else b""
         key = Path(request.tls_key) if request.tls_key else None
         tls = tls_of(Path(request.tls_cert), key) if request.tls_cert else None
@@ -107,6 +108,18 @@ def announce(offers: Sequence[Offer], urls: Sequence[str], workers: int, gate: G
         public = zmq.curve_public(secret).decode()
         console.print(f"      server_key: '{public}'   # for the tcp address", markup=False)
     console.print("Ctrl-C ends it.", style="dim")
+
+
+def token_in(path: Path) -> str:
+    """The token in the file at `path`, made where there is none. Raises ValueError."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ValueError(f"token_file: {path}: {error.strerror}") from error
+    return read_token(path)
 
 
 def curve_secret(path: Path) -> bytes:

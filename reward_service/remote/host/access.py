@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import hmac
-import os
 import socket
 
 import zmq
 
 from areal_async.errors import EndpointError
-from areal_async.wire.endpoints import check_bindable, is_loopback
+from areal_async.wire.endpoints import is_loopback
 from areal_async.wire.http import listen
+from areal_async.wire.secret import CurveKeys, Password
+from reward_service.remote.handshake import client_keys, password_of
 
 
 class Gate:
     """Lets a request pass that shows `token`; any, where there is none."""
 
     def __init__(self, token: str = "") -> None:
+        self.token = token
         self._token = token.encode()
 
     def passes(self, shown: str) -> bool:
@@ -24,19 +26,30 @@ class Gate:
         return not self._token or hmac.compare_digest(self._token, shown.encode(errors="replace"))
 
     @property
+    def password(self) -> Password:
+        """What a client shows over ZMQ."""
+        return password_of(self.token)
+
+    @property
     def guarded(self) -> bool:
         return bool(self._token)
 
 
 def http_socket(address: str, gate: Gate) -> socket.socket:
-    """A listening socket at `host:port`; port 0 picks one. Raises `EndpointError`, also for one that other
-    machines would reach without a token."""
-    host, port = split(address)
+    """A listening socket of HTTP: see `tcp_socket`. Raises `EndpointError`, also for one that other machines
+    would reach without a token."""
+    host, _ = split(address)
     if not is_loopback(host) and not gate.guarded:
         raise EndpointError(
             f"refusing to serve {address} without a token: other machines reach it. Give --token-file, or "
             "serve 127.0.0.1."
         )
+    return tcp_socket(address, gate)
+
+
+def tcp_socket(address: str, gate: Gate) -> socket.socket:
+    """A listening socket at `host:port`; port 0 picks one. Raises `EndpointError`."""
+    host, port = split(address)
     try:
         return listen(host, port, guarded=gate.guarded)
     except OSError as error:
@@ -45,36 +58,28 @@ def http_socket(address: str, gate: Gate) -> socket.socket:
         ) from error
 
 
-def bind_zmq(sock: zmq.Socket[bytes], address: str, gate: Gate, secret: bytes) -> str:
-    """Bind a ROUTER to `host:port` or `ipc://path`, with CURVE where `secret` is given; the real address.
+def zmq_endpoint(address: str, gate: Gate, secret: bytes) -> tuple[str, CurveKeys | Password]:
+    """Where a ROUTER is bound for `host:port` or `ipc://path`, and what its clients must show before they are
+    heard: the token, and over a connection with CURVE, where `secret` is given, keys made of it.
 
-    Over ZMQ a token travels as it is, so other machines may come only where the connection is encrypted.
-    Raises `EndpointError`."""
-    if address.startswith("ipc://"):
-        endpoint = address
-        check_bindable(endpoint, None)  # libzmq would take over the file of one that is served
-    else:
-        host, port = split(address.removeprefix("tcp://"))
-        if not is_loopback(host) and not (gate.guarded and secret):
-            raise EndpointError(
-                f"refusing to serve {address} over ZMQ without a token and a key: other machines reach it. "
-                "Give --token-file and --curve-key, or serve 127.0.0.1."
-            )
-        host = f"[{host}]" if ":" in host else host
-        endpoint = f"tcp://{host}:{port}"
-    if secret:
-        sock.setsockopt(zmq.CURVE_SERVER, 1)
-        sock.curve_secretkey = secret
-        sock.curve_publickey = zmq.curve_public(secret)
-    try:
-        sock.bind(endpoint)
-    except zmq.ZMQError as error:
+    Without CURVE a token travels as it is, so other machines may come only with it. Raises `EndpointError`,
+    also where there is no token: libzmq holds what a client sends before we could refuse it."""
+    ipc = address.startswith("ipc://")
+    host, port = ("", 0) if ipc else split(address.removeprefix("tcp://"))
+    if not (ipc or is_loopback(host)) and not (gate.guarded and secret):
         raise EndpointError(
-            f"cannot serve {endpoint}: {error.strerror}. Choose another address or port."
-        ) from error
-    if endpoint.startswith("ipc://"):
-        os.chmod(endpoint.removeprefix("ipc://"), 0o600)
-    return sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+            f"refusing to serve {address} over ZMQ without a token and a key: other machines reach it. "
+            "Give --token-file and --curve-key, or serve 127.0.0.1."
+        )
+    if not gate.guarded:
+        raise EndpointError(
+            f"refusing to serve {address} over ZMQ without a token: whoever reaches it can make the server "
+            "hold what it sends. Give --token-file (made if missing), or serve HTTP alone."
+        )
+    endpoint = address if ipc else f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+    if not secret:
+        return endpoint, gate.password
+    return endpoint, CurveKeys(zmq.curve_public(secret), secret, (client_keys(gate.token).public,))
 
 
 def split(address: str) -> tuple[str, int]:

@@ -1,17 +1,26 @@
-"""The reference server's ZMQ: a ROUTER over the one `Desk`. Serves DEALER and REQ sockets."""
+"""The reference server's ZMQ: a ROUTER over the one `Desk`. Serves DEALER and REQ sockets.
+
+The token is asked for in the handshake: libzmq holds a message whole before anybody may look at it, and does
+not limit how many parts an unfinished one has.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
+from pathlib import Path
 
 import msgspec
 import zmq
 from typing_extensions import Buffer
 
 from areal_async.observe.log import get_logger
-from areal_async.wire.contexts import end_context, open_context
+from areal_async.wire import endpoints, zap
+from areal_async.wire.contexts import drop_context, end_context, open_context
+from areal_async.wire.door import Door
 from areal_async.wire.polled import PolledSocket
-from reward_service.remote.host.access import Gate, bind_zmq
+from areal_async.wire.secret import CurveKeys, Password
+from reward_service.remote.host.access import Gate, tcp_socket, zmq_endpoint
 from reward_service.remote.host.desk import Desk, RequestRefused
 from reward_service.remote.host.http import Answered
 from reward_service.remote.schema import Ask, Refused, Request
@@ -19,7 +28,6 @@ from reward_service.remote.transport import Msgpack
 
 log = get_logger("reward")
 
-HIGH_WATER_MESSAGES = 1024
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 
@@ -29,33 +37,54 @@ class ZmqServer:
 
     def __init__(self, desk: Desk, gate: Gate, address: str, *, secret: bytes = b"") -> None:
         self._desk = desk
-        self._gate = gate
         self._form = Msgpack()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._folder = tempfile.TemporaryDirectory(prefix="areal-reward-", dir="/tmp")
+        self._door: Door | None = None
         self._context = open_context()
         sock = self._context.socket(zmq.ROUTER)
+        endpoints.tune(sock, max_part_bytes=desk.limits.max_body_bytes)
         for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.SNDHWM, HIGH_WATER_MESSAGES),
-            (zmq.RCVHWM, HIGH_WATER_MESSAGES),
-            (zmq.MAXMSGSIZE, desk.limits.max_body_bytes),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
         ):
             sock.setsockopt(option, value)
         try:
-            self.url = bind_zmq(sock, address, gate, secret)
+            self.url, asked_for = zmq_endpoint(address, gate, secret)
+            self._zap = zap.serve(self._context, asked_for)
+            if self.url.startswith("ipc://"):
+                endpoints.bind(sock, self.url, asked_for)
+            else:
+                self._behind_a_door(sock, address, gate, asked_for)
         except BaseException:
-            sock.close()
+            self._folder.cleanup()
+            drop_context(self._context)
             raise
         self._socket = PolledSocket(sock, 3, self._on_frames)
 
+    def _behind_a_door(
+        self, sock: zmq.Socket[bytes], address: str, gate: Gate, asked_for: CurveKeys | Password
+    ) -> None:
+        """On a port anybody may try: the socket itself is in a folder of this user's."""
+        listening = tcp_socket(address.removeprefix("tcp://"), gate)
+        host, port = listening.getsockname()[:2]
+        self.url = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+        inner = Path(self._folder.name) / "zmq"
+        endpoints.bind(sock, f"ipc://{inner}", asked_for)
+        self._door = Door(listening, inner)
+        self._opening = asyncio.create_task(self._door.open())
+
     async def close(self) -> None:
+        if self._door is not None:
+            await self._opening
+            await self._door.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close()
+        self._zap.close()
         await end_context(self._context)
+        self._folder.cleanup()
 
     def _on_frames(self, copied: list[bytes], rest: list[Buffer]) -> None:
         if len(copied) < 2 or rest:
@@ -66,10 +95,7 @@ class ZmqServer:
         except msgspec.MsgspecError as error:
             self._refuse(envelope, "", RequestRefused("invalid", f"the message is no request: {error}"))
             return
-        if not self._gate.passes("" if head.token is msgspec.UNSET else head.token):
-            refused = RequestRefused("unauthorized", "a valid token is needed in the field token")
-            self._refuse(envelope, head.request_id, refused)
-        elif head.op == "score":
+        if head.op == "score":
             task = asyncio.create_task(self._score(envelope, head.request_id, body))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -37,7 +37,7 @@ OPEN: list["zmq.Context[zmq.Socket[bytes]]"] = []
 def let_in(asking: "zmq.Socket[bytes]") -> None:
     with contextlib.suppress(zmq.ContextTerminated, zmq.ZMQError):
         while True:
-            zap.answer(asking, SECRET)
+            zap.answer(asking, SECRET.password)
 
 
 class Wire:

@@ -23,7 +23,7 @@ from areal_async.wire.verdicts import Abstain, Failure, Score, Timeout
 from reward_service.pool import Pool
 from reward_service.remote.host.__main__ import curve_secret
 from reward_service.remote.host.__main__ import serve as run_server
-from reward_service.remote.host.access import Gate, bind_zmq, http_socket
+from reward_service.remote.host.access import Gate, http_socket, zmq_endpoint
 from reward_service.remote.host.desk import Desk
 from reward_service.remote.host.http import http_server
 from reward_service.remote.host.offers import read_offers
@@ -32,26 +32,34 @@ from reward_service.remote.schema import Limits
 from reward_service.sdk import RewardInput, RewardLoadError
 
 FILE = Path(__file__).with_name("offered.py")
+TOKEN = "open-sesame"
+"""Over ZMQ there is always one."""
 DOCUMENT = Path(__file__).parents[4] / "docs" / "reward-rpc.openapi.yaml"
 
 
 class Host:
     """A reference server in this process, over both transports."""
 
-    def __init__(self, desk, http, zmq_server):
+    def __init__(self, desk, http, zmq_server, token_file):
         self.desk = desk
         self.http = http.url
         self.zmq = zmq_server.url
+        self.token_file = token_file
+
+    def shown(self, over):
+        """What a job file says for a server over this transport."""
+        return {"token_file": str(self.token_file)} if over == "zmq" else {}
 
 
 @pytest.fixture
-def host():
+def host(tmp_path):
     @contextlib.asynccontextmanager
     async def serving(
         *names, token="", wants=(), timeout_s=20.0, max_waiting=1024, secret=b"", offers=(), **limits
     ):
         offers = offers or read_offers([f"{FILE}:{name}" for name in names or ("behave",)], wants)
         gate = Gate(token)
+        (tmp_path / "host-token").write_text(token or TOKEN)
         async with Pool([], workers=1, strict=False) as pool:
             desk = Desk(
                 pool,
@@ -62,11 +70,11 @@ def host():
                 max_waiting=max_waiting,
             )
             await desk.load()
-            over_zmq = ZmqServer(desk, gate, "127.0.0.1:0", secret=secret)
+            over_zmq = ZmqServer(desk, Gate(token or TOKEN), "127.0.0.1:0", secret=secret)
             over_http = http_server(desk, gate, http_socket("127.0.0.1:0", gate))
             over_http.start()
             try:
-                yield Host(desk, over_http, over_zmq)
+                yield Host(desk, over_http, over_zmq, tmp_path / "host-token")
             finally:
                 await over_http.close()
                 await over_zmq.close()
@@ -103,8 +111,8 @@ async def get(url, path, token=""):
 def test_verdicts_are_those_of_the_pool(over, host, backend, collect):
     async def run():
         async with host(timeout_s=1.0) as server:
-            url = getattr(server, over)
-            async with backend(url, timeout_s=15.0, reward="behave") as entered:
+            url, shown = getattr(server, over), server.shown(over)
+            async with backend(url, timeout_s=15.0, reward="behave", **shown) as entered:
                 said = ["four", "nan", "abstain", "die", "hang", "x"]
                 return await collect(entered, [given(text) for text in said])
 
@@ -173,7 +181,7 @@ def test_calls_behind_one_that_hangs_are_scored_all_the_same(host, backend, coll
 def test_a_group_reward_is_found_and_used(over, host, backend, collect):
     async def run():
         async with host("longest") as server:
-            async with backend(getattr(server, over), scope="group") as entered:
+            async with backend(getattr(server, over), **server.shown(over), scope="group") as entered:
                 collected = collect.Collected(1)
                 await entered.submit([[given("a"), given("aaa"), given("aa")]], collected.take)
                 return await collected.done()
@@ -197,7 +205,7 @@ def episode_blob():
 def test_a_server_that_asks_for_episodes_gets_them(over, host, backend, collect):
     async def run():
         async with host("units", wants=("blob",)) as server:
-            async with backend(getattr(server, over)) as entered:
+            async with backend(getattr(server, over), **server.shown(over)) as entered:
                 return await collect(entered, [given("57", blob=episode_blob())])
 
     assert asyncio.run(run()) == [Score(5.0)]
@@ -297,9 +305,11 @@ def test_no_client_chooses_code_addresses_or_variables(over, name, own, asked, h
     async def run():
         async with host(offers=read_offers([name], args=own)) as server:
             with pytest.raises(RewardLoadError, match=f"only the server may set {next(iter(asked))}"):
-                async with backend(getattr(server, over), reward=name, args=asked, connect_s=2.0):
+                async with backend(
+                    getattr(server, over), **server.shown(over), reward=name, args=asked, connect_s=2.0
+                ):
                     pass
-            async with backend(getattr(server, over), reward=name, args=own) as entered:
+            async with backend(getattr(server, over), **server.shown(over), reward=name, args=own) as entered:
                 return entered.alive
 
     assert asyncio.run(run()) > 0
@@ -360,7 +370,10 @@ def test_wrong_arguments_are_found_before_the_job_starts(host, backend):
 def test_arguments_of_one_client_do_not_reach_another(host, backend, collect):
     async def run():
         async with host("concise") as server:
-            async with backend(server.http, args={"most": 2}) as strict, backend(server.zmq) as lax:
+            async with (
+                backend(server.http, args={"most": 2}) as strict,
+                backend(server.zmq, **server.shown("zmq")) as lax,
+            ):
                 return await collect(strict, [given("the 1")]), await collect(lax, [given("the 1")])
 
     assert asyncio.run(run()) == ([Score(0.0)], [Score(1.0)])
@@ -414,16 +427,14 @@ def test_other_machines_are_served_only_with_a_token_and_over_zmq_with_a_key():
     with pytest.raises(EndpointError, match="--token-file"):
         http_socket("0.0.0.0:0", Gate())
     http_socket("0.0.0.0:0", Gate("t")).close()
-    context = zmq.Context()
-    try:
-        with context.socket(zmq.ROUTER) as sock:
-            with pytest.raises(EndpointError, match="--curve-key"):
-                bind_zmq(sock, "0.0.0.0:0", Gate("t"), b"")
-            with pytest.raises(EndpointError, match="HOST:PORT"):
-                bind_zmq(sock, "8700", Gate("t"), b"")
-            assert bind_zmq(sock, "tcp://0.0.0.0:0", Gate("t"), zmq.curve_keypair()[1])
-    finally:
-        context.term()
+    with pytest.raises(EndpointError, match="--curve-key"):
+        zmq_endpoint("0.0.0.0:0", Gate("t"), b"")
+    with pytest.raises(EndpointError, match="HOST:PORT"):
+        zmq_endpoint("8700", Gate("t"), b"")
+    for address in ("127.0.0.1:0", "ipc:///run/reward"):
+        with pytest.raises(EndpointError, match=r"without a token.*--token-file"):
+            zmq_endpoint(address, Gate(), b"")
+    assert zmq_endpoint("tcp://0.0.0.0:0", Gate("t"), zmq.curve_keypair()[1])[0] == "tcp://0.0.0.0:0"
 
 
 def test_zmq_with_a_key_serves_who_knows_the_server_and_nobody_else(host, backend, collect, tmp_path):
@@ -435,9 +446,13 @@ def test_zmq_with_a_key_serves_who_knows_the_server_and_nobody_else(host, backen
     async def run():
         async with host(secret=secret) as server:
             with pytest.raises(RewardLoadError, match="handshake of ZMQ failed"):
-                async with backend(server.zmq, server_key=other, connect_s=1.0):
+                async with backend(server.zmq, server_key=other, connect_s=1.0, **server.shown("zmq")):
                     pass
-            async with backend(server.zmq, server_key=public) as entered:
+            for wrong in ({}, {"token_file": str(tmp_path / "key")}):
+                with pytest.raises(RewardLoadError, match="handshake of ZMQ failed"):
+                    async with backend(server.zmq, server_key=public, connect_s=1.0, **wrong):
+                        pass
+            async with backend(server.zmq, server_key=public, **server.shown("zmq")) as entered:
                 return await collect(entered, [given("four")])
 
     assert asyncio.run(run()) == [Score(0.5, {"length": 4.0})]
@@ -476,7 +491,6 @@ def serve(*arguments):
 
 
 def test_reward_serve_says_where_it_serves_and_ends_without_leaving_anything(backend, collect, tmp_path):
-    (tmp_path / "token").write_text("open-sesame\n")
     with serve(
         f"{FILE}:concise", "--http", "127.0.0.1:0", "--zmq", "127.0.0.1:0", "--token-file", tmp_path / "token"
     ) as server:
@@ -494,7 +508,8 @@ def test_reward_serve_says_where_it_serves_and_ends_without_leaving_anything(bac
                     return await collect(entered, [given("the 1")] * 20)
 
             assert asyncio.run(run()) == [Score(1.0)] * 20
-            _, metrics = asyncio.run(get(urls[0], "/metrics", "open-sesame"))
+            assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+            _, metrics = asyncio.run(get(urls[0], "/metrics", (tmp_path / "token").read_text().strip()))
             assert b'areal_reward_verdicts_total{kind="score",reward="offered.py:concise"} 20.0' in metrics
             assert b"areal_reward_workers_alive 1.0" in metrics
             children = psutil.Process(server.pid).children(recursive=True)
@@ -513,7 +528,7 @@ def test_reward_serve_says_where_it_serves_and_ends_without_leaving_anything(bac
         (ServeRequest(["no_such_reward"]), "there is no reward 'no_such_reward'"),
         (ServeRequest([f"{FILE}:concise", f"{FILE}:concise"]), "two rewards are called 'concise'"),
         (ServeRequest([f"{FILE}:concise"], http="0.0.0.0:0"), "--token-file"),
-        (ServeRequest([f"{FILE}:concise"], token_file="/nowhere"), "--token-file"),
+        (ServeRequest([f"{FILE}:concise"], token_file="/nowhere/token"), "--token-file"),
         (ServeRequest([f"{FILE}:needs"]), "missing a required argument: 'word'"),
     ],
 )
