@@ -399,9 +399,11 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--connections", type=int, default=3000, help="held at a time, of each form")
     parser.add_argument("--requests", type=int, default=10_000, help="malformed ones to each server")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="its entries of other kinds stay")
     options = parser.parse_args()
-    found: dict[str, Any] = {"connections": options.connections, "requests": options.requests}
+    found: dict[str, Any] = {}
+    if options.json and options.json.exists():
+        found = json.loads(options.json.read_text(encoding="utf-8"))
     for kind in options.kinds.split(","):
         with tempfile.TemporaryDirectory() as folder, served(kind, Path(folder)) as subject:
             try:
@@ -410,6 +412,7 @@ def main() -> None:
                 found[kind] = {"holds": False, "error": f"{type(error).__name__}: {error}"}
                 with contextlib.suppress(psutil.Error):
                     found[kind]["usage"] = subject.usage()
+        found[kind] |= {"connections": options.connections, "requests": options.requests}
         print(kind, json.dumps(found[kind]), flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
