@@ -217,7 +217,7 @@ class Pages:
             ) from None
         except ServerFull:
             raise ApiError(
-                503, "too many bytes of requests are under way", code="engine_unavailable"
+                429, "too many bytes of requests are under way", code="rate_limit_exceeded"
             ) from None
         try:
             body = msgspec.json.decode(raw)
