@@ -207,7 +207,10 @@ def hold(subject: Subject, what: str, n: int) -> None:
     """Keep `n` such connections open while an honest client asks."""
     with many_files(n + 256), contextlib.ExitStack() as stack:
         for _ in range(n):
-            client = stack.enter_context(socket.socket())
+            try:
+                client = stack.enter_context(socket.socket())
+            except OSError:  # this process may open no more
+                break
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.settimeout(HONEST_S)
             with contextlib.suppress(OSError):
@@ -396,9 +399,11 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--connections", type=int, default=3000, help="held at a time, of each form")
     parser.add_argument("--requests", type=int, default=10_000, help="malformed ones to each server")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="its entries of other kinds stay")
     options = parser.parse_args()
-    found: dict[str, Any] = {"connections": options.connections, "requests": options.requests}
+    found: dict[str, Any] = {}
+    if options.json and options.json.exists():
+        found = json.loads(options.json.read_text(encoding="utf-8"))
     for kind in options.kinds.split(","):
         with tempfile.TemporaryDirectory() as folder, served(kind, Path(folder)) as subject:
             try:
@@ -407,6 +412,7 @@ def main() -> None:
                 found[kind] = {"holds": False, "error": f"{type(error).__name__}: {error}"}
                 with contextlib.suppress(psutil.Error):
                     found[kind]["usage"] = subject.usage()
+        found[kind] |= {"connections": options.connections, "requests": options.requests}
         print(kind, json.dumps(found[kind]), flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

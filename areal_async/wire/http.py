@@ -50,6 +50,8 @@ REST_S = 0.5
 """Before another try to accept, when the process is out of descriptors."""
 SWEEP_S = 0.5
 LOGGED_EVERY_S = 60.0
+LOGGED_CHARS = 300
+"""Of what a client sent."""
 
 Phase = Literal["headers", "body", "answer", "unread", "idle"]
 """What a client is at: it sends headers, or a body; it waits for its answer or takes it; it has the answer
@@ -213,6 +215,7 @@ class HttpServer:
                 self._make_room(more=True)
                 self._loop.remove_reader(self._listening)
                 self._loop.call_later(REST_S, self._go_on)
+                self._sweep_later()
                 return
             sock.setblocking(False)
             if not self._make_room():
@@ -320,7 +323,7 @@ class HttpServer:
         except ClientDisconnect:
             self.faults.count("client left while it sent a request")
         except Exception as error:
-            self.faults.count("request failed", error=f"{type(error).__name__}: {error}", cause=error)
+            self.faults.count(f"request failed with {type(error).__name__}", error=str(error), cause=error)
             if not started:
                 await _plain(watched, 500, b"the server failed; its log has the reason")
         finally:
@@ -490,28 +493,28 @@ class Faults:
         return bool(self._counts)
 
     def count(self, kind: str, *, cause: Exception | None = None, **fields: Any) -> None:
-        """`cause` has its traceback logged with the first."""
+        """`cause` makes it an error of ours, whose traceback is logged with the first."""
         first = kind not in self._logged_s
         self._counts[kind] = self._counts.get(kind, 0) + 1
-        self._fields[kind] = fields
+        self._fields[kind] = {name: str(value)[:LOGGED_CHARS] for name, value in fields.items()}
         if first:
-            if cause is not None:
-                fields = {**fields, "raised": "".join(traceback.format_exception(cause))}
-            self._report(kind, fields)
+            self._report(kind, raised="".join(traceback.format_exception(cause)) if cause else "")
 
     def report_due(self, now_s: float) -> None:
         for kind in [kind for kind in self._counts if now_s - self._logged_s[kind] >= LOGGED_EVERY_S]:
-            self._report(kind, self._fields[kind])
+            self._report(kind)
 
     def report(self) -> None:
         for kind in list(self._counts):
-            self._report(kind, self._fields[kind])
+            self._report(kind)
 
-    def _report(self, kind: str, fields: dict[str, Any]) -> None:
+    def _report(self, kind: str, raised: str = "") -> None:
         self._logged_s[kind] = time.monotonic()
-        number = self._counts.pop(kind)
-        write = log.error if kind == "request failed" else log.info
-        write(kind, server=self._server, number=number, **fields)
+        fields = {"server": self._server, "number": self._counts.pop(kind), **self._fields[kind]}
+        if raised:
+            log.error(kind, raised=raised, **fields)
+        else:
+            log.info(kind, **fields)
 
 
 class _Counting:

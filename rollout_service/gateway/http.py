@@ -217,7 +217,7 @@ class Pages:
             ) from None
         except ServerFull:
             raise ApiError(
-                503, "too many bytes of requests are under way", code="engine_unavailable"
+                429, "too many bytes of requests are under way", code="rate_limit_exceeded"
             ) from None
         try:
             body = msgspec.json.decode(raw)
@@ -249,7 +249,7 @@ class Pages:
 
     def _reply(self, request: Request, session: Session, call: GatewayCall, body: dict[str, Any]) -> Response:
         """`body` is made into bytes here: what cannot be sent is not recorded."""
-        return Reply(encoded(body), partial(self._sent, request, session, call))
+        return WholeReply(encoded(body), partial(self._sent, request, session, call))
 
     async def _sent(self, request: Request, session: Session, call: GatewayCall) -> None:
         """All of a reply but its empty end is on its way."""
@@ -321,7 +321,7 @@ class Pages:
         return Events(body(), lambda: _let_go(task, own))
 
 
-class Reply(Response):
+class WholeReply(Response):
     """A whole reply; `sent` is called when it has been handed over, before its empty end is."""
 
     media_type = "application/json"

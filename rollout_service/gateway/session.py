@@ -65,7 +65,7 @@ class EpisodeAccess:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampled:
+class _SampledAnswer:
     """An answer that the engine gave: how it was asked for, what the agent is told."""
 
     sampling: Sampling
@@ -79,7 +79,7 @@ class GatewayCall:
     """The answers of one call, and what recording them takes."""
 
     answers: list[Answer]
-    sampled: list[tuple[Plan, list[_Sampled]]]
+    sampled: list[tuple[Plan, list[_SampledAnswer]]]
     """For each prompt of the call."""
     recorded: bool = False
 
@@ -284,7 +284,7 @@ class Session:
             for choice in range(ask.n)
         ]
 
-    def _told(self, ask: Ask, sampling: Sampling, result: GenerateResult) -> _Sampled:
+    def _told(self, ask: Ask, sampling: Sampling, result: GenerateResult) -> _SampledAnswer:
         """What the agent is told."""
         template, ids = self.paths.template, result.token_ids
         end = template.end_of(ids, result.finish_reason)
@@ -302,7 +302,7 @@ class Session:
             for name, arguments in written
         )
         choice = Choice(content, calls, result.finish_reason, stopped, ids, result.logprobs)
-        return _Sampled(sampling, result, Said(template.decode(ids), content, written, end), choice)
+        return _SampledAnswer(sampling, result, Said(template.decode(ids), content, written, end), choice)
 
     # --- a call that the agent was sent --------------------------------------------------------------
 
@@ -320,7 +320,7 @@ class Session:
             self._broken = error
             raise
 
-    def _record(self, plan: Plan, sampled: Sequence[_Sampled]) -> None:
+    def _record(self, plan: Plan, sampled: Sequence[_SampledAnswer]) -> None:
         before = sum(self.paths.roots.values())
         segments = self.paths.record(plan, [one.sampling for one in sampled], [one.result for one in sampled])
         if sum(self.paths.roots.values()) > before and plan.root is not None:

@@ -197,11 +197,8 @@ def vanish(client: socket.socket) -> None:
     client.close()
 
 
-@pytest.mark.parametrize("key", ["", "k"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_whose_client_left_as_it_was_made_is_not_recorded(
-    stream: bool, key: str, tokenizer: Any
-) -> None:
+def test_an_answer_whose_client_left_as_it_was_made_is_not_recorded(stream: bool, tokenizer: Any) -> None:
     """The client goes in the very moment that the engine answers."""
 
     class Late(Talking):

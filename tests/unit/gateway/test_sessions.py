@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from typing import Any
 
@@ -208,6 +209,23 @@ def test_a_client_that_goes_away_in_mid_stream_ends_its_call(tokenizer: Any) -> 
             while session._tasks:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             assert session.calls == 0
+
+    asyncio.run(main())
+
+
+def test_clients_that_never_end_their_request_are_closed(tokenizer: Any) -> None:
+    async def main() -> None:
+        async with serving(Scripted(tokenizer), tokenizer) as (_, _ctx, session):
+            port = int(session.origin.rpartition(":")[2])
+            slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
+            for _, writer in slow:
+                writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
+            for reader, writer in slow:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+                writer.close()
+            async with client_of(session) as http:
+                assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
     asyncio.run(main())
 

@@ -4,8 +4,8 @@ import psutil
 import pytest
 from hostile_http import HELD, KINDS, MOST_MORE, hold, malformed, send_malformed, served, settle
 
-CONNECTIONS = 700
-"""More than any of the servers may hold where 1,024 files may be open."""
+CONNECTIONS = 1100
+"""More than the 1,024 files that each server may open."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
