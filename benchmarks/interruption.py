@@ -223,7 +223,13 @@ def main() -> None:
         for window in windows
         if window.every_s == BAR_EVERY_S and window.within is not None and window.within[0] < BAR
     ]
+    beside = [
+        f"{window.mode}: {window.ratio:.3f}"
+        for window in windows
+        if window.every_s == BAR_EVERY_S and window.ratio is not None and window.ratio < BAR
+    ]
     print(f"requests lost or cut short: {len(broken)}; below {BAR} at {BAR_EVERY_S:g} s: {below or 'none'}")
+    print(f"by the neighbouring windows, which decide nothing, below {BAR}: {beside or 'none'}")
     if options.out:
         stated = {
             "command": "python benchmarks/interruption.py " + " ".join(sys.argv[1:]),

@@ -7,8 +7,8 @@ or with the reason why there is none; one engine holds one version, so every ans
 the version it names; an engine that samples nothing for `rollout.stuck_s` is taken for dead, and a process
 started anew evaluates again; training waits for nothing here. Ends with status 0 after the final snapshot.
 
-Accuracy is mean@n over the tasks that were scored (`statistics.py`); what is no score is counted beside it,
-never as 0.
+A record's `accuracy` is mean@n over the tasks that were scored (`statistics.py`): the mean reward where there
+is partial credit, which the record says. What is no score is counted beside it, never as 0.
 """
 
 from __future__ import annotations
@@ -291,6 +291,7 @@ async def _evaluate_one(
         n=result.overall.tasks,
         unscored=unscored,
         samples=evaluator.samples,
+        partial_credit=result.overall.partial_credit,
         tokens=result.tokens,
         **_figures(result.overall),
         by_source={name: one.mean.value for name, one in result.by_source.items()},

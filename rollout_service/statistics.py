@@ -60,6 +60,8 @@ class Statistics:
     mean: Figure
     best: Figure
     maj: Figure
+    partial_credit: bool = False
+    """Whether a score is neither 0 nor 1: then a mean of scores is no share of right answers."""
 
 
 def statistics_of(samples: Sequence[Sample], *, seed: int) -> Statistics:
@@ -71,7 +73,9 @@ def statistics_of(samples: Sequence[Sample], *, seed: int) -> Statistics:
         Figure(float(value), None if np.isnan(a) else float(a), None if np.isnan(b) else float(b))
         for value, a, b in zip(values, low, high, strict=True)
     ]
-    return Statistics(len(columns), *figures)
+    partial_credit = any(sample.score not in (0.0, 1.0) for sample in samples)
+    mean, best, maj = figures
+    return Statistics(len(columns), mean, best, maj, partial_credit)
 
 
 def per_task(samples: Sequence[Sample]) -> Floats:

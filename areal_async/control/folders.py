@@ -33,6 +33,7 @@ from areal_async.control.child import kill_processes_of
 from areal_async.control.context import short_socket_dir
 from areal_async.control.errors import RunFolderError
 from areal_async.ownfiles import NotOurs, check_own, check_owner, close_folder, is_own_folder, read_own
+from areal_async.observe.record import holds_results
 from areal_async.snapshot_folders import remove_snapshots, shared_directory
 from areal_async.wire.secret import RunSecret
 
@@ -138,6 +139,8 @@ def describe_work(run_dir: Path) -> str:
     if (run_dir / "summary.json").exists():
         return "a finished run"
     kept = [entry.name for entry in run_dir.iterdir() if entry.name not in STATE and _holds_anything(entry)]
+    if "metrics.jsonl" in kept and not holds_results(run_dir / "metrics.jsonl"):
+        kept.remove("metrics.jsonl")
     return f"an unfinished run ({', '.join(sorted(kept))})" if kept else ""
 
 

@@ -97,10 +97,12 @@ class Monitor:
             self._observer.forget_all_but(phases)
             self._observer.set_phases(phases)
             self._follow_logs(phases)
-            for line in self._records.lines():
-                record = _parse(line)
-                if record is not None:
-                    self._observer.feed_record(record)
+            # To the end: a picture of half the records would be of an earlier life.
+            while lines := list(self._records.lines()):
+                for line in lines:
+                    record = _parse(line)
+                    if record is not None:
+                        self._observer.feed_record(record)
             for name, port in self._endpoints().items():
                 if port:
                     try:

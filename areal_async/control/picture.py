@@ -134,6 +134,7 @@ class Observer:
         kind = record.get("kind")
         if kind == "resume":
             self._trained = False
+            self._self_check = ""  # it speaks of the life before
             self._step_times.clear()
         if kind in ("step", "sft"):
             self._trained = True

@@ -30,7 +30,7 @@ from areal_async.control.summary import summarise
 from areal_async.control.supervisor import Supervisor
 from areal_async.errors import WireError
 from areal_async.observe.events import close_events, open_events
-from areal_async.observe.log import setup_logging
+from areal_async.observe.log import end_logging, setup_logging
 from areal_async.observe.metrics import serve_metrics
 from areal_async.observe.record import RunLog, as_it_became, read_run_log
 from areal_async.observe.view import open_view
@@ -69,13 +69,12 @@ def run_job(
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     try:
         with private_files(), _logged_to(folders.logs / "supervisor.log", job):
-            if resume:
-                with RunLog(folders.run_dir / "metrics.jsonl") as run_log:
-                    run_log.write("resume")
             if job.observe.event_log:
                 open_events(folders.run_dir, "supervisor")
-            with serve_metrics(supervisor_port(job, services_of(job, modules))) as port:
-                result = _run(job, folders, port, plain=plain, console=console, modules=modules)
+            port = supervisor_port(job, services_of(job, modules))
+            with RunLog(folders.run_dir / "metrics.jsonl") as run_log, serve_metrics(port) as port:
+                run_log.write("resume" if resume else "start")
+                result = _run(job, folders, port, run_log, plain=plain, console=console, modules=modules)
     finally:
         close_events()
         folders.release()
@@ -87,13 +86,14 @@ def _run(
     job: JobConfig,
     folders: RunFolders,
     metrics_port: int,
+    run_log: RunLog,
     *,
     plain: bool,
     console: Console,
     modules: Mapping[Role, str],
 ) -> RunResult:
     started_s = time.monotonic()
-    final: dict[str, Any] = {"restarts": {}}
+    final: dict[str, Any] = {}
 
     def on_ending(ending: Ending) -> None:
         observer.stopping = True
@@ -103,7 +103,7 @@ def _run(
             final["buffer"] = _buffer_stats(job, folders)
 
     def on_restart(name: str, text: str) -> None:
-        final["restarts"][name] = final["restarts"].get(name, 0) + 1
+        run_log.write("restart", service=name)
         observer.tell(text, time.monotonic())
 
     supervisor = Supervisor(
@@ -128,17 +128,16 @@ def _run(
             ending = supervisor.run()
         finally:
             monitor.stop()
-    _raise_unless_finished(job, ending, folders)
     shares = [share for name in observer.names("rollout") if (share := observer.busy_while_training(name))]
-    records = as_it_became(read_run_log(folders.run_dir / "metrics.jsonl"))
-    summary = summarise(
-        job,
-        records,
-        wall_s=final["wall_s"],
-        buffer=final.get("buffer"),
+    run_log.write(
+        "end",
+        ending=ending.kind,
+        wall_s=round(final["wall_s"], 3),
         rollout_busy=sum(shares) / len(shares) if shares else None,
-        restarts=final["restarts"],
     )
+    _raise_unless_finished(job, ending, folders)
+    records = as_it_became(read_run_log(folders.run_dir / "metrics.jsonl"))
+    summary = summarise(job, records, buffer=final.get("buffer"))
     _draw(job, records, folders)
     unfinished = folders.run_dir / "summary.json.tmp"
     unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -156,6 +155,7 @@ def _logged_to(path: Path, job: JobConfig) -> Iterator[None]:
         try:
             yield
         finally:
+            end_logging()
             root.handlers[:] = handlers
             root.setLevel(level)
 
@@ -209,7 +209,10 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
     table.add_column(style="bold")
     start, end = summary["accuracy_start"], summary["accuracy_end"]
     if end is not None:
-        table.add_row("held-out accuracy", f"{start:.3f} → {end:.3f}{_interval(summary)}")
+        table.add_row(f"held-out {summary['held_out']}", f"{start:.3f} → {end:.3f}{_interval(summary)}")
+    elif summary["reward_last"] is not None:
+        first, last = summary["reward_first"], summary["reward_last"]
+        table.add_row("mean reward", f"{first:.3f} → {last:.3f}  (first and last steps' batches)")
     if (summary["evaluation_samples"] or 1) > 1:
         n, best, maj = (summary[name] for name in ("evaluation_samples", "best_end", "maj_end"))
         table.add_row(f"best@{n}, maj@{n}", f"{best:.3f}, {maj:.3f}")

@@ -32,7 +32,7 @@ from areal_async.control.context import Role, RunPlaces, ServiceContext
 from areal_async.errors import ArealError
 from areal_async.observe.events import open_events
 from areal_async.observe.failpoint import arm_from_environment
-from areal_async.observe.log import get_logger, setup_logging
+from areal_async.observe.log import end_logging, get_logger, setup_logging
 from areal_async.observe.metrics import start_metrics_server
 from areal_async.ownfiles import PRIVATE_UMASK
 
@@ -221,6 +221,7 @@ def _supervisor_pid(path: Path) -> int:
 
 def _leave(status: int) -> None:
     """End the process now: a stray non-daemon thread must not keep a service that has finished alive."""
+    end_logging()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -18,6 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from areal_async.observe.record import held_out_name
+
 Records = Sequence[dict[str, Any]]
 Series = tuple[np.ndarray, np.ndarray]
 
@@ -120,6 +122,7 @@ def rolling_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _learning(axes: Axes, rows: Records, _: int | None) -> None:
+    held_out = held_out_name(rows)
     reward = series(rows, "step", "step", field("reward_mean"))
     accuracy = series(rows, "evaluation", "version", field("accuracy"))
     scored = axes
@@ -137,7 +140,7 @@ def _learning(axes: Axes, rows: Records, _: int | None) -> None:
         low, high = (series(rows, "evaluation", "version", edge(at)) for at in (1, 2))
         if len(low[0]) and np.array_equal(low[0], high[0]):
             axes.fill_between(low[0], low[1], high[1], color=ORANGE, alpha=0.18, lw=0, label="95 % interval")
-        axes.plot(*accuracy, color=ORANGE, marker="o", markersize=4.5, lw=1.8, label="held-out accuracy")
+        axes.plot(*accuracy, color=ORANGE, marker="o", markersize=4.5, lw=1.8, label=f"held-out {held_out}")
         for name, style in (("best", "^"), ("maj", "s")):
             several = series(rows, "evaluation", "version", edge(0, name, several=True))
             if len(several[0]):
@@ -148,9 +151,9 @@ def _learning(axes: Axes, rows: Records, _: int | None) -> None:
             _note(axes, accuracy[0][end], accuracy[1][end], f"{accuracy[1][end]:.3f}", ORANGE)
     axes.set_title("Learning", **TITLE)
     if both and fits:
-        axes.set_ylabel("Held-out accuracy, mean reward", **STYLE)  # type: ignore[arg-type]
+        axes.set_ylabel(f"Held-out {held_out}, mean reward", **STYLE)  # type: ignore[arg-type]
     else:
-        label = "Held-out accuracy" if len(accuracy[0]) else "Mean training reward"
+        label = f"Held-out {held_out}" if len(accuracy[0]) else "Mean training reward"
         axes.set_ylabel(label, **STYLE)  # type: ignore[arg-type]
     axes.margins(y=0.12)
     _step_axis(axes)

@@ -2,13 +2,22 @@
 
 `log = get_logger("buffer")` then `log.info("group dropped", group_id=…, reason=…)`. Records of libraries
 that use the standard `logging` module come out in the same form.
+
+Equal lines are counted, not repeated: the first is written, then every `REPEAT_S` one with `repeated`, how
+many more there were. Lines are equal that differ in nothing but which one of many they are about
+(`IDENTITIES`). `end_logging` writes what is still uncounted.
 """
 
 from __future__ import annotations
 
+import atexit
+import copy
 import logging
 import sys
+import time
 import traceback
+from collections import OrderedDict
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
@@ -18,6 +27,14 @@ Level = Literal["debug", "info", "warning", "error"]
 
 RESERVED = frozenset({"time", "level", "job", "process", "event", "logger", "traceback"})
 """Keys of every line; a field of such a name is written as `field_<name>`."""
+IDENTITIES = frozenset(
+    {"group_id", "episode_id", "lease_id", "task_id", "request_id", "claim_id", "sample", "item", "peer"}
+)
+"""Fields that say which one a line is about: lines that differ in nothing else are equal."""
+REPEAT_S = 10.0
+"""How often a line that goes on is written."""
+MOST_LINES = 256
+"""Different lines that are kept in mind; the oldest is forgotten first."""
 SERVER_LOADS = "engine server loads"
 """The event by which who watches the log knows what a process that starts is at; with the name of the
 `server`."""
@@ -63,17 +80,92 @@ def setup_logging(job: str, process: str, level: Level = "info", stream: TextIO 
     """Send every log record of this process to `stream` (standard error by default) as JSON lines.
 
     Calling it again replaces the earlier set-up."""
-    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler = _CountingHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(_JsonLine(job, process))
     root = logging.getLogger()
     for old in root.handlers[:]:
-        if isinstance(old.formatter, _JsonLine):
+        if isinstance(old, _CountingHandler):
+            old.write_counts()
             root.removeHandler(old)
     root.addHandler(handler)
+    atexit.register(end_logging)
     # Libraries are heard from warnings up: their debug and info lines drown the service's own.
     root.setLevel(logging.WARNING)
     logging.getLogger("areal").setLevel(level.upper())
     logging.captureWarnings(True)
+
+
+def end_logging() -> None:
+    """Write the counts of lines that were not repeated. Nothing of this process's log is missing then."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _CountingHandler):
+            handler.write_counts()
+
+
+@dataclass
+class _Line:
+    """A line that was written, and what came of it since."""
+
+    record: logging.LogRecord
+    """The newest like it, without what an exception holds on to."""
+    due_s: float
+    """When the next may be written."""
+    repeated: int = 0
+
+
+class _CountingHandler(logging.StreamHandler[TextIO]):
+    """Writes lines, and of equal ones the first and then their number."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._lines: OrderedDict[tuple[object, ...], _Line] = OrderedDict()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now_s = time.monotonic()
+        for line in self._lines.values():
+            if line.repeated and line.due_s <= now_s:
+                self._count(line, now_s)
+        kept = copy.copy(record)
+        kept.exc_info = None
+        key = _key(record)
+        known = self._lines.get(key)
+        if known is not None and now_s < known.due_s:
+            known.record, known.repeated = kept, known.repeated + 1
+            return
+        self._lines[key] = _Line(kept, now_s + REPEAT_S)
+        self._lines.move_to_end(key)
+        if len(self._lines) > MOST_LINES:
+            _, oldest = self._lines.popitem(last=False)
+            if oldest.repeated:
+                self._count(oldest, now_s)
+        super().emit(record)
+
+    def write_counts(self) -> None:
+        self.acquire()
+        try:
+            for line in self._lines.values():
+                if line.repeated:
+                    self._count(line, time.monotonic())
+        finally:
+            self.release()
+
+    def _count(self, line: _Line, now_s: float) -> None:
+        line.record.areal_fields = {**getattr(line.record, "areal_fields", {}), "repeated": line.repeated}
+        line.repeated, line.due_s = 0, now_s + REPEAT_S
+        super().emit(line.record)
+
+
+def _key(record: logging.LogRecord) -> tuple[object, ...]:
+    """What equal lines have in common."""
+    fields = getattr(record, "areal_fields", {})
+    error = record.exc_info[1] if record.exc_info else None
+    return (
+        record.levelno,
+        record.name,
+        record.getMessage(),
+        *(f"{name}={value}" for name, value in fields.items() if name not in IDENTITIES),
+        repr(error),
+    )
 
 
 class _JsonLine(logging.Formatter):

@@ -76,6 +76,23 @@ class RunLog:
         self.close()
 
 
+LIFE_KINDS = frozenset({"start", "resume", "restart", "end"})
+"""Records of when a run lived and what died in it: no results."""
+
+
+def holds_results(path: Path) -> bool:
+    """Whether a run log has anything but records of the run's own lives."""
+    decoder = msgspec.json.Decoder(dict[str, Any])
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if decoder.decode(line).get("kind") not in LIFE_KINDS:
+                    return True
+            except msgspec.DecodeError:
+                return True
+    return False
+
+
 def read_run_log(path: Path) -> list[dict[str, Any]]:
     """All records of a run in the order they were written; none when there is no file yet.
 
@@ -94,6 +111,21 @@ def read_run_log(path: Path) -> list[dict[str, Any]]:
         except msgspec.DecodeError:
             log.warning("unreadable record", path=str(path), line=number)
     return records
+
+
+def held_out_name(records: Sequence[Mapping[str, Any]]) -> str:
+    """What the held-out figure of a run is: a share of right answers only where every score was 0 or 1."""
+    return "mean reward" if any(record.get("partial_credit") for record in records) else "accuracy"
+
+
+def lives_of(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The records of each life of a run: from its start, and from each `resume`, to the next."""
+    lives: list[list[Mapping[str, Any]]] = []
+    for record in records:
+        if not lives or record.get("kind") == "resume":
+            lives.append([])
+        lives[-1].append(record)
+    return lives
 
 
 def as_it_became(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

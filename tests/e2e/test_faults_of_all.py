@@ -2,7 +2,6 @@
 that is put right it goes on with every task."""
 
 import json
-import time
 
 import pytest
 
@@ -69,21 +68,21 @@ def test_a_fault_of_every_episode_ends_the_job_with_its_reason_and_burns_no_task
     for verb in ("run", "resume"):
         with running(verb, job_file) as job:
             job.read_until("step 0/62", 90)
-            begun_s = time.monotonic()
             told = job.read_all(60)
             assert job.process.wait(10) == 1
         words = " ".join(told.split())
         assert what in words
         assert reason in words
         assert "areal-async resume" in words
-        assert time.monotonic() - begun_s < 45, "it must not wait for the limits of restarts"
+        assert "it is started again" not in words, "no service had to die for it"
         lines = (job.folder / "logs" / "rollout-0.log").read_text().splitlines()
         assert sum("episode failed" in line for line in lines) < 40
     broken.unlink()
     with running("resume", job_file) as job:
+        job.wait_for_steps(1, 120)
+        run = job.record
         job.read_all(250)
         assert job.process.wait(10) == 0, job.told
-        run = job.record
     summary = json.loads((job.folder / "summary.json").read_text())
     assert summary["steps"] == 62, "500 tasks are 62 steps and 4 tasks: hardly one may be missing"
     nothing_is_left(run)

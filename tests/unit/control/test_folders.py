@@ -11,6 +11,7 @@ from areal_async.config.job import JobConfig
 from areal_async.control.context import SOCKET_PATH_LIMIT, short_socket_dir
 from areal_async.control.errors import RunFolderError
 from areal_async.control.folders import RunFolders, claim_folders, describe_work, leftovers
+from areal_async.observe.record import RunLog
 
 
 @pytest.fixture
@@ -91,7 +92,10 @@ def test_a_finished_run_is_refused_by_that_name(job: JobConfig, shm: Path) -> No
 def test_a_run_that_did_nothing_is_simply_started_again(job: JobConfig, shm: Path) -> None:
     folders = claim_folders(job, overwrite=False, shm_root=shm)
     (folders.logs / "buffer.log").write_text("died")
-    (folders.run_dir / "metrics.jsonl").touch()
+    with RunLog(folders.run_dir / "metrics.jsonl") as records:
+        records.write("start")
+        records.write("restart", service="rollout-0")
+        records.write("end", ending="died", wall_s=1.0)
     (folders.run_dir / "model").mkdir()
     (folders.run_dir / "buffer").mkdir()
     (folders.run_dir / "buffer" / "appendonly.aof").write_text("state of the dead run")

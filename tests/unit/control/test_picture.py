@@ -173,9 +173,13 @@ def test_a_resumed_run_is_starting_until_it_trains(observer: Observer) -> None:
     for number in range(3):
         observer.feed_record({"kind": "step", "step": number, "time_s": 1000.0 + number})
     assert observer.picture(101.0).trained
+    check = {"kind": "self_check", "step": 0, "n": 9, "engine": "local", "max": 1e-6, "mean": 1e-7}
+    observer.feed_record({**check, "bound": 1e-3, "passed": True})
+    assert observer.picture(101.0).self_check
     observer.feed_record({"kind": "resume", "time_s": 9000.0})
     picture = observer.picture(101.0)
     assert (picture.trained, picture.step, picture.eta_s) == (False, 3, None)
+    assert picture.self_check == "", "the check of the life before says nothing of this one"
     observer.feed_record({"kind": "step", "step": 3, "time_s": 9005.0})
     assert observer.picture(101.0).trained
 

@@ -21,8 +21,11 @@ from areal_async.config.load import load_job
 from areal_async.control import preflight
 from areal_async.control.context import ServicePlace
 from areal_async.control.errors import RunFailed, RunFolderError, RunInterrupted
+from areal_async.control.folders import claim_folders
 from areal_async.control.plan import MODULES, services_of
-from areal_async.control.run import RunResult, run_job
+from areal_async.control.run import RunResult, print_closing, run_job
+from areal_async.control.summary import summarise
+from areal_async.observe.record import RunLog
 
 STAND_IN = dict.fromkeys(MODULES, "stand_in")
 Behave = Callable[[dict[str, str]], None]
@@ -53,6 +56,40 @@ def test_a_run_leaves_all_that_was_promised(job: JobConfig, behave: Behave) -> N
     assert "0.250 → 0.750" in shown
     assert "test is done" in shown
     assert not (job.run_dir / "prometheus" / "test.json").exists()
+
+
+def test_a_resumed_runs_summary_and_panel_cover_its_first_life_too(job: JobConfig, behave: Behave) -> None:
+    folders = claim_folders(job, overwrite=False)
+    with RunLog(folders.run_dir / "metrics.jsonl") as records:
+        records.write("start", time_s=1000.0)
+        records.write("restart", service="rollout-0", time_s=1005.0)
+        for step in range(100, 107):
+            records.write("step", step=step, version=step + 1, tokens=50, step_s=1.0, time_s=1000.0 + step)
+        records.write("end", ending="interrupted", wall_s=500.0, rollout_busy=0.5, time_s=1200.0)
+    folders.release()
+    behave({"trainer": "trains"})
+    result, _ = run(changed(job, "trainer", steps=5), resume=True)
+    assert result.summary["resumes"] == 1
+    assert result.summary["restarts"] == {"rollout-0": 1}
+    assert result.summary["wall_s"] > 500
+    assert result.summary["tokens"] == 7 * 50 + 5 * 100
+
+
+def test_the_panel_of_a_job_without_held_out_tasks_shows_its_first_and_last_reward(
+    job: JobConfig, tmp_path: Path
+) -> None:
+    records = [
+        {"kind": "step", "step": step, "version": step + 1, "reward_mean": step / 40} for step in range(40)
+    ]
+    console = Console(file=io.StringIO(), width=100)
+    print_closing(console, job, RunResult(tmp_path, summarise(job, records)))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "0.113 → 0.863" in shown
+    assert "held-out" not in shown
+    records.append({"kind": "evaluation", "version": 40, "accuracy": 0.5, "partial_credit": True})
+    print_closing(console, job, RunResult(tmp_path, summarise(job, records)))
+    assert "held-out mean reward" in console.file.getvalue()
 
 
 def test_a_finished_run_is_only_replaced_when_asked(job: JobConfig, behave: Behave) -> None:
