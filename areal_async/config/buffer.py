@@ -68,10 +68,10 @@ class BufferSection(Section):
     durability: Literal["memory", "everysec", "always"] = "everysec"
     """What an acknowledged episode survives: the death of every process but Redis (`memory`); of Redis too,
     where a machine that fails may lose two seconds (`everysec`); of the machine as well (`always`)."""
-    max_staleness: int = Field(default=4, ge=0)
+    max_staleness: int = Field(default=4, ge=0, le=10_000)
     """η: no token whose weights were more than so many steps older than the step's is ever in a gradient;
     0 is synchronous training."""
-    batch_groups: int = Field(default=16, ge=1)
+    batch_groups: int = Field(default=16, ge=1, le=1_000_000)
     """B: groups in one step."""
     sampling: Literal["fifo", "freshest", "priority"] = "fifo"
     """Which scored groups a step takes: those of the oldest version (`fifo`), of the newest (`freshest`), or
@@ -79,7 +79,7 @@ class BufferSection(Section):
     priority: Literal["reward_variance", "advantage"] = "reward_variance"
     """What `sampling: priority` goes by: the variance of the group's rewards, or the mean size of their
     differences from the group's mean."""
-    max_reuse: int = Field(default=1, ge=1)
+    max_reuse: int = Field(default=1, ge=1, le=10_000)
     """Most steps that one group is trained in. Above 1, groups trained before fill the places of a step that
     new ones leave free, while they are young enough."""
     on_overtaken: OvertakenSection = OvertakenSection()
@@ -89,9 +89,9 @@ class BufferSection(Section):
     from."""
     lease_s: float = Field(default=30.0, gt=0)
     """A worker not heard of for so many seconds loses its groups; another generates what is missing."""
-    max_groups: int = Field(default=4096, ge=1)
+    max_groups: int = Field(default=4096, ge=1, le=100_000_000)
     """Most groups held at once, from their first lease to the checkpoint that holds them."""
-    max_bytes: int = Field(default=1 << 30, ge=1 << 20)
+    max_bytes: int = Field(default=1 << 30, ge=1 << 20, le=1 << 50)
     """Most bytes of episodes held at once."""
     max_age_s: float | None = Field(default=None, gt=0)
     """A group that is in no batch so many seconds after its first lease is dropped, counted, and its task

@@ -20,9 +20,9 @@ class GatewaySection(Section):
     cannot be trained on (greedy, truncated) is refused. `job`: those of `rollout.sampling`, always."""
     tool_format: Literal["auto", "hermes", "xml", "mistral", "llama", "none"] = "auto"
     """How the model writes tool calls; `auto` reads it off the chat template."""
-    max_calls: int = Field(default=32, ge=1)
+    max_calls: int = Field(default=32, ge=1, le=65_536)
     """Most answers in the making at once in one session; more are refused (429)."""
-    max_body_bytes: int = Field(default=8 << 20, ge=1024)
+    max_body_bytes: int = Field(default=8 << 20, ge=1024, le=1 << 31)
     """Longer requests are refused (413)."""
     call_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of one call; then it is aborted (504)."""

@@ -48,7 +48,7 @@ class RewardModelArguments(Section):
     probability."""
     activation: Literal["none", "sigmoid"] = "none"
     """What is done to the number of a model with one output."""
-    max_batch: int = Field(default=32, ge=1)
+    max_batch: int = Field(default=32, ge=1, le=65_536)
     """Most texts computed together."""
     max_batch_tokens: int = Field(default=16384, ge=1)
     """Most tokens computed together, padding included; a single longer text goes alone."""
@@ -63,7 +63,7 @@ class RewardModelArguments(Section):
     """`auto`: a GPU where there is one. Else `cpu`, `cuda` or `cuda:N`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: float32 on a CPU, else what the model was saved in."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
     """Of the computation on a CPU."""
 
     @field_validator("template")
@@ -132,9 +132,9 @@ class JudgeArguments(Section):
     """Most requests begun in any 60 seconds by one scoring process; more wait."""
     tokens_per_minute: int | None = Field(default=None, ge=1)
     """Most tokens, prompt and reply, in any 60 seconds, estimated before a request and corrected after it."""
-    max_in_flight: int = Field(default=16, ge=1)
+    max_in_flight: int = Field(default=16, ge=1, le=65_536)
     """Most requests under way."""
-    retries: int = Field(default=4, ge=0)
+    retries: int = Field(default=4, ge=0, le=1000)
     """How often a request is repeated after 408, 409, 425, 429, a status of 500 and above or a broken
     connection, inside `reward.timeout_s`."""
     api_key_env: str = ""

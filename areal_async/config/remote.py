@@ -55,11 +55,11 @@ class RemoteArguments(Section):
     """What the reward there takes, by name."""
     version: str = ""
     """If given, a server whose reward has another version is not used."""
-    batch: int = Field(default=32, ge=1)
+    batch: int = Field(default=32, ge=1, le=65_536)
     """Most inputs in one request."""
-    max_in_flight: int = Field(default=4, ge=1)
+    max_in_flight: int = Field(default=4, ge=1, le=65_536)
     """Most unanswered requests at one server."""
-    retries: int = Field(default=3, ge=0)
+    retries: int = Field(default=3, ge=0, le=1000)
     """How often a call that a server lost, by dying or by failing inside, is sent again before its verdict is
     `error`. What a server refuses for being busy is sent again without being counted."""
     connect_s: float = Field(default=60.0, gt=0)

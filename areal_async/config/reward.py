@@ -17,7 +17,7 @@ Scope = Literal["episode", "group"]
 class PolicySection(Section):
     """What a group does about a verdict that is no score."""
 
-    retries: int = Field(default=1, ge=0)
+    retries: int = Field(default=1, ge=0, le=1000)
     """How often the call is made again before that."""
     then: Literal["drop_group", "mask", "fail_job"] = "drop_group"
     """`drop_group`: the whole group is dropped. `mask`: the episode alone is, and the group goes on with the
@@ -28,7 +28,7 @@ class PolicySection(Section):
 class AbstainSection(PolicySection):
     """What a group does about a verdict `abstain`."""
 
-    retries: int = Field(default=0, ge=0)
+    retries: int = Field(default=0, ge=0, le=1000)
     """How often the call is made again before that: a reward that declined is likely to do so again."""
 
 
@@ -61,7 +61,7 @@ class RewardSection(Section):
     there; the reward must be made for it."""
     routes: tuple[RouteSection, ...] = ()
     """Other rewards for some of the tasks: the first route that matches counts; else `reward.name`."""
-    workers: int = Field(default=1, ge=1)
+    workers: int = Field(default=1, ge=1, le=1024)
     """Scoring processes."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Deadline of one call, in seconds; past it its process is killed and the verdict is `timeout`."""
@@ -76,7 +76,7 @@ class RewardSection(Section):
     changes nothing."""
     recycle_calls: int = Field(default=0, ge=0)
     """Calls after which a scoring process is renewed, for rewards that leak; 0: never for their number."""
-    worker_memory_mb: int = Field(default=4096, ge=0)
+    worker_memory_mb: int = Field(default=4096, ge=0, le=1 << 24)
     """Most memory of one scoring process, in MiB; 0: no limit. One that comes near it is renewed between
     calls; a call that goes beyond it is ended, with the verdict `error`."""
     on_timeout: PolicySection = PolicySection()

@@ -48,15 +48,15 @@ class RolloutSection(Section):
     engine: Literal["local", "sglang", "vllm"] = "local"
     """What generates: `local` is torch in the worker's own process; `sglang` and `vllm` are servers in an
     environment of their own (`make engines`)."""
-    workers: int = Field(default=1, ge=1)
+    workers: int = Field(default=1, ge=1, le=1024)
     """Worker processes, each with engines of its own."""
-    replicas: int = Field(default=1, ge=1)
+    replicas: int = Field(default=1, ge=1, le=64)
     """Engines of one worker. A group's requests stay with the one that holds their prefix."""
     update_order: Literal["together", "in_turn"] = "together"
     """Whether a weight update stops all engines of a worker at once, or one after the other."""
-    group_size: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1, le=65_536)
     """Episodes sampled from one task (the `n` of a group)."""
-    max_concurrent: int = Field(default=64, ge=1)
+    max_concurrent: int = Field(default=64, ge=1, le=1_000_000)
     """Most episodes in one engine at once; at least `group_size`."""
     concurrency: Literal["adaptive", "fixed"] = "adaptive"
     """`adaptive` runs as many episodes as the engine takes without a queue or a full KV cache, between
@@ -68,7 +68,7 @@ class RolloutSection(Section):
     """An engine that has requests and samples no token for so many seconds is taken for dead, the
     evaluation's too. SGLang does not count a step of 2 s or more: where one takes so long, set it above the
     time of the longest answer."""
-    max_model_len: int = Field(default=2048, ge=2)
+    max_model_len: int = Field(default=2048, ge=2, le=100_000_000)
     """Most tokens of prompt and response together."""
     workflow: str = "single_turn"
     """How an episode is made: `single_turn`, `multi_turn`, `tool_use`, `self_correction`, `agent`, or
@@ -79,7 +79,7 @@ class RolloutSection(Section):
     update_mode: Literal["recompute", "keep"] = "recompute"
     """What a weight update does to requests in flight: rebuild their KV (exact) or keep it (approximate)."""
     sampling: SamplingSection = SamplingSection()
-    torch_threads: int = Field(default=1, ge=1)
+    torch_threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of each worker's torch."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """Where the engines compute: `cpu`; `cuda`, each engine on GPUs of its own, in the order of their

@@ -26,7 +26,7 @@ class WeightsSection(Section):
     """A delta is offered where it is smaller than this share of the full snapshot."""
     anchor_every: int = Field(default=50, ge=0)
     """Every so many versions all receivers take the full snapshot; 0 means only when they have to."""
-    keep: int = Field(default=2, ge=2)
+    keep: int = Field(default=2, ge=2, le=10_000)
     """Newest snapshots kept beside those that an evaluation still needs."""
     node_id: str = Field(default="local", pattern=NODE_ID)
     """Name of the trainer's host, and of every process that neither `nodes` nor its environment variable
@@ -67,7 +67,7 @@ class CheckpointSection(Section):
 
     every_steps: int = Field(default=50, ge=1)
     """Steps between two checkpoints; the last step always makes one. Episodes are kept until then."""
-    keep: int = Field(default=2, ge=1)
+    keep: int = Field(default=2, ge=1, le=10_000)
     """Newest checkpoints kept."""
 
 
@@ -113,7 +113,7 @@ class SupervisorSection(Section):
     ready_s: float = Field(default=300.0, gt=0)
     """Longest time from starting a service until it serves, in seconds; loading a large model takes long.
     `rollout.server.ready_s` comes on top of it where the engine is a server."""
-    restarts: int = Field(default=5, ge=0)
+    restarts: int = Field(default=5, ge=0, le=1_000_000)
     """Deaths of one service within `window_s` that are survived by starting it again; one more ends the job,
     which can be resumed. 0 ends it at the first."""
     window_s: float = Field(default=300.0, gt=0)

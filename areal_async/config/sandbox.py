@@ -25,9 +25,9 @@ class SandboxArguments(Section):
     """CPU time of one run, in seconds."""
     wall_s: float = Field(default=5.0, gt=0)
     """Time of one run by the clock, in seconds."""
-    memory_mb: int = Field(default=256, ge=16)
+    memory_mb: int = Field(default=256, ge=16, le=1 << 24)
     """Memory of all processes of one run."""
-    processes: int = Field(default=16, ge=2)
+    processes: int = Field(default=16, ge=2, le=65_536)
     """Processes and threads of one run."""
     budget_s: float = Field(default=8.0, gt=0)
     """Time for compiling and all runs of one episode, in seconds. What has not run by then has failed. It has

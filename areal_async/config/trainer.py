@@ -67,11 +67,11 @@ class SelfCheckSection(Section):
 class TrainerSection(Section):
     backend: Literal["fsdp"] = "fsdp"
     """What holds and updates the weights: torch FSDP2."""
-    ranks: int = Field(default=1, ge=1)
+    ranks: int = Field(default=1, ge=1, le=65_536)
     """Training processes; this version trains on one."""
-    steps: int = Field(default=100, ge=1)
+    steps: int = Field(default=100, ge=1, le=100_000_000)
     """Steps of the job: batches trained and versions published."""
-    minibatches: int = Field(default=1, ge=1)
+    minibatches: int = Field(default=1, ge=1, le=1_000_000)
     """Optimizer updates in one step; groups are dealt to them whole."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Most tokens in one packed forward pass; a longer episode gets a pass of its own."""
@@ -80,7 +80,7 @@ class TrainerSection(Section):
     self_check: SelfCheckSection = SelfCheckSection()
     record_batches: bool = False
     """Keep the episodes, manifest and losses of every step under `batches/` in the run's folder."""
-    torch_threads: int = Field(default=1, ge=1)
+    torch_threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of the trainer's torch."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """Where the trainer computes: `cpu`, `cuda` or `cuda:N`."""
@@ -94,7 +94,7 @@ Accuracy = Annotated[float, Field(ge=0, le=1)]
 class SftSection(Section):
     """Supervised warm-up on the tasks' own ground truth (`kind: sft`)."""
 
-    batch_size: int = Field(default=64, ge=1)
+    batch_size: int = Field(default=64, ge=1, le=1_000_000)
     """Examples in one optimizer step."""
     evaluate_every: int = Field(default=25, ge=1)
     """Steps between two held-out measurements (greedy exact match, by teacher forcing)."""

@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
 from areal_async.control.context import ServicePlace
 from areal_async.control.folders import SHM_ROOT
+from areal_async.engine_folders import EngineMissing, find_engine_python
 
 RECEIVED = 3
 """Snapshots that a node keeps of those it receives: the newest, the one before it, and one being made."""
@@ -25,11 +26,20 @@ RECEIVED = 3
 
 def check_machine(job: JobConfig, services: Sequence[ServicePlace], *, source: str = "job") -> None:
     """Raise `ConfigError` with every reason why this machine cannot run the job as it is."""
-    mistakes = [*_check_ports(services), *_check_devices(job)]
+    mistakes = [*_check_ports(services), *installed_mistakes(job)]
     if job.kind == "rl":
-        mistakes += [*_check_redis(job), *_check_memory(job), *_check_shared_memory(job, services)]
+        mistakes += [*_check_memory(job), *_check_shared_memory(job, services)]
     if mistakes:
         raise ConfigError(source, mistakes)
+
+
+def installed_mistakes(job: JobConfig) -> list[Mistake]:
+    """What the job needs that this machine does not have, whatever else runs on it now: GPUs, a Redis, the
+    environments of its engines' servers."""
+    mistakes = _check_devices(job)
+    if job.kind == "rl":
+        mistakes += [*_check_redis(job), *_check_engines(job)]
+    return mistakes
 
 
 def find_redis_server() -> Path | None:
@@ -95,6 +105,22 @@ def _check_devices(job: JobConfig) -> list[Mistake]:
     import torch  # takes seconds, which only a job that names a GPU pays here
 
     return list(device_mistakes(job, torch.cuda.device_count()))
+
+
+def _check_engines(job: JobConfig) -> Iterator[Mistake]:
+    rollout, evaluation = job.rollout, job.evaluation
+    kind = rollout.engine if evaluation.engine == "same" else evaluation.engine
+    asked = [("rollout", rollout.engine, rollout.server)]
+    if job.tasks.evaluation is not None and kind != rollout.engine:
+        asked.append(("evaluation", kind, evaluation.server))
+    for section, engine, server in asked:
+        if engine == "local" or server.urls:
+            continue
+        try:
+            find_engine_python(engine, server.environment)
+        except EngineMissing as error:
+            problem, _, fix = str(error).rstrip(".").rpartition(". ")
+            yield Mistake(f"{section}.engine", problem, fix, (f"{section}.server.environment",))
 
 
 def _check_redis(job: JobConfig) -> list[Mistake]:

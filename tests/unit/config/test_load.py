@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -81,14 +82,18 @@ def test_a_large_task_file_is_checked_by_its_columns(folder: Path, monkeypatch: 
     pq.write_table(pa.table({"prompt": ["1+1="]}), folder / "bad.parquet")
     (folder / "bad.jsonl").write_text(json.dumps({"reward_model": {}}))
     for name, missing in (("bad.parquet", "reward_model"), ("bad.jsonl", "prompt")):
-        with pytest.raises(ConfigError, match=f"has no column {missing}"):
+        with pytest.raises(ConfigError, match=f"column `{missing}`"):
             load_job(folder / "job.yaml", [f"tasks.train={name}"])
 
 
 def test_a_file_that_cannot_be_read_is_a_mistake(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path, *args: object, **kwargs: object) -> bytes:
-        raise PermissionError(13, "Permission denied", str(self))
+    opened = Path.open
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self.suffix == ".jsonl":
+            raise PermissionError(13, "Permission denied", str(self))
+        return opened(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(ConfigError, match=r"tasks\.train.*Permission denied"):
         load_job(folder / "job.yaml")
