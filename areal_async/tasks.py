@@ -2,23 +2,46 @@
 
 Columns: `prompt` (text, or a list of chat messages with `role` and `content`) and
 `reward_model` (`{"style": …, "ground_truth": …}`) are required; `data_source`, `ability` and
-`extra_info` are optional. Other columns are ignored.
+`extra_info` are optional. Other columns are ignored, but for those that change what a task means, which are
+refused: `images`, `videos` and `audios`, whose tasks cannot be solved from the text alone.
+
+What reading may cost is bounded by the size of the file: a few kilobytes of parquet can stand for gigabytes.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import blake3
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_async.errors import ArealError
-from areal_async.ownfiles import read_regular
+from areal_async.nesting import MOST_LEVELS, MOST_NODES, too_nested
+from areal_async.ownfiles import open_regular
 from areal_async.wire.messages import Task
+
+COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
+VISION_COLUMNS = ("images", "videos", "audios")
+PLACEHOLDER = "<image>"
+"""Where in a prompt what a vision column holds would stand."""
+ROW_BYTES = 1024
+"""What a row costs beside its text, in Python."""
+VALUE_BYTES = 64
+"""What a value in it costs."""
+FREE_BYTES = 256 << 20
+"""A file may unfold to so much, however small it is …"""
+MOST_UNFOLDED = 200
+"""… and to so many times its own size."""
+LONGEST_LINE = 64 << 20
+"""Bytes of one line of a jsonl file."""
+BATCH_ROWS = 256
+"""Rows of a parquet file that are decoded at once."""
 
 
 class TaskFileError(ArealError):
@@ -51,35 +74,46 @@ class TaskTable:
         )
 
     def extra(self, row: int, column: str) -> Any:
-        """What `row` has in a column that no task holds; None where it has none."""
+        """What `row` has in a column that no task holds and `read_tasks` was asked for; None where it has
+        none."""
         return self._rows[row].get(column)
 
     def __iter__(self) -> Iterator[Task]:
         return (self.task(row) for row in range(len(self)))
 
 
-def read_tasks(path: Path) -> TaskTable:
-    """Read and check a whole task file. Raises `TaskFileError`."""
+def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
+    """Read and check a whole task file, with the columns of `extra` beside those of a task. Raises
+    `TaskFileError`."""
+    columns = frozenset((*COLUMNS, *extra))
+    rows = []
+    for index, row in enumerate(task_rows(path, columns)):
+        check_row(path, index, row)
+        rows.append(row)
+    if not rows:
+        raise TaskFileError(f"task file {path} has no rows: it needs at least one task.")
+    with os.fdopen(open_regular(path), "rb") as file:
+        return TaskTable(path, _hash_of(file), rows)
+
+
+def task_rows(path: Path, columns: Collection[str] = COLUMNS) -> Iterator[dict[str, Any]]:
+    """The rows of a task file, one after the other, as far as they are in `columns`; what they hold is not
+    checked. Raises `TaskFileError`."""
     try:
-        raw = read_regular(path)
+        with os.fdopen(open_regular(path), "rb") as file:
+            match path.suffix:
+                case ".parquet":
+                    yield from _parquet_rows(path, file, columns)
+                case ".jsonl" | ".json":
+                    yield from _jsonl_rows(path, file, columns)
+                case suffix:
+                    raise TaskFileError(
+                        f"task file {path} ends in {suffix or 'nothing'!r}: use a .parquet or .jsonl file."
+                    )
     except OSError as error:
         raise TaskFileError(
             f"task file {path} cannot be read: {error.strerror}. Check the path in the job file's `tasks`."
         ) from error
-    match path.suffix:
-        case ".parquet":
-            rows = _read_parquet(path)
-        case ".jsonl" | ".json":
-            rows = _read_jsonl(path, raw)
-        case suffix:
-            raise TaskFileError(
-                f"task file {path} ends in {suffix or 'nothing'!r}: use a .parquet or .jsonl file."
-            )
-    if not rows:
-        raise TaskFileError(f"task file {path} has no rows: it needs at least one task.")
-    for index, row in enumerate(rows):
-        _check_row(path, index, row)
-    return TaskTable(path, blake3.blake3(raw).hexdigest()[:8], rows)
 
 
 def pass_order(n_rows: int, *, seed: int, pass_index: int, shuffle: bool) -> list[int]:
@@ -90,30 +124,92 @@ def pass_order(n_rows: int, *, seed: int, pass_index: int, shuffle: bool) -> lis
     return order
 
 
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
+def _hash_of(file: BinaryIO) -> str:
+    digest = blake3.blake3()
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()[:8]
+
+
+def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str]) -> Iterator[dict[str, Any]]:
+    size = path.stat().st_size
+    most = FREE_BYTES + MOST_UNFOLDED * size
     try:
-        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-    except (OSError, ValueError) as error:
+        table = pq.ParquetFile(file)
+        names = table.schema_arrow.names
+        _refuse_vision(path, names)
+        # What a page says of its size is in the footer too: nothing large is unpacked to find out.
+        metadata = table.metadata
+        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
+        claimed = max(
+            sum(group.total_byte_size for group in groups),
+            metadata.num_rows * ROW_BYTES,
+            values * VALUE_BYTES,
+        )
+        if claimed > most:
+            raise _unfolds(path, size, claimed)
+        wanted = [name for name in names if name in columns]
+        taken = 0
+        for group, described in enumerate(groups):
+            # A dictionary may stand for each of its values many times: a batch has so few rows that it stays
+            # below the limit if each holds all that the group has.
+            at_once = max(1, min(BATCH_ROWS, most // max(1, described.total_byte_size)))
+            for batch in table.iter_batches(at_once, row_groups=[group], columns=wanted, use_threads=False):
+                taken += batch.nbytes + batch.num_rows * ROW_BYTES
+                if taken > most:
+                    raise _unfolds(path, size, taken)
+                yield from batch.to_pylist()
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise TaskFileError(f"task file {path} is not a readable parquet file: {error}") from error
-    return rows
 
 
-def _read_jsonl(path: Path, raw: bytes) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(raw.splitlines(), start=1):
+def _unfolds(path: Path, size: int, found: int) -> TaskFileError:
+    return TaskFileError(
+        f"task file {path} has {size} bytes and unfolds to {found} or more, over {MOST_UNFOLDED} times its "
+        "size. Write it again without the repetition, or as jsonl."
+    )
+
+
+def _jsonl_rows(path: Path, file: BinaryIO, columns: Collection[str]) -> Iterator[dict[str, Any]]:
+    number = 0
+    while line := file.readline(LONGEST_LINE + 1):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            raise TaskFileError(f"task file {path}, line {number} is longer than {LONGEST_LINE} bytes.")
         if not line.strip():
             continue
         try:
             row = json.loads(line)
+        except RecursionError:
+            raise TaskFileError(
+                f"task file {path}, line {number}: {_field_of(line)} is nested more than "
+                f"{MOST_LEVELS} levels deep. Flatten it."
+            ) from None
         except ValueError as error:
             raise TaskFileError(f"task file {path}, line {number} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise TaskFileError(f"task file {path}, line {number}: expected a JSON object with a `prompt`.")
-        rows.append(row)
-    return rows
+        _refuse_vision(path, [name for name in VISION_COLUMNS if row.get(name)])
+        yield {name: row[name] for name in row if name in columns}
 
 
-def _check_row(path: Path, index: int, row: dict[str, Any]) -> None:
+def _field_of(line: bytes) -> str:
+    """The last name before the brackets begin that cannot be read."""
+    names = line[: line.find(b"[" * 20)].rpartition(b'":')[0].rpartition(b'"')[2][:40]
+    return f"column `{names.decode('utf-8', 'replace')}`" if names else "it"
+
+
+def _refuse_vision(path: Path, names: Collection[str]) -> None:
+    if found := [name for name in VISION_COLUMNS if name in names]:
+        raise TaskFileError(
+            f"task file {path} has the column {found[0]}: its tasks cannot be solved from their text, and "
+            "only text is trained here. Give a file of text tasks, or remove the column if none needs it."
+        )
+
+
+def check_row(path: Path, index: int, row: Mapping[str, Any]) -> None:
+    """Raise `TaskFileError` for a row that is no task."""
     where = f"task file {path}, row {index}"
     prompt = row.get("prompt")
     if not (isinstance(prompt, str) and prompt) and not _is_chat(prompt):
@@ -126,6 +222,20 @@ def _check_row(path: Path, index: int, row: dict[str, Any]) -> None:
         raise TaskFileError(
             f"{where}: column `reward_model` must hold `style` and `ground_truth`; found {reward!r:.80}."
         )
+    if (deep := too_nested(row)) is not None:
+        raise TaskFileError(
+            f"{where}: {deep} is nested more than {MOST_LEVELS} levels deep, or has more than "
+            f"{MOST_NODES} values. Flatten it."
+        )
+    texts = [message["content"] for message in prompt] if isinstance(prompt, list) else [prompt]
+    for text in texts:
+        if not isinstance(text, str) or PLACEHOLDER in text:
+            found = f"has {PLACEHOLDER}"
+            if not isinstance(text, str):
+                found = f"has a message whose content is no text ({text!r:.40})"
+            raise TaskFileError(
+                f"{where}: column `prompt` {found}, and only text is trained here. Give a file of text tasks."
+            )
 
 
 def _is_chat(prompt: Any) -> bool:

@@ -1,7 +1,7 @@
 """How a command fails: one paragraph on standard error and a status, never a traceback.
 
-Status 2: the job file or the command line is wrong. 1: the run failed. 130: it was interrupted. With
-`AREAL_ASYNC_DEBUG=1` errors pass through, traceback and all.
+Status 2: the job file or the command line is wrong, or the run folder cannot be used; nothing was started.
+1: the run failed. 130: it was interrupted. With `AREAL_ASYNC_DEBUG=1` errors pass through, traceback and all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from areal_async.config.errors import ConfigError
-from areal_async.control.errors import RunInterrupted
+from areal_async.control.errors import RunFolderError, RunInterrupted
 from areal_async.errors import ArealError
 
 DEBUG_VARIABLE = "AREAL_ASYNC_DEBUG"
@@ -30,7 +30,7 @@ def readable_errors() -> Iterator[None]:
         yield
     except typer.Exit:
         raise
-    except ConfigError as error:
+    except (ConfigError, RunFolderError) as error:
         raise _exit(str(error), 2) from None
     except RunInterrupted as error:
         raise _exit(str(error), 130) from None

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from areal_async import __version__
 from areal_async.cli.buffer import buffer
 from areal_async.cli.errors import readable_errors
 from areal_async.cli.reward import reward
@@ -20,6 +21,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"areal-async {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
 
 app.add_typer(buffer, name="buffer")
 app.add_typer(reward, name="reward")
@@ -43,9 +60,11 @@ def run(
     with readable_errors():
         from areal_async.cli.warnings import print_warnings
         from areal_async.config.load import load_job
+        from areal_async.control.contents import check_contents
         from areal_async.control.run import run_job
 
         job = load_job(job_file, overrides or ())
+        check_contents(job, source=str(job_file))
         print_warnings(job)
         run_job(job, overwrite=overwrite, plain=plain)
 
@@ -73,12 +92,14 @@ def resume(
 
 @app.command()
 def validate(job_file: JobFile, overrides: Overrides = None) -> None:
-    """Check a job file and print it with every field resolved. Starts nothing."""
+    """Check a job file, what it names and what it needs, and print it with every field resolved."""
     with readable_errors():
         from areal_async.cli.warnings import print_warnings
         from areal_async.config.load import dump_job, load_job
+        from areal_async.control.contents import check_contents
 
         job = load_job(job_file, overrides or ())
+        check_contents(job, source=str(job_file))
         print_warnings(job)
         print(dump_job(job), end="")
 

@@ -1,11 +1,19 @@
 """The base of every configuration section."""
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import annotated_types
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+LARGEST = 1_000_000_000
+"""Of a number whose field sets no upper bound of its own: more seconds or tokens than anybody means."""
 
 
 class Section(BaseModel):
     """Immutable, and strict about names: an unknown key is an error, never ignored. The text under a field
-    is its description: it is what errors and the reference page show."""
+    is its description: it is what errors and the reference page show. Every number has an upper bound."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -14,3 +22,21 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
+
+    @field_validator("*")
+    @classmethod
+    def _is_a_number_that_can_be_meant(cls, value: Any, info: ValidationInfo) -> Any:
+        own = cls.model_fields[info.field_name or ""].metadata
+        if not any(isinstance(bound, annotated_types.Le | annotated_types.Lt) for bound in own) and any(
+            abs(number) > LARGEST for number in _numbers(value)
+        ):
+            raise PydanticCustomError(
+                "less_than_equal", "Input should be less than or equal to {le}", {"le": LARGEST}
+            )
+        return value
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """The numbers of a field: itself, or what a list or mapping of them holds."""
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,)
+    yield from (each for each in values if isinstance(each, int | float) and not isinstance(each, bool))

@@ -54,6 +54,9 @@ def explain(detail: Mapping[str, Any]) -> Mistake:
 
 def _unknown(location: list[str]) -> Mistake:
     field, section, key = ".".join(location), ".".join(location[:-1]), location[-1]
+    if key == "trust_remote_code":
+        problem = "code that comes with a model is never run: it would have the rights of the job"
+        return Mistake(field, problem, "Remove it, and give a model that transformers itself knows")
     suggestion = suggest(section, key)
     if suggestion is not None:
         return Mistake(field, "there is no such field", f"Did you mean {suggestion}?")

@@ -12,9 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.modelcheck import model_file_mistakes
@@ -22,24 +19,23 @@ from areal_async.config.reward import BUILT_IN_REWARDS
 from areal_async.config.rewardcheck import asked, own_reward_mistakes
 from areal_async.config.rollout import BUILT_IN_WORKFLOWS
 from areal_async.config.workflowcheck import own_argument_mistakes
-from areal_async.ownfiles import open_regular, read_regular
-from areal_async.tasks import TaskFileError, read_tasks
+from areal_async.ownfiles import read_regular
+from areal_async.tasks import TaskFileError, check_row, read_tasks, task_rows
 
 READ_WHOLE_BYTES = 16 << 20
-"""Task files up to this size are checked row by row; of larger ones only the columns."""
-REQUIRED_COLUMNS = ("prompt", "reward_model")
+"""Task files up to this size are checked row by row; of larger ones only the first row."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def check_files(job: JobConfig) -> list[Mistake]:
     """Every mistake about the files that `job` names."""
     mistakes = [*_check_run_dir(job.run_dir), *_check_model(job)]
-    rows, problems = _check_tasks("tasks.train", job.tasks.train)
+    rows, problems = _check_tasks("tasks.train", job.tasks.train, job.model)
     mistakes += problems
     if rows is not None and job.kind == "rl":
         mistakes += _check_passes(job, rows)
     if job.tasks.evaluation is not None:
-        mistakes += _check_tasks("tasks.evaluation", job.tasks.evaluation)[1]
+        mistakes += _check_tasks("tasks.evaluation", job.tasks.evaluation, job.model)[1]
     if job.kind == "rl":
         mistakes += _check_redis_files(job)
         mistakes += _check_weights_files(job)
@@ -98,7 +94,7 @@ def _check_model(job: JobConfig) -> Iterator[Mistake]:
         return
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         missing = isinstance(error, FileNotFoundError)
         problem = f"{model} has no {'' if missing else 'readable '}config.json"
         yield Mistake("model", problem, "Give a complete Hugging Face model directory")
@@ -109,8 +105,36 @@ def _check_model(job: JobConfig) -> Iterator[Mistake]:
     if not any((model / name).is_file() for name in TOKENIZER_FILES):
         fix = "Save the tokenizer into the same directory with tokenizer.save_pretrained"
         yield Mistake("model", f"{model} has no tokenizer", fix)
+    yield from _check_shards(model)
     if isinstance(config, dict):
         yield from _check_model_config(job, config)
+
+
+def _check_shards(model: Path) -> Iterator[Mistake]:
+    """That every file is there that the index of a model in several files names."""
+    index = model / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        named = set(json.loads(index.read_bytes())["weight_map"].values())
+        missing = sorted(name for name in named if not (model / Path(name).name).is_file())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        yield Mistake("model", f"{index} cannot be read", "Give a complete Hugging Face model directory")
+        return
+    if missing:
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        problem = f"{model} lacks {missing[0]}{more} of the {len(named)} files that {index.name} names"
+        yield Mistake("model", problem, "Download or copy the model again, with all its files")
+
+
+def _has_chat_template(model: Path) -> bool:
+    if (model / "chat_template.jinja").is_file() or (model / "chat_template.json").is_file():
+        return True
+    try:
+        config = json.loads((model / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))
 
 
 def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mistake]:
@@ -130,26 +154,30 @@ def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mist
         )
 
 
-def _check_tasks(field: str, path: Path) -> tuple[int | None, list[Mistake]]:
+def _check_tasks(field: str, path: Path, model: Path) -> tuple[int | None, list[Mistake]]:
     """The number of rows where it is cheap to know, and the mistakes."""
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
-        return None, [
-            Mistake(field, f"{path} {found}", "Give the path of a .parquet or .jsonl file of tasks")
-        ]
+        fix = (
+            "Give the path of a .parquet or .jsonl file of tasks; "
+            "`hf download NAME --repo-type dataset --local-dir DIR` fetches a data set of the hub"
+        )
+        return None, [Mistake(field, f"{path} {found}", fix)]
     try:
-        if path.stat().st_size <= READ_WHOLE_BYTES or path.suffix not in (".parquet", ".jsonl", ".json"):
-            return len(read_tasks(path)), []
-        columns, rows = _parquet_head(path) if path.suffix == ".parquet" else (_jsonl_head(path), None)
+        if path.stat().st_size <= READ_WHOLE_BYTES:
+            table = read_tasks(path)
+            rows: int | None = len(table)
+            are_messages = any(not isinstance(task.prompt, str) for task in table)
+        else:
+            rows, row = None, next(task_rows(path), {})
+            check_row(path, 0, row)
+            are_messages = not isinstance(row["prompt"], str)
     except TaskFileError as error:
         return None, [Mistake(field, *_split(str(error)))]
-    except (OSError, ValueError, pa.ArrowException) as error:
-        problem = f"{path} cannot be read ({error})".replace("\n", " ")
-        return None, [Mistake(field, problem, "Give a readable .parquet or .jsonl file of tasks")]
-    missing = [name for name in REQUIRED_COLUMNS if name not in columns]
-    if missing:
-        fix = "Give it `prompt` and `reward_model` (with `style` and `ground_truth`), or choose another file"
-        return rows, [Mistake(field, f"{path} has no column {' and '.join(missing)}", fix)]
+    if are_messages and model.is_dir() and not _has_chat_template(model):
+        problem = f"the prompts of {path} are messages, and the tokenizer in {model} has no chat template"
+        fix = "Add one to the tokenizer (chat_template.jinja), or give tasks whose prompts are text"
+        return rows, [Mistake(field, problem, fix, ("model",))]
     return rows, []
 
 
@@ -159,18 +187,6 @@ def _split(text: str) -> tuple[str, str]:
     if problem:
         return problem, fix
     return text.rstrip("."), "Correct the file, or choose another"
-
-
-def _parquet_head(path: Path) -> tuple[list[str], int]:
-    metadata = pq.read_metadata(path)
-    return list(metadata.schema.to_arrow_schema().names), metadata.num_rows
-
-
-def _jsonl_head(path: Path) -> list[str]:
-    with os.fdopen(open_regular(path), "rb") as file:
-        first = next((line for line in file if line.strip()), b"{}")
-    row = json.loads(first)
-    return list(row) if isinstance(row, dict) else []
 
 
 def _check_passes(job: JobConfig, rows: int) -> Iterator[Mistake]:

@@ -18,7 +18,8 @@ from areal_async.config.explain import explain
 from areal_async.config.files import check_files
 from areal_async.config.job import JobConfig
 from areal_async.config.modelcheck import with_paths
-from areal_async.config.yamlfile import dump_yaml, parse_yaml, read_mapping
+from areal_async.config.yamlfile import dump_yaml, parse_yaml, read_mapping, syntax_problem
+from areal_async.nesting import MOST_LEVELS, MOST_NODES, too_nested
 
 PATH_FIELDS = (
     "run_dir",
@@ -59,6 +60,9 @@ def job_from_mapping(
     content: dict[str, Any], overrides: Sequence[str] = (), *, source: str, base: Path, files: bool = True
 ) -> JobConfig:
     """`load_job` for a job that is already a mapping; `source` names it in errors."""
+    if (where := too_nested(content)) is not None:
+        problem = f"it is nested more than {MOST_LEVELS} levels deep, or holds more than {MOST_NODES} values"
+        raise ConfigError(source, [Mistake(where, problem, "Flatten it")])
     content = copy.deepcopy(content)
     mistakes = apply_overrides(content, overrides)
     _resolve_paths(content, base)
@@ -93,9 +97,14 @@ def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[M
             continue
         try:
             value = parse_yaml(text)
-        except yaml.YAMLError:
+        except yaml.YAMLError as error:
+            wrong = syntax_problem(error)
             mistakes.append(
-                Mistake(key, f"the override's value {text!r} is not YAML", "Quote it: key='\"text\"'")
+                Mistake(
+                    key,
+                    f"the override's value {text!r:.80} is not YAML ({wrong})",
+                    "Quote it: key='\"text\"'",
+                )
             )
             continue
         problem = _set(content, names, value)

@@ -1,15 +1,22 @@
-"""Reading YAML strictly: a key given twice is a mistake, and `1e-5` is a number."""
+"""Reading YAML strictly: a key given twice is a mistake, and `1e-5` is a number. How deep and large it is,
+aliases followed, is counted before anything is made of it.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Hashable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from areal_async.config.errors import ConfigError, Mistake
+from areal_async.nesting import MOST_LEVELS, MOST_NODES
+
+MOST_BYTES = 4 << 20
+"""Of a YAML file."""
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -33,6 +40,26 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+@dataclass
+class _Open:
+    """A list or mapping whose end has not been read."""
+
+    anchor: str | None
+    is_mapping: bool
+    nodes: int = 0
+    levels: int = 0
+    key: str = ""
+    parts: int = 0
+
+    def add(self, nodes: int, levels: int, text: str) -> None:
+        """One more key, value or item of it."""
+        self.nodes += nodes
+        self.levels = max(self.levels, levels)
+        if self.is_mapping and self.parts % 2 == 0:
+            self.key = text[:40]
+        self.parts += 1
+
+
 class _Dumper(yaml.SafeDumper):
     """SafeDumper that quotes what `_StrictLoader` would otherwise read as a number."""
 
@@ -46,8 +73,48 @@ for _kind in (_StrictLoader, _Dumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """One YAML document as plain values. Raises yaml.YAMLError."""
+    """One YAML document as plain values. Raises yaml.YAMLError, with the field that is nested too deep."""
+    _check_shape(text)
     return yaml.load(text, Loader=_StrictLoader)
+
+
+def _check_shape(text: str) -> None:
+    """Raises yaml.YAMLError for more than `MOST_LEVELS` levels or `MOST_NODES` values. An alias counts as
+    what it stands for: a few lines of them can stand for more than any machine holds."""
+    anchored: dict[str, tuple[int, int]] = {}
+    open_: list[_Open] = [_Open(None, False)]
+    for event in yaml.parse(text, Loader=_StrictLoader):
+        if isinstance(event, yaml.CollectionEndEvent):
+            done = open_.pop()
+            nodes, levels = done.nodes + 1, done.levels + 1
+            if done.anchor is not None:
+                anchored[done.anchor] = (nodes, levels)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            open_.append(_Open(event.anchor, isinstance(event, yaml.MappingStartEvent)))
+            nodes, levels = 0, 1
+        elif isinstance(event, yaml.AliasEvent):
+            # One that stands inside what it names has no end; of one that names nothing the loader tells.
+            inside_itself = any(event.anchor == each.anchor for each in open_)
+            nodes, levels = (
+                (0, MOST_LEVELS + 1) if inside_itself else anchored.get(event.anchor or "", (0, 0))
+            )
+        elif isinstance(event, yaml.ScalarEvent):
+            nodes, levels = 1, 0
+            if event.anchor is not None:
+                anchored[event.anchor] = (nodes, levels)
+        else:
+            continue
+        inside = open_[-1] if not isinstance(event, yaml.CollectionStartEvent) else open_[-2]
+        if len(open_) - 1 + levels > MOST_LEVELS + 1 or inside.nodes + nodes > MOST_NODES:
+            where = ".".join(each.key for each in open_[1:5] if each.key) or "the document"
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                f"{where} is nested more than {MOST_LEVELS} levels deep, or has over {MOST_NODES} values",
+                getattr(event, "start_mark", None),
+            )
+        if not isinstance(event, yaml.CollectionStartEvent):
+            inside.add(nodes, levels, event.value if isinstance(event, yaml.ScalarEvent) else "")
 
 
 def dump_yaml(value: Any) -> str:
@@ -60,7 +127,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """The mapping that a YAML file holds. Raises `ConfigError`, naming the line of a syntax error."""
     source = str(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+        if len(raw) > MOST_BYTES:
+            raise _refused(source, f"the file has more than {MOST_BYTES} bytes", "Give a YAML job file")
+        text = raw.decode("utf-8")
     except FileNotFoundError:
         raise _refused(source, "there is no such file", "Check the path") from None
     except IsADirectoryError:
@@ -74,14 +145,15 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         content = parse_yaml(text)
     except yaml.YAMLError as error:
-        raise _refused(source, _syntax_problem(error), "Correct the YAML at that line") from None
+        raise _refused(source, syntax_problem(error), "Correct the YAML at that line") from None
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise _refused(source, f"the file holds {found}, not `key: value` lines", "Start it with `job: NAME`")
     return content
 
 
-def _syntax_problem(error: yaml.YAMLError) -> str:
+def syntax_problem(error: yaml.YAMLError) -> str:
+    """What a YAML error says, on one line, with the place."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"

@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,6 +21,7 @@ from areal_async.config.job import JobConfig
 from areal_async.config.rewardcheck import programs_run
 from areal_async.control.context import ServicePlace
 from areal_async.control.folders import SHM_ROOT
+from areal_async.engine_folders import EngineMissing, find_engine_python
 
 SANDBOX_LIMIT_S = 60.0
 RECEIVED = 3
@@ -29,10 +30,9 @@ RECEIVED = 3
 
 def check_machine(job: JobConfig, services: Sequence[ServicePlace], *, source: str = "job") -> None:
     """Raise `ConfigError` with every reason why this machine cannot run the job as it is."""
-    mistakes = [*_check_ports(services), *_check_devices(job)]
+    mistakes = [*_check_ports(services), *installed_mistakes(job)]
     if job.kind == "rl":
-        mistakes += [*_check_redis(job), *_check_memory(job), *_check_shared_memory(job, services)]
-        mistakes += _check_sandbox(job)
+        mistakes += [*_check_memory(job), *_check_shared_memory(job, services)]
     if mistakes:
         raise ConfigError(source, mistakes)
 
@@ -51,6 +51,15 @@ def no_sandbox(remote: str = "", token_env: str = "") -> tuple[str, str]:
         return "", ""
     why, _, fix = done.stderr.strip().rpartition("\n")
     return why, fix
+
+
+def installed_mistakes(job: JobConfig) -> list[Mistake]:
+    """What the job needs that this machine does not have, whatever else runs on it now: GPUs, a Redis, the
+    environments of its engines' servers, a sandbox for its reward's programs."""
+    mistakes = _check_devices(job)
+    if job.kind == "rl":
+        mistakes += [*_check_redis(job), *_check_engines(job), *_check_sandbox(job)]
+    return mistakes
 
 
 def find_redis_server() -> Path | None:
@@ -116,6 +125,22 @@ def _check_devices(job: JobConfig) -> list[Mistake]:
     import torch  # takes seconds, which only a job that names a GPU pays here
 
     return list(device_mistakes(job, torch.cuda.device_count()))
+
+
+def _check_engines(job: JobConfig) -> Iterator[Mistake]:
+    rollout, evaluation = job.rollout, job.evaluation
+    kind = rollout.engine if evaluation.engine == "same" else evaluation.engine
+    asked = [("rollout", rollout.engine, rollout.server)]
+    if job.tasks.evaluation is not None and kind != rollout.engine:
+        asked.append(("evaluation", kind, evaluation.server))
+    for section, engine, server in asked:
+        if engine == "local" or server.urls:
+            continue
+        try:
+            find_engine_python(engine, server.environment)
+        except EngineMissing as error:
+            problem, _, fix = str(error).rstrip(".").rpartition(". ")
+            yield Mistake(f"{section}.engine", problem, fix, (f"{section}.server.environment",))
 
 
 def _check_redis(job: JobConfig) -> list[Mistake]:

@@ -46,7 +46,7 @@ class Samples(msgspec.Struct, frozen=True):
 def read_samples(tasks: Path, *, column: str, episodes: Path | None, limit: int) -> Samples:
     """Answers to at most `limit` tasks, evenly spaced over those that can have some. Raises `SamplesError`,
     `TaskFileError`, `ExportError`."""
-    table = read_tasks(tasks)
+    table = read_tasks(tasks, extra=[column])
     if episodes is not None:
         return _of_export(table, episodes, limit)
     rows = spaced(range(len(table)), limit)

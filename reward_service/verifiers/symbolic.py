@@ -157,7 +157,8 @@ def _most_terms(formula: Any) -> int:
     """The most terms that a part of the formula has when it is multiplied out."""
     import sympy
 
-    unknowns = len(formula.free_symbols)
+    most, unknowns = 1, len(formula.free_symbols)
+    polynomial = isinstance(formula, sympy.Expr) and bool(formula.is_polynomial())
 
     def terms_and_degree(node: Any) -> tuple[int, int]:
         nonlocal most
@@ -177,6 +178,5 @@ def _most_terms(formula: Any) -> int:
         most = max(most, terms)
         return min(terms, MOST_TERMS + 1), min(degree, MOST_TERMS)
 
-    most, polynomial = 1, bool(formula.is_polynomial()) if isinstance(formula, sympy.Expr) else False
     terms_and_degree(formula)
     return most

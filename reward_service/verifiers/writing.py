@@ -129,15 +129,9 @@ def formulas(text: str) -> Iterator[tuple[int, str]]:
             else:
                 yield end + len(ending), text[position:end]
                 position = end + len(ending)
-        elif opening == "$" and (end := _inline_end(text, position)) is not None:
-            yield end + 1, text[position:end]
-            position = end + 1
-
-
-def _inline_end(text: str, start: int) -> int | None:
-    """Index of the `$` that closes the one before `start` on its line; None when it opens no formula."""
-    match = INLINE.match(text, start)
-    return match.end() - 1 if match else None
+        elif opening == "$" and (inline := INLINE.match(text, position)) is not None:
+            yield inline.end(), text[position : inline.end() - 1]
+            position = inline.end()
 
 
 def undollared(text: str) -> str:

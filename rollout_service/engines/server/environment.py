@@ -6,33 +6,15 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from areal_async.engine_folders import EngineMissing, find_engine_python
 from rollout_service.engines.base import EngineError
-
-VARIABLE = "AREAL_ASYNC_ENGINES"
-"""Environment variable: a folder with one environment for each engine."""
-PROJECT_FOLDER = Path(__file__).resolve().parents[3]
-"""Of a checkout; `make engines` makes its environments there."""
 
 
 def find_python(
     engine: str, configured: Path | None = None, *, variables: Mapping[str, str] = os.environ
 ) -> Path:
-    """The Python that has the server `engine`: of `configured` (rollout.server.environment), else of
-    `$AREAL_ASYNC_ENGINES/<engine>`, else of `.engines/<engine>` in the working folder or in the project's.
-
-    Raises `EngineError`, which says how to make one."""
-    if configured is not None:
-        places, named = [configured], "rollout.server.environment"
-    elif variables.get(VARIABLE):
-        places, named = [Path(variables[VARIABLE]) / engine], f"the variable {VARIABLE}"
-    else:
-        places = list(dict.fromkeys(folder / ".engines" / engine for folder in (Path.cwd(), PROJECT_FOLDER)))
-        named = "the default"
-    for place in places:
-        python = place / "bin" / "python"
-        if os.access(python, os.X_OK):
-            return python
-    raise EngineError(
-        f"{named} names {' and '.join(map(str, places))}, which has no Python environment with {engine}. "
-        f"Make one with `make engines`, or set rollout.server.environment to one that has it."
-    )
+    """As `find_engine_python`, but raises `EngineError`."""
+    try:
+        return find_engine_python(engine, configured, variables=variables)
+    except EngineMissing as error:
+        raise EngineError(str(error)) from error

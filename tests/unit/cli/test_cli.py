@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +16,19 @@ from areal_async.cli import doctor as doctor_module
 from areal_async.cli.doctor import Finding, examine
 from areal_async.cli.main import app
 from areal_async.control.errors import RunFailed, RunInterrupted
+from areal_async.quickstart.model import write_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, seed=0, positions=4096)
+    return folder
 
 
 @pytest.fixture
-def job_file(tmp_path: Path) -> Path:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"")
-    (model / "tokenizer.json").write_text("{}")
+def job_file(tmp_path: Path, model: Path) -> Path:
+    shutil.copytree(model, tmp_path / "model")
     row = {"prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": "2"}}
     (tmp_path / "train.jsonl").write_text(json.dumps(row))
     path = tmp_path / "job.yaml"
@@ -208,6 +213,6 @@ def test_scale_and_drain_say_so_where_nothing_runs(tmp_path: Path) -> None:
         ("drain", tmp_path / "none", "rollout-1"),
     ):
         result = call(*arguments)
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert "there is no run folder or job file" in result.stderr
     assert call("scale", tmp_path, "--workers", 0).exit_code == 2

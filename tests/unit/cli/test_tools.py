@@ -85,7 +85,7 @@ def test_what_is_no_range_of_steps_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["peek", "nowhere"], 1, "there is no run folder or job file nowhere"),
+        (["peek", "nowhere"], 2, "there is no run folder or job file nowhere"),
         (["export", "nowhere", "o.parquet", "--steps", "3"], 2, "--steps"),
     ],
 )

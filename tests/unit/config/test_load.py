@@ -81,7 +81,7 @@ def test_a_large_task_file_is_checked_by_its_columns(folder: Path, monkeypatch: 
     pq.write_table(pa.table({"prompt": ["1+1="]}), folder / "bad.parquet")
     (folder / "bad.jsonl").write_text(json.dumps({"reward_model": {}}))
     for name, missing in (("bad.parquet", "reward_model"), ("bad.jsonl", "prompt")):
-        with pytest.raises(ConfigError, match=f"has no column {missing}"):
+        with pytest.raises(ConfigError, match=f"column `{missing}`"):
             load_job(folder / "job.yaml", [f"tasks.train={name}"])
 
 
@@ -89,6 +89,6 @@ def test_a_file_that_cannot_be_read_is_a_mistake(folder: Path, monkeypatch: pyte
     def refuse(path: Path) -> int:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("areal_async.ownfiles.open_regular", refuse)
+    monkeypatch.setattr("areal_async.tasks.open_regular", refuse)
     with pytest.raises(ConfigError, match=r"tasks\.train.*Permission denied"):
         load_job(folder / "job.yaml")

@@ -1,0 +1,44 @@
+"""Whether rewards can be loaded, as a scoring process loads them: `python -m reward_service.tools.loads`.
+
+Reads a `RewardTrial` from standard input and prints one line: a JSON list with what is wrong with each, empty
+texts where nothing is. What a reward's file prints while it is imported goes to standard error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from areal_async.control.contents import RewardTrial
+from areal_async.rewards import RewardSpec
+from reward_service.channel import Load
+from reward_service.pool_worker import load_program
+from reward_service.sdk import RewardLoadError
+
+
+def problem_of(spec: RewardSpec) -> str:
+    """Why the reward cannot be loaded; empty where it can."""
+    path, _, _ = spec.name.rpartition(":")
+    try:
+        source = Path(path).read_bytes() if path.endswith(".py") else None
+        load_program(Load(0, spec.name, dict(spec.args), spec.scope, source))
+    except RewardLoadError as error:
+        return "" if error.may_pass else str(error)
+    except BaseException as error:  # a file may raise anything, SystemExit too
+        return f"the reward {spec.name!r} cannot be loaded: {type(error).__name__}: {error}"
+    return ""
+
+
+def main() -> None:
+    trial = msgspec.json.decode(sys.stdin.buffer.read(), type=RewardTrial)
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    os.write(answer, msgspec.json.encode([problem_of(spec) for spec in trial.rewards]) + b"\n")
+    os._exit(0)  # threads that a file has started must not keep the process
+
+
+if __name__ == "__main__":
+    main()

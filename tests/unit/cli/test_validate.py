@@ -1,0 +1,216 @@
+"""`validate` finds what would only fail, or be trained as something else, once the job runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import areal_async
+from areal_async.cli.main import app
+from areal_async.quickstart.model import make_tokenizer, write_model
+
+FREE_PORTS = "observe.metrics_port=0"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, seed=0, positions=256)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path) -> Path:
+    shutil.copytree(model, tmp_path / "model")
+    write_tasks(tmp_path, ["1+1=", "2+3="])
+    (tmp_path / "job.yaml").write_text(
+        "job: sums\nmodel: model\ntasks: {train: train.jsonl}\n"
+        "rollout: {max_model_len: 64, sampling: {max_new_tokens: 8}}\n"
+        "evaluation: {sampling: {temperature: 0.0, max_new_tokens: 8}}\n"
+    )
+    return tmp_path
+
+
+def write_tasks(folder: Path, prompts: list[Any], **columns: Any) -> None:
+    rows = (
+        {"prompt": prompt, "reward_model": {"style": "rule", "ground_truth": "2"}, **columns}
+        for prompt in prompts
+    )
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def validate(folder: Path, *overrides: str) -> Result:
+    return CliRunner().invoke(app, ["validate", str(folder / "job.yaml"), *overrides])
+
+
+def refused(folder: Path, *overrides: str) -> str:
+    result = validate(folder, *overrides)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    return " ".join(result.output.split())
+
+
+def test_a_job_whose_files_work_is_valid(folder: Path) -> None:
+    result = validate(folder)
+    assert result.exit_code == 0, result.output
+
+
+def test_a_missing_shard_of_the_model_is_found(folder: Path) -> None:
+    weights = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    (folder / "model" / "model.safetensors").rename(folder / "model" / "model-00001-of-00002.safetensors")
+    said = refused(folder)
+    assert "model:" in said
+    assert "lacks model-00002-of-00002.safetensors of the 2 files" in said
+
+
+def test_prompts_of_messages_need_a_chat_template(folder: Path) -> None:
+    write_tasks(folder, [[{"role": "user", "content": "1+1="}]])
+    said = refused(folder)
+    assert "tasks.train" in said
+    assert "has no chat template" in said
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (folder / "model" / "chat_template.jinja").write_text(template)
+    assert validate(folder).exit_code == 0
+
+
+def test_prompts_without_room_for_an_answer_are_counted(folder: Path) -> None:
+    write_tasks(folder, ["1+1=", "1" * 64, "1" * 100])
+    said = refused(folder)
+    assert "tasks.train: 2 of 3 prompts" in said
+    assert "have 64 tokens or more (the longest 100)" in said
+
+
+def test_prompts_in_characters_that_the_tokenizer_does_not_know_are_found(folder: Path) -> None:
+    write_tasks(folder, ["what is one and one", "1+1="])
+    assert "of the tokens of the prompts" in (said := refused(folder))
+    assert "are unknown to the tokenizer" in said
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_found(folder: Path) -> None:
+    make_tokenizer("abcdefghijklm0123456789+-=").save_pretrained(folder / "model")
+    assert "and the model has 15" in refused(folder)
+
+
+def test_a_model_with_code_of_its_own_is_refused_with_the_reason(folder: Path) -> None:
+    config = json.loads((folder / "model" / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    mark = folder / "was-run"
+    (folder / "model" / "configuration_mine.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    assert "code that comes with a model is never run" in refused(folder)
+    assert not mark.exists()
+
+
+def test_trust_remote_code_is_refused_with_the_reason(folder: Path) -> None:
+    assert "code that comes with a model is never run" in refused(folder, "rollout.trust_remote_code=true")
+
+
+REWARDS: dict[str, tuple[str, str]] = {
+    "not marked": ("def close(given):\n    return 1.0\n", "is not marked. Put `@reward`"),
+    "an import that is missing": (
+        "import no_such_module_anywhere\nfrom reward_service.sdk import reward\n\n"
+        "@reward\ndef close(given):\n    return 1.0\n",
+        "No module named 'no_such_module_anywhere'",
+    ),
+    "an exit": (
+        "from reward_service.sdk import reward\n\n@reward\ndef close(given):\n    return 1.0\n\n"
+        "raise SystemExit(0)\n",
+        "SystemExit",
+    ),
+    "the end of its process": (
+        "import os\nfrom reward_service.sdk import reward\n\n@reward\ndef close(given):\n    return 1.0\n\n"
+        "os._exit(3)\n",
+        "its process ended with 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REWARDS)
+def test_a_reward_that_cannot_be_loaded_is_found(folder: Path, kind: str) -> None:
+    source, words = REWARDS[kind]
+    (folder / "mine.py").write_text(source)
+    said = refused(folder, "reward.name=mine.py:close")
+    assert "reward.name" in said
+    assert words in said
+
+
+def test_a_reward_inside_another_is_loaded_too(folder: Path) -> None:
+    (folder / "mine.py").write_text(REWARDS["not marked"][0])
+    parts = "reward={name: weighted, args: {parts: [{name: math}, {name: 'mine.py:close'}]}, timeout_s: 10}"
+    assert "is not marked" in refused(folder, parts)
+
+
+def test_a_reward_that_prints_and_leaves_a_thread_behind_is_valid(folder: Path) -> None:
+    (folder / "mine.py").write_text(
+        "import threading\nfrom reward_service.sdk import reward\n\nprint('hello')\n"
+        "threading.Thread(target=threading.Event().wait).start()\n\n"
+        "@reward\ndef close(given):\n    return 1.0\n"
+    )
+    result = validate(folder, "reward.name=mine.py:close")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_an_engine_without_its_environment_is_found_and_leaves_nothing_behind(
+    folder: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AREAL_ASYNC_ENGINES", str(folder / "nowhere"))
+    said = refused(folder, f"rollout.engine={engine}")
+    assert f"has no Python environment with {engine}" in said
+    assert "make engines" in said
+    arguments = ["run", str(folder / "job.yaml"), f"rollout.engine={engine}", FREE_PORTS, "--plain"]
+    assert CliRunner().invoke(app, arguments).exit_code == 2
+    assert not (folder / "runs").exists()
+
+
+def test_a_gpu_that_is_not_there_is_found(folder: Path) -> None:
+    import torch
+
+    gpu = f"cuda:{torch.cuda.device_count()}"
+    assert "trainer.device" in refused(folder, f"trainer.device={gpu}")
+
+
+SPOILT: dict[str, Callable[[Path], None]] = {
+    "images": lambda folder: write_tasks(folder, ["1+1="], images=["a.png"]),
+    "videos": lambda folder: write_tasks(folder, ["1+1="], videos=["a.mp4"]),
+    "<image>": lambda folder: write_tasks(folder, ["<image>1+1="]),
+    "no text": lambda folder: write_tasks(
+        folder, [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1+1="}]}]]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_tasks_that_mean_more_than_their_text_are_refused(folder: Path, kind: str) -> None:
+    SPOILT[kind](folder)
+    said = refused(folder)
+    assert "tasks.train" in said
+    assert kind in said
+    assert "only text is trained here" in said
+
+
+def test_a_name_in_the_hub_gets_a_hint_how_to_fetch_it(folder: Path) -> None:
+    said = refused(folder, "model=Qwen/Qwen3-0.6B", "tasks.train=openai/gsm8k")
+    assert "hf download NAME --local-dir DIR" in said
+    assert "hf download NAME --repo-type dataset --local-dir DIR" in said
+
+
+def test_a_run_that_is_refused_for_its_folder_says_so_with_status_2(folder: Path) -> None:
+    (folder / "runs" / "sums").mkdir(parents=True)
+    (folder / "runs" / "sums" / "thesis.txt").write_text("mine")
+    result = CliRunner().invoke(app, ["run", str(folder / "job.yaml"), FREE_PORTS, "--plain"])
+    assert result.exit_code == 2, result.output
+    assert "was not made by a run" in " ".join(result.output.split())
+
+
+def test_the_version_is_told() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"areal-async {areal_async.__version__}\n")
+    assert areal_async.__version__[0].isdigit()

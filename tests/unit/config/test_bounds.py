@@ -1,0 +1,281 @@
+"""What a file may cost, and what numbers a job file may hold: both have bounds, and an error names the field."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from areal_async.config.base import Section
+from areal_async.config.environments import ENVIRONMENT_OPTIONS
+from areal_async.config.errors import ConfigError
+from areal_async.config.job import JobConfig
+from areal_async.config.load import job_from_mapping, load_job
+from areal_async.config.reward import RouteSection
+from areal_async.config.verifiers import REWARD_ARGUMENTS
+from areal_async.config.workflow import WORKFLOW_ARGUMENTS
+from areal_async.config.yamlfile import parse_yaml
+from areal_async.nesting import MOST_LEVELS, too_nested
+from areal_async.tasks import TaskFileError, read_tasks
+
+HUGE = 10**30
+
+
+def numeric_fields(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every field below `model` that may hold a number by itself."""
+    for name, info in model.model_fields.items():
+        path = (*prefix, info.alias or name)
+        kinds = [info.annotation, *get_args(info.annotation)]
+        section = next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
+        if section is not None and section in (info.annotation, *get_args(info.annotation)):
+            yield from numeric_fields(section, path)
+        elif {int, float} & {k for k in kinds if isinstance(k, type)}:
+            yield path
+
+
+MODELS: dict[str, type[Section]] = {"job": JobConfig, "route": RouteSection}
+for group in (REWARD_ARGUMENTS, WORKFLOW_ARGUMENTS, ENVIRONMENT_OPTIONS):
+    MODELS |= group
+FIELDS = [(name, path) for name, model in MODELS.items() for path in numeric_fields(model)]
+
+
+def test_every_kind_of_section_is_looked_at() -> None:
+    assert len(FIELDS) > 130
+    assert ("job", ("trainer", "steps")) in FIELDS
+    assert ("job", ("reward", "workers")) in FIELDS
+    assert ("judge", ("votes",)) in FIELDS
+
+
+@pytest.mark.parametrize(("name", "path"), FIELDS, ids=[".".join((n, *p)) for n, p in FIELDS])
+def test_a_number_that_nobody_means_is_refused_with_its_field_and_bound(
+    name: str, path: tuple[str, ...]
+) -> None:
+    content: dict[str, Any] = {}
+    inner = content
+    for key in path[:-1]:
+        inner = inner.setdefault(key, {})
+    inner[path[-1]] = HUGE
+    with pytest.raises(ValidationError) as caught:
+        MODELS[name].model_validate(content)
+    found = [detail for detail in caught.value.errors() if detail["loc"][: len(path)] == path]
+    assert found
+    assert found[0]["type"] in ("less_than_equal", "less_than"), found
+    assert found[0]["ctx"].get("le", found[0]["ctx"].get("lt")) < HUGE
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "most"),
+    [
+        ("reward.workers", 1_000_000, "1024"),
+        ("rollout.workers", 1_000_000, "1024"),
+        ("trainer.steps", HUGE, "100000000"),
+        ("trainer.torch_threads", 100_000, "1024"),
+        ("evaluation.every_steps", HUGE, "1000000000"),
+    ],
+)
+def test_the_error_names_the_field_and_what_it_may_be(
+    folder: Path, field: str, value: int, most: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_job(folder / "job.yaml", [f"{field}={value}"])
+    (mistake,) = caught.value.mistakes
+    assert (mistake.field, mistake.fix) == (field, f"Give at most {most}")
+
+
+def test_numbers_in_lists_and_mappings_are_bounded_too() -> None:
+    for content in ({"scale": [0, HUGE]}, {"grades": {"yes": HUGE}}):
+        with pytest.raises(ValidationError, match="less than or equal"):
+            REWARD_ARGUMENTS["judge"].model_validate({"base_url": "http://a/v1", "model": "m", **content})
+
+
+# --- nested files
+
+
+def only_mistake(folder: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_job(folder / "job.yaml", overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("depth", [MOST_LEVELS + 2, 5_000, 100_000])
+@pytest.mark.parametrize("brackets", [("[", "]"), ("{a: ", "}")])
+def test_a_nested_job_file_ends_in_a_sentence_that_names_the_field(
+    folder: Path, depth: int, brackets: tuple[str, str]
+) -> None:
+    text = (folder / "job.yaml").read_text()
+    nested = brackets[0] * depth + "1" + brackets[1] * depth
+    (folder / "job.yaml").write_text(f"{text}reward:\n  args:\n    rules: {nested}\n")
+    said = only_mistake(folder)
+    assert "reward.args.rules" in said
+    assert "nested more than 32 levels deep" in said
+
+
+def test_a_nested_override_ends_in_a_sentence_that_names_the_field(folder: Path) -> None:
+    said = only_mistake(folder, "reward.args=" + "[" * 5_000 + "]" * 5_000)
+    assert "reward.args: the override's value" in said
+    assert "nested more than" in said
+    assert len(said) < 1_000
+
+
+def test_a_job_given_as_values_may_not_be_nested_either() -> None:
+    deep: Any = 1
+    for _ in range(50_000):
+        deep = [deep]
+    with pytest.raises(ConfigError, match=r"reward\.args.*nested more than"):
+        job_from_mapping({"reward": {"args": {"rules": deep}}}, source="job.yaml", base=Path("/nowhere"))
+
+
+def test_aliases_that_stand_for_more_than_a_machine_holds_are_refused(folder: Path) -> None:
+    lines = ["x0: &x0 [a, a, a, a, a, a, a, a, a, a]"]
+    lines += [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]" for i in range(1, 12)]
+    (folder / "job.yaml").write_text("\n".join(lines) + "\n")
+    assert "has over 1000000 values" in only_mistake(folder)
+
+
+def test_an_alias_inside_what_it_names_is_refused(folder: Path) -> None:
+    (folder / "job.yaml").write_text("job: sums\nreward: &r\n  args: {again: *r}\n")
+    assert "nested more than" in only_mistake(folder)
+
+
+def test_depth_and_aliases_of_ordinary_files_are_read() -> None:
+    assert parse_yaml("a: &x {b: [1, [2]]}\nc: {<<: *x}\nd: [*x, *x]") == {
+        "a": {"b": [1, [2]]},
+        "c": {"b": [1, [2]]},
+        "d": [{"b": [1, [2]]}, {"b": [1, [2]]}],
+    }
+
+
+def test_a_job_file_of_any_size_is_refused_without_being_read(folder: Path) -> None:
+    with (folder / "job.yaml").open("wb") as file:
+        file.truncate(1 << 40)
+    assert "more than 4194304 bytes" in only_mistake(folder)
+
+
+def test_a_structure_that_holds_itself_is_too_nested() -> None:
+    inner: dict[str, Any] = {}
+    inner["a"] = inner
+    assert too_nested({"top": inner}) == "top.a.a.a"
+    assert too_nested([[1], {"a": (2, 3)}]) is None
+
+
+@pytest.mark.parametrize("column", ["extra_info", "reward_model", "prompt"])
+@pytest.mark.parametrize("depth", [100, 100_000])
+def test_a_nested_row_ends_in_a_sentence_that_names_the_column(folder: Path, column: str, depth: int) -> None:
+    row = {"prompt": '"1"', "reward_model": '{"ground_truth": "1"}'} | {column: "[" * depth + "]" * depth}
+    if depth == 100 and column != "extra_info":
+        row |= {"reward_model": f'{{"ground_truth": {row[column]}}}', "prompt": '"1"'}
+        column = "reward_model"
+    text = "{" + ", ".join(f'"{name}": {value}' for name, value in row.items()) + "}\n"
+    (folder / "train.jsonl").write_text(text)
+    said = only_mistake(folder)
+    assert "tasks.train" in said
+    assert column in said
+    assert "nested more than 32 levels deep" in said
+
+
+def test_a_nested_configuration_of_a_model_ends_in_a_sentence(folder: Path) -> None:
+    (folder / "model" / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    assert "has no readable config.json" in only_mistake(folder)
+
+
+# --- task files that unfold
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+from areal_async.tasks import TaskFileError, read_tasks
+try:
+    read_tasks(Path(sys.argv[1]))
+except TaskFileError as error:
+    print(error)
+else:
+    print("read")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+def read_apart(path: Path) -> tuple[str, int]:
+    """What reading it says, and the most MiB that the process had."""
+    done = subprocess.run([sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, check=True)
+    said, peak = done.stdout.splitlines()
+    return said, int(peak)
+
+
+def truth(count: int) -> pa.Array:
+    kind = pa.struct([("style", pa.string()), ("ground_truth", pa.string())])
+    return pa.array([{"style": "rule", "ground_truth": "1"}] * count, kind)
+
+
+def repeated_text(path: Path) -> None:
+    """A megabyte of text, once in a dictionary and 4,000 times in the rows."""
+    prompts = pa.DictionaryArray.from_arrays(pa.array([0] * 4_000, pa.int32()), pa.array(["1" * (1 << 20)]))
+    table = pa.table({"prompt": prompts, "reward_model": truth(4_000)})
+    pq.write_table(table, path, compression="zstd")
+
+
+def empty_rows(path: Path) -> None:
+    """Twenty million rows of nothing."""
+    table = pa.table({"prompt": pa.nulls(20_000_000, pa.string())})
+    pq.write_table(table, path, compression="zstd")
+
+
+def one_long_text(path: Path) -> None:
+    table = pa.table({"prompt": ["1" * (1 << 29)], "reward_model": truth(1)})
+    pq.write_table(table, path, compression="zstd", use_dictionary=False)
+
+
+def one_long_list(path: Path) -> None:
+    lists = pa.LargeListArray.from_arrays([0, 50_000_000], pa.nulls(50_000_000, pa.int8()))
+    pq.write_table(pa.table({"prompt": ["1"], "extra_info": lists}), path, compression="zstd")
+
+
+@pytest.mark.parametrize("write", [repeated_text, empty_rows, one_long_text, one_long_list])
+def test_a_small_parquet_file_may_not_unfold_to_gigabytes(tmp_path: Path, write: Any) -> None:
+    path = tmp_path / "bomb.parquet"
+    write(path)
+    assert path.stat().st_size < 1 << 20
+    said, peak_mib = read_apart(path)
+    assert "times its size" in said
+    assert str(path) in said
+    assert peak_mib < 1_500
+
+
+def test_a_parquet_file_with_many_equal_prompts_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.parquet"
+    table = pa.table({"prompt": ["system text " * 100] * 5_000, "reward_model": truth(5_000)})
+    pq.write_table(table, path, compression="zstd")
+    assert len(read_tasks(path)) == 5_000
+
+
+def test_a_column_that_no_task_needs_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.parquet"
+    table = pa.table({"prompt": ["1+1="], "reward_model": truth(1), "response": ["2"], "notes": ["x"]})
+    pq.write_table(table, path)
+    assert read_tasks(path).extra(0, "notes") is None
+    assert read_tasks(path, extra=["response"]).extra(0, "response") == "2"
+
+
+def test_a_line_without_an_end_is_refused_before_it_is_held(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    with path.open("wb") as file:
+        file.truncate(1 << 36)
+    said, peak_mib = read_apart(path)
+    assert "line 1 is longer than" in said
+    assert peak_mib < 1_500
+
+
+def test_a_long_file_of_short_lines_is_read(tmp_path: Path) -> None:
+    row = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
+    (tmp_path / "tasks.jsonl").write_text((json.dumps(row) + "\n") * 20_000)
+    assert len(read_tasks(tmp_path / "tasks.jsonl")) == 20_000
+    with pytest.raises(TaskFileError, match="has no rows"):
+        (tmp_path / "empty.jsonl").write_text("\n\n")
+        read_tasks(tmp_path / "empty.jsonl")
