@@ -26,7 +26,7 @@ def test_a_service_that_keeps_dying_ends_the_job_with_a_message_that_names_it(
         job.wait_for_steps(8)
         job.service("rollout-0").kill()
         told = job.read_all(30)
-        assert job.process.wait(10) == 1
+        assert job.process.wait(60) == 1
     assert "rollout-0 was killed by SIGKILL" in told
     assert "death number 2" in told
     assert f"areal-async resume {job.folder}" in " ".join(told.split())
@@ -42,7 +42,7 @@ def test_ctrl_c_ends_everything_within_ten_seconds_and_leaves_nothing(workspace,
         begun_s = time.monotonic()
         job.process.send_signal(signal.SIGINT)
         told = job.read_all(15)
-        assert job.process.wait(10) == 130
+        assert job.process.wait(60) == 130
         assert time.monotonic() - begun_s < 10
     assert "Traceback" not in told
     assert "areal-async resume" in told

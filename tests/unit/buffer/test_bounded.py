@@ -19,7 +19,7 @@ from replay_buffer.client import BufferClient
 from replay_buffer.server import main
 from replay_buffer.store import connect
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 ATTEMPTS = 400
 FLAT_BYTES = 4 << 20
 """Far less than the attempts would add if they stayed anywhere."""
@@ -138,7 +138,7 @@ def a_job(tmp_path, redis_url, job_name, blob, monkeypatch):
             await asyncio.gather(*job.tasks, return_exceptions=True)
             await client.close()
             ctx.stop.set()
-            await asyncio.wait_for(service, 10)
+            await asyncio.wait_for(service, 60)
 
     return make
 

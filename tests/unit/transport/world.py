@@ -18,7 +18,7 @@ from areal_async.wire.endpoints import CurveKeys
 from areal_async.wire.messages import VersionTag
 
 PATIENCE_S = 0.3
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def written(root: Path, version: int = 0, mib: float = 3.0, seed: int = 0, epoch: int = 1) -> Written:
