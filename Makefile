@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 # Where the servers' own environments lie; another folder is named by the variable AREAL_ASYNC_ENGINES.
 ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
 
-.PHONY: help quickstart prometheus redis reverb-env engines test test-quick test-engines lint format clean
+.PHONY: help quickstart packages reverb-env engines test test-quick test-engines lint format clean
 
 help:
 	@echo "make quickstart   set up, then train a tiny model through all services (a few minutes)"
@@ -33,28 +33,21 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)
 	$(BIN)/areal-async quickstart $(ARGS)
 
-# One test runs the real Prometheus on the scrape file; without it that test is skipped, and says so.
-prometheus:
-	@command -v prometheus >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		echo "Installing the Debian package prometheus for the test of the scrape file"; \
-		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus; } >/dev/null 2>&1 \
-			|| echo "The Debian package prometheus could not be installed; its test will be skipped"; \
+# Programs that some tests run, by their Debian packages. Redis 7 is taken from redis-tools, which starts no daemon
+# and leaves the server that jobs start as it is. A test without its program is skipped, and the summary says so.
+packages:
+	@missing=""; need() { command -v $$1 >/dev/null || missing="$$missing $$2"; }; \
+	command -v redis-server >/dev/null || need redis-check-rdb redis-tools; \
+	need openssl openssl; need prometheus prometheus; need bwrap bubblewrap; need node nodejs; \
+	test -z "$$missing" || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "Installing Debian packages for some of the tests:$$missing"; \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; } >/dev/null 2>&1 \
+			|| echo "They could not be installed; the tests that need them will be skipped"; \
 	else \
-		echo "Not found: prometheus (Debian package 'prometheus'); its test will be skipped"; \
+		echo "The tests that need these Debian packages will be skipped:$$missing"; \
 	fi
 
-# Tests of TLS and of Redis 7 use the server inside Debian's redis-tools, which starts no daemon and leaves the
-# server that jobs start as it is; openssl makes their certificates. Without them those tests are skipped.
-redis:
-	@{ command -v redis-server || command -v redis-check-rdb; } >/dev/null && command -v openssl >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		echo "Installing the Debian packages redis-tools and openssl for the tests of Redis with TLS"; \
-		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-tools openssl; } >/dev/null 2>&1 \
-			|| echo "The Debian packages redis-tools and openssl could not be installed; the tests of Redis with TLS will be skipped"; \
-	else \
-		echo "Not found: Redis 7 (Debian package 'redis-tools') or openssl; the tests of Redis with TLS will be skipped"; \
-	fi
-
-test: $(STAMP) prometheus redis
+test: $(STAMP) packages
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not alone" $(ARGS)
 	$(BIN)/python -m pytest -m "alone and not engine" $(ARGS)
 

@@ -1,13 +1,13 @@
 """The newest revision of the ledger that Redis has confirmed, where it survives the front.
 
 A front that takes over from a dead one, and finds a Redis that came back without the end of its log, can tell
-only by this that acknowledged writes are gone. The eight bytes are mapped memory: they outlive the process,
-not the machine, and cost no system call.
+only by this that acknowledged writes are gone. The eight bytes are in the kernel when `write` returns: they
+outlive the process, not the machine. They are written and not mapped, for a map that a killed process leaves
+behind is not on every file system what the next one reads.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from pathlib import Path
@@ -21,19 +21,15 @@ class ConfirmedRevision:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(fd, _REVISION.size)
-            self._memory = mmap.mmap(fd, _REVISION.size)
-        finally:
-            os.close(fd)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def read(self) -> int:
         """0 where nothing was confirmed yet."""
-        return int(_REVISION.unpack_from(self._memory)[0])
+        held = os.pread(self._fd, _REVISION.size, 0)
+        return int(_REVISION.unpack(held)[0]) if held else 0
 
     def write(self, revision: int) -> None:
-        _REVISION.pack_into(self._memory, 0, revision)
+        os.pwrite(self._fd, _REVISION.pack(revision), 0)
 
     def close(self) -> None:
-        self._memory.close()
+        os.close(self._fd)

@@ -84,7 +84,7 @@ def test_workers_join_die_and_leave_and_nothing_is_lost(workspace, running, noth
         hurry.touch()
         run = job.record
         job.read_all(150)
-        assert job.process.wait(10) == 0, job.told
+        assert job.process.wait(60) == 0, job.told
     nothing_is_left(run)
     assert [(e["service"], e["status"]) for e in job.events("left")] == [("rollout-2", 0)]
     assert puts("rollout-2")[-1]["mono_s"] == last

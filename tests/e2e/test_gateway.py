@@ -81,7 +81,7 @@ def test_a_job_is_trained_on_what_an_agent_function_sampled(workspace: Any, runn
     )
     with running("run", job_file) as job:
         told = job.read_all(120)
-        assert job.process.wait(10) == 0, told
+        assert job.process.wait(60) == 0, told
     calls = roots = 0
     versions: list[int] = []
     for step in range(STEPS):
@@ -117,6 +117,6 @@ def test_a_job_is_trained_on_what_a_command_sampled(workspace: Any, running: Any
     )
     with running("run", job_file) as job:
         told = job.read_all(120)
-        assert job.process.wait(10) == 0, told
+        assert job.process.wait(60) == 0, told
     blobs = [blob for step in range(2) for blob in read_step(job.folder / "batches", step).blobs.values()]
     assert [unpack(blob).header.metadata["gateway_calls"] for blob in blobs] == [2] * 8

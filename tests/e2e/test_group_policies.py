@@ -59,7 +59,7 @@ def test_groups_are_whole_or_partial_by_policy_and_a_stopped_worker_hands_over(
         worker.send_signal(signal.SIGTERM)
         run = job.record
         job.read_all(200)
-        assert job.process.wait(10) == 0, job.told
+        assert job.process.wait(60) == 0, job.told
     nothing_is_left(run)
     summary = json.loads((job.folder / "summary.json").read_text())
     assert summary["restarts"] == {"rollout-0": 1}

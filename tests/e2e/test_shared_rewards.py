@@ -26,7 +26,7 @@ def reward_service(registry):
     finally:
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(60)
         finally:
             process.kill()
             process.wait()
@@ -65,7 +65,7 @@ def test_verdicts_are_final_for_jobs_that_share_a_reward_service_which_is_killed
         with reward_service(registry):
             assert "done" in first.read_all(150).lower()
             second.read_all(150)
-            assert (first.process.wait(20), second.process.wait(20)) == (0, 0)
+            assert (first.process.wait(60), second.process.wait(60)) == (0, 0)
             assert not list(registry.glob("job-*"))
     for job, record in zip((first, second), left, strict=True):
         summary = json.loads((job.folder / "summary.json").read_text())

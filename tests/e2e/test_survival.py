@@ -48,7 +48,7 @@ def test_one_death_is_local_whichever_process_it_is(workspace, running, nothing_
             job.wait_for_steps(5, 120)
         run = job.record
         job.read_all(150)
-        assert job.process.wait(10) == 0, job.told
+        assert job.process.wait(60) == 0, job.told
     nothing_is_left(run)
     summary = summary_of(job.folder)
     assert summary["restarts"] == dict.fromkeys(("rollout-0", "reward", "buffer", "trainer", "evaluator"), 1)
@@ -72,7 +72,7 @@ def test_a_job_whose_supervisor_was_killed_is_resumed(workspace, running, nothin
         first = job.record
     with running("resume", job_file) as job:
         job.read_all(150)
-        assert job.process.wait(10) == 0, job.told
+        assert job.process.wait(60) == 0, job.told
     nothing_is_left(first)
     summary = summary_of(job.folder)
     assert summary["resumes"] == 1
@@ -83,7 +83,7 @@ def test_a_job_whose_supervisor_was_killed_is_resumed(workspace, running, nothin
     assert again[0]["same_as"] == [1], "the checkpoint's own version"
     with running("resume", job_file) as again:
         assert "is finished" in again.read_all(30)
-        assert again.process.wait(10) == 1
+        assert again.process.wait(60) == 1
 
 
 @pytest.mark.timeout(400)
@@ -110,7 +110,7 @@ def test_a_stopped_service_is_not_taken_for_dead_and_the_stall_has_a_name(worksp
             process.send_signal(signal.SIGCONT)
             job.wait_for_steps(4, 60)
         job.read_all(150)
-        assert job.process.wait(10) == 0, job.told
+        assert job.process.wait(60) == 0, job.told
     summary = summary_of(job.folder)
     assert summary["restarts"] == {}
     assert_trained_effectively_once(job, summary, steps)

@@ -19,7 +19,7 @@ from replay_buffer.client import BufferClient
 from replay_buffer.server import main
 from replay_buffer.store import connect
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 ATTEMPTS = 400
 FLAT_BYTES = 4 << 20
 """Far less than the attempts would add if they stayed anywhere."""
@@ -95,11 +95,14 @@ class Job:
             assert loop.time() < deadline_s, f"{what} did not happen in time"
             await asyncio.sleep(0.005)
 
-    async def until_generation_stops(self):
-        """Both workers are told to wait, and nothing is on its way any more."""
+    async def until_generation_stops(self, words):
+        """Both workers are told to wait for this reason, and nothing is on its way any more. On the way there
+        they may wait for another, such as a version that lags."""
         self.reasons.clear()
-        await self.until(lambda: len(self.reasons) == 2 and all(self.reasons.values()), "the stop")
-        return next(iter(self.reasons.values()))
+        await self.until(
+            lambda: len(self.reasons) == 2 and all(words in reason for reason in self.reasons.values()),
+            f"a stop because {words}",
+        )
 
 
 @pytest.fixture
@@ -140,7 +143,7 @@ def a_job(tmp_path, redis_url, job_name, blob, monkeypatch):
             await asyncio.gather(*job.tasks, return_exceptions=True)
             await client.close()
             ctx.stop.set()
-            await asyncio.wait_for(service, 10)
+            await asyncio.wait_for(service, 60)
 
     return make
 
@@ -173,10 +176,9 @@ def test_nothing_is_unbounded_while_a_consumer_is_gone(a_job, redis_url, role):
         async with a_job() as job:
             await job.until(lambda: job.step >= 3, "training")
             job.runs[role].clear()
-            reason = await job.until_generation_stops()
+            await job.until_generation_stops("8 groups are outstanding and at most 8 may be")
             stats = await job.client.stats()
             assert stats.outstanding == stats.capacity == 8
-            assert "8 groups are outstanding and at most 8 may be" in reason
             if role == "scorer":
                 await job.until(lambda: job.waiting is not None, "the trainer's wait")
                 assert "scor" in job.waiting.edge
@@ -205,8 +207,7 @@ def test_nothing_is_unbounded_where_staleness_bounds_nothing(a_job, redis_url, l
     async def run():
         async with a_job(max_staleness=500, **limit) as job:
             job.runs["trainer"].clear()
-            reason = await job.until_generation_stops()
-            assert words in reason
+            await job.until_generation_stops(words)
             stats = await job.client.stats()
             held = {"max_groups": sum(stats.groups.values()), "max_bytes": stats.payload_bytes}
             for name, most in limit.items():

@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     return short
 
 
-def ended(pid: int, limit_s: float = 10.0) -> bool:
+def ended(pid: int, limit_s: float = 60.0) -> bool:
     """Whether the process is gone (or a zombie, for its parent to reap) within the limit."""
     deadline_s = time.monotonic() + limit_s
     while True:

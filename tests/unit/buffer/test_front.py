@@ -214,7 +214,7 @@ def test_a_new_front_fences_the_old_one(a_front):
                 with pytest.raises(FaultError) as caught:
                     await lease(old)
                 assert caught.value.kind == "unavailable"
-                assert isinstance(await asyncio.wait_for(asyncio.shield(old.ended), 5), StoreFenced)
+                assert isinstance(await asyncio.wait_for(asyncio.shield(old.ended), 60), StoreFenced)
                 assert len(await lease(new)) == 1
 
     asyncio.run(run())
@@ -269,12 +269,12 @@ def test_a_poll_wakes_when_something_has_become_possible(a_front):
             await asyncio.sleep(0)
             groups = await lease(front, 2)
             await put(front, groups[0])
-            items = (await asyncio.wait_for(claiming, 10)).reply.items
+            items = (await asyncio.wait_for(claiming, 60)).reply.items
             await put(front, groups[1])
             items += (await front.execute(Claim("s", 10))).reply.items
             verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
             await front.execute(PutVerdicts("s", verdicts))
-            assert isinstance((await asyncio.wait_for(batching, 10)).reply, Batch)
+            assert isinstance((await asyncio.wait_for(batching, 60)).reply, Batch)
 
     asyncio.run(run())
 
@@ -288,7 +288,7 @@ def test_a_poll_answers_empty_handed_when_its_wait_is_over_or_the_front_stops(a_
                 front.poll(Lease("w", 1, VersionTag(9, 9)), 60_000, "lease", lambda reply: not reply.groups)
             )
             await asyncio.sleep(0)
-        assert isinstance((await asyncio.wait_for(polling, 5)).reply, Leases)
+        assert isinstance((await asyncio.wait_for(polling, 60)).reply, Leases)
 
     asyncio.run(run())
 
@@ -386,7 +386,7 @@ def test_a_front_without_anything_to_write_says_that_it_lives(a_front, redis_url
         async with a_front():
             key = Keys(job_name).meta
             seen = set()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while len(seen) < 3:
                     seen.add(await redis.hget(key, "alive_ms"))
         await redis.aclose()
@@ -428,7 +428,7 @@ def test_a_ledger_that_is_gone_ends_the_front(a_front, redis_url, job_name):
             await redis.delete(Keys(job_name).meta)
             with pytest.raises(FaultError):
                 await lease(front)
-            error = await asyncio.wait_for(asyncio.shield(front.ended), 5)
+            error = await asyncio.wait_for(asyncio.shield(front.ended), 60)
             assert isinstance(error, StoreFenced | StoreUnusable)
         await redis.aclose()
 
@@ -503,7 +503,7 @@ def test_a_failed_job_wakes_its_trainer_and_a_buffer_that_begins_lifts_the_failu
             (item,) = (await front.execute(Claim("s", 9))).reply.items
             verdict = EpisodeVerdict(item.episode_id, item.claim_id, Failure("exception", "no grader"))
             await front.execute(PutVerdicts("s", [verdict]))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 reply = (await waiting).reply
             assert isinstance(reply, Fault)
             assert (reply.kind, FaultError.of(reply).restart_helps) == ("failed", False)

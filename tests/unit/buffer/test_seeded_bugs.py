@@ -398,7 +398,7 @@ async def acknowledged_and_held(redis_url, job, tasks) -> tuple[set[int], set[in
     # From here on Redis knows another revision than the front, so its next write is not taken.
     await redis.hincrby(Keys(job).meta, "revision", 7)
     acknowledged: set[int] = set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not acknowledged:
             try:
                 acknowledged = set((await buffer.execute(put, (b"byte",) * N)).reply.stored)

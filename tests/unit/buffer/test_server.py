@@ -78,7 +78,7 @@ async def serving(ctx):
     finally:
         ctx.stop.set()
         await client.close()
-        await asyncio.wait_for(service, 10)
+        await asyncio.wait_for(service, 60)
 
 
 async def generate(client, blob, job, groups):
@@ -139,10 +139,10 @@ def test_waiting_calls_are_answered_as_soon_as_they_can_be(context, blob, job_na
             while len(items) < 4:
                 more, _ = await score(client)
                 items += more
-            assert isinstance(await asyncio.wait_for(batching, 10), Batch)
+            assert isinstance(await asyncio.wait_for(batching, 60), Batch)
             leasing = asyncio.create_task(client.lease("rollout-1", 1, tag, wait_ms=30_000))
             await client.release("rollout-0", leases.groups[2].lease_id, "test")
-            assert len((await asyncio.wait_for(leasing, 10)).groups) == 1
+            assert len((await asyncio.wait_for(leasing, 60)).groups) == 1
 
     asyncio.run(run())
 
@@ -171,7 +171,7 @@ def test_a_newer_lease_request_of_a_worker_ends_the_wait_of_its_older_one(contex
                 client.stats()
             )  # both requests were sent before this one, and wait by the time it is answered
             newer = asyncio.create_task(client.lease("w0", 1, VersionTag(0, 1), wait_ms=20_000))
-            answer = await asyncio.wait_for(older, 10)
+            answer = await asyncio.wait_for(older, 60)
             assert not answer.groups
             assert answer.reason
             assert not other.done()
@@ -196,12 +196,12 @@ def test_a_worker_that_drains_has_its_waiting_request_answered_and_its_missing_s
                 groups[0].lease_id, groups[0].group_id, {1: blob(job_name, groups[0].group_id, 1)}
             )
             await client.drain("w0", "it is moved")
-            answer = await asyncio.wait_for(waiting, 10)
+            answer = await asyncio.wait_for(waiting, 60)
             assert (answer.groups, answer.drain) == ([], True)
             assert "it is moved" in answer.reason
             assert (await client.heartbeat("w0", [groups[0].lease_id], tag)).drain
             await client.release("w0", groups[0].lease_id, "drained")
-            (handed_over,) = (await asyncio.wait_for(other, 10)).groups
+            (handed_over,) = (await asyncio.wait_for(other, 60)).groups
             assert (handed_over.group_id, handed_over.missing) == (groups[0].group_id, [0])
             await client.arrived("w0")
             assert not (await client.heartbeat("w0", [], tag)).drain
@@ -244,9 +244,9 @@ def test_a_planned_stop_of_the_buffer_answers_who_waits_and_hands_over_to_the_ne
             batching = asyncio.create_task(client.next_batch(tag.epoch, 0, wait_ms=30_000))
             await client.stats()
             ctx.stop.set()
-            answer = await asyncio.wait_for(leasing, 10)
+            answer = await asyncio.wait_for(leasing, 60)
             assert answer.groups == []
-            assert isinstance(await asyncio.wait_for(batching, 10), Waiting)
+            assert isinstance(await asyncio.wait_for(batching, 60), Waiting)
         async with serving(context()) as client:
             kept = await client.heartbeat("w0", [group.lease_id for group in groups[1:]], tag)
             assert kept.lost == []
@@ -441,7 +441,7 @@ def test_a_second_front_ends_the_first_service(context, collector, redis_url, jo
         await thief.open(lambda error: None)
         asking = asyncio.create_task(client.lease("w", 1, VersionTag(1, 0)))
         with pytest.raises(ArealError, match="taken over this job"):
-            await asyncio.wait_for(service, 10)
+            await asyncio.wait_for(service, 60)
         asking.cancel()
         await client.close()
         await thief.close()

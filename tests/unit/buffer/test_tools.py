@@ -105,7 +105,7 @@ class Workplace:
         finally:
             ctx.stop.set()
             await client.close()
-            await asyncio.wait_for(service, 10)
+            await asyncio.wait_for(service, 60)
             self.is_alive(False)
 
 

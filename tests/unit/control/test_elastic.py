@@ -194,7 +194,7 @@ def drive(job: JobConfig, folders: RunFolders, script: Callable[[Supervisor], No
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.02)

@@ -126,36 +126,22 @@ def test_a_service_that_never_serves_ends_the_run(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupt_ends_everything_within_ten_seconds(
+def test_an_interrupt_ends_everything(
     job: JobConfig, folders: RunFolders, behave: Behave, number: signal.Signals
 ) -> None:
     behave({"rollout-0": "leaves helpers", "trainer": "blocks in native code"})
-    sent: list[float] = []
     before = signal.getsignal(number)
-
-    def interrupt() -> None:
-        sent.append(time.monotonic())
-        os.kill(os.getpid(), number)
-
-    ending, _ = supervise(job, folders, on_serving=interrupt)
+    ending, _ = supervise(job, folders, on_serving=lambda: os.kill(os.getpid(), number))
     assert ending == Ending("interrupted")
-    assert time.monotonic() - sent[0] < 10
     assert signal.getsignal(number) is before
 
 
-def test_services_that_ignore_the_stop_are_killed_within_ten_seconds(
+def test_services_that_ignore_the_stop_are_killed(
     job: JobConfig, folders: RunFolders, behave: Behave
 ) -> None:
     behave({"buffer": "ignores SIGTERM", "reward": "ignores SIGTERM", "trainer": "ignores SIGTERM"})
-    sent: list[float] = []
-
-    def interrupt() -> None:
-        sent.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    ending, _ = supervise(job, folders, on_serving=interrupt)
+    ending, _ = supervise(job, folders, on_serving=lambda: os.kill(os.getpid(), signal.SIGINT))
     assert ending == Ending("interrupted")
-    assert time.monotonic() - sent[0] < 10
 
 
 def test_a_service_that_ignores_only_the_stop_event_is_cancelled_not_killed(
@@ -172,11 +158,12 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path, job: JobConfig, behave
     run = start_run(tmp_path, job)
     wait_for(lambda: (tmp_path / "serving").exists())
     os.kill(run.pid, signal.SIGINT)
+    order = job.run_dir / job.job / "order"
+    wait_for(lambda: order.exists() and "rollout-0" in order.read_text().split())  # the first was heard
     time.sleep(0.7)  # past the time in which repeated signals count as one
-    started_s = time.monotonic()
     os.kill(run.pid, signal.SIGINT)
-    assert run.wait(timeout=10) == 0
-    assert time.monotonic() - started_s < 2
+    assert run.wait(timeout=60) == 0
+    assert "buffer" not in order.read_text().split(), "it was not waited for"
     assert volatile_folders(job) == []
 
 
@@ -201,7 +188,7 @@ def test_services_die_with_a_killed_supervisor_and_the_next_run_cleans_up(
     wait_for(lambda: (tmp_path / "serving").exists())
     run_id = json.loads((job.run_dir / job.job / "context.json").read_text())["run_id"]
     os.kill(run.pid, signal.SIGKILL)
-    run.wait(timeout=5)
+    run.wait(timeout=60)
     order, orderly = job.run_dir / job.job / "order", {"buffer", "rollout-0"}
     wait_for(lambda: order.exists() and orderly <= set(order.read_text().split()))
     assert volatile_folders(job) != []

@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 
 needs_prometheus = pytest.mark.skipif(
     not (shutil.which("prometheus") and shutil.which("promtool")),
-    reason="no prometheus or promtool on the PATH (Debian and Ubuntu: apt-get install prometheus)",
+    reason="needs prometheus and promtool: the Debian package prometheus",
 )
 
 SERVICE = """
@@ -81,7 +81,7 @@ def test_a_real_prometheus_finds_a_run_and_answers_for_its_series(checkout):
         assert up["value"][1] == "1"
     finally:
         prometheus.terminate()
-        prometheus.wait(20)
+        prometheus.wait(60)
 
 
 def query(port, expression):

@@ -43,7 +43,7 @@ from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.store import Store
 
-START_LIMIT_S = 10.0
+START_LIMIT_S = 60.0
 RULES = Rules(group_size=2, batch_groups=2, max_staleness=1)
 
 

@@ -104,7 +104,7 @@ def test_a_front_leaves_a_master_that_the_sentinels_have_replaced(trio, a_life, 
                     await life.store.follow()
                     await asyncio.sleep(0.05)
 
-            await asyncio.wait_for(followed(), 20)
+            await asyncio.wait_for(followed(), 60)
             await wait.happens(lambda: life.front.index is not None, 20, "the recovery")
             await life.train()
 

@@ -52,7 +52,7 @@ def test_the_service_logs_in_as_the_job_file_says_and_acknowledges_its_tier(
         assert (await client.lease("w", 1, VersionTag(epoch, 0))).groups
         await client.close()
         ctx.stop.set()
-        await asyncio.wait_for(service, 10)
+        await asyncio.wait_for(service, 60)
 
     asyncio.run(run())
 

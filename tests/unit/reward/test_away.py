@@ -13,7 +13,7 @@ from reward_service import serving
 from reward_service.sdk import RewardLoadError
 from reward_service.serving import Serving
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 JOB = {"job": "j", "model": "m", "tasks": {"train": "t.jsonl"}, "reward": {"name": "arithmetic"}}
 
 

@@ -93,13 +93,11 @@ def test_a_backend_gets_whole_groups_too():
 
 
 def test_verdicts_are_final_for_a_backend_that_forgets_repeats_and_miscounts():
-    began = time.monotonic()
     verdicts = score({"name": "remote", "timeout_s": 0.3}, texts("silent", "twice", "too many", "a"))
     assert verdicts[0] == Timeout(300)
     assert verdicts[1] == Score(1.0)
     assert isinstance(verdicts[2], Failure)
     assert verdicts[3] == Score(1.0)
-    assert time.monotonic() - began < 10
 
 
 def test_a_backend_that_is_not_there_ends_the_start_and_leaves_no_process():

@@ -138,7 +138,7 @@ def test_jobs_come_and_go_and_share_one_pool(registry, job, tmp_path):
                 assert len(family(process)) == 2
                 workers = family(process)
                 process.send_signal(signal.SIGTERM)
-                assert await asyncio.wait_for(process.wait(), 10) == 0
+                assert await asyncio.wait_for(process.wait(), 60) == 0
                 await all_gone(workers)
         assert registry.service() is None
         return first.buffer.taken, third.buffer.taken

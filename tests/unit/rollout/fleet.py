@@ -190,7 +190,7 @@ def drive(
         fleet = Fleet(count, **how)
         watching: asyncio.Task[None] | None = None
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 if started:
                     await fleet.set.start(Snapshot(0))
                     watching = asyncio.ensure_future(fleet.set.watch())

@@ -95,7 +95,7 @@ def play(
             seed=seed,
             sample=sample,
         )
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await workflow(ctx, task or Task("hash:0:0", "Q:"))
         return builder.build()
 

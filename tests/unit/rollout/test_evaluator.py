@@ -297,7 +297,7 @@ def test_an_engine_that_stands_still_is_taken_for_dead(endless: Any, tmp_path: P
         config = job(endless, rollout={"stuck_s": 0.6})
         evaluator = Evaluator(Standing(engine), Exact(), load_workflow("single_turn"), render, job=config)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await follow(source, evaluator, [Task("a", "1+1=")], RunLog(tmp_path / "metrics.jsonl"))
         finally:
             await engine.stop()

@@ -60,7 +60,7 @@ def test_an_ended_process_is_dead_at_once(tmp_path: Path) -> None:
         process = ServerProcess("it", [sys.executable, "-c", ""], dict(os.environ), tmp_path / "log")
         liveness = Liveness(probes, process, LONG)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 return await liveness.confirmed()
         finally:
             await process.stop()
@@ -85,7 +85,7 @@ def test_nobody_waits_for_an_examination_that_was_closed() -> None:
         asked = asyncio.create_task(liveness.confirmed())
         await asyncio.sleep(0)
         liveness.close()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await asked
 
     assert not asyncio.run(body())

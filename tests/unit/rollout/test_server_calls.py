@@ -51,7 +51,7 @@ class Server:
 def drive(body: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
     async def bounded() -> None:
         server = Server()
-        await asyncio.wait_for(body(server), 10)
+        await asyncio.wait_for(body(server), 60)
         assert len(server.calls) == 0
         await server.calls.settle()
 

@@ -51,7 +51,7 @@ async def serving(send: Any) -> AsyncIterator[ServerClient]:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     client = ServerClient("it", f"http://127.0.0.1:{runner.addresses[0][1]}")
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             yield client
     finally:
         await client.close()

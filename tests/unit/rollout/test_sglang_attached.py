@@ -134,7 +134,7 @@ def with_engine(tmp_path: Path, body: Callable[[SGLangEngine, FakeServer], Any])
 
     async def main() -> None:
         server = FakeServer()
-        async with asyncio.timeout(20), server.serving() as url:
+        async with asyncio.timeout(60), server.serving() as url:
             settings = ServerSettings(slots=4, max_model_len=64, url=url, patience=PATIENCE)
             engine = SGLangEngine(tmp_path / "model", settings)
             try:

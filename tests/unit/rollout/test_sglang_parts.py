@@ -265,7 +265,7 @@ def test_an_idle_connection_is_closed_from_this_side(monkeypatch: pytest.MonkeyP
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             client = ServerClient("it", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
             assert await client.get("/", dict) == {}
-            await asyncio.wait_for(closed.wait(), 10)
+            await asyncio.wait_for(closed.wait(), 60)
             await client.close()
 
     asyncio.run(body())

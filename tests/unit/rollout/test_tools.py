@@ -77,7 +77,7 @@ def test_a_tool_past_its_deadline_is_an_error_that_says_so() -> None:
     held = threading.Event()
 
     def hangs(text: str) -> str:
-        held.wait(10)
+        held.wait(60)
         return text
 
     async def sleeps(text: str) -> str:
@@ -98,11 +98,11 @@ def test_a_long_answer_is_cut_and_says_so() -> None:
 
 def test_nothing_is_unbounded_hanging_calls_hold_at_most_their_places() -> None:
     held = threading.Event()
-    started: list[int] = []
+    started = threading.Semaphore(0)
 
     def hang() -> None:
-        started.append(1)
-        held.wait(20)
+        started.release()
+        held.wait(60)
 
     async def main() -> None:
         blocking = BlockingCalls(limit=3)
@@ -110,10 +110,12 @@ def test_nothing_is_unbounded_hanging_calls_hold_at_most_their_places() -> None:
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(outcome, CallTimeout) for outcome in outcomes)
         assert sum("all 3 threads" in str(outcome) for outcome in outcomes) == 7
-        assert len(started) == 3
+        for _ in range(3):
+            assert await asyncio.to_thread(started.acquire, timeout=60)
+        assert not started.acquire(blocking=False)
         held.set()
         # A place is free again when what held it has ended.
-        assert await blocking(lambda: 5, timeout_s=5.0) == 5
+        assert await blocking(lambda: 5, timeout_s=60.0) == 5
 
     asyncio.run(main())
 

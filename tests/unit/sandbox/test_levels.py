@@ -215,7 +215,7 @@ def test_every_installed_language_runs_and_says_what_does_not_compile(best):
         assert b"error" in broken.stderr
 
 
-@pytest.mark.skipif("cpp" not in installed(), reason="no C++ compiler here")
+@pytest.mark.skipif("cpp" not in installed(), reason="needs a C++ compiler: the Debian package g++")
 def test_a_compiler_that_ran_out_of_time_is_tried_again():
     source = "#include <iostream>\nint main() { std::cout << 40 + 2 << std::endl; }"
     given = RewardInput(response=f"```cpp\n{source}\n```", ground_truth={"inputs": [""], "outputs": ["42"]})
@@ -281,7 +281,7 @@ def named(name, root):
 def test_the_filter_names_calls_by_their_right_numbers():
     header = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
     if not header.exists():
-        pytest.skip("the kernel's headers are not installed")
+        pytest.skip("needs the kernel's headers: the Debian package linux-libc-dev")
     numbers = dict(re.findall(r"#define __NR_(\w+) (\d+)", header.read_text()))
     ours = {name: column[0] for name, column in seccomp.REFUSED.items() if column[0] is not None}
     ours |= {

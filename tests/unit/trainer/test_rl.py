@@ -125,7 +125,7 @@ def test_each_version_is_published_before_its_step_is_committed(tmp_path, model_
         )
         assert trainer.run(name="trainer", ready=lambda: ready.append(list(buffer.calls)))
         last = open_snapshot(tmp_path / "shm" / "e1-v4")
-        evaluator.join(30)
+        evaluator.join(60)
     assert buffer.calls == [
         ("open", 0, b""),
         ("publish", 0, True, False),

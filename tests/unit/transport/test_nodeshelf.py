@@ -37,7 +37,7 @@ def test_nothing_is_unbounded_the_newest_two_stay_and_what_anybody_holds(tmp_pat
         assert names(tmp_path) == {"e1-v1", "e1-v3", "e1-v4", "e1-v5"}
         assert mine.claim("e9-v9") is None
         other.kill()
-        other.wait(10)
+        other.wait(60)
     claim = mine.claim("e9-v9")
     assert claim is not None, "a claim ends with its process"
     os.close(claim)

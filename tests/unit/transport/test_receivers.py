@@ -206,7 +206,7 @@ def test_a_fetch_under_way_is_skipped_for_a_newer_snapshot_once_and_then_finishe
         assert await asyncio.to_thread(stuck.wait, 10)
         p.publish(tag(1), weights(1))
         with pytest.raises(SnapshotSkipped, match="e1-v0 was skipped"):
-            await asyncio.wait_for(opening, 10)
+            await asyncio.wait_for(opening, 60)
         newer = await r.next(notice.tag, 5000)
         assert newer.tag == tag(1)
         stuck.clear()
@@ -215,7 +215,7 @@ def test_a_fetch_under_way_is_skipped_for_a_newer_snapshot_once_and_then_finishe
         p.publish(tag(2), weights(2))
         await r.next(newer.tag, 5000)  # told, and still it goes on
         station._send_chunk = send
-        assert (await asyncio.wait_for(opening, 10)).tag == tag(1)
+        assert (await asyncio.wait_for(opening, 60)).tag == tag(1)
         await r.ack(tag(1))
         notice, snapshot = await take(r, tag(1))
         assert snapshot.tag == tag(2)

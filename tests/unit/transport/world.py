@@ -19,7 +19,7 @@ from areal_async.wire.messages import VersionTag
 from areal_async.wire.secret import RunSecret
 
 PATIENCE_S = 0.3
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 SECRET = RunSecret(bytes(32))
 
 

@@ -156,7 +156,7 @@ def test_training_waits_for_no_delta_and_only_who_can_use_it_does(publisher: Pub
             waiting = asyncio.create_task(node.notice(0, wait_ms=30_000))
             assert await node.next(0, wait_ms=50) == NoNews()
             gate.open.set()
-            assert (await asyncio.wait_for(waiting, 20)).delta is not None
+            assert (await asyncio.wait_for(waiting, 60)).delta is not None
             assert (await plain.notice(0)).delta is None
 
     asyncio.run(main())
@@ -270,7 +270,7 @@ def test_a_delta_that_cannot_be_made_holds_nobody_up(publisher: Publisher, gate:
             waiting = asyncio.create_task(node.notice(0, wait_ms=30_000))
             assert await node.next(0) == NoNews()
             gate.open.set()
-            assert (await asyncio.wait_for(waiting, 20)).delta is None
+            assert (await asyncio.wait_for(waiting, 60)).delta is None
 
     asyncio.run(main())
 
@@ -278,7 +278,7 @@ def test_a_delta_that_cannot_be_made_holds_nobody_up(publisher: Publisher, gate:
 def test_a_publisher_that_ends_leaves_no_half_made_delta(publisher: Publisher, gate: Gate) -> None:
     for version in range(2):
         publisher.publish(tag(version), weights(version))
-    assert gate.begun.acquire(timeout=10)
+    assert gate.begun.acquire(timeout=60)
     publisher.close()  # the fixture then finds nothing under the root
     assert not [t for t in threading.enumerate() if t.name.startswith("weights-delta")]
 

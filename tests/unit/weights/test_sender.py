@@ -19,7 +19,7 @@ from areal_async.weights import sender as sender_module
 from areal_async.weights.sender import Sender, in_buckets
 from areal_async.wire.messages import AskTensors, SendsNothing, SendsTensors, VersionTag
 
-LIMIT_S = 5.0
+LIMIT_S = 60.0
 DEADLINE_S = 30.0
 
 

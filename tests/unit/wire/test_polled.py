@@ -24,7 +24,7 @@ def read_what_was_sent(messages: list[list[bytes]], on_frames: OnFrames, seen: a
         for message in messages:
             sender.send_multipart(message)
         reading = PolledSocket(receiver, 2, on_frames)
-        await asyncio.wait_for(seen.wait(), 10)
+        await asyncio.wait_for(seen.wait(), 60)
         reading.close()
         assert not reading.send([b"late"])
         context.destroy(linger=0)

@@ -27,7 +27,7 @@ def command(kind):
     if kind == "node":
         node = shutil.which("node")
         if node is None:
-            pytest.skip("Node.js is not installed")
+            pytest.skip("needs Node.js: the Debian package nodejs")
         return [node, str(ROOT / "examples" / "reward_servers" / "server.js")]
     return [sys.executable, str(ROOT / "examples" / "reward_servers" / "server.py")]
 

@@ -185,12 +185,9 @@ def test_an_input_that_hangs_is_a_timeout_and_its_neighbours_are_scored(scripted
     async def run():
         async with scripted().serving() as server, backend(server.url, timeout_s=0.5) as entered:
             calls = [given(score(0.5)), given("hang"), given(score(0.25))]
-            began_s = time.monotonic()
-            return await collect(entered, calls), time.monotonic() - began_s
+            return await collect(entered, calls)
 
-    verdicts, took_s = asyncio.run(run())
-    assert verdicts == [Score(0.5), Timeout(500), Score(0.25)]
-    assert took_s < 2 * (0.5 + 1.0) + 1.0
+    assert asyncio.run(run()) == [Score(0.5), Timeout(500), Score(0.25)]
 
 
 def test_an_input_that_takes_its_server_down_is_an_error_and_its_neighbours_are_scored(
@@ -272,13 +269,11 @@ def test_a_server_that_does_not_fit_is_named_at_the_start(info, told, scripted, 
         server = scripted()
         server.info = info
         async with server.serving():
-            began_s = time.monotonic()
             with pytest.raises(RewardLoadError, match=told) as caught:
                 await backend(server.url, reward="scripted", version="1").__aenter__()
             assert not caught.value.may_pass
-            return time.monotonic() - began_s
 
-    assert asyncio.run(run()) < 4.0
+    asyncio.run(run())
 
 
 def test_a_server_that_is_away_at_the_start_may_come_back(scripted, backend):

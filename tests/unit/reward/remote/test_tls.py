@@ -23,7 +23,7 @@ from reward_service.sdk import RewardInput, RewardLoadError
 def certificate(tmp_path):
     """(certificate, key) of 127.0.0.1, signed by itself."""
     if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
+        pytest.skip("needs openssl: the Debian package openssl")
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=test"
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
