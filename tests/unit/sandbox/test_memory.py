@@ -128,6 +128,7 @@ for _ in range(16):
 def test_memory_is_held_whoever_maps_it(isolated, attempt, name, limits):
     outcome = attempt(EATERS[name], limits, ok=False)
     assert outcome.kind in ("memory", "exit", "timeout") or name == "pages lent to pipes", outcome.describe()
+    assert outcome.kind == "memory" or name != "many processes"
     if "memory group" in isolated.guards:  # else it depends on how often it can be looked at
         assert outcome.peak_mb < limits.memory_mb + 10
 
