@@ -56,8 +56,19 @@ def sandbox(request, secret):
 
 @pytest.fixture(scope="session")
 def best(secret):
-    with Sandbox.at("isolated") as box:
+    try:
+        box = Sandbox.at("isolated")
+    except SandboxError as error:
+        pytest.skip(str(error))
+    with box:
         yield box
+
+
+@pytest.fixture(autouse=True)
+def isolation(request):
+    """Code rewards and sandbox servers isolate unless told otherwise."""
+    if request.path.name in ("test_code_rewards.py", "test_remote.py"):
+        request.getfixturevalue("best")
 
 
 LIMITS = Limits(wall_s=30, cpu_s=20, memory_mb=128, processes=16)

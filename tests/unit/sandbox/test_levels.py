@@ -13,6 +13,7 @@ from typing import get_args
 import msgspec
 import psutil
 import pytest
+from prometheus_client import REGISTRY
 
 from areal_async.config.advice import advise
 from areal_async.config.job import JobConfig
@@ -25,6 +26,8 @@ from reward_service.sandbox import CompilerMissing, Limits, Program, Sandbox, Sa
 from reward_service.sandbox.languages import installed, language
 from reward_service.sandbox.program import Level
 from reward_service.sdk import RewardInput
+from reward_service.server import Held
+from reward_service.spec import RewardSpec
 from reward_service.verifiers import run_cases
 from reward_service.verifiers.code_stdio import code_stdio
 from reward_service.verifiers.run_cases import Settings
@@ -150,6 +153,22 @@ def test_a_job_without_protection_is_warned_of():
     written["reward"] = {"name": "code_stdio", "args": {"sandbox": "none"}}
     (warning,) = (one for one in advise(JobConfig.model_validate(written)) if "sandbox" in one.field)
     assert "without any protection" in str(warning)
+
+
+def test_verdicts_are_counted_by_their_level():
+    def counted(level):
+        labels = {"reward": "code_stdio", "sandbox": level}
+        return REGISTRY.get_sample_value("areal_reward_sandboxed_verdicts_total", labels) or 0
+
+    held = Held(RewardSpec("code_stdio", {}, "episode", 1.0))
+    before = {level: counted(level) for level in ("isolated", "none", "other")}
+    for name in ("isolated", "none", "none", "mine", ""):
+        held.count(Score(1.0, sandbox=name))
+    assert {level: counted(level) - before[level] for level in before} == {
+        "isolated": 1,
+        "none": 2,
+        "other": 1,
+    }
 
 
 def test_no_sandbox_is_an_error_and_never_a_score(monkeypatch):
