@@ -44,7 +44,8 @@ def code_matrix(
     **arguments: Any,
 ) -> list[Score] | list[Failure]:
     """One score for each episode, with the components `solution` and `tests`. `budget_s` is that of the whole
-    group; pairs that have not run by then count as failed, with `out_of_time`.
+    group; pairs that have not run by then count as failed, with `out_of_time`. One run may take twice its
+    share of what is left, so that a program or tests without an end do not take the time of the others.
 
     Raises ValueError for a ground truth that cannot be read; without a sandbox or a compiler the verdicts are
     errors of kind `sandbox` or `compile`."""
@@ -71,17 +72,22 @@ def _scores(
     truths = [one.ground_truth for one in given]
     task = code_stdio.readable(read_cases(truths[0]), settings) if truths and truths[0] is not None else None
     out_of_time = False
+    texts = len(dict.fromkeys(programs))
+    runs_left = texts * len([one for k, one in enumerate(tests) if tests.index(one) == k])
+    runs_left += texts if task else 0
 
     def passes(program: str | None, cases: Cases | None) -> bool:
         """Raises ValueError for tests that are wrong whatever the program."""
-        nonlocal out_of_time
+        nonlocal out_of_time, runs_left
         if program is None or cases is None:
             return False
         left_s = deadline_s - time.monotonic()
+        share_s = 2 * left_s / (runs_left + 1)
+        runs_left -= 1
         if left_s <= 0:
             out_of_time = True
             return False
-        in_time = msgspec.structs.replace(settings, budget_s=left_s)
+        in_time = msgspec.structs.replace(settings, budget_s=min(left_s, share_s))
         return all(run_cases(program, "python", cases, in_time).passed)
 
     known: dict[tuple[str | None, int], bool] = {}

@@ -212,6 +212,14 @@ def test_the_matrix_rewards_right_programs_and_tests_that_tell():
     assert all(one.sandbox for one in scores)
 
 
+def test_tests_without_an_end_do_not_take_the_time_of_the_others():
+    right = "def add(a, b): return a + b"
+    hog = "def test_hog():\n    add(1, 1)\n    while True: pass"
+    responses = [both(right, hog), both(right + "\n", "assert add(5, 5) == 10")]
+    scores = code_matrix(responses, budget_s=16.0, cpu_s=30.0, wall_s=30.0)
+    assert [one.components["tests"] for one in scores] == [0, 1]
+
+
 def test_without_tests_of_the_task_the_others_tests_judge():
     cases = Cases(codes=[CodeCase("x")])
     matrix = [[True, True, False], [True, True, False], [False, False, True]]
