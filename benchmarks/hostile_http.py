@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 KINDS = ("metrics", "gateway", "reward", "sandbox")
 OPEN_FILES = 1024
 TOKEN = "token-of-this-server"
-HONEST_S = 60.0
+HONEST_S = 200.0
 START_S = 120.0
 MOST_MORE = {"descriptors": 8, "threads": 4, "memory_mb": 128, "log_lines": 60, "log_kb": 400}
 """What a server may have more of after everything than before it."""
@@ -196,9 +196,9 @@ HELD: dict[str, Callable[[Subject], bytes]] = {
         unknown(subject, beginning(subject, 1 << 24)) + b" " * 65536
     ),
     "answered once, then idle": lambda subject: b"GET /v1/nothing HTTP/1.1\r\nHost: x\r\n\r\n",
-    # Who has the token of a sandbox server may keep its places taken.
+    # Who has the token of a reward or sandbox server may keep it busy, as anyone whom it serves.
     "answers that are not read": lambda subject: (
-        (unknown(subject, whole(subject)) if subject.kind == "sandbox" else whole(subject)) * 20
+        (unknown(subject, whole(subject)) if subject.key == TOKEN else whole(subject)) * 4
     ),
 }
 
