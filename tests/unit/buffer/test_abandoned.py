@@ -1,0 +1,137 @@
+"""Units sampled from weights that a restarted trainer has left reach no batch. Several guards see to it, at
+different moments; each is tried here with the others out of the way."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_async.wire.messages import Batch, Commit, Fault, Lease, VersionTag
+from replay_buffer.ledger import batching, committing
+from replay_buffer.ledger.lineage import Span, accepts
+
+
+@pytest.fixture
+def restarted(drive):
+    """A trainer of epoch 1 trained three steps and published three versions; that of epoch 2 begins again and
+    has its first batch. A group waits that was sampled at version 3."""
+    ledger = drive(batch_groups=1, max_staleness=4)
+    for _ in range(3):
+        ledger.step()
+    ledger.scored()
+    ledger.open(step=0)
+    ledger.batch(0)
+    return ledger
+
+
+def versions_in(batch):
+    return [(e.min_version, e.max_version) for group in batch.groups for e in group.episodes]
+
+
+def test_the_commit_of_other_weights_ends_what_came_of_the_first_at_once(restarted, monkeypatch):
+    monkeypatch.setattr(batching, "on_lineage", lambda draft, group: True)
+    restarted.send(Commit(restarted.epoch, 0, []))
+    assert restarted.count("dropped:abandoned") == 3, "the batches of steps 1 and 2, and what waited"
+    assert all(e.max_version < 1 for g in restarted.index.groups.values() for e in g.episodes)
+
+
+def test_a_batch_that_is_run_again_is_looked_at_once_more(restarted, monkeypatch):
+    """As it stood before the commit of other weights was known to it."""
+    monkeypatch.setattr(committing, "_drop_abandoned", lambda draft, version: None)
+    planned = restarted.index.batches[1].group_ids
+    restarted.send(Commit(restarted.epoch, 0, []))
+    assert restarted.index.batches[1].group_ids == planned
+    reply = restarted.ask(1)
+    assert not isinstance(reply, Batch), "all that there is was sampled from abandoned weights"
+    assert restarted.count("dropped:abandoned") >= 1
+    assert all(restarted.state(group_id) is None for group_id in planned)
+
+
+def test_what_is_scored_is_looked_at_when_it_is_chosen(restarted, monkeypatch):
+    monkeypatch.setattr(committing, "_drop_abandoned", lambda draft, version: None)
+    for group in list(restarted.index.groups.values()):
+        if group.state == 4 and group.step > 0:
+            restarted.drop_by_name(group, "test")
+    scored = [group for group in restarted.index.groups.values() if group.state == 3]
+    assert scored
+    assert min(group.min_version for group in scored) == 3
+    restarted.send(Commit(restarted.epoch, 0, []))
+    assert not isinstance(restarted.ask(1), Batch)
+    assert restarted.count("dropped:abandoned") == len(scored)
+
+
+def test_what_arrives_from_abandoned_weights_is_refused_and_from_undecided_ones_kept(drive):
+    ledger = drive(batch_groups=1, max_staleness=4)
+    for _ in range(2):
+        ledger.step()
+    early, late = ledger.lease(2)
+    ledger.open(step=0)
+    ack = ledger.put(early, version=1, epoch=1)
+    assert ack.refused == [], "the steps to come will tell whether version 1 is the same again"
+    ledger.batch(0)
+    ledger.send(Commit(ledger.epoch, 0, []))
+    assert ledger.state(early) is None
+    ack = ledger.put(late, version=1, epoch=1)
+    assert {refusal.reason for refusal in ack.refused} == {"abandoned"}
+
+
+def test_what_was_undecided_is_trained_when_the_same_weights_come_again(drive):
+    ledger = drive(batch_groups=1, max_staleness=4)
+    for _ in range(2):
+        ledger.step()
+    (group,) = ledger.lease()
+    ledger.open(step=0)
+    ledger.put(group, version=2, epoch=1)
+    ledger.judge(ledger.claim())
+    for step in range(2):
+        ledger.batch(step)
+        ledger.send(Commit(ledger.epoch, step, [1]))
+        assert ledger.state(group) == "SCORED"
+    assert versions_in(ledger.batch(2)) == [(2, 2), (2, 2)]
+
+
+def test_a_worker_that_serves_abandoned_weights_is_leased_nothing(restarted):
+    restarted.send(Commit(restarted.epoch, 0, []))
+    reply = restarted.send(Lease("rollout-0", 4, VersionTag(1, 2)))
+    assert reply.groups == []
+    assert "abandoned" in reply.reason
+
+
+def test_a_step_is_committed_only_by_the_trainer_that_was_given_its_batch(drive):
+    """The plan of step 1 is in the redo log, but it was given to the epoch before."""
+    ledger = drive(batch_groups=1, max_staleness=4)
+    for _ in range(2):
+        ledger.step()
+    ledger.open(step=0)
+    reply = ledger.send(Commit(ledger.epoch, 0, [1]))
+    assert isinstance(reply, Fault)
+    assert reply.kind == "invalid"
+    assert "was not given to this trainer" in reply.message
+    assert ledger.index.meta.v_train == 0
+    ledger.batch(0)
+    ledger.send(Commit(ledger.epoch, 0, [1]))
+    assert ledger.index.meta.v_train == 1
+
+
+def test_a_plan_of_an_earlier_epoch_is_not_given_out_unseen(restarted, monkeypatch):
+    """It is looked at again, and becomes the plan of the epoch that runs."""
+    assert restarted.index.batches[0].epoch == restarted.epoch
+    assert restarted.index.batches[1].epoch == 1
+    restarted.send(Commit(restarted.epoch, 0, [1]))
+    seen = []
+    on_lineage = batching.on_lineage
+    monkeypatch.setattr(
+        batching, "on_lineage", lambda draft, group: seen.append(group.group_id) or on_lineage(draft, group)
+    )
+    batch = restarted.batch(1)
+    assert seen == [group.group_id for group in batch.groups]
+    assert restarted.index.batches[1].epoch == restarted.epoch == batch.epoch
+
+
+def test_a_lineage_judges_by_epoch_and_by_both_ends():
+    lineage = (Span(1, 0, 4), Span(2, 3, 6), Span(3, 5))
+    assert accepts(lineage, 1, 0, 4)
+    assert not accepts(lineage, 1, 4, 5)
+    assert accepts(lineage, 2, 3, 6)
+    assert not accepts(lineage, 2, 2, 3)
+    assert not accepts(lineage, 4, 5, 5)
+    assert accepts(lineage, 3, 5, 99)
