@@ -32,7 +32,7 @@ SAMPLE = 256
 TEMPLATE_TOKENS = 256
 """Allowance for what a chat template adds to a prompt."""
 UNKNOWN_SHARE = 0.1
-"""Of the characters of the sampled prompts: with more unknown ones the tokenizer is not made for the tasks."""
+"""Of the characters of the sampled prompts: with more unknown ones the tokenizer is the wrong one."""
 TRIAL_LIMIT_S = 600.0
 """For loading a tokenizer or a reward."""
 
