@@ -156,12 +156,28 @@ def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str]) -> Itera
             # below the limit if each holds all that the group has.
             at_once = max(1, min(BATCH_ROWS, most // max(1, described.total_byte_size)))
             for batch in table.iter_batches(at_once, row_groups=[group], columns=wanted, use_threads=False):
+                batch = _without_dictionaries(path, batch)
                 taken += batch.nbytes + batch.num_rows * ROW_BYTES
                 if taken > most:
                     raise _unfolds(path, size, taken)
                 yield from batch.to_pylist()
     except (OSError, ValueError, pa.ArrowException) as error:
         raise TaskFileError(f"task file {path} is not a readable parquet file: {error}") from error
+
+
+def _without_dictionaries(path: Path, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """With each value in its place, so that the size of the batch is what its rows take."""
+    for index, field in enumerate(batch.schema):
+        column = batch.column(index)
+        if pa.types.is_dictionary(field.type):
+            batch = batch.set_column(index, field.name, column.dictionary_decode())
+        elif "dictionary<" in str(field.type):
+            raise TaskFileError(
+                f"task file {path}: column `{field.name}` holds values of a dictionary type "
+                f"({field.type!s:.80}). "
+                "Write them as plain texts."
+            )
+    return batch
 
 
 def _unfolds(path: Path, size: int, found: int) -> TaskFileError:

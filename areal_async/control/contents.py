@@ -21,7 +21,7 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.rewardcheck import asked
 from areal_async.control.preflight import installed_mistakes
-from areal_async.prompts import message_texts, prompt_ids
+from areal_async.prompts import message_texts, prompt_ids, prompt_text
 from areal_async.rewards import RewardSpec
 from areal_async.tasks import TaskFileError, task_rows
 
@@ -32,8 +32,8 @@ SAMPLE = 256
 TEMPLATE_TOKENS = 256
 """Allowance for what a chat template adds to a prompt."""
 UNKNOWN_SHARE = 0.1
-"""Of the tokens of the sampled prompts: with more unknown ones the tokenizer is not made for these tasks."""
-TRIAL_LIMIT_S = 120.0
+"""Of the characters of the sampled prompts: with more unknown ones the tokenizer is the wrong one."""
+TRIAL_LIMIT_S = 600.0
 """For loading a tokenizer or a reward."""
 
 
@@ -129,11 +129,14 @@ def _prompt_mistakes(
             (field,),
         )
         return
-    unknown = flat.count(tokenizer.unk_token_id) if tokenizer.unk_token_id is not None else 0
-    if unknown > UNKNOWN_SHARE * len(flat):
+    # Some tokenizers have a token for what they do not know, and some leave it out.
+    texts = [prompt_text(tokenizer, prompt) for prompt in spaced]
+    known = [tokenizer.decode([token for token in ids if token != tokenizer.unk_token_id]) for ids in tokens]
+    lost = 1 - sum(map(len, known)) / max(1, sum(map(len, texts)))
+    if lost > UNKNOWN_SHARE:
         yield Mistake(
             field,
-            f"{unknown / len(flat):.0%} of the tokens of the prompts in {path} are unknown to the tokenizer",
+            f"{lost:.0%} of the characters of the prompts in {path} are unknown to the model's tokenizer",
             "Give tasks in the characters that it knows, or another model",
             ("model",),
         )

@@ -202,7 +202,7 @@ def test_the_program_answers_without_loading_torch(job_file: Path) -> None:
     script = "import sys; from areal_async.cli.main import app\ntry: app(['validate', sys.argv[1]])\n"
     script += "except SystemExit: print('torch' in sys.modules or 'matplotlib' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", script, str(job_file)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, str(job_file)], capture_output=True, text=True, timeout=200
     )
     assert done.stdout.splitlines()[-1] == "False", done.stderr
 

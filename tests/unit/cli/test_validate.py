@@ -89,8 +89,9 @@ def test_prompts_without_room_for_an_answer_are_counted(folder: Path) -> None:
 
 def test_prompts_in_characters_that_the_tokenizer_does_not_know_are_found(folder: Path) -> None:
     write_tasks(folder, ["what is one and one", "1+1="])
-    assert "of the tokens of the prompts" in (said := refused(folder))
-    assert "are unknown to the tokenizer" in said
+    said = refused(folder)
+    assert "of the characters of the prompts" in said
+    assert "are unknown to the model's tokenizer" in said
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_found(folder: Path) -> None:

@@ -1,4 +1,6 @@
-"""What a file may cost, and what numbers a job file may hold: both have bounds, and an error names the field."""
+"""What a file may cost, and what numbers a job file may hold: both have bounds, and an error names the
+field.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +22,7 @@ from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.config.load import job_from_mapping, load_job
 from areal_async.config.reward import RouteSection
+from areal_async.config.verifierargs import WeightedPart
 from areal_async.config.verifiers import REWARD_ARGUMENTS
 from areal_async.config.workflow import WORKFLOW_ARGUMENTS
 from areal_async.config.yamlfile import parse_yaml
@@ -33,15 +36,16 @@ def numeric_fields(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iter
     """Every field below `model` that may hold a number by itself."""
     for name, info in model.model_fields.items():
         path = (*prefix, info.alias or name)
-        kinds = [info.annotation, *get_args(info.annotation)]
+        several = get_origin(info.annotation) in (tuple, dict)
+        kinds = [] if several else [info.annotation, *get_args(info.annotation)]
         section = next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
-        if section is not None and section in (info.annotation, *get_args(info.annotation)):
+        if section is not None:
             yield from numeric_fields(section, path)
         elif {int, float} & {k for k in kinds if isinstance(k, type)}:
             yield path
 
 
-MODELS: dict[str, type[Section]] = {"job": JobConfig, "route": RouteSection}
+MODELS: dict[str, type[Section]] = {"job": JobConfig, "route": RouteSection, "part": WeightedPart}
 for group in (REWARD_ARGUMENTS, WORKFLOW_ARGUMENTS, ENVIRONMENT_OPTIONS):
     MODELS |= group
 FIELDS = [(name, path) for name, model in MODELS.items() for path in numeric_fields(model)]
@@ -189,7 +193,7 @@ def test_a_nested_configuration_of_a_model_ends_in_a_sentence(folder: Path) -> N
 # --- task files that unfold
 
 PEAK = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from areal_async.tasks import TaskFileError, read_tasks
 try:
@@ -198,7 +202,7 @@ except TaskFileError as error:
     print(error)
 else:
     print("read")
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+print(int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024)
 """
 
 
@@ -276,6 +280,6 @@ def test_a_long_file_of_short_lines_is_read(tmp_path: Path) -> None:
     row = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
     (tmp_path / "tasks.jsonl").write_text((json.dumps(row) + "\n") * 20_000)
     assert len(read_tasks(tmp_path / "tasks.jsonl")) == 20_000
+    (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(TaskFileError, match="has no rows"):
-        (tmp_path / "empty.jsonl").write_text("\n\n")
         read_tasks(tmp_path / "empty.jsonl")
