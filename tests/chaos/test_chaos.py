@@ -14,7 +14,7 @@ from tests.chaos.storm import Storm
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
-LIMIT_S = 400.0
+LIMIT_S = 900.0
 PLACES = (
     "trainer.after_publish@3",
     "trainer.mid_checkpoint@2",

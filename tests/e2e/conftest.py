@@ -147,14 +147,14 @@ class RunningJob:
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_events(self.folder) if event["event"] == kind]
 
-    def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = 60.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = 200.0) -> None:
         deadline_s = time.monotonic() + limit_s
         while not condition():
             assert time.monotonic() < deadline_s, f"{what} did not come in time: {self.told}"
             assert self.process.poll() is None, f"the job ended before {what}: {self.read_all(5)}"
             time.sleep(0.05)
 
-    def wait_for_steps(self, more: int, limit_s: float = 60.0) -> None:
+    def wait_for_steps(self, more: int, limit_s: float = 200.0) -> None:
         """Until so many more steps are trained, steps done again among them."""
         target = len(self.steps()) + more
         self.wait_for(lambda: len(self.steps()) >= target, f"{more} more steps", limit_s)

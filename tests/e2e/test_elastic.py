@@ -61,9 +61,9 @@ def test_workers_join_die_and_leave_and_nothing_is_lost(workspace, running, noth
 
         def works(name):
             before = len(puts(name))
-            job.wait_for(lambda: len(puts(name)) > before, f"work of {name}", 90)
+            job.wait_for(lambda: len(puts(name)) > before, f"work of {name}", 200)
 
-        job.wait_for(lambda: bool(job.steps()), "the first step", 120)
+        job.wait_for(lambda: bool(job.steps()), "the first step", 200)
         context = job.folder / "context.json"
         by_hand = [sys.executable, "-m", "rollout_service", "--context", str(context), "--name"]
         guest = subprocess.Popen([*by_hand, "rollout-guest"], stderr=subprocess.DEVNULL)

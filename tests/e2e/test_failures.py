@@ -18,7 +18,7 @@ def test_a_service_that_keeps_dying_ends_the_job_with_a_message_that_names_it(
 ):
     job_file = workspace.job("frail", trainer__steps=1000, checkpoint__every_steps=100, supervisor=FRAIL)
     with running("run", job_file) as job:
-        job.read_until(r"step [1-9]\d*/1000", 90)
+        job.read_until(r"step [1-9]\d*/1000", 200)
         run = job.record
         job.service("rollout-0").kill()
         job.read_until("rollout-0 was killed by SIGKILL; it is started again", 60)
@@ -36,7 +36,7 @@ def test_a_service_that_keeps_dying_ends_the_job_with_a_message_that_names_it(
 def test_ctrl_c_ends_everything_and_leaves_nothing(workspace, running, nothing_is_left):
     job_file = workspace.job("interrupted", trainer__steps=1000, checkpoint__every_steps=100)
     with running("run", job_file) as job:
-        job.read_until(r"step [1-9]\d*/1000", 90)
+        job.read_until(r"step [1-9]\d*/1000", 200)
         run = job.record
         job.process.send_signal(signal.SIGINT)
         told = job.read_all(60)

@@ -55,7 +55,7 @@ def test_verdicts_are_final_and_nothing_becomes_0_in_a_job_whose_reward_fails(
         supervisor={"ready_s": 120},
     )
     with running("run", job_file) as job:
-        job.wait_for(lambda: len(job.steps()) >= 4, "step 4", 120)
+        job.wait_for(lambda: len(job.steps()) >= 4, "step 4", 200)
         broken.touch()
         job.read_all(60)
         assert job.process.wait(60) == 1
@@ -64,7 +64,7 @@ def test_verdicts_are_final_and_nothing_becomes_0_in_a_job_whose_reward_fails(
     assert "areal-async resume" in job.told
     broken.unlink()
     with running("resume", job_file) as job:
-        job.wait_for_steps(1, 120)
+        job.wait_for_steps(1, 200)
         run = job.record
         job.read_all(150)
         assert job.process.wait(60) == 0, job.told

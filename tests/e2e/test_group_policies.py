@@ -50,7 +50,7 @@ def test_groups_are_whole_or_partial_by_policy_and_a_stopped_worker_hands_over(
         supervisor={"ready_s": 120, "restarts": 10, "first_pause_s": 0.1},
     )
     with running("run", job_file) as job:
-        job.wait_for(lambda: len(job.steps()) >= 2, "step 2", 120)
+        job.wait_for(lambda: len(job.steps()) >= 2, "step 2", 200)
         worker = job.service("rollout-0")
         straggler = workspace.folder / f"straggler-of-{worker.pid}"
         straggler.unlink(missing_ok=True)

@@ -74,7 +74,7 @@ def test_a_full_disk_of_redis_stalls_a_job_by_name_and_loses_nothing(own_redis, 
         observe={"metrics_port": 0, "stall_s": 1},
     )
     with running("run", job_file) as job:
-        job.read_until(r"which waits for Redis: Redis cannot write to its disk", 120)
+        job.read_until(r"which waits for Redis: Redis cannot write to its disk", 200)
         # Whatever was under way is done: from here on only room helps.
         assert len(job.steps()) < STEPS
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -102,7 +102,7 @@ def test_a_finished_run_can_be_looked_at(synchronous_run):
 def test_a_job_that_trains_is_watched_without_its_noticing(workspace, running):
     job_file = workspace.job("watched", trainer__steps=2000, checkpoint__every_steps=20)
     with running("run", job_file) as job:
-        job.read_until(r"step [1-9]\d*/2000", 90)
+        job.read_until(r"step [1-9]\d*/2000", 200)
         stats = json.loads(buffer("stats", job_file, "--json").stdout)
         assert stats["alive"]
         assert stats["stats"]["trainer_epoch"] == 1

@@ -88,7 +88,7 @@ def test_a_server_in_another_language_trains_a_job_and_its_death_loses_nothing(
         observe={"metrics_port": 0, "event_log": True, "stall_s": 2},
     )
     with running("run", job_file) as job:
-        job.wait_for(lambda: len(job.steps()) >= 4, "step 4", 120)
+        job.wait_for(lambda: len(job.steps()) >= 4, "step 4", 200)
         server.kill()
         # What is scored and not yet trained is used up; then the job stands still for want of rewards.
         job.read_until("stalled for", 60)

@@ -66,7 +66,7 @@ def test_a_job_over_three_hosts_learns_and_its_versions_are_true(workspace, runn
         weights={"channel": "zmq", "nodes": NODES},
     )
     with running("run", job_file) as job:
-        job.wait_for(lambda: len(job.steps()) >= 8, "step 8", 120)
+        job.wait_for(lambda: len(job.steps()) >= 8, "step 8", 200)
         from_trainer, from_peers = sent_bytes(job, "publisher"), sent_bytes(job, "peer")
         run = job.record
         job.read_all(150)
