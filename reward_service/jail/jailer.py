@@ -167,5 +167,6 @@ def _sealed(data: bytes) -> BinaryIO:
 
 
 def main() -> None:
+    os.umask(0o022)  # a program may be another user, and must read what is put into its room
     os.chdir("/")
     serve(socket.socket(fileno=int(sys.argv[1])))
