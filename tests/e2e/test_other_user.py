@@ -27,7 +27,7 @@ CONNECTIONS = 3000
 LIMIT_S = 120.0
 MOST_GROWTH_BYTES = 200 << 20
 """Of a process that trains or generates meanwhile."""
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 pytestmark = [
     pytest.mark.alone,
