@@ -195,6 +195,7 @@ def _sealed(data: bytes) -> BinaryIO:
 
 
 def main() -> None:
+    os.umask(0o022)  # a program may be another user, and must read what is put into its room
     os.chdir("/")
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     group = memory.enter()
