@@ -7,7 +7,7 @@ import pytest
 
 from areal_async.wire.messages import Batch, Commit, Fault, Lease, VersionTag
 from replay_buffer.ledger import batching, committing
-from replay_buffer.ledger.lineage import Span, accepts
+from replay_buffer.ledger.lineage import Span, accepts, undecided
 
 
 @pytest.fixture
@@ -135,3 +135,11 @@ def test_a_lineage_judges_by_epoch_and_by_both_ends():
     assert not accepts(lineage, 2, 2, 3)
     assert not accepts(lineage, 4, 5, 5)
     assert accepts(lineage, 3, 5, 99)
+
+
+def test_only_what_the_running_epoch_has_equalled_so_far_is_undecided():
+    lineage = (Span(1, 0, 2), Span(2, 0, 3), Span(4, 0))
+    assert undecided(lineage, 2, 1, 3)
+    assert not undecided(lineage, 2, 1, 2)
+    assert not undecided(lineage, 2, 2, 4), "that epoch was left at another version"
+    assert not undecided(lineage, 2, 3, 3), "that epoch is not known"
