@@ -96,7 +96,7 @@ def test_prompts_in_characters_that_the_tokenizer_does_not_know_are_found(folder
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_found(folder: Path) -> None:
     make_tokenizer("abcdefghijklm0123456789+-=").save_pretrained(folder / "model")
-    assert "and the model has 15" in refused(folder)
+    assert "and the model has 16" in refused(folder)
 
 
 def test_a_model_with_code_of_its_own_is_refused_with_the_reason(folder: Path) -> None:
