@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 WORKFLOW = """
 import pathlib
 
-BROKEN = pathlib.Path(__file__).with_name("broken")
+BROKEN = pathlib.Path(__file__).with_name("out_of_order")
 
 
 async def talks(ctx, task):
@@ -23,7 +23,7 @@ import pathlib
 
 from reward_service.sdk import reward
 
-BROKEN = pathlib.Path(__file__).with_name("broken")
+BROKEN = pathlib.Path(__file__).with_name("out_of_order")
 
 
 @reward
@@ -45,7 +45,7 @@ def test_a_fault_of_every_episode_ends_the_job_with_its_reason_and_burns_no_task
 ):
     (workspace.folder / "talks.py").write_text(WORKFLOW, encoding="utf-8")
     (workspace.folder / "strict.py").write_text(REWARD, encoding="utf-8")
-    broken = workspace.folder / "broken"
+    broken = workspace.folder / "out_of_order"
     broken.touch()
     changes = {"reward": {"name": "strict.py:strict"}} if where == "reward" else {}
     rollout = {
@@ -68,9 +68,9 @@ def test_a_fault_of_every_episode_ends_the_job_with_its_reason_and_burns_no_task
     for verb in ("run", "resume"):
         with running(verb, job_file) as job:
             job.read_until("step 0/62", 90)
-            told = job.read_all(60)
+            job.read_all(60)
             assert job.process.wait(10) == 1
-        words = " ".join(told.split())
+        words = " ".join(job.told.split())
         assert what in words
         assert reason in words
         assert "areal-async resume" in words
