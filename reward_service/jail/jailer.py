@@ -24,7 +24,7 @@ PER_USER_NAMESPACE = (5, 14)
 """From this Linux on a namespace counts the processes of its users by itself."""
 
 
-def serve(client: socket.socket, group: memory.Group | None) -> None:
+def serve(client: socket.socket, group: memory.MemoryGroup | None) -> None:
     while (message := frames.receive(client)) is not None:
         request, body = message
         if "end" in request:
@@ -42,7 +42,7 @@ def serve(client: socket.socket, group: memory.Group | None) -> None:
         frames.send(client, head, answer)
 
 
-def probe(group: memory.Group | None) -> dict[str, Any]:
+def probe(group: memory.MemoryGroup | None) -> dict[str, Any]:
     """What this machine offers beside namespaces, which only trying them tells."""
     return {
         "machine": linux.MACHINE,
@@ -62,7 +62,7 @@ def run(
     body: bytes,
     client: socket.socket,
     link: list[int],
-    group: memory.Group | None,
+    group: memory.MemoryGroup | None,
 ) -> tuple[dict[str, Any], bytes]:
     """One program in one jail. `link`: the end of a pair's link that is the program's, if it has one.
     Raises OSError, ClientGone."""

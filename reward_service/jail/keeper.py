@@ -55,7 +55,7 @@ class Keeper:
         control: socket.socket,
         streams: tuple[int, int],
         client: socket.socket,
-        group: memory.Group | None,
+        group: memory.MemoryGroup | None,
     ) -> None:
         """`pid`: our child, whose end is the jail's. `first`: the process below which all of it is. `group`:
         where all of it is counted, if there is one."""

@@ -35,7 +35,7 @@ FILES = {
 """How the two versions of control groups call the same things."""
 
 
-class Group:
+class MemoryGroup:
     """For each jail: `begin(limit)`, while it runs `over()` and `used_bytes()`, at its end `peak_bytes()`."""
 
     def __init__(self, above: str, version: int) -> None:
@@ -124,12 +124,12 @@ class Group:
         return used_bytes, max(0, int(lines[str(self._names["cache"])]) - int(lines["shmem"]))
 
 
-def enter() -> Group | None:
+def enter() -> MemoryGroup | None:
     """A new group with this process in it; none where this user may not have one."""
     for above, version in places():
         _remove_dead(above)
         with contextlib.suppress(OSError, ValueError, KeyError):
-            return Group(above, version)
+            return MemoryGroup(above, version)
     return None
 
 

@@ -29,7 +29,7 @@ Build = dict[str, bytes] | Outcome
 """The files that a compiler made, or how it failed."""
 
 
-class Order(NamedTuple):
+class JailRequest(NamedTuple):
     """What a jailer is asked: head, input and files of one run."""
 
     request: dict[str, Any]
@@ -102,7 +102,7 @@ class Sandbox:
         except JailerDied:
             return self._pair(orders)
 
-    def _order_of_one(self, program: Program) -> Order:
+    def _order_of_one(self, program: Program) -> JailRequest:
         for name in (*program.files, *program.collect):
             check_name(name)
         if program.command:
@@ -113,7 +113,7 @@ class Sandbox:
         files = {**program.files, spoken.source: program.source.encode("utf-8", "replace")}
         return self._order(spoken.run, program, spoken.adapted(program.limits), files, spoken)
 
-    def _pair(self, orders: Sequence[Order]) -> tuple[Outcome, Outcome]:
+    def _pair(self, orders: Sequence[JailRequest]) -> tuple[Outcome, Outcome]:
         """Raises SandboxError; nothing of the two is running then."""
         jailers = (self._jailer, self._partner)
         try:
@@ -186,7 +186,7 @@ class Sandbox:
         limits: Limits,
         files: dict[str, bytes],
         spoken: Language | None = None,
-    ) -> Order:
+    ) -> JailRequest:
         binds, env = (spoken.binds, spoken.env) if spoken else ((), {})
         request = self._way.request(argv, limits, binds=binds, env=env)
         executable = {name for name in files if spoken and name in spoken.artifacts}
@@ -195,7 +195,7 @@ class Sandbox:
         ]
         request["collect"] = list(program.collect)
         request["stdin"] = len(program.stdin)
-        return Order(request, b"".join((program.stdin, *files.values())), limits.wall_s)
+        return JailRequest(request, b"".join((program.stdin, *files.values())), limits.wall_s)
 
     def _outcome(self, head: dict[str, Any], answer: bytes) -> Outcome:
         if head["failed"]:

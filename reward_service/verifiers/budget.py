@@ -26,7 +26,7 @@ class TooCostly(Exception):
     """Comparing the answer would cost more than its budget: it is wrong."""
 
 
-class Spent(BaseException):
+class BudgetSpent(BaseException):
     """Raised inside code whose budget is spent. No `Exception`, since sympy and math-verify swallow these."""
 
 
@@ -46,12 +46,12 @@ def within(cpu_s: float, work: Callable[[], T]) -> T:
                 with lock:
                     if finished.is_set():
                         return
-                    _raise_in(thread, Spent)
+                    _raise_in(thread, BudgetSpent)
                 finished.wait(AGAIN_S)
 
     def end() -> None:
         while not finished.is_set():
-            with suppress(Spent):
+            with suppress(BudgetSpent):
                 with lock:
                     finished.set()
                 _raise_in(thread, None)
@@ -62,7 +62,7 @@ def within(cpu_s: float, work: Callable[[], T]) -> T:
             return work()
         finally:
             end()
-    except Spent:
+    except BudgetSpent:
         end()
         raise TooCostly(f"it takes more than {cpu_s:g} s of CPU time") from None
 

@@ -15,7 +15,7 @@ import math
 import re
 from typing import Any
 
-from reward_service.verifiers.budget import Spent, TooCostly
+from reward_service.verifiers.budget import BudgetSpent, TooCostly
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def same(truth: str, answer: str) -> bool:
         return bool(_library().verify(wanted, given, timeout_seconds=None, allow_set_relation_comp=True))
     except (MemoryError, ImportError, TooCostly):
         raise
-    except Spent:
+    except BudgetSpent:
         _forget()
         raise
     except Exception as error:

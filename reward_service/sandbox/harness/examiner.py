@@ -1,8 +1,8 @@
 """The tests' side: runs the tests, asks the program over the link, and says what passed.
 
-Standard input is one object of JSON; see `Task`. Standard output is a line of JSON for each test: `passed`,
-`why` not, and by then whether the program was `ready` to be asked, was `asked` anything, and whether `live`
-objects of it were used.
+Standard input is one object of JSON; see `Examination`. Standard output is a line of JSON for each test:
+`passed`, `why` not, and by then whether the program was `ready` to be asked, was `asked` anything, and
+whether `live` objects of it were used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, TypedDict
 
-    class Task(TypedDict):
+    class Examination(TypedDict):
         entries: dict[str, str]
         """Name in the tests → name in the program."""
         setup: list[str]
@@ -177,7 +177,7 @@ class Reference:
         raise TypeError("an object of the program's is neither true nor false")
 
 
-class Entry(Reference):
+class EntryPoint(Reference):
     """A function of the program, by its name."""
 
     __slots__ = ()
@@ -271,7 +271,7 @@ def run(examiner: Examiner, test: dict[str, Any], space: dict[str, Any], toleran
     examiner.failed = ""
     try:
         if "call" in test:
-            got = Entry(examiner, ["entry", test["call"]])(*examiner.value(test["args"]))
+            got = EntryPoint(examiner, ["entry", test["call"]])(*examiner.value(test["args"]))
             same = same_result(got, examiner.value(test["expected"]), tolerance, wrapped=test["wrapped"])
             why = "" if same else "wrong result"
         else:
@@ -290,7 +290,7 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:WHY]
 
 
-def results(task: Task, examiner: Examiner) -> Any:
+def results(task: Examination, examiner: Examiner) -> Any:
     """Why each test failed, one by one as they have run."""
     space: dict[str, Any] = {"__name__": "tests", IN_PLACE: in_place}
     for name, target in task["entries"].items():
@@ -312,7 +312,7 @@ def entry(examiner: Examiner, target: str) -> Reference:
         from .proxies import Proxy
 
         return Proxy(examiner, reference)
-    return (SolutionClass if target == "Solution" else Entry)(examiner, reference)
+    return (SolutionClass if target == "Solution" else EntryPoint)(examiner, reference)
 
 
 def main() -> None:

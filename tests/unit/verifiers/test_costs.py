@@ -117,7 +117,7 @@ def test_a_budget_ends_code_that_swallows_the_first_interruption():
 
     with pytest.raises(TooCostly):
         within(0.01, work)
-    assert swallowed == ["Spent"]
+    assert swallowed == ["BudgetSpent"]
 
 
 def test_a_budget_holds_in_any_thread_and_leaves_nothing_behind():
