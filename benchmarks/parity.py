@@ -33,7 +33,7 @@ from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, GenerateRequest, GenerateResult
 from trainer_service.backends.fsdp import FsdpBackend
 from trainer_service.ranks import join_ranks
-from trainer_service.selfcheck import candidates_of, compare
+from trainer_service.selfcheck import compare, rows_to_compare
 
 TIE = 1e-4
 """Where the reference's best two logits are closer than this, rounding may decide."""
@@ -157,7 +157,7 @@ def against_trainer(
     ranks = join_ranks(0, 1)
     backend = FsdpBackend({"policy": folder}, OptimizerSection(), ranks, dtype=torch.float32, total_updates=1)
     skipped: Counter[str] = Counter()
-    candidates = []
+    rows = []
     for number, (prompt, how, result) in enumerate(episodes):
         builder = EpisodeBuilder("parity", f"t{number}", f"t{number}#0", 0)
         builder.sampled(
@@ -175,7 +175,7 @@ def against_trainer(
         entry = BatchEpisode(
             told.episode_id, 0, told.n_units, told.n_sampled, told.min_version, told.max_version, 0.0
         )
-        candidates += candidates_of(
+        rows += rows_to_compare(
             memoryview(blob),
             entry,
             number,
@@ -184,7 +184,7 @@ def against_trainer(
             kv_is_kept=False,
             skipped=skipped,
         )
-    compared, _ = compare(backend, ranks, candidates, 8192)
+    compared = compare(backend, ranks, rows, 8192)
     found.sampled_units = len(compared.token)
     if sum(skipped.values()):
         found.failed.append(f"units were not of the version that served: {dict(skipped)}")
