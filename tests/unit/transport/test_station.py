@@ -1,5 +1,7 @@
 import queue
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -283,6 +285,13 @@ def test_a_station_beyond_loopback_needs_keys_and_a_key_file_must_be_private(tmp
     (tmp_path / "keys").chmod(0o644)
     with pytest.raises(EndpointError, match="chmod 600"):
         read_keys(tmp_path / "keys")
+
+
+def test_the_command_that_makes_keys_says_what_it_wrote(tmp_path):
+    command = [sys.executable, "-m", "areal_async.weights.transport.keys", str(tmp_path / "keys")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
+    assert str(tmp_path / "keys") in said
+    assert read_keys(tmp_path / "keys").public
 
 
 def test_closing_leaves_no_thread(tmp_path):
