@@ -45,4 +45,6 @@ def read_keys(path: Path) -> CurveKeys:
 if __name__ == "__main__":
     made = Path(sys.argv[1])
     make_keys(made)
-    print(f"{made} holds a new CURVE key pair, for its owner alone. Give weights.key_file a copy on each host.")
+    print(
+        f"{made} holds a new CURVE key pair, for its owner alone. Give weights.key_file a copy on each host."
+    )
