@@ -17,6 +17,7 @@ from areal_async.config.job import JobConfig
 from areal_async.control.context import RunPlaces, ServiceContext
 from areal_async.trajectory import Sampling
 from areal_async.wire.messages import VersionTag
+from areal_async.wire.secret import RunSecret
 from rollout_service.engines.base import EngineError, RequestError
 from rollout_service.engines.server.checks import answer_room, checked_prompt, logprobs_of
 from rollout_service.engines.server.environment import find_python
@@ -108,7 +109,8 @@ def test_servers_are_given_by_the_workers_number_and_a_guest_without_one_is_refu
             }
         }
     )
-    places = RunPlaces("r", 1, "r", "s", "m", "b", "w", [], job.model_dump(mode="json"))
+    places = RunPlaces("r", 1, "r", str(tmp_path), "m", "b", "w", [], job.model_dump(mode="json"))
+    RunSecret.make(tmp_path)
     path = tmp_path / "context.json"
     path.write_bytes(msgspec.json.encode(places))
 
