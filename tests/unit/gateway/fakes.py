@@ -21,7 +21,7 @@ from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.gateway import Gateway
 from rollout_service.workflows import Context, Renderer
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 SPECIALS = ["<pad>", "<|im_start|>", "<|im_end|>"]
 CHARACTERS = [chr(c) for c in range(32, 127)] + ["\n", "é"]
