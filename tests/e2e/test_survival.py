@@ -83,7 +83,7 @@ def test_a_job_whose_supervisor_was_killed_is_resumed(workspace, running, nothin
     assert again[0]["same_as"] == [1], "the checkpoint's own version"
     with running("resume", job_file) as again:
         assert "is finished" in again.read_all(60)
-        assert again.process.wait(60) == 1
+        assert again.process.wait(60) == 2
 
 
 @pytest.mark.timeout(400)

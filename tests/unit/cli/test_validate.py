@@ -15,6 +15,7 @@ import areal_async
 from areal_async.cli.main import app
 from areal_async.quickstart.model import make_tokenizer, write_model
 
+pytestmark = pytest.mark.slow
 FREE_PORTS = "observe.metrics_port=0"
 
 
