@@ -47,8 +47,11 @@ packages:
 		echo "The tests that need these Debian packages will be skipped:$$missing"; \
 	fi
 
+# A worker that crashes ends the run: xdist would start another and then wait for ever for the tests of the first.
+WORKERS := -n 2 --dist loadfile --max-worker-restart 0
+
 test: $(STAMP) packages
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not alone" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not engine and not alone" $(ARGS)
 	$(BIN)/python -m pytest -m "alone and not engine" $(ARGS)
 
 # dm-reverb, for benchmarks/buffer.py --reverb: it needs Python 3.11 or older and a TensorFlow of its time.
@@ -67,7 +70,7 @@ test-engines: $(STAMP) engines
 	AREAL_ASYNC_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest -m engine $(ARGS)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not alone and not slow" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not engine and not alone and not slow" $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

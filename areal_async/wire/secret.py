@@ -6,7 +6,7 @@ environment) learns nothing about the others.
 
     secret = RunSecret.make(socket_dir)          the supervisor, once per run
     secret = RunSecret.read(socket_dir)          everybody else: services by their context, tools by the run
-    secret.token("metrics")                      what a client shows, and a server compares
+    secret.token("redis")                        what a client shows, and a server compares
 
 Over a Unix socket a peer shows `password` in the handshake (PLAIN: nobody listens in there); over TCP both
 ends prove that they have `keys` (CURVE: the peer may be somebody else who took the port).
@@ -31,8 +31,6 @@ from areal_async.ownfiles import NotOurs, read_own
 
 FILE = "secret"
 SIZE_BYTES = 32
-
-Purpose = Literal["wire", "redis", "metrics", "gateway", "reward", "sandbox"]
 
 
 @dataclass(frozen=True)
@@ -105,14 +103,9 @@ class RunSecret:
             )
         return cls(bits)
 
-    def token(self, purpose: Purpose) -> str:
-        """The 64 hexadecimal digits that clients of `purpose` show."""
-        return self._made_for(f"token {purpose}").hex()
-
-    def shows(self, purpose: Purpose, shown: str | bytes) -> bool:
-        """Whether `shown` is the token; takes the same time whatever it is."""
-        given = shown.encode(errors="replace") if isinstance(shown, str) else shown
-        return hmac.compare_digest(self.token(purpose).encode(), given)
+    def token(self, server: Literal["wire", "redis"]) -> str:
+        """The 64 hexadecimal digits that clients of `server` show."""
+        return self._made_for(f"token {server}").hex()
 
     @cached_property
     def password(self) -> Password:

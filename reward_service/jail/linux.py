@@ -106,3 +106,13 @@ def drop_capabilities() -> None:
         header = (ctypes.c_uint32 * 2)(0x20080522, 0)
         nothing = (ctypes.c_uint32 * 6)()
         syscall(CAPSET, ctypes.byref(header), ctypes.byref(nothing))
+
+
+def write(path: str, text: str) -> None:
+    """Write to a file that the kernel has made. No module is loaded for it: in a jail they may be out of
+    reach."""
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)

@@ -10,6 +10,8 @@ import contextlib
 import os
 import time
 
+from reward_service.jail import linux
+
 PREFIX = "areal-jailer-"
 RESERVE_BYTES = 8 << 20
 """For the first process of a jail and what the kernel holds for the jail itself."""
@@ -45,9 +47,9 @@ class MemoryGroup:
         os.mkdir(self._folder)
         try:
             self._killed = self._kills()
-            _write(os.path.join(self._folder, "cgroup.procs"), str(os.getpid()))
+            linux.write(os.path.join(self._folder, "cgroup.procs"), str(os.getpid()))
             if version == 2:
-                _write(os.path.join(self._folder, "memory.swap.max"), "0")
+                linux.write(os.path.join(self._folder, "memory.swap.max"), "0")
             self._fixed_bytes = 0
             self._peak_fd: int | None = None
             with contextlib.suppress(OSError):  # the second version before Linux 6.12 only reads it
@@ -74,9 +76,9 @@ class MemoryGroup:
     def _set_limit(self, limit: str) -> None:
         names = [name for name in self._names["limits"] if os.path.exists(os.path.join(self._folder, name))]
         for name in reversed(names):  # memory with swap is never below memory
-            _write(os.path.join(self._folder, name), str(self._names["unlimited"]))
+            linux.write(os.path.join(self._folder, name), str(self._names["unlimited"]))
         for name in names:
-            _write(os.path.join(self._folder, name), limit)
+            linux.write(os.path.join(self._folder, name), limit)
 
     def over(self) -> bool:
         """Whether the kernel has killed for the limit since `begin`."""
@@ -97,7 +99,7 @@ class MemoryGroup:
     def leave(self) -> None:
         """Go back to the group above and remove this one. What cannot be done now, the next jailer does."""
         with contextlib.suppress(OSError):
-            _write(os.path.join(self._above, "cgroup.procs"), str(os.getpid()))
+            linux.write(os.path.join(self._above, "cgroup.procs"), str(os.getpid()))
         deadline_s = time.monotonic() + LEAVE_LIMIT_S
         while time.monotonic() < deadline_s:
             try:
@@ -182,11 +184,3 @@ def _remove_dead(above: str) -> None:
 def _read(path: str) -> str:
     with open(path, encoding="utf-8") as file:
         return file.read()
-
-
-def _write(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)

@@ -68,9 +68,9 @@ def _with_namespaces(
         return
     if request["uid"] is None:
         linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else these files are not its own
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"{rooms.INNER_UID} {uid} 1")
-        _write("/proc/self/gid_map", f"{rooms.INNER_UID} {gid} 1")
+        linux.write("/proc/self/setgroups", "deny")
+        linux.write("/proc/self/uid_map", f"{rooms.INNER_UID} {uid} 1")
+        linux.write("/proc/self/gid_map", f"{rooms.INNER_UID} {gid} 1")
         frames.send(control, {"mapped": True})
     else:
         frames.send(control, {"map": True})
@@ -219,15 +219,6 @@ def kill_below() -> None:
         except ChildProcessError:
             return
     print("a process of a jail could not be killed", file=sys.stderr)
-
-
-def _write(path: str, text: str) -> None:
-    # Nothing here may need a module that is not loaded yet: in the jail it may be out of reach.
-    fd = os.open(path, os.O_WRONLY)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
 
 
 def _write_file(path: str, mode: int, data: bytes, uid: int | None) -> None:

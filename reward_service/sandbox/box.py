@@ -75,7 +75,7 @@ class Sandbox:
         for name in (*program.files, *program.collect):
             check_name(name)
         if program.command:
-            return self._once(program.command, program, program.limits, dict(program.files))
+            return self._once(self._order(program.command, program, program.limits, dict(program.files)))
         spoken = language(program.language, for_others=self._way.as_another)
         files = {**program.files, spoken.source: program.source.encode("utf-8", "replace")}
         limits = spoken.adapted(program.limits)
@@ -88,7 +88,7 @@ class Sandbox:
             if program.within_s is not None:
                 left_s = program.within_s - (time.monotonic() - began_s)
                 limits = replace_limits(limits, wall_s=max(LEAST_WALL_S, min(limits.wall_s, left_s)))
-        return self._once(spoken.run, program, limits, files, spoken)
+        return self._once(self._order(spoken.run, program, limits, files, spoken))
 
     def run_pair(self, tests: Program, program: Program) -> tuple[Outcome, Outcome]:
         """Run both at once, each in a jail of its own with limits of its own, joined by a stream of bytes in
@@ -150,7 +150,7 @@ class Sandbox:
         limits = replace_limits(COMPILE_LIMITS, memory_mb=spoken.compiler_mb)
         if within_s is not None:
             limits = replace_limits(limits, wall_s=max(LEAST_WALL_S, min(limits.wall_s, within_s)))
-        outcome = self._once(spoken.compile, compiling, limits, files, spoken)
+        outcome = self._once(self._order(spoken.compile, compiling, limits, files, spoken))
         if outcome.kind == "timeout" and limits.wall_s < COMPILE_LIMITS.wall_s:
             return outcome  # the time of the whole ran out: that says nothing of the source
         build: Build = outcome.artifacts
@@ -168,15 +168,7 @@ class Sandbox:
             len(data) for build in self._builds.values() if isinstance(build, dict) for data in build.values()
         )
 
-    def _once(
-        self,
-        argv: tuple[str, ...],
-        program: Program,
-        limits: Limits,
-        files: dict[str, bytes],
-        spoken: Language | None = None,
-    ) -> Outcome:
-        order = self._order(argv, program, limits, files, spoken)
+    def _once(self, order: JailRequest) -> Outcome:
         return self._outcome(*self._jailer.ask(order.request, order.body, order.wall_s))
 
     def _order(
