@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from areal_async import __version__
 from areal_async.cli.buffer import buffer
@@ -21,6 +22,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+LEAST_COLUMNS = 30
+"""For what `doctor` has found, however narrow the terminal."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -157,17 +162,19 @@ def doctor(
         if clean:
             for folder in remove_leftovers(volatile_roots()):
                 console.print(f"removed {folder}", highlight=False)
-        table = Table.grid(padding=(0, 2))
-        for _ in range(3):
-            table.add_column(overflow="fold")
-        failed = False
-        for finding in examine():
-            failed |= finding.level == "fail"
+        findings = list(examine())
+        width = max(len(finding.about) for finding in findings)
+        for finding in findings:
             color = {"ok": "green", "warn": "yellow", "fail": "bold red"}[finding.level]
             told = f"{finding.found}. {finding.fix}." if finding.fix else finding.found
-            table.add_row(f"[{color}]{finding.level}[/]", finding.about, told)
-        console.print(table)
-        if failed:
+            head = f"{finding.level:4}  {finding.about:{width}}  "
+            room = max(LEAST_COLUMNS, console.width - len(head))
+            # A path is never broken: it is there to be copied.
+            lines = textwrap.wrap(told, room, break_long_words=False, break_on_hyphens=False)
+            text = Text(head + f"\n{' ' * len(head)}".join(lines))
+            text.stylize(color, 0, 4)
+            console.print(text)
+        if any(finding.level == "fail" for finding in findings):
             raise typer.Exit(1)
 
 

@@ -168,6 +168,7 @@ def test_doctor_finds_this_machine_fit() -> None:
         "open files",
     ):
         assert about in result.stdout
+    assert f"({doctor_module.find_redis_server()})\n" in result.stdout, "whole, to be copied"
 
 
 def test_doctor_fails_where_a_run_would(monkeypatch: pytest.MonkeyPatch) -> None:

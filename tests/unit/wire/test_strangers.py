@@ -10,10 +10,9 @@ import contextlib
 import random
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 import zmq
@@ -21,9 +20,9 @@ import zmq
 from areal_async.weights.transport.frames import MAX_ASKED_BYTES
 from areal_async.weights.transport.station import Station
 from areal_async.wire import endpoints
-from areal_async.wire.frames import HEADER, Kind, write_frames
-from areal_async.wire.messages import SCHEMA, Commit, Hello, Message, Ok, Stats
-from areal_async.wire.rpc import Access, Answer, Client, Peer, RunSecret, Server
+from areal_async.wire.messages import Message, Ok, Stats
+from areal_async.wire.rpc import Answer, Client, Peer, RunSecret, Server
+from tests.unit.wire.noise import flood
 
 MESSAGES = 10_000
 MOST_GROWTH_BYTES = 64 << 20
@@ -109,65 +108,19 @@ def test_a_station_holds_no_more_of_a_stranger_than_its_smallest_message() -> No
         station.close()
 
 
-def shapes(rng: random.Random) -> list[bytes]:
-    """One message of a peer that means ill: any frames at all, and near misses of the right ones."""
-    head = HEADER.pack(
-        b"AA", 1, rng.choice([0, 1, 2, 3, 4, 9, 255]), rng.choice([0, 0, 1, 3, 2**32 - 1]), 5, 7, 0
-    )
-    bodies: list[Callable[[], bytes]] = [
-        lambda: b"",
-        lambda: rng.randbytes(rng.randrange(200)),
-        lambda: msgspec.msgpack.encode(
-            {"type": rng.choice(["Nothing", "Stats", "Commit", "PutEpisodes", ""])}
-        ),
-        lambda: msgspec.msgpack.encode(
-            {"type": "Commit", "epoch": rng.choice([None, "x", -1, 2**63, [], 1.5])}
-        ),
-        lambda: msgspec.msgpack.encode(Commit(1, 1))[: rng.randrange(12)],
-        lambda: b"\x91" * rng.randrange(1, 3000) + b"\xc0",
-        lambda: b"\x81\xa1k" * rng.randrange(1, 2000) + b"\xc0",
-        lambda: b"\xdd\xff\xff\xff\xff",
-        lambda: b"\xdf\xff\xff\xff\xff",
-        lambda: b"\xc6\xff\xff\xff\xff" + b"x" * 20,
-    ]
-    rest: list[Callable[[], list[bytes]]] = [
-        lambda: [],
-        lambda: [b""] * rng.randrange(1, 40),
-        lambda: [struct.pack("<Q", rng.choice([0, 1, 2**40, 2**64 - 1])), b"packed"],
-        lambda: [rng.randbytes(rng.randrange(64)) for _ in range(rng.randrange(1, 8))],
-    ]
-    first = rng.choice([b"", b"AA", rng.randbytes(rng.randrange(40)), head + rng.choice(bodies)()])
-    return [first, *rng.choice(rest)()]
-
-
-def flood(endpoint: str, access: Access | None, greeted: bool, seed: int) -> None:
-    rng = random.Random(seed)
-    context = zmq.Context()
-    sock = context.socket(zmq.DEALER)
-    sock.setsockopt(zmq.SNDTIMEO, 20_000 if access is not None else 0)
-    if access is None:
-        sock.connect(endpoint)
-    else:
-        endpoints.connect(sock, endpoint, access)
-    if greeted:
-        sock.send_multipart(write_frames(Kind.REQUEST, 5, 1, 0, Hello(SCHEMA, "j", "r", "n"), ()))
-    with contextlib.suppress(zmq.Again):  # a stranger's queue fills, and nobody takes it
-        for _ in range(MESSAGES):
-            sock.send_multipart(shapes(rng))
-            while sock.poll(0):
-                sock.recv_multipart()
-    context.destroy(linger=0)
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_ten_thousand_malformed_messages_cost_a_server_nothing(endpoint: str, known: bool) -> None:
     async def main() -> None:
         async with rpc(endpoint) as (served, server):
             async with Client(served, job="j", role="r", name="n", access=SECRET) as client:
-                await asyncio.to_thread(flood, served, SECRET if known else None, known, 1)
+                await asyncio.to_thread(
+                    flood, served, SECRET if known else None, MESSAGES, greeted=known, seed=1
+                )
                 before = psutil.Process().memory_info().rss
                 for seed in range(2, 5):
-                    await asyncio.to_thread(flood, served, SECRET if known else None, known, seed)
+                    await asyncio.to_thread(
+                        flood, served, SECRET if known else None, MESSAGES, greeted=known, seed=seed
+                    )
                 assert (await client.call(Stats(), timeout_s=60))[0] == Ok()
                 assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
             assert (server.counters.malformed > MESSAGES) is known
@@ -181,10 +134,10 @@ def test_ten_thousand_malformed_messages_cost_a_station_nothing(known: bool, tmp
     station = Station("tcp://127.0.0.1:0", source="publisher", access=SECRET)
     station.start()
     try:
-        flood(station.endpoint, SECRET if known else None, False, 1)
+        flood(station.endpoint, SECRET if known else None, MESSAGES, seed=1)
         before = psutil.Process().memory_info().rss
         for seed in range(2, 5):
-            flood(station.endpoint, SECRET if known else None, False, seed)
+            flood(station.endpoint, SECRET if known else None, MESSAGES, seed=seed)
         assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
         assert station.release(b"k" * 32, timeout_s=60), "it still does what it is asked to"
     finally:

@@ -1,0 +1,328 @@
+"""A job whose every socket is flooded while it runs: does it end by itself, with exact counts?
+
+    PYTHONPATH=benchmarks python -m tests.chaos.flood [--messages 10000] [--connections 3000]
+                                                      [--steps 400] [--result FILE]
+
+The job has all kinds of sockets: RPC and Redis in its folder, stations, gateway and metrics on ports, and a
+reward server of its own over ZMQ and HTTP; a sandbox server runs beside it. Each gets so many malformed
+messages from somebody who knows its secret, as many from a stranger, and so many connections that are held
+open together. Then the job is let run to its end, and the checker of the chaos runs judges it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from hostile_http import Subject, free_port, listens, many_files, send_malformed, served, until
+
+from areal_async.wire.rpc import Access, RunSecret
+from reward_service.remote.host.access import Gate
+from tests.chaos.history import Verdict
+from tests.chaos.job import Job, JobFailed, write_job
+from tests.chaos.plan import Disturbance
+from tests.chaos.storm import Storm
+from tests.unit.wire.noise import asked, flood, shapes
+
+TOKEN = "token-of-this-server"
+CONNECT_LIMIT = struct.pack("ll", 20, 0)
+"""Seconds and microseconds; without it, a socket in a folder whose queue is full refuses."""
+MOST_GROWTH_MB = 200
+"""Of a process that trains or generates meanwhile."""
+AGENT = """
+import asyncio
+import json
+import os
+import sys
+import urllib.request
+
+
+async def agent(session, task):
+    def ask():
+        body = json.dumps({"model": "policy", "prompt": task.prompt, "max_tokens": 16}).encode()
+        headers = {"authorization": "Bearer " + session.api_key}
+        request = urllib.request.Request(session.openai_base_url + "/completions", body, headers)
+        with urllib.request.urlopen(request) as reply:
+            return json.load(reply)["choices"][0]["text"]
+
+    return await asyncio.to_thread(ask)
+"""
+
+
+def job_of_all_kinds(folder: Path, steps: int, reward_url: str, token_file: Path) -> Path:
+    """The chaos runs' job with every kind of socket in it."""
+    path = write_job(folder, "flooded", steps=steps, seed=7, durability="always", lease_s=60.0)
+    (folder / "agent.py").write_text(AGENT, encoding="utf-8")
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content["rollout"] |= {"workflow": "agent", "workflow_args": {"agent": "agent.py:agent"}}
+    content["weights"] = {"channel": "zmq", "node_id": "here", "nodes": {"rollout-0": "a", "rollout-1": "b"}}
+    content["reward"] = {
+        "name": "remote",
+        "timeout_s": 60,
+        "args": {"urls": [reward_url], "reward": "share_of_ones", "token_file": str(token_file)},
+    }
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True)
+class Rewards:
+    process: subprocess.Popen[bytes]
+    zmq_port: int
+    http_port: int
+    token_file: Path
+
+
+@contextlib.contextmanager
+def reward_server(folder: Path) -> Iterator[Rewards]:
+    """A `reward serve` of the job's reward, over both transports."""
+    token_file = folder / "token"
+    token_file.write_text(TOKEN)
+    token_file.chmod(0o600)
+    ports = free_port(), free_port()
+    command = [sys.executable, "-m", "areal_async.cli.main", "reward", "serve", "reward.py:share_of_ones"]
+    command += ["--zmq", f"127.0.0.1:{ports[0]}", "--http", f"127.0.0.1:{ports[1]}"]
+    with open(folder / "reward.out", "wb") as output:
+        process = subprocess.Popen(
+            [*command, "--token-file", str(token_file)], cwd=folder, stdout=output, stderr=output
+        )
+    try:
+        until(lambda: all(map(listens, ports)), "the reward server does not start")
+        yield Rewards(process, *ports, token_file)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@dataclass
+class Flood:
+    """What is done to the job, and what came of it."""
+
+    job: Job
+    rewards: Rewards
+    sandbox: Subject
+    messages: int
+    connections: int
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def plan(self) -> Iterator[Disturbance]:
+        """To be gone through once the job serves: the whole flood, and no disturbance."""
+        until(lambda: self.job.steps_logged() >= 2, "two steps")
+        record = json.loads((self.job.run_dir / "run.lock").read_text())
+        socket_dir = Path(record["socket_dir"])
+        secret = RunSecret.read(socket_dir)
+        processes = [*processes_of(record["run_id"]), psutil.Process(self.rewards.process.pid)]
+        before = {process.pid: process.memory_info().rss for process in processes}
+        for path in sorted(path for path in socket_dir.rglob("*") if path.is_socket()):
+            if path.name == "redis":
+                self._one("redis", lambda at=path: self._redis(at, secret), str(path))
+            else:
+                endpoint = f"ipc://{path}"
+                self._one(path.name, lambda at=endpoint: self._zmq(at, secret), str(path))
+        for port, name in sorted(ports_of(processes[:-1]).items()):
+            self._check_running(f"port {port} of {name}")
+            if (kind := kind_of(port)) == "station":
+                endpoint = f"tcp://127.0.0.1:{port}"
+                self._one(f"station of {name}", lambda at=endpoint: self._zmq(at, secret), port)
+            else:
+                subject = Subject(kind, subprocess.Popen(["true"], text=True), port, Path())
+                subject.process.wait()
+                self._one(f"{kind} of {name}", lambda of=subject: self._http(of), port)
+        gate = Gate(TOKEN).password
+        endpoint = f"tcp://127.0.0.1:{self.rewards.zmq_port}"
+        self._one("reward server, zmq", lambda: self._zmq(endpoint, gate, asked), self.rewards.zmq_port)
+        for kind, port in (("reward", self.rewards.http_port), ("sandbox", self.sandbox.port)):
+            subject = Subject(kind, self.sandbox.process, port, Path(), TOKEN, TOKEN)
+            self._one(f"{kind} server, http", lambda of=subject: self._http(of), port)
+        self.sandbox.honest()
+        if self.rewards.process.poll() is not None:
+            raise JobFailed("the reward server has ended")
+        grown = {p: p.memory_info().rss - before[p.pid] for p in processes if p.is_running()}
+        self.figures["growth_mb"] = {named(p): round(size / 2**20, 1) for p, size in grown.items()}
+        if len(grown) < len(processes):
+            raise JobFailed("a process has ended")
+        yield from ()
+
+    def _one(self, name: str, send: Callable[[], dict[str, int]], at: int | str) -> None:
+        self._check_running(name)
+        begun_s = time.monotonic()
+        sent = send()
+        self.figures[name] = {
+            **sent,
+            **self._crowd(at),
+            "wall_s": round(time.monotonic() - begun_s, 1),
+        }
+        print(name, json.dumps(self.figures[name]), flush=True)
+
+    def _check_running(self, name: str) -> None:
+        if not self.job.running:
+            raise JobFailed(f"the job ended before {name} was flooded: {self.job.told()}")
+
+    def _zmq(
+        self, endpoint: str, access: Access, shape: Callable[[random.Random], list[bytes]] = shapes
+    ) -> dict[str, int]:
+        greeted = endpoint.startswith("ipc://")
+        known = flood(
+            endpoint, access, self.messages, greeted=greeted, job=self.job.config.job, seed=1, shape=shape
+        )
+        return {"known": known, "stranger": flood(endpoint, None, self.messages, seed=2, shape=shape)}
+
+    def _redis(self, path: Path, secret: RunSecret) -> dict[str, int]:
+        rng = random.Random(3)
+        password = secret.token("redis").encode()
+        hello = b"*2\r\n$4\r\nAUTH\r\n$%d\r\n%s\r\n" % (len(password), password)
+        for first in (hello, b""):
+            for _ in range(self.messages):
+                with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
+                    sock.settimeout(20)
+                    sock.connect(str(path))
+                    sock.sendall(first + resp(rng))
+        return {"known": self.messages, "stranger": self.messages}
+
+    def _http(self, subject: Subject) -> dict[str, int]:
+        send_malformed(subject, self.messages)
+        return {"known" if subject.other_key else "stranger": self.messages}
+
+    def _crowd(self, at: int | str) -> dict[str, int]:
+        """Connections that say nothing, held together: how many were made, and how many of them the server
+        has closed by the time the last was."""
+        family = socket.AF_INET if isinstance(at, int) else socket.AF_UNIX
+        address: Any = ("127.0.0.1", at) if isinstance(at, int) else at
+        held = []
+        with many_files(self.connections + 256):
+            for _ in range(self.connections):
+                sock = socket.socket(family)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, CONNECT_LIMIT)
+                held.append(sock)
+                if sock.connect_ex(address) != 0:
+                    held.pop().close()
+            closed = sum(is_closed(sock) for sock in held)
+            for sock in held:
+                sock.close()
+        return {"connections": len(held), "closed_at_once": closed}
+
+
+def resp(rng: random.Random) -> bytes:
+    """What is no command of Redis."""
+    forms: list[Callable[[], bytes]] = [
+        lambda: rng.randbytes(rng.randrange(1, 300)),
+        lambda: b"*%d\r\n" % rng.choice([-5, 0, 2**31, 2**63]),
+        lambda: b"*2\r\n$%d\r\nx" % rng.choice([-5, 2**31, 2**40]),
+        lambda: b"*1\r\n$4\r\nNOPE\r\n",
+        lambda: b"GET\r\n" + b"a" * 70_000,
+        lambda: b"*3\r\n$3\r\nSET\r\n$1\r\n",
+        lambda: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    ]
+    return rng.choice(forms)()
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the other end has closed; what it has said is read."""
+    sock.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        try:
+            while sock.recv(4096):
+                continue
+            return True
+        except ConnectionError:
+            return True
+    return False
+
+
+def kind_of(port: int) -> str:
+    """What listens there: metrics, which are told to everybody, a gateway, which asks for a key, or a station
+    of ZMQ, which greets, and closes at what is no greeting."""
+    said = b"\xff"
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=20) as sock,
+        contextlib.suppress(ConnectionError),
+    ):
+        sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        said = sock.recv(64)
+    if said.startswith(b"\xff"):
+        return "station"
+    return "metrics" if said.startswith(b"HTTP/1.1 200") else "gateway"
+
+
+def named(process: psutil.Process) -> str:
+    """By its name in the job, or by its module."""
+    words = process.cmdline()
+    if "--name" in words:
+        return words[words.index("--name") + 1]
+    return words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name
+
+
+def processes_of(run_id: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("AREAL_ASYNC_RUN") == run_id:
+                found.append(process)
+    return found
+
+
+def ports_of(processes: list[psutil.Process]) -> dict[int, str]:
+    """Port → the process that listens there."""
+    return {
+        connection.laddr.port: named(process)
+        for process in processes
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+def run(
+    folder: Path, *, steps: int, messages: int, connections: int, limit_s: float
+) -> tuple[Verdict, dict[str, Any]]:
+    """The verdict on the job, and the figures of the flood. Raises `JobFailed`."""
+    write_job(folder, "flooded", steps=steps, seed=7, durability="always")
+    with reward_server(folder) as rewards, served("sandbox", folder) as sandbox:
+        url = f"tcp://127.0.0.1:{rewards.zmq_port}"
+        job = Job(job_of_all_kinds(folder, steps, url, rewards.token_file))
+        flooding = Flood(job, rewards, sandbox, messages, connections)
+        storm = Storm(job, limit_s=limit_s)
+        storm.run(flooding.plan())
+        verdict = storm.judge()
+    return verdict, {**flooding.figures, "job": verdict.figures}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--messages", type=int, default=10_000, help="malformed ones at each socket")
+    parser.add_argument("--connections", type=int, default=3000, help="held together at each socket")
+    parser.add_argument("--steps", type=int, default=400, help="of the job, which is to outlast the flood")
+    parser.add_argument("--result", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="flood-") as folder:
+        verdict, figures = run(
+            Path(folder),
+            steps=options.steps,
+            messages=options.messages,
+            connections=options.connections,
+            limit_s=3000,
+        )
+    for violation in verdict.violations:
+        print(violation)
+    print(json.dumps(figures["job"]), json.dumps(figures["growth_mb"]))
+    if options.result:
+        head = {"messages": options.messages, "connections": options.connections, "steps": options.steps}
+        options.result.write_text(json.dumps(head | figures, indent=2) + "\n", encoding="utf-8")
+    return bool(verdict.violations) or max(figures["growth_mb"].values()) > MOST_GROWTH_MB
+
+
+if __name__ == "__main__":
+    sys.exit(main())
