@@ -4,9 +4,9 @@
 
 Two parts, each run clean (good calls alone) and mixed (a share of hostile ones among the same good ones):
 `functions` are reward functions that misbehave in the pool, `programs` are a model's programs in the sandbox
-(`code_stdio`). Measured: good verdicts that differ between the two runs, how late the latest verdict of a
-hostile call came, p50 and p99 of good calls, processes and files left behind. Exit status 1 when a bar is
-missed.
+(`code_stdio`), in jails of bubblewrap where `bwrap` is on the PATH and else in our own. Measured: good
+verdicts that differ between the two runs, how late the latest verdict of a hostile call came, p50 and p99 of
+good calls, processes and files left behind. Exit status 1 when a bar is missed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import random
+import shutil
 import sys
 import time
 from collections import Counter
@@ -186,13 +187,18 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--part", choices=["functions", "programs"], action="append")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="its entries of other parts and jails stay")
     options = parser.parse_args()
-    record, failed = {}, False
+    record: dict[str, Any] = {}
+    failed = False
+    if options.out is not None and options.out.exists():
+        record = json.loads(options.out.read_text(encoding="utf-8"))
     for part in options.part or ["functions", "programs"]:
-        record[part] = measure(part, options.calls, options.share, options.workers, options.seed)
-        print(json.dumps(record[part], indent=2))
-        for problem in missed(part, record[part]):
+        jails = "bubblewrap" if shutil.which("bwrap") else "own jails"
+        name = part if part == "functions" else f"{part}, {jails}"
+        record[name] = measure(part, options.calls, options.share, options.workers, options.seed)
+        print(json.dumps(record[name], indent=2))
+        for problem in missed(part, record[name]):
             failed = True
             print(f"{part}: NOT MET: {problem}")
     if options.out is not None:

@@ -21,10 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import yaml
@@ -41,8 +41,8 @@ from tests.unit.wire.noise import asked, flood, shapes
 TOKEN = "token-of-this-server"
 CONNECT_LIMIT = struct.pack("ll", 20, 0)
 """Seconds and microseconds; without it, a socket in a folder whose queue is full refuses."""
-MOST_GROWTH_MB = 200
-"""Of a process that trains or generates meanwhile."""
+MOST_GROWTH_MB = 128
+"""Of a process, which trains or generates meanwhile, by the whole flood after the first tenth."""
 AGENT = """
 import asyncio
 import json
@@ -108,6 +108,16 @@ def reward_server(folder: Path) -> Iterator[Rewards]:
         process.wait(30)
 
 
+class Face(NamedTuple):
+    """A socket that is flooded."""
+
+    name: str
+    at: int | str
+    """Port, or path."""
+    send: Callable[[int], dict[str, int]]
+    """Sends so many messages; how many of them by whom."""
+
+
 @dataclass
 class Flood:
     """What is done to the job, and what came of it."""
@@ -117,103 +127,123 @@ class Flood:
     sandbox: Subject
     messages: int
     connections: int
+    quiet_steps: int
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def plan(self) -> Iterator[Disturbance]:
-        """To be gone through once the job serves: the whole flood, and no disturbance."""
+        """To be gone through once the job serves: the whole flood, and no disturbance. A tenth of it comes
+        first, for what is allocated once, and then some steps without any, for what the job itself needs."""
         until(lambda: self.job.steps_logged() >= 2, "two steps")
         record = json.loads((self.job.run_dir / "run.lock").read_text())
-        socket_dir = Path(record["socket_dir"])
-        secret = RunSecret.read(socket_dir)
         processes = [*processes_of(record["run_id"]), psutil.Process(self.rewards.process.pid)]
-        before = {process.pid: process.memory_info().rss for process in processes}
-        for path in sorted(path for path in socket_dir.rglob("*") if path.is_socket()):
-            if path.name == "redis":
-                self._one("redis", lambda at=path: self._redis(at, secret), str(path))
-            else:
-                endpoint = f"ipc://{path}"
-                self._one(path.name, lambda at=endpoint: self._zmq(at, secret), str(path))
-        for port, name in sorted(ports_of(processes[:-1]).items()):
-            self._check_running(f"port {port} of {name}")
-            if (kind := kind_of(port)) == "station":
-                endpoint = f"tcp://127.0.0.1:{port}"
-                self._one(f"station of {name}", lambda at=endpoint: self._zmq(at, secret), port)
-            else:
-                subject = Subject(kind, subprocess.Popen(["true"], text=True), port, Path())
-                subject.process.wait()
-                self._one(f"{kind} of {name}", lambda of=subject: self._http(of), port)
-        gate = Gate(TOKEN).password
-        endpoint = f"tcp://127.0.0.1:{self.rewards.zmq_port}"
-        self._one("reward server, zmq", lambda: self._zmq(endpoint, gate, asked), self.rewards.zmq_port)
-        for kind, port in (("reward", self.rewards.http_port), ("sandbox", self.sandbox.port)):
-            subject = Subject(kind, self.sandbox.process, port, Path(), TOKEN, TOKEN)
-            self._one(f"{kind} server, http", lambda of=subject: self._http(of), port)
+        faces = list(self._faces(Path(record["socket_dir"]), processes[:-1]))
+        names = {process: named(process) for process in processes}
+        sizes = [sizes_of(names)]
+        self._round(faces, self.messages // 10, self.connections)
+        sizes.append(sizes_of(names))
+        steps = self.job.steps_logged() + self.quiet_steps
+        until(lambda: self.job.steps_logged() >= steps or not self.job.running, "some steps")
+        sizes.append(sizes_of(names))
+        self.figures |= self._round(faces, self.messages, self.connections)
+        sizes.append(sizes_of(names))
         self.sandbox.honest()
-        if self.rewards.process.poll() is not None:
-            raise JobFailed("the reward server has ended")
-        grown = {p: p.memory_info().rss - before[p.pid] for p in processes if p.is_running()}
-        self.figures["growth_mb"] = {named(p): round(size / 2**20, 1) for p, size in grown.items()}
-        if len(grown) < len(processes):
-            raise JobFailed("a process has ended")
+        if ended := names.keys() - sizes[-1].keys():
+            raise JobFailed(f"processes have ended: {sorted(names[one] for one in ended)}")
+        for what, before, after in zip(("first", "quiet", "growth"), sizes, sizes[1:], strict=False):
+            grown = {names[one]: round(after[one] - before[one], 1) for one in after}
+            self.figures[f"{what}_mb"] = grown
+            print(what, json.dumps(grown), flush=True)
         yield from ()
 
-    def _one(self, name: str, send: Callable[[], dict[str, int]], at: int | str) -> None:
-        self._check_running(name)
-        begun_s = time.monotonic()
-        sent = send()
-        self.figures[name] = {
-            **sent,
-            **self._crowd(at),
-            "wall_s": round(time.monotonic() - begun_s, 1),
-        }
-        print(name, json.dumps(self.figures[name]), flush=True)
+    def _faces(self, socket_dir: Path, processes: list[psutil.Process]) -> Iterator[Face]:
+        secret = RunSecret.read(socket_dir)
+        for path in sorted(path for path in socket_dir.rglob("*") if path.is_socket()):
+            if path.name == "redis":
+                yield Face("redis", str(path), lambda n, at=path: flood_redis(at, secret, n))
+            else:
+                yield Face(path.name, str(path), self._zmq(f"ipc://{path}", secret))
+        for port, name in sorted(ports_of(processes).items()):
+            kind = kind_of(port)
+            send = self._zmq(f"tcp://127.0.0.1:{port}", secret) if kind == "station" else http(kind, port)
+            yield Face(f"{kind} of {name}", port, send)
+        port = self.rewards.zmq_port
+        yield Face(
+            "reward server, zmq", port, self._zmq(f"tcp://127.0.0.1:{port}", Gate(TOKEN).password, asked)
+        )
+        for kind, port in (("reward", self.rewards.http_port), ("sandbox", self.sandbox.port)):
+            yield Face(f"{kind} server, http", port, http(kind, port, TOKEN))
 
-    def _check_running(self, name: str) -> None:
-        if not self.job.running:
-            raise JobFailed(f"the job ended before {name} was flooded: {self.job.told()}")
+    def _round(self, faces: list[Face], messages: int, connections: int) -> dict[str, dict[str, Any]]:
+        done: dict[str, dict[str, Any]] = {}
+        for face in faces:
+            if not self.job.running:
+                raise JobFailed(f"the job ended before {face.name} was flooded: {self.job.told()}")
+            begun_s = time.monotonic()
+            done[face.name] = {**face.send(messages), **crowd(face.at, connections)}
+            done[face.name]["wall_s"] = round(time.monotonic() - begun_s, 1)
+            print(face.name, json.dumps(done[face.name]), flush=True)
+        return done
 
     def _zmq(
         self, endpoint: str, access: Access, shape: Callable[[random.Random], list[bytes]] = shapes
-    ) -> dict[str, int]:
-        greeted = endpoint.startswith("ipc://")
-        known = flood(
-            endpoint, access, self.messages, greeted=greeted, job=self.job.config.job, seed=1, shape=shape
-        )
-        return {"known": known, "stranger": flood(endpoint, None, self.messages, seed=2, shape=shape)}
+    ) -> Callable[[int], dict[str, int]]:
+        def send(messages: int) -> dict[str, int]:
+            greeted, job = endpoint.startswith("ipc://"), self.job.config.job
+            known = flood(endpoint, access, messages, greeted=greeted, job=job, seed=1, shape=shape)
+            return {"known": known, "stranger": flood(endpoint, None, messages, seed=2, shape=shape)}
 
-    def _redis(self, path: Path, secret: RunSecret) -> dict[str, int]:
-        rng = random.Random(3)
-        password = secret.token("redis").encode()
-        hello = b"*2\r\n$4\r\nAUTH\r\n$%d\r\n%s\r\n" % (len(password), password)
-        for first in (hello, b""):
-            for _ in range(self.messages):
-                with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
-                    sock.settimeout(20)
-                    sock.connect(str(path))
-                    sock.sendall(first + resp(rng))
-        return {"known": self.messages, "stranger": self.messages}
+        return send
 
-    def _http(self, subject: Subject) -> dict[str, int]:
-        send_malformed(subject, self.messages)
-        return {"known" if subject.other_key else "stranger": self.messages}
 
-    def _crowd(self, at: int | str) -> dict[str, int]:
-        """Connections that say nothing, held together: how many were made, and how many of them the server
-        has closed by the time the last was."""
-        family = socket.AF_INET if isinstance(at, int) else socket.AF_UNIX
-        address: Any = ("127.0.0.1", at) if isinstance(at, int) else at
-        held = []
-        with many_files(self.connections + 256):
-            for _ in range(self.connections):
-                sock = socket.socket(family)
+def http(kind: str, port: int, token: str = "") -> Callable[[int], dict[str, int]]:
+    """Malformed requests, with the token if there is one."""
+    ended = subprocess.Popen(["true"], text=True)
+    ended.wait()
+    subject = Subject(kind, ended, port, Path(), token, token)
+
+    def send(messages: int) -> dict[str, int]:
+        send_malformed(subject, messages)
+        return {"known" if token else "stranger": messages}
+
+    return send
+
+
+def flood_redis(path: Path, secret: RunSecret, messages: int) -> dict[str, int]:
+    """Each over a connection of its own, after a password or without one."""
+    rng, password = random.Random(3), secret.token("redis").encode()
+    hello = b"*2\r\n$4\r\nAUTH\r\n$%d\r\n%s\r\n" % (len(password), password)
+    for first in (hello, b""):
+        for _ in range(messages):
+            with socket.socket(socket.AF_UNIX) as sock:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, CONNECT_LIMIT)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, CONNECT_LIMIT)
+                sock.connect(str(path))
+                with contextlib.suppress(ConnectionError):  # it closes at once on what is no protocol
+                    sock.sendall(first + resp(rng))
+                    sock.shutdown(socket.SHUT_WR)
+                    while sock.recv(4096):
+                        continue
+    return {"known": messages, "stranger": messages}
+
+
+def crowd(at: int | str, connections: int) -> dict[str, int]:
+    """Connections that say nothing, held together: how many were made, and how many of them the server has
+    closed by the time the last was."""
+    family = socket.AF_INET if isinstance(at, int) else socket.AF_UNIX
+    address: Any = ("127.0.0.1", at) if isinstance(at, int) else at
+    with many_files(connections + 256), contextlib.ExitStack() as stack:
+        held = []
+        for _ in range(connections):
+            sock = stack.enter_context(socket.socket(family))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, CONNECT_LIMIT)
+            if sock.connect_ex(address) == 0:
                 held.append(sock)
-                if sock.connect_ex(address) != 0:
-                    held.pop().close()
-            closed = sum(is_closed(sock) for sock in held)
-            for sock in held:
-                sock.close()
-        return {"connections": len(held), "closed_at_once": closed}
+        return {"connections": len(held), "closed_at_once": sum(map(is_closed, held))}
+
+
+def sizes_of(processes: Iterable[psutil.Process]) -> dict[psutil.Process, float]:
+    """Resident memory of those that live, in MiB."""
+    return {one: one.memory_info().rss / 2**20 for one in processes if one.is_running()}
 
 
 def resp(rng: random.Random) -> bytes:
@@ -259,11 +289,10 @@ def kind_of(port: int) -> str:
 
 
 def named(process: psutil.Process) -> str:
-    """By its name in the job, or by its module."""
+    """By its name in the job, or by its module, and by its id."""
     words = process.cmdline()
-    if "--name" in words:
-        return words[words.index("--name") + 1]
-    return words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name
+    at = next((words.index(flag) + 1 for flag in ("--name", "-m") if flag in words), 0)
+    return f"{Path(words[at]).name} {process.pid}"
 
 
 def processes_of(run_id: str) -> list[psutil.Process]:
@@ -278,7 +307,7 @@ def processes_of(run_id: str) -> list[psutil.Process]:
 def ports_of(processes: list[psutil.Process]) -> dict[int, str]:
     """Port → the process that listens there."""
     return {
-        connection.laddr.port: named(process)
+        connection.laddr.port: named(process).rpartition(" ")[0]
         for process in processes
         for connection in process.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
@@ -286,14 +315,14 @@ def ports_of(processes: list[psutil.Process]) -> dict[int, str]:
 
 
 def run(
-    folder: Path, *, steps: int, messages: int, connections: int, limit_s: float
+    folder: Path, *, steps: int, messages: int, connections: int, quiet_steps: int, limit_s: float
 ) -> tuple[Verdict, dict[str, Any]]:
     """The verdict on the job, and the figures of the flood. Raises `JobFailed`."""
     write_job(folder, "flooded", steps=steps, seed=7, durability="always")
     with reward_server(folder) as rewards, served("sandbox", folder) as sandbox:
         url = f"tcp://127.0.0.1:{rewards.zmq_port}"
         job = Job(job_of_all_kinds(folder, steps, url, rewards.token_file))
-        flooding = Flood(job, rewards, sandbox, messages, connections)
+        flooding = Flood(job, rewards, sandbox, messages, connections, quiet_steps)
         storm = Storm(job, limit_s=limit_s)
         storm.run(flooding.plan())
         verdict = storm.judge()
@@ -313,11 +342,12 @@ def main() -> int:
             steps=options.steps,
             messages=options.messages,
             connections=options.connections,
+            quiet_steps=100,
             limit_s=3000,
         )
     for violation in verdict.violations:
         print(violation)
-    print(json.dumps(figures["job"]), json.dumps(figures["growth_mb"]))
+    print(json.dumps(figures["job"]))
     if options.result:
         head = {"messages": options.messages, "connections": options.connections, "steps": options.steps}
         options.result.write_text(json.dumps(head | figures, indent=2) + "\n", encoding="utf-8")

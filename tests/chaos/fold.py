@@ -7,6 +7,8 @@ with none of the buffer's code, and compared with each `loaded`: what differs wa
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -99,8 +101,10 @@ def _reign(load: Event, after: Event | None, decided: list[Event], confirmed: li
     found = None if after is None else after["revision"]
     front = Front(load, [])
     latest_s = 0.0
+    highest = list(itertools.accumulate((one["revision"] for one in confirmed), max))
     for event in decided:
-        sure = next((one["mono_s"] for one in confirmed if one["revision"] > event["revision"]), None)
+        first = bisect.bisect_right(highest, event["revision"])  # the first that confirms a later one
+        sure = confirmed[first]["mono_s"] if first < len(confirmed) else None
         if found is not None and event["revision"] >= found:
             fate = "never" if sure is None else "lost"
         elif sure is None and after is None:
