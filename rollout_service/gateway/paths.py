@@ -56,10 +56,9 @@ class Plan:
 
 @dataclass(slots=True)
 class Paths:
-    """Of one episode, over all its sessions."""
+    """Of one episode, over all its sessions. It does not hold the episode's builder, whose life it has."""
 
     template: ChatTemplate
-    builder: EpisodeBuilder
     calls: int = 0
     """Recorded."""
     requests: int = 0
@@ -123,11 +122,12 @@ class Paths:
 
     def record(
         self,
+        builder: EpisodeBuilder,
         plan: Plan,
         sampling: Sequence[Sampling],
         results: Sequence[GenerateResult],
     ) -> list[int]:
-        """Add a call's answers as branches of one prompt; returns their segments."""
+        """Add a call's answers to the episode as branches of one prompt; returns their segments."""
         parent = -1 if plan.parent is None else plan.parent.segment
         new = plan.ids if plan.parent is None else plan.ids[len(plan.parent.path) :]
         depth = 0 if plan.parent is None else plan.parent.depth + 1
@@ -138,11 +138,11 @@ class Paths:
             prompt = self._prompts[place]
         else:
             above = None if plan.parent is None else parent
-            prompt = self._prompts[place] = self.builder.observed(plan.kind, new, above, turn=depth)
+            prompt = self._prompts[place] = builder.observed(plan.kind, new, above, turn=depth)
             if plan.root is not None:
                 self.roots[plan.root] += 1
         segments = [
-            self.builder.sampled(
+            builder.sampled(
                 result.token_ids,
                 result.logprobs,
                 result.versions,
@@ -156,9 +156,9 @@ class Paths:
             for asked, result in zip(sampling, results, strict=True)
         ]
         if not self.calls:
-            self.builder.text(prompt=plan.given.text)
+            builder.text(prompt=plan.given.text)
         self.calls += 1
-        self.builder.meta(
+        builder.meta(
             roots=sum(self.roots.values()), roots_by_reason=dict(self.roots), gateway_calls=self.calls
         )
         return segments

@@ -59,6 +59,7 @@ class Gateway:
         self._port = section.port and section.port + offset
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
+        # Nothing of an episode's paths may hold its builder, or they would stay for ever.
         self._paths: WeakKeyDictionary[EpisodeBuilder, Paths] = WeakKeyDictionary()
         self._server: HttpServer | None = None
         self.address = ""
@@ -80,7 +81,7 @@ class Gateway:
         self._start()
         paths = self._paths.get(builder)
         if paths is None:
-            paths = self._paths[builder] = Paths(self._template, builder)
+            paths = self._paths[builder] = Paths(self._template)
         episode = EpisodeAccess(engine, builder, sampling, seed, sample, attempt, requests)
         session = Session(
             episode,

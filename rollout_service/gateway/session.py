@@ -322,7 +322,8 @@ class Session:
 
     def _record(self, plan: Plan, sampled: Sequence[_SampledAnswer]) -> None:
         before = sum(self.paths.roots.values())
-        segments = self.paths.record(plan, [one.sampling for one in sampled], [one.result for one in sampled])
+        asked, results = [one.sampling for one in sampled], [one.result for one in sampled]
+        segments = self.paths.record(self.builder, plan, asked, results)
         if sum(self.paths.roots.values()) > before and plan.root is not None:
             metrics.GATEWAY_ROOTS.labels(plan.root).inc()
         for segment, one in zip(segments, sampled, strict=True):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
+import weakref
 from typing import Any
 
 import anthropic
@@ -83,6 +85,26 @@ def test_a_key_works_while_its_episode_lasts(tokenizer: Any) -> None:
             client = openai.AsyncOpenAI(base_url=first.openai_base_url, api_key=second.api_key)
             with pytest.raises(openai.AuthenticationError, match="has ended"):
                 await client.models.list()
+
+    asyncio.run(main())
+
+
+def test_nothing_of_an_episode_is_kept_once_it_has_ended(tokenizer: Any) -> None:
+    async def episode(gateway: Gateway, engine: Any) -> weakref.ref[Any]:
+        async with make_context(engine, tokenizer, gateway).gateway() as session, client_of(session) as http:
+            assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+            assert session.calls == 1
+            return weakref.ref(session.builder)
+
+    async def main() -> None:
+        gateway = Gateway(GatewaySection(), tokenizer, job="job", max_model_len=4096)
+        kept = [await episode(gateway, Talking(tokenizer)) for _ in range(3)]
+        # A connection that is closing may still hold its last request for a moment.
+        async with asyncio.timeout(20):
+            while any(one() is not None for one in kept):
+                await asyncio.sleep(0.01)
+                gc.collect()
+        await gateway.close()
 
     asyncio.run(main())
 
