@@ -259,4 +259,4 @@ def test_what_is_brought_back_and_typed_in_is_not_the_programs_memory(isolated):
     outcome = isolated.run(Program(source=source, stdin=b"x" * (4 << 20), collect=("large",), limits=limits))
     assert (outcome.kind, outcome.stdout) == ("ok", b"%d\n" % (4 << 20)), outcome.describe()
     assert len(outcome.artifacts["large"]) == 30 << 20
-    assert 30 <= outcome.peak_mb < 64
+    assert outcome.peak_mb < 64
