@@ -5,7 +5,8 @@ others succeed is that task's own trouble. Where nothing succeeds any more, over
 time, it is the job's: a workflow, an environment or a reward that raises every time. The time is short as
 long as nothing has succeeded yet, and longer after that, for what a try depends on may be away for a while.
 
-What the streak of failures gave up meanwhile is queued again.
+What the streak of failures gave up meanwhile is queued again: when it ends, and before where no other tasks
+are left to be tried.
 """
 
 from __future__ import annotations
@@ -92,6 +93,17 @@ def gave_up(draft: Draft, group: Group, reason: str) -> None:
     streak: Streak = getattr(draft.meta, what)
     if streak.count and len(streak.given_up) < MOST_GIVEN_UP:
         draft.set_meta(**{what: replace(streak, given_up=(*streak.given_up, entry))})
+
+
+def take_back(draft: Draft) -> tuple[int, int, int] | None:
+    """(row, pass, attempt) of a task that a streak over several tasks gave up, to be tried once more: where
+    no others are left, only another try shows whether anything succeeds. None where there is none."""
+    for what in WORDS:
+        streak: Streak = getattr(draft.meta, what)
+        if len(streak.tasks) >= TASKS and streak.given_up:
+            draft.set_meta(**{what: replace(streak, given_up=streak.given_up[1:])})
+            return streak.given_up[0]
+    return None
 
 
 def forget(draft: Draft) -> None:

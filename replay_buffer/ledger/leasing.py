@@ -100,12 +100,17 @@ def _candidates(draft: Draft, free: Room) -> Iterator[Group]:
     group_bytes = draft.rules.group_size * draft.index.mean_episode_bytes
     bytes_left = free.bytes
     for _ in range(free.new):
-        place = draft.index.tasks.at(draft.meta.position)
-        if place is None or bytes_left <= 0:
+        if bytes_left <= 0:
             return
-        draft.set_meta(position=draft.meta.position + 1)
         bytes_left -= group_bytes
-        yield draft.new_group(*place, attempt=0)
+        if (place := draft.index.tasks.at(draft.meta.position)) is not None:
+            draft.set_meta(position=draft.meta.position + 1)
+            yield draft.new_group(*place, attempt=0)
+        elif (again := faults.take_back(draft)) is not None:
+            row, pass_index, attempt = again
+            yield draft.new_group(row, pass_index, attempt + 1)
+        else:
+            return
 
 
 def _lease_out(draft: Draft, group: Group, worker: str, serving: VersionTag) -> LeasedGroup:

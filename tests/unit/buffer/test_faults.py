@@ -195,3 +195,37 @@ def test_a_used_up_lease_without_a_streak_ends_as_ever(drive):
         hand_back(ledger, lease, failed=False, reason="whatever")
     assert ledger.count("dropped:leases_used_up") == 1
     assert ledger.index.meta.generating.given_up == ()
+
+
+@pytest.mark.parametrize("where", ["generating", "scoring"])
+def test_a_fault_that_has_used_up_a_small_task_file_ends_the_job_and_costs_no_task(
+    drive, counted_tasks, where
+):
+    """Every task has failed for good before the time is up in which a job is given a chance."""
+    ledger = drive(counted_tasks(6, passes=1), batch_groups=3, max_staleness=1, on_error=VerdictPolicy(0))
+    begun_ms = ledger.now_ms
+    wrong = Failure("exception", "NameError: name 'nunpy' is not defined")
+    tried: set[str] = set()
+    for _ in range(200):
+        if ledger.index.meta.failed:
+            break
+        if where == "generating":
+            tried |= fail_rounds(ledger, 0.1, pause_s=0.1)
+        else:
+            tried |= verdict_rounds(ledger, wrong, 1)
+            ledger.now_ms -= 900
+    assert len(tried) == 6
+    assert (
+        f"{'generated' if where == 'generating' else 'got a score'} since the start"
+        in ledger.index.meta.failed
+    )
+    assert ledger.now_ms - begun_ms <= 12_000
+    ledger.send(Begun())
+    trained = []
+    for _ in range(2):
+        for lease in ledger.lease(100):
+            ledger.put(lease)
+        ledger.judge(ledger.claim())
+        trained += [group.task_id for group in ledger.batch().groups]
+        ledger.commit()
+    assert sorted(trained) == sorted(tried)
