@@ -5,6 +5,9 @@ import json
 
 import pytest
 
+from areal_async.quickstart.tasks import split_problems, write_parquet
+
+STEPS, TASKS = 12, 100
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 WORKFLOW = """
@@ -47,6 +50,8 @@ def test_a_fault_of_every_episode_ends_the_job_with_its_reason_and_burns_no_task
     (workspace.folder / "strict.py").write_text(REWARD, encoding="utf-8")
     broken = workspace.folder / "out_of_order"
     broken.touch()
+    train, _ = split_problems(seed=0, n_held_out=64, signs="+")
+    write_parquet(train[:TASKS], workspace.folder / "hundred.parquet", "hundred")
     changes = {"reward": {"name": "strict.py:strict"}} if where == "reward" else {}
     rollout = {
         "group_size": 4,
@@ -58,16 +63,16 @@ def test_a_fault_of_every_episode_ends_the_job_with_its_reason_and_burns_no_task
         changes["rollout"] = rollout | {"workflow": "talks.py:talks"}
     job_file = workspace.job(
         f"faulty-{where}",
-        tasks={"train": "train.parquet", "passes": 1, "shuffle": False},
-        trainer__steps=62,
+        tasks={"train": "hundred.parquet", "passes": 1, "shuffle": False},
+        trainer__steps=STEPS,
         buffer={"max_staleness": 4, "batch_groups": 8},
-        checkpoint={"every_steps": 31, "keep": 2},
+        checkpoint={"every_steps": 6, "keep": 2},
         **changes,
     )
     what, reason = FAULTS[where]
     for verb in ("run", "resume"):
         with running(verb, job_file) as job:
-            job.read_until("step 0/62", 90)
+            job.read_until(f"step 0/{STEPS}", 90)
             job.read_all(60)
             assert job.process.wait(10) == 1
         words = " ".join(job.told.split())
@@ -84,5 +89,5 @@ def test_a_fault_of_every_episode_ends_the_job_with_its_reason_and_burns_no_task
         job.read_all(250)
         assert job.process.wait(10) == 0, job.told
     summary = json.loads((job.folder / "summary.json").read_text())
-    assert summary["steps"] == 62, "500 tasks are 62 steps and 4 tasks: hardly one may be missing"
+    assert summary["steps"] == STEPS, "a hundred tasks are 12 steps and 4 tasks: hardly one may be missing"
     nothing_is_left(run)
