@@ -1,7 +1,7 @@
 """A job whose every socket is flooded while it runs: does it end by itself, with exact counts?
 
     PYTHONPATH=benchmarks python -m tests.chaos.flood [--messages 10000] [--connections 3000]
-                                                      [--steps 400] [--result FILE]
+                                                      [--steps 1800] [--result FILE]
 
 The job has all kinds of sockets: RPC and Redis in its folder, stations, gateway and metrics on ports, and a
 reward server of its own over ZMQ and HTTP; a sandbox server runs beside it. Each gets so many malformed
@@ -333,7 +333,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--messages", type=int, default=10_000, help="malformed ones at each socket")
     parser.add_argument("--connections", type=int, default=3000, help="held together at each socket")
-    parser.add_argument("--steps", type=int, default=400, help="of the job, which is to outlast the flood")
+    parser.add_argument("--steps", type=int, default=1800, help="of the job, which is to outlast the flood")
     parser.add_argument("--result", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="flood-") as folder:
