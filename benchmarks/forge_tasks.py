@@ -83,6 +83,7 @@ TASKS = {
         "is_even",
         "def is_even(n): return n % 2 == 0",
         "assert is_even(4)",
+        "assert is_even(10)",  # two of a kind in turn: answers that alternate are wrong
         "assert not is_even(3)",
         "assert is_even(0) is True",
         "assert bool(is_even(5)) is False",
