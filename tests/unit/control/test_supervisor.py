@@ -15,7 +15,7 @@ import pytest
 
 from areal_async.config.buffer import RedisLoginSection
 from areal_async.config.job import JobConfig
-from areal_async.control.child import RUN_VARIABLE, kill_processes_of
+from areal_async.control.child import RUN_VARIABLE, kill_processes_of, service_environment
 from areal_async.control.failure import failure_text
 from areal_async.control.folders import RunFolders, claim_folders
 from areal_async.control.lifecycle import Ending
@@ -263,3 +263,13 @@ def test_a_password_for_redis_reaches_the_buffer_alone(
     assert knowing == ["buffer"]
     for path in folders.run_dir.rglob("*"):
         assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "2"), ("7", "7")])
+def test_a_service_spreads_its_memory_over_two_arenas_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+) -> None:
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    if given:
+        monkeypatch.setenv("MALLOC_ARENA_MAX", given)
+    assert service_environment("run", 1)["MALLOC_ARENA_MAX"] == expected
