@@ -177,12 +177,10 @@ class Draft:
         if reason in TRY_AGAIN and group.attempt + 1 < MAX_ATTEMPTS:
             self.new_group(group.row, group.pass_index, group.attempt + 1)
 
-    def queue_again(self, given_up: Iterable[tuple[int, int, int]], *, limited: bool = False) -> None:
-        """Queue tasks as new attempts, from (row, pass, attempt) of what was dropped; with `limited` only as
-        often as any task is tried."""
+    def queue_again(self, given_up: Iterable[tuple[int, int, int]]) -> None:
+        """Queue tasks as new attempts, from (row, pass, attempt) of what was dropped."""
         for row, pass_index, attempt in given_up:
-            if not limited or attempt + 1 < MAX_ATTEMPTS:
-                self.new_group(row, pass_index, attempt + 1)
+            self.new_group(row, pass_index, attempt + 1)
 
     def commit(self, group: Group) -> None:
         """The group ends as COMMITTED."""

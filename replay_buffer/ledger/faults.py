@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from msgspec.structs import replace
 
 from replay_buffer.ledger.records import Group, Streak
+from replay_buffer.ledger.rules import MAX_ATTEMPTS
 
 if TYPE_CHECKING:
     from replay_buffer.ledger.draft import Draft
@@ -51,7 +52,7 @@ def succeeded(draft: Draft, what: What) -> None:
         return
     draft.set_meta(**{what: Streak(succeeded=True)})
     if what == "generating" and len(streak.tasks) >= TASKS:
-        draft.queue_again(streak.given_up, limited=True)
+        draft.queue_again(entry for entry in streak.given_up if _may_be_tried_again(streak, entry))
 
 
 def failed(draft: Draft, what: What, group: Group, reason: str) -> None:
@@ -101,14 +102,24 @@ def take_back(draft: Draft) -> tuple[int, int, int] | None:
     for what in WORDS:
         streak: Streak = getattr(draft.meta, what)
         if len(streak.tasks) >= TASKS and streak.given_up:
-            draft.set_meta(**{what: replace(streak, given_up=streak.given_up[1:])})
-            return streak.given_up[0]
+            entry, *others = streak.given_up
+            taken = streak.taken_back
+            if all(entry[:2] != other[:2] for other in taken):
+                taken = (*taken, entry)
+            draft.set_meta(**{what: replace(streak, given_up=tuple(others), taken_back=taken)})
+            return entry
     return None
 
 
 def forget(draft: Draft) -> None:
     """The job is resumed: what failed before says nothing of what it does now."""
     draft.set_meta(generating=Streak(), scoring=Streak())
+
+
+def _may_be_tried_again(streak: Streak, entry: tuple[int, int, int]) -> bool:
+    """Whether the task had tries left when the streak gave it up first: those since were the streak's."""
+    first = next((other for other in streak.taken_back if other[:2] == entry[:2]), entry)
+    return first[2] + 1 < MAX_ATTEMPTS
 
 
 def _end(draft: Draft, what: What, streak: Streak, reason: str) -> None:
@@ -122,5 +133,5 @@ def _end(draft: Draft, what: What, streak: Streak, reason: str) -> None:
     )
     for each in WORDS:
         held: Streak = getattr(draft.meta, each)
-        draft.set_meta(**{each: replace(held, given_up=())})
+        draft.set_meta(**{each: replace(held, given_up=(), taken_back=())})
         draft.queue_again(held.given_up)

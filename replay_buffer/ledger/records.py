@@ -181,6 +181,8 @@ class Streak(Record, frozen=True, array_like=True, gc=False):
     """(row, pass) of the first few different tasks that they met."""
     given_up: tuple[tuple[int, int, int], ...] = ()
     """(row, pass, attempt) of groups dropped for it meanwhile."""
+    taken_back: tuple[tuple[int, int, int], ...] = ()
+    """(row, pass, attempt) of those of them that were tried once more, as they were given up first."""
 
 
 class Meta(Record, frozen=True, array_like=True, gc=False):

@@ -229,3 +229,17 @@ def test_a_fault_that_has_used_up_a_small_task_file_ends_the_job_and_costs_no_ta
         trained += [group.task_id for group in ledger.batch().groups]
         ledger.commit()
     assert sorted(trained) == sorted(tried)
+
+
+def test_an_outage_that_used_up_a_small_task_file_costs_no_task(drive, counted_tasks):
+    """Its tasks were tried far more often meanwhile than any task is tried for its own trouble."""
+    ledger = drive(counted_tasks(6, passes=1), batch_groups=3, max_staleness=1)
+    ledger.step()
+    tried = fail_rounds(ledger, 50)
+    assert not ledger.index.meta.failed
+    assert ledger.count("dropped:leases_used_up") > 5 * len(tried)
+    for _ in tried:
+        for lease in ledger.lease(1):
+            ledger.put(lease)
+    ledger.judge(ledger.claim())
+    assert {group.task_id for group in ledger.batch().groups} == tried
