@@ -18,9 +18,9 @@ from transformers.utils import logging as transformers_logging
 
 from areal_async.config.job import JobConfig
 from areal_async.quickstart.model import make_tokenizer
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import GenerateResult
 from trainer_service.backends.loading import tied_names
 from trainer_service.modelfiles import companion_files

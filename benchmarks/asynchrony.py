@@ -22,8 +22,8 @@ from typing import Any
 
 import psutil
 
-from areal_async.control.child import RUN_VARIABLE
-from areal_async.observe.record import read_run_log
+from areal_async.runtime.child import RUN_VARIABLE
+from areal_async.status.record import read_run_log
 
 WARMUP_STEPS = 10
 FIGURES = ("steps_per_s", "trainer_busy", "rollout_busy", "max_staleness_seen", "episodes_dropped")

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 from buffer_service import Service, cpu_s, episode, job_in, secret_at, start_service, units_of
 
-from areal_async.wire.messages import BufferStats
+from areal_async.rpc.messages import BufferStats
 from replay_buffer.client import SyncBufferClient
 from replay_buffer.embedded import EmbeddedRedis
 

@@ -29,7 +29,7 @@ import psutil
 from buffer_service import JOB, PROMPT_UNITS, cpu_s, job_in, secret_at, start_service
 
 from areal_async.config.job import JobConfig
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     Batch,
     EpisodeVerdict,
     HeartbeatAck,
@@ -39,7 +39,7 @@ from areal_async.wire.messages import (
     Task,
     VersionTag,
 )
-from areal_async.wire.verdicts import Score
+from areal_async.rpc.verdicts import Score
 from replay_buffer.client import BufferClient
 from rollout_service.engines.base import Capabilities, EngineStats, GenerateRequest, GenerateResult
 from rollout_service.worker import Worker

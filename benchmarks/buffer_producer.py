@@ -16,7 +16,7 @@ from typing import Any
 import redis
 from buffer_service import JOB, episode, secret_at
 
-from areal_async.wire.messages import LeasedGroup, VersionTag
+from areal_async.rpc.messages import LeasedGroup, VersionTag
 from replay_buffer.client import BufferClient
 from rollout_service.outbox import Outbox, Parcel
 

@@ -15,9 +15,9 @@ import numpy as np
 import psutil
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import RunPlaces, ServicePlace, short_socket_dir
+from areal_async.rpc.secret import RunSecret
+from areal_async.runtime.context import RunPlaces, ServicePlace, short_socket_dir
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
-from areal_async.wire.secret import RunSecret
 
 JOB = "load"
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1 << 24, stop=(), seed=1)

@@ -38,10 +38,10 @@ from typing import Any, Literal
 import psutil
 import yaml
 
-from areal_async.control.child import kill_processes_of
-from areal_async.observe.record import as_it_became, read_run_log
 from areal_async.quickstart.model import write_model
 from areal_async.quickstart.tasks import split_problems, write_parquet
+from areal_async.runtime.child import kill_processes_of
+from areal_async.status.record import as_it_became, read_run_log
 
 ROLES = ("rollout-0", "reward", "buffer", "redis")
 WARMUP_STEPS = 6

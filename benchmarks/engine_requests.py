@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM
 
 from areal_async.config.job import JobConfig
 from areal_async.quickstart.model import write_model
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, GenerateRequest
 

@@ -48,8 +48,8 @@ from interruption_pauses import Pauses
 from interruption_window import Mode, Window, show
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import ServiceContext
-from areal_async.wire.messages import VersionTag
+from areal_async.rpc.messages import VersionTag
+from areal_async.runtime.context import ServiceContext
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, Weights
 from rollout_service.exchange import exchange

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_async.quickstart.model import write_model
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import open_snapshot, write_snapshot
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import Engine, GenerateRequest, Weights
 
 PROMPT_TOKENS = 16

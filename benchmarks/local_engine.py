@@ -24,8 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_async.quickstart.model import write_model
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import GenerateRequest
 from rollout_service.engines.local import LocalEngine
 

@@ -26,9 +26,9 @@ import torch
 from agreement import Reference, Snapshots, job_for, logprobs, one_thread, write_sharp_model
 
 from areal_async.config.trainer import OptimizerSection
+from areal_async.rpc.messages import BatchEpisode, VersionTag
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack, summarise
 from areal_async.weights.snapshot import Snapshot
-from areal_async.wire.messages import BatchEpisode, VersionTag
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, GenerateRequest, GenerateResult
 from trainer_service.backends.fsdp import FsdpBackend

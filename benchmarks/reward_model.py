@@ -34,7 +34,7 @@ from transformers.utils import logging as transformers_logging
 from areal_async.config.models import RewardModelArguments
 from areal_async.config.reward import RewardSection
 from areal_async.quickstart.model import CHARACTERS, make_tokenizer
-from areal_async.wire.verdicts import Score, Verdict
+from areal_async.rpc.verdicts import Score, Verdict
 from reward_service.models.batching import cut_by_tokens
 from reward_service.models.model_worker import Row, Scorer
 from reward_service.models.reward_model import RewardModel

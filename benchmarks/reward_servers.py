@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from areal_async.config.reward import RewardSection
-from areal_async.wire.verdicts import Score, Verdict
+from areal_async.rpc.verdicts import Score, Verdict
 from reward_service.backend import Backend
 from reward_service.pool import Pool
 from reward_service.remote.backend import RemoteBackend

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     Batch,
     Checkpointed,
     Claim,
@@ -31,7 +31,7 @@ from areal_async.wire.messages import (
     Task,
     VersionTag,
 )
-from areal_async.wire.verdicts import Score
+from areal_async.rpc.verdicts import Score
 from replay_buffer.ledger.decide import Command, Expire, decide
 from replay_buffer.ledger.index import Index, Records
 from replay_buffer.ledger.opening import OpenedWith

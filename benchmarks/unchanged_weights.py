@@ -23,9 +23,9 @@ from typing import Any
 from rich.console import Console
 
 from areal_async.config.load import load_job
-from areal_async.control.run import run_job
-from areal_async.observe.record import read_run_log
+from areal_async.launch.run import run_job
 from areal_async.quickstart.main import prepare
+from areal_async.status.record import read_run_log
 
 SEED = 1
 COMMON = (

@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 from agreement import Reference, Snapshots, job_for, logprobs, one_thread, write_sharp_model
 
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import Snapshot
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, GenerateRequest, GenerateResult
 from rollout_service.engines.streaming import Piece, generate_telling

@@ -29,12 +29,12 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from areal_async.rpc.messages import VersionTag
 from areal_async.weights import Written, open_snapshot, write_snapshot
 from areal_async.weights.comparison import write_delta
 from areal_async.weights.deltas import apply_delta
 from areal_async.weights.manifest import HASH_PREFIX
 from areal_async.weights.shards import MAX_THREADS, Mapped
-from areal_async.wire.messages import VersionTag
 
 MB = 1 << 20
 TENSOR_BYTES = 16 * MB

@@ -30,12 +30,12 @@ import torch
 import zmq
 from blake3 import blake3
 
+from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.secret import CurveKeys, RunSecret
 from areal_async.weights.snapshot import Written, write_snapshot
 from areal_async.weights.transport.holding import Growing, Holding
 from areal_async.weights.transport.station import Station
 from areal_async.weights.transport.table import ChunkTable, Layout, build_table, map_file
-from areal_async.wire.messages import VersionTag
-from areal_async.wire.secret import CurveKeys, RunSecret
 
 WINDOW_BYTES = 16 << 20
 MAX_UNDER_WAY = 64

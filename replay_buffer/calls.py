@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from typing_extensions import Buffer
 
 from areal_async.errors import ProtocolError
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     Arrived,
     Batch,
     BufferStats,

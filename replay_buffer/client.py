@@ -17,7 +17,7 @@ from typing import Self, TypeVar
 
 from typing_extensions import Buffer
 
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     Batch,
     BufferStats,
     Claims,
@@ -30,7 +30,7 @@ from areal_async.wire.messages import (
     VersionTag,
     Waiting,
 )
-from areal_async.wire.rpc import Access, Client, SyncClient
+from areal_async.rpc.rpc import Access, Client, SyncClient
 from replay_buffer import calls
 from replay_buffer.calls import Call
 

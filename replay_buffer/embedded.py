@@ -20,8 +20,8 @@ from pathlib import Path
 
 from redis.exceptions import BusyLoadingError, RedisError
 
-from areal_async.control.context import SOCKET_PATH_LIMIT
-from areal_async.control.preflight import find_redis_server, redis_server_version
+from areal_async.launch.preflight import find_redis_server, redis_server_version
+from areal_async.runtime.context import SOCKET_PATH_LIMIT
 from replay_buffer.errors import StoreUnavailable, StoreUnusable
 from replay_buffer.store import connect
 

@@ -20,11 +20,11 @@ from functools import partial
 from typing import Any
 
 from areal_async.errors import FaultError
-from areal_async.observe.events import record, recording
-from areal_async.observe.failpoint import failpoint
-from areal_async.observe.log import get_logger
-from areal_async.observe.metrics import busy
-from areal_async.wire.messages import Arrived, Lease, Leases, Message
+from areal_async.rpc.messages import Arrived, Lease, Leases, Message
+from areal_async.runtime.events import record, recording
+from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.metrics import busy
 from replay_buffer.clock import RedisClock
 from replay_buffer.edges import Edges
 from replay_buffer.errors import StoreError, StoreUnavailable, Trouble

@@ -1,10 +1,10 @@
-"""What the front writes to the event log (`areal_async/observe/events.py` has the form). Off by default."""
+"""What the front writes to the event log (`areal_async/runtime/events.py` has the form). Off by default."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from areal_async.observe.events import record, recording
+from areal_async.runtime.events import record, recording
 from replay_buffer.ledger.index import Index, Writes
 from replay_buffer.ledger.records import Group, GroupState
 

@@ -10,7 +10,7 @@ import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from areal_async.wire.messages import BufferStats
+from areal_async.rpc.messages import BufferStats
 from replay_buffer.errors import Trouble
 
 GAUGES = {

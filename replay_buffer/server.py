@@ -19,12 +19,8 @@ from typing import Any
 
 import msgspec
 
-from areal_async.control.context import ServiceContext
 from areal_async.errors import FaultError
-from areal_async.observe.log import get_logger
-from areal_async.observe.metrics import busy
-from areal_async.trajectory import TrajectoryError, summarise
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     Arrived,
     BufferStats,
     Checkpointed,
@@ -47,7 +43,11 @@ from areal_async.wire.messages import (
     Stats,
     Waiting,
 )
-from areal_async.wire.rpc import Answer, Peer, Server
+from areal_async.rpc.rpc import Answer, Peer, Server
+from areal_async.runtime.context import ServiceContext
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.metrics import busy
+from areal_async.trajectory import TrajectoryError, summarise
 from replay_buffer import metrics
 from replay_buffer.address import RedisAddress
 from replay_buffer.clock import RedisClock

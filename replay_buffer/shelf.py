@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from areal_async.observe.log import get_logger
+from areal_async.runtime.log import get_logger
 from replay_buffer.keys import Bytes
 from replay_buffer.large import FILE_BYTES, EpisodeKey, Ref
 

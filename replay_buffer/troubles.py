@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from areal_async.observe.log import NO_SCORES, get_logger
+from areal_async.runtime.log import NO_SCORES, get_logger
 from replay_buffer.ledger.records import Meta, NoScores
 
 REPEAT_MS = 20_000

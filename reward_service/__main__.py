@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from areal_async.control.context import ServiceContext
-from areal_async.control.service import run_service
-from areal_async.observe.log import get_logger
+from areal_async.runtime.context import ServiceContext
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.service import run_service
 from replay_buffer.client import BufferClient
 from reward_service import metrics
 from reward_service.attached import attach

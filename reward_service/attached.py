@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.control.context import RunPlaces, ServiceContext
-from areal_async.control.registry import JobEntry, Owner, Registry, Service
 from areal_async.errors import ArealError
-from areal_async.observe.log import get_logger
+from areal_async.launch.registry import JobEntry, Owner, Registry, Service
+from areal_async.runtime.context import RunPlaces, ServiceContext
+from areal_async.runtime.log import get_logger
 from reward_service import metrics
 
 log = get_logger("reward")

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
-from areal_async.wire.verdicts import Verdict
+from areal_async.rpc.verdicts import Verdict
 from reward_service.sdk import RewardInput, RewardLoadError
 
 Call = RewardInput | list[RewardInput]

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from areal_async.wire.verdicts import Verdict
+from areal_async.rpc.verdicts import Verdict
 from reward_service.imports import Import
 
 LENGTH = struct.Struct("<I")

@@ -10,7 +10,7 @@ import os
 import traceback
 from numbers import Real
 
-from areal_async.wire.verdicts import Abstain, Failure, Parts, Score, Timeout, Verdict
+from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, Verdict
 from reward_service.sdk import RewardInput
 
 LONGEST_MESSAGE = 1000

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import Self
 
 from areal_async.config.reward import RewardSection
-from areal_async.wire.verdicts import Verdict
+from areal_async.rpc.verdicts import Verdict
 from reward_service.backend import Call, OnVerdicts
 from reward_service.router import Router
 from reward_service.sdk import RewardInput

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from areal_async.observe.log import get_logger
+from areal_async.runtime.log import get_logger
 from reward_service import metrics
 from reward_service.channel import Finished, Finishes, Forget, Loaded, LoadFailed, Report
 from reward_service.process import WorkerProcess

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from areal_async.wire.messages import EpisodeVerdict
-from areal_async.wire.verdicts import Score
+from areal_async.rpc.messages import EpisodeVerdict
+from areal_async.rpc.verdicts import Score
 
 MAX_VERDICTS = 512
 """Verdicts in one message, unless one claim has more."""

@@ -23,8 +23,8 @@ from typing import Self
 
 import msgspec
 
-from areal_async.observe.log import get_logger
-from areal_async.wire.verdicts import Failure, Timeout, Verdict
+from areal_async.rpc.verdicts import Failure, Timeout, Verdict
+from areal_async.runtime.log import get_logger
 from reward_service.backend import Call, OnVerdicts
 from reward_service.channel import Assignment, Finished
 from reward_service.crew import START_LIMIT_S, Crew, Hooks, Limits

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from areal_async.wire.verdicts import Failure, Verdict
+from areal_async.rpc.verdicts import Failure, Verdict
 from reward_service.channel import (
     LENGTH,
     MAX_REPORT_BYTES,

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from areal_async.observe.log import get_logger
+from areal_async.runtime.log import get_logger
 from reward_service.channel import MAX_REPORT_BYTES, FrameError, FrameReader, Marker, Order, framed
 
 log = get_logger("pool")

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from areal_async.config.reward import RewardSection
-from areal_async.observe.log import get_logger
-from areal_async.wire.verdicts import Failure, Timeout, Verdict
+from areal_async.rpc.verdicts import Failure, Timeout, Verdict
+from areal_async.runtime.log import get_logger
 from reward_service import metrics
 from reward_service.backend import Backend, Call, OnVerdicts
 from reward_service.backends import BACKENDS, make_backend

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
 from areal_async.errors import FaultError, RpcTimeout
-from areal_async.observe.events import record, recording
-from areal_async.observe.failpoint import failpoint
-from areal_async.observe.log import get_logger
-from areal_async.observe.metrics import busy
+from areal_async.rpc.messages import ClaimedEpisode, Claims, EpisodeVerdict, VerdictAck
+from areal_async.rpc.verdicts import Failure, Score, Verdict, VerdictKind, kind_of
+from areal_async.runtime.events import record, recording
+from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.metrics import busy
 from areal_async.trajectory import TrajectoryError, unpack
-from areal_async.wire.messages import ClaimedEpisode, Claims, EpisodeVerdict, VerdictAck
-from areal_async.wire.verdicts import Failure, Score, Verdict, VerdictKind, kind_of
 from reward_service import metrics
 from reward_service.backend import Call
 from reward_service.intake import Load, episodes_to_claim

@@ -6,10 +6,10 @@ import asyncio
 import traceback
 from pathlib import Path
 
-from areal_async.control.context import ServiceContext
-from areal_async.control.registry import JobEntry, Service
 from areal_async.errors import ArealError, FaultError
-from areal_async.observe.log import get_logger
+from areal_async.launch.registry import JobEntry, Service
+from areal_async.runtime.context import ServiceContext
+from areal_async.runtime.log import get_logger
 from replay_buffer.client import BufferClient
 from reward_service.pool import Pool
 from reward_service.router import Router

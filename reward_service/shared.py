@@ -21,10 +21,10 @@ import signal
 import sys
 from pathlib import Path
 
-from areal_async.control.registry import JobEntry, Owner, Registry, Service, ServiceEntry
 from areal_async.errors import ArealError
-from areal_async.observe.log import get_logger, setup_logging
-from areal_async.observe.metrics import start_metrics_server
+from areal_async.launch.registry import JobEntry, Owner, Registry, Service, ServiceEntry
+from areal_async.runtime.log import get_logger, setup_logging
+from areal_async.runtime.metrics import start_metrics_server
 from reward_service import metrics
 from reward_service.crew import Limits
 from reward_service.pool import Pool

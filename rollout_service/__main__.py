@@ -1,6 +1,6 @@
 """`python -m rollout_service --context FILE --name rollout-0`: one rollout worker of a run."""
 
-from areal_async.control.service import run_service
+from areal_async.runtime.service import run_service
 from rollout_service.service import main
 
 if __name__ == "__main__":

@@ -22,16 +22,16 @@ from typing import Any, Protocol
 
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import ServerSection
-from areal_async.control.context import ServiceContext
 from areal_async.errors import ArealError, FaultError, RpcTimeout, SnapshotError
-from areal_async.observe.events import record
-from areal_async.observe.log import get_logger
-from areal_async.observe.record import RunLog, read_run_log
+from areal_async.rpc.messages import SnapshotNotice, Task, VersionTag
+from areal_async.rpc.verdicts import Score, Verdict
+from areal_async.runtime.context import ServiceContext
+from areal_async.runtime.events import record
+from areal_async.runtime.log import get_logger
+from areal_async.status.record import RunLog, read_run_log
 from areal_async.tasks import read_tasks
 from areal_async.trajectory import EpisodeBuilder, pack
 from areal_async.weights.places import make_receiver
-from areal_async.wire.messages import SnapshotNotice, Task, VersionTag
-from areal_async.wire.verdicts import Score, Verdict
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 from rollout_service import metrics
@@ -373,6 +373,6 @@ async def main(ctx: ServiceContext) -> None:
 
 
 if __name__ == "__main__":
-    from areal_async.control.service import run_service
+    from areal_async.runtime.service import run_service
 
     run_service("evaluator", main)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from areal_async.observe.log import get_logger
+from areal_async.runtime.log import get_logger
 from rollout_service.engines.base import Weights
 
 log = get_logger("updates")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from areal_async.wire.messages import HeartbeatAck, LeasedGroup, Leases, PutAck, VersionTag
+from areal_async.rpc.messages import HeartbeatAck, LeasedGroup, Leases, PutAck, VersionTag
 
 DRAINED = "drained"
 """The reason of handing a lease over that nothing is wrong with: this worker stops."""

@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import SamplingSection
 from areal_async.errors import ArealError, RpcTimeout
-from areal_async.observe.log import get_logger
+from areal_async.runtime.log import get_logger
 from areal_async.trajectory import Sampling
 from areal_async.weights.receiver import Receiver
 from rollout_service.gateway import Gateway

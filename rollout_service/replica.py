@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from enum import Enum
 
-from areal_async.control.restart import RestartPolicy, next_pause_s
 from areal_async.errors import RpcTimeout, SnapshotError, WireError
-from areal_async.observe.events import record
-from areal_async.observe.log import get_logger
-from areal_async.wire.messages import VersionTag
+from areal_async.rpc.messages import VersionTag
+from areal_async.runtime.events import record
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.restart import RestartPolicy, next_pause_s
 from rollout_service import metrics
 from rollout_service.engines.base import Engine, EngineError, Weights
 from rollout_service.placement import ReplicaLoad, room_of

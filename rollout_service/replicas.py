@@ -20,9 +20,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any, Literal
 
-from areal_async.control.restart import NO_RESTARTS, RestartPolicy
-from areal_async.observe.log import get_logger
-from areal_async.wire.messages import VersionTag
+from areal_async.rpc.messages import VersionTag
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.restart import NO_RESTARTS, RestartPolicy
 from rollout_service import metrics
 from rollout_service.engines.base import (
     Capabilities,

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 
 from areal_async.errors import FaultError, RpcTimeout
-from areal_async.observe.events import record
-from areal_async.observe.failpoint import failpoint
-from areal_async.observe.log import get_logger
-from areal_async.wire.messages import PutAck
+from areal_async.rpc.messages import PutAck
+from areal_async.runtime.events import record
+from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.log import get_logger
 from rollout_service import metrics
 from rollout_service.leases import Buffer, Held
 from rollout_service.outbox import Outbox, Parcel

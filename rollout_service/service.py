@@ -11,12 +11,12 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
-from areal_async.control.context import ServiceContext
-from areal_async.control.restart import NO_RESTARTS, RestartPolicy
 from areal_async.errors import ArealError, FaultError, RpcTimeout
-from areal_async.observe.log import get_logger
+from areal_async.rpc.messages import NoNews, VersionTag
+from areal_async.runtime.context import ServiceContext
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.restart import NO_RESTARTS, RestartPolicy
 from areal_async.weights.places import make_receiver
-from areal_async.wire.messages import NoNews, VersionTag
 from replay_buffer.client import BufferClient
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, Weights

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from areal_async.config.rollout import RolloutSection
-from areal_async.observe.log import get_logger
+from areal_async.runtime.log import get_logger
 from rollout_service import metrics
 from rollout_service.concurrency import LOOK_S, REASONS, Concurrency
 from rollout_service.engines.base import EngineStats

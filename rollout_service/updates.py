@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from areal_async.errors import FaultError, RpcTimeout, SnapshotError, SnapshotSkipped
-from areal_async.observe.log import get_logger
-from areal_async.wire.messages import NoNews, SnapshotNotice, VersionTag
+from areal_async.rpc.messages import NoNews, SnapshotNotice, VersionTag
+from areal_async.runtime.log import get_logger
 from rollout_service import metrics
 from rollout_service.engines.base import Engine, EngineError, Weights
 from rollout_service.exchange import exchange

@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from areal_async.errors import FaultError, RpcTimeout
-from areal_async.observe.log import get_logger
+from areal_async.runtime.log import get_logger
 
 log = get_logger("rollout")
 T = TypeVar("T")

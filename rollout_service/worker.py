@@ -28,10 +28,10 @@ from typing import Any
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError, RpcTimeout
-from areal_async.observe.events import record
-from areal_async.observe.log import get_logger
+from areal_async.rpc.messages import LeasedGroup, Leases, VersionTag
+from areal_async.runtime.events import record
+from areal_async.runtime.log import get_logger
 from areal_async.trajectory import EpisodeBuilder, pack
-from areal_async.wire.messages import LeasedGroup, Leases, VersionTag
 from rollout_service import metrics
 from rollout_service.asking import Asking
 from rollout_service.concurrency import Concurrency

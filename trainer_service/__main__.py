@@ -1,6 +1,6 @@
 """`python -m trainer_service`: the trainer as a process of a run."""
 
-from areal_async.control.service import run_service
+from areal_async.runtime.service import run_service
 from trainer_service.main import main
 
 if __name__ == "__main__":

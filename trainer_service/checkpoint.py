@@ -17,8 +17,8 @@ from pathlib import Path
 import blake3
 import msgspec
 
-from areal_async.observe.failpoint import failpoint
-from areal_async.observe.log import get_logger
+from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.log import get_logger
 from trainer_service.disk import room_for
 from trainer_service.errors import CheckpointError, DiskFull
 from trainer_service.modelfiles import replace_folder

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_async.rpc.messages import BatchEpisode
 from areal_async.trajectory import Episode, Row, TrajectoryError, training_rows, unpack, untrainable
-from areal_async.wire.messages import BatchEpisode
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
 from trainer_service.microbatch import TrainingRow, row_of
 

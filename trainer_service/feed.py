@@ -14,8 +14,8 @@ from typing import Protocol
 
 import msgspec
 
-from areal_async.observe.log import get_logger
-from areal_async.wire.messages import Batch, BatchEpisode, TrainerOpened, Waiting
+from areal_async.rpc.messages import Batch, BatchEpisode, TrainerOpened, Waiting
+from areal_async.runtime.log import get_logger
 from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from areal_async.config.job import JobConfig
-from areal_async.observe.log import get_logger
-from areal_async.observe.record import RunLog
+from areal_async.runtime.log import get_logger
+from areal_async.status.record import RunLog
 from trainer_service import metrics
 from trainer_service.backends.base import Backend
 from trainer_service.diagnosis import likely_causes

@@ -10,9 +10,9 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from areal_async.config.run import WeightsSection
-from areal_async.control.context import ServiceContext
-from areal_async.observe.log import get_logger
-from areal_async.observe.record import RunLog
+from areal_async.runtime.context import ServiceContext
+from areal_async.runtime.log import get_logger
+from areal_async.status.record import RunLog
 from areal_async.weights.offers import DeltaPolicy
 from areal_async.weights.places import make_outlet, make_sender, snapshot_root
 from areal_async.weights.publisher import Publisher

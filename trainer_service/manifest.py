@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from areal_async.wire.messages import Batch, BatchEpisode
+from areal_async.rpc.messages import Batch, BatchEpisode
 from trainer_service.errors import BatchError, DivergenceError, StalenessViolation
 from trainer_service.objectives.compose import Objective
 from trainer_service.packing import deal_episodes, deal_groups

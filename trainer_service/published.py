@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.wire.messages import VersionTag
+from areal_async.rpc.messages import VersionTag
 
 FILE = "published.jsonl"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from areal_async.wire.messages import Batch
+from areal_async.rpc.messages import Batch
 from trainer_service.disk import room_for
 from trainer_service.errors import BatchError
 

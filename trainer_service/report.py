@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from areal_async.observe.log import get_logger
-from areal_async.observe.record import RunLog
+from areal_async.rpc.messages import Batch
+from areal_async.runtime.log import get_logger
+from areal_async.status.record import RunLog
 from areal_async.weights.offers import Measured
 from areal_async.weights.snapshot import Written
-from areal_async.wire.messages import Batch
 from trainer_service import metrics
 from trainer_service.disk import room_for
 from trainer_service.manifest import figures_of

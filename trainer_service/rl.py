@@ -23,16 +23,16 @@ from pathlib import Path
 import torch
 
 from areal_async.config.job import JobConfig
-from areal_async.observe.events import record as record_event
-from areal_async.observe.events import recording
-from areal_async.observe.failpoint import failpoint
-from areal_async.observe.log import get_logger
-from areal_async.observe.metrics import busy
-from areal_async.observe.record import RunLog, read_run_log
+from areal_async.rpc.messages import Batch, VersionTag
+from areal_async.runtime.events import record as record_event
+from areal_async.runtime.events import recording
+from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.metrics import busy
+from areal_async.status.record import RunLog, read_run_log
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.sender import Sender
 from areal_async.weights.snapshot import Written
-from areal_async.wire.messages import Batch, VersionTag
 from trainer_service import metrics, record
 from trainer_service.backends.base import Backend
 from trainer_service.checkpoint import Checkpoint, Checkpoints

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from areal_async.rpc.messages import BatchEpisode
 from areal_async.trajectory import Episode, Row, training_rows, unpack
-from areal_async.wire.messages import BatchEpisode
 from trainer_service.backends.base import Backend
 from trainer_service.episodes import POLICY, call_temperatures
 from trainer_service.errors import TrainerError

@@ -19,12 +19,12 @@ from transformers import AutoTokenizer
 
 from areal_async.config.job import JobConfig
 from areal_async.config.trainer import ObjectiveSection
-from areal_async.observe.log import get_logger
-from areal_async.observe.metrics import busy
-from areal_async.observe.record import RunLog
 from areal_async.prompts import prompt_ids
+from areal_async.rpc.messages import Task
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.metrics import busy
+from areal_async.status.record import RunLog
 from areal_async.tasks import TaskTable, pass_order, read_tasks
-from areal_async.wire.messages import Task
 from trainer_service import metrics
 from trainer_service.backends.base import Backend
 from trainer_service.errors import BatchError, ModelError

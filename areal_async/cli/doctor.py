@@ -17,8 +17,8 @@ from typing import Literal
 import psutil
 
 from areal_async.config.run import ObserveSection
-from areal_async.control.folders import SHM_ROOT, leftovers, volatile_roots
-from areal_async.control.preflight import find_redis_server, no_sandbox, port_holder, redis_server_version
+from areal_async.launch.folders import SHM_ROOT, leftovers, volatile_roots
+from areal_async.launch.preflight import find_redis_server, no_sandbox, port_holder, redis_server_version
 
 GIB = 1 << 30
 MIN_PYTHON = (3, 11)

@@ -65,8 +65,8 @@ def run(
     with readable_errors():
         from areal_async.cli.warnings import print_warnings
         from areal_async.config.load import load_job
-        from areal_async.control.contents import check_contents
-        from areal_async.control.run import run_job
+        from areal_async.launch.contents import check_contents
+        from areal_async.launch.run import run_job
 
         job = load_job(job_file, overrides or ())
         check_contents(job, source=str(job_file))
@@ -85,8 +85,8 @@ def resume(
     """Go on with a run that was killed, interrupted or failed."""
     with readable_errors():
         from areal_async.cli.warnings import print_warnings
-        from areal_async.control.resume import job_to_resume, note_on_changes
-        from areal_async.control.run import run_job
+        from areal_async.launch.resume import job_to_resume, note_on_changes
+        from areal_async.launch.run import run_job
 
         job = job_to_resume(target, overrides or ())
         if target.is_file() and (note := note_on_changes(target, job_to_resume(target))):
@@ -101,7 +101,7 @@ def validate(job_file: JobFile, overrides: Overrides = None) -> None:
     with readable_errors():
         from areal_async.cli.warnings import print_warnings
         from areal_async.config.load import dump_job, load_job
-        from areal_async.control.contents import check_contents
+        from areal_async.launch.contents import check_contents
 
         job = load_job(job_file, overrides or ())
         check_contents(job, source=str(job_file))
@@ -127,7 +127,7 @@ def scale(
     """Have more or fewer rollout workers in a run that goes on; the newest leave first."""
     with readable_errors():
         from areal_async.cli.workers import ask
-        from areal_async.wire.messages import ScaleWorkers
+        from areal_async.rpc.messages import ScaleWorkers
 
         print(ask(run, ScaleWorkers(workers, int(timeout_s * 1000))).text)
 
@@ -144,7 +144,7 @@ def drain(
     """Have a rollout worker finish what it has, hand back the rest and end, and wait for that."""
     with readable_errors():
         from areal_async.cli.workers import ask
-        from areal_async.wire.messages import DrainWorker
+        from areal_async.rpc.messages import DrainWorker
 
         print(ask(run, DrainWorker(worker, int(timeout_s * 1000), outside)).text)
 
@@ -156,7 +156,7 @@ def doctor(
     """Look whether this machine is ready, and say what to do where it is not."""
     with readable_errors():
         from areal_async.cli.doctor import examine, remove_leftovers
-        from areal_async.control.folders import volatile_roots
+        from areal_async.launch.folders import volatile_roots
 
         console = Console(soft_wrap=True)
         if clean:

@@ -1,6 +1,6 @@
 """Rules between the fields of a job: what each field allows alone and the whole must not hold.
 
-Pure: nothing here looks at files, ports or the machine (see `config/files.py`, `control/preflight.py`).
+Pure: nothing here looks at files, ports or the machine (see `config/files.py`, `launch/preflight.py`).
 Every rule is a function of the job that yields mistakes; `check_fields` runs them all.
 """
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from areal_async.config.load import load_job
-from areal_async.control.run import RunResult, run_job
+from areal_async.launch.run import RunResult, run_job
 from areal_async.quickstart.model import write_model
 from areal_async.quickstart.tasks import split_problems, write_parquet
 

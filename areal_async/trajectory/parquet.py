@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_async.errors import ArealError
+from areal_async.rpc.verdicts import Parts
 from areal_async.trajectory.blob import unpack
 from areal_async.trajectory.tables import SegmentKind
-from areal_async.wire.verdicts import Parts
 
 SCHEMA = 1
 KEY = b"areal_async.export"

@@ -14,7 +14,7 @@ import msgspec
 from blake3 import blake3
 
 from areal_async.errors import SnapshotError
-from areal_async.wire.messages import VersionTag
+from areal_async.rpc.messages import VersionTag
 
 MANIFEST_SCHEMA = 2
 MANIFEST_FILE = "manifest.json"

@@ -18,11 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from areal_async.errors import SnapshotError
-from areal_async.observe.log import get_logger
+from areal_async.rpc.messages import DeltaOffer, VersionTag
+from areal_async.runtime.log import get_logger
 from areal_async.weights.comparison import Comparison, write_delta
 from areal_async.weights.manifest import directory_name
 from areal_async.weights.snapshot import Written
-from areal_async.wire.messages import DeltaOffer, VersionTag
 
 MAX_THREADS = 4
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_async.control.context import ServiceContext
+from areal_async.rpc.endpoints import Access
+from areal_async.runtime.context import ServiceContext
 from areal_async.snapshot_folders import shared_directory
 from areal_async.weights.deltas import apply_delta
 from areal_async.weights.receiver import Receiver
@@ -13,7 +14,6 @@ from areal_async.weights.shelf import Purpose
 from areal_async.weights.transport.inlet import Inlet, Place
 from areal_async.weights.transport.keys import read_keys
 from areal_async.weights.transport.outlet import Outlet
-from areal_async.wire.endpoints import Access
 
 
 def snapshot_root(ctx: ServiceContext) -> Path:

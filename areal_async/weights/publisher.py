@@ -25,15 +25,7 @@ from pathlib import Path
 import torch
 
 from areal_async.errors import FaultError, SnapshotError
-from areal_async.snapshot_folders import SPARE_FILE, remove_snapshots
-from areal_async.weights.manifest import directory_name
-from areal_async.weights.offers import DeltaPolicy, Measured, Offers
-from areal_async.weights.sender import Sender
-from areal_async.weights.shards import Mapped
-from areal_async.weights.shelf import Retired, Shelf
-from areal_async.weights.snapshot import Written, write_snapshot
-from areal_async.weights.transport.outlet import Outlet
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     AckSnapshot,
     AskTensors,
     Channel,
@@ -45,7 +37,15 @@ from areal_async.wire.messages import (
     VersionTag,
     WaitSnapshot,
 )
-from areal_async.wire.rpc import Access, Answer, Peer, Server
+from areal_async.rpc.rpc import Access, Answer, Peer, Server
+from areal_async.snapshot_folders import SPARE_FILE, remove_snapshots
+from areal_async.weights.manifest import directory_name
+from areal_async.weights.offers import DeltaPolicy, Measured, Offers
+from areal_async.weights.sender import Sender
+from areal_async.weights.shards import Mapped
+from areal_async.weights.shelf import Retired, Shelf
+from areal_async.weights.snapshot import Written, write_snapshot
+from areal_async.weights.transport.outlet import Outlet
 
 MAX_WAIT_MS = 60_000
 MAX_ACKS = 1024

@@ -22,11 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from areal_async.errors import ArealError, ProtocolError, SnapshotError
-from areal_async.weights import metrics
-from areal_async.weights.shelf import Purpose
-from areal_async.weights.snapshot import Snapshot, open_snapshot
-from areal_async.weights.transport.inlet import Inlet
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     AckSnapshot,
     FindSources,
     NoNews,
@@ -36,7 +32,11 @@ from areal_async.wire.messages import (
     WaitSnapshot,
     Welcome,
 )
-from areal_async.wire.rpc import Access, Client
+from areal_async.rpc.rpc import Access, Client
+from areal_async.weights import metrics
+from areal_async.weights.shelf import Purpose
+from areal_async.weights.snapshot import Snapshot, open_snapshot
+from areal_async.weights.transport.inlet import Inlet
 
 ANSWER_S = 10.0
 """What an answer may take beyond the wait that was asked for."""

@@ -37,10 +37,10 @@ import torch
 import torch.distributed as dist
 
 from areal_async.errors import SnapshotError
-from areal_async.observe.failpoint import failpoint
-from areal_async.observe.log import get_logger
+from areal_async.rpc.messages import AskTensors, SendsNothing, SendsTensors, TensorBucket, VersionTag
+from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
-from areal_async.wire.messages import AskTensors, SendsNothing, SendsTensors, TensorBucket, VersionTag
 
 BUCKET_BYTES = 512 << 20
 """Tensors sent under one request: an engine's server holds so much beside its weights."""

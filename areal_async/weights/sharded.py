@@ -26,6 +26,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from areal_async.errors import SnapshotError
+from areal_async.rpc.messages import VersionTag
 from areal_async.snapshot_folders import WRITING_PREFIX
 from areal_async.weights import layout
 from areal_async.weights.manifest import (
@@ -45,7 +46,6 @@ from areal_async.weights.snapshot import (
     publish_directory,
     write_sidecar,
 )
-from areal_async.wire.messages import VersionTag
 
 INDEX_FILE = "model.safetensors.index.json"
 

@@ -29,6 +29,7 @@ import msgspec
 import torch
 
 from areal_async.errors import SnapshotError
+from areal_async.rpc.messages import VersionTag
 from areal_async.snapshot_folders import WRITING_PREFIX
 from areal_async.weights.manifest import (
     MANIFEST_FILE,
@@ -46,7 +47,6 @@ from areal_async.weights.manifest import (
 )
 from areal_async.weights.parts import assemble
 from areal_async.weights.shards import CHUNK_BYTES, Hashing, Mapped, fill_shard, read_shard
-from areal_async.wire.messages import VersionTag
 
 MODEL_FILE = "model.safetensors"
 

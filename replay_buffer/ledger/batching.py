@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from areal_async.wire.messages import Batch, BatchEpisode, BatchGroup, Message, NextBatch, Waiting
+from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup, Message, NextBatch, Waiting
 from replay_buffer.ledger.age import lowest_version, masked_below, too_old
 from replay_buffer.ledger.draft import Decision, Draft, fault
 from replay_buffer.ledger.index import Index, oldest_version

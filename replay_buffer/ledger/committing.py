@@ -6,7 +6,7 @@ from operator import attrgetter
 
 import msgspec
 
-from areal_async.wire.messages import Checkpointed, Commit, ExportLedger, LedgerCopy, Ok
+from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, LedgerCopy, Ok
 from replay_buffer.ledger.age import masked_below
 from replay_buffer.ledger.batching import fenced, is_fenced
 from replay_buffer.ledger.draft import Decision, Draft, fault

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     Arrived,
     BufferStats,
     Checkpointed,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     Arrived,
     Drain,
     Heartbeat,
@@ -17,7 +17,7 @@ from areal_async.wire.messages import (
     Release,
     VersionTag,
 )
-from areal_async.wire.messages import Lease as LeaseRequest
+from areal_async.rpc.messages import Lease as LeaseRequest
 from replay_buffer.admission import Limits, Load, Room, room
 from replay_buffer.ledger import faults
 from replay_buffer.ledger.draft import Decision, Draft

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_async.wire.messages import Ok
+from areal_async.rpc.messages import Ok
 from replay_buffer.ledger.draft import LEGAL, Decision, Draft
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import GroupState

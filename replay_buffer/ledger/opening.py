@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 from msgspec.structs import replace
 
-from areal_async.wire.messages import TrainerOpened
+from areal_async.rpc.messages import TrainerOpened
 from replay_buffer.ledger.committing import Copy, commit_before
 from replay_buffer.ledger.draft import Decision, Draft, fault, figures
 from replay_buffer.ledger.index import Index

@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 from areal_async.config.job import JobConfig
 from areal_async.config.reward import PolicySection, Scope
 from areal_async.rewards import Routing
-from areal_async.wire.messages import Task
-from areal_async.wire.verdicts import VerdictKind
+from areal_async.rpc.messages import Task
+from areal_async.rpc.verdicts import VerdictKind
 
 MAX_LEASES = 5
 """Leases that one group may use up; a task that no worker finishes is dropped then, not tried for ever."""

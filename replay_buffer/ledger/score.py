@@ -6,7 +6,7 @@ import math
 import sys
 from array import array
 
-from areal_async.wire.verdicts import Abstain, Failure, Parts, Score, Timeout, Verdict
+from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, Verdict
 from replay_buffer.ledger.records import Episode, StoredParts
 
 MOST_NAMES = 256

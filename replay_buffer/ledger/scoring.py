@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from areal_async.config.reward import Scope
-from areal_async.wire.messages import Claim as ClaimRequest
-from areal_async.wire.messages import ClaimedEpisode, Claims
+from areal_async.rpc.messages import Claim as ClaimRequest
+from areal_async.rpc.messages import ClaimedEpisode, Claims
 from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import Claim, EpisodeState, Group

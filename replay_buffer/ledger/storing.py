@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal_async.wire.messages import PutAck, Refusal
+from areal_async.rpc.messages import PutAck, Refusal
 from replay_buffer.ledger import faults
 from replay_buffer.ledger.age import lowest_version
 from replay_buffer.ledger.draft import Decision, Draft

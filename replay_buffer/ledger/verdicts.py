@@ -14,8 +14,8 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from areal_async.wire.messages import EpisodeVerdict, PutVerdicts, Refusal, VerdictAck
-from areal_async.wire.verdicts import Score, Verdict, kind_of
+from areal_async.rpc.messages import EpisodeVerdict, PutVerdicts, Refusal, VerdictAck
+from areal_async.rpc.verdicts import Score, Verdict, kind_of
 from replay_buffer.ledger import faults
 from replay_buffer.ledger.draft import MOST_MESSAGE, Decision, Draft
 from replay_buffer.ledger.index import Index

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_async.wire.messages import Waiting
+from areal_async.rpc.messages import Waiting
 from replay_buffer.admission import room
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.leasing import limits_of, load_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from areal_async.cli.tools import ExportRequest, run_tool, step_range
-from areal_async.control.runs import find_run
+from areal_async.launch.runs import find_run
 from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode
 from replay_buffer.ledger.records import EpisodeState, Group, GroupState
 from replay_buffer.ledger.score import parts_of

@@ -10,8 +10,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.control.runs import Run
-from areal_async.wire.messages import BufferStats
+from areal_async.launch.runs import Run
+from areal_async.rpc.messages import BufferStats
 from replay_buffer.tools.text import age, plain, size
 
 

@@ -13,9 +13,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from areal_async.rpc.messages import Task
 from areal_async.trajectory import Episode as Trajectory
 from areal_async.trajectory import SegmentKind, TrajectoryError, unpack
-from areal_async.wire.messages import Task
 from replay_buffer.ledger.records import Episode, EpisodeState, Group, GroupState
 from replay_buffer.ledger.score import parts_of
 from replay_buffer.tools.listing import rewards_text, steps_text, versions_text

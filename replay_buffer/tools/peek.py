@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from areal_async.cli.tools import PeekRequest, run_tool
-from areal_async.control.runs import find_run
+from areal_async.launch.runs import find_run
 from replay_buffer.ledger.records import Group, GroupState
 from replay_buffer.tools.listing import chosen, state_of, table_of
 from replay_buffer.tools.pages import episode_page, group_page

@@ -19,11 +19,11 @@ from pathlib import Path
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, RedisError
 
-from areal_async.control.context import short_socket_dir
-from areal_async.control.errors import RunFolderError
-from areal_async.control.runs import Run
+from areal_async.launch.errors import RunFolderError
+from areal_async.launch.runs import Run
+from areal_async.rpc.messages import Task
+from areal_async.runtime.context import short_socket_dir
 from areal_async.tasks import TaskFileError
-from areal_async.wire.messages import Task
 from replay_buffer.address import RedisAddress
 from replay_buffer.embedded import EmbeddedRedis
 from replay_buffer.errors import StoreUnavailable

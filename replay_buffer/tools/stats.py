@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.live import Live
 
 from areal_async.cli.tools import StatsRequest, run_tool
-from areal_async.control.errors import RunFolderError
-from areal_async.control.runs import Run, find_run
 from areal_async.errors import WireError
+from areal_async.launch.errors import RunFolderError
+from areal_async.launch.runs import Run, find_run
 from replay_buffer.client import SyncBufferClient
 from replay_buffer.ledger.decide import stats
 from replay_buffer.tools.figures import Report, as_json, draw, report_of

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from areal_async.wire.verdicts import Abstain, Failure, Score, Timeout, Verdict
+from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout, Verdict
 
 Aggregate = Literal["mean", "majority", "median"]
 

@@ -26,8 +26,8 @@ from pydantic import ValidationError
 
 from areal_async.config.models import JudgeArguments
 from areal_async.config.reward import RewardSection
-from areal_async.observe.log import get_logger
-from areal_async.wire.verdicts import Failure, Timeout, Verdict
+from areal_async.rpc.verdicts import Failure, Timeout, Verdict
+from areal_async.runtime.log import get_logger
 from reward_service.backend import Call, OnVerdicts
 from reward_service.metrics import cache_lookup
 from reward_service.models import metrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from areal_async.wire.verdicts import Verdict
+from areal_async.rpc.verdicts import Verdict
 
 
 class Load(msgspec.Struct, array_like=True, tag="load"):

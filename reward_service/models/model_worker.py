@@ -26,8 +26,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from areal_async.config.models import RewardModelArguments
-from areal_async.control.service import die_with_parent
-from areal_async.wire.verdicts import Failure, Score, Verdict
+from areal_async.rpc.verdicts import Failure, Score, Verdict
+from areal_async.runtime.service import die_with_parent
 from reward_service.channel import LENGTH, framed
 from reward_service.checking import describe
 from reward_service.models.batching import cut_by_tokens

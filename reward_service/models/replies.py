@@ -7,7 +7,7 @@ from collections import OrderedDict
 from hashlib import blake2b
 from pathlib import Path
 
-from areal_async.observe.log import get_logger
+from areal_async.runtime.log import get_logger
 
 log = get_logger("judge")
 

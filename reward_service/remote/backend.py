@@ -26,9 +26,9 @@ from pydantic import ValidationError
 
 from areal_async.config.remote import RemoteArguments
 from areal_async.config.reward import RewardSection
-from areal_async.observe.log import get_logger
+from areal_async.rpc.verdicts import Failure, Timeout, Verdict
+from areal_async.runtime.log import get_logger
 from areal_async.trajectory import TrajectoryError
-from areal_async.wire.verdicts import Failure, Timeout, Verdict
 from reward_service.backend import Call, OnVerdicts
 from reward_service.checking import clip
 from reward_service.remote import metrics

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 
-from areal_async.wire.secret import CurveKeys, Password
+from areal_async.rpc.secret import CurveKeys, Password
 
 USER = b"reward"
 SEED = b"areal-async reward client "

@@ -20,7 +20,7 @@ import msgspec
 
 from areal_async.config.remote import ANSWER_GRACE_S
 from areal_async.config.reward import Scope
-from areal_async.observe.log import get_logger
+from areal_async.runtime.log import get_logger
 from reward_service.remote import metrics
 from reward_service.remote.backoff import pause_s
 from reward_service.remote.balance import Load

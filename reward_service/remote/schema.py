@@ -170,7 +170,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Verdicts(msgspec.Struct, frozen=True):
-    """Answer to `score`. The verdicts are those of areal_async.wire.verdicts."""
+    """Answer to `score`. The verdicts are those of areal_async.rpc.verdicts."""
 
     verdicts: list[msgspec.Raw]
     request_id: str = ""

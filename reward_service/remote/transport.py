@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from areal_async.wire.verdicts import Verdict
+from areal_async.rpc.verdicts import Verdict
 from reward_service.remote.errors import ServerBroken, ServerRefused
 from reward_service.remote.schema import Health, Info, Refusal, Request, Verdicts
 

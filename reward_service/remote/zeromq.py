@@ -18,10 +18,10 @@ import zmq
 import zmq.utils.monitor
 from typing_extensions import Buffer
 
-from areal_async.wire import endpoints
-from areal_async.wire.contexts import end_context, open_context
-from areal_async.wire.polled import PolledSocket
-from areal_async.wire.secret import CurveKeys
+from areal_async.rpc import endpoints
+from areal_async.rpc.contexts import end_context, open_context
+from areal_async.rpc.polled import PolledSocket
+from areal_async.rpc.secret import CurveKeys
 from reward_service.remote.errors import ServerBroken, ServerGone, ServerLate
 from reward_service.remote.handshake import client_keys, password_of
 from reward_service.remote.schema import Ask, Health, Info, Op, Request, Verdicts

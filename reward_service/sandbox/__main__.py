@@ -52,7 +52,7 @@ def show(remote: str | None, token_env: str | None) -> None:
 
 
 def serve(options: argparse.Namespace) -> None:
-    from areal_async.observe.log import setup_logging
+    from areal_async.runtime.log import setup_logging
 
     host, _, port = options.http.rpartition(":")
     if not host or not port.isdigit():

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from typing import Any
 
-from areal_async.observe.log import get_logger
+from areal_async.runtime.log import get_logger
 from reward_service.jail.jailer import FIRST_UIDS
 from reward_service.sandbox.client import Jailer
 from reward_service.sandbox.errors import CannotIsolate, CompilerMissing

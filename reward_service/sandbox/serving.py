@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from areal_async.wire.http import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
+from areal_async.rpc.http import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
 from reward_service.sandbox.box import Sandbox
 from reward_service.sandbox.errors import CompilerMissing, SandboxError
 from reward_service.sandbox.program import Level, Limits, Outcome, Program

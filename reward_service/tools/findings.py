@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from areal_async.wire.verdicts import Failure, Score, Timeout, Verdict, kind_of
+from areal_async.rpc.verdicts import Failure, Score, Timeout, Verdict, kind_of
 from reward_service.tools.samples import Sample
 
 MOST_VALUES = 12

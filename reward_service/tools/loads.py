@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.control.contents import RewardTrial
+from areal_async.launch.contents import RewardTrial
 from areal_async.rewards import RewardSpec
 from reward_service.channel import Load
 from reward_service.pool_worker import load_program

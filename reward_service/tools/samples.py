@@ -11,9 +11,9 @@ import msgspec
 
 from areal_async.errors import ArealError
 from areal_async.prompts import message_texts
+from areal_async.rpc.messages import ClaimedEpisode, Task
 from areal_async.tasks import TaskTable, read_tasks
 from areal_async.trajectory.parquet import read_episodes
-from areal_async.wire.messages import ClaimedEpisode, Task
 from reward_service.sdk import RewardInput
 from reward_service.server import as_input
 

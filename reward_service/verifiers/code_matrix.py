@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from areal_async.wire.verdicts import Failure
+from areal_async.rpc.verdicts import Failure
 from reward_service.sandbox import CompilerMissing, SandboxError
 from reward_service.sdk import RewardInput, Score, reward
 from reward_service.verifiers import code_stdio

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from areal_async.observe.log import get_logger
-from areal_async.wire.verdicts import Failure
+from areal_async.rpc.verdicts import Failure
+from areal_async.runtime.log import get_logger
 from reward_service.sandbox import CompilerMissing, SandboxError
 from reward_service.sandbox.errors import CannotIsolate
 from reward_service.sdk import Abstain, RewardInput, RewardLoadError, Score, reward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal_async.wire.verdicts import Failure
+from areal_async.rpc.verdicts import Failure
 from reward_service.sdk import Abstain, RewardInput, Score, reward
 from reward_service.verifiers.code_stdio import judged, preload
 from reward_service.verifiers.run_cases import Settings

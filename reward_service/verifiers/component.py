@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from numbers import Real
 from typing import Any
 
-from areal_async.wire.verdicts import Abstain, Failure, Score, Timeout, Verdict
+from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout, Verdict
 from reward_service.sdk import MARK, Mark, RewardInput, RewardLoadError, load_reward
 
 

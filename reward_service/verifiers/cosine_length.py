@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from areal_async.wire.verdicts import Score, Verdict
+from areal_async.rpc.verdicts import Score, Verdict
 from reward_service.sdk import RewardInput, reward
 from reward_service.verifiers.component import loaded, outcome
 from reward_service.verifiers.lengths import LengthIn, length_of

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_async.wire.verdicts import Parts, Score, Verdict
+from areal_async.rpc.verdicts import Parts, Score, Verdict
 from reward_service.sdk import RewardInput, reward
 from reward_service.verifiers.component import loaded, outcome
 

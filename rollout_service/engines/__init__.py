@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import ServiceContext
+from areal_async.runtime.context import ServiceContext
 from rollout_service.engines.base import Engine
 from rollout_service.engines.devices import own_device
 from rollout_service.engines.local import LocalEngine

@@ -29,9 +29,9 @@ import numpy.typing as npt
 import torch
 
 from areal_async.errors import ArealError
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.trajectory.header import FinishReason, LogprobsOf
-from areal_async.wire.messages import VersionTag
 
 
 class EngineError(ArealError):

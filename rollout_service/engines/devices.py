@@ -8,7 +8,7 @@ import torch
 
 from areal_async.config.devices import gpus_before, gpus_of, names_of, width_of
 from areal_async.config.job import JobConfig
-from areal_async.control.context import ServiceContext
+from areal_async.runtime.context import ServiceContext
 from rollout_service.engines.base import EngineError
 
 

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from areal_async.config.environments import ArithmeticOptions
-from areal_async.wire.messages import Task
+from areal_async.rpc.messages import Task
 from rollout_service.environments.base import Step, level_seed
 from rollout_service.environments.expression import evaluate
 

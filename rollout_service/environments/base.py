@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from areal_async.errors import ArealError
-from areal_async.wire.messages import Task
+from areal_async.rpc.messages import Task
 
 
 class EnvironmentFailure(ArealError):

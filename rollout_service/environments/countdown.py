@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from areal_async.config.environments import CountdownOptions
-from areal_async.wire.messages import Task
+from areal_async.rpc.messages import Task
 from rollout_service.environments.base import EnvironmentFailure, Step, level_seed
 from rollout_service.environments.expression import ExpressionError, evaluate
 

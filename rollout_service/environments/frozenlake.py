@@ -15,7 +15,7 @@ from collections import deque
 from typing import Any
 
 from areal_async.config.environments import FrozenLakeOptions
-from areal_async.wire.messages import Task
+from areal_async.rpc.messages import Task
 from rollout_service.environments.base import EnvironmentFailure, Step, level_seed
 
 Place = tuple[int, int]

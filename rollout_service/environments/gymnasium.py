@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from areal_async.config.environments import GymnasiumOptions
-from areal_async.wire.messages import Task
+from areal_async.rpc.messages import Task
 from rollout_service.environments.base import EnvironmentFailure, Step, level_seed
 
 KNOWN_ACTIONS = {

@@ -11,7 +11,7 @@ import importlib
 from typing import Any
 
 from areal_async.config.environments import ReasoningGymOptions
-from areal_async.wire.messages import Task
+from areal_async.rpc.messages import Task
 from reward_service.verifiers.reasoning_gym import harmless
 from rollout_service.environments.base import EnvironmentFailure, Step, level_seed
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_async.config.environments import SokobanOptions
-from areal_async.wire.messages import Task
+from areal_async.rpc.messages import Task
 from rollout_service.environments.base import EnvironmentFailure, Step, level_seed
 from rollout_service.environments.frozenlake import MOVES, Place, move_of
 

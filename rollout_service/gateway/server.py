@@ -15,9 +15,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from areal_async.config.gateway import GatewaySection
-from areal_async.observe.log import get_logger
+from areal_async.rpc.http import HttpLimits, HttpServer, listen
+from areal_async.runtime.log import get_logger
 from areal_async.trajectory import EpisodeBuilder, Sampling
-from areal_async.wire.http import HttpLimits, HttpServer, listen
 from rollout_service import metrics
 from rollout_service.engines.base import Engine
 from rollout_service.gateway.errors import ApiError, GatewayError

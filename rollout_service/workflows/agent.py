@@ -21,8 +21,8 @@ import msgspec
 
 from areal_async.config.agent import AgentArguments
 from areal_async.errors import ArealError
+from areal_async.rpc.messages import Task
 from areal_async.usercode import run_user_file
-from areal_async.wire.messages import Task
 from rollout_service.workflows.context import Context
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from areal_async.config.workflow import (
 )
 from areal_async.config.workflowcheck import argument_mistakes
 from areal_async.errors import ArealError
+from areal_async.rpc.messages import Task
 from areal_async.usercode import run_user_file
-from areal_async.wire.messages import Task
 from reward_service.sdk import load_reward
 from rollout_service.environments import load_environment
 from rollout_service.workflows.agent import agent_workflow

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal_async.config.workflow import MultiTurnArguments
+from areal_async.rpc.messages import Task
 from areal_async.trajectory import SegmentKind
-from areal_async.wire.messages import Task
 from rollout_service.environments import Factory
 from rollout_service.workflows.context import Context
 from rollout_service.workflows.world import World

@@ -8,9 +8,9 @@ from typing import Any
 
 from areal_async.config.workflow import SelfCorrectionArguments
 from areal_async.errors import ArealError
+from areal_async.rpc.messages import Task
+from areal_async.rpc.verdicts import Abstain, Score
 from areal_async.trajectory import SegmentKind
-from areal_async.wire.messages import Task
-from areal_async.wire.verdicts import Abstain, Score
 from reward_service.sdk import RewardFunction, RewardInput
 from rollout_service.workflows.context import Context
 

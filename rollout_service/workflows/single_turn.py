@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_async.wire.messages import Task
+from areal_async.rpc.messages import Task
 from rollout_service.workflows.context import Context
 
 

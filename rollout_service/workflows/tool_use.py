@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 
 from areal_async.config.workflow import ToolUseArguments
+from areal_async.rpc.messages import Task
 from areal_async.trajectory import SegmentKind
-from areal_async.wire.messages import Task
 from rollout_service.environments import Factory
 from rollout_service.workflows.calls import PLAIN_STOP, ToolCall, json_calls, open_brackets, plain_call
 from rollout_service.workflows.context import Context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal_async.wire.messages import Task
+from areal_async.rpc.messages import Task
 from rollout_service.blocking import CallTimeout
 from rollout_service.environments import Environment, EnvironmentFailure, Factory, Step, group_seed
 from rollout_service.workflows.context import Context

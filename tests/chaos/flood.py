@@ -30,13 +30,13 @@ import psutil
 import yaml
 from hostile_http import Subject, free_port, listens, many_files, send_malformed, served, until
 
-from areal_async.wire.rpc import Access, RunSecret
+from areal_async.rpc.rpc import Access, RunSecret
 from reward_service.remote.host.access import Gate
 from tests.chaos.history import Verdict
 from tests.chaos.job import Job, JobFailed, write_job
 from tests.chaos.plan import Disturbance
 from tests.chaos.storm import Storm
-from tests.unit.wire.noise import asked, flood, shapes
+from tests.unit.rpc.noise import asked, flood, shapes
 
 TOKEN = "token-of-this-server"
 CONNECT_LIMIT = struct.pack("ll", 20, 0)

@@ -19,10 +19,10 @@ import psutil
 import pytest
 import yaml
 
-from areal_async.observe.events import read_events
-from areal_async.observe.record import read_run_log
 from areal_async.quickstart.model import write_model
 from areal_async.quickstart.tasks import split_problems, write_parquet
+from areal_async.runtime.events import read_events
+from areal_async.status.record import read_run_log
 
 REWARD = """
 from reward_service.sdk import RewardInput, reward

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal_async.observe.record import read_run_log
+from areal_async.status.record import read_run_log
 from areal_async.trajectory import Episode, SegmentKind, training_rows, unpack
 from trainer_service.record import read_step
 

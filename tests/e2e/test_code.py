@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.observe.record import read_run_log
+from areal_async.status.record import read_run_log
 from trainer_service.record import read_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]

@@ -11,8 +11,8 @@ import time
 import pytest
 import redis
 
-from areal_async.control.context import short_socket_dir
-from areal_async.control.preflight import find_redis_server
+from areal_async.launch.preflight import find_redis_server
+from areal_async.runtime.context import short_socket_dir
 from replay_buffer.rights import acl_rules
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from areal_async.control.samples import fetch_samples
-from areal_async.observe.record import as_it_became
+from areal_async.status.record import as_it_became
+from areal_async.status.samples import fetch_samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 

@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from areal_async.control.samples import fetch_samples
-from areal_async.observe.failpoint import VARIABLE
+from areal_async.runtime.failpoint import VARIABLE
+from areal_async.status.samples import fetch_samples
 from areal_async.trajectory import unpack
 from tests.e2e.test_versions_are_true import model_of, recomputed_logprobs
 from trainer_service.record import read_step

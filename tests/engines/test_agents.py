@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from agreement import Snapshots, job_for
 
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import EngineError
 from rollout_service.exchange import exchange

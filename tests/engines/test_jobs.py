@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from areal_async.observe.record import read_run_log
 from areal_async.quickstart.main import prepare
+from areal_async.status.record import read_run_log
 from areal_async.trajectory import Episode, unpack
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.server.environment import find_python

@@ -18,8 +18,8 @@ import torch
 from areal_async.config.reward import RewardSection
 from areal_async.quickstart.model import write_model
 from areal_async.quickstart.tasks import split_problems, write_parquet
+from areal_async.rpc.verdicts import Failure, Score
 from areal_async.trajectory import unpack
-from areal_async.wire.verdicts import Failure, Score
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 from rollout_service.engines.base import EngineError

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from agreement import Snapshots, job_for
 
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.engines.streaming import StreamingEngine, generate_telling

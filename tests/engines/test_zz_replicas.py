@@ -15,10 +15,10 @@ import pytest
 from agreement import Snapshots
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import ServiceContext
-from areal_async.control.restart import RestartPolicy
+from areal_async.rpc.messages import VersionTag
+from areal_async.runtime.context import ServiceContext
+from areal_async.runtime.restart import RestartPolicy
 from areal_async.trajectory import Sampling
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, EngineError, GenerateRequest
 from rollout_service.exchange import exchange

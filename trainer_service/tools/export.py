@@ -8,7 +8,7 @@ from rich.console import Console
 
 from areal_async.cli.tools import ExportRequest, run_tool, step_range
 from areal_async.config.errors import ConfigError, Mistake
-from areal_async.control.runs import find_run
+from areal_async.launch.runs import find_run
 from areal_async.trajectory.parquet import EpisodeWriter
 from trainer_service.errors import BatchError
 from trainer_service.recordings import FolderRecording, exported_rows, facts_of

@@ -22,14 +22,14 @@ from rich.console import Console
 from areal_async.cli.tools import ReplayRequest, run_tool, step_range
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
-from areal_async.control.child import Child, exit_text, service_environment
-from areal_async.control.context import RunPlaces, ServicePlace
-from areal_async.control.failure import last_lines
-from areal_async.control.folders import RunFolders, claim_folders
-from areal_async.control.plan import MODULES, thread_count
-from areal_async.control.runs import Run, find_run
+from areal_async.launch.failure import last_lines
+from areal_async.launch.folders import RunFolders, claim_folders
+from areal_async.launch.plan import MODULES, thread_count
+from areal_async.launch.runs import Run, find_run
+from areal_async.rpc.rpc import Server
+from areal_async.runtime.child import Child, exit_text, service_environment
+from areal_async.runtime.context import RunPlaces, ServicePlace
 from areal_async.weights.manifest import MANIFEST_FILE
-from areal_async.wire.rpc import Server
 from trainer_service.checkpoint import Checkpoint, named_checkpoints, open_checkpoint
 from trainer_service.errors import BatchError, TrainerError
 from trainer_service.published import hashes_of

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from areal_async.errors import ArealError, FaultError
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     Checkpointed,
     Commit,
     ExportLedger,
@@ -25,7 +25,7 @@ from areal_async.wire.messages import (
     TrainerOpened,
     Waiting,
 )
-from areal_async.wire.rpc import Answer, Peer
+from areal_async.rpc.rpc import Answer, Peer
 from trainer_service.record import RecordedStep
 from trainer_service.recordings import Recording
 

@@ -14,15 +14,15 @@ from typing import NamedTuple
 import zmq
 
 from areal_async.errors import EndpointError, ProtocolError, SnapshotError
-from areal_async.observe.failpoint import failpoint
-from areal_async.observe.log import get_logger
+from areal_async.rpc import endpoints
+from areal_async.rpc.endpoints import Access
+from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
 from areal_async.weights.transport import frames
 from areal_async.weights.transport.frames import Kind
 from areal_async.weights.transport.holding import Growing
 from areal_async.weights.transport.schedule import Schedule
-from areal_async.wire import endpoints
-from areal_async.wire.endpoints import Access
 
 log = get_logger("weights")
 

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_async.errors import FaultError, RpcTimeout, SnapshotError, SnapshotSkipped
-from areal_async.observe.log import get_logger
+from areal_async.rpc.endpoints import Access
+from areal_async.rpc.messages import FindSources, SnapshotNotice, Sources, VersionTag
+from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
 from areal_async.weights.manifest import directory_name
 from areal_async.weights.transport import table as tables
@@ -31,8 +33,6 @@ from areal_async.weights.transport.holding import Growing
 from areal_async.weights.transport.nodeshelf import NodeShelf
 from areal_async.weights.transport.station import Station
 from areal_async.weights.transport.table import key_of
-from areal_async.wire.endpoints import Access
-from areal_async.wire.messages import FindSources, SnapshotNotice, Sources, VersionTag
 
 log = get_logger("weights")
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from areal_async.errors import EndpointError
-from areal_async.wire.endpoints import CurveKeys
+from areal_async.rpc.endpoints import CurveKeys
 
 KEY_BYTES = 40
 

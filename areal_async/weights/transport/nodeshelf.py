@@ -17,9 +17,9 @@ import re
 import shutil
 from pathlib import Path
 
+from areal_async.rpc.messages import VersionTag
 from areal_async.weights.manifest import MANIFEST_FILE, hash_of
 from areal_async.weights.transport.holding import GROWING_PREFIX, MARKS_PREFIX
-from areal_async.wire.messages import VersionTag
 
 KEPT = 2
 CLAIM_PREFIX = ".claim-"

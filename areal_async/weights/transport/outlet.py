@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_async.errors import FaultError, SnapshotError
+from areal_async.rpc.endpoints import Access
+from areal_async.rpc.messages import FindSources, Sources
 from areal_async.weights.transport import table as tables
 from areal_async.weights.transport.holding import Holding
 from areal_async.weights.transport.relay import Lines
 from areal_async.weights.transport.station import Station
 from areal_async.weights.transport.table import key_of
-from areal_async.wire.endpoints import Access
-from areal_async.wire.messages import FindSources, Sources
 
 
 @dataclass

@@ -29,16 +29,16 @@ from typing import Any, TypeVar
 import zmq
 
 from areal_async.errors import ProtocolError, SnapshotError
-from areal_async.observe.failpoint import failpoint
-from areal_async.observe.log import get_logger
+from areal_async.rpc import endpoints, zap
+from areal_async.rpc.contexts import drop_context, open_context
+from areal_async.rpc.endpoints import Access
+from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
 from areal_async.weights.transport import frames
 from areal_async.weights.transport.fetch import Arrival, Fetch
 from areal_async.weights.transport.frames import Kind
 from areal_async.weights.transport.holding import Growing, Holding
-from areal_async.wire import endpoints, zap
-from areal_async.wire.contexts import drop_context, open_context
-from areal_async.wire.endpoints import Access
 
 log = get_logger("weights")
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from rich.console import Console
 from areal_async.cli.tools import ServeRequest, run_tool
 from areal_async.config.remote import read_token
 from areal_async.errors import ArealError
-from areal_async.observe.log import setup_logging
+from areal_async.runtime.log import setup_logging
 from reward_service import metrics
 from reward_service.pool import Pool
 from reward_service.remote.host.access import Gate, http_socket

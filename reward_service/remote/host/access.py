@@ -8,9 +8,9 @@ import socket
 import zmq
 
 from areal_async.errors import EndpointError
-from areal_async.wire.endpoints import is_loopback
-from areal_async.wire.http import listen
-from areal_async.wire.secret import CurveKeys, Password
+from areal_async.rpc.endpoints import is_loopback
+from areal_async.rpc.http import listen
+from areal_async.rpc.secret import CurveKeys, Password
 from reward_service.remote.handshake import client_keys, password_of
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from areal_async.wire.verdicts import Failure, Score, Verdict, kind_of
+from areal_async.rpc.verdicts import Failure, Score, Verdict, kind_of
 from reward_service import metrics
 from reward_service.backend import Call
 from reward_service.pool import Pool

@@ -1,4 +1,4 @@
-"""The reference server's HTTP: starlette on the server of `areal_async.wire.http`, over the one `Desk`."""
+"""The reference server's HTTP: starlette on the server of `areal_async.rpc.http`, over the one `Desk`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-import areal_async.observe.metrics  # noqa: F401  (it settles which series a counter has)
-from areal_async.wire.http import BodyTooLong, HttpLimits, HttpServer, ServerFull, read_body
-from areal_async.wire.verdicts import Verdict
+import areal_async.runtime.metrics  # noqa: F401  (it settles which series a counter has)
+from areal_async.rpc.http import BodyTooLong, HttpLimits, HttpServer, ServerFull, read_body
+from areal_async.rpc.verdicts import Verdict
 from reward_service.remote.host.access import Gate
 from reward_service.remote.host.desk import LONGEST_DEADLINE_S, Desk, RequestRefused
 from reward_service.remote.schema import STATUS_OF, Refused, Request

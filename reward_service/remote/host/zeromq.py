@@ -14,12 +14,12 @@ import msgspec
 import zmq
 from typing_extensions import Buffer
 
-from areal_async.observe.log import get_logger
-from areal_async.wire import endpoints, zap
-from areal_async.wire.contexts import drop_context, end_context, open_context
-from areal_async.wire.door import Door
-from areal_async.wire.polled import PolledSocket
-from areal_async.wire.secret import CurveKeys, Password
+from areal_async.rpc import endpoints, zap
+from areal_async.rpc.contexts import drop_context, end_context, open_context
+from areal_async.rpc.door import Door
+from areal_async.rpc.polled import PolledSocket
+from areal_async.rpc.secret import CurveKeys, Password
+from areal_async.runtime.log import get_logger
 from reward_service.remote.host.access import Gate, tcp_socket, zmq_endpoint
 from reward_service.remote.host.desk import Desk, RequestRefused
 from reward_service.remote.host.http import Answered

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_async.wire.messages import VersionTag
+from areal_async.rpc.messages import VersionTag
 from rollout_service.engines.base import (
     EngineError,
     FinishReason,

@@ -18,9 +18,9 @@ from typing import Literal, TypeVar
 
 import torch
 
-from areal_async.observe.log import get_logger
-from areal_async.observe.metrics import busy
-from areal_async.wire.messages import VersionTag
+from areal_async.rpc.messages import VersionTag
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.metrics import busy
 from rollout_service.engines.base import (
     Capabilities,
     DeadlinePassed,

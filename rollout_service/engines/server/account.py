@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from areal_async.observe.metrics import busy
+from areal_async.runtime.metrics import busy
 
 
 class Account:

@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import ServiceContext
+from areal_async.runtime.context import ServiceContext
 from rollout_service.engines.base import EngineError
 
 

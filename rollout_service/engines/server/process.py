@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from areal_async.observe.log import SERVER_LOADS, get_logger
+from areal_async.runtime.log import SERVER_LOADS, get_logger
 from rollout_service.engines.base import EngineError
 
 log = get_logger("engine")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import ServiceContext
+from areal_async.runtime.context import ServiceContext
 from rollout_service.engines.base import UpdateMode
 from rollout_service.engines.devices import gpu_names
 from rollout_service.engines.server.environment import find_python

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from areal_async.wire.messages import VersionTag
+from areal_async.rpc.messages import VersionTag
 from rollout_service.engines.base import EngineError
 
 _TAG = re.compile(r"e(0|[1-9][0-9]*)-v(0|[1-9][0-9]*)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import ServiceContext
+from areal_async.runtime.context import ServiceContext
 from rollout_service.engines.server.settings import settings_of
 from rollout_service.engines.sglang.distributed import make_feed
 from rollout_service.engines.sglang.engine import SGLangEngine

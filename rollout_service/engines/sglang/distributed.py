@@ -24,10 +24,10 @@ import msgspec
 import torch
 
 from areal_async.errors import ArealError
-from areal_async.observe.log import get_logger
+from areal_async.rpc.messages import AskTensors, Message, SendsNothing, SendsTensors, TensorBucket
+from areal_async.rpc.rpc import Access, Client
+from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
-from areal_async.wire.messages import AskTensors, Message, SendsNothing, SendsTensors, TensorBucket
-from areal_async.wire.rpc import Access, Client
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.server.http import ServerClient, words
 from rollout_service.engines.server.spans import format_tag
@@ -46,7 +46,7 @@ log = get_logger("engine")
 
 
 class Trainer(Protocol):
-    """The part of `areal_async.wire.rpc.Client` that is used here."""
+    """The part of `areal_async.rpc.rpc.Client` that is used here."""
 
     async def connect(self, timeout_s: float = ...) -> object: ...
 

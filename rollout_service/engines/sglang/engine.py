@@ -25,8 +25,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from areal_async.observe.log import get_logger
-from areal_async.wire.messages import VersionTag
+from areal_async.rpc.messages import VersionTag
+from areal_async.runtime.log import get_logger
 from rollout_service.engines.base import (
     Capabilities,
     EngineError,

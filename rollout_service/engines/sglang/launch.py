@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_async.wire.messages import VersionTag
+from areal_async.rpc.messages import VersionTag
 from rollout_service.engines.base import EngineError, UpdateMode
 from rollout_service.engines.server.settings import Flag
 from rollout_service.engines.server.spans import format_tag

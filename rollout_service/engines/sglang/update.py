@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.wire.messages import VersionTag
+from areal_async.rpc.messages import VersionTag
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.server.http import ServerClient, words
 from rollout_service.engines.server.spans import format_tag

@@ -7,7 +7,7 @@ from tempfile import gettempdir
 from uuid import uuid4
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import ServiceContext
+from areal_async.runtime.context import ServiceContext
 from rollout_service.engines.server.settings import settings_of
 from rollout_service.engines.vllm.engine import VllmEngine
 

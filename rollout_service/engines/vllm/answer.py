@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.trajectory.header import FinishReason
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.server.spans import Span, format_tag, parse_tag, stamp
 from rollout_service.engines.streaming import Tell

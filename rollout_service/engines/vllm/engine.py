@@ -23,9 +23,9 @@ from pathlib import Path
 import msgspec
 from transformers import AutoTokenizer
 
-from areal_async.observe.log import get_logger
+from areal_async.rpc.messages import VersionTag
+from areal_async.runtime.log import get_logger
 from areal_async.trajectory import Sampling
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import (
     Capabilities,
     EngineError,

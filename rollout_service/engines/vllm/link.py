@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from areal_async.observe.log import get_logger
+from areal_async.runtime.log import get_logger
 from rollout_service.engines.base import EngineError, EngineLost, RequestError
 from rollout_service.engines.server.http import CONTROL_TIMEOUT_S, ServerClient
 from rollout_service.engines.server.liveness import PATIENCE, Liveness, Patience

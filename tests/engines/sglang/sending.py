@@ -14,13 +14,13 @@ import signal
 import sys
 from pathlib import Path
 
-from areal_async.observe.failpoint import arm
+from areal_async.rpc.secret import RunSecret
+from areal_async.runtime.failpoint import arm
 from areal_async.weights import sender as module
 from areal_async.weights.manifest import MANIFEST_FILE
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.sender import Sender
 from areal_async.weights.snapshot import open_snapshot
-from areal_async.wire.secret import RunSecret
 
 SECRET = RunSecret(bytes(32))
 

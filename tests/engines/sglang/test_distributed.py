@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.secret import RunSecret
 from areal_async.trajectory import Sampling
 from areal_async.weights import metrics
 from areal_async.weights.receiver import Receiver
-from areal_async.wire.messages import VersionTag
-from areal_async.wire.secret import RunSecret
 from rollout_service.engines.base import EngineLost, GenerateRequest, GenerateResult
 from rollout_service.engines.server.http import ServerClient
 from rollout_service.engines.server.settings import ServerSettings

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import DeadlinePassed, GenerateRequest, GenerateResult, RequestError
 from rollout_service.engines.server.http import ServerClient
 from rollout_service.engines.sglang import SGLangEngine

@@ -26,8 +26,8 @@ import pytest
 from safetensors.torch import save_file
 
 from areal_async.quickstart.model import make_tokenizer
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult
 from rollout_service.engines.server.http import ServerClient
 from rollout_service.engines.server.tensors import read_header

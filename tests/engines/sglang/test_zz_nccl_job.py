@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from areal_async.control.samples import fetch_samples
-from areal_async.observe.failpoint import VARIABLE
+from areal_async.runtime.failpoint import VARIABLE
+from areal_async.status.samples import fetch_samples
 from tests.e2e.conftest import nothing_is_left, running, workspace
 from tests.e2e.test_weights_channels import TOUGH, assert_versions_are_true, weights_in
 

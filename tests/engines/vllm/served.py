@@ -16,9 +16,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal_async.quickstart.model import make_tokenizer
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.engines.server.environment import find_python
 from rollout_service.engines.server.settings import ServerSettings

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal_async.control.context import short_socket_dir
-from areal_async.trajectory import EpisodeBuilder, Sampling, pack
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     Batch,
     Checkpointed,
     Claim,
@@ -33,7 +31,9 @@ from areal_async.wire.messages import (
     VersionTag,
     Waiting,
 )
-from areal_async.wire.verdicts import Score, Verdict
+from areal_async.rpc.verdicts import Score, Verdict
+from areal_async.runtime.context import short_socket_dir
+from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from replay_buffer.embedded import EmbeddedRedis
 from replay_buffer.ledger.decide import Command, Expire, decide
 from replay_buffer.ledger.draft import Decision, Draft

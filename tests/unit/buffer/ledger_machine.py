@@ -11,7 +11,7 @@ from types import MappingProxyType
 import hypothesis.strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     Batch,
     Checkpointed,
     Claim,
@@ -30,7 +30,7 @@ from areal_async.wire.messages import (
     VersionTag,
     Waiting,
 )
-from areal_async.wire.verdicts import Abstain, Failure, Parts, Score, Timeout, kind_of
+from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, kind_of
 from replay_buffer.ledger.decide import Begun
 from replay_buffer.ledger.index import Records
 from replay_buffer.ledger.opening import OpenedWith

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.wire.messages import Batch, Commit, Fault, Lease, VersionTag
+from areal_async.rpc.messages import Batch, Commit, Fault, Lease, VersionTag
 from replay_buffer.ledger import batching, committing
 from replay_buffer.ledger.lineage import Span, accepts, undecided
 

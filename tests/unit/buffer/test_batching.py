@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from areal_async.wire.messages import Batch, Fault
+from areal_async.rpc.messages import Batch, Fault
 
 
 def ids(batch):

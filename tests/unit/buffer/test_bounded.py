@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import ServiceContext
-from areal_async.wire.messages import Batch, EpisodeVerdict, VersionTag, Waiting
-from areal_async.wire.verdicts import Score
+from areal_async.rpc.messages import Batch, EpisodeVerdict, VersionTag, Waiting
+from areal_async.rpc.verdicts import Score
+from areal_async.runtime.context import ServiceContext
 from replay_buffer import metrics
 from replay_buffer.client import BufferClient
 from replay_buffer.server import main

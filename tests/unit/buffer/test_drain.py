@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from areal_async.wire.messages import Arrived, Drain, ExportLedger, Heartbeat, Lease, Release
+from areal_async.rpc.messages import Arrived, Drain, ExportLedger, Heartbeat, Lease, Release
 from replay_buffer.ledger.leasing import MAX_DRAINING
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError
 
-from areal_async.control.context import short_socket_dir
+from areal_async.runtime.context import short_socket_dir
 from replay_buffer import embedded
 from replay_buffer.embedded import NEVER_S, EmbeddedRedis
 from replay_buffer.errors import StoreUnusable

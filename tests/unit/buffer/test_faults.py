@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.wire.messages import Fault, Ok, Release
-from areal_async.wire.verdicts import Abstain, Failure, Timeout
+from areal_async.rpc.messages import Fault, Ok, Release
+from areal_async.rpc.verdicts import Abstain, Failure, Timeout
 from replay_buffer.ledger.decide import Begun
 from replay_buffer.ledger.rules import MAX_LEASES, VerdictPolicy
 

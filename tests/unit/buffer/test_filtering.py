@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.wire.messages import Batch
-from areal_async.wire.verdicts import Score
+from areal_async.rpc.messages import Batch
+from areal_async.rpc.verdicts import Score
 
 
 def filtered(drive, **rules):

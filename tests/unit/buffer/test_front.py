@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from areal_async.errors import FaultError
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     Batch,
     Claim,
     Commit,
@@ -24,7 +24,7 @@ from areal_async.wire.messages import (
     VersionTag,
     Waiting,
 )
-from areal_async.wire.verdicts import Abstain, Failure, Parts, Score
+from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score
 from replay_buffer import front as front_module
 from replay_buffer.clock import RedisClock
 from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, StoreUnusable
@@ -176,7 +176,7 @@ def test_bytes_are_freed_with_their_group(a_front, redis_url, job_name):
         await redis.aclose()
 
     def checkpointed(step):
-        from areal_async.wire.messages import Checkpointed
+        from areal_async.rpc.messages import Checkpointed
 
         return Checkpointed(1, step)
 

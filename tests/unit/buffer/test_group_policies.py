@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from areal_async.wire.messages import ExportLedger
-from areal_async.wire.verdicts import Abstain, Failure, Score
+from areal_async.rpc.messages import ExportLedger
+from areal_async.rpc.verdicts import Abstain, Failure, Score
 from replay_buffer import history
 from replay_buffer.ledger.decide import Expire, Extend, decide
 from replay_buffer.ledger.records import EpisodeState, GroupState

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_async.config.job import JobConfig
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     Drain,
     Heartbeat,
     HeartbeatAck,

@@ -75,7 +75,7 @@ def test_figures_are_those_of_the_records(drive):
 
 
 def test_decisions_change_nothing_by_themselves(drive):
-    from areal_async.wire.messages import Lease
+    from areal_async.rpc.messages import Lease
     from replay_buffer.ledger.decide import decide
 
     ledger = drive()

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from areal_async.errors import FaultError
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     Checkpointed,
     Claim,
     Commit,
@@ -23,7 +23,7 @@ from areal_async.wire.messages import (
     Stats,
     VersionTag,
 )
-from areal_async.wire.verdicts import Score
+from areal_async.rpc.verdicts import Score
 from replay_buffer import shelf as shelf_module
 from replay_buffer.clock import RedisClock
 from replay_buffer.errors import StoreUnavailable

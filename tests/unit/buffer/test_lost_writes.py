@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from redis.exceptions import ConnectionError as RedisGone
 
-from areal_async.wire.messages import Claim, Lease, VersionTag
+from areal_async.rpc.messages import Claim, Lease, VersionTag
 from replay_buffer import store as store_module
 from replay_buffer.clock import RedisClock
 from replay_buffer.confirmed import ConfirmedRevision

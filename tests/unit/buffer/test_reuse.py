@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from areal_async.wire.messages import Commit, ExportLedger, TrainerOpened
+from areal_async.rpc.messages import Commit, ExportLedger, TrainerOpened
 from replay_buffer.ledger.committing import Copy
 from replay_buffer.ledger.records import GroupState
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from areal_async.wire.messages import Claim, EpisodeVerdict, PutVerdicts
-from areal_async.wire.verdicts import Abstain, Failure, Score, Timeout
+from areal_async.rpc.messages import Claim, EpisodeVerdict, PutVerdicts
+from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 
 
 def reasons(ack):

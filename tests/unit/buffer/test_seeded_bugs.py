@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from areal_async.errors import FaultError
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     Batch,
     Checkpointed,
     Claim,
@@ -31,7 +31,7 @@ from areal_async.wire.messages import (
     VersionTag,
     Waiting,
 )
-from areal_async.wire.verdicts import Score
+from areal_async.rpc.verdicts import Score
 from replay_buffer import admission, front
 from replay_buffer.clock import RedisClock
 from replay_buffer.front import Front

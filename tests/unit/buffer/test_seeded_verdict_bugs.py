@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from areal_async.wire.verdicts import Abstain, Score
+from areal_async.rpc.verdicts import Abstain, Score
 from replay_buffer.ledger import batching, draft, policy, scoring, verdicts
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import EpisodeState

@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import ServiceContext
 from areal_async.errors import ArealError, FaultError
-from areal_async.wire.messages import Batch, EpisodeVerdict, PutEpisodes, VersionTag, Waiting, WaitSnapshot
-from areal_async.wire.rpc import Client
-from areal_async.wire.verdicts import Failure, Score
+from areal_async.rpc.messages import Batch, EpisodeVerdict, PutEpisodes, VersionTag, Waiting, WaitSnapshot
+from areal_async.rpc.rpc import Client
+from areal_async.rpc.verdicts import Failure, Score
+from areal_async.runtime.context import ServiceContext
 from replay_buffer import calls, metrics
 from replay_buffer.client import BufferClient, SyncBufferClient
 from replay_buffer.clock import RedisClock

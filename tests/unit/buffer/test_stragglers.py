@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from areal_async.wire.messages import Batch
-from areal_async.wire.verdicts import Score
+from areal_async.rpc.messages import Batch
+from areal_async.rpc.verdicts import Score
 
 N, B, ETA, STEPS = 4, 4, 2, 25
 BEAT_MS, STEP_MS, DEADLINE_MS = 500, 800, 4_000

@@ -19,13 +19,13 @@ from rich.console import Console
 from areal_async.cli.tools import ExportRequest
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
-from areal_async.control.context import RunPlaces, ServiceContext
-from areal_async.control.errors import RunFolderError
-from areal_async.control.runs import find_run
+from areal_async.launch.errors import RunFolderError
+from areal_async.launch.runs import find_run
+from areal_async.rpc.messages import EpisodeVerdict, VersionTag
+from areal_async.rpc.verdicts import Score
+from areal_async.runtime.context import RunPlaces, ServiceContext
 from areal_async.trajectory import unpack
 from areal_async.trajectory.parquet import read_episodes, read_facts
-from areal_async.wire.messages import EpisodeVerdict, VersionTag
-from areal_async.wire.verdicts import Score
 from replay_buffer import metrics
 from replay_buffer.client import BufferClient
 from replay_buffer.errors import StoreUnusable

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.observe.log import NO_SCORES
-from areal_async.wire.verdicts import Failure, Timeout
+from areal_async.rpc.verdicts import Failure, Timeout
+from areal_async.runtime.log import NO_SCORES
 from replay_buffer import troubles
 from replay_buffer.troubles import REPEAT_MS, NoScoreLog
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.wire.messages import Claim, ExportLedger, Fault, OpenTrainer
-from areal_async.wire.verdicts import Abstain, Failure, Parts, Score, Timeout
+from areal_async.rpc.messages import Claim, ExportLedger, Fault, OpenTrainer
+from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout
 from replay_buffer.ledger.decide import Begun, Expire, stats
 from replay_buffer.ledger.draft import MOST_KINDS, MOST_MESSAGE
 from replay_buffer.ledger.opening import OpenedWith

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from areal_async.cli import doctor as doctor_module
 from areal_async.cli.doctor import Finding, examine
 from areal_async.cli.main import app
-from areal_async.control.errors import RunFailed, RunInterrupted
+from areal_async.launch.errors import RunFailed, RunInterrupted
 from areal_async.quickstart.model import write_model
 
 
@@ -100,7 +100,7 @@ def test_a_warning_is_one_line_on_stderr_and_fails_nothing(
     job_file: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     ran: list[object] = []
-    monkeypatch.setattr("areal_async.control.run.run_job", lambda job, **options: ran.append(job))
+    monkeypatch.setattr("areal_async.launch.run.run_job", lambda job, **options: ran.append(job))
     result = call(command, job_file, "rollout.workers=16")
     assert result.exit_code == 0
     (line,) = result.stderr.splitlines()
@@ -135,7 +135,7 @@ def test_a_failed_run_is_one_paragraph(
     def fail(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("areal_async.control.run.run_job", fail)
+    monkeypatch.setattr("areal_async.launch.run.run_job", fail)
     result = call("run", job_file)
     assert result.exit_code == status
     assert result.stderr.startswith("error: ")
@@ -148,7 +148,7 @@ def test_a_failed_run_is_one_paragraph(
 def test_run_passes_on_what_was_asked(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(
-        "areal_async.control.run.run_job", lambda job, **options: asked.append((job.seed, options))
+        "areal_async.launch.run.run_job", lambda job, **options: asked.append((job.seed, options))
     )
     assert call("run", job_file, "seed=7", "--overwrite", "--plain").exit_code == 0
     assert asked == [(7, {"overwrite": True, "plain": True})]

@@ -15,8 +15,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from areal_async.config.gateway import GatewaySection
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import EpisodeBuilder, Sampling
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.gateway import Gateway
 from rollout_service.workflows import Context, Renderer

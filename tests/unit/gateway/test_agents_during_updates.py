@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import training_rows
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.local import LocalEngine
 from rollout_service.episode_engine import EpisodeEngine
 from rollout_service.exchange import exchange

@@ -21,9 +21,8 @@ from typing import Any
 import pytest
 import redis as redis_sync
 
-from areal_async.control.context import short_socket_dir
-from areal_async.control.preflight import find_redis_server, redis_server_version
-from areal_async.wire.messages import (
+from areal_async.launch.preflight import find_redis_server, redis_server_version
+from areal_async.rpc.messages import (
     Checkpointed,
     Claim,
     Commit,
@@ -35,7 +34,8 @@ from areal_async.wire.messages import (
     Task,
     VersionTag,
 )
-from areal_async.wire.verdicts import Score
+from areal_async.rpc.verdicts import Score
+from areal_async.runtime.context import short_socket_dir
 from replay_buffer.clock import RedisClock
 from replay_buffer.front import Front
 from replay_buffer.ledger.opening import OpenedWith

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from redis.crc import key_slot
 
-from areal_async.control.preflight import find_redis_server
+from areal_async.launch.preflight import find_redis_server
 from replay_buffer.errors import StoreUnavailable, StoreUnusable
 
 SLOTS = 16384

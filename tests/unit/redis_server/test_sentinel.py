@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from areal_async.control.preflight import find_redis_server
 from areal_async.errors import FaultError
+from areal_async.launch.preflight import find_redis_server
 from replay_buffer.address import RedisAddress
 from replay_buffer.errors import StoreUnavailable, StoreUnusable
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import ServiceContext
-from areal_async.control.preflight import find_redis_server
-from areal_async.wire.messages import VersionTag
+from areal_async.launch.preflight import find_redis_server
+from areal_async.rpc.messages import VersionTag
+from areal_async.runtime.context import ServiceContext
 from replay_buffer import metrics
 from replay_buffer.client import BufferClient
 from replay_buffer.errors import StoreUnusable

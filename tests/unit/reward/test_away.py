@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import ServiceContext
-from areal_async.control.registry import JobEntry, Owner
-from areal_async.control.service import restart_may_help
+from areal_async.launch.registry import JobEntry, Owner
+from areal_async.runtime.context import ServiceContext
+from areal_async.runtime.service import restart_may_help
 from reward_service import __main__ as own
 from reward_service import serving
 from reward_service.sdk import RewardLoadError

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from areal_async.config.reward import RewardSection
+from areal_async.rpc.verdicts import Failure, Score, Timeout
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
-from areal_async.wire.verdicts import Failure, Score, Timeout
 from reward_service.client import LocalScorer
 from reward_service.pool import Pool
 from reward_service.sdk import RewardInput, RewardLoadError

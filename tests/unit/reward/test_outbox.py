@@ -1,5 +1,5 @@
-from areal_async.wire.messages import EpisodeVerdict
-from areal_async.wire.verdicts import Parts, Score
+from areal_async.rpc.messages import EpisodeVerdict
+from areal_async.rpc.verdicts import Parts, Score
 from reward_service.outbox import MAX_BYTES, MAX_VERDICTS, VALUE_BYTES, portion
 
 

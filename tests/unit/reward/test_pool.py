@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from areal_async.wire.verdicts import Abstain, Failure, Score, Timeout
+from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from reward_service.client import LocalScorer
 from reward_service.pool import Pool
 from reward_service.sdk import RewardInput, RewardLoadError

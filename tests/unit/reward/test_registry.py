@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from areal_async.control.registry import (
+from areal_async.launch.registry import (
     VARIABLE,
     JobEntry,
     Owner,

@@ -7,7 +7,7 @@ import time
 import pytest
 from prometheus_client import REGISTRY
 
-from areal_async.wire.verdicts import Failure, Score
+from areal_async.rpc.verdicts import Failure, Score
 from reward_service.crew import Limits
 from reward_service.pool import Pool
 from reward_service.sdk import RewardInput, RewardLoadError

@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from areal_async.errors import FaultError, RpcTimeout
+from areal_async.rpc.messages import ClaimedEpisode, Claims, Refusal, Task, VerdictAck
+from areal_async.rpc.verdicts import Failure, Score, Timeout
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
-from areal_async.wire.messages import ClaimedEpisode, Claims, Refusal, Task, VerdictAck
-from areal_async.wire.verdicts import Failure, Score, Timeout
 from reward_service import metrics
 from reward_service.remote.host.desk import _count
 from reward_service.router import Router

@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import RunPlaces, ServicePlace
-from areal_async.control.samples import fetch_samples
-from areal_async.control.service import STOPPED_STATUS
-from areal_async.wire.secret import RunSecret
-from areal_async.wire.verdicts import Score
+from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.verdicts import Score
+from areal_async.runtime.context import RunPlaces, ServicePlace
+from areal_async.runtime.service import STOPPED_STATUS
+from areal_async.status.samples import fetch_samples
 from tests.unit.reward.wire_buffer import DEADLINE_S, WireBuffer
 
 

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import RunPlaces, ServiceContext, ServicePlace
-from areal_async.control.registry import JobEntry, Owner, Registry, RegistryError, Service
-from areal_async.wire.secret import RunSecret
-from areal_async.wire.verdicts import Score
+from areal_async.launch.registry import JobEntry, Owner, Registry, RegistryError, Service
+from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.verdicts import Score
+from areal_async.runtime.context import RunPlaces, ServiceContext, ServicePlace
 from reward_service import metrics
 from reward_service.attached import SharedRewardError, attach, why_waits
 from reward_service.shared import SharedService

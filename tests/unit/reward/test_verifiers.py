@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.wire.verdicts import Abstain
+from areal_async.rpc.verdicts import Abstain
 from reward_service.sdk import RewardInput
 from reward_service.verifiers.arithmetic import arithmetic, final_number
 from reward_service.verifiers.exact_match import exact_match

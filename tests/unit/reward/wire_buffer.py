@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from areal_async.trajectory import EpisodeBuilder, Sampling, pack
-from areal_async.wire.messages import (
+from areal_async.rpc.messages import (
     Arrived,
     Claim,
     ClaimedEpisode,
@@ -15,8 +14,9 @@ from areal_async.wire.messages import (
     Task,
     VerdictAck,
 )
-from areal_async.wire.rpc import Server
-from areal_async.wire.secret import RunSecret
+from areal_async.rpc.rpc import Server
+from areal_async.rpc.secret import RunSecret
+from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 
 DEADLINE_S = 40.0
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from areal_async.config.models import GRADE, TEMPLATE, JudgeArguments, RewardModelArguments
-from areal_async.wire.verdicts import Abstain, Failure, Score, Timeout
+from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from reward_service.models.batching import WINDOW, choose_batch, cut_by_tokens, is_due
 from reward_service.models.endpoint import retry_after_s
 from reward_service.models.grades import NoGrade, Parser, verdict_of

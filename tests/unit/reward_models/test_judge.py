@@ -6,7 +6,7 @@ import time
 import pytest
 from aiohttp import web
 
-from areal_async.wire.verdicts import Abstain, Failure, Score, Timeout
+from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from reward_service.router import Watched
 from reward_service.sdk import RewardLoadError
 from reward_service.spec import RewardSpec

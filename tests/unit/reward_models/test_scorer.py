@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from areal_async.config.models import RewardModelArguments
-from areal_async.wire.verdicts import Failure, Score
+from areal_async.rpc.verdicts import Failure, Score
 from reward_service.models.model_worker import Scorer, Unusable
 from tests.unit.reward_models.tiny import bare_scores, write_encoder, write_reward_model
 

@@ -14,8 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from transformers.utils import logging as transformers_logging
 
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import GenerateResult
 from rollout_service.engines.local import LocalEngine
 from rollout_service.engines.local.core import EngineCore

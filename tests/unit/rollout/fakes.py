@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from areal_async.config.job import JobConfig
-from areal_async.wire.messages import HeartbeatAck, LeasedGroup, Leases, PutAck, Task, VersionTag
+from areal_async.rpc.messages import HeartbeatAck, LeasedGroup, Leases, PutAck, Task, VersionTag
 from rollout_service.engines.base import (
     EngineStats,
     GenerateRequest,

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from areal_async.control.restart import RestartPolicy
+from areal_async.rpc.messages import VersionTag
+from areal_async.runtime.restart import RestartPolicy
 from areal_async.trajectory import Sampling
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import (
     Capabilities,
     EngineError,

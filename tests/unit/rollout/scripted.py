@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from areal_async.rpc.messages import Task, VersionTag
 from areal_async.trajectory import Episode, EpisodeBuilder, Sampling, SegmentKind
-from areal_async.wire.messages import Task, VersionTag
 from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.workflows import Context, Renderer
 from tests.unit.rollout.fakes import LetterTokenizer

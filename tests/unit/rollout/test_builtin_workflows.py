@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_async.rpc.messages import Task
+from areal_async.rpc.verdicts import Abstain, Score
 from areal_async.trajectory import SegmentKind, training_rows
-from areal_async.wire.messages import Task
-from areal_async.wire.verdicts import Abstain, Score
 from reward_service.sdk import RewardInput, load_reward
 from rollout_service.environments import EnvironmentFailure
 from rollout_service.workflows import Context, load_workflow, tool

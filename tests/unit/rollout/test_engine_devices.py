@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import ServiceContext
+from areal_async.runtime.context import ServiceContext
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.devices import own_device, own_gpus
 from rollout_service.engines.server.settings import settings_of

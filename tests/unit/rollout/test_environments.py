@@ -20,7 +20,7 @@ from areal_async.config.environments import (
     FrozenLakeOptions,
     SokobanOptions,
 )
-from areal_async.wire.messages import Task
+from areal_async.rpc.messages import Task
 from rollout_service.environments import (
     BUILT_IN,
     EnvironmentFailure,

@@ -14,11 +14,11 @@ from prometheus_client import REGISTRY
 from transformers import AutoTokenizer
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import ServiceContext
 from areal_async.errors import RpcTimeout, SnapshotError
-from areal_async.observe.record import RunLog
-from areal_async.wire.messages import NoNews, SnapshotNotice, Task, VersionTag
-from areal_async.wire.verdicts import Abstain, Score, Verdict
+from areal_async.rpc.messages import NoNews, SnapshotNotice, Task, VersionTag
+from areal_async.rpc.verdicts import Abstain, Score, Verdict
+from areal_async.runtime.context import ServiceContext
+from areal_async.status.record import RunLog
 from rollout_service import evaluator as evaluator_module
 from rollout_service.engines.base import EngineLost, EngineStats
 from rollout_service.engines.server.place import attached_url

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult
 from rollout_service.engines.local.core import EngineCore
 from rollout_service.engines.local.model import LocalModel

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, RequestError
 from rollout_service.engines.local import LocalEngine
 from rollout_service.engines.local.room import Room

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from areal_async.control.restart import RestartPolicy
 from areal_async.errors import RpcTimeout
-from areal_async.wire.messages import VersionTag
+from areal_async.rpc.messages import VersionTag
+from areal_async.runtime.restart import RestartPolicy
 from rollout_service import replica as replica_module
 from rollout_service import replicas as replicas_module
 from rollout_service.engines.base import DeadlinePassed, EngineError, EngineLost

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import RunPlaces, ServiceContext
+from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.secret import RunSecret
+from areal_async.runtime.context import RunPlaces, ServiceContext
 from areal_async.trajectory import Sampling
-from areal_async.wire.messages import VersionTag
-from areal_async.wire.secret import RunSecret
 from rollout_service.engines.base import EngineError, RequestError
 from rollout_service.engines.server.checks import answer_room, checked_prompt, logprobs_of
 from rollout_service.engines.server.environment import find_python

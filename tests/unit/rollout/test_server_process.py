@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_async.observe.log import SERVER_LOADS
+from areal_async.runtime.log import SERVER_LOADS
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.server import process as process_module
 from rollout_service.engines.server.process import ServerProcess, free_port

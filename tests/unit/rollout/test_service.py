@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from areal_async.control.context import ServiceContext
-from areal_async.control.elastic import name_is_held
 from areal_async.errors import RpcTimeout
-from areal_async.wire.messages import SnapshotNotice, VersionTag
+from areal_async.launch.elastic import name_is_held
+from areal_async.rpc.messages import SnapshotNotice, VersionTag
+from areal_async.runtime.context import ServiceContext
 from rollout_service import service
 from rollout_service.service import NameTaken, name_of_our_own
 from tests.unit.rollout.fakes import job

@@ -14,9 +14,9 @@ import torch
 from aiohttp import web
 
 from areal_async.quickstart.model import write_model
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import write_snapshot
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import EngineError, EngineLost, GenerateRequest
 from rollout_service.engines.server.liveness import Patience
 from rollout_service.engines.server.settings import ServerSettings

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from areal_async.errors import RpcTimeout
-from areal_async.wire.messages import AskTensors, SendsNothing, SendsTensors, TensorBucket, VersionTag
+from areal_async.rpc.messages import AskTensors, SendsNothing, SendsTensors, TensorBucket, VersionTag
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.sglang.distributed import TensorFeed, check_releases, release_of, torch_of
 from rollout_service.engines.sglang.probe import ModelInfo

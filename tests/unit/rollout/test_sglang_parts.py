@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import EngineError, EngineLost, RequestError, UpdateMode
 from rollout_service.engines.server import http
 from rollout_service.engines.server.http import KEEPALIVE_S, ServerClient

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
+from areal_async.rpc.messages import Task
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, training_rows
-from areal_async.wire.messages import Task
 from rollout_service.engines.base import GenerateResult
 from rollout_service.workflows import Context, Renderer, TemplateRewrites, TurnError
 from rollout_service.workflows.turns import Chat, continuation

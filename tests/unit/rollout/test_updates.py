@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from areal_async.errors import FaultError, RpcTimeout, SnapshotError
+from areal_async.rpc.messages import NoNews, SnapshotNotice, VersionTag
+from areal_async.rpc.secret import RunSecret
 from areal_async.trajectory import Sampling
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
-from areal_async.wire.messages import NoNews, SnapshotNotice, VersionTag
-from areal_async.wire.secret import RunSecret
 from rollout_service import updates as updates_module
 from rollout_service.engines.base import EngineError, EngineLost, GenerateRequest
 from rollout_service.updates import Updates

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_async.quickstart.model import write_model
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
-from areal_async.wire.messages import VersionTag
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.server.http import KEEPALIVE_S
 from rollout_service.engines.server.tensors import check_same, read_layout

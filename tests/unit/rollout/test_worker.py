@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from areal_async.errors import FaultError, RpcTimeout
+from areal_async.rpc.messages import PutAck, Refusal, Task, VersionTag
 from areal_async.trajectory import unpack
-from areal_async.wire.messages import PutAck, Refusal, Task, VersionTag
 from rollout_service import concurrency, failures, metrics, tuning, waiting
 from rollout_service.engines.base import (
     EngineError,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from areal_async.wire.messages import Leases, VersionTag
+from areal_async.rpc.messages import Leases, VersionTag
 from rollout_service import failures, sending
 from rollout_service import worker as worker_module
 from rollout_service.engines.base import (

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from areal_async.config.rollout import BUILT_IN_WORKFLOWS
 from areal_async.prompts import prompt_ids, prompt_text
+from areal_async.rpc.messages import Task
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, training_rows
-from areal_async.wire.messages import Task
 from replay_buffer.server import read_arrival
 from rollout_service.engines.base import GenerateRequest, GenerateResult, RequestError
 from rollout_service.workflows import (

@@ -10,7 +10,7 @@ from code_table import table
 
 from areal_async.config.reward import RewardSection
 from areal_async.config.verifiers import REWARD_ARGUMENTS
-from areal_async.wire.verdicts import Abstain, Score
+from areal_async.rpc.verdicts import Abstain, Score
 from reward_service.client import LocalScorer
 from reward_service.sandbox import CompilerMissing, Outcome, languages
 from reward_service.sdk import RewardInput

@@ -20,7 +20,7 @@ from areal_async.config.job import JobConfig
 from areal_async.config.reward import RewardSection
 from areal_async.config.rewardcheck import built_in_mistakes
 from areal_async.config.sandbox import CodeStdioArguments, SandboxLevel
-from areal_async.wire.verdicts import Failure, Score
+from areal_async.rpc.verdicts import Failure, Score
 from reward_service.jail import linux, seccomp
 from reward_service.sandbox import CompilerMissing, Limits, Program, Sandbox, SandboxError
 from reward_service.sandbox.languages import installed, language
@@ -90,7 +90,7 @@ JOB = """
 import json, sys
 from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
-from areal_async.control.preflight import check_machine
+from areal_async.launch.preflight import check_machine
 for reward in json.loads(sys.argv[1]):
     written = {"job": "test", "model": "model", "tasks": {"train": "train.jsonl"}, "reward": reward}
     try:

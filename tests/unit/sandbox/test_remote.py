@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from areal_async.errors import EndpointError
-from areal_async.wire.verdicts import Failure
+from areal_async.rpc.verdicts import Failure
 from reward_service.sandbox import CompilerMissing, Limits, Program, SandboxError
 from reward_service.sandbox.errors import CannotIsolate
 from reward_service.sandbox.remote import RemoteSandbox

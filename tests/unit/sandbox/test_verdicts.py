@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from forge import ARGS, forged_ones, judged, right_ones
 
-from areal_async.wire.verdicts import Failure, Score
+from areal_async.rpc.verdicts import Failure, Score
 from reward_service.sdk import RewardInput
 from reward_service.verifiers.code_matrix import code_matrix
 from reward_service.verifiers.code_tests import code_tests

@@ -13,9 +13,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
+from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
+from areal_async.rpc.verdicts import Parts
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
-from areal_async.wire.messages import Batch, BatchEpisode, BatchGroup
-from areal_async.wire.verdicts import Parts
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+=-* "]
 

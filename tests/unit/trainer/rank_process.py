@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from areal_async.config.job import JobConfig
-from areal_async.observe.record import RunLog
-from areal_async.wire.messages import TrainerOpened, Waiting
+from areal_async.rpc.messages import TrainerOpened, Waiting
+from areal_async.status.record import RunLog
 from trainer_service.backends.fsdp import FsdpBackend
 from trainer_service.checkpoint import Checkpoint
 from trainer_service.ranks import join_ranks

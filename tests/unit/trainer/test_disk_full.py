@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from areal_async.observe.record import RunLog, read_run_log
+from areal_async.status.record import RunLog, read_run_log
 from trainer_service.checkpoint import Checkpoints, named_checkpoints, newest_usable
 from trainer_service.disk import room_for
 from trainer_service.errors import DiskFull

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.config.trainer import ObjectiveSection
-from areal_async.wire.messages import Batch, BatchEpisode, BatchGroup
+from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
 from trainer_service.errors import BatchError, DivergenceError, StalenessViolation
 from trainer_service.manifest import figures_of, plan_step
 from trainer_service.objectives.compose import Objective

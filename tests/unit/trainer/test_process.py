@@ -11,11 +11,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from areal_async.config.job import JobConfig
-from areal_async.control.context import ServiceContext
 from areal_async.errors import FaultError
-from areal_async.observe.record import read_run_log
-from areal_async.wire import messages as m
-from areal_async.wire.rpc import Server
+from areal_async.rpc import messages as m
+from areal_async.rpc.rpc import Server
+from areal_async.runtime.context import ServiceContext
+from areal_async.status.record import read_run_log
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.main import main
 from trainer_service.record import read_step, write_step

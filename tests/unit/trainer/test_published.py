@@ -1,4 +1,4 @@
-from areal_async.wire.messages import VersionTag
+from areal_async.rpc.messages import VersionTag
 from trainer_service.published import Published
 
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from areal_async.config.trainer import ObjectiveSection
-from areal_async.observe.record import read_run_log
+from areal_async.status.record import read_run_log
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.manifest import plan_step
 from trainer_service.objectives.compose import Objective

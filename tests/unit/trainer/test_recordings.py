@@ -6,7 +6,7 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
-from areal_async.observe.record import RunLog
+from areal_async.status.record import RunLog
 from areal_async.trajectory.parquet import (
     PARTS,
     EpisodeWriter,

@@ -13,14 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_async.config.job import JobConfig
-from areal_async.observe.record import RunLog, read_run_log
+from areal_async.rpc.messages import NoNews, VersionTag, Waiting
+from areal_async.rpc.secret import RunSecret
+from areal_async.status.record import RunLog, read_run_log
 from areal_async.weights.offers import DeltaPolicy
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
 from areal_async.weights.sender import Sender
 from areal_async.weights.snapshot import open_snapshot
-from areal_async.wire.messages import NoNews, VersionTag, Waiting
-from areal_async.wire.secret import RunSecret
 from trainer_service.backends.fsdp import FsdpBackend
 from trainer_service.errors import BatchError, StalenessViolation
 from trainer_service.modelfiles import companion_files
@@ -288,7 +288,7 @@ def test_a_unit_of_a_version_to_come_ends_the_trainer_before_a_gradient(tmp_path
 
 
 def test_a_wait_is_reported_with_its_edge_and_a_stop_ends_it(tmp_path, model_dir, monkeypatch, capsys):
-    from areal_async.observe.log import setup_logging
+    from areal_async.runtime.log import setup_logging
 
     stopping = threading.Event()
 

@@ -17,9 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_async.config.job import JobConfig
-from areal_async.observe.record import RunLog, read_run_log
+from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
+from areal_async.status.record import RunLog, read_run_log
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
-from areal_async.wire.messages import Batch, BatchEpisode, BatchGroup
 from trainer_service.backends.fsdp import FsdpBackend
 from trainer_service.ranks import join_ranks
 from trainer_service.record import write_step

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_async.config.job import JobConfig
-from areal_async.observe.record import RunLog, read_run_log
+from areal_async.status.record import RunLog, read_run_log
 from areal_async.tasks import read_tasks
 from trainer_service.backends.fsdp import FsdpBackend
 from trainer_service.errors import BatchError

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from areal_async.rpc.messages import SnapshotNotice, VersionTag
+from areal_async.rpc.secret import RunSecret
 from areal_async.weights import DeltaPolicy, Publisher, Receiver
 from areal_async.weights.deltas import apply_delta
 from areal_async.weights.transport.inlet import Inlet, Place
 from areal_async.weights.transport.outlet import Outlet
-from areal_async.wire.messages import SnapshotNotice, VersionTag
-from areal_async.wire.secret import RunSecret
 
 SECRET = RunSecret(bytes(32))
 

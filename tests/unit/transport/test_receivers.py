@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from areal_async.errors import SnapshotError, SnapshotSkipped
+from areal_async.rpc.messages import DeltaOffer, NoNews, SnapshotNotice, VersionTag
+from areal_async.rpc.secret import RunSecret
 from areal_async.weights import Publisher, Receiver
 from areal_async.weights.transport.inlet import Inlet, Place, should_skip
 from areal_async.weights.transport.outlet import Outlet
-from areal_async.wire.messages import DeltaOffer, NoNews, SnapshotNotice, VersionTag
-from areal_async.wire.secret import RunSecret
 from tests.unit.transport.world import PATIENCE_S, written
 
 SECRET = RunSecret(bytes(32))

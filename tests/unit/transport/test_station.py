@@ -10,14 +10,14 @@ import pytest
 import zmq
 
 from areal_async.errors import EndpointError, SnapshotError
+from areal_async.rpc import endpoints
+from areal_async.rpc.endpoints import CurveKeys
 from areal_async.weights.snapshot import open_snapshot
 from areal_async.weights.transport import frames
 from areal_async.weights.transport.frames import Kind
 from areal_async.weights.transport.holding import Growing, Holding
 from areal_async.weights.transport.keys import make_keys, read_keys
 from areal_async.weights.transport.table import key_of
-from areal_async.wire import endpoints
-from areal_async.wire.endpoints import CurveKeys
 from tests.unit.transport.world import LIMIT_S, SECRET, fetch, files_of, publisher, station, table_of, written
 
 

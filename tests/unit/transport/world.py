@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from areal_async.rpc.endpoints import Access
+from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.secret import RunSecret
 from areal_async.weights.snapshot import Written, write_snapshot
 from areal_async.weights.transport.fetch import Fetch
 from areal_async.weights.transport.holding import Growing, Holding
 from areal_async.weights.transport.station import Station
 from areal_async.weights.transport.table import ChunkTable, build_table
-from areal_async.wire.endpoints import Access
-from areal_async.wire.messages import VersionTag
-from areal_async.wire.secret import RunSecret
 
 PATIENCE_S = 0.3
 LIMIT_S = 60.0

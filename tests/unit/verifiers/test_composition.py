@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.wire.verdicts import Abstain, Parts, Score
+from areal_async.rpc.verdicts import Abstain, Parts, Score
 from reward_service.sdk import RewardInput, RewardLoadError
 from reward_service.verifiers.component import PartError
 from reward_service.verifiers.cosine_length import cosine_length
@@ -20,7 +20,7 @@ from reward_service.verifiers.repetition import repetition
 from reward_service.verifiers.weighted import preload, weighted
 
 OWN = """
-from areal_async.wire.verdicts import Failure, Parts, Timeout
+from areal_async.rpc.verdicts import Failure, Parts, Timeout
 from reward_service.sdk import Abstain, Score, reward
 
 @reward

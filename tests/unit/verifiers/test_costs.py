@@ -15,7 +15,7 @@ import pytest
 from verifiers import TABLE, judged
 
 from areal_async.config.reward import RewardSection
-from areal_async.wire.verdicts import Score
+from areal_async.rpc.verdicts import Score
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 from reward_service.verifiers import symbolic

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from areal_async.config.reward import RewardSection
-from areal_async.wire.verdicts import Abstain, Failure, Score
+from areal_async.rpc.verdicts import Abstain, Failure, Score
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 

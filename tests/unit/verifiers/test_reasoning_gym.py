@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from areal_async.wire.verdicts import Abstain
+from areal_async.rpc.verdicts import Abstain
 from reward_service.sdk import RewardInput
 from reward_service.verifiers.reasoning_gym import EVALUATES, PARSES, harmless, reasoning_gym
 

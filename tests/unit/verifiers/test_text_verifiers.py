@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from verifiers import VERIFIERS, fuzz
 
 from areal_async.config.verifiers import REWARD_ARGUMENTS
-from areal_async.wire.verdicts import Abstain, Score
+from areal_async.rpc.verdicts import Abstain, Score
 from reward_service.sdk import BUILT_IN, RewardInput, load_reward
 from reward_service.verifiers.answers import answer_of
 from reward_service.verifiers.instruction_checks import CHECKS, follows

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from areal_async.rpc.messages import VersionTag
 from areal_async.weights.sharded import Box, begin_sharded, box_of, publish_sharded, write_rank
-from areal_async.wire.messages import VersionTag
 
 TAG = VersionTag(1, 1)
 

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal_async.errors import SnapshotError, WrongBase
+from areal_async.rpc.messages import VersionTag
 from areal_async.weights import delta as blocks
 from areal_async.weights import open_snapshot, write_snapshot
 from areal_async.weights.comparison import write_delta
@@ -19,7 +20,6 @@ from areal_async.weights.deltas import DELTA_FILE, TARGET_FILE, apply_delta
 from areal_async.weights.manifest import MANIFEST_FILE, hash_of, seal, unseal
 from areal_async.weights.shards import write_shard
 from areal_async.weights.snapshot import MODEL_FILE, Written, publish_directory
-from areal_async.wire.messages import VersionTag
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"[1]"}
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from areal_async.errors import SnapshotError
+from areal_async.rpc.messages import AckSnapshot, NoNews, SnapshotNotice, VersionTag, WaitSnapshot
+from areal_async.rpc.rpc import Client
+from areal_async.rpc.secret import RunSecret
 from areal_async.weights import Publisher, offers, open_snapshot
 from areal_async.weights.comparison import write_delta
 from areal_async.weights.deltas import apply_delta
 from areal_async.weights.offers import DeltaPolicy
 from areal_async.weights.snapshot import Written
-from areal_async.wire.messages import AckSnapshot, NoNews, SnapshotNotice, VersionTag, WaitSnapshot
-from areal_async.wire.rpc import Client
-from areal_async.wire.secret import RunSecret
 
 SECRET = RunSecret(bytes(32))
 

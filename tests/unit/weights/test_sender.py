@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from areal_async.rpc.messages import AskTensors, SendsNothing, SendsTensors, VersionTag
 from areal_async.weights import sender as sender_module
 from areal_async.weights.sender import Sender, in_buckets
-from areal_async.wire.messages import AskTensors, SendsNothing, SendsTensors, VersionTag
 
 LIMIT_S = 60.0
 DEADLINE_S = 30.0
@@ -151,7 +151,7 @@ DIES = """
 import os, sys
 sys.path.insert(0, sys.argv[2])
 from test_sender import Member
-from areal_async.wire.messages import SendsTensors
+from areal_async.rpc.messages import SendsTensors
 import msgspec
 plan = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=SendsTensors)
 Member().take(plan, buckets=1)

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.errors import SnapshotError
+from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.secret import RunSecret
 from areal_async.weights import Publisher, Written, open_snapshot
 from areal_async.weights.comparison import write_delta
 from areal_async.weights.deltas import apply_delta
@@ -26,8 +28,6 @@ from areal_async.weights.sharded import (
     slice_box,
     write_rank,
 )
-from areal_async.wire.messages import VersionTag
-from areal_async.wire.secret import RunSecret
 
 SECRET = RunSecret(bytes(32))
 

@@ -3,8 +3,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from areal_async.rpc.messages import VersionTag
 from areal_async.weights.shelf import MAX_HOLDS, MAX_PENDING, MAX_RECEIVERS, SILENT_MS, Retired, Shelf
-from areal_async.wire.messages import VersionTag
 
 
 def tag(version: int, epoch: int = 1) -> VersionTag:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.errors import SnapshotError
+from areal_async.rpc.messages import VersionTag
 from areal_async.weights import Written, open_snapshot, write_snapshot
-from areal_async.wire.messages import VersionTag
 
 FILES = ["manifest.json", "model.safetensors", "config.json"]
 

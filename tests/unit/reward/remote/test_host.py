@@ -18,8 +18,8 @@ import zmq
 
 from areal_async.cli.tools import ServeRequest
 from areal_async.errors import ArealError, EndpointError
+from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
-from areal_async.wire.verdicts import Abstain, Failure, Score, Timeout
 from reward_service.pool import Pool
 from reward_service.remote.host.__main__ import curve_secret
 from reward_service.remote.host.__main__ import serve as run_server

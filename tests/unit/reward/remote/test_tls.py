@@ -8,8 +8,8 @@ import subprocess
 import pytest
 from starlette.responses import PlainTextResponse
 
-from areal_async.wire.http import HttpLimits, HttpServer, listen
-from areal_async.wire.verdicts import Score
+from areal_async.rpc.http import HttpLimits, HttpServer, listen
+from areal_async.rpc.verdicts import Score
 from reward_service.pool import Pool
 from reward_service.remote.host.access import Gate, http_socket
 from reward_service.remote.host.desk import Desk

@@ -1,0 +1,191 @@
+"""The supervisor's control socket: what `areal-async scale` and `drain` ask, on a thread of its own.
+
+Promises: a request is carried out by the supervisor's own loop, one at a time; it is answered with what was
+done, or with why not; a worker that is to leave is named to the buffer, so that it is leased nothing more.
+Nobody but who has the secret of the run is heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from areal_async.errors import FaultError, WireError
+from areal_async.rpc.messages import Drain, DrainWorker, Message, ScaleWorkers, WorkersChanged
+from areal_async.rpc.rpc import Client, Peer, RunSecret, Server
+from areal_async.runtime.child import exit_text
+from areal_async.runtime.log import get_logger
+
+BUFFER_WAIT_S = 10.0
+START_WAIT_S = 10.0
+LAST_ANSWERS_S = 0.05
+"""For answers that have just been given to go out."""
+MAX_ASKED = 64
+"""Requests that wait for the supervisor's loop."""
+
+log = get_logger("supervisor")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A worker that left: its exit status (None: it never ran), and how long that took."""
+
+    status: int | None
+    took_s: float
+
+
+@dataclass(frozen=True)
+class Leaving:
+    since_s: float
+    ended: Future[Ended] = field(default_factory=Future)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What the supervisor has set going: workers started, workers that leave, and those that stay."""
+
+    joined: list[str]
+    leaving: Mapping[str, Future[Ended]]
+    workers: list[str]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request on its way through the supervisor's loop."""
+
+    request: ScaleWorkers | DrainWorker
+    begun: Future[Begun] = field(default_factory=Future)
+
+    def answer_with(self, carry_out: Callable[[ScaleWorkers | DrainWorker], Begun]) -> None:
+        try:
+            self.begun.set_result(carry_out(self.request))
+        except Exception as error:
+            self.begun.set_exception(error)
+
+
+def control_endpoint(socket_dir: Path) -> str:
+    return f"ipc://{socket_dir}/control"
+
+
+class ControlSocket:
+    """`start`, then `take` what is asked as often as the supervisor looks, then `stop`."""
+
+    def __init__(self, job: str, socket_dir: Path, secret: RunSecret) -> None:
+        self._job = job
+        self._secret = secret
+        self._socket_dir = socket_dir
+        self._asked: queue.Queue[Asked] = queue.Queue(MAX_ASKED)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = asyncio.Event()
+        self._started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    def start(self) -> None:
+        """Raises `EndpointError` where the socket cannot be served."""
+        self._loop = asyncio.new_event_loop()
+        self._thread.start()
+        self._started.result(START_WAIT_S)
+
+    def take(self) -> Iterator[Asked]:
+        """What was asked since the last look."""
+        with suppress(queue.Empty):
+            while True:
+                yield self._asked.get_nowait()
+
+    def stop(self) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it could not be served, and its loop has ended
+                self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(START_WAIT_S)
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        server = Server(
+            control_endpoint(self._socket_dir),
+            service="supervisor",
+            job=self._job,
+            access=self._secret,
+            handler=self._handle,
+        )
+        try:
+            await server.start()
+        except Exception as error:
+            self._started.set_exception(error)
+            return
+        self._started.set_result(None)
+        await self._stopping.wait()
+        await asyncio.sleep(LAST_ANSWERS_S)
+        await server.stop()
+
+    async def _handle(self, peer: Peer, message: Message, attachments: list[memoryview]) -> Message:
+        if isinstance(message, DrainWorker) and message.outside:
+            return await self._drain_outside(message)
+        if not isinstance(message, ScaleWorkers | DrainWorker):
+            raise FaultError("invalid", f"the supervisor does not answer {type(message).__name__}")
+        log.info("asked to change the workers", request=repr(message))
+        asked = Asked(message)
+        try:
+            self._asked.put_nowait(asked)
+        except queue.Full:
+            raise FaultError("busy", "the supervisor has requests enough under way", 500) from None
+        begun = await asyncio.wrap_future(asked.begun)
+        untold = [name for name in begun.leaving if not await self._tell_buffer(name)]
+        if isinstance(message, DrainWorker):
+            (ending,) = begun.leaving.values()
+            # Shielded: whoever waits for the same end must get it too.
+            ended = await asyncio.shield(asyncio.wrap_future(ending))
+            return WorkersChanged(_left_text(message.worker, ended), begun.workers)
+        return WorkersChanged(_scaled_text(begun, message.limit_ms / 1000, untold), begun.workers)
+
+    async def _drain_outside(self, message: DrainWorker) -> Message:
+        if not await self._tell_buffer(message.worker):
+            raise FaultError("unavailable", "the buffer does not answer; nothing was done")
+        text = f"{message.worker} is leased nothing more; it ends once it has finished what it has"
+        return WorkersChanged(text, [])
+
+    async def _tell_buffer(self, name: str) -> bool:
+        """Have the buffer lease it nothing more. If that fails the worker is told at the end of its time."""
+        endpoint = f"ipc://{self._socket_dir}/buffer"
+        client = Client(endpoint, job=self._job, role="supervisor", name="control", access=self._secret)
+        try:
+            await client.connect(BUFFER_WAIT_S)
+            await client.call(Drain(name, "it was told to drain"), timeout_s=BUFFER_WAIT_S)
+        except WireError as error:
+            log.warning("the buffer was not told", worker=name, error=str(error))
+            return False
+        finally:
+            await client.close()
+        return True
+
+
+def _left_text(name: str, ended: Ended) -> str:
+    if ended.status is None:
+        return f"{name} did not run; it will not be started again"
+    if ended.status == 0:
+        return f"{name} has finished, handed back the rest and ended, in {ended.took_s:.1f} s"
+    return f"{name} {exit_text(ended.status)} after {ended.took_s:.1f} s; its leases are given to others"
+
+
+def _scaled_text(begun: Begun, limit_s: float, untold: list[str]) -> str:
+    parts = []
+    if begun.joined:
+        parts.append(f"started {', '.join(begun.joined)}")
+    if begun.leaving:
+        parts.append(f"draining {', '.join(begun.leaving)} (at most {limit_s:.0f} s)")
+    if untold:
+        parts.append(
+            f"the buffer does not answer, so {', '.join(untold)} will be told at the end of that time"
+        )
+    return "; ".join(parts) or f"nothing to do: the workers are {', '.join(begun.workers)}"

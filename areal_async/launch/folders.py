@@ -1,0 +1,294 @@
+"""The folders of a run: who may use them, what is in them, and that nothing volatile is left behind.
+
+Promises: one run at a time per run folder (a lock that dies with its process); work of an earlier run is
+deleted only when asked; a folder that no run of ours made is never touched, and of another user's nothing is
+read, run or deleted; the run folder, sockets and shared memory are closed to other users from the moment they
+are made, whatever the umask; the last two are removed at the end, or by the next run if the supervisor was
+killed; so are snapshots in a directory that hosts share.
+
+The folder above (`run_dir` of the job file) is the user's own: who may write to it may put another in a run
+folder's place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from areal_async.config.job import JobConfig
+from areal_async.launch.errors import RunFolderError
+from areal_async.ownfiles import NotOurs, check_own, check_owner, close_folder, is_own_folder, read_own
+from areal_async.rpc.secret import RunSecret
+from areal_async.runtime.child import kill_processes_of
+from areal_async.runtime.context import short_socket_dir
+from areal_async.snapshot_folders import remove_snapshots, shared_directory
+from areal_async.status.record import holds_results
+
+LOCK = "run.lock"
+STATE = frozenset({LOCK, "job.yaml", "context.json", "logs", "buffer", "events", "failpoints"})
+"""What a run needs while it lives. Everything else in its folder is work, also what we do not know."""
+OWNER = "owner.json"
+SHM_ROOT = Path("/dev/shm")
+RECORD_BYTES = 4096
+
+
+class _Record(msgspec.Struct):
+    """What a supervisor writes into the lock of its run folder."""
+
+    pid: int
+    created_s: float
+    run_id: str
+    socket_dir: str
+    shm_dir: str
+
+
+@dataclass(frozen=True)
+class RunFolders:
+    """The folders of one run that holds its lock."""
+
+    run_id: str
+    run_dir: Path
+    socket_dir: Path
+    shm_dir: Path
+    targets: Path
+    """Prometheus file_sd targets of the run: `<job.run_dir>/prometheus/<job>.json`."""
+    lock_fd: int
+    secret: RunSecret
+    """What every socket of the run asks for; in a file of `socket_dir`."""
+    snapshots: Path | None = None
+    """Where they outlive `shm_dir`: the job's folder in the directory of weights channel `disk`."""
+
+    @property
+    def logs(self) -> Path:
+        return self.run_dir / "logs"
+
+    @property
+    def context(self) -> Path:
+        return self.run_dir / "context.json"
+
+    def release(self) -> None:
+        """Remove what is volatile and give up the lock."""
+        for folder in (self.socket_dir, self.shm_dir):
+            shutil.rmtree(folder, ignore_errors=True)
+        if self.snapshots is not None:
+            with suppress(OSError):  # what cannot be removed now is removed by the next run
+                remove_snapshots(self.snapshots)
+                self.snapshots.rmdir()
+        self.targets.unlink(missing_ok=True)
+        os.ftruncate(self.lock_fd, 0)
+        os.close(self.lock_fd)
+
+
+def claim_folders(
+    job: JobConfig, *, overwrite: bool, resume: bool = False, shm_root: Path = SHM_ROOT
+) -> RunFolders:
+    """Take the job's run folder, clean up after a dead run, and make the volatile folders.
+
+    With `resume` what an earlier run left in its folder stays, to be gone on with. Raises `RunFolderError`
+    when another run uses it, when it holds work that is neither to be resumed nor overwritten, or when it is
+    not a run folder of ours.
+    """
+    run_dir = job.run_dir / job.job
+    if run_dir.is_dir():
+        check_run_folder(run_dir)
+    if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / LOCK).exists():
+        raise RunFolderError(
+            f"{run_dir} is not empty and was not made by a run; nothing in it is touched. Give the job "
+            "another name (`job:`) or another `run_dir`."
+        )
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700, exist_ok=True)
+        _close(run_dir)
+        lock_fd = _lock(run_dir)
+    except OSError as error:
+        raise RunFolderError(f"{run_dir} cannot be used: {error.strerror}. Set another `run_dir`.") from error
+    try:
+        _end_dead_run(lock_fd)
+        if resume:
+            return _make(job, run_dir, lock_fd, shm_root)
+        if (work := describe_work(run_dir)) and not overwrite:
+            is_done = (run_dir / "summary.json").exists()
+            go_on = "" if is_done else f"go on with `areal-async resume {run_dir}`, "
+            raise RunFolderError(
+                f"{run_dir} holds {work}. Give the job another name (job=NAME), move that folder away, "
+                f"{go_on}or add --overwrite to delete it and start anew."
+            )
+        _clear(run_dir)
+        return _make(job, run_dir, lock_fd, shm_root)
+    except BaseException:
+        os.close(lock_fd)
+        raise
+
+
+def describe_work(run_dir: Path) -> str:
+    """What a run folder holds that is worth keeping, in words; empty when there is nothing."""
+    if (run_dir / "summary.json").exists():
+        return "a finished run"
+    kept = [entry.name for entry in run_dir.iterdir() if entry.name not in STATE and _holds_anything(entry)]
+    if "metrics.jsonl" in kept and not holds_results(run_dir / "metrics.jsonl"):
+        kept.remove("metrics.jsonl")
+    return f"an unfinished run ({', '.join(sorted(kept))})" if kept else ""
+
+
+def supervisor_of(run_dir: Path) -> dict[str, Any] | None:
+    """What the supervisor that runs the job of `run_dir` now has written down; None while nobody does."""
+    record = _read_json(run_dir / LOCK)
+    return record if record is not None and _is_alive(record) else None
+
+
+def check_run_folder(run_dir: Path) -> None:
+    """Raise `RunFolderError` where the existing `run_dir`, or what says whose it is, is another user's."""
+    try:
+        check_owner(run_dir)
+        if os.path.lexists(run_dir / LOCK):
+            read_own(run_dir / LOCK, max_bytes=RECORD_BYTES)
+    except NotOurs as error:
+        raise RunFolderError(str(error)) from error
+    except OSError as error:
+        raise RunFolderError(f"{run_dir} is not the folder of a run: {error}") from error
+
+
+def volatile_roots() -> list[Path]:
+    """Where shared memory and socket folders of runs are."""
+    return list(dict.fromkeys((SHM_ROOT, Path(tempfile.gettempdir()), Path("/tmp"))))
+
+
+def leftovers(roots: Sequence[Path]) -> Iterator[Path]:
+    """Shared memory and socket folders below `roots` of this user's runs whose supervisor is gone."""
+    for root in roots:
+        for folder in sorted(root.glob(f"areal-{os.getuid()}-*")) if root.is_dir() else ():
+            if not is_own_folder(folder):
+                continue  # /tmp and /dev/shm are everybody's: another user may take any name there
+            owner = _read_json(folder / OWNER)
+            if owner is not None and not _is_alive(owner):
+                yield folder
+
+
+def _lock(run_dir: Path) -> int:
+    path = run_dir / LOCK
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    lock_fd = os.open(path, flags, 0o600)
+    try:
+        check_own(lock_fd, path)
+    except NotOurs as error:
+        os.close(lock_fd)
+        raise RunFolderError(str(error)) from error
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = _parse_json(os.pread(lock_fd, 4096, 0)) or {}
+        os.close(lock_fd)
+        raise RunFolderError(
+            f"this job is already running (process {holder.get('pid', 'unknown')} uses {run_dir}). Wait for "
+            "it, stop it with Ctrl-C, or give this one another name (job=NAME)."
+        ) from None
+    return lock_fd
+
+
+def refuse_running(run_dir: Path) -> None:
+    """Raise `RunFolderError` when a run holds the lock of `run_dir` at this moment."""
+    os.close(_lock(run_dir))
+
+
+def _end_dead_run(lock_fd: int) -> None:
+    """End the processes and remove the volatile folders of a run that lost its supervisor: the lock was
+    free, but its record was not taken out."""
+    try:
+        record = msgspec.json.decode(os.pread(lock_fd, RECORD_BYTES, 0), type=_Record)
+    except msgspec.DecodeError:
+        return
+    deadline_s = time.monotonic() + 5.0
+    while kill_processes_of(record.run_id) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    for folder in (Path(record.socket_dir), Path(record.shm_dir)):
+        if folder.name.startswith(f"areal-{os.getuid()}-") and is_own_folder(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _close(run_dir: Path) -> None:
+    """Close a run folder to others before anything in it is trusted."""
+    try:
+        close_folder(run_dir)
+    except NotOurs as error:
+        raise RunFolderError(str(error)) from error
+
+
+def _clear(run_dir: Path) -> None:
+    for entry in run_dir.iterdir():
+        if entry.name == LOCK:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFolders:
+    run_id = secrets.token_hex(6)
+    name = f"areal-{os.getuid()}-{run_id}"
+    usable = shm_root.is_dir() and os.access(shm_root, os.W_OK | os.X_OK)
+    shm_dir = (shm_root if usable else Path(tempfile.gettempdir())) / f"{name}-shm"
+    socket_dir = short_socket_dir(Path(tempfile.gettempdir()) / name)
+    record = {"pid": os.getpid(), "created_s": psutil.Process().create_time(), "job": job.job}
+    places = {"run_id": run_id, "socket_dir": str(socket_dir), "shm_dir": str(shm_dir)}
+    os.ftruncate(lock_fd, 0)
+    os.pwrite(lock_fd, json.dumps(record | places).encode(), 0)
+    for folder in (socket_dir, shm_dir):
+        folder.mkdir(mode=0o700)
+        (folder / OWNER).write_text(json.dumps(record))
+    folders = RunFolders(
+        run_id=run_id,
+        run_dir=run_dir,
+        socket_dir=socket_dir,
+        shm_dir=shm_dir,
+        targets=job.run_dir / "prometheus" / f"{job.job}.json",
+        lock_fd=lock_fd,
+        secret=RunSecret.make(socket_dir),
+        snapshots=shared_directory(job),
+    )
+    folders.targets.unlink(missing_ok=True)
+    folders.logs.mkdir(mode=0o700, exist_ok=True)
+    return folders
+
+
+def _holds_anything(path: Path) -> bool:
+    if path.is_dir():
+        return any(path.iterdir())
+    return path.is_file() and path.stat().st_size > 0
+
+
+def _is_alive(owner: dict[str, Any]) -> bool:
+    """Whether the process of the record lives; its start time tells it from a later one of the same pid."""
+    try:
+        return abs(psutil.Process(owner["pid"]).create_time() - owner["created_s"]) < 1.0
+    except (psutil.Error, KeyError, TypeError, ValueError):
+        return False
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return _parse_json(read_own(path, max_bytes=RECORD_BYTES))
+    except (OSError, NotOurs):
+        return None
+
+
+def _parse_json(text: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

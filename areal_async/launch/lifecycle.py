@@ -1,0 +1,303 @@
+"""The life of a run as a pure state machine: events in, actions out; the clock comes with each event.
+
+Promises: the buffer serves before anything else is started; a service that dies is started again after the
+pause that `restart.py` decides, and the others go on meanwhile; one that dies too often, that a restart would
+not cure, or that does not serve in time, ends the run with a reason that names it, unless it joined later and
+has never served; one that is drained leaves, in whatever way it ends; once a stop has begun nothing is
+started, the stages of `plan.STOP_STAGES` are ended in order, and `STOP_LIMIT_S` after the stop began every
+process has been told to end and then killed; the run is over only when no process is left or the limit has
+passed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from areal_async.launch.plan import STOP_STAGES, awaited_first, ends_the_job
+from areal_async.runtime.context import ServicePlace
+from areal_async.runtime.restart import NO_RESTARTS, RestartPolicy, next_pause_s
+
+STAGE_LIMITS_S = (4.5, 1.5, 2.0)
+"""From asking a stage to end until what is left of it is killed. The first is above the services' own
+grace, so that a kill is the exception."""
+KILL_LIMIT_S = 0.4
+"""From a kill until the next stage goes on without waiting for it."""
+STOP_LIMIT_S = sum(STAGE_LIMITS_S) + len(STAGE_LIMITS_S) * KILL_LIMIT_S
+LAST_ONE_LIMIT_S = 120.0
+"""From the trainer's end until an evaluator that has not ended is a failure."""
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    STARTING = "starting"
+    SERVING = "serving"
+    RESTARTING = "restarting"
+    """Dead, and to be started again when its pause is over."""
+    ENDED = "ended"
+
+
+DRAINING = "draining"
+"""What is said of a service that serves and is to leave."""
+
+
+@dataclass
+class ServiceState:
+    place: ServicePlace
+    phase: Phase = Phase.WAITING
+    started_s: float = 0.0
+    served_s: float | None = None
+    """Since when it serves; None while it does not."""
+    served_before: bool = False
+    """It has reported that it serves, if in a process that is gone."""
+    status: int | None = None
+    """Exit status as of subprocess: negative for a signal; None for one that never ran."""
+    deaths_s: list[float] = field(default_factory=list)
+    """When it died, within the policy's window."""
+    early_deaths: int = 0
+    """Deaths in a row that came soon after its start."""
+    restart_s: float = 0.0
+    """When it is to be started again."""
+    unproven: bool = False
+    """It joined the running job, and has never served: its failure is not the job's."""
+    leaving: bool = False
+    """It is not started again; once it has ended it is to be forgotten."""
+    leave_by_s: float = math.inf
+    """When it is told to end, if it has not by itself."""
+    kill_s: float = math.inf
+
+    @property
+    def gone(self) -> bool:
+        return self.leaving and self.phase is Phase.ENDED
+
+    @property
+    def shown(self) -> str:
+        """Its phase in words, for people."""
+        return DRAINING if self.leaving and self.phase is Phase.SERVING else self.phase.value
+
+    @property
+    def alive(self) -> bool:
+        return self.phase in (Phase.STARTING, Phase.SERVING)
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the shell must do: start a process, send it SIGTERM, or kill its process group."""
+
+    do: Literal["start", "terminate", "kill"]
+    name: str
+
+
+EndKind = Literal["finished", "died", "not_ready", "did_not_end", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why the run ends; `culprit` is the service that a failure names."""
+
+    kind: EndKind
+    culprit: str = ""
+    status: int | None = None
+    lived_s: float = 0.0
+    deaths: int = 1
+    """How often the culprit died within the window of the restart policy."""
+
+
+@dataclass
+class Lifecycle:
+    services: Sequence[ServicePlace]
+    ready_limit_s: float
+    restarts: RestartPolicy = NO_RESTARTS
+    ending: Ending | None = None
+    over: bool = False
+    states: dict[str, ServiceState] = field(init=False)
+    _stage: int = -1
+    _stage_deadline_s: float = 0.0
+    _stage_killed: bool = False
+    _last_one_deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.states = {place.name: ServiceState(place) for place in self.services}
+
+    @property
+    def stopping(self) -> bool:
+        return self.ending is not None
+
+    def alive(self) -> list[str]:
+        return [name for name, state in self.states.items() if state.alive]
+
+    def all_serve(self) -> bool:
+        """Every service serves now, or has finished."""
+        return all(state.phase in (Phase.SERVING, Phase.ENDED) for state in self.states.values())
+
+    def begin(self, now_s: float) -> list[Action]:
+        return self._start(awaited_first(self.services) or list(self.states), now_s)
+
+    def ready(self, name: str, now_s: float) -> list[Action]:
+        state = self.states[name]
+        if state.phase is Phase.STARTING:
+            state.phase, state.served_s, state.unproven = Phase.SERVING, now_s, False
+            state.served_before = True
+        if self.stopping or any(not self._served(first) for first in awaited_first(self.services)):
+            return []
+        waiting = [name for name, state in self.states.items() if state.phase is Phase.WAITING]
+        return self._start(waiting, now_s)
+
+    def exited(self, name: str, status: int, now_s: float) -> list[Action]:
+        state = self.states[name]
+        lived_s = now_s - state.started_s
+        state.phase, state.status = Phase.ENDED, status
+        if self.stopping:
+            return self.tick(now_s)
+        if state.leaving:
+            return []
+        enders = ends_the_job(self.services)
+        if status != 0 or name not in enders:
+            return self._died(state, lived_s, now_s)
+        if all(self.states[ender].phase is Phase.ENDED for ender in enders):
+            return self._stop(Ending("finished"), now_s)
+        if state.place.role == "trainer":
+            self._last_one_deadline_s = now_s + LAST_ONE_LIMIT_S
+        return []
+
+    def join(self, place: ServicePlace, now_s: float) -> list[Action]:
+        """Take in another service of the running job; it starts as soon as the buffer serves."""
+        self.services = [*self.services, place]
+        self.states[place.name] = ServiceState(place, unproven=True)
+        ready = all(map(self._served, awaited_first(self.services)))
+        return self._start([place.name], now_s) if ready else []
+
+    def leave(self, name: str, limit_s: float, now_s: float) -> list[Action]:
+        """Let a service end by itself within `limit_s`, then tell it to, then kill it. One that does not
+        serve has nothing to finish."""
+        state = self.states[name]
+        state.leaving = True
+        if not state.alive:
+            state.phase = Phase.ENDED
+            return []
+        state.leave_by_s = now_s + (limit_s if state.phase is Phase.SERVING else 0.0)
+        return self._advance_leaving(now_s)
+
+    def forget(self, name: str) -> None:
+        """Take out a service that is gone."""
+        self.services = [place for place in self.services if place.name != name]
+        del self.states[name]
+
+    def interrupt(self, now_s: float) -> list[Action]:
+        """A request to stop. A second one, during the stop, kills what is left at once."""
+        if self.stopping:
+            return self._kill(self.alive())
+        return self._stop(Ending("interrupted"), now_s)
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Whatever is due by the clock."""
+        if self.stopping:
+            return self._advance_stop(now_s)
+        for name, state in self.states.items():
+            lived_s = now_s - state.started_s
+            if state.leaving or state.phase is not Phase.STARTING or lived_s <= self.ready_limit_s:
+                continue
+            if state.unproven:
+                return self.leave(name, 0.0, now_s)
+            return self._stop(Ending("not_ready", name, lived_s=lived_s), now_s)
+        if leaving := self._advance_leaving(now_s):
+            return leaving
+        due = [name for name, state in self.states.items() if self._may_restart(state, now_s)]
+        if due:
+            return self._start(due, now_s)
+        if self._last_one_deadline_s is not None and now_s > self._last_one_deadline_s:
+            enders = ends_the_job(self.services)
+            late = next(name for name in enders if self.states[name].phase is not Phase.ENDED)
+            return self._stop(Ending("did_not_end", late, lived_s=LAST_ONE_LIMIT_S), now_s)
+        return []
+
+    def _served(self, name: str) -> bool:
+        return self.states[name].phase is Phase.SERVING
+
+    def _start(self, names: Iterable[str], now_s: float) -> list[Action]:
+        actions = []
+        for name in names:
+            state = self.states[name]
+            state.phase, state.started_s, state.served_s = Phase.STARTING, now_s, None
+            actions.append(Action("start", name))
+        return actions
+
+    def _may_restart(self, state: ServiceState, now_s: float) -> bool:
+        first = awaited_first(self.services)
+        # The others cannot come up without the buffer: to start them now would only cost them a death.
+        has_room = state.place.name in first or all(map(self._served, first))
+        return state.phase is Phase.RESTARTING and now_s >= state.restart_s and has_room
+
+    def _died(self, state: ServiceState, lived_s: float, now_s: float) -> list[Action]:
+        """Start it again later, or end the run."""
+        name, status = state.place.name, state.status
+        state.deaths_s = [*self.restarts.recent(state.deaths_s, now_s), now_s]
+        steady = state.served_s is not None and now_s - state.served_s >= self.restarts.steady_s
+        state.early_deaths = 0 if steady else state.early_deaths + 1
+        pause_s = next_pause_s(len(state.deaths_s), status, self.restarts, early=state.early_deaths)
+        if pause_s is None and state.unproven:
+            state.leaving = True
+            return []
+        if pause_s is None or (state.place.role == "evaluator" and self._last_one_deadline_s is not None):
+            # A restarted evaluator would ask a trainer that is gone for the final snapshot.
+            return self._stop(Ending("died", name, status, lived_s, len(state.deaths_s)), now_s)
+        state.phase, state.restart_s = Phase.RESTARTING, now_s + pause_s
+        if state.place.role == "trainer":
+            # It may publish its last versions again, as another epoch: an evaluator that was done is not.
+            for other in self.states.values():
+                if other.place.role == "evaluator" and other.phase is Phase.ENDED:
+                    other.phase, other.restart_s = Phase.RESTARTING, state.restart_s
+        return []
+
+    def _advance_leaving(self, now_s: float) -> list[Action]:
+        """Tell those to end whose time to leave by themselves is over; kill those that do not."""
+        actions: list[Action] = []
+        for name, state in self.states.items():
+            if not (state.leaving and state.alive):
+                continue
+            if now_s >= state.kill_s:
+                state.kill_s = math.inf
+                actions.append(Action("kill", name))
+            elif now_s >= state.leave_by_s:
+                state.leave_by_s, state.kill_s = math.inf, now_s + STAGE_LIMITS_S[0]
+                actions.append(Action("terminate", name))
+        return actions
+
+    def _stop(self, ending: Ending, now_s: float) -> list[Action]:
+        self.ending = ending
+        return self._advance_stop(now_s)
+
+    def _advance_stop(self, now_s: float) -> list[Action]:
+        """End the current stage when it is empty, kill what is left of it at its deadline, go on."""
+        actions: list[Action] = []
+        while not self.over:
+            left = self._left_in_stage()
+            if self._stage >= 0 and left and now_s < self._stage_deadline_s:
+                break
+            if left and not self._stage_killed:
+                self._stage_killed = True
+                self._stage_deadline_s = now_s + KILL_LIMIT_S
+                actions += self._kill(left)
+                break
+            self._stage += 1
+            if self._stage == len(STOP_STAGES):
+                self.over = True
+                break
+            self._stage_killed = False
+            self._stage_deadline_s = now_s + STAGE_LIMITS_S[self._stage]
+            actions += [Action("terminate", name) for name in self._left_in_stage()]
+        if not self.alive():
+            self.over = self.stopping
+        return actions
+
+    def _left_in_stage(self) -> list[str]:
+        if self._stage < 0:
+            return []
+        roles = STOP_STAGES[self._stage]
+        return [name for name, state in self.states.items() if state.alive and state.place.role in roles]
+
+    def _kill(self, names: Iterable[str]) -> list[Action]:
+        return [Action("kill", name) for name in names]

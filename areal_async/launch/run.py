@@ -1,0 +1,257 @@
+"""Running one job from its configuration to its summary: what `areal-async run` and the quickstart do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from areal_async.config.job import JobConfig
+from areal_async.errors import WireError
+from areal_async.launch.errors import RunFailed, RunInterrupted
+from areal_async.launch.failure import failure_text
+from areal_async.launch.folders import RunFolders, claim_folders, describe_work
+from areal_async.launch.lifecycle import Ending
+from areal_async.launch.plan import MODULES, services_of, supervisor_port
+from areal_async.launch.preflight import check_machine
+from areal_async.launch.summary import summarise
+from areal_async.launch.supervisor import Supervisor
+from areal_async.ownfiles import private_files
+from areal_async.rpc.messages import BufferStats, Stats
+from areal_async.rpc.rpc import SyncClient
+from areal_async.runtime.context import Role
+from areal_async.runtime.events import close_events, open_events
+from areal_async.runtime.log import end_logging, setup_logging
+from areal_async.runtime.metrics import serve_metrics
+from areal_async.status.dropped import lost_in
+from areal_async.status.monitor import Monitor
+from areal_async.status.picture import Observer, self_check_text
+from areal_async.status.record import RunLog, as_it_became, read_run_log
+from areal_async.status.view import open_view
+
+STATS_LIMIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run that finished. `summary` is the content of `summary.json`."""
+
+    run_dir: Path
+    summary: dict[str, Any]
+
+
+def run_job(
+    job: JobConfig,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    plain: bool = False,
+    console: Console | None = None,
+    modules: Mapping[Role, str] = MODULES,
+) -> RunResult:
+    """Run `job`, or with `resume` go on with its run, and return once it is done; must be called in the main
+    thread.
+
+    Everything it starts has ended when it returns or raises. Raises `ConfigError` when the machine cannot
+    run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`.
+    """
+    console = console or Console()
+    check_machine(job, services_of(job, modules), source=f"job {job.job}")
+    folders = claim_folders(job, overwrite=overwrite, resume=resume)
+    try:
+        with private_files(), _logged_to(folders.logs / "supervisor.log", job):
+            if job.observe.event_log:
+                open_events(folders.run_dir, "supervisor")
+            port = supervisor_port(job, services_of(job, modules))
+            with RunLog(folders.run_dir / "metrics.jsonl") as run_log, serve_metrics(port) as port:
+                run_log.write("resume" if resume else "start")
+                result = _run(job, folders, port, run_log, plain=plain, console=console, modules=modules)
+    finally:
+        close_events()
+        folders.release()
+    print_closing(console, job, result)
+    return result
+
+
+def _run(
+    job: JobConfig,
+    folders: RunFolders,
+    metrics_port: int,
+    run_log: RunLog,
+    *,
+    plain: bool,
+    console: Console,
+    modules: Mapping[Role, str],
+) -> RunResult:
+    started_s = time.monotonic()
+    final: dict[str, Any] = {}
+
+    def on_ending(ending: Ending) -> None:
+        observer.stopping = True
+        final["wall_s"] = time.monotonic() - started_s
+        if ending.kind == "finished" and job.kind == "rl":
+            monitor.look()
+            final["buffer"] = _buffer_stats(job, folders)
+
+    def on_restart(name: str, text: str) -> None:
+        run_log.write("restart", service=name)
+        observer.tell(text, time.monotonic())
+
+    supervisor = Supervisor(
+        job,
+        folders,
+        modules=modules,
+        metrics_port=metrics_port,
+        on_ending=on_ending,
+        on_restart=on_restart,
+    )
+    observer = Observer(job, list(supervisor.phases()), started_s)
+    with open_view(console, plain=plain) as view:
+        monitor = Monitor(
+            observer,
+            folders.run_dir,
+            endpoints=supervisor.endpoints,
+            phases=supervisor.phases,
+            show=view.show,
+        )
+        monitor.start()
+        try:
+            ending = supervisor.run()
+        finally:
+            monitor.stop()
+    shares = [share for name in observer.names("rollout") if (share := observer.busy_while_training(name))]
+    run_log.write(
+        "end",
+        ending=ending.kind,
+        wall_s=round(final["wall_s"], 3),
+        rollout_busy=sum(shares) / len(shares) if shares else None,
+    )
+    _raise_unless_finished(job, ending, folders)
+    records = as_it_became(read_run_log(folders.run_dir / "metrics.jsonl"))
+    summary = summarise(job, records, buffer=final.get("buffer"))
+    _draw(job, records, folders)
+    unfinished = folders.run_dir / "summary.json.tmp"
+    unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(folders.run_dir / "summary.json")
+    return RunResult(folders.run_dir, summary)
+
+
+@contextmanager
+def _logged_to(path: Path, job: JobConfig) -> Iterator[None]:
+    """This process's log goes to `path` meanwhile, not over the live view; the rest is as before after."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    with path.open("a", encoding="utf-8") as stream:
+        setup_logging(job.job, "supervisor", job.observe.log_level, stream)
+        try:
+            yield
+        finally:
+            end_logging()
+            root.handlers[:] = handlers
+            root.setLevel(level)
+
+
+def _raise_unless_finished(job: JobConfig, ending: Ending, folders: RunFolders) -> None:
+    if ending.kind == "finished":
+        return
+    can_resume = job.kind == "rl" and describe_work(folders.run_dir)
+    command = f"areal-async resume {_short(folders.run_dir)}"
+    if ending.kind == "interrupted":
+        how = f" `{command}` goes on with it." if can_resume else ""
+        raise RunInterrupted(
+            "stopped on request; every process has ended. Logs and checkpoints are in "
+            f"{folders.run_dir}.{how}"
+        )
+    how = f"\nOnce that is put right, `{command}` goes on with the job." if can_resume else ""
+    raise RunFailed(failure_text(ending, folders.logs / f"{ending.culprit}.log") + how)
+
+
+def _buffer_stats(job: JobConfig, folders: RunFolders) -> BufferStats | None:
+    """The buffer's last figures; a summary without them is better than none."""
+    client = SyncClient(
+        f"ipc://{folders.socket_dir}/buffer",
+        job=job.job,
+        role="supervisor",
+        name="supervisor",
+        access=folders.secret,
+    )
+    try:
+        client.connect(STATS_LIMIT_S)
+        reply, _ = client.call(Stats(), timeout_s=STATS_LIMIT_S)
+    except WireError:
+        return None
+    finally:
+        client.close()
+    return reply if isinstance(reply, BufferStats) else None
+
+
+def _draw(job: JobConfig, records: list[dict[str, Any]], folders: RunFolders) -> None:
+    # Imported here: matplotlib takes a second, which no other part of the command line needs.
+    from areal_async.status.curves import draw_curves
+
+    bound = job.buffer.max_staleness if job.kind == "rl" else None
+    draw_curves(records, folders.run_dir / "curves.png", title=job.job, max_staleness=bound)
+
+
+def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
+    """The last panel: what came out, and where it is."""
+    summary, run_dir = result.summary, _short(result.run_dir)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    start, end = summary["accuracy_start"], summary["accuracy_end"]
+    if end is not None:
+        table.add_row(f"held-out {summary['held_out']}", f"{start:.3f} → {end:.3f}{_interval(summary)}")
+    elif summary["reward_last"] is not None:
+        first, last = summary["reward_first"], summary["reward_last"]
+        table.add_row("mean reward", f"{first:.3f} → {last:.3f}  (first and last steps' batches)")
+    if (summary["evaluation_samples"] or 1) > 1:
+        n, best, maj = (summary[name] for name in ("evaluation_samples", "best_end", "maj_end"))
+        table.add_row(f"best@{n}, maj@{n}", f"{best:.3f}, {maj:.3f}")
+    by_source = summary["accuracy_by_source"] or {}
+    if len(by_source) > 1:
+        table.add_row("by source", ", ".join(f"{name} {value:.3f}" for name, value in by_source.items()))
+    if check := summary["self_check"]:
+        table.add_row("self-check", self_check_text(check))
+    table.add_row("steps", f"{summary['steps']} in {summary['wall_s']:.0f} s")
+    if job.kind == "rl":
+        seen, bound = summary["max_staleness_seen"], summary["max_staleness_bound"]
+        table.add_row("staleness", f"at most {seen}, bound {bound}")
+        if summary["trainer_busy"] is not None and summary["rollout_busy"] is not None:
+            busy = f"trainer {summary['trainer_busy']:.0%}, rollout {summary['rollout_busy']:.0%}"
+            table.add_row("busy", busy)
+        table.add_row(
+            "episodes", f"{summary['episodes_trained']} trained, {summary['episodes_dropped']} dropped"
+        )
+        if lost := lost_in(summary["transitions"] or {}).text:
+            table.add_row("dropped", lost)
+    for number, (kind, note) in enumerate(summary["no_scores"].items()):
+        table.add_row("" if number else "no score", f"{kind} ×{note['count']}, the last: {note['message']}")
+    if restarts := summary["restarts"]:
+        times = ", ".join(f"{name} {count}" for name, count in sorted(restarts.items()))
+        table.add_row("restarts", times)
+    table.add_row("model", f"{run_dir}/model")
+    table.add_row("numbers", f"{run_dir}/summary.json, metrics.jsonl, curves.png")
+    table.add_row("logs", f"{run_dir}/logs")
+    console.print(
+        Panel(table, title=f"{job.job} is done", title_align="left", border_style="green", expand=False)
+    )
+
+
+def _interval(summary: dict[str, Any]) -> str:
+    interval = summary["accuracy_interval"]
+    return "" if interval is None else f"  (95 %: {interval[0]:.3f} to {interval[1]:.3f})"
+
+
+def _short(path: Path) -> str:
+    with suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)

@@ -1,0 +1,142 @@
+"""`summary.json`: a finished run in a few numbers. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_async.config.job import JobConfig
+from areal_async.rpc.messages import BufferStats
+from areal_async.status.picture import interval_of, steps_done
+from areal_async.status.record import held_out_name, lives_of
+
+Record = Mapping[str, Any]
+
+SELF_CHECK_FIELDS = ("passed", "engine", "n", "max", "mean", "bound")
+
+
+def summarise(
+    job: JobConfig, records: Sequence[Record], *, buffer: BufferStats | None = None
+) -> dict[str, Any]:
+    """The summary of all lives of a run, from its records (each step once: `as_it_became`) and the buffer's
+    last figures, which a resumed run goes on with. What cannot be known is None.
+
+    `restarts` says how often which service was started again. `wall_s` is, over all lives, from the first
+    process started to the end of training (of a life that was killed, to its last record); `tokens_per_s`,
+    `trainer_busy` and `rollout_busy` are over training alone. `share_stale` counts episodes with staleness of
+    1 or more; `share_wasted` is dropped / (dropped + trained).
+    """
+    kind = "sft" if job.kind == "sft" else "step"
+    steps = [record for record in records if record.get("kind") == kind]
+    accuracies = sorted(
+        (record.get("version", record.get("step", 0)), record["accuracy"])
+        for record in records
+        if record.get("kind") in ("evaluation", "sft") and record.get("accuracy") is not None
+    )
+    evaluations = [record for record in records if record.get("kind") == "evaluation"]
+    last = max(evaluations, key=lambda record: record.get("version", 0), default={})
+    checks = [record for record in records if record.get("kind") == "self_check"]
+    trained = buffer.episodes_trained if buffer is not None else _sum(steps, "episodes")
+    dropped = buffer.episodes_dropped if buffer is not None else None
+    seen = [record["staleness_max"] for record in steps if record.get("staleness_max") is not None]
+    if buffer is not None:
+        seen.append(buffer.max_staleness_seen)
+    train_s = training_s(records, kind)
+    done = max(map(steps_done, steps), default=0)
+    tokens, busy_s, step_s = _sum(steps, "tokens"), _sum(steps, "busy_s"), _sum(steps, "step_s")
+    return {
+        "accuracy_start": accuracies[0][1] if accuracies else None,
+        "accuracy_end": accuracies[-1][1] if accuracies else None,
+        "steps": done,
+        "wall_s": round(sum(map(_wall_s, lives_of(records))), 2),
+        "tokens_per_s": _ratio(tokens, train_s, digits=1),
+        "max_staleness_bound": job.buffer.max_staleness,
+        "max_staleness_seen": max(seen) if seen else None,
+        "share_stale": _mean(steps, "share_stale"),
+        "trainer_busy": _ratio(busy_s, step_s),
+        "rollout_busy": _rollout_busy(records, kind),
+        "episodes_trained": trained,
+        "episodes_dropped": dropped,
+        "share_wasted": _ratio(dropped, None if trained is None or dropped is None else trained + dropped),
+        "share_multi_version": _mean(steps, "share_multi_version"),
+        "staleness_mean": _mean(steps, "staleness_mean"),
+        "training_s": None if train_s is None else round(train_s, 2),
+        "steps_per_s": _ratio(done, train_s),
+        "tokens": tokens,
+        "reward_first": _edge(steps, "reward_mean", first=True),
+        "reward_last": _edge(steps, "reward_mean", first=False),
+        "transitions": dict(sorted(buffer.reasons.items())) if buffer is not None else None,
+        "no_scores": {
+            note.kind: {"count": note.count, "message": note.message, "episode_id": note.episode_id}
+            for note in (buffer.no_scores if buffer is not None else ())
+        },
+        "restarts": dict(Counter(r["service"] for r in records if r.get("kind") == "restart")),
+        "resumes": sum(record.get("kind") == "resume" for record in records),
+        "held_out": held_out_name(records),
+        "accuracy_interval": interval_of(last),
+        "best_end": _first(last.get("best")),
+        "maj_end": _first(last.get("maj")),
+        "evaluation_samples": last.get("samples"),
+        "accuracy_by_source": last.get("by_source"),
+        "unscored_end": last.get("unscored"),
+        "self_check": {name: checks[-1].get(name) for name in SELF_CHECK_FIELDS} if checks else None,
+        "job": job.job,
+        "kind": job.kind,
+        "seed": job.seed,
+    }
+
+
+def training_s(records: Sequence[Record], kind: str = "step") -> float | None:
+    """Seconds from the start of the first step to the end of the last, without those before a `resume` in
+    which nothing ran; None where no step says when."""
+    total_s = 0.0
+    for life in lives_of(records):
+        steps = [r for r in life if r.get("kind") == kind and r.get("time_s") is not None]
+        if steps:
+            total_s += steps[-1]["time_s"] - steps[0]["time_s"] + (steps[0].get("step_s") or 0.0)
+    return total_s or None
+
+
+def _wall_s(life: Sequence[Record]) -> float:
+    """What the life's end says, else the time between its first record and its last."""
+    if (said := life[-1].get("wall_s")) is not None and life[-1].get("kind") == "end":
+        return float(said)
+    times = [record["time_s"] for record in life if record.get("time_s") is not None]
+    return max(times) - min(times) if times else 0.0
+
+
+def _rollout_busy(records: Sequence[Record], kind: str) -> float | None:
+    """Share of the training time in which the rollout workers generated, over the lives that say it."""
+    parts = [
+        (life[-1]["rollout_busy"], training_s(life, kind) or 0.0)
+        for life in lives_of(records)
+        if life[-1].get("rollout_busy") is not None
+    ]
+    return _ratio(sum(share * weight_s for share, weight_s in parts), sum(weight_s for _, weight_s in parts))
+
+
+def _first(figure: Any) -> float | None:
+    """The value of a figure [value, low, high]."""
+    return figure[0] if isinstance(figure, list) and figure else None
+
+
+def _sum(steps: Sequence[Record], name: str) -> float | None:
+    values = [record[name] for record in steps if record.get(name) is not None]
+    return sum(values) if values else None
+
+
+def _mean(steps: Sequence[Record], name: str) -> float | None:
+    """Mean over episodes (over steps, where they do not say how many they hold)."""
+    pairs = [(record[name], record.get("episodes") or 1) for record in steps if record.get(name) is not None]
+    weight = sum(count for _, count in pairs)
+    return round(sum(value * count for value, count in pairs) / weight, 4) if weight else None
+
+
+def _edge(steps: Sequence[Record], name: str, *, first: bool, count: int = 10) -> float | None:
+    """Mean of the first or the last few steps."""
+    return _mean(steps[:count] if first else steps[-count:], name)
+
+
+def _ratio(over: float | None, under: float | None, *, digits: int = 4) -> float | None:
+    return round(over / under, digits) if over is not None and under else None

@@ -1,0 +1,337 @@
+"""The shell around the lifecycle: real processes, signals and time.
+
+Promises: a service that died is started again as the lifecycle decides, on the same places, and the rest
+goes on; workers join and leave as the control socket is asked to; when `run` returns or raises, no process of
+the run is left, at most `STOP_LIMIT_S` after the first Ctrl-C or SIGTERM, or at once after the second; a
+service learns of a stop only from here (each leads its own session); one that outlives the supervisor's death
+is told by the kernel.
+
+Must run in the main thread: signals arrive there, and the kernel ties a child's death signal to the thread
+that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from areal_async.config.job import JobConfig
+from areal_async.config.load import dump_job
+from areal_async.errors import FaultError
+from areal_async.launch.commands import Begun, ControlSocket, Ended, Leaving
+from areal_async.launch.elastic import name_is_held, worker_to_drain, workers_to_change
+from areal_async.launch.folders import RunFolders
+from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase
+from areal_async.launch.plan import MODULES, ready_limit_s, services_of, thread_count
+from areal_async.rpc.messages import DrainWorker, ScaleWorkers
+from areal_async.runtime import events
+from areal_async.runtime.child import Child, exit_text, kill_processes_of, service_environment
+from areal_async.runtime.context import SERVED_VARIABLE, Role, RunPlaces, ServicePlace
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.restart import RestartPolicy
+
+TICK_S = 0.1
+SAME_INTERRUPT_S = 0.5
+"""Signals within this time of the first are one request: make, shells and terminals repeat them."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+log = get_logger("supervisor")
+
+
+class Supervisor:
+    """Runs the services of one job. `metrics_port` is its own process's, 0 for none.
+
+    `on_serving` is called once all serve, `on_restart` with the name and a line of text when a service died
+    and is to be started again, `on_ending` once when the end is decided and the services that did not cause
+    it still run; all must be quick."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        folders: RunFolders,
+        *,
+        modules: Mapping[Role, str] = MODULES,
+        metrics_port: int = 0,
+        on_serving: Callable[[], None] = lambda: None,
+        on_ending: Callable[[Ending], None] = lambda ending: None,
+        on_restart: Callable[[str, str], None] = lambda name, text: None,
+    ) -> None:
+        self.job = job
+        self.folders = folders
+        self.services = services_of(job, modules)
+        self.lifecycle = Lifecycle(self.services, ready_limit_s(job), RestartPolicy.of(job.supervisor))
+        self.children: dict[str, Child] = {}
+        self._on_serving = on_serving
+        self._on_ending = on_ending
+        self._on_restart = on_restart
+        self._metrics_port = metrics_port
+        self._told_serving = False
+        self._told_ports: list[int] = []
+        self._told_ending = False
+        self._interrupted_s: float | None = None
+        self._socket = ControlSocket(job.job, folders.socket_dir, folders.secret)
+        self._modules = modules
+        self._leaving: dict[str, Leaving] = {}
+        """Workers that are being drained, and who waits for their end."""
+
+    def run(self) -> Ending:
+        """Start everything, and return how it ended once nothing runs any more."""
+        self._write_places()
+        try:
+            if self.job.kind == "rl":
+                self._socket.start()
+            with _caught_signals() as signals, selectors.DefaultSelector() as selector:
+                selector.register(signals, selectors.EVENT_READ)
+                self._apply(self.lifecycle.begin(time.monotonic()))
+                while not self.lifecycle.over:
+                    if selector.select(TICK_S):
+                        self._interrupt(signals)
+                    self._observe()
+        finally:
+            for entry in self._leaving.values():
+                entry.ended.set_exception(FaultError("invalid", "the run has ended"))
+            self._socket.stop()
+            self._sweep()
+        assert self.lifecycle.ending is not None
+        return self.lifecycle.ending
+
+    def endpoints(self) -> dict[str, int]:
+        """Metrics port of each service that serves now, by its name."""
+        states = self.lifecycle.states
+        return {
+            name: child.metrics_port
+            for name, child in list(self.children.items())
+            if (state := states.get(name)) is not None and state.alive
+        }
+
+    def phases(self) -> dict[str, str]:
+        """Phase of each service, in words, by its name. May be called from another thread."""
+        return {name: state.shown for name, state in list(self.lifecycle.states.items())}
+
+    def _observe(self) -> None:
+        """Tell the lifecycle what has happened since the last look."""
+        for name in self.lifecycle.alive():
+            child = self.children[name]
+            if self.lifecycle.states[name].phase is Phase.STARTING and child.poll_ready():
+                log.info("service serves", service=name, pid=child.pid)
+                events.record("ready", service=name, service_pid=child.pid)
+                self._apply(self.lifecycle.ready(name, time.monotonic()))
+            status = child.poll_exit()
+            if status is not None:
+                log.info("service ended", service=name, status=status)
+                events.record("ended", service=name, service_pid=child.pid, status=status)
+                self._apply(self.lifecycle.exited(name, status, time.monotonic()))
+                self._tell_restart(name)
+        self._apply(self.lifecycle.tick(time.monotonic()))
+        for asked in self._socket.take():
+            asked.answer_with(self._change_workers)
+        for name in [name for name, state in self.lifecycle.states.items() if state.gone]:
+            self._forget(name)
+        if self.lifecycle.stopping or not self.lifecycle.all_serve():
+            return
+        ports = [child.metrics_port for child in self.children.values()]
+        if ports != self._told_ports:
+            self._told_ports = ports
+            self._write_targets()
+        if not self._told_serving:
+            self._told_serving = True
+            self._on_serving()
+
+    # --- workers that join and leave -----------------------------------------------------------------
+
+    def _change_workers(self, asked: ScaleWorkers | DrainWorker) -> Begun:
+        """Begin what was asked. Raises `FaultError` where that makes no sense."""
+        if self.lifecycle.stopping:
+            raise FaultError("invalid", "the run is ending")
+        staying = [p for p in self.services if p.role == "rollout" and p.name not in self._leaving]
+        limit_s, now_s = asked.limit_ms / 1000, time.monotonic()
+        if isinstance(asked, DrainWorker):
+            joining: list[ServicePlace] = []
+            leaving = [worker_to_drain(staying, asked.worker)]
+        else:
+            joining, leaving = workers_to_change(
+                staying, asked.workers, self._modules["rollout"], self._is_taken
+            )
+        for place in joining:
+            self.services = [*self.services, place]
+            self._apply(self.lifecycle.join(place, now_s))
+            events.record("joined", service=place.name)
+        ends = {}
+        for place in leaving:
+            entry = self._leaving[place.name] = Leaving(now_s)
+            ends[place.name] = entry.ended
+            self._apply(self.lifecycle.leave(place.name, limit_s, now_s))
+            events.record("leaving", service=place.name, limit_s=limit_s)
+        self._record_workers()
+        gone = {place.name for place in leaving}
+        names = [place.name for place in (*staying, *joining) if place.name not in gone]
+        return Begun([place.name for place in joining], ends, names)
+
+    def _is_taken(self, name: str) -> bool:
+        """Whether a process that we did not start, or that still leaves, works by this name."""
+        return name in self.lifecycle.states or name_is_held(self.folders.socket_dir, name)
+
+    def _forget(self, name: str) -> None:
+        """A worker is gone: nothing of it is shown or watched any more."""
+        state, entry = self.lifecycle.states[name], self._leaving.pop(name, None)
+        log.info("worker is gone", service=name, status=state.status)
+        events.record("left", service=name, status=state.status)
+        self.services = [place for place in self.services if place.name != name]
+        child = self.children.pop(name, None)
+        self.lifecycle.forget(name)
+        if child is not None:
+            child.close()
+        self._record_workers()
+        if entry is not None:
+            entry.ended.set_result(Ended(state.status, time.monotonic() - entry.since_s))
+        else:
+            self._on_restart(name, f"{name} joined but did not come to serve; see logs/{name}.log")
+
+    def _record_workers(self) -> None:
+        """Write down who is there now; a resume begins with as many workers."""
+        workers = sum(p.role == "rollout" and p.name not in self._leaving for p in self.services)
+        rollout = self.job.rollout.model_copy(update={"workers": max(1, workers)})
+        self.job = self.job.model_copy(update={"rollout": rollout})
+        self._write_places()
+
+    def _tell_restart(self, name: str) -> None:
+        state = self.lifecycle.states[name]
+        if state.phase is not Phase.RESTARTING:
+            return
+        deaths, pause_s = len(state.deaths_s), state.restart_s - state.deaths_s[-1]
+        ended = exit_text(state.status or 0)
+        log.warning(
+            f"{name} {ended}; it is started again", service=name, deaths=deaths, pause_s=round(pause_s, 2)
+        )
+        events.record("restart", service=name, deaths=deaths, pause_s=pause_s)
+        when = f"in {pause_s:.1f} s" if pause_s else "at once"
+        left = f"death {deaths} of {self.job.supervisor.restarts} allowed"
+        self._on_restart(name, f"{name} {ended}; it is started again {when} ({left})")
+
+    def _interrupt(self, signals: int) -> None:
+        os.read(signals, 64)
+        now_s = time.monotonic()
+        if self._interrupted_s is not None and now_s - self._interrupted_s < SAME_INTERRUPT_S:
+            return
+        self._interrupted_s = now_s
+        log.info("asked to stop", at_once=self.lifecycle.stopping)
+        self._apply(self.lifecycle.interrupt(now_s))
+
+    def _apply(self, actions: Sequence[Action]) -> None:
+        ending = self.lifecycle.ending
+        if ending is not None and not self._told_ending:
+            self._told_ending = True
+            log.info("the run ends", kind=ending.kind, culprit=ending.culprit)
+            events.record("ending", kind=ending.kind, culprit=ending.culprit)
+            self._on_ending(ending)
+        for action in actions:
+            log.info(action.do, service=action.name)
+            if action.do == "start":
+                self._start(action.name)
+            elif action.do == "terminate":
+                self.children[action.name].terminate()
+            else:
+                self.children[action.name].kill()
+
+    def _start(self, name: str) -> None:
+        place = next(place for place in self.services if place.name == name)
+        environment = service_environment(self.folders.run_id, thread_count(self.job, place.role))
+        if place.role != "buffer":
+            # Reward and workflow code is a user's: it has no business with the buffer's passwords.
+            login = self.job.buffer.redis_login
+            for secret in (login.password_env, login.sentinel_password_env):
+                environment.pop(secret, None)
+        if self.lifecycle.states[name].served_before:
+            environment[SERVED_VARIABLE] = "1"
+        log_path = self.folders.logs / f"{name}.log"
+        if name in self.children:
+            self.children[name].close()
+        child = self.children[name] = Child(place, self.folders.context, log_path, environment)
+        events.record("started", service=name, service_pid=child.pid)
+
+    def _write_places(self) -> None:
+        folders = self.folders
+        places = RunPlaces(
+            run_id=folders.run_id,
+            supervisor_pid=os.getpid(),
+            run_dir=str(folders.run_dir),
+            socket_dir=str(folders.socket_dir),
+            shm_dir=str(folders.shm_dir),
+            buffer_endpoint=f"ipc://{folders.socket_dir}/buffer",
+            weights_endpoint=f"ipc://{folders.socket_dir}/weights",
+            services=self.services,
+            job=self.job.model_dump(mode="json"),
+        )
+        _write_whole(folders.context, msgspec.json.format(msgspec.json.encode(places)))
+        _write_whole(folders.run_dir / "job.yaml", dump_job(self.job).encode())
+
+    def _write_targets(self) -> None:
+        """Name the metrics endpoints for Prometheus; whole or not at all, since it watches the file."""
+        ports: list[tuple[str, str, int]] = [
+            (place.role, place.name, self.children[place.name].metrics_port) for place in self.services
+        ]
+        if self._metrics_port:
+            ports.append(("supervisor", "supervisor", self._metrics_port))
+        targets = [
+            {
+                "targets": [f"127.0.0.1:{port}"],
+                "labels": {"job": self.job.job, "service": role, "process": name},
+            }
+            for role, name, port in ports
+        ]
+        folder = self.folders.targets.parent
+        if not folder.is_dir():
+            folder.mkdir()
+            folder.chmod(0o755)
+        # Prometheus may run as another user. They are ports, which everybody on the machine may know.
+        _write_whole(self.folders.targets, msgspec.json.format(msgspec.json.encode(targets)), mode=0o644)
+
+    def _sweep(self) -> None:
+        """Leave no process: no service (an error of ours may end `run` early), nor what they detached."""
+        for child in self.children.values():
+            child.kill()
+        deadline_s = time.monotonic() + 1.0
+        while kill_processes_of(self.folders.run_id) and time.monotonic() < deadline_s:
+            for child in self.children.values():
+                child.poll_exit()
+            time.sleep(0.02)
+        for child in self.children.values():
+            child.poll_exit()
+            child.close()
+
+
+def _write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Readers see the old file or the new one."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_bytes(content)
+    unfinished.chmod(mode)
+    unfinished.replace(path)
+
+
+@contextmanager
+def _caught_signals() -> Iterator[int]:
+    """A file descriptor that becomes readable with each of `SIGNALS`, which do nothing else meanwhile."""
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+
+    def ignore(number: int, frame: FrameType | None) -> None:
+        """A Python handler must exist for the C handler to write to the pipe."""
+
+    old_wakeup_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    old_handlers = {number: signal.signal(number, ignore) for number in SIGNALS}
+    try:
+        yield read_fd
+    finally:
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(old_wakeup_fd)
+        os.close(read_fd)
+        os.close(write_fd)

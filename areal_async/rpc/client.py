@@ -1,0 +1,343 @@
+"""The asking side of the RPC: a DEALER socket that outlives its server.
+
+Promises:
+- `call` ends by its deadline: with the reply, the service's `FaultError`, `RpcTimeout` or `PeerGone`.
+- A request keeps its id through every retry, so a server that lives runs it once; after a restart of the
+  server the client says hello again and repeats what is unanswered.
+- `busy` and `unavailable` are retried with back-off (full jitter) inside the deadline.
+- At most `max_in_flight` requests are under way; further calls wait in line, inside their deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import secrets
+from collections.abc import Sequence
+from enum import Enum
+from types import TracebackType
+from typing import Any
+
+import zmq
+import zmq.utils.monitor
+from typing_extensions import Buffer
+
+from areal_async.errors import ArealError, EndpointError, FaultError, PeerGone, ProtocolError, RpcTimeout
+from areal_async.rpc import endpoints
+from areal_async.rpc.contexts import drop_context, end_context, open_context
+from areal_async.rpc.endpoints import Access
+from areal_async.rpc.frames import Kind, read_attachments, read_header, read_reply, write_frames
+from areal_async.rpc.messages import SCHEMA, Fault, Hello, Message, Reply, Welcome
+from areal_async.rpc.polled import PolledSocket
+
+SWEEP_S = 0.25
+RESEND_AFTER_S = 2.0
+"""Unanswered requests are repeated after this long, then after twice as long, and so on: only a lost reply
+needs it, since a lost connection is noticed at once."""
+FIRST_BACKOFF_S = 0.01
+LAST_BACKOFF_S = 1.0
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class _Link(Enum):
+    DOWN = 0
+    GREETING = 1
+    UP = 2
+
+
+class _Pending:
+    """One call under way. `answer` is None while it backs off."""
+
+    __slots__ = ("answer", "frames", "resend_after_s", "sent_s")
+
+    def __init__(self, frames: list[Buffer]) -> None:
+        self.frames = frames
+        self.answer: asyncio.Future[tuple[Reply, list[memoryview]]] | None = None
+        self.sent_s = 0.0
+        self.resend_after_s = RESEND_AFTER_S
+
+
+class Client:
+    """Ask the server at `endpoint`. All methods belong to one event loop; calls may run concurrently.
+
+    Usage: `await client.connect(5.0)`, `reply, attachments = await client.call(message, timeout_s=2.0)`,
+    `await client.close()`; or `async with`, which connects and closes.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        job: str,
+        role: str,
+        name: str,
+        access: Access,
+        max_in_flight: int = 64,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.welcome: Welcome | None = None
+        """The last welcome; its `front_epoch` may change with a restart of the server."""
+        self.reconnects = 0
+        self.malformed = 0
+        self._hello = Hello(SCHEMA, job, role, name)
+        self._access = access
+        self._rng = rng or random.Random()
+        self._uid = secrets.randbits(64)
+        self._ids = itertools.count(1)
+        self._pending: dict[int, _Pending] = {}
+        self._in_line = asyncio.Semaphore(max_in_flight)
+        self._link = _Link.DOWN
+        self._hello_id = 0
+        self._hello_sent_s = 0.0
+        self._greeted: asyncio.Future[Welcome] | None = None
+        self._fatal: ArealError | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: PolledSocket | None = None
+        self._monitor: PolledSocket | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Client:
+        try:
+            await self.connect()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def connect(self, timeout_s: float = 10.0) -> Welcome:
+        """Say hello and wait for the welcome; the server may come up meanwhile.
+
+        Raises `FaultError("schema")` for a server of another schema or job, `RpcTimeout` when nobody answers.
+        """
+        if self._socket is None:
+            self._open()
+        if self._fatal is not None:
+            raise self._fatal
+        assert self._greeted is not None
+        done, _ = await asyncio.wait([self._greeted], timeout=timeout_s)
+        if not done:
+            raise RpcTimeout(
+                f"nobody answered at {self.endpoint} within {timeout_s:g} s: does that service run?"
+            )
+        return self._greeted.result()
+
+    async def call(
+        self, message: Message, *, timeout_s: float, attachments: Sequence[Buffer] = ()
+    ) -> tuple[Reply, list[memoryview]]:
+        """Send `message` and wait for its reply. `attachments` must not change until then."""
+        self._check_open()
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        if self._in_line.locked():
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    await self._in_line.acquire()
+            except TimeoutError:
+                raise self._too_late(message, timeout_s, None) from None
+            if self._socket is None:
+                self._in_line.release()
+                self._check_open()
+        else:
+            await self._in_line.acquire()
+        request = next(self._ids)
+        try:
+            floor = next(iter(self._pending), request)
+            frames = write_frames(Kind.REQUEST, self._uid, request, floor, message, attachments)
+            pending = self._pending[request] = _Pending(frames)
+            return await self._exchange(loop, pending, message, timeout_s, deadline_s)
+        finally:
+            self._pending.pop(request, None)
+            self._in_line.release()
+
+    async def close(self) -> None:
+        """Fail what is under way with `PeerGone` and leave no socket or task behind."""
+        if self._socket is None or self._context is None or self._monitor is None:
+            return
+        if self._link is _Link.UP:
+            self._socket.send(write_frames(Kind.BYE, self._uid, next(self._ids), 0, None, ()))
+        self._fail_all(PeerGone(f"the client of {self.endpoint} was closed"))
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        self._monitor.close()
+        self._socket.close()
+        context, self._context, self._socket, self._monitor = self._context, None, None, None
+        self._link = _Link.DOWN
+        await end_context(context)
+
+    # --- one call ------------------------------------------------------------------------------------
+
+    async def _exchange(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        pending: _Pending,
+        message: Message,
+        timeout_s: float,
+        deadline_s: float,
+    ) -> tuple[Reply, list[memoryview]]:
+        backoff_s = FIRST_BACKOFF_S
+        last_fault: Fault | None = None
+        while True:
+            answer = pending.answer = loop.create_future()
+            timer = loop.call_at(deadline_s, _expire, answer)
+            pending.resend_after_s = RESEND_AFTER_S
+            if self._link is _Link.UP:
+                self._transmit(pending)
+            try:
+                reply, attachments = await answer
+            except TimeoutError:
+                raise self._too_late(message, timeout_s, last_fault) from None
+            finally:
+                timer.cancel()
+                pending.answer = None
+            if not isinstance(reply, Fault):
+                return reply, attachments
+            if reply.kind not in ("busy", "unavailable"):
+                raise FaultError.of(reply)
+            last_fault = reply
+            pause_s = max(reply.retry_after_ms / 1000, backoff_s * self._rng.random())
+            backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+            if loop.time() + pause_s >= deadline_s:
+                raise self._too_late(message, timeout_s, last_fault)
+            await asyncio.sleep(pause_s)
+            self._check_open()
+
+    def _transmit(self, pending: _Pending) -> None:
+        assert self._socket is not None
+        sent = self._socket.send(pending.frames)
+        pending.sent_s = asyncio.get_running_loop().time() if sent else float("-inf")
+
+    def _too_late(self, message: Message, timeout_s: float, fault: Fault | None) -> RpcTimeout:
+        what = f"{type(message).__name__} to {self.endpoint} had no answer within {timeout_s:g} s"
+        if fault is not None:
+            return RpcTimeout(f"{what}; the service said {fault.kind}: {fault.message}", fault)
+        if self._link is not _Link.UP:
+            return RpcTimeout(f"{what}: there is no connection; does that service run?")
+        return RpcTimeout(what)
+
+    def _check_open(self) -> None:
+        if self._fatal is not None:
+            raise self._fatal
+        if self._socket is None:
+            raise PeerGone(f"the client of {self.endpoint} is not connected")
+
+    # --- the connection ------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        loop = asyncio.get_running_loop()
+        context = open_context()
+        sock = context.socket(zmq.DEALER)
+        try:
+            endpoints.tune(sock)
+            # Not zmq.IMMEDIATE: with it, libzmq drops replies that came just before a disconnect. What it may
+            # queue for a server that is not there is answered WHO by the next one, and then repeated.
+            sock.setsockopt(zmq.RECONNECT_IVL, 20)
+            sock.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
+            monitor = sock.get_monitor_socket(_EVENTS)
+            endpoints.connect(sock, self.endpoint, self._access)
+        except BaseException:
+            drop_context(context)
+            raise
+        self._context = context
+        self._fatal = None
+        self._greeted = loop.create_future()
+        self._socket = PolledSocket(sock, 2, self._on_frames)
+        self._monitor = PolledSocket(monitor, 2, self._on_event)
+        self._sweeper = loop.call_later(SWEEP_S, self._sweep)
+
+    def _on_event(self, copied: list[bytes], rest: list[Buffer]) -> None:
+        event = zmq.utils.monitor.parse_monitor_message(copied)["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._greet()
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._link = _Link.DOWN
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._give_up(EndpointError(f"{self.endpoint} does not accept this client's secret or keys"))
+
+    def _greet(self) -> None:
+        if self._socket is None or self._fatal is not None:
+            return
+        self._link = _Link.GREETING
+        self._hello_id = next(self._ids)
+        self._hello_sent_s = asyncio.get_running_loop().time()
+        self._socket.send(write_frames(Kind.REQUEST, self._uid, self._hello_id, 0, self._hello, ()))
+
+    def _on_frames(self, copied: list[bytes], rest: list[Buffer]) -> None:
+        try:
+            header = read_header(copied[0] if copied else b"")
+        except ProtocolError:
+            self.malformed += 1
+            return
+        if header.client != self._uid:
+            self.malformed += 1
+            return
+        if header.kind == Kind.WHO:
+            if self._link is _Link.UP:
+                self._greet()
+            return
+        pending = self._pending.get(header.request)
+        answer = pending.answer if pending is not None else None
+        try:
+            reply = read_reply(copied[0])
+            attachments = read_attachments(header, [*copied[1:], *rest])
+        except ProtocolError as error:
+            self.malformed += 1
+            if answer is not None and not answer.done():
+                answer.set_exception(error)
+            return
+        if header.request == self._hello_id:
+            self._on_greeting(reply)
+        elif answer is not None and not answer.done():
+            answer.set_result((reply, attachments))
+
+    def _on_greeting(self, reply: Reply) -> None:
+        assert self._greeted is not None
+        if isinstance(reply, Fault):
+            self._give_up(FaultError.of(reply))
+        elif isinstance(reply, Welcome):
+            self._link = _Link.UP
+            self.welcome = reply
+            if self._greeted.done():
+                self.reconnects += 1
+            else:
+                self._greeted.set_result(reply)
+            for pending in self._pending.values():
+                if pending.answer is not None and not pending.answer.done():
+                    self._transmit(pending)
+
+    def _sweep(self) -> None:
+        """Repeat what seems lost: replies that never came, and sends the socket did not take."""
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        self._sweeper = loop.call_later(SWEEP_S, self._sweep)
+        if self._link is _Link.GREETING and now_s - self._hello_sent_s > RESEND_AFTER_S:
+            self._greet()
+        elif self._link is _Link.UP:
+            for pending in self._pending.values():
+                waits = pending.answer is not None and not pending.answer.done()
+                if waits and now_s - pending.sent_s > pending.resend_after_s:
+                    pending.resend_after_s *= 2
+                    self._transmit(pending)
+
+    def _give_up(self, error: ArealError) -> None:
+        self._fatal = error
+        self._fail_all(error)
+
+    def _fail_all(self, error: ArealError) -> None:
+        answers: list[asyncio.Future[Any] | None] = [p.answer for p in self._pending.values()]
+        for answer in [*answers, self._greeted]:
+            if answer is not None and not answer.done():
+                answer.set_exception(error)
+        if self._greeted is not None and not self._greeted.cancelled():
+            self._greeted.exception()  # marks it as seen: nobody may be waiting in connect
+
+
+def _expire(answer: asyncio.Future[Any]) -> None:
+    if not answer.done():
+        answer.set_exception(TimeoutError())

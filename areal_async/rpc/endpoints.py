@@ -1,0 +1,169 @@
+"""Addresses: what may be bound, what a peer must know to be let in, and what it may cost before and after.
+
+Promises: nobody is let in without a secret, which is asked for in the handshake: nothing of a peer that does
+not have it reaches a socket's queue. A socket is bound beyond loopback only with keys of its own; an address
+that another process serves is never taken over (libzmq would silently unlink a live ipc file); every refusal
+is an `EndpointError` that says what to do.
+
+Before and after the handshake, no part of a message may have more than `max_part_bytes`. libzmq does not
+limit how many parts a message has while it is unfinished: who knows the secret can make its peer hold as much
+as it sends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from pathlib import Path
+
+import zmq
+
+from areal_async.errors import EndpointError
+from areal_async.ownfiles import private_files
+from areal_async.rpc.frames import MAX_MESSAGE_BYTES
+from areal_async.rpc.secret import CurveKeys, Password, RunSecret
+
+IPC_PATH_LIMIT_BYTES = 107
+HIGH_WATER_MESSAGES = 1024
+HEARTBEAT_MS = 10_000
+HEARTBEAT_TIMEOUT_MS = 60_000
+HANDSHAKE_MS = 10_000
+"""A connection that has not shown the secret after this time is closed."""
+BACKLOG = 512
+
+Access = RunSecret | CurveKeys | Password
+"""What both ends of a connection have: the secret of their run, or keys or a password of their own."""
+
+
+def tune(sock: zmq.Socket[bytes], *, max_part_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    """Bounds and liveness options common to both sides."""
+    sock.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
+    sock.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+    sock.setsockopt(zmq.MAXMSGSIZE, max_part_bytes)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    sock.setsockopt(zmq.BACKLOG, BACKLOG)
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+
+
+def bind(sock: zmq.Socket[bytes], endpoint: str, access: Access) -> str:
+    """Bind `sock` and return the real endpoint (a tcp port 0 replaced by the one given). Who connects is let
+    in by `zap`, which must answer in the socket's context."""
+    check_bindable(endpoint, access)
+    match shown_at(endpoint, access):
+        case CurveKeys() as keys:
+            sock.setsockopt(zmq.CURVE_SERVER, 1)
+            sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+            sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        case Password():
+            sock.setsockopt(zmq.PLAIN_SERVER, 1)
+    try:
+        with private_files():
+            sock.bind(endpoint)
+            if endpoint.startswith("ipc://"):
+                os.chmod(endpoint.removeprefix("ipc://"), 0o600)
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            raise _busy(endpoint) from error
+        raise EndpointError(
+            f"cannot serve {endpoint}: {error.strerror}. Check the directory and the host."
+        ) from error
+    return sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+def connect(sock: zmq.Socket[bytes], endpoint: str, access: Access) -> None:
+    """Connect `sock`; the peer need not be there yet."""
+    _split(endpoint)
+    match shown_at(endpoint, access):
+        case CurveKeys() as keys:
+            if len(keys.trusted) != 1:
+                raise EndpointError("a client's CURVE keys must trust exactly one key: the server's")
+            sock.setsockopt(zmq.CURVE_SERVERKEY, keys.trusted[0])
+            sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+            sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        case Password() as password:
+            sock.setsockopt(zmq.PLAIN_USERNAME, password.user)
+            sock.setsockopt(zmq.PLAIN_PASSWORD, password.word)
+    try:
+        sock.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise EndpointError(f"cannot connect to {endpoint}: {error.strerror}") from error
+
+
+def shown_at(endpoint: str, access: Access) -> CurveKeys | Password:
+    """What a handshake at `endpoint` asks for. Of a run's secret its keys over TCP, but its password over a
+    Unix socket, where nobody can listen in, nor take the place of a server that died."""
+    if isinstance(access, RunSecret):
+        return access.keys if endpoint.startswith("tcp://") else access.password
+    return access
+
+
+def check_bindable(endpoint: str, access: Access | None) -> None:
+    """Raise `EndpointError` where binding `endpoint` would be wrong."""
+    scheme, address = _split(endpoint)
+    if scheme == "ipc":
+        if not Path(address).parent.is_dir():
+            raise EndpointError(
+                f"cannot serve {endpoint}: the directory {Path(address).parent} does not exist"
+            )
+        if _ipc_is_served(address):
+            raise _busy(endpoint)
+    elif not is_loopback(address.rpartition(":")[0]) and not isinstance(access, CurveKeys):
+        raise EndpointError(
+            f"refusing to serve {endpoint}: it is reachable from other machines. "
+            "Use 127.0.0.1, or configure CURVE keys."
+        )
+
+
+def remove_ipc_file(endpoint: str) -> None:
+    """Remove the file of a closed ipc endpoint, should libzmq have left it."""
+    if endpoint.startswith("ipc://"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(endpoint.removeprefix("ipc://"))
+
+
+def _split(endpoint: str) -> tuple[str, str]:
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "ipc" and address:
+        size = len(os.fsencode(address))
+        if size > IPC_PATH_LIMIT_BYTES:
+            raise EndpointError(
+                f"the socket path {address} has {size} bytes; the system's limit is {IPC_PATH_LIMIT_BYTES}. "
+                "Use a shorter socket directory."
+            )
+        return scheme, address
+    if scheme == "tcp" and address.rpartition(":")[0] and address.rpartition(":")[2].isdigit():
+        return scheme, address
+    raise EndpointError(f"{endpoint!r} is not an endpoint: write ipc://PATH or tcp://HOST:PORT")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _ipc_is_served(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except OSError:
+            # Full backlog, timeout or no permission: somebody is there, or the path is not ours to take.
+            return True
+        return True
+
+
+def _busy(endpoint: str) -> EndpointError:
+    return EndpointError(
+        f"cannot serve {endpoint}: another process already serves it. "
+        "End that process or choose another endpoint."
+    )

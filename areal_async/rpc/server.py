@@ -1,0 +1,292 @@
+"""The answering side of the RPC: a ROUTER socket in front of one async handler.
+
+Promises:
+- A request runs at most once at a time, and not again while its reply is remembered (`replies.py`).
+- Nothing of a peer without the secret is received: it is asked for in the handshake (`zap.py`).
+- Every well-formed request is answered: with the handler's reply, or with a typed `Fault`.
+- Nothing a peer sends ends the server: what is not a message is answered `invalid` where it names a request,
+  and counted and dropped otherwise. Nothing is handled before a hello of our schema and job.
+- Requests under way are limited per client (`busy`), frames by size, queues by high-water marks.
+- After `stop`, no task, socket or ipc file is left; requests cut short were answered `unavailable`.
+
+It does not promise order between concurrent requests, and it never cancels a handler because its client left:
+the handler may be half-way through a write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import zmq
+from typing_extensions import Buffer
+
+from areal_async.errors import FaultError, ProtocolError
+from areal_async.rpc import endpoints, zap
+from areal_async.rpc.contexts import drop_context, end_context, open_context
+from areal_async.rpc.endpoints import Access
+from areal_async.rpc.frames import (
+    Header,
+    Kind,
+    read_attachments,
+    read_header,
+    read_request,
+    write_frames,
+)
+from areal_async.rpc.messages import SCHEMA, Fault, Hello, Message, Welcome
+from areal_async.rpc.polled import PolledSocket
+from areal_async.rpc.replies import Admission, ReplyBook
+
+log = logging.getLogger("areal.wire")
+
+MAX_SESSIONS = 4096
+BUSY_RETRY_MS = 10
+STOP_RETRY_MS = 100
+CANCEL_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Who asks, as said in its hello."""
+
+    role: str
+    name: str
+
+
+@dataclass
+class RpcCounters:
+    """What happened since the start, for metrics and tests."""
+
+    requests: int = 0
+    malformed: int = 0
+    unknown: int = 0
+    """Requests before a hello: after a restart of this server, one or so per client."""
+    joined: int = 0
+    replayed: int = 0
+    busy: int = 0
+    faults: int = 0
+    undelivered: int = 0
+    """Replies whose client was gone or took nothing; it asks again if it still cares."""
+
+
+Answer = Message | tuple[Message, Sequence[Buffer]]
+Handler = Callable[[Peer, Message, list[memoryview]], Awaitable[Answer]]
+
+
+@dataclass(frozen=True)
+class _Session:
+    """One connection that has said hello."""
+
+    client: int
+    peer: Peer
+
+
+class Server:
+    """Serve `handler` at `endpoint` (`ipc://PATH` or `tcp://HOST:PORT`; port 0 picks one, see `.endpoint`)
+    to who has the secret or keys of `access`.
+
+    `handler(peer, message, attachments)` returns a message, or a message and its attachments; a `FaultError`
+    it raises is the answer, anything else is logged and answered `internal`. `front_epoch` goes into every
+    welcome.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        service: str,
+        job: str,
+        access: Access,
+        handler: Handler,
+        max_in_flight_per_peer: int = 64,
+        cached_replies: int = 4096,
+        cached_bytes: int = 64 << 20,
+        front_epoch: int = 0,
+    ) -> None:
+        self.endpoint = endpoint
+        self.counters = RpcCounters()
+        self.front_epoch = front_epoch
+        self._service = service
+        self._job = job
+        self._handler = handler
+        self._access = access
+        self._book = ReplyBook(max_in_flight_per_peer, cached_replies, cached_bytes, MAX_SESSIONS)
+        self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
+        self._identities: dict[int, bytes] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: PolledSocket | None = None
+        self._zap: PolledSocket | None = None
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Bind and serve. Raises `EndpointError` when the address cannot or must not be served."""
+        endpoints.check_bindable(self.endpoint, self._access)
+        context = open_context()
+        sock = context.socket(zmq.ROUTER)
+        try:
+            endpoints.tune(sock)
+            sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._zap = zap.serve(context, endpoints.shown_at(self.endpoint, self._access))
+            self.endpoint = endpoints.bind(sock, self.endpoint, self._access)
+        except BaseException:
+            if self._zap is not None:
+                self._zap.close()
+                self._zap = None
+            drop_context(context)
+            raise
+        self._context = context
+        self._stopping = False
+        self._socket = PolledSocket(sock, 2, self._on_frames)
+
+    async def stop(self, grace_s: float = 0.5) -> None:
+        """Let handlers finish for `grace_s`, answer the rest `unavailable`, and leave nothing behind."""
+        if self._socket is None or self._context is None:
+            return
+        self._stopping = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=grace_s)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            _, stuck = await asyncio.wait(self._tasks, timeout=CANCEL_LIMIT_S)
+            if stuck:
+                log.error("%d handlers of %s do not end when cancelled", len(stuck), self._service)
+        self._socket.close()
+        if self._zap is not None:
+            self._zap.close()
+        context, self._context, self._socket, self._zap = self._context, None, None, None
+        await end_context(context)
+        endpoints.remove_ipc_file(self.endpoint)
+        self._sessions.clear()
+        self._identities.clear()
+
+    # --- arrivals ------------------------------------------------------------------------------------
+
+    def _on_frames(self, copied: list[bytes], rest: list[Buffer]) -> None:
+        try:
+            identity, head = copied
+            header = read_header(head)
+        except (ValueError, ProtocolError):
+            self.counters.malformed += 1
+            return
+        session = self._sessions.get(identity)
+        if session is not None and session.client != header.client:
+            self.counters.malformed += 1
+        elif header.kind == Kind.REQUEST:
+            self._on_request(identity, session, header, head, rest)
+        elif header.kind == Kind.BYE:
+            if session is not None:
+                self._drop_session(identity)
+                self._book.forget(session.client)
+        else:
+            self.counters.malformed += 1
+
+    def _on_request(
+        self, identity: bytes, session: _Session | None, header: Header, head: bytes, rest: list[Buffer]
+    ) -> None:
+        try:
+            message = read_request(head)
+            attachments = read_attachments(header, rest)
+        except ProtocolError as error:
+            self.counters.malformed += 1
+            self._send(identity, self._frames(header, Fault("invalid", str(error))))
+            return
+        if isinstance(message, Hello):
+            self._send(identity, self._frames(header, self._greet(identity, header.client, message)))
+        elif session is None:
+            self.counters.unknown += 1
+            self._send(identity, write_frames(Kind.WHO, header.client, header.request, 0, None, ()))
+        elif self._stopping:
+            self._send(identity, self._frames(header, Fault("unavailable", "stopping", STOP_RETRY_MS)))
+        else:
+            self._sessions.move_to_end(identity)
+            self._admit(identity, session, header, message, attachments)
+
+    def _admit(
+        self,
+        identity: bytes,
+        session: _Session,
+        header: Header,
+        message: Message,
+        attachments: list[memoryview],
+    ) -> None:
+        admission = self._book.admit(header.client, header.request, header.floor)
+        if admission is Admission.RUN:
+            self.counters.requests += 1
+            task = asyncio.get_running_loop().create_task(self._run(session, header, message, attachments))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif admission is Admission.JOIN:
+            self.counters.joined += 1
+        elif admission is Admission.REPLAY:
+            self.counters.replayed += 1
+            self._send(identity, self._book.reply(header.client, header.request))
+        elif admission is Admission.BUSY:
+            self.counters.busy += 1
+            fault = Fault("busy", f"{session.peer.name} has too many requests under way", BUSY_RETRY_MS)
+            self._send(identity, self._frames(header, fault))
+
+    def _greet(self, identity: bytes, client: int, hello: Hello) -> Message:
+        if hello.schema != SCHEMA:
+            text = f"{hello.name} speaks schema {hello.schema}, {self._service} speaks {SCHEMA}"
+            return Fault("schema", f"{text}: update the older one")
+        if hello.job != self._job:
+            return Fault("schema", f"{self._service} here belongs to job {self._job!r}, not to {hello.job!r}")
+        before = self._identities.get(client)
+        if before is not None and before != identity:
+            self._drop_session(before)
+        elif before is None and len(self._sessions) >= MAX_SESSIONS:
+            self._drop_session(next(iter(self._sessions)))
+        self._sessions[identity] = _Session(client, Peer(hello.role, hello.name))
+        self._identities[client] = identity
+        return Welcome(SCHEMA, self._service, self.front_epoch)
+
+    def _drop_session(self, identity: bytes) -> None:
+        session = self._sessions.pop(identity, None)
+        if session is not None and self._identities.get(session.client) == identity:
+            del self._identities[session.client]
+
+    # --- answers -------------------------------------------------------------------------------------
+
+    async def _run(
+        self, session: _Session, header: Header, message: Message, attachments: list[memoryview]
+    ) -> None:
+        reply: Message
+        reply_attachments: Sequence[Buffer] = ()
+        try:
+            answer = await self._handler(session.peer, message, attachments)
+            if isinstance(answer, tuple):
+                reply, reply_attachments = answer
+            else:
+                reply = answer
+        except FaultError as error:
+            reply = error.fault()
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+            reply = Fault("unavailable", f"{self._service} stops", STOP_RETRY_MS)
+        except Exception as error:
+            log.exception("handler of %s failed", type(message).__name__)
+            reply = Fault("internal", f"{type(error).__name__}: {error}")
+        try:
+            frames = self._frames(header, reply, reply_attachments)
+        except ProtocolError as error:
+            log.exception("reply to %s cannot be sent", type(message).__name__)
+            reply = Fault("internal", str(error))
+            frames = self._frames(header, reply)
+        passing = isinstance(reply, Fault) and reply.kind in ("busy", "unavailable")
+        if self._book.finish(header.client, header.request, None if passing else frames):
+            self._send(self._identities.get(header.client), frames)
+
+    def _frames(self, header: Header, reply: Message, attachments: Sequence[Buffer] = ()) -> list[Buffer]:
+        if isinstance(reply, Fault):
+            self.counters.faults += 1
+        return write_frames(Kind.REPLY, header.client, header.request, 0, reply, attachments)
+
+    def _send(self, identity: bytes | None, frames: Sequence[Buffer]) -> None:
+        if identity is None or self._socket is None or not self._socket.send([identity, *frames]):
+            self.counters.undelivered += 1

@@ -1,0 +1,45 @@
+"""Whether, and after which pause, a service that died is started again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_async.config.run import SupervisorSection
+
+INCURABLE_STATUS = 1
+"""Exit status by which a service says that starting it again would not help (see `runtime/service.py`)."""
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """Deaths of one service that are survived (`limit` within `window_s`), and the pauses after them."""
+
+    limit: int
+    window_s: float = 300.0
+    first_pause_s: float = 0.5
+    longest_pause_s: float = 30.0
+    steady_s: float = 10.0
+    """A service that served so long before it died was well: it is not dying in a loop, and starts again at
+    once."""
+
+    @classmethod
+    def of(cls, section: SupervisorSection) -> RestartPolicy:
+        return cls(section.restarts, section.window_s, section.first_pause_s, section.longest_pause_s)
+
+    def recent(self, deaths_s: Sequence[float], now_s: float) -> list[float]:
+        """The deaths that still count."""
+        return [death_s for death_s in deaths_s if now_s - death_s < self.window_s]
+
+
+NO_RESTARTS = RestartPolicy(limit=0)
+
+
+def next_pause_s(deaths: int, status: int | None, policy: RestartPolicy, *, early: int) -> float | None:
+    """Seconds to wait after the latest of `deaths` recent ones, which ended with `status`; None: give up.
+
+    `early`: how many deaths in a row, this one the last, came before the service had served for
+    `policy.steady_s`."""
+    if status == INCURABLE_STATUS or deaths > policy.limit:
+        return None
+    return min(policy.longest_pause_s, policy.first_pause_s * 2.0 ** (early - 1)) if early else 0.0

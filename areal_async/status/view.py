@@ -1,0 +1,321 @@
+"""A run on the terminal: one panel that renews itself, or plain lines where there is no terminal.
+
+Drawing only: what is shown comes as a `Picture`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from areal_async.status.picture import Picture, ServicePicture
+
+PLAIN_EVERY_S = 5.0
+STALL_EVERY_S = 30.0
+"""How often a stall that lasts is said again on plain lines."""
+MIN_WIDTH, MAX_WIDTH = 60, 110
+MAX_SERVICES = 10
+MAX_NO_SCORES = 3
+"""Kinds of verdicts without a score that are shown."""
+SPARKS = "▁▂▃▄▅▆▇█"
+STATE_ORDER = ("queued", "leased", "generated", "scored", "batched", "trained", "committed", "dropped")
+LABEL, DIM, GOOD, WARN = "bold", "bright_black", "green", "yellow"
+
+
+class View(Protocol):
+    """Shows pictures between entering and leaving; `say` prints a line that stays."""
+
+    def show(self, picture: Picture) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def __enter__(self) -> View: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_view(console: Console, *, plain: bool) -> View:
+    """The live view on a terminal, else plain lines."""
+    return PlainView(console) if plain or not console.is_terminal else LiveView(console)
+
+
+class LiveView:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+
+    def show(self, picture: Picture) -> None:
+        width = max(MIN_WIDTH, min(MAX_WIDTH, self._console.width))
+        self._live.update(render(picture, width), refresh=True)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
+
+    def __enter__(self) -> LiveView:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+
+class PlainView:
+    """One line every few seconds, and a new warning as soon as it is there."""
+
+    def __init__(
+        self, console: Console, *, every_s: float = PLAIN_EVERY_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console
+        self._every_s = every_s
+        self._clock = clock
+        self._next_s = 0.0
+        self._news = ""
+        """What was said last: a message, or the edge of a stall."""
+        self._again_s = 0.0
+        self._self_check = ""
+
+    def show(self, picture: Picture) -> None:
+        news = picture.stall.edge if picture.stall is not None else picture.message
+        again = picture.stall is not None and self._clock() >= self._again_s
+        if news and (news != self._news or again):
+            self.say(f"{clock_text(picture.elapsed_s)} {_message(picture)}")
+            self._again_s = self._clock() + STALL_EVERY_S
+        self._news = news
+        if picture.self_check != self._self_check:
+            self._self_check = picture.self_check
+            self.say(f"{clock_text(picture.elapsed_s)} self-check {picture.self_check}")
+        if self._clock() >= self._next_s:
+            self._next_s = self._clock() + self._every_s
+            self.say(plain_line(picture))
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+def plain_line(picture: Picture) -> str:
+    """The picture as one line of text."""
+    if not picture.trained and (starting := _starting(picture.services)):
+        return f"{clock_text(picture.elapsed_s)} starting: {', '.join(starting)}"
+    parts = [clock_text(picture.elapsed_s), f"step {picture.step}/{picture.steps}"]
+    if picture.kind == "sft" and picture.loss is not None:
+        parts.append(f"loss {picture.loss:.3f}")
+    if picture.reward is not None:
+        parts.append(f"reward {picture.reward:.3f}")
+    if picture.accuracy is not None:
+        parts.append(f"held-out {picture.accuracy:.3f}")
+    if picture.staleness_mean is not None:
+        parts.append(f"staleness {picture.staleness_mean:.2f} max {picture.staleness_max}/{picture.bound}")
+    if picture.generated_per_s is not None:
+        parts.append(f"{picture.generated_per_s:,.0f} tokens/s")
+    busy = [
+        f"{service.name} {service.busy:.0%}" + (" (draining)" if service.phase == "draining" else "")
+        for service in picture.services
+        if service.busy is not None
+    ]
+    if busy:
+        parts.append(f"busy {' '.join(busy)}")
+    if picture.dropped.text:
+        parts.append(f"dropped {picture.dropped.text}")
+    if picture.eta_s is not None:
+        parts.append(f"left {clock_text(picture.eta_s)}")
+    return " · ".join(parts)
+
+
+def render(picture: Picture, width: int) -> RenderableType:
+    """The picture as a panel of `width` columns."""
+    rows = Table.grid(padding=(0, 2), expand=False)
+    rows.add_column(style=LABEL, no_wrap=True, min_width=9)
+    rows.add_column()
+    for label, content in _rows(picture, width - 18):
+        rows.add_row(label, content)
+    parts: list[RenderableType] = [_progress(picture, width - 4), Text(), rows]
+    if message := _message(picture):
+        parts += [Text(), Text(_clip(f"! {message}", 2 * (width - 12)), style=WARN)]
+    title = Text.assemble(("areal-async", "bold"), f" · {picture.job}")
+    if picture.stopping:
+        title.append(" · stopping", style=WARN)
+    return Panel(
+        Group(*parts), title=title, title_align="left", width=width, border_style="blue", padding=(0, 1)
+    )
+
+
+def clock_text(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    minutes, second = divmod(max(0, int(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values as at most `width` blocks, each the mean of its share of them."""
+    if len(values) < 2 or width < 2:
+        return ""
+    count = min(width, len(values))
+    cuts = [index * len(values) // count for index in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
+    low, high = min(means), max(means)
+    span = high - low or 1.0
+    return "".join(SPARKS[min(7, int((mean - low) / span * 8))] for mean in means)
+
+
+def _progress(picture: Picture, width: int) -> RenderableType:
+    share = picture.step / picture.steps if picture.steps else 0.0
+    starting = _starting(picture.services)
+    left = "" if picture.eta_s is None else f"  left {clock_text(picture.eta_s)}"
+    times = f"{share:>4.0%}  {clock_text(picture.elapsed_s)}{left}"
+    head = f"step {picture.step}/{picture.steps}"
+    if not picture.trained and starting:
+        head, times = f"starting {', '.join(starting)}", clock_text(picture.elapsed_s)
+    bar = Table.grid(padding=(0, 1), expand=False)
+    bar.add_row(
+        Text(head, style="bold", overflow="ellipsis", no_wrap=True),
+        ProgressBar(
+            total=max(1, picture.steps),
+            completed=picture.step,
+            width=max(10, width - len(head) - len(times) - 3),
+            complete_style="blue",
+            finished_style="green",
+            pulse=False,
+        ),
+        Text(times, no_wrap=True),
+    )
+    return bar
+
+
+def _rows(picture: Picture, width: int) -> list[tuple[str, RenderableType]]:
+    rows: list[tuple[str, RenderableType]] = []
+    if picture.kind == "sft":
+        rows.append(("loss", Text("–" if picture.loss is None else f"{picture.loss:.4f}")))
+    else:
+        rows.append(("reward", _reward(picture, width)))
+    rows.append(("held-out", _accuracy(picture)))
+    if picture.kind == "rl":
+        rows.append(("tokens/s", _tokens(picture)))
+        rows.append(("staleness", _staleness(picture)))
+        rows.append(("groups", _groups(picture.groups)))
+        rows += _dropped(picture, width)
+    rows.append(("busy", _busy(picture.services, width)))
+    if picture.self_check:
+        rows.append(("self-check", Text(picture.self_check, overflow="ellipsis", no_wrap=True)))
+    return rows
+
+
+def _reward(picture: Picture, width: int) -> Text:
+    if picture.reward is None:
+        return Text("–", style=DIM)
+    recent = picture.rewards[-10:]
+    text = Text.assemble((f"{sum(recent) / len(recent):.3f}", GOOD), "  ")
+    return text.append(sparkline(picture.rewards, min(60, width - 12)), style="blue")
+
+
+def _accuracy(picture: Picture) -> Text:
+    if picture.accuracy is None:
+        return Text("–", style=DIM)
+    text = Text()
+    if picture.accuracy_start is not None and picture.accuracy_start != picture.accuracy:
+        text.append(f"{picture.accuracy_start:.3f} → ")
+    text.append(f"{picture.accuracy:.3f}", style=GOOD)
+    if picture.accuracy_interval is not None:
+        low, high = picture.accuracy_interval
+        text.append(f" [{low:.3f}, {high:.3f}]", style=DIM)
+    unit = "step" if picture.kind == "sft" else "version"
+    return text.append(f"  at {unit} {picture.accuracy_version}", style=DIM)
+
+
+def _tokens(picture: Picture) -> Text:
+    shown = [("generated", picture.generated_per_s), ("trained", picture.trained_per_s)]
+    text = Text(" · ".join(f"{value:,.0f} {what}" for what, value in shown if value is not None) or "–")
+    if picture.version is not None:
+        text.append(f"   version {picture.version}", style=DIM)
+    return text
+
+
+def _staleness(picture: Picture) -> Text:
+    if picture.staleness_mean is None:
+        return Text(f"bound {picture.bound}", style=DIM)
+    over = picture.staleness_seen is not None and picture.staleness_seen > picture.bound
+    text = Text(f"mean {picture.staleness_mean:.2f} · max {picture.staleness_max} · largest seen ")
+    text.append(str(picture.staleness_seen), style="bold red" if over else GOOD)
+    return text.append(f" of {picture.bound} allowed")
+
+
+def _groups(groups: Mapping[str, int]) -> Text:
+    order = {state: index for index, state in enumerate(STATE_ORDER)}
+    states = sorted(groups, key=lambda state: order.get(state.lower(), len(order)))
+    shown = [f"{groups[state]:,} {state.lower()}" for state in states if groups[state]]
+    return Text(" · ".join(shown) or "–")
+
+
+def _dropped(picture: Picture, width: int) -> list[tuple[str, RenderableType]]:
+    """What was lost and why; no row while nothing was."""
+    dropped = picture.dropped
+    rows: list[tuple[str, RenderableType]] = []
+    for text in filter(None, (dropped.groups_text, dropped.masked_text)):
+        label = "dropped" if not rows else ""
+        rows.append((label, Text(_clip(text, width), overflow="ellipsis", no_wrap=True)))
+    newest = dropped.no_scores[-MAX_NO_SCORES:]
+    for number, note in enumerate(reversed(newest)):
+        said = Text(_clip(note.text, width), style=WARN, overflow="ellipsis", no_wrap=True)
+        rows.append(("no score" if not number else "", said))
+    return rows
+
+
+def _busy(services: Sequence[ServicePicture], width: int) -> RenderableType:
+    columns = 2 if width >= 62 else 1
+    table = Table.grid(padding=(0, 3), expand=False)
+    cells = [_busy_cell(service) for service in services[:MAX_SERVICES]]
+    if hidden := len(services) - len(cells):
+        cells.append(Text(f"and {hidden} more", style=DIM))
+    for index in range(0, len(cells), columns):
+        table.add_row(*cells[index : index + columns])
+    return table
+
+
+def _busy_cell(service: ServicePicture) -> Text:
+    text = Text(f"{service.name:<12.12}")
+    if service.busy is None or service.phase != "serving":
+        return text.append(service.phase, style=DIM)
+    filled = round(service.busy * 10)
+    text.append("█" * filled, style="blue").append("░" * (10 - filled), style=DIM)
+    return text.append(f" {service.busy:>4.0%}")
+
+
+def _message(picture: Picture) -> str:
+    """The one thing to know now: a stall before all else."""
+    if picture.stall is None:
+        return picture.message
+    return f"stalled for {clock_text(picture.stall_s)}: {picture.stall.detail}"
+
+
+def _clip(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def _starting(services: Sequence[ServicePicture]) -> list[str]:
+    return [
+        f"{service.name} ({service.doing})" if service.doing else service.name
+        for service in services
+        if service.phase in ("waiting", "starting")
+    ]

@@ -1,0 +1,276 @@
+"""Workers join and leave a run: the lifecycle, the choice of names, and the supervisor with its socket."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_async.cli.workers import WorkersError, ask
+from areal_async.config.job import JobConfig
+from areal_async.config.load import load_job
+from areal_async.errors import FaultError
+from areal_async.launch import commands
+from areal_async.launch.elastic import name_is_held, worker_to_drain, workers_to_change
+from areal_async.launch.errors import RunFolderError
+from areal_async.launch.folders import RunFolders, claim_folders
+from areal_async.launch.lifecycle import STAGE_LIMITS_S, Action, Ending, Lifecycle, Phase
+from areal_async.launch.plan import MODULES, services_of
+from areal_async.launch.supervisor import Supervisor
+from areal_async.rpc.messages import DrainWorker, ScaleWorkers
+from areal_async.runtime.context import ServicePlace
+from areal_async.runtime.restart import RestartPolicy
+
+STAND_IN = dict.fromkeys(MODULES, "stand_in")
+Behave = Callable[[dict[str, str]], None]
+
+
+def worker(number: int) -> ServicePlace:
+    return ServicePlace(f"rollout-{number}", "rollout", number, "rollout_service", 0)
+
+
+def life_of(job: JobConfig, restarts: int = 5) -> Lifecycle:
+    """One whose services all serve at time 0."""
+    life = Lifecycle(services_of(job), 60.0, RestartPolicy(restarts))
+    life.begin(0.0)
+    for name in life.states:
+        life.ready(name, 0.0)
+    return life
+
+
+# --- the choice ------------------------------------------------------------------------------------------
+
+
+def test_those_that_join_take_the_lowest_free_names() -> None:
+    taken = {"rollout-0", "rollout-2"}
+    joining, leaving = workers_to_change([worker(0)], 3, "m", taken.__contains__)
+    assert [place.name for place in joining] == ["rollout-1", "rollout-3"]
+    assert leaving == []
+
+
+def test_the_newest_leave_first() -> None:
+    joining, leaving = workers_to_change([worker(0), worker(2), worker(1)], 1, "m", lambda name: True)
+    assert joining == []
+    assert [place.name for place in leaving] == ["rollout-1", "rollout-2"]
+
+
+@pytest.mark.parametrize("wanted", [0, -1, 10_000])
+def test_a_senseless_number_of_workers_is_refused(wanted: int) -> None:
+    with pytest.raises(FaultError, match="1 to 256"):
+        workers_to_change([worker(0)], wanted, "m", lambda name: False)
+
+
+def test_only_a_worker_that_is_there_and_not_the_last_is_drained() -> None:
+    assert worker_to_drain([worker(0), worker(1)], "rollout-1") == worker(1)
+    with pytest.raises(FaultError, match=r"rollout-7 is no worker.*rollout-0, rollout-1.*--outside"):
+        worker_to_drain([worker(0), worker(1)], "rollout-7")
+    with pytest.raises(FaultError, match="only worker"):
+        worker_to_drain([worker(0)], "rollout-0")
+
+
+def test_a_name_is_held_as_long_as_its_process_lives(tmp_path: Path) -> None:
+    assert not name_is_held(tmp_path, "rollout-3")
+    with (tmp_path / "rollout-3.name").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert name_is_held(tmp_path, "rollout-3")
+    assert not name_is_held(tmp_path, "rollout-3")
+
+
+# --- the lifecycle ---------------------------------------------------------------------------------------
+
+
+def test_one_that_joins_is_started_and_serves_like_any_other(job: JobConfig) -> None:
+    life = life_of(job)
+    assert life.join(worker(1), 5.0) == [Action("start", "rollout-1")]
+    assert not life.all_serve()
+    life.ready("rollout-1", 6.0)
+    assert life.all_serve()
+    life.exited("rollout-1", -9, 30.0)
+    assert life.states["rollout-1"].phase is Phase.RESTARTING
+    assert life.tick(30.0) == [Action("start", "rollout-1")]
+
+
+def test_one_that_joins_while_the_buffer_is_away_waits_for_it(job: JobConfig) -> None:
+    life = life_of(job)
+    life.exited("buffer", -9, 5.0)
+    assert life.join(worker(1), 5.1) == []
+    assert life.tick(7.0) == [Action("start", "buffer")]
+    assert life.ready("buffer", 8.0) == [Action("start", "rollout-1")]
+
+
+@pytest.mark.parametrize("status", [1, -9])
+def test_one_that_joins_and_never_serves_does_not_take_the_job_along(job: JobConfig, status: int) -> None:
+    life = life_of(job, restarts=0)
+    life.join(worker(1), 5.0)
+    assert life.exited("rollout-1", status, 6.0) == []
+    assert life.states["rollout-1"].gone
+    assert not life.stopping
+    life.forget("rollout-1")
+    assert life.all_serve()
+
+
+def test_one_that_joins_and_does_not_serve_in_time_is_ended(job: JobConfig) -> None:
+    life = life_of(job)
+    life.join(worker(1), 5.0)
+    assert life.tick(64.0) == []
+    assert life.tick(66.0) == [Action("terminate", "rollout-1")]
+    life.exited("rollout-1", 143, 67.0)
+    assert life.states["rollout-1"].gone
+    assert not life.stopping
+
+
+@pytest.mark.parametrize("status", [0, 1, -9, 143])
+def test_a_drained_worker_is_not_started_again_however_it_ends(job: JobConfig, status: int) -> None:
+    life = life_of(job)
+    life.join(worker(1), 1.0)
+    life.ready("rollout-1", 2.0)
+    assert life.leave("rollout-1", 30.0, 10.0) == []
+    assert life.exited("rollout-1", status, 12.0) == []
+    assert life.states["rollout-1"].gone
+    assert life.tick(100.0) == []
+    assert not life.stopping
+
+
+def test_a_drained_worker_that_stays_is_told_to_end_and_then_killed(job: JobConfig) -> None:
+    life = life_of(job)
+    life.join(worker(1), 1.0)
+    life.ready("rollout-1", 2.0)
+    life.leave("rollout-1", 30.0, 10.0)
+    assert life.tick(39.9) == []
+    assert life.tick(40.0) == [Action("terminate", "rollout-1")]
+    assert life.tick(40.1) == []
+    assert life.tick(40.0 + STAGE_LIMITS_S[0]) == [Action("kill", "rollout-1")]
+    assert life.tick(50.0) == []
+
+
+def test_a_worker_that_does_not_serve_leaves_at_once(job: JobConfig) -> None:
+    life = life_of(job)
+    life.join(worker(1), 1.0)
+    assert life.leave("rollout-1", 30.0, 2.0) == [Action("terminate", "rollout-1")]
+    life.exited("rollout-0", -9, 1.0)
+    assert life.leave("rollout-0", 30.0, 1.1) == []
+    assert life.states["rollout-0"].gone
+
+
+# --- the supervisor --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folders(job: JobConfig, monkeypatch: pytest.MonkeyPatch) -> RunFolders:
+    monkeypatch.setattr(commands, "BUFFER_WAIT_S", 0.2)  # the stand-in does not answer
+    return claim_folders(job, overwrite=False)
+
+
+def drive(job: JobConfig, folders: RunFolders, script: Callable[[Supervisor], None]) -> Supervisor:
+    """Run the supervisor; `script` runs beside it, in a thread, once all serve. The run is then stopped."""
+    failures: list[BaseException] = []
+
+    def follow() -> None:
+        try:
+            script(supervisor)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=follow)
+    supervisor = Supervisor(job, folders, modules=STAND_IN, on_serving=thread.start)
+    try:
+        ending = supervisor.run()
+    finally:
+        folders.release()
+    thread.join()
+    if failures:
+        raise failures[0]
+    assert ending == Ending("interrupted")
+    return supervisor
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def watched(folders: RunFolders) -> set[str]:
+    return {entry["labels"]["process"] for entry in json.loads(folders.targets.read_text())}
+
+
+def test_workers_join_and_leave_a_run(job: JobConfig, folders: RunFolders, behave: Behave) -> None:
+    behave({"rollout-1": "drains"})
+    first = {"buffer", "trainer", "reward", "rollout-0"}
+
+    def script(supervisor: Supervisor) -> None:
+        told = ask(folders.run_dir, ScaleWorkers(3, 1000))
+        assert told.text == "started rollout-1, rollout-2"
+        assert told.workers == ["rollout-0", "rollout-1", "rollout-2"]
+        wait_for(lambda: watched(folders) == first | {"rollout-1", "rollout-2"})
+        context = json.loads(folders.context.read_text())
+        assert [place["name"] for place in context["services"]][-2:] == ["rollout-1", "rollout-2"]
+        assert context["job"]["rollout"]["workers"] == 3
+        assert set(supervisor.phases()) == set(supervisor.endpoints()) == first | {"rollout-1", "rollout-2"}
+
+        told = ask(folders.run_dir, DrainWorker("rollout-1", 20_000))
+        assert told.text.startswith("rollout-1 has finished, handed back the rest and ended")
+        assert told.workers == ["rollout-0", "rollout-2"]
+        wait_for(lambda: watched(folders) == first | {"rollout-2"})
+        assert set(supervisor.phases()) == first | {"rollout-2"}
+
+        # This one does not end by itself.
+        told = ask(folders.run_dir, ScaleWorkers(1, 1000))
+        assert told.text.startswith("draining rollout-2 (at most 1 s)")
+        assert supervisor.phases()["rollout-2"] == "draining"
+        assert supervisor.phases()["rollout-0"] == "serving"
+        wait_for(lambda: set(supervisor.phases()) == first)
+        assert "asked to stop" in (folders.logs / "rollout-2.log").read_text()
+
+        assert ask(folders.run_dir, ScaleWorkers(2, 100)).text == "started rollout-1", "a name is used again"
+
+    drive(job, folders, script)
+    # A resume begins with as many workers as were wanted last.
+    resumed = load_job(folders.run_dir / "job.yaml", files=False)
+    assert resumed.rollout.workers == 2
+
+
+def test_what_makes_no_sense_is_refused_with_the_reason(
+    job: JobConfig, folders: RunFolders, behave: Behave
+) -> None:
+    def script(supervisor: Supervisor) -> None:
+        for request, words in (
+            (DrainWorker("rollout-5", 100), "rollout-5 is no worker of this run"),
+            (DrainWorker("trainer", 100), "trainer is no worker"),
+            (DrainWorker("rollout-0", 100), "the only worker"),
+            (ScaleWorkers(1000, 100), "1 to 256 workers"),
+        ):
+            with pytest.raises(WorkersError, match=words):
+                ask(folders.run_dir, request)
+        assert ask(folders.run_dir, ScaleWorkers(1, 100)).text == "nothing to do: the workers are rollout-0"
+
+    drive(job, folders, script)
+    with pytest.raises(RunFolderError, match="is not running"):
+        ask(folders.run_dir, ScaleWorkers(2, 100))
+
+
+def test_a_worker_that_cannot_start_leaves_the_run_alone(
+    job: JobConfig, folders: RunFolders, behave: Behave
+) -> None:
+    behave({"rollout-1": "dies at start"})
+    told: list[str] = []
+
+    def script(supervisor: Supervisor) -> None:
+        supervisor._on_restart = lambda name, text: told.append(text)
+        ask(folders.run_dir, ScaleWorkers(2, 100))
+        wait_for(lambda: told)
+
+    supervisor = drive(job, folders, script)
+    assert told == ["rollout-1 joined but did not come to serve; see logs/rollout-1.log"]
+    assert [place.name for place in supervisor.services][-1] == "rollout-0"
+    assert load_job(folders.run_dir / "job.yaml", files=False).rollout.workers == 1

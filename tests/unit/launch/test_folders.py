@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_async.config.job import JobConfig
+from areal_async.launch.errors import RunFolderError
+from areal_async.launch.folders import RunFolders, claim_folders, describe_work, leftovers
+from areal_async.runtime.context import SOCKET_PATH_LIMIT, short_socket_dir
+from areal_async.status.record import RunLog
+
+
+@pytest.fixture
+def shm(tmp_path: Path) -> Path:
+    root = tmp_path / "shm"
+    root.mkdir()
+    return root
+
+
+@pytest.fixture
+def claimed(job: JobConfig, shm: Path) -> Iterator[RunFolders]:
+    folders = claim_folders(job, overwrite=False, shm_root=shm)
+    yield folders
+    folders.release()
+
+
+def test_nothing_volatile_is_left_after_a_release(job: JobConfig, shm: Path) -> None:
+    folders = claim_folders(job, overwrite=False, shm_root=shm)
+    (folders.shm_dir / "snapshot").write_bytes(b"x")
+    folders.targets.parent.mkdir()
+    folders.targets.write_text("[]")
+    folders.release()
+    assert not folders.shm_dir.exists()
+    assert not folders.socket_dir.exists()
+    assert not folders.targets.exists()
+    assert folders.logs.is_dir()
+
+
+def test_snapshots_in_a_shared_directory_end_with_their_job_and_nothing_else_does(
+    job: JobConfig, shm: Path, tmp_path: Path
+) -> None:
+    disk = job.weights.model_copy(update={"channel": "disk", "directory": tmp_path / "nfs"})
+    job = job.model_copy(update={"weights": disk})
+    root, other = tmp_path / "nfs" / job.job, tmp_path / "nfs" / "another" / "e0-v1"
+    other.mkdir(parents=True)
+    for kept in (False, True):
+        for name in ("e0-v7", "e1-v12.delta", ".writing-e1-v13", "notes" if kept else "e0-v8"):
+            (root / name).mkdir(parents=True)
+            (root / name / "model.safetensors").write_bytes(b"x")
+        (root / ".spare-model").write_bytes(b"x")
+        folders = claim_folders(job, overwrite=False, shm_root=shm)
+        assert (root / "e0-v7").is_dir()  # a publisher that starts decides what becomes of these
+        folders.release()
+        assert [path.name for path in tmp_path.glob(f"nfs/{job.job}/*")] == (["notes"] if kept else [])
+        assert root.exists() is kept
+    assert other.is_dir()
+
+
+def test_a_second_run_of_a_running_job_is_refused_with_its_pid(
+    job: JobConfig, shm: Path, claimed: RunFolders
+) -> None:
+    with pytest.raises(RunFolderError, match=f"already running .process {os.getpid()} "):
+        claim_folders(job, overwrite=True, shm_root=shm)
+    assert claimed.shm_dir.exists()
+
+
+@pytest.mark.parametrize("entry", ["model/config.json", "checkpoints/a/b", "metrics.jsonl", "notes.txt"])
+def test_work_is_never_deleted_silently(job: JobConfig, shm: Path, entry: str) -> None:
+    claim_folders(job, overwrite=False, shm_root=shm).release()
+    kept = job.run_dir / "test" / entry
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text("worth a lot")
+    with pytest.raises(RunFolderError, match=r"unfinished run .*--overwrite"):
+        claim_folders(job, overwrite=False, shm_root=shm)
+    assert kept.read_text() == "worth a lot"
+    claim_folders(job, overwrite=True, shm_root=shm).release()
+    assert not kept.exists()
+
+
+def test_a_finished_run_is_refused_by_that_name(job: JobConfig, shm: Path) -> None:
+    folders = claim_folders(job, overwrite=False, shm_root=shm)
+    (folders.run_dir / "summary.json").write_text("{}")
+    folders.release()
+    with pytest.raises(RunFolderError, match=r"a finished run.*job=NAME.*--overwrite"):
+        claim_folders(job, overwrite=False, shm_root=shm)
+
+
+def test_a_run_that_did_nothing_is_simply_started_again(job: JobConfig, shm: Path) -> None:
+    folders = claim_folders(job, overwrite=False, shm_root=shm)
+    (folders.logs / "buffer.log").write_text("died")
+    with RunLog(folders.run_dir / "metrics.jsonl") as records:
+        records.write("start")
+        records.write("restart", service="rollout-0")
+        records.write("end", ending="died", wall_s=1.0)
+    (folders.run_dir / "model").mkdir()
+    (folders.run_dir / "buffer").mkdir()
+    (folders.run_dir / "buffer" / "appendonly.aof").write_text("state of the dead run")
+    folders.release()
+    assert describe_work(folders.run_dir) == ""
+    again = claim_folders(job, overwrite=False, shm_root=shm)
+    assert {path.name for path in again.run_dir.iterdir()} == {"run.lock", "logs"}
+    assert list(again.logs.iterdir()) == []
+    again.release()
+
+
+def test_a_folder_that_no_run_made_is_never_touched(job: JobConfig, shm: Path) -> None:
+    foreign = job.run_dir / "test"
+    foreign.mkdir(parents=True)
+    (foreign / "thesis.tex").write_text("years of work")
+    with pytest.raises(RunFolderError, match="was not made by a run"):
+        claim_folders(job, overwrite=True, shm_root=shm)
+    assert (foreign / "thesis.tex").exists()
+    assert not (foreign / "run.lock").exists()
+
+
+def test_leftovers_of_a_dead_run_are_found_and_cleaned_by_the_next(job: JobConfig, shm: Path) -> None:
+    dead = claim_folders(job, overwrite=False, shm_root=shm)
+    os.close(dead.lock_fd)  # as the kernel does when the supervisor is killed
+    roots = [shm, dead.socket_dir.parent]
+    assert not {dead.shm_dir, dead.socket_dir} & set(leftovers(roots)), "its process, ours, still lives"
+    for folder in (dead.shm_dir, dead.socket_dir):
+        owner = json.loads((folder / "owner.json").read_text())
+        (folder / "owner.json").write_text(json.dumps(owner | {"created_s": 1.0}))
+    assert {dead.shm_dir, dead.socket_dir} <= set(leftovers(roots))
+    again = claim_folders(job, overwrite=False, shm_root=shm)
+    assert not dead.shm_dir.exists()
+    assert not dead.socket_dir.exists()
+    again.release()
+
+
+def test_without_shared_memory_the_weights_go_through_a_temporary_folder(
+    job: JobConfig, tmp_path: Path
+) -> None:
+    folders = claim_folders(job, overwrite=False, shm_root=tmp_path / "absent")
+    assert folders.shm_dir.is_dir()
+    folders.release()
+    assert not folders.shm_dir.exists()
+
+
+def test_a_run_dir_that_cannot_be_made_is_one_paragraph(job: JobConfig, shm: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    blocked = job.model_copy(update={"run_dir": tmp_path / "file"})
+    with pytest.raises(RunFolderError, match=r"cannot be used.*run_dir"):
+        claim_folders(blocked, overwrite=False, shm_root=shm)
+
+
+def test_socket_paths_stay_below_the_kernel_limit(tmp_path: Path) -> None:
+    assert short_socket_dir(tmp_path / "s") == tmp_path / "s"
+    long = tmp_path / ("d" * 100) / "s"
+    short = short_socket_dir(long)
+    assert short != long
+    assert short == short_socket_dir(long)
+    assert len(str(short)) + len("/rollout-service-0.socket") <= SOCKET_PATH_LIMIT

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_async.launch.lifecycle import (
+    LAST_ONE_LIMIT_S,
+    STOP_LIMIT_S,
+    Action,
+    Ending,
+    Lifecycle,
+    Phase,
+)
+from areal_async.launch.plan import MODULES
+from areal_async.runtime.context import ServicePlace
+
+NAMES = {
+    "buffer": "buffer",
+    "trainer": "trainer",
+    "reward": "reward",
+    "rollout-0": "rollout",
+    "rollout-1": "rollout",
+    "evaluator": "evaluator",
+}
+PLACES = [ServicePlace(name, role, 0, MODULES[role], 0) for name, role in NAMES.items()]  # type: ignore[index, arg-type]
+OTHERS = [name for name in NAMES if name != "buffer"]
+TICK_S = 0.1
+
+
+def started(life: Lifecycle) -> None:
+    """Bring every service to serve at time 0."""
+    for action in life.begin(0.0):
+        assert action.do == "start"
+    life.ready("buffer", 0.0)
+    for name in OTHERS:
+        life.ready(name, 0.0)
+
+
+def names(actions: list[Action], do: str) -> list[str]:
+    return [action.name for action in actions if action.do == do]
+
+
+def test_the_stop_limit_leaves_room_within_ten_seconds() -> None:
+    assert STOP_LIMIT_S <= 9.5
+
+
+def test_the_buffer_serves_before_anything_else_starts() -> None:
+    life = Lifecycle(PLACES, 60.0)
+    assert life.begin(0.0) == [Action("start", "buffer")]
+    assert life.tick(1.0) == []
+    assert names(life.ready("buffer", 2.0), "start") == OTHERS
+    assert not life.all_serve()
+    for name in OTHERS:
+        assert life.ready(name, 3.0) == []
+    assert life.all_serve()
+
+
+def test_without_a_buffer_everything_starts_at_once() -> None:
+    life = Lifecycle([PLACES[1]], 60.0)
+    assert life.begin(0.0) == [Action("start", "trainer")]
+
+
+def test_the_job_is_done_when_trainer_and_evaluator_are() -> None:
+    life = Lifecycle(PLACES, 60.0)
+    started(life)
+    assert life.exited("trainer", 0, 5.0) == []
+    assert not life.stopping
+    actions = life.exited("evaluator", 0, 6.0)
+    assert life.ending == Ending("finished")
+    assert names(actions, "terminate") == ["rollout-0", "rollout-1"]
+    assert life.exited("rollout-1", 143, 6.1) == []
+    assert names(life.exited("rollout-0", 143, 6.2), "terminate") == ["reward"]
+    assert names(life.exited("reward", 0, 6.3), "terminate") == ["buffer"]
+    assert not life.over
+    assert life.exited("buffer", 0, 6.4) == []
+    assert life.over
+
+
+def test_an_evaluator_that_never_ends_is_a_failure_with_its_name() -> None:
+    life = Lifecycle(PLACES, 60.0)
+    started(life)
+    life.exited("trainer", 0, 5.0)
+    life.tick(5.0 + LAST_ONE_LIMIT_S - 1)
+    assert not life.stopping
+    life.tick(5.0 + LAST_ONE_LIMIT_S + 1)
+    assert life.ending is not None
+    assert (life.ending.kind, life.ending.culprit) == ("did_not_end", "evaluator")
+
+
+def test_the_first_death_is_the_one_that_is_named() -> None:
+    life = Lifecycle(PLACES, 60.0)
+    started(life)
+    life.exited("reward", -9, 3.0)
+    life.exited("trainer", 1, 3.1)
+    assert life.ending == Ending("died", "reward", -9, 3.0)
+
+
+def test_an_interrupt_before_the_buffer_serves_starts_nothing_more() -> None:
+    life = Lifecycle(PLACES, 60.0)
+    life.begin(0.0)
+    assert names(life.interrupt(1.0), "terminate") == ["buffer"]
+    assert life.ready("buffer", 1.1) == []
+    life.exited("buffer", 0, 1.2)
+    assert life.over
+    assert life.states["trainer"].phase is Phase.WAITING
+
+
+def test_a_second_interrupt_kills_all_that_is_left() -> None:
+    life = Lifecycle(PLACES, 60.0)
+    started(life)
+    life.interrupt(1.0)
+    life.exited("trainer", 0, 1.5)
+    assert set(names(life.interrupt(2.0), "kill")) == set(NAMES) - {"trainer"}
+
+
+@dataclass
+class Fate:
+    """What becomes of a simulated process."""
+
+    ready_after_s: float
+    obeys_after_s: float
+    dies_at_s: float
+    status: int
+
+
+fates = st.builds(
+    Fate,
+    ready_after_s=st.sampled_from([0.0, 0.3, 2.0, math.inf]),
+    obeys_after_s=st.sampled_from([0.0, 0.2, 1.0, 4.0, 8.0, math.inf]),
+    dies_at_s=st.sampled_from([math.inf, math.inf, 0.5, 3.0, 6.0]),
+    status=st.sampled_from([0, 1, -9]),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.fixed_dictionaries(dict.fromkeys(NAMES, fates)),
+    st.one_of(st.none(), st.floats(0.0, 8.0)),
+)
+def test_every_run_ends_in_bounded_time_with_its_promises_kept(
+    fate: dict[str, Fate], interrupt_s: float | None
+) -> None:
+    life = Lifecycle(PLACES, ready_limit_s=5.0)
+    log: list[tuple[float, Action]] = []
+    born: dict[str, float] = {}
+    ends_at: dict[str, float] = {}
+    stop_s: float | None = None
+    now_s = 0.0
+
+    def apply(actions: list[Action]) -> None:
+        nonlocal stop_s
+        if life.stopping and stop_s is None:
+            stop_s = now_s
+        for action in actions:
+            log.append((now_s, action))
+            name = action.name
+            match action.do:
+                case "start":
+                    assert name not in born
+                    assert stop_s is None, "nothing starts once a stop has begun"
+                    assert name == "buffer" or life.states["buffer"].phase is Phase.SERVING
+                    born[name] = now_s
+                    ends_at[name] = now_s + fate[name].dies_at_s
+                case "terminate":
+                    ends_at[name] = min(ends_at[name], now_s + fate[name].obeys_after_s)
+                case "kill":
+                    ends_at[name] = now_s
+
+    apply(life.begin(now_s))
+    interrupted = False
+    while not life.over:
+        now_s = round(now_s + TICK_S, 3)
+        assert now_s < 8.0 + 5.0 + LAST_ONE_LIMIT_S + STOP_LIMIT_S + 20.0, "a run that never ends"
+        if interrupt_s is not None and now_s >= interrupt_s and not interrupted:
+            interrupted = True
+            if not life.stopping:
+                apply(life.interrupt(now_s))
+        for name in life.alive():
+            if ends_at[name] <= now_s:
+                apply(life.exited(name, fate[name].status, now_s))
+            elif now_s - born[name] >= fate[name].ready_after_s:
+                apply(life.ready(name, now_s))
+        apply(life.tick(now_s))
+        if interrupt_s is None and now_s > 20.0 and not life.stopping:
+            apply(life.interrupt(now_s))
+
+    assert life.ending is not None
+    assert stop_s is not None
+    assert now_s - stop_s <= STOP_LIMIT_S + 1.0
+    assert life.alive() == []
+    told = {action.name: at for at, action in log if action.do == "terminate"}
+    if "buffer" in told:
+        assert all(at <= told["buffer"] for at in told.values()), "the buffer is told last"
+    if life.ending.kind in ("died", "not_ready", "did_not_end"):
+        assert life.ending.culprit in born
+
+
+def test_actions_are_plain_values() -> None:
+    actions: list[Any] = [Action("kill", "a"), Action("kill", "a")]
+    assert len(set(actions)) == 1

@@ -1,0 +1,182 @@
+"""What is found under a name of ours may be another user's: it is not read, run, deleted or waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_async.config.errors import ConfigError
+from areal_async.config.job import JobConfig
+from areal_async.config.load import load_job
+from areal_async.launch.errors import RunFolderError
+from areal_async.launch.folders import claim_folders, leftovers
+from areal_async.launch.resume import job_to_resume
+from areal_async.launch.runs import find_run
+
+STRANGER = 54321
+"""A user id that nobody has."""
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+MODE = 0o777
+
+
+@pytest.fixture
+def shm(tmp_path: Path) -> Path:
+    root = tmp_path / "shm"
+    root.mkdir()
+    return root
+
+
+def dead_run(job: JobConfig, shm: Path, victim: Path) -> Path:
+    """The folder of a run whose supervisor is gone, and whose record names `victim` for deletion."""
+    folders = claim_folders(job, overwrite=False, shm_root=shm)
+    os.close(folders.lock_fd)
+    (folders.run_dir / "job.yaml").write_text("job: test\n")
+    lock = folders.run_dir / "run.lock"
+    lock.write_text(json.dumps(json.loads(lock.read_text()) | {"socket_dir": str(victim)}))
+    return folders.run_dir
+
+
+def worth(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "thesis").write_text("years of work")
+    return folder
+
+
+@as_root
+def test_another_users_run_folder_is_neither_run_in_nor_believed(
+    job: JobConfig, shm: Path, tmp_path: Path
+) -> None:
+    victim = worth(tmp_path / f"areal-{os.getuid()}-mine")
+    run_dir = dead_run(job, shm, victim)
+    os.chown(run_dir, STRANGER, STRANGER)
+    for use in (
+        lambda: claim_folders(job, overwrite=True, shm_root=shm),
+        lambda: claim_folders(job, overwrite=False, resume=True, shm_root=shm),
+        lambda: job_to_resume(run_dir),
+        lambda: find_run(run_dir),
+    ):
+        with pytest.raises(RunFolderError, match=f"belongs to user {STRANGER}"):
+            use()
+    assert (victim / "thesis").exists()
+    assert (run_dir / "job.yaml").exists()
+
+
+@as_root
+def test_a_lock_that_another_user_wrote_is_not_believed(job: JobConfig, shm: Path, tmp_path: Path) -> None:
+    victim = worth(tmp_path / f"areal-{os.getuid()}-mine")
+    run_dir = dead_run(job, shm, victim)
+    os.chown(run_dir / "run.lock", STRANGER, STRANGER)
+    for use in (lambda: claim_folders(job, overwrite=True, shm_root=shm), lambda: find_run(run_dir)):
+        with pytest.raises(RunFolderError, match=f"belongs to user {STRANGER}"):
+            use()
+    assert (victim / "thesis").exists()
+
+
+def test_a_lock_that_others_may_write_is_not_believed(job: JobConfig, shm: Path, tmp_path: Path) -> None:
+    victim = worth(tmp_path / f"areal-{os.getuid()}-mine")
+    run_dir = dead_run(job, shm, victim)
+    (run_dir / "run.lock").chmod(0o666)
+    with pytest.raises(RunFolderError, match=r"others may write to .*run\.lock"):
+        claim_folders(job, overwrite=True, shm_root=shm)
+    assert (victim / "thesis").exists()
+
+
+@pytest.mark.parametrize("name", ["areal-notes", f"areal-{os.getuid() + 1}-x"])
+def test_only_volatile_folders_of_this_user_are_deleted_after_a_dead_run(
+    job: JobConfig, shm: Path, tmp_path: Path, name: str
+) -> None:
+    victim = worth(tmp_path / name)
+    dead_run(job, shm, victim)
+    claim_folders(job, overwrite=True, shm_root=shm).release()
+    assert (victim / "thesis").exists()
+
+
+def test_no_link_is_followed_to_what_a_dead_run_is_said_to_have_left(
+    job: JobConfig, shm: Path, tmp_path: Path
+) -> None:
+    victim = worth(tmp_path / "elsewhere")
+    link = tmp_path / f"areal-{os.getuid()}-x"
+    link.symlink_to(victim)
+    dead_run(job, shm, link)
+    claim_folders(job, overwrite=True, shm_root=shm).release()
+    assert (victim / "thesis").exists()
+
+
+def test_a_run_is_closed_to_others_from_the_start_whatever_the_umask(job: JobConfig, shm: Path) -> None:
+    before = os.umask(0)
+    try:
+        folders = claim_folders(job, overwrite=False, shm_root=shm)
+    finally:
+        os.umask(before)
+    closed = [folders.run_dir, folders.socket_dir, folders.shm_dir, folders.logs]
+    closed += [folders.run_dir / "run.lock", folders.socket_dir / "secret"]
+    assert [oct(path.stat().st_mode & 0o077) for path in closed] == ["0o0"] * len(closed)
+    folders.release()
+
+
+def test_an_open_run_folder_of_ours_is_closed_before_it_is_used(job: JobConfig, shm: Path) -> None:
+    run_dir = job.run_dir / "test"
+    run_dir.mkdir(parents=True)
+    run_dir.chmod(MODE)
+    claim_folders(job, overwrite=False, shm_root=shm).release()
+    assert run_dir.stat().st_mode & MODE == 0o700
+
+
+def pipes(folder: Path, name: str) -> Path:
+    os.mkfifo(folder / name)
+    return folder / name
+
+
+def test_a_pipe_in_place_of_a_record_is_not_waited_for(job: JobConfig, shm: Path, tmp_path: Path) -> None:
+    left = shm / f"areal-{os.getuid()}-x-shm"
+    left.mkdir(mode=0o700)
+    pipes(left, "owner.json")
+    assert list(leftovers([shm])) == []
+    run_dir = job.run_dir / "test"
+    run_dir.mkdir(parents=True)
+    pipes(run_dir, "run.lock")
+    for use in (lambda: claim_folders(job, overwrite=True, shm_root=shm), lambda: find_run(run_dir)):
+        with pytest.raises(RunFolderError, match=r"run\.lock"):
+            use()
+
+
+@as_root
+def test_folders_of_another_user_under_our_name_are_no_leftovers(shm: Path) -> None:
+    left = shm / f"areal-{os.getuid()}-x-shm"
+    left.mkdir(mode=0o700)
+    (left / "owner.json").write_text(json.dumps({"pid": 1, "created_s": 1.0, "job": "x"}))
+    assert list(leftovers([shm])) == [left]
+    os.chown(left, STRANGER, STRANGER)
+    assert list(leftovers([shm])) == []
+
+
+@pytest.mark.parametrize("what", ["reward", "workflow", "tasks"])
+def test_a_pipe_that_a_job_names_is_a_mistake_and_not_waited_for(tmp_path: Path, what: str) -> None:
+    files = {"reward": "r.py", "workflow": "w.py", "tasks": "t.jsonl"}
+    (tmp_path / "r.py").write_text("def score(given): return 1.0\n")
+    (tmp_path / "w.py").write_text("async def play(ctx, task): ...\n")
+    (tmp_path / "t.jsonl").write_text('{"prompt": "1+1", "ground_truth": "2"}\n')
+    (tmp_path / files[what]).unlink()
+    pipe = pipes(tmp_path, files[what])
+    (tmp_path / "job.yaml").write_text(
+        "job: test\nmodel: model\ntasks: {train: t.jsonl}\nreward: {name: 'r.py:score'}\n"
+        "rollout: {workflow: 'w.py:play'}\n"
+    )
+    with pytest.raises(ConfigError, match=pipe.name):
+        load_job(tmp_path / "job.yaml")
+
+
+def test_doctor_is_not_stopped_by_a_pipe_named_like_a_leftover(tmp_path: Path) -> None:
+    folder = tmp_path / f"areal-{os.getuid()}-0badcafe"
+    folder.mkdir(mode=0o700)
+    pipes(folder, "owner.json")
+    command = [sys.executable, "-m", "areal_async.cli.main", "doctor"]
+    ended = subprocess.run(
+        command, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=120
+    )
+    assert "leftovers" in ended.stdout

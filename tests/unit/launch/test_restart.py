@@ -1,0 +1,218 @@
+"""one_death_is_local: what the supervisor decides when a service dies, on a simulated clock."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_async.errors import ArealError, FaultError, RpcTimeout
+from areal_async.launch.lifecycle import Action, Lifecycle, Phase
+from areal_async.launch.plan import MODULES
+from areal_async.runtime.context import ServicePlace
+from areal_async.runtime.restart import RestartPolicy, next_pause_s
+from areal_async.runtime.service import restart_may_help
+from replay_buffer.errors import StoreUnavailable, StoreUnusable
+from trainer_service.errors import CheckpointError, StalenessViolation
+
+NAMES = {
+    "buffer": "buffer",
+    "trainer": "trainer",
+    "reward": "reward",
+    "rollout-0": "rollout",
+    "evaluator": "evaluator",
+}
+PLACES = [ServicePlace(name, role, 0, MODULES[role], 0) for name, role in NAMES.items()]  # type: ignore[index, arg-type]
+POLICY = RestartPolicy(limit=2, window_s=100.0, first_pause_s=1.0, longest_pause_s=8.0)
+
+
+def serving(policy: RestartPolicy = POLICY) -> Lifecycle:
+    life = Lifecycle(PLACES, 60.0, policy)
+    life.begin(0.0)
+    for name in NAMES:
+        life.ready(name, 0.0)
+    return life
+
+
+def test_the_pause_doubles_up_to_its_limit() -> None:
+    policy = RestartPolicy(limit=10, first_pause_s=0.5, longest_pause_s=3.0)
+    early = (1, 2, 3, 4, 10)
+    assert [next_pause_s(n, -9, policy, early=n) for n in early] == [0.5, 1.0, 2.0, 3.0, 3.0]
+    assert next_pause_s(11, -9, policy, early=11) is None
+
+
+def test_a_service_that_was_well_is_started_again_at_once_however_often_it_is_killed() -> None:
+    life = serving(RestartPolicy(limit=10, window_s=1e9, first_pause_s=1.0, longest_pause_s=8.0))
+    now_s = 0.0
+    for _ in range(5):
+        now_s += 10.0
+        life.exited("rollout-0", -9, now_s)
+        assert life.tick(now_s) == [Action("start", "rollout-0")]
+        now_s += 4.0
+        life.ready("rollout-0", now_s)
+
+
+def test_the_pause_grows_while_a_service_dies_soon_and_is_forgotten_once_it_was_well() -> None:
+    life = serving(RestartPolicy(limit=10, window_s=1e9, first_pause_s=1.0, longest_pause_s=8.0))
+    pauses_s = []
+    for now_s, served_s in ((5.0, 5.0), (20.0, 1.0), (40.0, None), (60.0, 9.9), (80.0, 15.0), (99.0, 2.0)):
+        state = life.states["rollout-0"]
+        if served_s is not None and state.phase is Phase.STARTING:
+            life.ready("rollout-0", now_s - served_s)
+        life.exited("rollout-0", -9, now_s)
+        pauses_s.append(state.restart_s - now_s)
+        assert life.tick(state.restart_s) == [Action("start", "rollout-0")]
+    assert pauses_s == [1.0, 2.0, 4.0, 8.0, 0.0, 1.0]
+
+
+def test_an_error_that_a_restart_does_not_cure_is_final_at_once() -> None:
+    assert next_pause_s(1, 1, POLICY, early=1) is None
+    for status in (-9, -11, 0, 75, 143):
+        assert next_pause_s(1, status, POLICY, early=1) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("error", "before", "after"),
+    [
+        (ArealError("a wrong path"), False, True),
+        (RuntimeError("a bug"), False, True),
+        (RpcTimeout("the buffer is away"), True, True),
+        (FaultError("fenced", "another epoch"), True, True),
+        (FaultError("invalid", "another data set"), False, True),
+        (StoreUnavailable("Redis is away"), True, True),
+        (StoreUnusable("it evicts keys"), False, True),
+        (StalenessViolation("too old"), False, False),
+        (CheckpointError("damaged"), False, False),
+    ],
+)
+def test_a_service_knows_whether_a_restart_may_help(error: Exception, before: bool, after: bool) -> None:
+    assert restart_may_help(error, served=False) is before
+    assert restart_may_help(error, served=True) is after
+
+
+def test_a_service_that_dies_is_started_again_and_the_others_go_on() -> None:
+    life = serving()
+    assert life.exited("rollout-0", -9, 9.0) == []
+    assert life.states["rollout-0"].phase is Phase.RESTARTING
+    assert life.tick(9.5) == []
+    assert life.tick(10.0) == [Action("start", "rollout-0")]
+    assert not life.all_serve()
+    life.ready("rollout-0", 12.0)
+    assert life.all_serve()
+    assert not life.stopping
+
+
+def test_one_death_too_many_within_the_window_ends_the_run_and_names_the_service() -> None:
+    life = serving()
+    for death_s in (10.0, 20.0):
+        life.exited("reward", -9, death_s)
+        life.tick(death_s + 5)
+        life.ready("reward", death_s + 6)
+    life.exited("reward", -9, 30.0)
+    assert life.ending is not None
+    assert (life.ending.kind, life.ending.culprit, life.ending.deaths) == ("died", "reward", 3)
+
+
+def test_deaths_long_ago_are_forgotten() -> None:
+    life = serving()
+    for number in range(10):
+        life.exited("reward", -9, 60.0 * number)
+        assert life.tick(60.0 * number + 10) == [Action("start", "reward")]
+        life.ready("reward", 60.0 * number + 11)
+    assert not life.stopping
+
+
+def test_what_died_beside_the_buffer_waits_for_it() -> None:
+    life = serving()
+    life.exited("buffer", -9, 10.0)
+    life.exited("trainer", -9, 10.0)
+    assert life.tick(11.0) == [Action("start", "buffer")]
+    assert life.tick(12.0) == []
+    life.ready("buffer", 13.0)
+    assert life.tick(13.1) == [Action("start", "trainer")]
+
+
+def test_a_buffer_that_died_before_it_ever_served_still_goes_first() -> None:
+    life = Lifecycle(PLACES, 60.0, POLICY)
+    life.begin(0.0)
+    life.exited("buffer", -9, 1.0)
+    assert life.tick(2.0) == [Action("start", "buffer")]
+    assert {action.name for action in life.ready("buffer", 3.0)} == set(NAMES) - {"buffer"}
+
+
+def test_an_evaluator_that_was_done_is_needed_again_when_the_trainer_died() -> None:
+    life = serving()
+    life.exited("evaluator", 0, 10.0)
+    life.exited("trainer", -9, 11.0)
+    assert {action.name for action in life.tick(12.0)} == {"evaluator", "trainer"}
+    life.exited("trainer", 0, 20.0)
+    assert not life.stopping
+    life.exited("evaluator", 0, 21.0)
+    assert life.ending is not None
+    assert life.ending.kind == "finished"
+
+
+def test_a_stop_starts_nothing_that_was_to_be_started_again() -> None:
+    life = serving()
+    life.exited("rollout-0", -9, 10.0)
+    life.interrupt(10.1)
+    for name in ("trainer", "evaluator", "reward", "buffer"):
+        actions = life.exited(name, 143, 10.5)
+        assert all(action.do != "start" for action in actions)
+    assert life.over
+    assert life.tick(20.0) == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.sampled_from([-9, -11, 0, 75, 143])), max_size=30)
+)
+def test_any_deaths_are_survived_until_the_limit_and_a_process_is_never_started_twice(
+    deaths: list[tuple[str, int]],
+) -> None:
+    life = Lifecycle(PLACES, 60.0, RestartPolicy(limit=3, window_s=1e9, first_pause_s=0.1))
+    running: set[str] = set()
+    counted = dict.fromkeys(NAMES, 0)
+    now_s = 0.0
+
+    def apply(actions: list[Action]) -> None:
+        for action in actions:
+            assert action.do != "start" or action.name not in running
+            if action.do == "start":
+                running.add(action.name)
+            elif action.do == "kill":
+                running.discard(action.name)
+
+    def settle() -> None:
+        """Let the clock run until everything that is to run serves."""
+        nonlocal now_s
+        for _ in range(100):
+            now_s += 0.1
+            apply(life.tick(now_s))
+            for name in sorted(running):
+                apply(life.ready(name, now_s))
+
+    apply(life.begin(now_s))
+    settle()
+    for name, status in deaths:
+        if name not in running or (status == 0 and name in ("trainer", "evaluator")):
+            continue
+        running.discard(name)
+        counted[name] += 1
+        apply(life.exited(name, status, now_s))
+        if counted[name] > 3:
+            assert life.ending is not None
+            assert life.ending.culprit == name
+            return
+        assert not life.stopping
+        settle()
+        assert life.all_serve()
+        assert running == set(NAMES)
+
+
+def test_an_evaluator_that_dies_after_the_trainer_is_done_ends_the_run_with_its_name() -> None:
+    life = serving()
+    assert life.exited("trainer", 0, 10.0) == []
+    life.exited("evaluator", -9, 11.0)
+    assert life.ending is not None
+    assert (life.ending.kind, life.ending.culprit) == ("died", "evaluator")

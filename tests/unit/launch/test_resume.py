@@ -1,0 +1,105 @@
+"""Which runs can be gone on with, and as which job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_async.config.load import dump_job, load_job
+from areal_async.launch.errors import RunFolderError
+from areal_async.launch.folders import claim_folders
+from areal_async.launch.resume import job_to_resume, note_on_changes
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    (model / "tokenizer.json").write_text("{}")
+    row = {"prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": "2"}}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    path = tmp_path / "job.yaml"
+    path.write_text("job: sums\nmodel: model\ntasks: {train: train.jsonl}\nbuffer: {max_staleness: 2}\n")
+    return path
+
+
+@pytest.fixture
+def run_dir(job_file: Path, tmp_path: Path) -> Path:
+    """The folder of a run that was killed after a step."""
+    job = load_job(job_file)
+    folders = claim_folders(job, overwrite=False, shm_root=tmp_path / "no-shm")
+    (folders.run_dir / "job.yaml").write_text(dump_job(job))
+    (folders.run_dir / "metrics.jsonl").write_text('{"kind":"step","step":0}\n')
+    folders.release()
+    return folders.run_dir
+
+
+def test_a_run_is_found_by_its_folder_and_by_its_job_file(job_file: Path, run_dir: Path) -> None:
+    assert job_to_resume(run_dir) == job_to_resume(job_file) == load_job(job_file)
+
+
+def test_the_recorded_job_is_run_not_what_the_file_says_now(job_file: Path, run_dir: Path) -> None:
+    job_file.write_text(job_file.read_text().replace("max_staleness: 2", "max_staleness: 7"))
+    assert job_to_resume(job_file).buffer.max_staleness == 2
+    assert job_to_resume(job_file, ["buffer.max_staleness=3"]).buffer.max_staleness == 3
+
+
+def test_a_job_file_that_was_changed_is_said_to_be(job_file: Path, run_dir: Path) -> None:
+    assert note_on_changes(job_file, job_to_resume(job_file)) == ""
+    job_file.write_text(job_file.read_text().replace("max_staleness: 2", "max_staleness: 7") + "seed: 9\n")
+    note = note_on_changes(job_file, job_to_resume(job_file))
+    assert "(buffer.max_staleness, seed)" in note
+    assert "key=value" in note
+
+
+def test_a_run_that_runs_is_not_resumed(job_file: Path, run_dir: Path, tmp_path: Path) -> None:
+    folders = claim_folders(load_job(job_file), overwrite=False, resume=True, shm_root=tmp_path / "no-shm")
+    try:
+        with pytest.raises(RunFolderError, match="already running"):
+            job_to_resume(run_dir)
+    finally:
+        folders.release()
+
+
+def test_a_folder_that_was_moved_is_where_it_is(run_dir: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere" / "sums"
+    moved.parent.mkdir()
+    run_dir.rename(moved)
+    assert job_to_resume(moved).run_dir == moved.parent
+
+
+@pytest.mark.parametrize("override", ["seed=4", "rollout.group_size=2", "tasks.train=x", "model=y", "job=z"])
+def test_what_batches_depend_on_cannot_be_changed(run_dir: Path, override: str) -> None:
+    with pytest.raises(RunFolderError, match="cannot be changed on resume"):
+        job_to_resume(run_dir, [override])
+
+
+def test_nothing_to_resume_is_said_with_what_to_do(job_file: Path, run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "metrics.jsonl").write_text("")
+    with pytest.raises(RunFolderError, match=r"(?s)before it had done anything.*areal-async run"):
+        job_to_resume(job_file)
+    (run_dir / "buffer" / "appendonlydir").mkdir(parents=True)
+    (run_dir / "buffer" / "appendonlydir" / "appendonly.aof.1.incr.aof").write_text("episodes")
+    job_to_resume(job_file)
+    (run_dir / "summary.json").write_text("{}")
+    with pytest.raises(RunFolderError, match="is finished"):
+        job_to_resume(run_dir)
+    with pytest.raises(RunFolderError, match="not the folder of a run"):
+        job_to_resume(tmp_path)
+    with pytest.raises(RunFolderError, match="no run folder or job file"):
+        job_to_resume(tmp_path / "nowhere")
+    job_file.write_text(job_file.read_text().replace("sums", "others"))
+    with pytest.raises(RunFolderError, match=r"does not exist.*areal-async run"):
+        job_to_resume(job_file)
+
+
+def test_what_an_earlier_run_left_stays(run_dir: Path, tmp_path: Path) -> None:
+    job = job_to_resume(run_dir)
+    folders = claim_folders(job, overwrite=False, resume=True, shm_root=tmp_path / "no-shm")
+    assert (run_dir / "metrics.jsonl").read_text() != ""
+    assert folders.socket_dir.is_dir()
+    folders.release()

@@ -1,0 +1,253 @@
+"""`run_job` from a configuration to its summary, with stand-in services."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from areal_async.config.errors import ConfigError
+from areal_async.config.job import JobConfig
+from areal_async.config.load import load_job
+from areal_async.launch import preflight
+from areal_async.launch.errors import RunFailed, RunFolderError, RunInterrupted
+from areal_async.launch.folders import claim_folders
+from areal_async.launch.plan import MODULES, services_of
+from areal_async.launch.run import RunResult, print_closing, run_job
+from areal_async.launch.summary import summarise
+from areal_async.runtime.context import ServicePlace
+from areal_async.status.record import RunLog
+
+STAND_IN = dict.fromkeys(MODULES, "stand_in")
+Behave = Callable[[dict[str, str]], None]
+
+
+def run(job: JobConfig, **options: bool) -> tuple[RunResult, str]:
+    console = Console(file=io.StringIO(), width=100)
+    result = run_job(job, console=console, modules=STAND_IN, **options)
+    assert isinstance(console.file, io.StringIO)
+    return result, console.file.getvalue()
+
+
+def changed(job: JobConfig, section: str, **fields: object) -> JobConfig:
+    return job.model_copy(update={section: getattr(job, section).model_copy(update=fields)})
+
+
+def test_a_run_leaves_all_that_was_promised(job: JobConfig, behave: Behave) -> None:
+    behave({"trainer": "trains"})
+    result, shown = run(changed(job, "trainer", steps=5))
+    folder = job.run_dir / "test"
+    assert result.run_dir == folder
+    assert json.loads((folder / "summary.json").read_text()) == result.summary
+    assert (result.summary["accuracy_start"], result.summary["accuracy_end"]) == (0.25, 0.75)
+    assert result.summary["steps"] == 5
+    assert result.summary["trainer_busy"] == 0.8
+    names = {"summary.json", "metrics.jsonl", "curves.png", "job.yaml", "logs", "model", "context.json"}
+    assert names <= {path.name for path in folder.iterdir()}
+    assert "0.250 → 0.750" in shown
+    assert "test is done" in shown
+    assert not (job.run_dir / "prometheus" / "test.json").exists()
+
+
+def test_a_resumed_runs_summary_and_panel_cover_its_first_life_too(job: JobConfig, behave: Behave) -> None:
+    folders = claim_folders(job, overwrite=False)
+    with RunLog(folders.run_dir / "metrics.jsonl") as records:
+        records.write("start", time_s=1000.0)
+        records.write("restart", service="rollout-0", time_s=1005.0)
+        for step in range(100, 107):
+            records.write("step", step=step, version=step + 1, tokens=50, step_s=1.0, time_s=1000.0 + step)
+        records.write("end", ending="interrupted", wall_s=500.0, rollout_busy=0.5, time_s=1200.0)
+    folders.release()
+    behave({"trainer": "trains"})
+    result, _ = run(changed(job, "trainer", steps=5), resume=True)
+    assert result.summary["resumes"] == 1
+    assert result.summary["restarts"] == {"rollout-0": 1}
+    assert result.summary["wall_s"] > 500
+    assert result.summary["tokens"] == 7 * 50 + 5 * 100
+
+
+def test_the_panel_of_a_job_without_held_out_tasks_shows_its_first_and_last_reward(
+    job: JobConfig, tmp_path: Path
+) -> None:
+    records = [
+        {"kind": "step", "step": step, "version": step + 1, "reward_mean": step / 40} for step in range(40)
+    ]
+    console = Console(file=io.StringIO(), width=100)
+    print_closing(console, job, RunResult(tmp_path, summarise(job, records)))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "0.113 → 0.863" in shown
+    assert "held-out" not in shown
+    records.append({"kind": "evaluation", "version": 40, "accuracy": 0.5, "partial_credit": True})
+    print_closing(console, job, RunResult(tmp_path, summarise(job, records)))
+    assert "held-out mean reward" in console.file.getvalue()
+
+
+def test_a_finished_run_is_only_replaced_when_asked(job: JobConfig, behave: Behave) -> None:
+    behave({"trainer": "trains"})
+    small = changed(job.model_copy(update={"kind": "sft"}), "trainer", steps=1)
+    run(small)
+    before = (job.run_dir / "test" / "summary.json").read_text()
+    with pytest.raises(RunFolderError, match="a finished run"):
+        run(small)
+    assert (job.run_dir / "test" / "summary.json").read_text() == before
+    run(small, overwrite=True)
+
+
+def test_a_supervised_job_starts_the_trainer_alone(job: JobConfig, behave: Behave) -> None:
+    behave({"trainer": "trains"})
+    run(changed(job.model_copy(update={"kind": "sft"}), "trainer", steps=1))
+    logs = {path.name for path in (job.run_dir / "test" / "logs").iterdir()}
+    assert logs == {"trainer.log", "supervisor.log"}
+
+
+def test_the_resolved_job_file_of_a_run_runs_again(job: JobConfig, behave: Behave, tmp_path: Path) -> None:
+    behave({"trainer": "trains"})
+    run(changed(job.model_copy(update={"kind": "sft"}), "trainer", steps=1))
+    with pytest.raises(ConfigError) as caught:  # this test's job has no model and no tasks
+        load_job(tmp_path / "runs" / "test" / "job.yaml")
+    assert {mistake.field for mistake in caught.value.mistakes} == {"model", "tasks.train"}
+
+
+def test_a_failed_run_says_why_and_keeps_its_logs(job: JobConfig, behave: Behave) -> None:
+    behave({"rollout-0": "dies at start"})
+    with pytest.raises(RunFailed, match=r"(?s)rollout-0 ended with status 1.*no config.json") as caught:
+        run(job)
+    assert "logs/rollout-0.log" in str(caught.value)
+    assert not (job.run_dir / "test" / "summary.json").exists()
+    assert "no config.json" in (job.run_dir / "test" / "logs" / "rollout-0.log").read_text()
+
+
+def test_an_interrupted_run_says_so(job: JobConfig, behave: Behave) -> None:
+    behave({})
+    targets = job.run_dir / "prometheus" / "test.json"
+
+    def interrupt_once_it_serves() -> None:
+        while not targets.exists():
+            gone.wait(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    gone = threading.Event()
+    thread = threading.Thread(target=interrupt_once_it_serves, daemon=True)
+    thread.start()
+    with pytest.raises(RunInterrupted, match="every process has ended"):
+        run(job)
+    thread.join()
+
+
+def test_a_busy_metrics_port_is_found_before_anything_starts(job: JobConfig, behave: Behave) -> None:
+    behave({})
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:
+            run(changed(job, "observe", metrics_port=port))
+    text = str(caught.value)
+    assert f"port {port}, for the metrics of buffer, is busy" in text
+    assert f"process {os.getpid()}" in text
+    assert not job.run_dir.exists()
+
+
+def test_what_the_machine_lacks_is_found_before_anything_starts(
+    job: JobConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (job.model).mkdir()
+    (job.model / "model.safetensors").write_bytes(b"")
+    monkeypatch.setattr(preflight, "find_redis_server", lambda: None)
+    monkeypatch.setattr(preflight, "model_bytes", lambda model: 1 << 60)
+    hungry = changed(job, "buffer", max_bytes=1 << 60)
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_machine(hungry, [])
+    assert [mistake.field for mistake in caught.value.mistakes] == [
+        "buffer.redis",
+        "buffer.max_bytes",
+        "model",
+    ]
+
+
+def weights_job(job: JobConfig, **weights: object) -> JobConfig:
+    return JobConfig.model_validate(
+        job.model_dump()
+        | {"weights": weights, "rollout": {"workers": 3, "group_size": 2}}
+        | {"tasks": {"train": "t.jsonl", "evaluation": "e.jsonl"}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("weights", "kept"),
+    [
+        ({"channel": "shm"}, {}),
+        ({"channel": "zmq"}, {}),
+        # Newest, the one before and one being made; the deltas of two; what an evaluation holds.
+        ({"channel": "zmq", "nodes": {"rollout-1": "b", "rollout-2": "b"}}, {"b": 4}),
+        (
+            {"channel": "zmq", "codec": "full", "nodes": {"rollout-1": "b", "evaluator": "c"}},
+            {"b": 3, "c": 4},
+        ),
+        ({"channel": "disk", "directory": "d"}, {}),
+        ({"channel": "disk", "directory": "d", "copy_from_disk": True}, {"local": 4}),
+    ],
+)
+def test_shared_memory_is_counted_by_the_nodes_that_receive(
+    job: JobConfig, weights: dict[str, object], kept: dict[str, int]
+) -> None:
+    job = weights_job(job, **weights)
+    assert preflight.snapshots_received(job, services_of(job)) == kept
+
+
+@pytest.mark.parametrize(
+    ("weights", "field"),
+    [
+        ({"channel": "zmq", "codec": "full", "nodes": {"rollout-1": "b"}}, "weights.nodes"),
+        ({"channel": "disk", "directory": "d", "copy_from_disk": True}, "weights.copy_from_disk"),
+    ],
+)
+def test_receiving_nodes_that_do_not_fit_are_named(
+    job: JobConfig, weights: dict[str, object], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = weights_job(changed(job, "buffer", redis="redis://localhost"), **weights)
+    published = 0 if job.weights.channel == "disk" else job.weights.keep + 3
+    (node, received) = next(iter(preflight.snapshots_received(job, services_of(job)).items()))
+    free = preflight.shutil.disk_usage(preflight.SHM_ROOT)._replace(free=1000 * (published + received))
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda root: free)
+    monkeypatch.setattr(preflight, "model_bytes", lambda model: 1000)
+    preflight.check_machine(job, services_of(job))
+    monkeypatch.setattr(preflight, "model_bytes", lambda model: 1001)
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_machine(job, services_of(job))
+    (mistake,) = caught.value.mistakes
+    assert mistake.field == field
+    assert node in str(caught.value)
+
+
+def test_the_redis_server_in_use_is_found_and_runs() -> None:
+    binary = preflight.find_redis_server()
+    assert binary is not None
+    version = preflight.redis_server_version(binary)
+    assert version is not None
+    assert int(version.split(".")[0]) >= 6
+    assert preflight.redis_server_version(Path("/bin/false")) is None
+
+
+def test_ports_that_services_pick_themselves_are_not_checked(job: JobConfig) -> None:
+    preflight.check_machine(job, [ServicePlace("buffer", "buffer", 0, "m", 0)])
+
+
+def test_more_engines_than_visible_gpus_are_refused_before_the_start(
+    job: JobConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    two = changed(job, "rollout", device="cuda", workers=1, replicas=2)
+    preflight.check_machine(two, [])
+    with pytest.raises(ConfigError, match=r"(?s)rollout\.device.*need 4, and 3 are visible"):
+        preflight.check_machine(changed(two, "rollout", workers=2), [])

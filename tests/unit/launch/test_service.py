@@ -1,0 +1,176 @@
+"""What a service process promises, shown on stand-ins started by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from areal_async.config.job import JobConfig
+from areal_async.errors import EndpointError
+from areal_async.launch.plan import ready_limit_s, services_of
+from areal_async.rpc.secret import RunSecret
+from areal_async.runtime.context import RunPlaces, ServiceContext
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(job: JobConfig, tmp_path: Path, behave: Callable[..., None]) -> Iterator[Start]:
+    """Start the stand-in `reward` with a behaviour; its folders are below tmp_path."""
+    for name in ("run", "shm"):
+        (tmp_path / name).mkdir()
+    places = RunPlaces(
+        run_id="x",
+        supervisor_pid=os.getpid(),
+        run_dir=str(tmp_path / "run"),
+        socket_dir=str(tmp_path),
+        shm_dir=str(tmp_path / "shm"),
+        buffer_endpoint="ipc://b",
+        weights_endpoint="ipc://w",
+        services=services_of(job),
+        job=job.model_dump(mode="json"),
+    )
+    (tmp_path / "context.json").write_bytes(msgspec.json.encode(places))
+    RunSecret.make(tmp_path)
+    processes: list[subprocess.Popen[str]] = []
+
+    def start_one(behaviour: str, *arguments: str, **options: object) -> subprocess.Popen[str]:
+        behave({"reward": behaviour})
+        command = [sys.executable, "-m", "stand_in", "--context", str(tmp_path / "context.json")]
+        process = subprocess.Popen(
+            [*command, "--name", "reward", *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,  # type: ignore[call-overload]
+        )
+        processes.append(process)
+        return process
+
+    yield start_one
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def until_logged(process: subprocess.Popen[str], event: str) -> dict[str, object]:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("{") and (record := json.loads(line))["event"] == event:
+            return record  # type: ignore[no-any-return]
+    raise AssertionError(f"never logged {event!r}")
+
+
+@pytest.mark.parametrize("behaviour", ["serve", "blocks in native code"])
+def test_sigterm_ends_a_service_in_order(start: Start, behaviour: str) -> None:
+    process = start(behaviour)
+    until_logged(process, "service starts")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+
+
+def test_a_service_that_finishes_exits_with_0(start: Start, tmp_path: Path, job: JobConfig) -> None:
+    (tmp_path / "prometheus").mkdir()
+    (tmp_path / "prometheus" / "test.json").write_text("[]")
+    assert start("finishes").wait(timeout=20) == 0
+
+
+def test_an_error_of_ours_is_one_paragraph_without_a_traceback(start: Start) -> None:
+    process = start("dies at start")
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" not in text
+    assert text.splitlines()[-1] == "reward: the model directory /nowhere has no config.json. Give another."
+
+
+def test_any_other_error_shows_where_it_came_from(start: Start) -> None:
+    process = start("crashes at start")
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" in text
+    assert text.rstrip().endswith("RuntimeError: an index was out of range")
+
+
+def test_a_second_ctrl_c_by_hand_ends_it_at_once(start: Start) -> None:
+    process = start("ignores stop")
+    until_logged(process, "service starts")
+    process.send_signal(signal.SIGINT)
+    until_logged(process, "asked to stop")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+
+
+def test_readiness_is_told_once_through_the_descriptor(start: Start) -> None:
+    read_fd, write_fd = os.pipe()
+    process = start("serve", "--ready-fd", str(write_fd), pass_fds=(write_fd,))
+    os.close(write_fd)
+    with os.fdopen(read_fd) as told:
+        report = json.loads(told.read())  # to the end of file: the service closes it
+    assert report["ready"] == "reward"
+    assert report["pid"] == process.pid
+    assert report["metrics_port"] > 0
+
+
+def test_a_name_that_is_not_of_the_run_is_refused(start: Start, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "stand_in", "--context", str(tmp_path / "context.json"), "--name"]
+    start("serve")
+    result = subprocess.run([*command, "nobody"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "names no service 'nobody'" in result.stderr
+
+
+def test_a_context_file_gives_each_service_its_own(job: JobConfig, tmp_path: Path) -> None:
+    weights = job.weights.model_copy(update={"nodes": {"rollout-7": "gpu-7"}})
+    job = job.model_copy(update={"weights": weights})
+    places = RunPlaces(
+        run_id="x",
+        supervisor_pid=1,
+        run_dir="/r",
+        socket_dir=str(tmp_path),
+        shm_dir="/m",
+        buffer_endpoint="ipc:///s/b",
+        weights_endpoint="ipc:///s/w",
+        services=services_of(job),
+        job=job.model_dump(mode="json"),
+    )
+    path = tmp_path / "context.json"
+    path.write_bytes(msgspec.json.encode(places))
+    with pytest.raises(EndpointError, match="secret of the run"):
+        ServiceContext.load(path, "rollout-0")
+    secret = RunSecret.make(tmp_path)
+    ctx = ServiceContext.load(path, "rollout-0")
+    assert ctx.secret == secret
+    assert secret.token("wire") not in path.read_text() + repr(ctx)
+    assert (ctx.role, ctx.name, ctx.index) == ("rollout", "rollout-0", 0)
+    assert ctx.job == job
+    assert ctx.run_log == Path("/r/metrics.jsonl")
+    for name in ("trainer-1", "rollout", "rollout-A", "evaluator"):
+        with pytest.raises(KeyError):
+            ServiceContext.load(path, name)
+    guest = ServiceContext.load(path, "rollout-7")
+    assert (ctx.node_id, guest.node_id) == ("local", "gpu-7")
+    assert (guest.role, guest.name, guest.index, guest.metrics_port) == ("rollout", "rollout-7", 7, 0)
+    assert ServiceContext.load(path, "rollout-far-away").index == 0
+
+
+def test_contexts_of_one_test_share_their_endpoints(job: JobConfig, tmp_path: Path) -> None:
+    buffer = ServiceContext.for_test(job, tmp_path, "buffer", "buffer")
+    trainer = ServiceContext.for_test(job, tmp_path, "trainer", "trainer")
+    assert buffer.buffer_endpoint == trainer.buffer_endpoint
+    assert buffer.socket_dir.is_dir()
+    trainer.ready()  # nobody to tell: does nothing
+    assert not trainer.stopping.is_set()
+
+
+def test_a_server_of_an_engine_may_take_its_own_time_to_serve(job: JobConfig) -> None:
+    assert ready_limit_s(job) == 60
+    server = job.rollout.server.model_copy(update={"ready_s": 900})
+    rollout = job.rollout.model_copy(update={"engine": "vllm", "server": server})
+    assert ready_limit_s(job.model_copy(update={"rollout": rollout})) == 960

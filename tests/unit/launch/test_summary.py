@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from areal_async.config.job import JobConfig
+from areal_async.launch.summary import summarise, training_s
+from areal_async.rpc.messages import BufferStats
+
+PROMISED = [
+    "accuracy_start",
+    "accuracy_end",
+    "steps",
+    "wall_s",
+    "tokens_per_s",
+    "max_staleness_bound",
+    "max_staleness_seen",
+    "share_stale",
+    "trainer_busy",
+    "rollout_busy",
+    "episodes_trained",
+    "episodes_dropped",
+]
+
+
+def step_record(step: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "kind": "step",
+        "step": step,
+        "version": step + 1,
+        "time_s": 1000.0 + 2 * step,
+        "reward_mean": 0.4 + 0.01 * step,
+        "tokens": 500,
+        "episodes": 10,
+        "staleness_mean": 1.0,
+        "staleness_max": 3,
+        "share_stale": 0.5,
+        "share_multi_version": 0.2,
+        "step_s": 2.0,
+        "busy_s": 1.5,
+    } | changes
+
+
+STATS = BufferStats(
+    groups={},
+    episodes={},
+    reasons={"overtaken": 1},
+    v_train=20,
+    outstanding=0,
+    capacity=0,
+    payload_bytes=0,
+    redis_bytes=0,
+    max_staleness_seen=4,
+    episodes_trained=200,
+    episodes_dropped=50,
+)
+
+
+def test_a_whole_run_in_numbers(job: JobConfig) -> None:
+    records = [step_record(step) for step in range(20)]
+    records[3] = step_record(3, share_stale=1.0, episodes=30)
+    records += [
+        {"kind": "evaluation", "version": 20, "accuracy": 0.9},
+        {"kind": "evaluation", "version": 0, "accuracy": 0.4},
+    ]
+    records.append({"kind": "end", "wall_s": 61.234, "rollout_busy": 0.91234})
+    summary = summarise(job, records, buffer=STATS)
+    assert list(summary)[: len(PROMISED)] == PROMISED
+    assert summary["accuracy_start"] == 0.4
+    assert summary["accuracy_end"] == 0.9
+    assert summary["steps"] == 20
+    assert summary["wall_s"] == 61.23
+    assert summary["tokens_per_s"] == 500 * 20 / 40
+    assert (summary["max_staleness_bound"], summary["max_staleness_seen"]) == (4, 4)
+    assert summary["share_stale"] == pytest.approx((190 * 0.5 + 30) / 220, abs=1e-4)
+    assert summary["trainer_busy"] == 0.75
+    assert summary["rollout_busy"] == 0.9123
+    assert (summary["episodes_trained"], summary["episodes_dropped"]) == (200, 50)
+    assert summary["share_wasted"] == 0.2
+
+
+def test_what_is_not_known_is_none(job: JobConfig) -> None:
+    summary = summarise(job, [])
+    assert set(PROMISED) <= set(summary)
+    known = {"steps": 0, "wall_s": 0, "max_staleness_bound": 4}
+    assert {name: summary[name] for name in PROMISED if summary[name] is not None} == known
+
+
+def test_without_the_buffer_the_records_still_count(job: JobConfig) -> None:
+    summary = summarise(job, [step_record(0), step_record(1)])
+    assert summary["episodes_trained"] == 20
+    assert summary["max_staleness_seen"] == 3
+    assert summary["episodes_dropped"] is None
+
+
+def test_a_supervised_run(job: JobConfig) -> None:
+    records: list[dict[str, Any]] = [
+        {"kind": "sft", "step": 0, "accuracy": 0.0, "time_s": 1.0},
+        {
+            "kind": "sft",
+            "step": 10,
+            "loss": 2.0,
+            "tokens": 100,
+            "step_s": 0.5,
+            "time_s": 6.0,
+            "accuracy": 0.38,
+        },
+    ]
+    summary = summarise(job.model_copy(update={"kind": "sft"}), records)
+    assert (summary["accuracy_start"], summary["accuracy_end"], summary["steps"]) == (0.0, 0.38, 10)
+    assert summary["max_staleness_seen"] is None
+
+
+def test_training_time_includes_the_first_step() -> None:
+    assert training_s([step_record(0), step_record(1), step_record(2)]) == 6.0
+    assert training_s([{"kind": "step"}]) is None
+
+
+def test_the_last_evaluation_and_self_check_are_kept(job: JobConfig) -> None:
+    records = [
+        {"kind": "self_check", "step": 0, "passed": True, "engine": "local", "n": 9, "max": 0.5, "mean": 0.1},
+        {
+            "kind": "evaluation",
+            "version": 0,
+            "accuracy": 0.2,
+            "samples": 4,
+            "mean": [0.2, 0.1, 0.3],
+            "best": [0.4, 0.3, 0.5],
+            "maj": [0.3, 0.2, 0.4],
+            "by_source": {"a": 0.2},
+            "unscored": 0,
+        },
+        {
+            "kind": "self_check",
+            "step": 7,
+            "passed": True,
+            "engine": "local",
+            "n": 5,
+            "max": 1e-6,
+            "mean": 1e-7,
+        },
+        {
+            "kind": "evaluation",
+            "version": 10,
+            "accuracy": 0.6,
+            "samples": 4,
+            "mean": [0.6, 0.5, 0.7],
+            "best": [0.9, 0.8, 1.0],
+            "maj": [0.7, 0.6, 0.8],
+            "by_source": {"a": 0.5, "b": 0.7},
+            "unscored": 3,
+        },
+    ]
+    summary = summarise(job, records)
+    assert summary["accuracy_interval"] == (0.5, 0.7)
+    assert (summary["best_end"], summary["maj_end"], summary["evaluation_samples"]) == (0.9, 0.7, 4)
+    assert (summary["accuracy_by_source"], summary["unscored_end"]) == ({"a": 0.5, "b": 0.7}, 3)
+    assert summary["self_check"]["n"] == 5
+    nothing = summarise(job, [])
+    assert nothing["accuracy_interval"] is nothing["self_check"] is nothing["best_end"] is None
+
+
+def test_a_summary_covers_all_lives_of_a_run(job: JobConfig) -> None:
+    """One that was interrupted, one whose supervisor was killed, and one that finished."""
+    records: list[dict[str, Any]] = [
+        {"kind": "start", "time_s": 900.0},
+        {"kind": "evaluation", "version": 0, "accuracy": 0.2, "partial_credit": False, "time_s": 950.0},
+        *(step_record(step) for step in range(10)),
+        {"kind": "restart", "service": "rollout-0", "time_s": 1010.0},
+        {"kind": "restart", "service": "reward", "time_s": 1012.0},
+        {"kind": "end", "ending": "interrupted", "wall_s": 120.0, "rollout_busy": 0.5, "time_s": 1021.0},
+        {"kind": "resume", "time_s": 5000.0},
+        {"kind": "restart", "service": "rollout-0", "time_s": 5004.0},
+        *(step_record(step, time_s=5010.0 + 2 * step) for step in range(10, 15)),
+        {"kind": "resume", "time_s": 9000.0},
+        *(step_record(step, time_s=9000.0 + 2 * step) for step in range(15, 20)),
+        {"kind": "evaluation", "version": 20, "accuracy": 0.7, "partial_credit": True, "time_s": 9050.0},
+        {"kind": "end", "ending": "finished", "wall_s": 60.0, "rollout_busy": 0.8, "time_s": 9060.0},
+    ]
+    summary = summarise(job, records, buffer=STATS)
+    assert summary["steps"] == 20
+    assert summary["wall_s"] == 120 + (5038 - 5000) + 60
+    assert summary["training_s"] == 20 + 10 + 10
+    assert summary["tokens"] == 20 * 500
+    assert summary["restarts"] == {"rollout-0": 2, "reward": 1}
+    assert summary["resumes"] == 2
+    assert summary["rollout_busy"] == pytest.approx((0.5 * 20 + 0.8 * 10) / 30, abs=1e-4)
+    assert (summary["accuracy_start"], summary["accuracy_end"]) == (0.2, 0.7)
+    assert summary["held_out"] == "mean reward"
+    assert summary["reward_first"] < summary["reward_last"]
+
+
+def test_a_held_out_figure_is_an_accuracy_where_there_is_no_partial_credit(job: JobConfig) -> None:
+    records = [{"kind": "evaluation", "version": 0, "accuracy": 0.2, "partial_credit": False}]
+    assert summarise(job, records)["held_out"] == "accuracy"

@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_async.config.buffer import RedisLoginSection
+from areal_async.config.job import JobConfig
+from areal_async.launch.failure import failure_text
+from areal_async.launch.folders import RunFolders, claim_folders
+from areal_async.launch.lifecycle import Ending
+from areal_async.launch.plan import MODULES
+from areal_async.launch.supervisor import Supervisor
+from areal_async.runtime.child import RUN_VARIABLE, kill_processes_of, service_environment
+
+STAND_IN = dict.fromkeys(MODULES, "stand_in")
+Behave = Callable[[dict[str, str]], None]
+
+
+@pytest.fixture
+def folders(job: JobConfig) -> Iterator[RunFolders]:
+    folders = claim_folders(job, overwrite=False)
+    yield folders
+    kill_processes_of(folders.run_id)
+
+
+def supervise(
+    job: JobConfig, folders: RunFolders, on_serving: Callable[[], None] = lambda: None
+) -> tuple[Ending, Supervisor]:
+    supervisor = Supervisor(job, folders, modules=STAND_IN, on_serving=on_serving)
+    try:
+        ending = supervisor.run()
+    finally:
+        folders.release()
+    assert_nothing_is_left(folders)
+    return ending, supervisor
+
+
+def assert_nothing_is_left(folders: RunFolders) -> None:
+    assert processes_of(folders.run_id) == []
+    assert not folders.socket_dir.exists()
+    assert not folders.shm_dir.exists()
+    assert not folders.targets.exists()
+
+
+def processes_of(run_id: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(RUN_VARIABLE) == run_id and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_run_ends_well_once_the_trainer_is_done(
+    job: JobConfig, folders: RunFolders, behave: Behave
+) -> None:
+    behave({"trainer": "finishes"})
+    ending, _ = supervise(job, folders)
+    assert ending == Ending("finished")
+    assert (folders.run_dir / "order").read_text().split() == ["rollout-0", "reward", "buffer"]
+    assert {path.name for path in folders.logs.iterdir()} == {
+        f"{name}.log" for name in ("buffer", "trainer", "reward", "rollout-0")
+    }
+
+
+def test_all_services_serve_before_their_endpoints_are_named(
+    job: JobConfig, folders: RunFolders, behave: Behave
+) -> None:
+    behave({"trainer": "finishes"})
+    seen: list[dict[str, object]] = []
+    supervise(job, folders, on_serving=lambda: seen.extend(json.loads(folders.targets.read_text())))
+    assert [entry["labels"]["process"] for entry in seen] == ["buffer", "trainer", "reward", "rollout-0"]  # type: ignore[index]
+    assert all(entry["targets"][0] != "127.0.0.1:0" for entry in seen)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "status", "said"),
+    [
+        ("dies at start", 1, "reward: the model directory /nowhere has no config.json."),
+        ("crashes at start", 1, "an index was out of range"),
+        ("killed", -9, "killed by SIGKILL"),
+        ("ends by itself", 0, "no service may before the trainer is done"),
+    ],
+)
+def test_a_death_ends_the_run_and_names_the_service(
+    job: JobConfig, folders: RunFolders, behave: Behave, behaviour: str, status: int, said: str
+) -> None:
+    behave({"reward": behaviour})
+    ending, supervisor = supervise(job, folders)
+    assert (ending.kind, ending.culprit, ending.status) == ("died", "reward", status)
+    text = failure_text(ending, supervisor.children["reward"].log_path)
+    assert text.startswith("reward ")
+    assert said in text
+    assert "logs/reward.log" in text
+
+
+def test_a_service_that_is_started_again_knows_that_it_has_served(
+    job: JobConfig, folders: RunFolders, behave: Behave
+) -> None:
+    behave({"reward": "killed once", "trainer": "waits for the next"})
+    often = job.model_copy(update={"supervisor": job.supervisor.model_copy(update={"restarts": 2})})
+    assert supervise(often, folders)[0].kind == "finished"
+
+
+def test_a_service_that_never_serves_ends_the_run(
+    job: JobConfig, folders: RunFolders, behave: Behave
+) -> None:
+    behave({"buffer": "never ready"})
+    quick = job.model_copy(update={"supervisor": job.supervisor.model_copy(update={"ready_s": 2.0})})
+    ending, supervisor = supervise(quick, folders)
+    assert (ending.kind, ending.culprit) == ("not_ready", "buffer")
+    assert list(supervisor.children) == ["buffer"]
+    assert "supervisor.ready_s" in failure_text(ending, folders.logs / "buffer.log")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_ends_everything(
+    job: JobConfig, folders: RunFolders, behave: Behave, number: signal.Signals
+) -> None:
+    behave({"rollout-0": "leaves helpers", "trainer": "blocks in native code"})
+    before = signal.getsignal(number)
+    ending, _ = supervise(job, folders, on_serving=lambda: os.kill(os.getpid(), number))
+    assert ending == Ending("interrupted")
+    assert signal.getsignal(number) is before
+
+
+def test_services_that_ignore_the_stop_are_killed(
+    job: JobConfig, folders: RunFolders, behave: Behave
+) -> None:
+    behave({"buffer": "ignores SIGTERM", "reward": "ignores SIGTERM", "trainer": "ignores SIGTERM"})
+    ending, _ = supervise(job, folders, on_serving=lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert ending == Ending("interrupted")
+
+
+def test_a_service_that_ignores_only_the_stop_event_is_cancelled_not_killed(
+    job: JobConfig, folders: RunFolders, behave: Behave
+) -> None:
+    behave({"reward": "ignores stop", "rollout-0": "ignores stop"})
+    supervise(job, folders, on_serving=lambda: os.kill(os.getpid(), signal.SIGINT))
+    # A stage longer than the services' grace: only the first is.
+    assert "cancelled" in (folders.logs / "rollout-0.log").read_text()
+
+
+def test_a_second_interrupt_kills_at_once(tmp_path: Path, job: JobConfig, behave: Behave) -> None:
+    behave({"trainer": "ignores SIGTERM"})
+    run = start_run(tmp_path, job)
+    wait_for(lambda: (tmp_path / "serving").exists())
+    os.kill(run.pid, signal.SIGINT)
+    order = job.run_dir / job.job / "order"
+    wait_for(lambda: order.exists() and "rollout-0" in order.read_text().split())  # the first was heard
+    time.sleep(0.7)  # past the time in which repeated signals count as one
+    os.kill(run.pid, signal.SIGINT)
+    assert run.wait(timeout=60) == 0
+    assert "buffer" not in order.read_text().split(), "it was not waited for"
+    assert volatile_folders(job) == []
+
+
+def test_repeated_signals_of_one_ctrl_c_count_once(
+    job: JobConfig, folders: RunFolders, behave: Behave
+) -> None:
+    behave({})
+
+    def interrupt() -> None:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    supervise(job, folders, on_serving=interrupt)
+    assert (folders.run_dir / "order").read_text().split()[-1] == "buffer"
+
+
+def test_services_die_with_a_killed_supervisor_and_the_next_run_cleans_up(
+    tmp_path: Path, job: JobConfig, behave: Behave
+) -> None:
+    behave({"trainer": "leaves helpers", "reward": "ignores SIGTERM"})
+    run = start_run(tmp_path, job)
+    wait_for(lambda: (tmp_path / "serving").exists())
+    run_id = json.loads((job.run_dir / job.job / "context.json").read_text())["run_id"]
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait(timeout=60)
+    order, orderly = job.run_dir / job.job / "order", {"buffer", "rollout-0"}
+    wait_for(lambda: order.exists() and orderly <= set(order.read_text().split()))
+    assert volatile_folders(job) != []
+
+    behave({"trainer": "finishes"})
+    folders = claim_folders(job, overwrite=True)
+    assert processes_of(run_id) == []
+    ending, _ = supervise(job, folders)
+    assert ending == Ending("finished")
+    assert volatile_folders(job) == []
+
+
+def start_run(tmp_path: Path, job: JobConfig) -> subprocess.Popen[bytes]:
+    """A supervisor in a process of its own, which makes the file `serving` once all serve."""
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from areal_async.config.job import JobConfig\n"
+        "from areal_async.launch.folders import claim_folders\n"
+        "from areal_async.launch.supervisor import Supervisor\n"
+        "from areal_async.launch.plan import MODULES\n"
+        "job = JobConfig.model_validate_json(sys.argv[1])\n"
+        "folders = claim_folders(job, overwrite=False)\n"
+        "Supervisor(job, folders, modules=dict.fromkeys(MODULES, 'stand_in'),\n"
+        "           on_serving=lambda: Path(sys.argv[2]).touch()).run()\n"
+        "folders.release()\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", script, job.model_dump_json(), str(tmp_path / "serving")])
+
+
+def volatile_folders(job: JobConfig) -> list[Path]:
+    record = (job.run_dir / job.job / "run.lock").read_text()
+    if not record:
+        return []
+    places = json.loads(record)
+    return [path for name in ("socket_dir", "shm_dir") if (path := Path(places[name])).exists()]
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+def test_run_folders_are_private_and_short(folders: RunFolders) -> None:
+    for folder in (folders.socket_dir, folders.shm_dir):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert len(str(folders.socket_dir)) <= 107 - 24
+    assert folders.socket_dir.is_relative_to(tempfile.gettempdir())
+    folders.release()
+
+
+def test_a_password_for_redis_reaches_the_buffer_alone(
+    job: JobConfig, folders: RunFolders, behave: Behave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reward and workflow code is a user's."""
+    monkeypatch.setenv("OUR_REDIS_PASSWORD", "hunter2")
+    login = RedisLoginSection(password_env="OUR_REDIS_PASSWORD")
+    buffer = job.buffer.model_copy(update={"redis": "redis://user@127.0.0.1", "redis_login": login})
+    job = job.model_copy(update={"buffer": buffer})
+    behave({})
+    knowing = []
+
+    def look() -> None:
+        for pid in processes_of(folders.run_id):
+            process = psutil.Process(pid)
+            if "hunter2" in process.environ().values():
+                knowing.append(process.cmdline()[process.cmdline().index("--name") + 1])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    supervise(job, folders, on_serving=look)
+    assert knowing == ["buffer"]
+    for path in folders.run_dir.rglob("*"):
+        assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "2"), ("7", "7")])
+def test_a_service_spreads_its_memory_over_two_arenas_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+) -> None:
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    if given:
+        monkeypatch.setenv("MALLOC_ARENA_MAX", given)
+    assert service_environment("run", 1)["MALLOC_ARENA_MAX"] == expected

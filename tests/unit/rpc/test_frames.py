@@ -1,0 +1,166 @@
+import contextlib
+import pickle
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_async.errors import MessageTooLarge, ProtocolError
+from areal_async.rpc import frames
+from areal_async.rpc.frames import (
+    HEADER,
+    PACK_BELOW_BYTES,
+    Kind,
+    read_attachments,
+    read_header,
+    read_reply,
+    read_request,
+    write_frames,
+)
+from areal_async.rpc.messages import (
+    BatchEpisode,
+    EpisodeVerdict,
+    Fault,
+    Fetch,
+    LeasedGroup,
+    Leases,
+    Ok,
+    PutVerdicts,
+    Stats,
+    Task,
+    VersionTag,
+    WaitSnapshot,
+)
+from areal_async.rpc.verdicts import Score
+
+
+def blob(size: int) -> bytes:
+    return bytes(i * 31 % 251 for i in range(256)) * (size // 256) + b"x" * (size % 256)
+
+
+sizes = st.one_of(
+    st.integers(0, 200),
+    st.sampled_from([PACK_BELOW_BYTES - 1, PACK_BELOW_BYTES, PACK_BELOW_BYTES + 1, 100_000]),
+)
+
+
+@given(st.lists(sizes, max_size=12), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+def test_attachments_come_back_as_they_were(attachment_sizes: list[int], client: int, request: int) -> None:
+    sent = [blob(size) for size in attachment_sizes]
+    head, *rest = write_frames(Kind.REQUEST, client, request, 0, Stats(), sent)
+    header = read_header(bytes(head))
+    assert (header.kind, header.client, header.request) == (Kind.REQUEST, client, request)
+    assert [bytes(view) for view in read_attachments(header, rest)] == sent
+
+
+def test_large_attachments_are_not_copied_and_small_ones_travel_together() -> None:
+    large = bytearray(blob(PACK_BELOW_BYTES))
+    written = write_frames(Kind.REQUEST, 1, 1, 0, Stats(), [b"a", large, b"b"])
+    assert len(written) == 4
+    assert memoryview(written[3]).obj is large
+
+
+def test_arrays_travel_as_their_bytes() -> None:
+    array = np.arange(20_000, dtype=np.float32).reshape(100, 200)
+    head, *rest = write_frames(Kind.REQUEST, 1, 1, 0, Stats(), [array, array[:0]])
+    views = read_attachments(read_header(bytes(head)), rest)
+    assert np.array_equal(np.frombuffer(views[0], np.float32), array.ravel())
+    assert views[1].nbytes == 0
+    with pytest.raises(ProtocolError, match="contiguous"):
+        write_frames(Kind.REQUEST, 1, 1, 0, Stats(), [array[:, ::2]])
+
+
+def test_what_is_too_large_is_refused_by_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(frames, "MAX_ATTACHMENTS", 2)
+    monkeypatch.setattr(frames, "MAX_MESSAGE_BYTES", 1000)
+    with pytest.raises(MessageTooLarge, match="Fetch"):
+        write_frames(Kind.REQUEST, 1, 1, 0, Fetch(["x" * 200]), ())
+    with pytest.raises(MessageTooLarge, match="3 attachments"):
+        write_frames(Kind.REQUEST, 1, 1, 0, Stats(), [b"", b"", b""])
+    with pytest.raises(MessageTooLarge, match="1200 bytes"):
+        write_frames(Kind.REQUEST, 1, 1, 0, Stats(), [b"x" * 600, b"y" * 600])
+
+
+def test_a_message_with_what_msgpack_cannot_carry_is_refused_by_the_sender() -> None:
+    with pytest.raises(ProtocolError, match="Leases"):
+        write_frames(Kind.REPLY, 1, 1, 0, Leases([], object()), ())  # type: ignore[arg-type]
+
+
+def test_nested_messages_keep_their_types() -> None:
+    task = Task("d:1:0", [{"role": "user", "content": "1+1"}], ground_truth={"a": [1, None]})
+    leases = Leases([LeasedGroup("g#0", "l", 0, task, 2, [0, 1], 7, 1000)])
+    verdicts = PutVerdicts("s", [EpisodeVerdict("g#0.1", "c", Score(0.5, {"part": 1.0}), 2.0)])
+    wait = WaitSnapshot("r", "serve", VersionTag(1, 2), 5)
+    for kind, message, read in (
+        (Kind.REPLY, leases, read_reply),
+        (Kind.REQUEST, verdicts, read_request),
+        (Kind.REQUEST, wait, read_request),
+    ):
+        (head,) = write_frames(kind, 1, 2, 0, message, ())
+        assert read(bytes(head)) == message
+
+
+def test_a_reply_is_no_request_and_a_value_is_no_message() -> None:
+    (head,) = write_frames(Kind.REQUEST, 1, 1, 0, Ok(), ())
+    with pytest.raises(ProtocolError):
+        read_request(bytes(head))
+    bare = BatchEpisode("e", 0, 1, 1, 0, 0, 0.0)
+    with pytest.raises(ProtocolError):
+        read_reply(bytes(head[: HEADER.size]) + msgspec.msgpack.encode(bare))
+
+
+@pytest.mark.parametrize(
+    "head", [b"", b"AA", b"XX" + bytes(40), b"AA\x09" + bytes(40), pickle.dumps([1] * 40)]
+)
+def test_a_head_of_another_kind_is_a_protocol_error(head: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        read_header(head)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=500)
+def test_hostile_bodies_give_a_typed_error(body: bytes) -> None:
+    head = HEADER.pack(b"AA", 1, 1, 0, 1, 1, 0) + body
+    for read in (read_request, read_reply):
+        with contextlib.suppress(ProtocolError):
+            read(head)
+
+
+def test_deep_nesting_and_odd_keys_give_a_typed_error() -> None:
+    deep = b"\x81\xa4type" + b"\x91" * 100_000
+    in_any = msgspec.msgpack.encode({"type": "Leases", "groups": [], "reason": ""})[:-1] + b"\x91" * 50_000
+    map_key = b"\x82\xa4type\xa5Score\x81\x01\x02\x03"
+    for body in (deep, in_any, map_key, b"\xc1", b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff"):
+        with pytest.raises(ProtocolError):
+            read_reply(HEADER.pack(b"AA", 1, 1, 0, 1, 1, 0) + body)
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_frames_that_do_not_fit_their_header_give_a_typed_error(data: st.DataObject) -> None:
+    sent = [blob(size) for size in data.draw(st.lists(sizes, min_size=1, max_size=5))]
+    head, *rest = write_frames(Kind.REQUEST, 1, 1, 0, Fault("busy", ""), sent)
+    header = read_header(bytes(head))
+    kind = data.draw(st.sampled_from(["drop", "add", "truncate", "extend", "size", "count"]))
+    at = data.draw(st.integers(0, len(rest) - 1))
+    if kind == "drop":
+        del rest[at]
+    elif kind == "add":
+        rest.insert(at, b"surplus")
+    elif kind == "truncate":
+        if not len(rest[at]):  # type: ignore[arg-type]
+            return
+        rest[at] = bytes(rest[at])[:-1]
+    elif kind == "extend":
+        rest[at] = bytes(rest[at]) + b"\0"
+    elif kind == "size":
+        table = np.frombuffer(rest[0], np.uint64).copy()
+        table[0] += np.uint64(1 << data.draw(st.integers(4, 62)))
+        rest[0] = table.tobytes()
+    else:
+        header = header._replace(n_attachments=data.draw(st.sampled_from([0, len(sent) + 1, 2**31])))
+    with pytest.raises(ProtocolError):
+        read_attachments(header, rest)

@@ -1,0 +1,401 @@
+"""The HTTP server: what one client and all of them may take, and that the next one is heard all the same."""
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import resource
+import socket
+import struct
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from areal_async.errors import EndpointError
+from areal_async.rpc.http import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
+
+DEADLINE_S = 60.0
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+BIG = 64 << 20
+
+
+class App:
+    """`/` answers at once, `/held` when `release` is set, `/big` with `BIG` bytes, `/body` with the length of
+    what it was sent, `/fail` not at all."""
+
+    def __init__(self):
+        self.release = asyncio.Event()
+        self.held = 0
+        self.bodies = 0
+        self.app = Starlette(
+            routes=[
+                Route("/", self.root),
+                Route("/held", self.hold),
+                Route("/big", self.big),
+                Route("/body", self.body, methods=["POST"]),
+                Route("/fail", self.fail),
+            ]
+        )
+
+    async def root(self, request: Request):
+        return PlainTextResponse("fine")
+
+    async def hold(self, request: Request):
+        self.held += 1
+        await self.release.wait()
+        return PlainTextResponse("held")
+
+    async def big(self, request: Request):
+        return PlainTextResponse(b"x" * BIG)
+
+    async def body(self, request: Request):
+        try:
+            body = await read_body(request, 1 << 20)
+        except BodyTooLong:
+            return PlainTextResponse("too long", 413)
+        except ServerFull:
+            return PlainTextResponse("full", 503)
+        self.bodies += 1
+        if request.headers.get("x-hold"):
+            await self.release.wait()
+        return PlainTextResponse(str(len(body)))
+
+    async def fail(self, request: Request):
+        raise ValueError("no answer to this")
+
+
+@contextlib.asynccontextmanager
+async def serving(listening=None, **limits):
+    app = App()
+    server = HttpServer(app.app, listening or listen("127.0.0.1", 0), HttpLimits(**limits), name="test")
+    server.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield server, app
+    finally:
+        app.release.set()
+        await server.close()
+        assert not server.connections
+        assert server.held_bytes == 0
+
+
+class Client:
+    def __init__(self, reader, writer):
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def of(cls, server, sent=b""):
+        port = int(server.url.rpartition(":")[2])
+        client = cls(*await asyncio.open_connection("127.0.0.1", port))
+        client.send(sent)
+        return client
+
+    def send(self, data):
+        self.writer.write(data)
+
+    async def answer(self):
+        """Status and body of an answer."""
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        length = next(
+            int(line[16:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
+        )
+        return int(head.split()[1]), await self.reader.readexactly(length)
+
+    async def closed(self):
+        """Wait until the server has closed the connection."""
+        with contextlib.suppress(ConnectionError):
+            while await self.reader.read(1 << 16):
+                pass
+        self.writer.close()
+
+    def vanish(self):
+        sock = self.writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+
+def run(body, **limits):
+    async def main():
+        async with serving(**limits) as (server, app):
+            await body(server, app)
+
+    asyncio.run(main())
+
+
+async def until(holds):
+    while not holds():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def post(length, **headers):
+    more = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
+    return f"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n{more}\r\n".encode()
+
+
+def test_a_client_that_is_too_slow_is_closed_and_counted_once_in_the_log(caplog):
+    caplog.set_level(logging.INFO)
+    slow = {
+        "headers sent too slowly": [b"", b"G", GET[:-2]],
+        "body sent too slowly": [post(1000), post(1000) + b"x"],
+    }
+
+    async def body(server, app):
+        clients = [await Client.of(server, sent) for kind in slow for sent in slow[kind] * 3]
+        for client in clients:
+            await client.closed()
+
+    run(body, header_s=0.3, body_s=0.3)
+    for kind, forms in slow.items():
+        lines = [record.areal_fields for record in caplog.records if record.message == kind]
+        assert len(lines) <= 2, "the first, and how many there were"
+        assert sum(line["number"] for line in lines) == 3 * len(forms)
+
+
+def test_a_byte_now_and_then_is_too_slow_too():
+    async def body(server, app):
+        for start, drop in ((b"GET / HTTP/1.1\r\nX: ", b"y"), (post(100_000), b"z")):
+            client = await Client.of(server, start)
+
+            async def drip(client=client, drop=drop):
+                with contextlib.suppress(OSError):
+                    while not client.writer.is_closing():
+                        client.send(drop)
+                        await client.writer.drain()
+                        await asyncio.sleep(0.02)
+
+            dripping = asyncio.ensure_future(drip())
+            await client.closed()
+            await dripping
+
+    run(body, header_s=0.3, body_s=0.3)
+
+
+def test_a_client_that_does_not_take_its_answer_is_closed():
+    async def body(server, app):
+        client = await Client.of(server, b"GET /big HTTP/1.1\r\nHost: x\r\n\r\n")
+        client.writer.transport.pause_reading()
+        await until(lambda: server.connections)
+        await until(lambda: not server.connections)
+        client.writer.close()
+
+    run(body, body_s=0.3)
+
+
+def test_a_client_that_takes_a_long_answer_has_the_time_it_needs():
+    async def body(server, app):
+        client = await Client.of(server, b"GET /big HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        status, answer = await client.answer()
+        assert (status, len(answer)) == (200, BIG)
+
+    run(body)
+
+
+def test_a_body_that_nobody_wants_is_not_taken_for_ever(monkeypatch):
+    monkeypatch.setattr("areal_async.rpc.http.UNREAD_S", 0.3)
+
+    async def body(server, app):
+        client = await Client.of(server, post(1 << 30))
+        assert (await client.answer())[0] == 413, "before any of it is sent"
+        await client.closed()
+
+    run(body)
+
+
+def test_a_connection_that_has_its_answer_is_closed_when_it_asks_no_more():
+    async def body(server, app):
+        client = await Client.of(server, GET)
+        assert await client.answer() == (200, b"fine")
+        client.send(GET)
+        assert await client.answer() == (200, b"fine")
+        await client.closed()
+
+    run(body, idle_s=1)
+
+
+def test_idle_connections_make_room_for_new_ones_and_requests_under_way_do_not():
+    async def body(server, app):
+        idle = [await Client.of(server) for _ in range(3)]
+        held = await Client.of(server, b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
+        await until(lambda: app.held == 1)
+        new = []
+        for one in idle:
+            new.append(await Client.of(server, GET))
+            assert await new[-1].answer() == (200, b"fine")
+            await one.closed()
+        assert len(server.connections) <= 4
+        app.release.set()
+        assert await held.answer() == (200, b"held")
+
+    run(body, connections=4)
+
+
+def test_who_was_answered_stays_longer_than_who_has_asked_for_nothing():
+    async def body(server, app):
+        known = await Client.of(server, GET)
+        assert await known.answer() == (200, b"fine")
+        unknown = [await Client.of(server, b"") for _ in range(10)]
+        new = await Client.of(server, GET)
+        assert await new.answer() == (200, b"fine")
+        known.send(GET)
+        assert await known.answer() == (200, b"fine")
+        for one in unknown[:8]:
+            await one.closed()
+
+    run(body, connections=4, idle_s=60)
+
+
+def test_a_server_whose_every_connection_has_a_request_says_so():
+    async def body(server, app):
+        held = [await Client.of(server, b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(4)]
+        await until(lambda: app.held == 4)
+        refused = await Client.of(server)
+        assert (await refused.answer())[0] == 503
+        app.release.set()
+        assert {await one.answer() for one in held} == {(200, b"held")}
+        assert await (await Client.of(server, GET)).answer() == (200, b"fine")
+
+    run(body, connections=4)
+
+
+def test_no_more_than_half_of_the_descriptors_are_for_connections():
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def body(server, app):
+        assert server.most_connections <= max(1, soft // 2)
+
+    run(body, connections=10**9)
+
+
+def test_bodies_are_bounded_one_by_one_and_all_together():
+    async def body(server, app):
+        for sent in (
+            post(2 << 20),
+            b"POST /body HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            + (b"10000\r\n" + b"x" * 65536 + b"\r\n") * 20,
+        ):
+            long = await Client.of(server, sent)
+            assert await long.answer() == (413, b"too long")
+        first = await Client.of(server, post(900_000, x_hold="1") + b"x" * 900_000)
+        await until(lambda: app.bodies == 1)
+        second = await Client.of(server, post(900_000) + b"x" * 900_000)
+        assert await second.answer() == (503, b"full")
+        app.release.set()
+        assert await first.answer() == (200, b"900000")
+        third = await Client.of(server, post(900_000) + b"x" * 900_000)
+        assert await third.answer() == (200, b"900000")
+
+    run(body, held_bytes=1 << 20)
+
+
+def test_a_failing_application_and_leaving_clients_are_lines_not_tracebacks(caplog):
+    caplog.set_level(logging.INFO)
+
+    async def body(server, app):
+        for _ in range(20):
+            failed = await Client.of(server, b"GET /fail HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await failed.answer())[0] == 500
+        for _ in range(20):
+            leaving = await Client.of(server, post(1000) + b"x")
+            await until(lambda: any(one.phase == "body" for one in server.connections))
+            leaving.vanish()
+            await until(lambda: not any(one.phase == "body" for one in server.connections))
+
+    run(body)
+    counts = {}
+    for record in caplog.records:
+        counts.setdefault(record.getMessage(), []).append(record.areal_fields)
+    assert {kind: [line["number"] for line in lines] for kind, lines in counts.items()} == {
+        "request failed with ValueError": [1, 19],
+        "client left while it sent a request": [1, 19],
+    }
+    first, _ = counts["request failed with ValueError"]
+    assert first["error"] == "no answer to this"
+    assert "test_http.py" in first["raised"]
+    assert len(json.dumps(list(counts))) < 2000
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 4\r\n",
+        b"Content-Length: 4\r\nContent-Length: 5\r\n",
+        b"Content-Length: +4\r\n",
+        b"Transfer-Encoding: gzip, chunked\r\n",
+    ],
+)
+def test_a_request_with_two_ends_is_refused_and_nothing_after_it_is_heard(lengths):
+    async def body(server, app):
+        smuggled = b"POST /body HTTP/1.1\r\nHost: x\r\n" + lengths + b"\r\n0\r\n\r\n" + GET
+        client = await Client.of(server, smuggled)
+        said = b""
+        with contextlib.suppress(ConnectionError):
+            while part := await client.reader.read(65536):
+                said += part
+        assert said.startswith((b"HTTP/1.1 400", b"HTTP/1.1 501"))
+        assert b"fine" not in said
+
+    run(body)
+
+
+def test_a_process_out_of_descriptors_tries_again_later(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("areal_async.rpc.http.REST_S", 0.2)
+
+    class Starved(socket.socket):
+        tries = 0
+
+        def accept(self):
+            self.tries += 1
+            if self.tries <= 3:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    async def main():
+        listening = Starved(socket.AF_INET, socket.SOCK_STREAM)
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        listening.setblocking(False)
+        async with serving(listening) as (server, _app):
+            client = await Client.of(server, GET)
+            assert await client.answer() == (200, b"fine")
+            assert listening.tries < 10
+        assert sum("accept" in record.getMessage() for record in caplog.records) <= 2
+
+    asyncio.run(main())
+
+
+def test_pipelined_requests_are_answered_in_order():
+    async def body(server, app):
+        client = await Client.of(server, GET + post(3) + b"abc" + GET * 20)
+        answers = [await client.answer() for _ in range(22)]
+        assert answers == [(200, b"fine"), (200, b"3")] + [(200, b"fine")] * 20
+
+    run(body)
+
+
+def test_the_end_of_a_server_ends_its_connections():
+    async def main():
+        async with serving() as (server, app):
+            idle = await Client.of(server)
+            held = await Client.of(server, b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
+            await until(lambda: app.held == 1)
+            await server.close(grace_s=0.05)
+            await server.close()
+            await idle.closed()
+            await held.closed()
+            with pytest.raises(OSError, match="Connect call failed"):
+                await Client.of(server)
+
+    asyncio.run(main())
+
+
+def test_an_address_beyond_loopback_needs_a_token():
+    with pytest.raises(EndpointError, match="token"):
+        listen("0.0.0.0", 0)
+    listen("0.0.0.0", 0, guarded=True).close()
+    listen("[::1]", 0).close()

@@ -1,0 +1,134 @@
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from areal_async.rpc.replies import Admission, ReplyBook
+
+
+def book(
+    max_in_flight: int = 4, max_entries: int = 8, max_bytes: int = 1000, max_clients: int = 3
+) -> ReplyBook:
+    return ReplyBook(max_in_flight, max_entries, max_bytes, max_clients)
+
+
+def test_a_duplicate_joins_while_running_and_is_answered_again_when_done() -> None:
+    b = book()
+    assert b.admit(1, 10, 10) is Admission.RUN
+    assert b.admit(1, 10, 10) is Admission.JOIN
+    assert b.finish(1, 10, [b"reply"])
+    assert b.admit(1, 10, 10) is Admission.REPLAY
+    assert b.reply(1, 10) == [b"reply"]
+
+
+def test_what_was_refused_for_now_runs_anew() -> None:
+    b = book()
+    assert b.admit(1, 10, 10) is Admission.RUN
+    assert b.finish(1, 10, None)
+    assert b.admit(1, 10, 10) is Admission.RUN
+
+
+def test_the_floor_frees_replies_and_makes_late_duplicates_stale() -> None:
+    b = book()
+    for request in (1, 2, 3):
+        b.admit(7, request, 1)
+        b.finish(7, request, [b"x" * 10])
+    assert (b.entries, b.size_bytes) == (3, 30)
+    assert b.admit(7, 4, 3) is Admission.RUN
+    assert (b.entries, b.size_bytes) == (1, 10)
+    assert b.admit(7, 1, 1) is Admission.STALE
+
+
+def test_an_answer_nobody_waits_for_any_more_is_not_kept() -> None:
+    b = book()
+    b.admit(7, 1, 1)
+    b.admit(7, 2, 2)
+    assert not b.finish(7, 1, [b"late"])
+    assert b.entries == 0
+
+
+def test_abandoned_requests_count_until_their_handler_ends() -> None:
+    b = book(max_in_flight=2)
+    b.admit(7, 1, 1)
+    b.admit(7, 2, 1)
+    assert b.admit(7, 3, 3) is Admission.BUSY
+    b.finish(7, 1, [b""])
+    assert b.admit(7, 3, 3) is Admission.RUN
+
+
+def test_one_client_at_its_limit_does_not_hinder_another() -> None:
+    b = book(max_in_flight=1)
+    b.admit(1, 1, 1)
+    assert b.admit(1, 2, 1) is Admission.BUSY
+    assert b.admit(2, 1, 1) is Admission.RUN
+
+
+def test_an_idle_client_makes_room_for_a_new_one() -> None:
+    b = book(max_clients=2)
+    b.admit(1, 1, 1)
+    b.admit(2, 1, 1)
+    b.finish(2, 1, [b"x"])
+    b.admit(3, 1, 1)
+    assert b.clients == 2
+    assert b.admit(1, 1, 1) is Admission.JOIN
+    assert b.size_bytes == 0
+
+
+class Book(RuleBasedStateMachine):
+    """Against a model that remembers everything: nothing runs twice at a time, or again while remembered."""
+
+    LIMIT, ENTRIES, BYTES = 3, 5, 60
+    running = Bundle("running")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = ReplyBook(self.LIMIT, self.ENTRIES, self.BYTES, 100)
+        self.next_id = dict.fromkeys(range(3), 1)
+        self.floor = dict.fromkeys(range(3), 0)
+        self.under_way: set[tuple[int, int]] = set()
+        self.answered: dict[tuple[int, int], bytes] = {}
+
+    def admit(self, client: int, request: int, floor: int):  # type: ignore[no-untyped-def]
+        admission = self.book.admit(client, request, floor)
+        self.floor[client] = max(self.floor[client], floor)
+        key = (client, request)
+        if request < self.floor[client]:
+            assert admission is Admission.STALE
+        elif key in self.under_way:
+            assert admission is Admission.JOIN
+        elif admission is Admission.REPLAY:
+            assert self.book.reply(*key) == [self.answered[key]]
+        elif sum(c == client for c, _ in self.under_way) >= self.LIMIT:
+            assert admission is Admission.BUSY
+        else:
+            assert admission is Admission.RUN
+            self.under_way.add(key)
+            return key
+        return multiple()
+
+    @rule(target=running, client=st.integers(0, 2), back=st.integers(0, 4))
+    def new_request(self, client: int, back: int):  # type: ignore[no-untyped-def]
+        request = self.next_id[client]
+        self.next_id[client] += 1
+        return self.admit(client, request, max(self.floor[client], request - back))
+
+    @rule(target=running, client=st.integers(0, 2), back=st.integers(1, 6))
+    def duplicate(self, client: int, back: int):  # type: ignore[no-untyped-def]
+        request = self.next_id[client] - back
+        return self.admit(client, request, self.floor[client]) if request >= 1 else multiple()
+
+    @rule(key=consumes(running), size=st.integers(0, 40), passing=st.booleans())
+    def finish(self, key: tuple[int, int], size: int, passing: bool) -> None:
+        reply = bytes(size)
+        self.under_way.discard(key)
+        wanted = self.book.finish(*key, None if passing else [reply])
+        assert wanted == (key[1] >= self.floor[key[0]])
+        self.answered[key] = reply
+
+    @invariant()
+    def stays_in_bounds(self) -> None:
+        assert self.book.entries <= self.ENTRIES
+        assert 0 <= self.book.size_bytes <= self.BYTES
+
+
+Book.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+test_reply_book_keeps_its_promises = Book.TestCase

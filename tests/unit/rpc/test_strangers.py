@@ -1,0 +1,167 @@
+"""Peers that speak ZMTP by hand: nothing of who does not know the secret is held, and no noise ends anybody.
+
+Each kind of socket that a job has: the RPC's (buffer, weights, control) and that of a station's chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+
+from areal_async.rpc import endpoints
+from areal_async.rpc.messages import Message, Ok, Stats
+from areal_async.rpc.rpc import Answer, Client, Peer, RunSecret, Server
+from areal_async.weights.transport.frames import MAX_ASKED_BYTES
+from areal_async.weights.transport.station import Station
+from tests.unit.rpc.noise import flood
+
+MESSAGES = 10_000
+MOST_GROWTH_BYTES = 64 << 20
+SECRET = RunSecret(bytes(32))
+
+
+def greeting(mechanism: bytes) -> bytes:
+    return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+def command(name: bytes, body: bytes) -> bytes:
+    content = bytes([len(name)]) + name + body
+    if len(content) < 256:
+        return b"\x04" + bytes([len(content)]) + content
+    return b"\x06" + struct.pack(">Q", len(content)) + content
+
+
+def connected(endpoint: str) -> socket.socket:
+    if endpoint.startswith("ipc://"):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(20)
+        sock.connect(endpoint.removeprefix("ipc://"))
+        return sock
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def refused(endpoint: str, *pieces: bytes) -> bool:
+    """Whether the server closes the connection of who sends this, without letting it in."""
+    with connected(endpoint) as sock:
+        said = b""
+        with contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                sock.sendall(piece)
+            while part := sock.recv(4096):
+                said += part
+    return b"READY" not in said and b"WELCOME" not in said
+
+
+async def answer_ok(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
+    return Ok()
+
+
+@contextlib.asynccontextmanager
+async def rpc(endpoint: str) -> AsyncIterator[tuple[str, Server]]:
+    server = Server(endpoint, service="t", job="j", handler=answer_ok, access=SECRET)
+    await server.start()
+    try:
+        yield server.endpoint, server
+    finally:
+        await server.stop()
+
+
+def test_who_shows_nothing_or_the_wrong_thing_is_let_go_before_anything_is_taken(endpoint: str) -> None:
+    parts = b"".join(b"\x01\x04part" for _ in range(100))
+    null = (greeting(b"NULL"), command(b"READY", b"\x0bSocket-Type\0\0\0\6DEALER"), parts)
+    wrong = (greeting(b"PLAIN"), command(b"HELLO", b"\3run\5wrong"), parts)
+    empty = (greeting(b"PLAIN"), command(b"HELLO", b"\0\0"), parts)
+    skipped = (greeting(b"PLAIN"), command(b"INITIATE", b""), parts)
+    curve = (greeting(b"CURVE"), command(b"HELLO", b"\1\0" + bytes(198)), parts)
+    noise = (random.Random(1).randbytes(4096),)
+
+    async def main() -> None:
+        async with rpc(endpoint) as (served, server):
+            for pieces in (null, wrong, empty, skipped, curve, noise):
+                assert await asyncio.to_thread(refused, served, *pieces), pieces[:2]
+            async with Client(served, job="j", role="r", name="n", access=SECRET) as client:
+                assert (await client.call(Stats(), timeout_s=20))[0] == Ok()
+            assert (server.counters.requests, server.counters.malformed, server.counters.unknown) == (1, 0, 0)
+
+    asyncio.run(main())
+
+
+def test_a_station_holds_no_more_of_a_stranger_than_its_smallest_message() -> None:
+    """Before the handshake too: a frame that says it is longer ends the connection at once."""
+    station = Station("tcp://127.0.0.1:0", source="publisher", access=SECRET)
+    station.start()
+    try:
+        for size in (MAX_ASKED_BYTES + 1, 1 << 30, (1 << 63) - 1):
+            announced = b"\x06" + struct.pack(">Q", size)
+            assert refused(station.endpoint, greeting(b"CURVE"), announced)
+    finally:
+        station.close()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_ten_thousand_malformed_messages_cost_a_server_nothing(endpoint: str, known: bool) -> None:
+    async def main() -> None:
+        async with rpc(endpoint) as (served, server):
+            async with Client(served, job="j", role="r", name="n", access=SECRET) as client:
+                await asyncio.to_thread(
+                    flood, served, SECRET if known else None, MESSAGES, greeted=known, seed=1
+                )
+                before = psutil.Process().memory_info().rss
+                for seed in range(2, 5):
+                    await asyncio.to_thread(
+                        flood, served, SECRET if known else None, MESSAGES, greeted=known, seed=seed
+                    )
+                assert (await client.call(Stats(), timeout_s=60))[0] == Ok()
+                assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
+            assert (server.counters.malformed > MESSAGES) is known
+            assert len(server._sessions) <= 8
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_ten_thousand_malformed_messages_cost_a_station_nothing(known: bool, tmp_path: Path) -> None:
+    station = Station("tcp://127.0.0.1:0", source="publisher", access=SECRET)
+    station.start()
+    try:
+        flood(station.endpoint, SECRET if known else None, MESSAGES, seed=1)
+        before = psutil.Process().memory_info().rss
+        for seed in range(2, 5):
+            flood(station.endpoint, SECRET if known else None, MESSAGES, seed=seed)
+        assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
+        assert station.release(b"k" * 32, timeout_s=60), "it still does what it is asked to"
+    finally:
+        station.close()
+
+
+def test_a_peer_that_leaves_in_the_middle_of_a_message_leaves_nothing(endpoint: str) -> None:
+    def leave(served: str) -> None:
+        for _ in range(50):
+            context = zmq.Context()
+            sock = context.socket(zmq.DEALER)
+            endpoints.connect(sock, served, SECRET)
+            for _ in range(20):
+                sock.send(bytes(64 << 10), zmq.SNDMORE)
+            context.destroy(linger=0)
+
+    async def main() -> None:
+        async with rpc(endpoint) as (served, _):
+            await asyncio.to_thread(leave, served)
+            before = psutil.Process().memory_info().rss
+            await asyncio.to_thread(leave, served)
+            await asyncio.to_thread(leave, served)
+            assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
+            async with Client(served, job="j", role="r", name="n", access=SECRET) as client:
+                assert (await client.call(Stats(), timeout_s=60))[0] == Ok()
+
+    asyncio.run(main())

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from areal_async.runtime import events
+from areal_async.runtime.failpoint import arm, failpoint
+from areal_async.status.record import as_it_became
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    events.close_events()
+    arm("")
+
+
+def test_nothing_is_written_unless_the_log_is_open(tmp_path):
+    events.record("put", samples=[1])
+    assert not events.recording()
+    assert events.read_events(tmp_path) == []
+
+
+def test_events_carry_who_when_and_in_which_order(tmp_path):
+    events.open_events(tmp_path, "rollout-0")
+    events.record("put", samples=[0, 1])
+    events.record("put_acked", stored=[0, 1])
+    first, second = events.read_events(tmp_path)
+    assert (first["event"], first["n"], first["samples"]) == ("put", 0, [0, 1])
+    assert (second["event"], second["n"]) == ("put_acked", 1)
+    assert first["process"] == "rollout-0"
+    assert first["pid"] == os.getpid()
+    assert first["mono_s"] <= second["mono_s"]
+
+
+def test_a_line_that_a_kill_cut_short_is_ignored(tmp_path):
+    events.open_events(tmp_path, "buffer")
+    events.record("loaded")
+    (path,) = (tmp_path / "events").iterdir()
+    with path.open("ab") as file:
+        file.write(b'{"event":"deci')
+    assert [event["event"] for event in events.read_events(tmp_path)] == ["loaded"]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from areal_async.runtime.events import open_events
+from areal_async.runtime.failpoint import arm_from_environment, failpoint
+open_events(Path(sys.argv[1]), "trainer")
+arm_from_environment(Path(sys.argv[1]))
+for _ in range(3):
+    failpoint("trainer.after_publish")
+    failpoint("trainer.after_commit")
+"""
+
+
+def passes(run_dir, spec):
+    environment = os.environ | {"AREAL_ASYNC_FAILPOINTS": spec}
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(run_dir)], env=environment, check=False
+    ).returncode
+
+
+def test_a_failpoint_kills_at_its_turn_and_once_per_run(tmp_path):
+    assert passes(tmp_path, "trainer.after_commit@2, buffer.before_write") == -signal.SIGKILL
+    assert passes(tmp_path, "trainer.after_commit@2") == 0
+    assert passes(tmp_path, "trainer.after_publish@3*") == -signal.SIGKILL
+    assert passes(tmp_path, "trainer.after_publish@3*") == -signal.SIGKILL
+    hits = [(e["name"], e["hit"]) for e in events.read_events(tmp_path) if e["event"] == "failpoint"]
+    assert hits == [("trainer.after_commit", 2), ("trainer.after_publish", 3), ("trainer.after_publish", 3)]
+
+
+def test_an_unset_failpoint_does_nothing_and_a_wrong_list_is_refused():
+    failpoint("trainer.after_commit")
+    for wrong in ("@2", "a@0", "a@x"):
+        with pytest.raises(ValueError, match="NAME@N"):
+            arm(wrong)
+
+
+def test_the_record_of_a_step_done_again_replaces_the_first():
+    lines = [
+        {"kind": "step", "step": 0, "loss": 1},
+        {"kind": "evaluation", "version": 0, "accuracy": 0.1},
+        {"kind": "step", "step": 1, "loss": 1},
+        {"kind": "resume"},
+        {"kind": "step", "step": 1, "loss": 2},
+        {"kind": "evaluation", "version": 0, "accuracy": 0.2},
+    ]
+    assert as_it_became(lines) == [lines[0], *lines[3:]]
+    assert json.dumps(as_it_became([])) == "[]"

@@ -1,0 +1,164 @@
+import contextlib
+import gzip
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from areal_async.runtime.metrics import Busy, MetricsPortError, busy, start_metrics_server
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_busy_adds_up_pieces_of_one_activity():
+    clock = Clock()
+    busy = Busy(clock)
+    for _ in range(3):
+        with busy("train"):
+            clock.now += 2.0
+        clock.now += 5.0
+    assert busy.seconds("train") == 6.0
+    assert busy.seconds("never begun") == 0.0
+
+
+def test_pieces_that_overlap_count_once():
+    clock = Clock()
+    busy = Busy(clock)
+    busy.begin("score")
+    clock.now += 1.0
+    with busy("score"):
+        clock.now += 1.0
+        busy.end("score")
+        clock.now += 1.0
+    clock.now += 10.0
+    assert busy.seconds("score") == 3.0
+
+
+def test_a_running_piece_counts_up_to_the_scrape():
+    clock = Clock()
+    busy = Busy(clock)
+    registry = CollectorRegistry()
+    registry.register(busy)
+    busy.begin("train")
+    clock.now += 7.5
+    assert b'areal_busy_seconds_total{activity="train"} 7.5' in generate_latest(registry)
+
+
+def test_busy_ends_when_the_piece_raises():
+    clock = Clock()
+    busy = Busy(clock)
+
+    def fail():
+        with busy("train"):
+            clock.now += 1.0
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    clock.now += 1.0
+    assert busy.seconds("train") == 1.0
+
+
+def test_busy_holds_under_threads():
+    busy = Busy()
+    start = threading.Barrier(8)
+
+    def work():
+        start.wait()
+        for _ in range(2000):
+            with busy("x"):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    before = busy.seconds("x")
+    assert busy.seconds("x") == before
+
+
+def test_the_server_serves_the_default_registry_on_loopback_only():
+    with busy("test"):
+        pass
+    port = start_metrics_server(0)
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+    assert 'areal_busy_seconds_total{activity="test"}' in text
+    assert "areal_busy_seconds_created" not in text
+
+
+def test_a_taken_port_is_an_error_that_names_the_setting():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(MetricsPortError, match=r"observe\.metrics_port"):
+            start_metrics_server(taken.getsockname()[1])
+
+
+BUSY_PROCESS = """
+import sys
+from areal_async.runtime.metrics import start_metrics_server
+print(start_metrics_server(0), flush=True)
+for line in sys.stdin:
+    files = [open("/dev/null") for _ in range(60)]
+    print(len(files), flush=True)
+"""
+
+
+def test_idle_connections_take_nothing_from_the_process():
+    """With as many of them as the process may open files, it still opens its own and answers a scrape."""
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-c", BUSY_PROCESS],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
+            )
+        )
+        stack.callback(process.kill)
+        port = int(process.stdout.readline())
+        for _ in range(300):
+            idle = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            idle.send(b"GET /metrics HTTP/1.1\r\n")
+        for _ in range(3):
+            process.stdin.write("work\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "60\n"
+            text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read()
+            assert b"areal_busy_seconds" in text
+
+
+def test_a_scraper_is_answered_in_the_form_it_asks_for():
+    port = start_metrics_server(0)
+
+    def ask(path="/metrics", **headers):
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
+        return urllib.request.urlopen(request, timeout=60)
+
+    with busy("asked"):
+        pass
+    plain = ask()
+    assert plain.headers["content-type"].startswith("text/plain")
+    opened = ask(accept="application/openmetrics-text; version=1.0.0", **{"accept-encoding": "gzip"})
+    assert opened.headers["content-type"].startswith("application/openmetrics-text")
+    assert gzip.decompress(opened.read()).endswith(b"# EOF\n")
+    one = ask("/metrics?name[]=areal_busy_seconds_total").read()
+    assert b"areal_busy_seconds_total" in one
+    assert b"python_info" not in one
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", data=b"x", timeout=60)
+    assert refused.value.code == 405

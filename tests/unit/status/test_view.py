@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from areal_async.status.dropped import Dropped, NoScoreText
+from areal_async.status.picture import Picture, ServicePicture
+from areal_async.status.view import (
+    LiveView,
+    PlainView,
+    clock_text,
+    open_view,
+    plain_line,
+    render,
+    sparkline,
+)
+from areal_async.status.watchdog import Stall
+
+SERVICES = tuple(
+    ServicePicture(name, "serving", share)
+    for name, share in (("buffer", 0.12), ("trainer", 0.81), ("reward", 0.08), ("rollout-0", 0.96))
+)
+
+
+def picture(**changes: Any) -> Picture:
+    values: dict[str, Any] = {
+        "job": "sums",
+        "kind": "rl",
+        "elapsed_s": 83.0,
+        "step": 123,
+        "steps": 300,
+        "eta_s": 121.0,
+        "version": 123,
+        "reward": 0.61,
+        "rewards": tuple(index / 100 for index in range(60)),
+        "loss": 0.01,
+        "accuracy": 0.63,
+        "accuracy_start": 0.38,
+        "accuracy_version": 100,
+        "generated_per_s": 4512.0,
+        "trained_per_s": 4310.0,
+        "staleness_mean": 1.31,
+        "staleness_max": 3,
+        "staleness_seen": 4,
+        "bound": 4,
+        "groups": {"queued": 2, "leased": 130, "scored": 70, "trained": 1472, "committed": 0},
+        "services": SERVICES,
+        "message": "",
+    }
+    return Picture(**(values | changes))
+
+
+def drawn(shown: Picture, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render(shown, width))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        "step 123/300",
+        " 41%",
+        "1:23  left 2:01",
+        "0.380 → 0.630  at version 100",
+        "4,512 generated · 4,310 trained   version 123",
+        "mean 1.31 · max 3 · largest seen 4 of 4 allowed",
+        "2 queued · 130 leased · 70 scored · 1,472 trained",
+        "trainer     ████████░░  81%",
+        "rollout-0   ██████████  96%",
+    ],
+)
+def test_the_panel_shows(figure: str) -> None:
+    assert figure in drawn(picture())
+
+
+@pytest.mark.parametrize("width", [60, 80, 110])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"message": "trainer: waiting for scored groups (" + "reward has no workers; " * 9 + ")"},
+        {"services": tuple(ServicePicture(f"rollout-{index}", "serving", 0.5) for index in range(40))},
+        {
+            "rewards": (),
+            "reward": None,
+            "accuracy": None,
+            "staleness_mean": None,
+            "groups": {},
+            "eta_s": None,
+        },
+        {"kind": "sft", "reward": None},
+        {
+            "accuracy_interval": (0.59, 0.67),
+            "self_check": "passed: 1,512,000 log-probs of sglang, largest difference 3.1e-06 of 0.001 "
+            "allowed, mean 4e-07",
+        },
+        {"step": 0, "services": (ServicePicture("trainer", "starting"),), "stopping": True},
+    ],
+)
+def test_every_line_fits_the_terminal(width: int, changes: dict[str, Any]) -> None:
+    lines = drawn(picture(**changes), width).splitlines()
+    assert {len(line) for line in lines} == {width}
+    assert len(lines) < 24
+
+
+def test_the_interval_and_the_self_check_have_a_place() -> None:
+    shown = picture(accuracy_interval=(0.59, 0.671), self_check="passed: 512 log-probs")
+    assert "0.380 → 0.630 [0.590, 0.671]  at version 100" in drawn(shown)
+    assert "self-check  passed: 512 log-probs" in drawn(shown)
+    console = Console(file=io.StringIO(), width=200)
+    with PlainView(console) as view:
+        for _ in range(3):
+            view.show(shown)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().count("self-check passed: 512 log-probs") == 1
+
+
+def test_a_warning_is_shown() -> None:
+    text = drawn(picture(message="trainer: waiting for scored groups"))
+    assert "! trainer: waiting for scored groups" in text
+
+
+def test_what_still_starts_is_named() -> None:
+    services = (ServicePicture("buffer", "serving"), ServicePicture("trainer", "starting"))
+    starting = picture(step=0, services=services, trained=False)
+    assert "starting trainer" in drawn(starting)
+    assert plain_line(starting) == "1:23 starting: trainer"
+
+
+def test_the_plain_line_has_it_all() -> None:
+    assert plain_line(picture()) == (
+        "1:23 · step 123/300 · reward 0.610 · held-out 0.630 · staleness 1.31 max 3/4 · 4,512 tokens/s · "
+        "busy buffer 12% trainer 81% reward 8% rollout-0 96% · left 2:01"
+    )
+
+
+def test_plain_lines_come_every_few_seconds_and_warnings_at_once() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    now_s = 0.0
+    with PlainView(console, every_s=5.0, clock=lambda: now_s) as view:
+        for tick in range(24):
+            now_s = tick * 0.5
+            view.show(picture(message="odd" if tick in (3, 4) else ""))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert sum("step 123/300" in line for line in lines) == 3
+    assert lines.count("1:23 odd") == 1
+
+
+def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    now_s = 0.0
+    with PlainView(console, every_s=1e9, clock=lambda: now_s) as view:
+        for tick in range(80):
+            now_s = tick * 0.5
+            edge = "reward" if tick < 70 else "rollout"
+            stall = Stall(edge, f"trainer waits; {edge} has not answered for {now_s:.0f} s")
+            view.show(picture(elapsed_s=now_s, stall=stall, stall_s=now_s))
+    assert isinstance(console.file, io.StringIO)
+    assert [line for line in console.file.getvalue().splitlines() if "stalled" in line] == [
+        "0:00 stalled for 0:00: trainer waits; reward has not answered for 0 s",
+        "0:30 stalled for 0:30: trainer waits; reward has not answered for 30 s",
+        "0:35 stalled for 0:35: trainer waits; rollout has not answered for 35 s",
+    ]
+
+
+def test_a_service_started_again_is_not_drawn_with_the_share_of_the_dead_one() -> None:
+    services = (ServicePicture("trainer", "starting", 0.8), ServicePicture("rollout-0", "silent", None))
+    text = drawn(picture(services=services))
+    assert "80%" not in text
+    assert "starting" in text
+    assert "silent" in text
+
+
+def test_the_live_view_is_for_terminals() -> None:
+    assert isinstance(open_view(Console(file=io.StringIO()), plain=False), PlainView)
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=90)
+    assert isinstance(open_view(terminal, plain=True), PlainView)
+    view = open_view(terminal, plain=False)
+    assert isinstance(view, LiveView)
+    with view:
+        view.show(picture())
+        view.say("[not markup]")
+    assert isinstance(terminal.file, io.StringIO)
+    assert "[not markup]" in terminal.file.getvalue()
+    assert "step 123/300" in terminal.file.getvalue()
+
+
+def test_times_and_sparks() -> None:
+    assert [clock_text(seconds) for seconds in (0, 59.9, 61, 3600, -5)] == [
+        "0:00",
+        "0:59",
+        "1:01",
+        "1:00:00",
+        "0:00",
+    ]
+    assert sparkline([0, 1, 2, 3], 10) == "▁▃▆█"
+    assert sparkline([1.0] * 5, 3) == "▁▁▁"
+    assert sparkline([1.0], 10) == ""
+    assert len(sparkline(list(range(1000)), 40)) == 40
+
+
+def test_a_draining_worker_and_what_a_starting_one_is_at_are_shown() -> None:
+    draining = ServicePicture("rollout-1", "draining", 0.4)
+    assert "rollout-1   draining" in drawn(picture(services=(*SERVICES, draining)))
+    assert "rollout-1 40% (draining)" in plain_line(picture(services=(*SERVICES, draining)))
+    starting = ServicePicture("rollout-0", "starting", None, "its SGLang server loads")
+    shown = picture(services=(*SERVICES[:3], starting), trained=False)
+    assert "starting: rollout-0 (its SGLang server loads)" in plain_line(shown)
+    assert "starting rollout-0 (its SGLang server loads)" in drawn(shown)
+
+
+LOST = Dropped(
+    groups={"verdict_error": 6, "overtaken": 3},
+    masked={"timeout": 14},
+    no_scores=(
+        NoScoreText("timeout", 14, "no answer within 0.5 s"),
+        NoScoreText("error:exception", 12, "ValueError: the grader lost its connection " + "x" * 200),
+    ),
+)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_panel_says_what_was_lost_and_why(width):
+    text = drawn(picture(dropped=LOST), width)
+    assert "9 groups (verdict_error 6, overtaken 3)" in text
+    assert "14 episodes masked (timeout 14)" in text
+    assert "error:exception ×12: ValueError: the grader lost" in text
+    assert "timeout ×14: no answer within 0.5 s" in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_nothing_is_said_of_losses_while_there_are_none():
+    assert "dropped" not in drawn(picture())
+    assert "dropped" not in plain_line(picture())
+
+
+def test_the_plain_line_says_what_was_lost():
+    assert "dropped 9 groups (verdict_error 6, overtaken 3), 14 episodes masked (timeout 14)" in plain_line(
+        picture(dropped=LOST)
+    )

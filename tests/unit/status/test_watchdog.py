@@ -1,0 +1,111 @@
+"""nothing_is_unbounded: a stall is reported with the name of the starving edge."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_async.status.watchdog import Facts, Stall, find_stall
+
+SERVING = dict.fromkeys(("buffer", "trainer", "reward", "rollout-0", "rollout-1", "evaluator"), "serving")
+
+
+def facts(**changes) -> Facts:
+    values = {"idle_s": 40.0, "phases": SERVING, "workers_alive": 4, "workers": 4, "max_groups": 100}
+    phases = changes.pop("phases", {})
+    return Facts(**values | changes | {"phases": SERVING | phases})
+
+
+def stall(**changes) -> Stall:
+    found = find_stall(facts(**changes), 30.0)
+    assert found is not None
+    return found
+
+
+def test_a_trainer_that_computes_is_no_stall():
+    assert find_stall(facts(idle_s=29.9), 30.0) is None
+
+
+def test_the_message_names_the_reward_service_and_its_dead_workers():
+    assert stall(groups={"generated": 5, "leased": 9}, workers_alive=0) == Stall(
+        "reward", "trainer waits for scored groups; reward_service has 0 of 4 workers alive"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "edge", "words"),
+    [
+        ({"phases": {"buffer": "restarting"}}, "buffer", "buffer died and is started again"),
+        ({"silent_s": {"buffer": 12.0}}, "buffer", "buffer has not answered for 12 s"),
+        ({"redis": "no write confirmed for 9 s"}, "redis", "waits for Redis: no write confirmed for 9 s"),
+        ({"redis": "gone", "phases": {"buffer": "restarting"}}, "buffer", "buffer died"),
+        ({"phases": {"trainer": "starting"}}, "trainer", "trainer is starting"),
+        ({"silent_s": {"trainer": 31.0}}, "trainer", "not answered for 31 s"),
+        ({"phases": {"reward": "restarting"}, "groups": {"generated": 1}}, "reward", "reward_service died"),
+        (
+            {"reward": "no shared reward service runs", "workers_alive": 0, "groups": {"generated": 9}},
+            "reward",
+            "trainer waits for scored groups; no shared reward service runs",
+        ),
+        ({"groups": {"generated": 9, "leased": 2}}, "reward", "9 generated groups are not scored"),
+        (
+            {"phases": {"rollout-0": "restarting", "rollout-1": "restarting"}},
+            "rollout",
+            "0 of 2 rollout workers serve",
+        ),
+        (
+            {"phases": {"rollout-0": "restarting"}, "groups": {"leased": 3}},
+            "rollout",
+            "1 of 2 rollout workers",
+        ),
+        (
+            {"groups": {"trained": 96, "scored": 4}},
+            "checkpoint",
+            "96 of its groups wait for the next checkpoint",
+        ),
+        ({"groups": {"queued": 8}}, "rollout", "no worker leases a group"),
+        (
+            {"version": 7, "serving": {"rollout-0": 5, "rollout-1": 3}},
+            "weights",
+            "published version 7, and no worker samples from a newer one than 5",
+        ),
+        (
+            {"version": 7, "serving": {"rollout-0": 5}, "weights": {"rollout-0": "40 % of e1-v7 are here"}},
+            "weights",
+            "than 5; rollout-0: 40 % of e1-v7 are here",
+        ),
+        ({"version": 7, "serving": {"rollout-0": 7, "rollout-1": 3}}, "rollout", "no worker leases"),
+        ({"version": 7, "serving": {"rollout-0": 5}, "groups": {"leased": 2}}, "rollout", "2 groups are"),
+        ({"steps_left": 0, "phases": {"evaluator": "restarting"}}, "evaluator", "evaluator died"),
+    ],
+)
+def test_the_first_thing_that_is_missing_is_named(changes, edge, words):
+    found = stall(**changes)
+    assert found.edge == edge
+    assert words in found.detail
+
+
+def test_a_job_of_the_trainer_alone_can_only_wait_for_it():
+    alone = Facts(idle_s=99.0, phases={"trainer": "serving"})
+    assert find_stall(alone, 30.0).edge == "trainer"
+
+
+def test_groups_that_got_no_score_are_named_with_what_the_reward_said():
+    found = stall(groups={"leased": 2}, dropped_by_verdict=9, no_score="error:exception ×9: ValueError: no")
+    assert found.edge == "reward"
+    assert "9 groups were dropped since its last step, for they got no score" in found.detail
+    assert found.detail.endswith("the newest: error:exception ×9: ValueError: no")
+
+
+@pytest.mark.parametrize(
+    ("changes", "edge"),
+    [
+        ({"groups": {"leased": 9}, "dropped_by_verdict": 1}, "rollout"),
+        ({"groups": {"generated": 9}, "dropped_by_verdict": 4}, "reward"),
+        ({"workers_alive": 0, "groups": {"generated": 1}, "dropped_by_verdict": 9}, "reward"),
+        ({"phases": {"rollout-0": "restarting", "rollout-1": "ended"}, "dropped_by_verdict": 9}, "rollout"),
+    ],
+)
+def test_a_few_groups_without_a_score_are_not_why_a_trainer_waits(changes, edge):
+    found = stall(**changes)
+    assert found.edge == edge
+    assert "no score" not in found.detail
