@@ -1,0 +1,247 @@
+"""Finding the parts that a job file names: engines, back ends, losses, workflows, environments, rewards …
+
+A part is named in one of three ways: by the name of a built-in one; by `path.py:name`, an object in a file
+of the user's; or by the name of an entry point that another installed package declares in the group of its
+kind, `areal_async.<kind>s`:
+
+    [project.entry-points."areal_async.rewards"]
+    politeness = "my_rewards.politeness:politeness"
+
+Each kind's owner keeps the table of its built-in parts, `{name: "module:attribute"}`, and each part says
+itself what it takes. `Arguments`, where the part has it, is the `Section` of its arguments; otherwise its
+parameters after the first `leading` ones are. `check_job(job, arguments, field)`, where the part has it,
+yields the `Mistake`s of a job that uses it with those arguments, which stand in `field`. Nothing about a part
+is written down anywhere else, so that a new one is added without editing an existing file.
+
+Checking a job file imports built-in parts and installed packages, never a file of the user's: that is read as
+a syntax tree.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from areal_async.config.base import Section
+from areal_async.config.errors import Mistake
+from areal_async.errors import ArealError
+from areal_async.ownfiles import read_regular
+from areal_async.usercode import run_user_file
+
+
+class PartError(ArealError):
+    """A named part cannot be found or loaded. The text names the part, what is wrong and what to do."""
+
+    restart_helps = False
+
+
+class Registry:
+    """All parts of one kind, such as `Registry("workflow", "rollout_service.workflows:BUILT_IN", leading=2)`.
+
+    `built_in` is the `module:attribute` of the owner's table, which is imported when a part is asked for.
+    `leading` is how many positional parameters of a part the caller fills itself.
+    """
+
+    def __init__(self, kind: str, built_in: str, *, leading: int = 0) -> None:
+        self.kind = kind
+        self.leading = leading
+        self.group = f"areal_async.{kind}s"
+        self._table = built_in
+
+    @cached_property
+    def built_in(self) -> Mapping[str, str]:
+        """The owner's table: name → `module:attribute`."""
+        table: Mapping[str, str] = _imported(self._table)
+        return table
+
+    @cached_property
+    def installed(self) -> Mapping[str, EntryPoint]:
+        """Parts of other installed packages by name. A built-in part of the same name comes first."""
+        return {point.name: point for point in entry_points(group=self.group)}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that needs no path: built-in parts in the order of their table, then installed ones."""
+        return (*self.built_in, *sorted(set(self.installed) - set(self.built_in)))
+
+    def find(self, name: str) -> Any:
+        """Load the part called `name`. Runs the file's code where the name is a path.
+
+        Raises `PartError` where there is no such part or its module cannot be imported."""
+        if name in self.built_in:
+            return _imported(self.built_in[name])
+        if name in self.installed:
+            try:
+                return self.installed[name].load()
+            except Exception as error:  # another package's code may raise anything
+                value = self.installed[name].value
+                raise PartError(
+                    f"the {self.kind} {name!r} is {value} of an installed package, which cannot be imported: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        path, attribute = self._own(name)
+        module = run_user_file(path, kind=self.kind, name=name, error=PartError)
+        if not hasattr(module, attribute):
+            defined = ", ".join(key for key in vars(module) if not key.startswith("_")) or "nothing"
+            raise PartError(
+                f"the {self.kind} {name!r}: {path} defines no {attribute!r}. It defines {defined}."
+            )
+        return getattr(module, attribute)
+
+    def _own(self, name: str) -> tuple[Path, str]:
+        path_text, _, attribute = name.rpartition(":")
+        if not path_text.endswith(".py") or not attribute.isidentifier():
+            raise PartError(f"{self._unknown(name)}. {self._choice}.")
+        return Path(path_text), attribute
+
+    def _unknown(self, name: str) -> str:
+        return f"there is no {self.kind} {name!r}, built in or installed"
+
+    @property
+    def _choice(self) -> str:
+        return f"Use {', '.join(self.names)}, or `path.py:name` of one of your own"
+
+    def mistakes(
+        self, name: str, arguments: Mapping[str, Any], *, field: str, args_field: str
+    ) -> Iterator[Mistake]:
+        """What is wrong with `name`, which stands in `field`, and with its `arguments` in `args_field`.
+
+        Runs no file of the user's. What depends on the rest of the job, `check_job` of the part tells."""
+        if name not in self.names:
+            try:
+                path, attribute = self._own(name)
+            except PartError:
+                yield Mistake(field, self._unknown(name), self._choice)
+                return
+            yield from self._mistakes_of_file(path, attribute, arguments, field, args_field)
+            return
+        try:
+            part = self.find(name)
+        except PartError as error:
+            yield Mistake(
+                field, str(error).rstrip("."), "Mend or reinstall that package, or name another part"
+            )
+            return
+        section = getattr(part, "Arguments", None)
+        if section is not None:
+            yield from section_mistakes(args_field, section, arguments, name)
+        elif callable(part):
+            yield from self._mistakes_of_signature(part, arguments, args_field, name)
+
+    def _mistakes_of_signature(
+        self, part: Any, given: Mapping[str, Any], field: str, owner: str
+    ) -> Iterator[Mistake]:
+        parameters = list(inspect.signature(part).parameters.values())
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        taken = [*positional[self.leading :], *(p for p in parameters if p.kind is p.KEYWORD_ONLY)]
+        needed = [p.name for p in taken if p.default is p.empty]
+        free = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        yield from _keyword_mistakes(owner, given, [p.name for p in taken], needed, free=free, field=field)
+
+    def _mistakes_of_file(
+        self, path: Path, attribute: str, given: Mapping[str, Any], field: str, args_field: str
+    ) -> Iterator[Mistake]:
+        try:
+            tree = ast.parse(read_regular(path))
+        except OSError as error:
+            yield Mistake(field, f"{path} cannot be read: {error.strerror or error}", "Check the path")
+            return
+        except (SyntaxError, ValueError) as error:
+            yield Mistake(field, f"{path} is not Python that can be read: {error}", "Mend the file")
+            return
+        node = _defined(tree).get(attribute)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            a = node.args
+            positional = [argument.arg for argument in (*a.posonlyargs, *a.args)]
+            without_default = positional[: len(positional) - len(a.defaults)][self.leading :]
+            keywords = zip(a.kwonlyargs, a.kw_defaults, strict=True)
+            needed = without_default + [argument.arg for argument, default in keywords if default is None]
+            takes = positional[self.leading :] + [argument.arg for argument in a.kwonlyargs]
+            owner = f"the {self.kind} {attribute} in {path}"
+            yield from _keyword_mistakes(
+                owner, given, takes, needed, free=a.kwarg is not None, field=args_field
+            )
+        elif node is None:
+            choice = ", ".join(_defined(tree)) or "nothing"
+            yield Mistake(field, f"{path} defines no {attribute!r}", f"It defines {choice}")
+
+
+def _defined(tree: ast.Module) -> dict[str, ast.AST]:
+    """What a file defines, assigns or imports at its top level, by name."""
+    found: dict[str, ast.AST] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name: node for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            found |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _imported(reference: str) -> Any:
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def section_mistakes(
+    field: str, section: type[Section], given: Mapping[str, Any], owner: str
+) -> Iterator[Mistake]:
+    """What is wrong with the mapping `given` in `field`, which `owner` takes as a `section`."""
+    try:
+        section.model_validate(dict(given))
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    else:
+        return
+    # What is refused for holding a password is not shown, nor what it is a part of.
+    secret = any("holds a password" in detail["msg"] for detail in details)
+    takes = ", ".join(info.alias or name for name, info in section.model_fields.items()) or "nothing"
+    for detail in details:
+        name = ".".join(str(part) for part in detail["loc"])
+        where = f"{field}.{name}" if name else field
+        if detail["type"] == "extra_forbidden":
+            yield Mistake(where, f"{owner} has no argument {name!r}", f"It takes {takes}")
+        elif detail["type"] == "missing":
+            about = section.model_fields[name].description if name in section.model_fields else ""
+            yield Mistake(
+                where, f"{owner} needs {name!r}, and it is missing", f"Add it. {about}".rstrip(". ")
+            )
+        else:
+            message = str(detail["msg"]).removeprefix("Value error, ").rstrip(".")
+            shown = "" if secret else f" = {detail.get('input')!r:.80}"
+            yield Mistake(where, f"{owner} cannot take {name}{shown}: {message}", "Correct it")
+
+
+def _keyword_mistakes(
+    owner: str, given: Mapping[str, Any], takes: list[str], needed: list[str], *, free: bool, field: str
+) -> Iterator[Mistake]:
+    listed = (
+        f"It takes {', '.join(takes)}" if takes else "It takes none: arguments are keyword-only parameters"
+    )
+    for name in given:
+        if name not in takes and not free:
+            yield Mistake(f"{field}.{name}", f"{owner} has no argument {name!r}", listed)
+    for name in needed:
+        if name not in given:
+            yield Mistake(f"{field}.{name}", f"{owner} needs {name!r}, and it is missing", "Add it")
+
+
+ENGINES = Registry("engine", "rollout_service.engines:BUILT_IN")
+WORKFLOWS = Registry("workflow", "rollout_service.workflows:BUILT_IN", leading=2)
+ENVIRONMENTS = Registry("environment", "rollout_service.environments:BUILT_IN")
+TOOLS = Registry("tool", "rollout_service.workflows.calculator:BUILT_IN_TOOLS")
+REWARDS = Registry("reward", "reward_service.sdk:BUILT_IN", leading=1)
+ADVANTAGES = Registry("advantage", "trainer_service.objectives:ADVANTAGES", leading=2)
+LOSSES = Registry("loss", "trainer_service.objectives:LOSSES")
+CORRECTIONS = Registry("correction", "trainer_service.objectives:CORRECTIONS")
+BACKENDS = Registry("backend", "trainer_service.backends:BUILT_IN")
+CHANNELS = Registry("channel", "areal_async.weights:CHANNELS")

@@ -1,0 +1,126 @@
+"""Parts by name, by `path.py:name`, and by the entry point of another installed package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_async.registry import PartError, Registry
+
+OWNER = """
+from areal_async.config.base import Section
+
+class Sized:
+    class Arguments(Section):
+        size: int
+        "How large it is."
+
+def plain(given, weight, *, bias=0.0):
+    return weight + bias
+
+BUILT_IN = {"sized": "things_owner:Sized", "plain": "things_owner:plain"}
+"""
+OTHER = "def polite(given, *, tone='warm'): return tone\ndef shadow(given): ...\n"
+ENTRY_POINTS = """
+[areal_async.things]
+polite = things_of_others:polite
+plain = things_of_others:shadow
+broken = things_of_others:gone
+"""
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    """The things of an owner's module, and of an installed package that declares three more."""
+    site = tmp_path / "site"
+    metadata = site / "things_of_others-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (site / "things_owner.py").write_text(OWNER)
+    (site / "things_of_others.py").write_text(OTHER)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: things-of-others\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(str(site))
+    return Registry("thing", "things_owner:BUILT_IN", leading=1)
+
+
+@pytest.fixture
+def mistakes(registry: Registry) -> Callable[..., list[str]]:
+    def found(name: str, **arguments: Any) -> list[str]:
+        listed = registry.mistakes(name, arguments, field="job.thing", args_field="job.thing_args")
+        return [str(mistake) for mistake in listed]
+
+    return found
+
+
+def test_every_name_is_listed_built_in_parts_first(registry: Registry) -> None:
+    assert registry.names == ("sized", "plain", "broken", "polite")
+
+
+def test_a_part_of_another_package_is_found_by_its_entry_point(registry: Registry) -> None:
+    assert registry.find("polite")(None) == "warm"
+
+
+def test_a_built_in_part_is_not_replaced_by_a_package(registry: Registry) -> None:
+    assert registry.find("plain")(None, 2.0, bias=1.0) == 3.0
+
+
+def test_a_part_in_a_file_is_found_by_its_path(registry: Registry, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def mine(given): return 7\n")
+    assert registry.find(f"{file}:mine")(None) == 7
+    with pytest.raises(PartError, match=r"defines no 'yours'. It defines mine"):
+        registry.find(f"{file}:yours")
+
+
+def test_a_name_that_nobody_has_is_refused_with_the_choice(
+    registry: Registry, mistakes: Callable[..., list[str]]
+) -> None:
+    with pytest.raises(PartError, match=r"there is no thing 'nice'.*Use sized, plain, broken, polite, or"):
+        registry.find("nice")
+    assert mistakes("nice") == [
+        "job.thing: there is no thing 'nice', built in or installed. "
+        "Use sized, plain, broken, polite, or `path.py:name` of one of your own."
+    ]
+
+
+def test_a_package_that_cannot_be_imported_is_named(
+    registry: Registry, mistakes: Callable[..., list[str]]
+) -> None:
+    with pytest.raises(PartError, match="things_of_others:gone of an installed package"):
+        registry.find("broken")
+    assert "things_of_others:gone" in mistakes("broken")[0]
+
+
+def test_a_part_declares_its_arguments_itself(mistakes: Callable[..., list[str]]) -> None:
+    assert mistakes("sized", size=3) == []
+    assert mistakes("sized") == [
+        "job.thing_args.size: sized needs 'size', and it is missing. Add it. How large it is."
+    ]
+    assert mistakes("sized", size=3, sise=3) == [
+        "job.thing_args.sise: sized has no argument 'sise'. It takes size."
+    ]
+
+
+def test_parameters_are_the_arguments_of_a_plain_function(mistakes: Callable[..., list[str]]) -> None:
+    assert mistakes("plain", weight=1.0) == mistakes("polite", tone="cool") == []
+    assert mistakes("plain", tone="cool") == [
+        "job.thing_args.tone: plain has no argument 'tone'. It takes weight, bias.",
+        "job.thing_args.weight: plain needs 'weight', and it is missing. Add it.",
+    ]
+
+
+def test_a_file_of_the_users_is_checked_without_being_run(
+    mistakes: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("raise SystemExit('it was run')\ndef mine(given, size, *, colour='red'): ...\n")
+    assert mistakes(f"{file}:mine", size=1) == []
+    assert mistakes(f"{file}:mine", colours="red") == [
+        f"job.thing_args.colours: the thing mine in {file} has no argument 'colours'. It takes size, colour.",
+        f"job.thing_args.size: the thing mine in {file} needs 'size', and it is missing. Add it.",
+    ]
+    assert mistakes(f"{file}:yours") == [f"job.thing: {file} defines no 'yours'. It defines mine."]
+    assert "No such file" in mistakes(f"{tmp_path}/none.py:mine")[0]
