@@ -22,8 +22,8 @@ from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from rollout_service.engines.base import GenerateResult
-from trainer_service.backends.loading import tied_names
-from trainer_service.modelfiles import companion_files
+from trainer_service.backends.fsdp.loading import tied_names
+from trainer_service.files import companion_files
 
 SHARPNESS = 4.0
 """Factor on the last norm of a fresh model: its logits then spread over some nats, so that greedy decoding

@@ -31,9 +31,9 @@ from areal_async.trajectory import EpisodeBuilder, Sampling, pack, summarise
 from areal_async.weights.snapshot import Snapshot
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, GenerateRequest, GenerateResult
-from trainer_service.backends.fsdp import FsdpBackend
+from trainer_service.backends.fsdp.backend import FsdpBackend
+from trainer_service.checks.logprobs import compare, rows_to_compare
 from trainer_service.ranks import join_ranks
-from trainer_service.selfcheck import compare, rows_to_compare
 
 TIE = 1e-4
 """Where the reference's best two logits are closer than this, rounding may decide."""

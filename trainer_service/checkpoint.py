@@ -19,9 +19,8 @@ import msgspec
 
 from areal_async.runtime.failpoint import failpoint
 from areal_async.runtime.log import get_logger
-from trainer_service.disk import room_for
 from trainer_service.errors import CheckpointError, DiskFull
-from trainer_service.modelfiles import replace_folder
+from trainer_service.files import replace_folder, room_for
 from trainer_service.ranks import Ranks
 
 SCHEMA = 1
@@ -36,7 +35,7 @@ class FileEntry(msgspec.Struct, frozen=True):
     blake3: str
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class CheckpointManifest(msgspec.Struct, frozen=True):
     schema: int
     job: str
     step: int
@@ -54,7 +53,7 @@ class Checkpoint:
     """A complete checkpoint whose files have the hashes of its manifest."""
 
     folder: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
 
     def ledger(self) -> bytes:
         path = self.folder / LEDGER
@@ -111,7 +110,7 @@ class Checkpoints:
             if ledger:
                 (fresh / LEDGER).write_bytes(ledger)
             entries = {path.name: _entry(path) for path in sorted(fresh.iterdir())}
-            manifest = Manifest(SCHEMA, self._job, step, epoch, updates, self._ranks.world, entries)
+            manifest = CheckpointManifest(SCHEMA, self._job, step, epoch, updates, self._ranks.world, entries)
             (fresh / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
             failpoint("trainer.mid_checkpoint")
             replace_folder(fresh, folder)
@@ -155,7 +154,7 @@ def newest_usable(root: Path, *, job: str) -> Checkpoint | None:
 def open_checkpoint(folder: Path, *, job: str) -> Checkpoint:
     """Read and verify a checkpoint. Raises `CheckpointError` for a damaged one, or one of another job."""
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=CheckpointManifest)
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}: {error}") from error
     if manifest.schema != SCHEMA:

@@ -19,11 +19,8 @@ from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunLog
 from trainer_service import metrics
 from trainer_service.backends.base import Backend
-from trainer_service.diagnosis import likely_causes
-from trainer_service.disk import room_for
-from trainer_service.manifest import Plan
-from trainer_service.ranks import Ranks
-from trainer_service.selfcheck import (
+from trainer_service.checks.causes import likely_causes
+from trainer_service.checks.logprobs import (
     Outcome,
     SelfCheckError,
     bound_for,
@@ -32,6 +29,9 @@ from trainer_service.selfcheck import (
     outcome_of,
     rows_to_compare,
 )
+from trainer_service.data.plan import Plan
+from trainer_service.files import room_for
+from trainer_service.ranks import Ranks
 
 log = get_logger("trainer")
 

@@ -17,12 +17,12 @@ from areal_async.weights.offers import DeltaPolicy
 from areal_async.weights.places import make_outlet, make_sender, snapshot_root
 from areal_async.weights.publisher import Publisher
 from replay_buffer.client import SyncBufferClient
-from trainer_service.backends.fsdp import POLICY, FsdpBackend
+from trainer_service.backends.fsdp.backend import POLICY, FsdpBackend
 from trainer_service.checkpoint import newest_usable
-from trainer_service.modelfiles import companion_files
+from trainer_service.files import companion_files
+from trainer_service.loop.rl import RlTrainer
+from trainer_service.loop.sft import SftTrainer
 from trainer_service.ranks import Ranks, join_ranks
-from trainer_service.rl import RlTrainer
-from trainer_service.sft import SftTrainer
 
 BUFFER_PATIENCE_S = 600.0
 """How long one call waits for a buffer that is away: giving up would cost the steps since the checkpoint."""

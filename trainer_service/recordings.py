@@ -14,9 +14,9 @@ from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
 from areal_async.status.record import as_it_became, read_run_log
 from areal_async.trajectory import TrajectoryError, summarise
 from areal_async.trajectory.parquet import ExportedEpisode, StepFacts, read_episodes, read_facts
+from trainer_service.data.recording import RecordedStep, read_step, recorded_steps
 from trainer_service.errors import BatchError
 from trainer_service.published import hashes_of
-from trainer_service.record import RecordedStep, read_step, recorded_steps
 
 
 class Recording(Protocol):

@@ -12,7 +12,7 @@ import pytest
 
 from areal_async.status.record import read_run_log
 from areal_async.trajectory import Episode, SegmentKind, training_rows, unpack
-from trainer_service.record import read_step
+from trainer_service.data.recording import read_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 

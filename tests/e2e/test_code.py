@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_async.status.record import read_run_log
-from trainer_service.record import read_step
+from trainer_service.data.recording import read_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 

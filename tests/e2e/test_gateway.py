@@ -11,7 +11,7 @@ import pytest
 
 from areal_async.quickstart.tasks import split_problems, write_parquet
 from areal_async.trajectory import training_rows, unpack
-from trainer_service.record import read_step
+from trainer_service.data.recording import read_step
 
 STEPS = 4
 

@@ -14,7 +14,7 @@ import torch
 from areal_async.trajectory import unpack
 from tests.graders import share_of_ones, write_trained_reward_model
 from tests.unit.reward_models.tiny import bare_scores
-from trainer_service.record import read_step
+from trainer_service.data.recording import read_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 

@@ -7,7 +7,7 @@ import pytest
 
 from areal_async.config.load import load_job
 from areal_async.trajectory import unpack
-from trainer_service.record import read_step
+from trainer_service.data.recording import read_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 

@@ -22,7 +22,7 @@ from areal_async.status.record import read_run_log
 from areal_async.trajectory import Episode, unpack
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.server.environment import find_python
-from trainer_service.record import read_step
+from trainer_service.data.recording import read_step
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

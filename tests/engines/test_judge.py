@@ -29,7 +29,7 @@ from rollout_service.engines.sglang.launch import server_environment
 from rollout_service.engines.vllm.argv import ONE_PROCESS, Launch, variables
 from tests.e2e.conftest import Workspace, finish
 from tests.graders import share_of_ones, write_trained_judge
-from trainer_service.record import read_step
+from trainer_service.data.recording import read_step
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -8,11 +8,11 @@ import torch
 from torch import tensor
 
 from areal_async.config.trainer import ObjectiveSection
+from trainer_service.algorithms import advantages, corrections, losses, normalisers
+from trainer_service.algorithms.objective import Objective
+from trainer_service.algorithms.statistics import StepStatistics
+from trainer_service.data.units import UnitTable
 from trainer_service.errors import ObjectiveError
-from trainer_service.objectives import advantages, corrections, losses, normalisers
-from trainer_service.objectives.compose import Objective
-from trainer_service.objectives.statistics import StepStatistics
-from trainer_service.objectives.units import Units
 
 NAN = float("nan")
 
@@ -23,7 +23,7 @@ def close(actual, expected, atol=1e-6):
 
 def units(behaviour, *, episode, advantage, mask=None, version=None):
     n = len(behaviour)
-    return Units(
+    return UnitTable(
         behaviour=tensor(behaviour),
         version=torch.zeros(n, dtype=torch.int64) if version is None else tensor(version),
         episode=tensor(episode),
@@ -197,7 +197,7 @@ def test_statistics_by_hand_split_by_staleness():
     terms = objective.terms(tensor([log(1.5), 0.0, log(0.5)]), torch.zeros(3), u)
     statistics = StepStatistics(5, 4)
     for part in (slice(0, 1), slice(1, 3)):
-        cut = Units(**{name: getattr(u, name)[part] for name in Units.__dataclass_fields__})
+        cut = UnitTable(**{name: getattr(u, name)[part] for name in UnitTable.__dataclass_fields__})
         statistics.add(type(terms)(*(getattr(terms, f)[part] for f in type(terms).__dataclass_fields__)), cut)
     report = statistics.report()
     assert report["units"] == 3

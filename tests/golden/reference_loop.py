@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_async.config.trainer import TrainerSection
 from areal_async.trajectory import unpack
-from trainer_service.record import RecordedStep
+from trainer_service.data.recording import RecordedStep
 
 
 def reference_losses(

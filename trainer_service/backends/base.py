@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trainer_service.microbatch import MicroBatch
+from trainer_service.data.microbatch import MicroBatch
 
 
 class Backend(Protocol):

@@ -31,9 +31,9 @@ from areal_async.runtime.child import Child, exit_text, service_environment
 from areal_async.runtime.context import RunPlaces, ServicePlace
 from areal_async.weights.manifest import MANIFEST_FILE
 from trainer_service.checkpoint import Checkpoint, named_checkpoints, open_checkpoint
+from trainer_service.data.recording import RecordedStep, read_results
 from trainer_service.errors import BatchError, TrainerError
 from trainer_service.published import hashes_of
-from trainer_service.record import RecordedStep, read_results
 from trainer_service.recordings import FolderRecording, ParquetRecording, Recording
 from trainer_service.tools.compare import HEAD, Figures, Outcome, difference, line
 from trainer_service.tools.stand_in import StandIn

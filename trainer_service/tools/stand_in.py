@@ -26,7 +26,7 @@ from areal_async.rpc.messages import (
     Waiting,
 )
 from areal_async.rpc.rpc import Answer, Peer
-from trainer_service.record import RecordedStep
+from trainer_service.data.recording import RecordedStep
 from trainer_service.recordings import Recording
 
 

@@ -15,11 +15,11 @@ import torch
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import TrainerOpened, Waiting
 from areal_async.status.record import RunLog
-from trainer_service.backends.fsdp import FsdpBackend
+from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.checkpoint import Checkpoint
+from trainer_service.data.recording import read_step
+from trainer_service.loop.rl import RlTrainer
 from trainer_service.ranks import join_ranks
-from trainer_service.record import read_step
-from trainer_service.rl import RlTrainer
 
 
 class RecordedBuffer:

@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_async.config.trainer import OptimizerSection
-from trainer_service.backends.fsdp import FsdpBackend
+from trainer_service.backends.fsdp.backend import FsdpBackend
+from trainer_service.data.recording import read_step, write_step
 from trainer_service.errors import BatchError
-from trainer_service.modelfiles import companion_files, write_model
+from trainer_service.files import companion_files, write_model
 from trainer_service.ranks import join_ranks
-from trainer_service.record import read_step, write_step
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

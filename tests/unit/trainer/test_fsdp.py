@@ -7,10 +7,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from areal_async.config.trainer import OptimizerSection
-from trainer_service.backends.fsdp import FsdpBackend
-from trainer_service.backends.shards import read_shard, row_range, write_shard
+from trainer_service.backends.fsdp.backend import FsdpBackend
+from trainer_service.backends.fsdp.shards import read_shard, row_range, write_shard
+from trainer_service.data.microbatch import build_micro_batch, row_of
 from trainer_service.errors import CheckpointError, ModelError
-from trainer_service.microbatch import build_micro_batch, row_of
 from trainer_service.ranks import join_ranks
 
 OPTIMIZER = OptimizerSection(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5, warmup_steps=3)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer_service.data.packing import deal_episodes, deal_groups, pack
 from trainer_service.errors import BatchError
-from trainer_service.packing import deal_episodes, deal_groups, pack
 
 lengths_of_rows = st.lists(st.integers(1, 60), max_size=60)
 

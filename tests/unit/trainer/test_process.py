@@ -17,8 +17,8 @@ from areal_async.rpc.rpc import Server
 from areal_async.runtime.context import ServiceContext
 from areal_async.status.record import read_run_log
 from trainer_service.checkpoint import open_checkpoint
+from trainer_service.data.recording import read_step, write_step
 from trainer_service.main import main
-from trainer_service.record import read_step, write_step
 
 spec = importlib.util.spec_from_file_location("rank_process", Path(__file__).with_name("rank_process.py"))
 rank_process = importlib.util.module_from_spec(spec)

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 
 from areal_async.config.trainer import ObjectiveSection
 from areal_async.status.record import read_run_log
+from trainer_service.algorithms.objective import Objective
 from trainer_service.checkpoint import open_checkpoint
-from trainer_service.manifest import plan_step
-from trainer_service.objectives.compose import Objective
-from trainer_service.packing import pack
-from trainer_service.record import read_step, write_step
+from trainer_service.data.packing import pack
+from trainer_service.data.plan import plan_step
+from trainer_service.data.recording import read_step, write_step
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
 spec = importlib.util.spec_from_file_location("rank_process", SCRIPT)

@@ -15,8 +15,8 @@ from areal_async.trajectory.parquet import (
     read_episodes,
     read_facts,
 )
+from trainer_service.data.recording import write_step
 from trainer_service.errors import BatchError
-from trainer_service.record import write_step
 from trainer_service.recordings import FolderRecording, ParquetRecording, exported_rows, facts_of
 from trainer_service.tools.compare import HEAD, Figures, Outcome, difference, line
 

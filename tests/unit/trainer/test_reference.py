@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer_service.record import read_step, write_step
+from trainer_service.data.recording import read_step, write_step
 
 
 def _module(path: Path):

@@ -21,12 +21,12 @@ from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
 from areal_async.weights.sender import Sender
 from areal_async.weights.snapshot import open_snapshot
-from trainer_service.backends.fsdp import FsdpBackend
+from trainer_service.backends.fsdp.backend import FsdpBackend
+from trainer_service.data.recording import read_step, write_step
 from trainer_service.errors import BatchError, StalenessViolation
-from trainer_service.modelfiles import companion_files
+from trainer_service.files import companion_files
+from trainer_service.loop.rl import RlTrainer
 from trainer_service.ranks import join_ranks
-from trainer_service.record import read_step, write_step
-from trainer_service.rl import RlTrainer
 
 SECRET = RunSecret(bytes(32))
 

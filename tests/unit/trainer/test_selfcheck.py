@@ -20,11 +20,11 @@ from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
-from trainer_service.backends.fsdp import FsdpBackend
+from trainer_service.backends.fsdp.backend import FsdpBackend
+from trainer_service.checks.logprobs import SelfCheckError, bound_for
+from trainer_service.data.recording import write_step
+from trainer_service.loop.rl import RlTrainer
 from trainer_service.ranks import join_ranks
-from trainer_service.record import write_step
-from trainer_service.rl import RlTrainer
-from trainer_service.selfcheck import SelfCheckError, bound_for
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
 spec = importlib.util.spec_from_file_location("rank_process", SCRIPT)

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_async.config.job import JobConfig
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.tasks import read_tasks
-from trainer_service.backends.fsdp import FsdpBackend
+from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.errors import BatchError
+from trainer_service.loop.sft import SftTrainer, examples, load_tokenizer
 from trainer_service.ranks import join_ranks
-from trainer_service.sft import SftTrainer, examples, load_tokenizer
 
 
 def _tasks(path: Path, pairs) -> Path:

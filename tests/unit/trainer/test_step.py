@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from areal_async.config.trainer import ObjectiveSection, OptimizerSection
-from trainer_service.backends.fsdp import FsdpBackend
-from trainer_service.episodes import rows_of_episode
+from trainer_service.algorithms.objective import Objective
+from trainer_service.backends.fsdp.backend import FsdpBackend
+from trainer_service.data.plan import plan_step
+from trainer_service.data.rows import rows_of_episode
 from trainer_service.errors import DivergenceError
-from trainer_service.manifest import plan_step
-from trainer_service.objectives.compose import Objective
+from trainer_service.loop.step import train_step
 from trainer_service.ranks import join_ranks
-from trainer_service.step import train_step
 
 
 def _step(folder, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, lr=1e-2, **objective):

@@ -22,10 +22,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from areal_async.config.trainer import OptimizerSection
-from trainer_service.backends.loading import load_sharded, tied_names
-from trainer_service.backends.shards import read_shard, write_shard
+from trainer_service.backends.fsdp.loading import load_sharded, tied_names
+from trainer_service.backends.fsdp.shards import read_shard, write_shard
+from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.errors import CheckpointError, DivergenceError
-from trainer_service.microbatch import MicroBatch, build_micro_batch
 from trainer_service.ranks import Ranks
 from trainer_service.schedule import learning_rate
 

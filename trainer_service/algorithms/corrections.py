@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer_service.objectives.losses import ratio_of
+from trainer_service.algorithms.losses import ratio_of
 
 
 def behaviour_weight(prox: Tensor, behaviour: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from trainer_service.backends.base import Backend
-from trainer_service.microbatch import TrainingRow
+from trainer_service.checks.logprobs import Compared, micro_batches, scaled_logits
+from trainer_service.data.microbatch import TrainingRow
 from trainer_service.ranks import Ranks
-from trainer_service.selfcheck import Compared, micro_batches, scaled_logits
 
 TEMPERATURES = tuple(float(t) for t in np.geomspace(0.25, 4.0, 33))
 """Factors on the stated temperature that are tried; 1 is among them."""

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from areal_async.rpc.messages import Batch, BatchEpisode
+from trainer_service.algorithms.objective import Objective
+from trainer_service.data.packing import deal_episodes, deal_groups
 from trainer_service.errors import BatchError, DivergenceError, StalenessViolation
-from trainer_service.objectives.compose import Objective
-from trainer_service.packing import deal_episodes, deal_groups
 
 
 @dataclass(frozen=True)

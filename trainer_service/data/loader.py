@@ -48,7 +48,7 @@ class Buffer(Protocol):
 _decoder = msgspec.msgpack.Decoder(Batch | Waiting)
 
 
-class Feed:
+class BatchLoader:
     """The batches of one trainer epoch, on one rank."""
 
     def __init__(self, buffer: Buffer, ranks: Ranks, stopping: threading.Event) -> None:

@@ -33,22 +33,22 @@ from areal_async.status.record import RunLog, read_run_log
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.sender import Sender
 from areal_async.weights.snapshot import Written
-from trainer_service import metrics, record
+from trainer_service import metrics
+from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import Backend
 from trainer_service.checkpoint import Checkpoint, Checkpoints
-from trainer_service.disk import room_for
-from trainer_service.episodes import check_staleness, rows_of_episode
+from trainer_service.data import recording as record
+from trainer_service.data.loader import BatchLoader, Buffer
+from trainer_service.data.microbatch import TrainingRow
+from trainer_service.data.plan import Plan, plan_step
+from trainer_service.data.rows import check_staleness, rows_of_episode
 from trainer_service.errors import TrainerError
-from trainer_service.feed import Buffer, Feed
+from trainer_service.files import room_for, write_model
 from trainer_service.firstbatch import FirstBatchCheck
-from trainer_service.manifest import Plan, plan_step
-from trainer_service.microbatch import TrainingRow
-from trainer_service.modelfiles import write_model
-from trainer_service.objectives.compose import Objective
+from trainer_service.loop.report import report_step, weights_figures
+from trainer_service.loop.step import StepResult, train_step
 from trainer_service.published import Published
 from trainer_service.ranks import Ranks
-from trainer_service.report import report_step, weights_figures
-from trainer_service.step import StepResult, train_step
 
 FINAL_EVALUATION_S = 300.0
 """Longest wait for the evaluator to finish with the last snapshots."""
@@ -78,7 +78,7 @@ class RlTrainer:
         self._ranks = ranks
         self._backend = backend
         self._buffer = buffer
-        self._feed = Feed(buffer, ranks, stopping)
+        self._loader = BatchLoader(buffer, ranks, stopping)
         self._objective = Objective(job.trainer.objective)
         self._self_check = FirstBatchCheck(job, ranks, backend, run_log=run_log, files=files)
         self._run_dir = run_dir
@@ -147,7 +147,7 @@ class RlTrainer:
     def _one_step(self, step: int) -> bool:
         begun_s = time.monotonic()
         failpoint("trainer.before_batch")
-        batch = self._feed.next_batch(self._epoch, step)
+        batch = self._loader.next_batch(self._epoch, step)
         if batch is None:
             return False
         if self._ranks.first and recording():
@@ -203,7 +203,7 @@ class RlTrainer:
 
     def _fetch(self, plan: Plan) -> dict[str, memoryview]:
         """This rank's episodes. A wait for the buffer, and no work: it must not look like training."""
-        return self._feed.fetch(
+        return self._loader.fetch(
             [plan.episodes[index] for share in plan.shares for index in share[self._ranks.rank]]
         )
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from areal_async.config.trainer import ObjectiveSection
+from trainer_service.algorithms import advantages, corrections, losses, normalisers
+from trainer_service.data.units import UnitTable, masked
 from trainer_service.errors import ObjectiveError
-from trainer_service.objectives import advantages, corrections, losses, normalisers
-from trainer_service.objectives.units import Units, masked
 
 ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"grpo": advantages.grpo}
 NORMALISERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -61,11 +61,11 @@ class Objective:
         """float [E], i64 [E] -> f32 [E]; over whole groups."""
         return ADVANTAGES[self.section.advantage](rewards, groups)
 
-    def coefficients(self, units: Units, units_of_episode: Tensor) -> Tensor:
+    def coefficients(self, units: UnitTable, units_of_episode: Tensor) -> Tensor:
         """f32 [S]: see `normalisers`."""
         return NORMALISERS[self.section.normaliser](units.mask, units.episode, units_of_episode)
 
-    def terms(self, logp: Tensor, prox: Tensor | None, units: Units) -> UnitTerms:
+    def terms(self, logp: Tensor, prox: Tensor | None, units: UnitTable) -> UnitTerms:
         """logp f32 [S] with gradient; prox f32 [S], or None to reuse `logp` (detached)."""
         mask = units.mask
         logp = masked(logp.float(), mask)

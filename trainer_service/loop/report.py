@@ -11,9 +11,9 @@ from areal_async.status.record import RunLog
 from areal_async.weights.offers import Measured
 from areal_async.weights.snapshot import Written
 from trainer_service import metrics
-from trainer_service.disk import room_for
-from trainer_service.manifest import figures_of
-from trainer_service.step import StepResult
+from trainer_service.data.plan import figures_of
+from trainer_service.files import room_for
+from trainer_service.loop.step import StepResult
 
 log = get_logger("trainer")
 

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer_service.attention import Runs, runs_of
+from trainer_service.backends.fsdp.attention import Runs, runs_of
+from trainer_service.data.units import UnitTable
 from trainer_service.errors import BatchError
-from trainer_service.objectives.units import Units
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class MicroBatch:
     """i64 [S]: the unit's token id."""
     temperature: Tensor
     """f32 [S]"""
-    units: Units
+    units: UnitTable
 
     @property
     def n_tokens(self) -> int:
@@ -128,7 +128,7 @@ def _to_tensors(
     def tensor(array: NDArray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    units = Units(
+    units = UnitTable(
         behaviour=tensor(_joined([row.behaviour for row in rows], np.float32)),
         version=tensor(_joined([row.version for row in rows], np.int64)),
         episode=tensor(episode),

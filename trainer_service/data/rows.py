@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from areal_async.rpc.messages import BatchEpisode
 from areal_async.trajectory import Episode, Row, TrajectoryError, training_rows, unpack, untrainable
+from trainer_service.data.microbatch import TrainingRow, row_of
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
-from trainer_service.microbatch import TrainingRow, row_of
 
 POLICY = "policy"
 

@@ -23,10 +23,10 @@ from torch import Tensor
 from areal_async.rpc.messages import BatchEpisode
 from areal_async.trajectory import Episode, Row, training_rows, unpack
 from trainer_service.backends.base import Backend
-from trainer_service.episodes import POLICY, call_temperatures
+from trainer_service.data.microbatch import MicroBatch, TrainingRow, build_micro_batch, row_of
+from trainer_service.data.packing import pack
+from trainer_service.data.rows import POLICY, call_temperatures
 from trainer_service.errors import TrainerError
-from trainer_service.microbatch import MicroBatch, TrainingRow, build_micro_batch, row_of
-from trainer_service.packing import pack
 from trainer_service.ranks import Ranks
 
 BOUNDS: Mapping[tuple[str, str], float] = {

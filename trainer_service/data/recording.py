@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from areal_async.rpc.messages import Batch
-from trainer_service.disk import room_for
 from trainer_service.errors import BatchError
+from trainer_service.files import room_for
 
 SCHEMA = 1
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from areal_async.config.trainer import ObjectiveSection
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
+from trainer_service.algorithms.objective import Objective
+from trainer_service.data.plan import figures_of, plan_step
 from trainer_service.errors import BatchError, DivergenceError, StalenessViolation
-from trainer_service.manifest import figures_of, plan_step
-from trainer_service.objectives.compose import Objective
 
 OBJECTIVE = Objective(ObjectiveSection())
 

@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer_service.algorithms.objective import Objective
+from trainer_service.algorithms.statistics import StepStatistics
 from trainer_service.backends.base import Backend
+from trainer_service.data.microbatch import MicroBatch, TrainingRow, build_micro_batch
+from trainer_service.data.packing import pack
 from trainer_service.errors import DivergenceError
-from trainer_service.microbatch import MicroBatch, TrainingRow, build_micro_batch
-from trainer_service.objectives.compose import Objective
-from trainer_service.objectives.statistics import StepStatistics
-from trainer_service.packing import pack
 from trainer_service.ranks import Ranks
 
 POLICY = "policy"

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer_service.attention import PACKED_ATTENTION
+from trainer_service.backends.fsdp.attention import PACKED_ATTENTION
 from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
 

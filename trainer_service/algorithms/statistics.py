@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trainer_service.objectives.compose import UnitTerms
-from trainer_service.objectives.units import Units
+from trainer_service.algorithms.objective import UnitTerms
+from trainer_service.data.units import UnitTable
 
 COLUMNS = ("count", "w", "w_squared", "chi2", "kl", "truncated", "clipped_low", "clipped_high")
 
@@ -31,7 +31,7 @@ class StepStatistics:
         """Columns: largest w, largest -w."""
 
     @torch.no_grad()
-    def add(self, terms: UnitTerms, units: Units) -> None:
+    def add(self, terms: UnitTerms, units: UnitTable) -> None:
         """Count the unmasked units of one micro-batch; their staleness has been checked."""
         mask = units.mask
         if not bool(mask.any()):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Units:
+class UnitTable:
     """S units of one micro-batch. `episode` and `group` are indices into the step's batch: what belongs
     together is said by them, never by a unit's position."""
 

@@ -26,14 +26,14 @@ from areal_async.runtime.metrics import busy
 from areal_async.status.record import RunLog
 from areal_async.tasks import TaskTable, pass_order, read_tasks
 from trainer_service import metrics
+from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import Backend
+from trainer_service.data.microbatch import TrainingRow, row_of
+from trainer_service.data.packing import deal_episodes
 from trainer_service.errors import BatchError, ModelError
-from trainer_service.microbatch import TrainingRow, row_of
-from trainer_service.modelfiles import companion_files, write_model
-from trainer_service.objectives.compose import Objective
-from trainer_service.packing import deal_episodes
+from trainer_service.files import companion_files, write_model
+from trainer_service.loop.step import pack_rows, train_step
 from trainer_service.ranks import Ranks
-from trainer_service.step import pack_rows, train_step
 
 log = get_logger("trainer")
 

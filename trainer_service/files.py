@@ -1,18 +1,27 @@
-"""Hugging Face directories: the files beside the weights, and a whole directory written at once."""
+"""What the trainer writes to disk: whole folders that are durable, Hugging Face directories among them, and a
+clear error where the disk is full."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trainer_service.errors import DiskFull
+
 SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
-"""Of configuration and tokenizer files; weights and code are not among them."""
+"""Endings of configuration and tokenizer files; weights and code are not among them."""
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def companion_files(source: Path, dtype: str) -> dict[str, bytes | Path]:
@@ -66,3 +75,32 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def room_for(what: str, folder: Path) -> Iterator[None]:
+    """Raise `DiskFull` where writing `what` under `folder` fails for lack of room."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if not is_full(error):
+            raise
+        raise DiskFull(
+            f"the disk of {folder} has no room for {what} ({error}; {_free(folder)}). What was there before "
+            "is whole. Free room, or lower checkpoint.keep, and go on with `areal-async resume`"
+        ) from error
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error is one of room: of the disk, a quota or a limit on file sizes."""
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    found = _OS_ERROR.search(str(error))  # safetensors has no other way to say it
+    return found is not None and int(found[1]) in FULL
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free} bytes free"
+    except OSError:
+        return "its free room is not known"
