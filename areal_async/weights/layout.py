@@ -34,7 +34,7 @@ DTYPES: dict[torch.dtype, str] = {
 DTYPE_OF: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
 HEADER_ALIGN_BYTES = 64
 MAX_HEADER_BYTES = 256 << 20
-WRITE_CHUNK_BYTES = 1 << 30
+READ_CHUNK_BYTES = 1 << 30
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,16 +94,10 @@ def parse_header(data: bytes) -> dict[str, Entry]:
     return entries
 
 
-def write_all(fd: int, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view.nbytes:
-        view = view[os.write(fd, view[:WRITE_CHUNK_BYTES]) :]
-
-
 def read_all(fd: int, into: memoryview) -> None:
     """Fill `into` from `fd`; `SnapshotError` when the file ends before."""
     while into.nbytes:
-        n = os.readv(fd, [into[:WRITE_CHUNK_BYTES]])
+        n = os.readv(fd, [into[:READ_CHUNK_BYTES]])
         if not n:
             raise SnapshotError("a file ends before its time")
         into = into[n:]

@@ -159,13 +159,6 @@ class Publisher:
         self._announce(written, evaluate=evaluate, final=final)
         return written
 
-    def announce(self, written: Written, *, evaluate: bool = False, final: bool = False) -> None:
-        """As `publish`, for a snapshot that is written under the root already (`sharded.py`)."""
-        with self._lock:
-            self._check_order(written.tag)
-            self._make_room()
-        self._announce(written, evaluate=evaluate, final=final)
-
     def _announce(self, written: Written, *, evaluate: bool, final: bool) -> None:
         tag = written.tag
         if self._outlet is not None:

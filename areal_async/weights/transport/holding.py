@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -164,13 +163,3 @@ def staging_of(final: Path, table: ChunkTable) -> tuple[Path, Path]:
     digest = hash_of(tables.encode(table)).rpartition(":")[2][:16]
     name = f"{final.name}-{digest}"
     return final.parent / f"{GROWING_PREFIX}{name}", final.parent / f"{MARKS_PREFIX}{name}"
-
-
-def stale_staging(root: Path, keep: Sequence[str] = ()) -> list[Path]:
-    """What fetches under `root` have left, but for those of the directories named in `keep`."""
-    found = []
-    for prefix in (GROWING_PREFIX, MARKS_PREFIX):
-        for path in root.glob(f"{prefix}*"):
-            if path.name.removeprefix(prefix).rpartition("-")[0] not in keep:
-                found.append(path)
-    return found
