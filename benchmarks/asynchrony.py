@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from areal_async.runtime.child import RUN_VARIABLE
+from areal_async.runtime.process import RUN_VARIABLE
 from areal_async.status.record import read_run_log
 
 WARMUP_STEPS = 10

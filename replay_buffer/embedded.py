@@ -8,20 +8,17 @@ are in `data_dir`, for their owner alone."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import os
 import secrets
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 from redis.exceptions import BusyLoadingError, RedisError
 
 from areal_async.launch.preflight import find_redis_server, redis_server_version
 from areal_async.runtime.context import SOCKET_PATH_LIMIT
+from areal_async.runtime.process import ChildProcess
 from replay_buffer.errors import StoreUnavailable, StoreUnusable
 from replay_buffer.store import connect
 
@@ -34,15 +31,6 @@ START_ROOM_BYTES = 1 << 20
 """With less room on its disk the server is not started: with appendfsync always it ends at the first write
 that fails, again and again."""
 NEVER_S = 10 * 365 * 24 * 3600
-
-# Runs in a fresh interpreter that becomes the server: code between fork and exec is not safe beside threads.
-_LAUNCH = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class EmbeddedRedis:
@@ -63,12 +51,12 @@ class EmbeddedRedis:
         self.url = f"unix://:{self._password}@{socket_path}"
         """With the password: for `connect`, not for a log."""
         self._durability = durability
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
 
     @property
     def pid(self) -> int | None:
         """The server's, while it runs."""
-        return self._process.pid if self._process is not None and self._process.poll() is None else None
+        return self._process.pid if self._process is not None and self._process.alive else None
 
     async def start(self) -> None:
         """Start the server unless it runs, and wait until it has read its files and answers.
@@ -97,7 +85,10 @@ class EmbeddedRedis:
         try:
             found_bytes = self._log_bytes()
             self.socket_path.unlink(missing_ok=True)
-            self._process = _launch(binary, self._config(), lock_fd)
+            # The server holds the lock while it lives.
+            self._process = ChildProcess(
+                [str(binary), "-"], given=os.fsencode(self._config()), pass_fds=(lock_fd,), umask=0o077
+            )
         finally:
             os.close(lock_fd)
         await self._wait_until_it_answers()
@@ -113,13 +104,7 @@ class EmbeddedRedis:
         process, self._process = self._process, None
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.to_thread(process.wait, STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            await asyncio.to_thread(process.wait)
+        await process.stop(STOP_LIMIT_S)
         self.socket_path.unlink(missing_ok=True)
 
     def _config(self) -> str:
@@ -201,23 +186,6 @@ class EmbeddedRedis:
         log = self.data_dir / "redis.log"
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         return " / ".join(line.strip() for line in lines[-3:]) or "it left no log"
-
-
-def _launch(binary: Path, config: str, lock_fd: int) -> subprocess.Popen[bytes]:
-    """Start the server, out of reach of a Ctrl-C at the terminal, with the lock to hold while it lives."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), str(binary), "-"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=(lock_fd,),
-        start_new_session=True,
-        umask=0o077,
-    )
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as file:  # it has ended: its log says why
-        file.write(os.fsencode(config))
-    return process
 
 
 def _quoted(value: str) -> str:

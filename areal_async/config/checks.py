@@ -12,6 +12,7 @@ from areal_async.config.channels import tensors_can_be_sent, weights_can_travel
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.modelcheck import judge_mistakes
+from areal_async.config.parts import part_mistakes
 from areal_async.config.redis_url import FORMS, RedisUrl, parse_redis_url
 from areal_async.config.rewardcheck import reward_mistakes
 from areal_async.config.verdictcheck import masked_groups_can_go_on
@@ -351,7 +352,7 @@ def _evaluation_engine_is_its_own(job: JobConfig) -> Iterator[Mistake]:
         )
 
 
-ANY_KIND: tuple[Rule, ...] = (_redis_url, _held_out_is_held_out, _one_rank, _ports_are_usable)
+ANY_KIND: tuple[Rule, ...] = (part_mistakes, _redis_url, _held_out_is_held_out, _one_rank, _ports_are_usable)
 SFT_ONLY: tuple[Rule, ...] = (_stop_accuracy_is_measured,)
 RL_ONLY: tuple[Rule, ...] = (
     _groups_have_a_baseline,

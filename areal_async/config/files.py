@@ -15,6 +15,7 @@ from typing import Any
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.modelcheck import model_file_mistakes
+from areal_async.config.parts import own_part_mistakes
 from areal_async.config.reward import BUILT_IN_REWARDS
 from areal_async.config.rewardcheck import asked, own_reward_mistakes
 from areal_async.config.rollout import BUILT_IN_WORKFLOWS
@@ -45,6 +46,7 @@ def check_files(job: JobConfig) -> list[Mistake]:
         mistakes += model_file_mistakes(job)
         mistakes += _check_code("rollout.workflow", job.rollout.workflow, BUILT_IN_WORKFLOWS, coroutine=True)
         mistakes += _check_arguments(job)
+    mistakes += own_part_mistakes(job)
     return mistakes
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from areal_async.errors import FaultError, WireError
 from areal_async.rpc.messages import Drain, DrainWorker, Message, ScaleWorkers, WorkersChanged
 from areal_async.rpc.rpc import Client, Peer, RunSecret, Server
-from areal_async.runtime.child import exit_text
 from areal_async.runtime.log import get_logger
+from areal_async.runtime.process import exit_text
 
 BUFFER_WAIT_S = 10.0
 START_WAIT_S = 10.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_async.launch.lifecycle import Ending
-from areal_async.runtime.child import exit_text
+from areal_async.runtime.process import exit_text
 
 TAIL_BYTES = 16_384
 TAIL_LINES = 6

@@ -32,8 +32,8 @@ from areal_async.config.job import JobConfig
 from areal_async.launch.errors import RunFolderError
 from areal_async.ownfiles import NotOurs, check_own, check_owner, close_folder, is_own_folder, read_own
 from areal_async.rpc.secret import RunSecret
-from areal_async.runtime.child import kill_processes_of
 from areal_async.runtime.context import short_socket_dir
+from areal_async.runtime.process import kill_processes_of
 from areal_async.snapshot_folders import remove_snapshots, shared_directory
 from areal_async.status.record import holds_results
 

@@ -1,13 +1,12 @@
 """The life of a run as a pure state machine: events in, actions out; the clock comes with each event.
 
 Promises: the buffer serves before anything else is started; a service that dies is started again after the
-pause that `restart.py` decides, and the others go on meanwhile; one that dies too often, that a restart would
-not cure, or that does not serve in time, ends the run with a reason that names it, unless it joined later and
-has never served; one that is drained leaves, in whatever way it ends; once a stop has begun nothing is
-started, the stages of `plan.STOP_STAGES` are ended in order, and `STOP_LIMIT_S` after the stop began every
-process has been told to end and then killed; the run is over only when no process is left or the limit has
-passed.
-"""
+pause that `runtime/restart.py` decides, and the others go on meanwhile; one that dies too often, that a
+restart would not cure, or that does not serve in time, ends the run with a reason that names it, unless it
+joined later and has never served; one that is drained leaves, in whatever way it ends; once a stop has begun
+nothing is started, the stages of `plan.STOP_STAGES` are ended in order, and `STOP_LIMIT_S` after the stop
+began every process has been told to end and then killed; the run is over only when no process is left or the
+limit has passed."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from typing import Literal
 
 from areal_async.launch.plan import STOP_STAGES, awaited_first, ends_the_job
 from areal_async.runtime.context import ServicePlace
-from areal_async.runtime.restart import NO_RESTARTS, RestartPolicy, next_pause_s
+from areal_async.runtime.restart import NO_RESTARTS, RestartPolicy, Restarts
 
 STAGE_LIMITS_S = (4.5, 1.5, 2.0)
 """From asking a stage to end until what is left of it is killed. The first is above the services' own
@@ -47,6 +46,7 @@ DRAINING = "draining"
 @dataclass
 class ServiceState:
     place: ServicePlace
+    restarts: Restarts
     phase: Phase = Phase.WAITING
     started_s: float = 0.0
     served_s: float | None = None
@@ -55,10 +55,6 @@ class ServiceState:
     """It has reported that it serves, if in a process that is gone."""
     status: int | None = None
     """Exit status as of subprocess: negative for a signal; None for one that never ran."""
-    deaths_s: list[float] = field(default_factory=list)
-    """When it died, within the policy's window."""
-    early_deaths: int = 0
-    """Deaths in a row that came soon after its start."""
     restart_s: float = 0.0
     """When it is to be started again."""
     unproven: bool = False
@@ -120,7 +116,7 @@ class Lifecycle:
     _last_one_deadline_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.states = {place.name: ServiceState(place) for place in self.services}
+        self.states = {place.name: ServiceState(place, Restarts(self.restarts)) for place in self.services}
 
     @property
     def stopping(self) -> bool:
@@ -166,7 +162,7 @@ class Lifecycle:
     def join(self, place: ServicePlace, now_s: float) -> list[Action]:
         """Take in another service of the running job; it starts as soon as the buffer serves."""
         self.services = [*self.services, place]
-        self.states[place.name] = ServiceState(place, unproven=True)
+        self.states[place.name] = ServiceState(place, Restarts(self.restarts), unproven=True)
         ready = all(map(self._served, awaited_first(self.services)))
         return self._start([place.name], now_s) if ready else []
 
@@ -234,16 +230,13 @@ class Lifecycle:
     def _died(self, state: ServiceState, lived_s: float, now_s: float) -> list[Action]:
         """Start it again later, or end the run."""
         name, status = state.place.name, state.status
-        state.deaths_s = [*self.restarts.recent(state.deaths_s, now_s), now_s]
-        steady = state.served_s is not None and now_s - state.served_s >= self.restarts.steady_s
-        state.early_deaths = 0 if steady else state.early_deaths + 1
-        pause_s = next_pause_s(len(state.deaths_s), status, self.restarts, early=state.early_deaths)
+        pause_s = state.restarts.died(now_s, served_s=state.served_s, status=status)
         if pause_s is None and state.unproven:
             state.leaving = True
             return []
         if pause_s is None or (state.place.role == "evaluator" and self._last_one_deadline_s is not None):
             # A restarted evaluator would ask a trainer that is gone for the final snapshot.
-            return self._stop(Ending("died", name, status, lived_s, len(state.deaths_s)), now_s)
+            return self._stop(Ending("died", name, status, lived_s, len(state.restarts.deaths_s)), now_s)
         state.phase, state.restart_s = Phase.RESTARTING, now_s + pause_s
         if state.place.role == "trainer":
             # It may publish its last versions again, as another epoch: an evaluator that was done is not.

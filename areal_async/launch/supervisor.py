@@ -33,9 +33,15 @@ from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase
 from areal_async.launch.plan import MODULES, ready_limit_s, services_of, thread_count
 from areal_async.rpc.messages import DrainWorker, ScaleWorkers
 from areal_async.runtime import events
-from areal_async.runtime.child import Child, exit_text, kill_processes_of, service_environment
 from areal_async.runtime.context import SERVED_VARIABLE, Role, RunPlaces, ServicePlace
 from areal_async.runtime.log import get_logger
+from areal_async.runtime.process import (
+    ChildProcess,
+    exit_text,
+    kill_processes_of,
+    service_environment,
+    start_service,
+)
 from areal_async.runtime.restart import RestartPolicy
 
 TICK_S = 0.1
@@ -68,7 +74,9 @@ class Supervisor:
         self.folders = folders
         self.services = services_of(job, modules)
         self.lifecycle = Lifecycle(self.services, ready_limit_s(job), RestartPolicy.of(job.supervisor))
-        self.children: dict[str, Child] = {}
+        self.children: dict[str, ChildProcess] = {}
+        self.metrics_ports: dict[str, int] = {}
+        """By name: what each service reported when ready; until then the planned ones."""
         self._on_serving = on_serving
         self._on_ending = on_ending
         self._on_restart = on_restart
@@ -107,8 +115,8 @@ class Supervisor:
         """Metrics port of each service that serves now, by its name."""
         states = self.lifecycle.states
         return {
-            name: child.metrics_port
-            for name, child in list(self.children.items())
+            name: port
+            for name, port in list(self.metrics_ports.items())
             if (state := states.get(name)) is not None and state.alive
         }
 
@@ -120,11 +128,13 @@ class Supervisor:
         """Tell the lifecycle what has happened since the last look."""
         for name in self.lifecycle.alive():
             child = self.children[name]
-            if self.lifecycle.states[name].phase is Phase.STARTING and child.poll_ready():
+            starting = self.lifecycle.states[name].phase is Phase.STARTING
+            if starting and (report := child.ready_report()) is not None:
+                self.metrics_ports[name] = int(report["metrics_port"])
                 log.info("service serves", service=name, pid=child.pid)
                 events.record("ready", service=name, service_pid=child.pid)
                 self._apply(self.lifecycle.ready(name, time.monotonic()))
-            status = child.poll_exit()
+            status = child.poll()
             if status is not None:
                 log.info("service ended", service=name, status=status)
                 events.record("ended", service=name, service_pid=child.pid, status=status)
@@ -137,7 +147,7 @@ class Supervisor:
             self._forget(name)
         if self.lifecycle.stopping or not self.lifecycle.all_serve():
             return
-        ports = [child.metrics_port for child in self.children.values()]
+        ports = list(self.metrics_ports.values())
         if ports != self._told_ports:
             self._told_ports = ports
             self._write_targets()
@@ -186,6 +196,7 @@ class Supervisor:
         events.record("left", service=name, status=state.status)
         self.services = [place for place in self.services if place.name != name]
         child = self.children.pop(name, None)
+        self.metrics_ports.pop(name, None)
         self.lifecycle.forget(name)
         if child is not None:
             child.close()
@@ -206,7 +217,8 @@ class Supervisor:
         state = self.lifecycle.states[name]
         if state.phase is not Phase.RESTARTING:
             return
-        deaths, pause_s = len(state.deaths_s), state.restart_s - state.deaths_s[-1]
+        died_s = state.restarts.deaths_s
+        deaths, pause_s = len(died_s), state.restart_s - died_s[-1]
         ended = exit_text(state.status or 0)
         log.warning(
             f"{name} {ended}; it is started again", service=name, deaths=deaths, pause_s=round(pause_s, 2)
@@ -254,7 +266,8 @@ class Supervisor:
         log_path = self.folders.logs / f"{name}.log"
         if name in self.children:
             self.children[name].close()
-        child = self.children[name] = Child(place, self.folders.context, log_path, environment)
+        child = self.children[name] = start_service(place, self.folders.context, log_path, environment)
+        self.metrics_ports[name] = place.metrics_port
         events.record("started", service=name, service_pid=child.pid)
 
     def _write_places(self) -> None:
@@ -276,7 +289,7 @@ class Supervisor:
     def _write_targets(self) -> None:
         """Name the metrics endpoints for Prometheus; whole or not at all, since it watches the file."""
         ports: list[tuple[str, str, int]] = [
-            (place.role, place.name, self.children[place.name].metrics_port) for place in self.services
+            (place.role, place.name, self.metrics_ports[place.name]) for place in self.services
         ]
         if self._metrics_port:
             ports.append(("supervisor", "supervisor", self._metrics_port))
@@ -301,10 +314,10 @@ class Supervisor:
         deadline_s = time.monotonic() + 1.0
         while kill_processes_of(self.folders.run_id) and time.monotonic() < deadline_s:
             for child in self.children.values():
-                child.poll_exit()
+                child.poll()
             time.sleep(0.02)
         for child in self.children.values():
-            child.poll_exit()
+            child.poll()
             child.close()
 
 

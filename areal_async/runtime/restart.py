@@ -1,9 +1,9 @@
-"""Whether, and after which pause, a service that died is started again. Pure."""
+"""Whether, and after which pause, a process that died is started again. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from areal_async.config.run import SupervisorSection
 
@@ -13,14 +13,14 @@ INCURABLE_STATUS = 1
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Deaths of one service that are survived (`limit` within `window_s`), and the pauses after them."""
+    """Deaths of one process that are survived (`limit` within `window_s`), and the pauses after them."""
 
     limit: int
     window_s: float = 300.0
     first_pause_s: float = 0.5
     longest_pause_s: float = 30.0
     steady_s: float = 10.0
-    """A service that served so long before it died was well: it is not dying in a loop, and starts again at
+    """A process that served so long before it died was well: it is not dying in a loop, and starts again at
     once."""
 
     @classmethod
@@ -35,10 +35,29 @@ class RestartPolicy:
 NO_RESTARTS = RestartPolicy(limit=0)
 
 
+@dataclass
+class Restarts:
+    """The deaths of one process under a policy. Times are of one monotonic clock."""
+
+    policy: RestartPolicy
+    deaths_s: list[float] = field(default_factory=list)
+    """When it died, within the policy's window."""
+    early: int = 0
+    """Deaths in a row that came before it had served for `policy.steady_s`."""
+
+    def died(self, now_s: float, *, served_s: float | None = None, status: int | None = None) -> float | None:
+        """Count a death of the process, which served since `served_s` (None: it did not) and ended with
+        `status`. Returns the seconds to wait before it is started again; None: give up."""
+        self.deaths_s = [*self.policy.recent(self.deaths_s, now_s), now_s]
+        steady = served_s is not None and now_s - served_s >= self.policy.steady_s
+        self.early = 0 if steady else self.early + 1
+        return next_pause_s(len(self.deaths_s), status, self.policy, early=self.early)
+
+
 def next_pause_s(deaths: int, status: int | None, policy: RestartPolicy, *, early: int) -> float | None:
     """Seconds to wait after the latest of `deaths` recent ones, which ended with `status`; None: give up.
 
-    `early`: how many deaths in a row, this one the last, came before the service had served for
+    `early`: how many deaths in a row, this one the last, came before the process had served for
     `policy.steady_s`."""
     if status == INCURABLE_STATUS or deaths > policy.limit:
         return None

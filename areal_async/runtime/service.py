@@ -1,11 +1,10 @@
 """The shell that every service process runs in.
 
 Promises: what the process and its children write is for this user alone; logs as JSON lines and metrics are
-up before the service's own code runs; SIGTERM and SIGINT set
-`ctx.stop` and `ctx.stopping` even while the main thread is inside a long native call; a service that has
-not returned `STOP_GRACE_S` after that is cancelled; the process does not outlive its supervisor; an
-`ArealError` ends it with one paragraph, anything else with its traceback. The status is `RETRY_STATUS` where
-starting it again may help, else 1.
+up before the service's own code runs; SIGTERM and SIGINT set `ctx.stop` and `ctx.stopping` even while the
+main thread is inside a long native call; a service that has not returned `STOP_GRACE_S` after that is
+cancelled; one whose supervisor died ends within `ORPHAN_GRACE_S`; an `ArealError` ends it with one paragraph,
+anything else with its traceback. The status is `RETRY_STATUS` where starting it again may help, else 1.
 
 Does not promise to interrupt native code: what ignores both signals is killed by the supervisor.
 """
@@ -26,11 +25,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-import msgspec
-
 from areal_async.errors import ArealError
 from areal_async.ownfiles import PRIVATE_UMASK
-from areal_async.runtime.context import Role, RunPlaces, ServiceContext
+from areal_async.runtime.context import Role, ServiceContext
 from areal_async.runtime.events import open_events
 from areal_async.runtime.failpoint import arm_from_environment
 from areal_async.runtime.log import end_logging, get_logger, setup_logging
@@ -62,9 +59,7 @@ def run_service(
     try:
         ctx = _context(role, options)
         setup_logging(ctx.job.job, ctx.name, ctx.job.observe.log_level, sys.stderr)
-        supervisor_pid = _supervisor_pid(options.context) if options.ready_fd is not None else None
-        if supervisor_pid is not None:
-            die_with_parent(supervisor_pid)
+        supervisor_pid = os.getppid() if options.ready_fd is not None else None
         ctx = dataclasses.replace(ctx, metrics_port=start_metrics_server(ctx.metrics_port))
         if ctx.job.observe.event_log:
             open_events(ctx.run_dir, ctx.name)
@@ -213,10 +208,6 @@ def _context(role: Role, options: argparse.Namespace) -> ServiceContext:
     if ctx.role != role:
         raise ArealError(f"{options.name!r} is a {ctx.role} service, but this process is a {role} one")
     return ctx
-
-
-def _supervisor_pid(path: Path) -> int:
-    return msgspec.json.decode(path.read_bytes(), type=RunPlaces).supervisor_pid
 
 
 def _leave(status: int) -> None:

@@ -27,8 +27,8 @@ from areal_async.launch.folders import RunFolders, claim_folders
 from areal_async.launch.plan import MODULES, thread_count
 from areal_async.launch.runs import Run, find_run
 from areal_async.rpc.rpc import Server
-from areal_async.runtime.child import Child, exit_text, service_environment
 from areal_async.runtime.context import RunPlaces, ServicePlace
+from areal_async.runtime.process import ChildProcess, exit_text, service_environment, start_service
 from areal_async.weights.manifest import MANIFEST_FILE
 from trainer_service.checkpoint import Checkpoint, named_checkpoints, open_checkpoint
 from trainer_service.data.recording import RecordedStep, read_results
@@ -160,7 +160,7 @@ class Replay:
         await server.start()
         log = folders.logs / "trainer.log"
         environment = service_environment(folders.run_id, thread_count(job, "trainer"))
-        child = Child(place, folders.context, log, environment)
+        child = start_service(place, folders.context, log, environment)
         try:
             status = await self._until_over(child)
         finally:
@@ -171,10 +171,10 @@ class Replay:
             said = "".join(f"\n    {text}" for text in last_lines(log)) or " nothing."
             raise TrainerError(f"the trainer of the replay {exit_text(status)}. It said last:{said}")
 
-    async def _until_over(self, child: Child) -> int | None:
+    async def _until_over(self, child: ChildProcess) -> int | None:
         """The exit status of a trainer that ended by itself; None when it was told to, having had it all."""
         told_s: float | None = None
-        while (status := child.poll_exit()) is None:
+        while (status := child.poll()) is None:
             if told_s is not None and time.monotonic() - told_s > STOP_LIMIT_S:
                 child.kill()
             elif told_s is None and self._stand_in.over:

@@ -10,7 +10,7 @@ from areal_async.errors import ArealError, FaultError, RpcTimeout
 from areal_async.launch.lifecycle import Action, Lifecycle, Phase
 from areal_async.launch.plan import MODULES
 from areal_async.runtime.context import ServicePlace
-from areal_async.runtime.restart import RestartPolicy, next_pause_s
+from areal_async.runtime.restart import RestartPolicy
 from areal_async.runtime.service import restart_may_help
 from replay_buffer.errors import StoreUnavailable, StoreUnusable
 from trainer_service.errors import CheckpointError, StalenessViolation
@@ -32,13 +32,6 @@ def serving(policy: RestartPolicy = POLICY) -> Lifecycle:
     for name in NAMES:
         life.ready(name, 0.0)
     return life
-
-
-def test_the_pause_doubles_up_to_its_limit() -> None:
-    policy = RestartPolicy(limit=10, first_pause_s=0.5, longest_pause_s=3.0)
-    early = (1, 2, 3, 4, 10)
-    assert [next_pause_s(n, -9, policy, early=n) for n in early] == [0.5, 1.0, 2.0, 3.0, 3.0]
-    assert next_pause_s(11, -9, policy, early=11) is None
 
 
 def test_a_service_that_was_well_is_started_again_at_once_however_often_it_is_killed() -> None:
@@ -63,12 +56,6 @@ def test_the_pause_grows_while_a_service_dies_soon_and_is_forgotten_once_it_was_
         pauses_s.append(state.restart_s - now_s)
         assert life.tick(state.restart_s) == [Action("start", "rollout-0")]
     assert pauses_s == [1.0, 2.0, 4.0, 8.0, 0.0, 1.0]
-
-
-def test_an_error_that_a_restart_does_not_cure_is_final_at_once() -> None:
-    assert next_pause_s(1, 1, POLICY, early=1) is None
-    for status in (-9, -11, 0, 75, 143):
-        assert next_pause_s(1, status, POLICY, early=1) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from areal_async.launch.folders import RunFolders, claim_folders
 from areal_async.launch.lifecycle import Ending
 from areal_async.launch.plan import MODULES
 from areal_async.launch.supervisor import Supervisor
-from areal_async.runtime.child import RUN_VARIABLE, kill_processes_of, service_environment
+from areal_async.runtime.process import RUN_VARIABLE, kill_processes_of, service_environment
 
 STAND_IN = dict.fromkeys(MODULES, "stand_in")
 Behave = Callable[[dict[str, str]], None]
@@ -98,9 +98,9 @@ def test_a_death_ends_the_run_and_names_the_service(
     job: JobConfig, folders: RunFolders, behave: Behave, behaviour: str, status: int, said: str
 ) -> None:
     behave({"reward": behaviour})
-    ending, supervisor = supervise(job, folders)
+    ending, _ = supervise(job, folders)
     assert (ending.kind, ending.culprit, ending.status) == ("died", "reward", status)
-    text = failure_text(ending, supervisor.children["reward"].log_path)
+    text = failure_text(ending, folders.logs / "reward.log")
     assert text.startswith("reward ")
     assert said in text
     assert "logs/reward.log" in text

@@ -1,0 +1,82 @@
+"""Every part that a job names is asked what it has against the job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_async import registry
+from areal_async.config.errors import Mistake
+from areal_async.config.job import JobConfig
+from areal_async.config.parts import named_parts, own_part_mistakes, part_mistakes
+from areal_async.registry import Registry
+
+
+def careful(episode: object, *, limit: int = 1) -> float:
+    return float(limit)
+
+
+def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+    yield Mistake(field, f"{job.job} gives {dict(arguments)}", "Mend it")
+
+
+careful.check_job = check_job  # type: ignore[attr-defined]
+TABLE = {"careful": f"{__name__}:careful"}
+
+
+@pytest.fixture
+def careful_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "REWARDS", Registry("reward", f"{__name__}:TABLE", leading=1))
+
+
+def job_with(tmp_path: Path, name: str, **arguments: object) -> JobConfig:
+    content: dict[str, object] = {
+        "job": "test",
+        "model": tmp_path,
+        "tasks": {"train": tmp_path / "train.jsonl"},
+        "reward": {"name": name, "args": arguments},
+    }
+    return JobConfig.model_validate(content)
+
+
+def about_rewards(mistakes: Iterator[Mistake]) -> list[str]:
+    return [str(mistake) for mistake in mistakes if mistake.field.startswith("reward")]
+
+
+def test_every_part_that_a_job_names_is_asked(tmp_path: Path) -> None:
+    fields = [part.field for part in named_parts(job_with(tmp_path, "exact_match"))]
+    assert set(fields) == {
+        "rollout.engine",
+        "rollout.workflow",
+        "reward.name",
+        "trainer.backend",
+        "trainer.objective.advantage",
+        "trainer.objective.loss",
+        "trainer.objective.correction",
+        "weights.channel",
+    }
+
+
+@pytest.mark.usefixtures("careful_rewards")
+def test_a_part_judges_the_job_once_its_own_arguments_are_right(tmp_path: Path) -> None:
+    job = job_with(tmp_path, "careful", limit=3)
+    assert about_rewards(part_mistakes(job)) == ["reward.args: test gives {'limit': 3}. Mend it."]
+    wrong = job_with(tmp_path, "careful", limits=3)
+    assert about_rewards(part_mistakes(wrong)) == [
+        "reward.args.limits: careful has no argument 'limits'. It takes limit."
+    ]
+
+
+@pytest.mark.usefixtures("careful_rewards")
+def test_a_name_that_nothing_has_is_a_mistake_and_a_users_file_is_read_apart(tmp_path: Path) -> None:
+    (said,) = about_rewards(part_mistakes(job_with(tmp_path, "carefull")))
+    assert said.startswith("reward.name: there is no reward 'carefull'")
+    (tmp_path / "mine.py").write_text("raise SystemExit\ndef mine(episode, *, size): ...\n")
+    own = job_with(tmp_path, f"{tmp_path}/mine.py:mine")
+    assert about_rewards(part_mistakes(own)) == []
+    assert about_rewards(own_part_mistakes(own)) == [
+        f"reward.args.size: the reward mine in {tmp_path}/mine.py needs 'size', and it is missing. Add it."
+    ]

@@ -1,0 +1,163 @@
+"""What the kit for child processes promises, with real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_async.runtime.process import ChildProcess
+from areal_async.runtime.restart import RestartPolicy, Restarts
+
+SLEEPS = "import time; time.sleep(600)"
+DEAF = (
+    "import signal, time\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "print('up', flush=True)\n"
+    "time.sleep(600)"
+)
+WITH_HELPER = (
+    "import subprocess, sys, time\n"
+    "helper = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    "print(helper.pid, flush=True)\n"
+)
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", code, *arguments]
+
+
+def wait_for(condition: Callable[[], object], limit_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true in time"
+        time.sleep(0.01)
+
+
+def ended(child: ChildProcess) -> int:
+    return asyncio.run(asyncio.wait_for(child.wait(), 30.0))
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)]
+)
+def test_the_exit_status_is_that_of_the_command(code: str, status: int) -> None:
+    child = ChildProcess(python(code))
+    assert ended(child) == status
+    assert child.poll() == status
+    assert not child.alive
+
+
+def test_a_command_that_does_not_exist_says_so(tmp_path: Path) -> None:
+    child = ChildProcess([str(tmp_path / "nothing")], output=tmp_path / "log")
+    assert ended(child) == 127
+    assert "nothing cannot be started" in (tmp_path / "log").read_text()
+
+
+def test_a_child_gets_what_it_is_given_and_its_output_is_kept(tmp_path: Path) -> None:
+    code = "import os, sys; print(sys.stdin.read() + os.environ['COLOUR'])"
+    (tmp_path / "log").write_text("before\n")
+    child = ChildProcess(
+        python(code), given=b"dark ", environment={"COLOUR": "blue"}, output=tmp_path / "log"
+    )
+    ended(child)
+    assert (tmp_path / "log").read_text() == "before\ndark blue\n"
+
+
+def test_a_child_tells_once_that_it_is_ready() -> None:
+    code = "import os, sys, time; os.write(int(sys.argv[2]), b'{\"port\": 7}\\n'); time.sleep(600)"
+    child = ChildProcess(python(code), ready_option="--ready-fd")
+    try:
+        wait_for(child.ready_report)
+        assert child.ready_report() == {"port": 7}
+    finally:
+        child.kill()
+        child.close()
+
+
+def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
+    child = ChildProcess(python(WITH_HELPER), output=tmp_path / "log")
+    assert ended(child) == 0
+    helper = int((tmp_path / "log").read_text())
+    wait_for(lambda: is_gone(helper))
+
+
+@pytest.mark.parametrize(("code", "status"), [(SLEEPS, -signal.SIGTERM), (DEAF, -signal.SIGKILL)])
+def test_a_child_is_asked_to_end_and_killed_if_it_does_not(tmp_path: Path, code: str, status: int) -> None:
+    child = ChildProcess(python(code), output=tmp_path / "log")
+    if code is DEAF:
+        wait_for(lambda: (tmp_path / "log").read_text())
+    assert asyncio.run(child.stop(grace_s=30.0 if code is SLEEPS else 0.1)) == status
+
+
+def test_without_a_grace_a_child_is_killed_at_once() -> None:
+    child = ChildProcess(python(SLEEPS))
+    assert asyncio.run(child.stop()) == -signal.SIGKILL
+    child.kill()  # nothing that is gone is signalled
+    child.terminate()
+
+
+@pytest.mark.parametrize("how", ["terminate", "kill", "kill_group"])
+def test_a_child_does_not_outlive_the_process_that_started_it(tmp_path: Path, how: str) -> None:
+    log = tmp_path / "log"
+    code = WITH_HELPER + "import os; print(os.getpid(), flush=True); time.sleep(600)"
+    parent = subprocess.Popen(
+        python(
+            "import sys, time; from pathlib import Path\n"
+            "from areal_async.runtime.process import ChildProcess\n"
+            "code, log, how = sys.argv[1:]\n"
+            "ChildProcess([sys.executable, '-c', code], output=Path(log), on_orphaned=how)\n"
+            "time.sleep(600)",
+            code,
+            str(log),
+            how,
+        )
+    )
+    try:
+        wait_for(lambda: log.exists() and len(log.read_text().split()) == 2)
+    finally:
+        parent.kill()
+        parent.wait()
+    helper, child = map(int, log.read_text().split())
+    wait_for(lambda: is_gone(child))
+    if how == "kill_group":
+        wait_for(lambda: is_gone(helper))
+    else:
+        os.kill(helper, signal.SIGKILL)
+
+
+def test_the_end_of_a_guarded_group_is_that_of_its_command(tmp_path: Path) -> None:
+    child = ChildProcess(
+        python(WITH_HELPER + "raise SystemExit(5)"), output=tmp_path / "log", on_orphaned="kill_group"
+    )
+    assert ended(child) == 5
+    helper = int((tmp_path / "log").read_text().split()[0])
+    wait_for(lambda: is_gone(helper))
+
+
+def test_the_pause_doubles_up_to_its_limit_and_deaths_are_counted_within_the_window() -> None:
+    policy = RestartPolicy(limit=4, window_s=100.0, first_pause_s=0.5, longest_pause_s=3.0, steady_s=10.0)
+    restarts = Restarts(policy)
+    assert [restarts.died(now_s) for now_s in (1.0, 2.0, 3.0, 4.0)] == [0.5, 1.0, 2.0, 3.0]
+    assert restarts.died(5.0) is None
+    assert restarts.died(200.0, served_s=195.0) == 3.0
+    assert restarts.died(220.0, served_s=205.0) == 0.0
+    assert restarts.died(221.0, served_s=220.5) == 0.5
+
+
+def test_an_error_that_a_restart_does_not_cure_is_final_at_once() -> None:
+    policy = RestartPolicy(limit=9, first_pause_s=1.0)
+    assert Restarts(policy).died(0.0, status=1) is None
+    assert [Restarts(policy).died(0.0, status=status) for status in (-9, -11, 0, 75, 143)] == [1.0] * 5
