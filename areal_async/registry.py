@@ -152,7 +152,11 @@ class Registry:
         try:
             tree = ast.parse(read_regular(path))
         except OSError as error:
-            yield Mistake(field, f"{path} cannot be read: {error.strerror or error}", "Check the path")
+            yield Mistake(
+                field,
+                f"{path} cannot be read: {error.strerror or error}",
+                "Check the path; it is relative to the job file",
+            )
             return
         except (SyntaxError, ValueError) as error:
             yield Mistake(field, f"{path} is not Python that can be read: {error}", "Mend the file")

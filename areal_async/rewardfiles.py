@@ -14,8 +14,8 @@ import random
 from pathlib import Path
 from typing import Any, Literal
 
-from areal_async.config.verifiers import REWARD_ARGUMENTS
 from areal_async.errors import ArealError
+from areal_async.registry import REWARDS
 
 Kind = Literal["plain", "batch", "group"]
 
@@ -34,7 +34,7 @@ def write_reward_files(name: str, parent: Path, kind: Kind) -> Path:
     _check_name(name)
     folder = parent / name
     texts = {
-        f"{name}.py": REWARDS[kind].replace("NAME", name),
+        f"{name}.py": SOURCES[kind].replace("NAME", name),
         f"test_{name}.py": TESTS[kind].replace("NAME", name),
         "tasks.jsonl": "".join(json.dumps(row) + "\n" for row in task_rows(kind)),
         "job.yaml": _job(name, folder, kind),
@@ -57,7 +57,7 @@ def write_reward_files(name: str, parent: Path, kind: Kind) -> Path:
 def _check_name(name: str) -> None:
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         raise RewardFilesError(f"{name!r} is no name for a Python function: use letters, digits and _.")
-    if name in REWARD_ARGUMENTS:
+    if name in REWARDS.names:
         raise RewardFilesError(f"{name!r} is a built-in reward: choose another name.")
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.origin is not None:
@@ -110,7 +110,7 @@ from reward_service.sdk import Abstain, RewardInput, Score, reward
 
 '''
 
-REWARDS: dict[Kind, str] = {
+SOURCES: dict[Kind, str] = {
     "plain": _HEAD
     + '''
 @reward

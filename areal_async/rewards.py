@@ -7,11 +7,9 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import msgspec
-from pydantic import ValidationError
 
-from areal_async.config.models import MODEL_START_LIMIT_S
-from areal_async.config.remote import RemoteArguments
 from areal_async.config.reward import RewardSection, RouteSection, Scope
+from areal_async.config.rewardcheck import part_of
 
 
 class RewardSpec(msgspec.Struct, frozen=True, dict=True):
@@ -31,14 +29,8 @@ class RewardSpec(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def longest_s(self) -> float:
         """What a call may take when it is its turn: its deadline, and how long what scores it may be away."""
-        if self.name == "reward_model":
-            return self.timeout_s + MODEL_START_LIMIT_S
-        if self.name == "remote":
-            try:
-                return self.timeout_s + RemoteArguments.model_validate(self.args).patience_s(self.timeout_s)
-            except ValidationError:
-                pass  # the reward cannot be loaded with these, and says so itself
-        return self.timeout_s
+        patience_s = getattr(part_of(self.name), "patience_s", None)
+        return self.timeout_s + (patience_s(self.args, self.timeout_s) if patience_s is not None else 0.0)
 
     @property
     def label(self) -> str:

@@ -31,13 +31,13 @@ import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from areal_async.config.models import RewardModelArguments
 from areal_async.config.reward import RewardSection
 from areal_async.quickstart.model import CHARACTERS, make_tokenizer
 from areal_async.rpc.verdicts import Score, Verdict
-from reward_service.models.batching import cut_by_tokens
-from reward_service.models.model_worker import Row, Scorer
-from reward_service.models.reward_model import RewardModel
+from reward_service.backends.reward_model import RewardModelArguments
+from reward_service.backends.reward_model.backend import RewardModel
+from reward_service.backends.reward_model.batching import cut_by_tokens
+from reward_service.backends.reward_model.worker import Row, Scorer
 from reward_service.sdk import RewardInput
 from reward_service.spec import RewardSpec
 

@@ -25,9 +25,9 @@ from pathlib import Path
 
 from areal_async.config.reward import RewardSection
 from areal_async.rpc.verdicts import Score, Verdict
-from reward_service.backend import Backend
+from reward_service.backends import Backend
+from reward_service.backends.remote.backend import RemoteBackend
 from reward_service.pool import Pool
-from reward_service.remote.backend import RemoteBackend
 from reward_service.sdk import RewardInput
 from reward_service.spec import RewardSpec
 

@@ -8,7 +8,7 @@ from typing import Self
 
 from areal_async.config.reward import RewardSection
 from areal_async.rpc.verdicts import Verdict
-from reward_service.backend import Call, OnVerdicts
+from reward_service.backends import Call, OnVerdicts
 from reward_service.router import Router
 from reward_service.sdk import RewardInput
 from reward_service.spec import RewardSpec

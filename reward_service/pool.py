@@ -25,7 +25,7 @@ import msgspec
 
 from areal_async.rpc.verdicts import Failure, Timeout, Verdict
 from areal_async.runtime.log import get_logger
-from reward_service.backend import Call, OnVerdicts
+from reward_service.backends import Call, OnVerdicts
 from reward_service.channel import Assignment, Finished
 from reward_service.crew import START_LIMIT_S, Crew, Hooks, Limits
 from reward_service.dispatch import RECALL_AFTER_S, STUCK_GRACE_S, State, has_room, next_action

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TypeVar
 
-from reward_service.backend import OnVerdicts
+from reward_service.backends import OnVerdicts
 from reward_service.dispatch import Pace
 from reward_service.programs import Program
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from areal_async.config.reward import RewardSection
+from areal_async.config.rewardcheck import part_of, runs_in_pool
 from areal_async.rpc.verdicts import Failure, Timeout, Verdict
 from areal_async.runtime.log import get_logger
 from reward_service import metrics
-from reward_service.backend import Backend, Call, OnVerdicts
-from reward_service.backends import BACKENDS, make_backend
+from reward_service.backends import Backend, BackendReward, Call, OnVerdicts
 from reward_service.crew import Limits
 from reward_service.pool import Pool
 from reward_service.programs import own_file
@@ -75,8 +75,9 @@ class Router:
         try:
             own: list[RewardSpec] = []
             for spec in self.specs:
-                if spec.name in BACKENDS:
-                    await self._add_backend(spec)
+                part = part_of(spec.name)
+                if part is not None and not runs_in_pool(part):
+                    await self._add_backend(spec, part)
                 elif self._shared is not None and own_file(spec.name) is None:
                     await self._share(spec, self._shared)
                 else:
@@ -131,8 +132,8 @@ class Router:
     def queued(self) -> int:
         return self.own.queued if self.own is not None else 0
 
-    async def _add_backend(self, spec: RewardSpec) -> None:
-        backend = await self._stack.enter_async_context(make_backend(spec, self._section))
+    async def _add_backend(self, spec: RewardSpec, part: type[BackendReward]) -> None:
+        backend = await self._stack.enter_async_context(part.make(spec, self._section))
         self._backends[spec.key] = await self._stack.enter_async_context(Watched(spec, backend))
         backend.broken.add_done_callback(self._break)
 

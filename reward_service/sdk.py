@@ -13,7 +13,6 @@ something else, NaN, hang, die) becomes a verdict that says so, never a score of
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Awaitable, Callable
 from functools import cached_property
@@ -27,37 +26,43 @@ from areal_async.rpc.verdicts import Abstain, Parts, Score
 from areal_async.usercode import run_user_file
 
 if TYPE_CHECKING:
+    from areal_async.config.base import Section
     from areal_async.trajectory import Episode
 
 __all__ = ["BUILT_IN", "Abstain", "Parts", "RewardInput", "RewardLoadError", "Score", "load_reward", "reward"]
 
 Result = float | Score | Abstain
 RewardFunction = Callable[["RewardInput"], Result | Awaitable[Result]]
+Scope = Literal["episode", "group"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 BUILT_IN = {
-    "arithmetic": "reward_service.verifiers.arithmetic",
-    "environment": "reward_service.verifiers.environment",
-    "math": "reward_service.verifiers.math",
-    "gsm8k": "reward_service.verifiers.gsm8k",
-    "countdown": "reward_service.verifiers.countdown",
-    "choice": "reward_service.verifiers.choice",
-    "exact_match": "reward_service.verifiers.exact_match",
-    "f1": "reward_service.verifiers.f1",
-    "regex": "reward_service.verifiers.regex",
-    "format_tags": "reward_service.verifiers.format_tags",
-    "json_schema": "reward_service.verifiers.json_schema",
-    "instructions": "reward_service.verifiers.instructions",
-    "overlong": "reward_service.verifiers.overlong",
-    "repetition": "reward_service.verifiers.repetition",
-    "cosine_length": "reward_service.verifiers.cosine_length",
-    "weighted": "reward_service.verifiers.weighted",
-    "reasoning_gym": "reward_service.verifiers.reasoning_gym",
-    "code_stdio": "reward_service.verifiers.code_stdio",
-    "code_tests": "reward_service.verifiers.code_tests",
-    "code_matrix": "reward_service.verifiers.code_matrix",
+    "arithmetic": "reward_service.verifiers.arithmetic:arithmetic",
+    "environment": "reward_service.verifiers.environment:environment",
+    "math": "reward_service.verifier_arguments:math",
+    "gsm8k": "reward_service.verifier_arguments:gsm8k",
+    "countdown": "reward_service.verifier_arguments:countdown",
+    "choice": "reward_service.verifier_arguments:choice",
+    "exact_match": "reward_service.verifier_arguments:exact_match",
+    "f1": "reward_service.verifier_arguments:f1",
+    "regex": "reward_service.verifier_arguments:regex",
+    "format_tags": "reward_service.verifier_arguments:format_tags",
+    "json_schema": "reward_service.verifier_arguments:json_schema",
+    "instructions": "reward_service.verifier_arguments:instructions",
+    "overlong": "reward_service.verifier_arguments:overlong",
+    "repetition": "reward_service.verifier_arguments:repetition",
+    "cosine_length": "reward_service.verifier_arguments:cosine_length",
+    "weighted": "reward_service.verifier_arguments:weighted",
+    "reasoning_gym": "reward_service.verifier_arguments:reasoning_gym",
+    "code_stdio": "reward_service.verifier_arguments:code_stdio",
+    "code_tests": "reward_service.verifier_arguments:code_tests",
+    "code_matrix": "reward_service.verifier_arguments:code_matrix",
+    "remote": "reward_service.backends.remote:RemoteReward",
+    "judge": "reward_service.backends.judge:JudgeReward",
+    "reward_model": "reward_service.backends.reward_model:RewardModelReward",
 }
-"""Name of a built-in reward → module that holds the function of that name."""
+"""Name of a built-in reward → `module:attribute`: a function marked `@reward`, or a `BackendReward`
+(reward_service.backends) that is scored elsewhere than in the pool."""
 
 MARK = "__areal_reward__"
 
@@ -110,7 +115,7 @@ class Mark(msgspec.Struct, frozen=True):
 
     batch: int = 0
     """Most inputs of one call; 0: one input, not a list."""
-    scope: Literal["episode", "group"] = "episode"
+    scope: Scope = "episode"
 
     @property
     def takes_list(self) -> bool:
@@ -122,18 +127,26 @@ def reward(function: F, /) -> F: ...
 
 
 @overload
-def reward(*, batch: int = 0, scope: Literal["episode", "group"] = "episode") -> Callable[[F], F]: ...
+def reward(
+    *, batch: int = 0, scope: Scope = "episode", arguments: type[Section] | None = None
+) -> Callable[[F], F]: ...
 
 
 def reward(
-    function: F | None = None, /, *, batch: int = 0, scope: Literal["episode", "group"] = "episode"
+    function: F | None = None,
+    /,
+    *,
+    batch: int = 0,
+    scope: Scope = "episode",
+    arguments: type[Section] | None = None,
 ) -> F | Callable[[F], F]:
     """Mark a function, sync or async, as a reward. The function stays as it is.
 
     `@reward`: of one `RewardInput`, returns one result. `@reward(batch=n)`: of a list of at most `n` inputs
     that have nothing to do with each other, returns a list with the result of each. `@reward(scope="group")`:
     of the list of all episodes of one group in the order of their samples, returns a list likewise. Keyword
-    arguments are filled from `reward.args`.
+    arguments are filled from `reward.args`; `arguments` is the `Section` that those of a job file are checked
+    by, where the function's own parameters do not say enough.
 
     Raises TypeError for what cannot be called with one positional argument, ValueError for a batch below 0 or
     one together with the scope of a group."""
@@ -141,11 +154,14 @@ def reward(
         raise ValueError(
             f"@reward(batch={batch}, scope={scope!r}): give a batch above 0, or the scope of a group"
         )
-    mark = Mark(batch, scope)
-    return _marked(function, mark) if function is not None else lambda marked: _marked(marked, mark)
+
+    def mark(marked: F) -> F:
+        return _marked(marked, Mark(batch, scope), arguments)
+
+    return mark(function) if function is not None else mark
 
 
-def _marked(function: F, mark: Mark) -> F:
+def _marked(function: F, mark: Mark, arguments: type[Section] | None) -> F:
     if not callable(function):
         raise TypeError(f"@reward marks a function, not {type(function).__name__}")
     try:
@@ -157,24 +173,32 @@ def _marked(function: F, mark: Mark) -> F:
             f"the reward {getattr(function, '__name__', function)!r} must take one argument, the RewardInput"
         ) from None
     setattr(function, MARK, mark)
+    # What the checks of a job file read of a part (areal_async.registry).
+    function.scopes = (mark.scope,)  # type: ignore[attr-defined]
+    if arguments is not None:
+        function.Arguments = arguments  # type: ignore[attr-defined]
     return function
 
 
 def load_reward(name: str, *, source: bytes | None = None) -> RewardFunction:
-    """The reward called `name`: a built-in one, or `path.py:function`. Runs the file's own code; with
-    `source` that text in place of what the file holds now.
+    """The reward called `name`: a built-in one, `path.py:function`, or one of an installed package. Runs the
+    file's own code; with `source` that text in place of what the file holds now.
 
     The file's folder is put on the import path, so it may import its neighbours. Raises `RewardLoadError`.
     """
-    if name in BUILT_IN:
-        function: RewardFunction = getattr(importlib.import_module(BUILT_IN[name]), name)
-        return function
     path_text, _, attribute = name.rpartition(":")
     if not path_text.endswith(".py") or not attribute:
-        raise RewardLoadError(
-            f"there is no built-in reward {name!r}. Set reward.name to one of {', '.join(sorted(BUILT_IN))}, "
-            "or to path.py:function for one of your own."
-        )
+        # Imported here: a scoring process of a reward of one's own need not pay for it.
+        from areal_async.registry import REWARDS, PartError
+
+        try:
+            part = REWARDS.find(name)
+        except PartError as error:
+            raise RewardLoadError(str(error)) from error
+        if isinstance(part, type):
+            raise RewardLoadError(f"the reward {name!r} is no function: it is not computed in the pool.")
+        function: RewardFunction = part
+        return function
     module = run_user_file(Path(path_text), kind="reward", name=name, error=RewardLoadError, source=source)
     found = getattr(module, attribute, None)
     marked = sorted(

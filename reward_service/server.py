@@ -31,7 +31,7 @@ from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.trajectory import TrajectoryError, unpack
 from reward_service import metrics
-from reward_service.backend import Call
+from reward_service.backends import Call
 from reward_service.intake import Load, episodes_to_claim
 from reward_service.outbox import portion
 from reward_service.router import Router

@@ -111,7 +111,7 @@ def module_of(request: msgspec.Struct) -> str:
     if isinstance(request, ExportRequest) and request.batches:
         return "trainer_service.tools.export"
     modules: Mapping[type[msgspec.Struct], str] = {
-        ServeRequest: "reward_service.remote.host",
+        ServeRequest: "reward_service.backends.remote.host",
         StatsRequest: "replay_buffer.tools.stats",
         PeekRequest: "replay_buffer.tools.peek",
         ExportRequest: "replay_buffer.tools.export",

@@ -1,5 +1,6 @@
 """The base of every configuration section."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,3 +41,10 @@ def _numbers(value: Any) -> Iterator[int | float]:
     """The numbers of a field: itself, or what a list or mapping of them holds."""
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,)
     yield from (each for each in values if isinstance(each, int | float) and not isinstance(each, bool))
+
+
+def refuse_password(url: str, instead: str) -> None:
+    """Raises ValueError for a URL that logs in: addresses are shown in logs, metrics and verdicts."""
+    scheme, _, rest = url.partition("://")
+    if scheme != "ipc" and "@" in re.split("[/?#]", rest, maxsplit=1)[0]:
+        raise ValueError(f"the address holds a password; use {instead}")

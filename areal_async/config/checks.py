@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator
 from areal_async.config.channels import tensors_can_be_sent, weights_can_travel
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
-from areal_async.config.modelcheck import judge_mistakes
 from areal_async.config.parts import part_mistakes
 from areal_async.config.redis_url import FORMS, RedisUrl, parse_redis_url
 from areal_async.config.rewardcheck import reward_mistakes
-from areal_async.config.verdictcheck import masked_groups_can_go_on
 from areal_async.config.workflow import WORKFLOW_ARGUMENTS
 from areal_async.config.workflowcheck import argument_mistakes
 
@@ -358,7 +356,6 @@ RL_ONLY: tuple[Rule, ...] = (
     _groups_have_a_baseline,
     _workflow_takes_its_arguments,
     reward_mistakes,
-    judge_mistakes,
     _a_group_fits_a_worker,
     _sampling_is_the_policy,
     _response_fits_the_model,
@@ -374,5 +371,4 @@ RL_ONLY: tuple[Rule, ...] = (
     _evaluation_engine_is_its_own,
     weights_can_travel,
     tensors_can_be_sent,
-    masked_groups_can_go_on,
 )

@@ -14,13 +14,12 @@ from typing import Any
 
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
-from areal_async.config.modelcheck import model_file_mistakes
 from areal_async.config.parts import own_part_mistakes
-from areal_async.config.reward import BUILT_IN_REWARDS
-from areal_async.config.rewardcheck import asked, own_reward_mistakes
+from areal_async.config.rewardcheck import reward_file_mistakes
 from areal_async.config.rollout import BUILT_IN_WORKFLOWS
 from areal_async.config.workflowcheck import own_argument_mistakes
 from areal_async.ownfiles import read_regular
+from areal_async.registry import REWARDS
 from areal_async.tasks import TaskFileError, check_row, read_tasks, task_rows
 
 READ_WHOLE_BYTES = 16 << 20
@@ -40,10 +39,7 @@ def check_files(job: JobConfig) -> list[Mistake]:
     if job.kind == "rl":
         mistakes += _check_redis_files(job)
         mistakes += _check_weights_files(job)
-        for field, section in asked(job.reward):
-            mistakes += _check_code(f"{field}.name", section.name, BUILT_IN_REWARDS, coroutine=None)
-        mistakes += own_reward_mistakes(job.reward)
-        mistakes += model_file_mistakes(job)
+        mistakes += reward_file_mistakes(job.reward)
         mistakes += _check_code("rollout.workflow", job.rollout.workflow, BUILT_IN_WORKFLOWS, coroutine=True)
         mistakes += _check_arguments(job)
     mistakes += own_part_mistakes(job)
@@ -217,7 +213,7 @@ def _check_arguments(job: JobConfig) -> Iterator[Mistake]:
         # Names without a file are judged with the fields, but for the verifier's: it is a reward.
         if isinstance(name, str) and (".py:" in name or key == "verifier"):
             field = f"rollout.workflow_args.{key}"
-            yield from _check_code(field, name, BUILT_IN_REWARDS, coroutine=None)
+            yield from _check_code(field, name, REWARDS.names, coroutine=None)
 
 
 def _check_code(

@@ -17,7 +17,7 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.explain import explain
 from areal_async.config.files import check_files
 from areal_async.config.job import JobConfig
-from areal_async.config.modelcheck import with_paths
+from areal_async.config.rewardcheck import with_paths
 from areal_async.config.yamlfile import dump_yaml, parse_yaml, read_mapping, syntax_problem
 from areal_async.nesting import MOST_LEVELS, MOST_NODES, too_nested
 
@@ -40,8 +40,6 @@ PATH_FIELDS = (
 )
 CODE_FIELDS = ("rollout.workflow",)
 """Fields that may hold `path.py:name`."""
-REWARD_FILES: dict[str, tuple[str, ...]] = {"remote": ("token_file", "ca_file")}
-"""Built-in rewards whose arguments hold paths of files."""
 OWN_CODE = re.compile(r"\S+\.py:[A-Za-z_]\w*")
 
 
@@ -165,16 +163,7 @@ def _resolve_paths(content: dict[str, Any], base: Path) -> None:
         rollout["workflow_args"] = _own_code(rollout["workflow_args"], base)
     if isinstance(content.get("reward"), dict):
         content["reward"] = with_paths(_own_code(content["reward"], base), base)
-        _resolve_reward_files(content["reward"], base)
     content.setdefault("run_dir", str(base / JobConfig.model_fields["run_dir"].default))
-
-
-def _resolve_reward_files(reward: dict[str, Any], base: Path) -> None:
-    routes = reward.get("routes")
-    for asked in (reward, *(routes if isinstance(routes, list) else ())):
-        fields = REWARD_FILES.get(str(asked.get("name")), ()) if isinstance(asked, dict) else ()
-        for field in fields:
-            _rewrite(asked, f"args.{field}", lambda text: _absolute(text, base))
 
 
 def _own_code(value: Any, base: Path) -> Any:

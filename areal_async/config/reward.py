@@ -1,17 +1,16 @@
 """`reward`: how episodes are scored."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from areal_async.config.base import Section
-from areal_async.config.verifiers import REWARD_ARGUMENTS
-
-BUILT_IN_REWARDS = tuple(REWARD_ARGUMENTS)
-"""Names of the rewards that need no code of one's own."""
 
 Scope = Literal["episode", "group"]
+FOLDER_OR_NAME = "a folder, or a name that is none"
+FolderOrName = Annotated[str, FOLDER_OR_NAME]
+"""An argument of a reward that names a folder, which is relative to the job file, or something else."""
 
 
 class PolicySection(Section):
@@ -53,7 +52,8 @@ class RouteSection(Section):
 
 class RewardSection(Section):
     name: str = "exact_match"
-    """A built-in reward (see docs/rewards.md), or `path.py:name` of a function marked `@reward`."""
+    """A built-in reward (see docs/rewards.md), `path.py:name` of a function marked `@reward`, or the name
+    of one in an installed package (entry point group `areal_async.rewards`)."""
     args: dict[str, Any] = Field(default_factory=dict)
     """What the reward takes, by name; for one of your own, its keyword arguments."""
     scope: Scope = "episode"

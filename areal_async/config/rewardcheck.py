@@ -1,25 +1,30 @@
 """Rules about `reward`: what a reward takes, how it is asked, and what its groups do is known before anything
 is started.
 
-For built-in rewards the models decide; a function of one's own is looked up in the syntax tree: its keyword
-arguments are what it takes, its mark says whether it judges episodes or groups. Imports no user code.
+A built-in reward, or one of an installed package, says itself what it takes (`areal_async.registry`). It may
+also have `scopes`, what it judges; `check_call(arguments, timeout_s, field)`, which yields mistakes in how it
+is called; and `check_files(arguments, field)`, which yields mistakes in the files that its arguments name.
+A function of one's own is looked up in the syntax tree: nothing of the user's is run here.
 """
 
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
-from areal_async.config.reward import RewardSection, RouteSection
+from areal_async.config.reward import FOLDER_OR_NAME, RewardSection, RouteSection
 from areal_async.config.sandbox import SandboxArguments
-from areal_async.config.verifiers import GROUP_REWARDS, REWARD_ARGUMENTS
-from areal_async.config.workflowcheck import section_mistakes
 from areal_async.ownfiles import read_regular
+from areal_async.registry import REWARDS, PartError
+
+BUDGET_GRACE_S = 1.0
+"""To make and end jails, and to compare."""
 
 
 def asked(reward: RewardSection) -> Iterator[tuple[str, RewardSection | RouteSection]]:
@@ -27,6 +32,60 @@ def asked(reward: RewardSection) -> Iterator[tuple[str, RewardSection | RouteSec
     yield "reward", reward
     for index, route in enumerate(reward.routes):
         yield f"reward.routes.{index}", route
+
+
+# --- parts -------------------------------------------------------------------------------------------
+
+
+def part_of(name: str) -> Any:
+    """The built-in or installed reward called `name`; None where there is none that can be loaded."""
+    try:
+        return None if ".py:" in name else REWARDS.find(name)
+    except PartError:
+        return None
+
+
+def runs_in_pool(part: Any) -> bool:
+    """Whether a part is a function that scoring processes call, not a class that scores elsewhere."""
+    return not isinstance(part, type)
+
+
+def scopes_of(part: Any) -> tuple[str, ...]:
+    """The scopes that a part can judge."""
+    return getattr(part, "scopes", ("episode",))
+
+
+def _arguments_of(name: str) -> type[Section]:
+    return getattr(part_of(name), "Arguments", None) or Section
+
+
+def with_paths(reward: dict[str, Any], base: Path) -> dict[str, Any]:
+    """The section `reward` as a job file holds it, with the paths in its arguments made absolute.
+
+    A `FolderOrName` that is no folder beside the job file, and is not written as a path, stays as it is."""
+    resolved = _resolved(reward, base)
+    if isinstance(routes := reward.get("routes"), list):
+        resolved["routes"] = [_resolved(r, base) if isinstance(r, dict) else r for r in routes]
+    return resolved
+
+
+def _resolved(section: dict[str, Any], base: Path) -> dict[str, Any]:
+    given = section.get("args")
+    if not isinstance(given, dict):
+        return dict(section)
+    given = dict(given)
+    for key, info in _arguments_of(str(section.get("name"))).model_fields.items():
+        text = given.get(key)
+        is_path = Path in (info.annotation, *get_args(info.annotation))
+        if not isinstance(text, str) or not text or not (is_path or FOLDER_OR_NAME in info.metadata):
+            continue
+        path = os.path.normpath(os.path.join(base, os.path.expanduser(text)))
+        if is_path or text.startswith((".", "/", "~")) or os.path.exists(path):
+            given[key] = path
+    return {**section, "args": given}
+
+
+# --- rules -------------------------------------------------------------------------------------------
 
 
 def reward_mistakes(job: JobConfig) -> Iterator[Mistake]:
@@ -37,21 +96,33 @@ def reward_mistakes(job: JobConfig) -> Iterator[Mistake]:
 
 
 def built_in_mistakes(reward: RewardSection) -> Iterator[Mistake]:
-    """What is wrong with how built-in rewards are asked for, whatever the job."""
+    """What is wrong with how built-in and installed rewards are asked for, whatever the job."""
     for field, section in asked(reward):
         name, scope = section.name, section.scope
-        if name in REWARD_ARGUMENTS:
-            yield from _built_in(f"{field}.args", name, section.args)
-            yield from _budget_ends_first(field, section, reward.timeout_s)
-        if scope == "group" and name in REWARD_ARGUMENTS and name not in GROUP_REWARDS:
+        part = part_of(name)
+        if name in REWARDS.names:
+            yield from _arguments_fit(f"{field}.args", name, section.args, f"{field}.name")
+        if part is None:
+            continue
+        deadline_s = section.timeout_s or reward.timeout_s
+        if (check := getattr(part, "check_call", None)) is not None:
+            yield from check(section.args, deadline_s, f"{field}.args")
+        yield from _budget_ends_first(field, section, deadline_s)
+        if scope not in scopes_of(part) and scope == "group":
             problem = f"`{name}` judges one episode at a time, not the whole of a group"
             yield Mistake(f"{field}.scope", problem, "Set it to episode", (f"{field}.name",))
-        if scope == "episode" and name in GROUP_REWARDS and name not in EITHER_SCOPE:
+        elif scope not in scopes_of(part):
             yield Mistake(f"{field}.scope", f"`{name}` judges whole groups", "Set it to group", (field,))
 
 
-EITHER_SCOPE = ("remote",)
-"""Built-in rewards that judge what they are asked to."""
+def reward_file_mistakes(reward: RewardSection) -> Iterator[Mistake]:
+    """What is wrong with functions of one's own, as far as their text tells, and with the files that
+    arguments name."""
+    for field, section in asked(reward):
+        if section.name not in REWARDS.names:
+            yield from own_mistakes(field, section)
+        elif (check := getattr(part_of(section.name), "check_files", None)) is not None:
+            yield from check(section.args, f"{field}.args")
 
 
 def programs_run(job: JobConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -66,50 +137,52 @@ def programs_run(job: JobConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _programs_of(field: str, name: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    if issubclass(REWARD_ARGUMENTS.get(name, Section), SandboxArguments):
+    if issubclass(_arguments_of(name), SandboxArguments):
         yield field, arguments
-    for where, part in _rewards_inside(field, name, arguments):
-        if isinstance(part, Mapping) and isinstance(part.get("args", {}), Mapping):
-            yield from _programs_of(f"{where}.args", str(part.get("name")), part.get("args", {}))
+    for where, inner, given in _rewards_inside(field, name, arguments):
+        yield from _programs_of(f"{where}.args", inner, given)
 
 
-def _built_in(field: str, name: str, arguments: Mapping[str, Any]) -> Iterator[Mistake]:
-    if "least" in arguments and issubclass(REWARD_ARGUMENTS[name], SandboxArguments):
+def _arguments_fit(field: str, name: str, arguments: Mapping[str, Any], name_field: str) -> Iterator[Mistake]:
+    if "least" in arguments and issubclass(_arguments_of(name), SandboxArguments):
         problem = "the levels that it chose among are gone: programs are isolated, or not at all"
         fix = "Remove it; or write `sandbox: none` to run programs without any protection (docs/sandbox.md)"
         yield Mistake(f"{field}.least", problem, fix)
         arguments = {key: value for key, value in arguments.items() if key != "least"}
-    yield from section_mistakes(field, REWARD_ARGUMENTS[name], arguments, name)
-    for where, part in _rewards_inside(field, name, arguments):
-        inner = part.get("name") if isinstance(part, Mapping) else None
-        if not isinstance(inner, str):
-            continue
-        given = part.get("args", {})
-        if inner in REWARD_ARGUMENTS and isinstance(given, Mapping):
-            yield from _built_in(f"{where}.args", inner, given)
-        elif inner not in REWARD_ARGUMENTS and ".py:" not in inner:
-            names = ", ".join(REWARD_ARGUMENTS)
+    yield from REWARDS.mistakes(name, arguments, field=name_field, args_field=field)
+    for where, inner, given in _rewards_inside(field, name, arguments):
+        if inner in REWARDS.names:
+            yield from _arguments_fit(f"{where}.args", inner, given, f"{where}.name")
+        elif ".py:" not in inner:
             problem = f"{inner!r} is neither built in nor `path.py:name`"
-            yield Mistake(f"{where}.name", problem, f"Use {names}, or the path and name of your function")
+            fix = f"Use {', '.join(REWARDS.names)}, or the path and name of your function"
+            yield Mistake(f"{where}.name", problem, fix)
 
 
-def _rewards_inside(field: str, name: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Where a reward that is made of others names them, and what stands there."""
+def _rewards_inside(
+    field: str, name: str, arguments: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Where a reward that is made of others names them, each with its name and its arguments."""
+    found: list[tuple[str, Any]] = []
     parts = arguments.get("parts")
     if name == "weighted" and isinstance(parts, list | tuple):
-        yield from ((f"{field}.parts.{index}", part) for index, part in enumerate(parts))
-    if name == "cosine_length":
-        yield f"{field}.of", arguments.get("of")
+        found = [(f"{field}.parts.{index}", part) for index, part in enumerate(parts)]
+    elif name == "cosine_length":
+        found = [(f"{field}.of", arguments.get("of"))]
+    for where, part in found:
+        if isinstance(part, Mapping) and isinstance(part.get("name"), str):
+            given = part.get("args", {})
+            if isinstance(given, Mapping):
+                yield where, part["name"], given
 
 
 def _budget_ends_first(
-    field: str, section: RewardSection | RouteSection, timeout_s: float
+    field: str, section: RewardSection | RouteSection, deadline_s: float
 ) -> Iterator[Mistake]:
     """A program that hangs, or an answer that is hard to compare, is wrong only if its budget ends before the
     deadline of the call."""
     budgets = list(_budgets(f"{field}.args", section.name, section.args))
     budget_s = sum(budget for _, budget in budgets)
-    deadline_s = section.timeout_s or timeout_s
     if budgets and budget_s + BUDGET_GRACE_S > deadline_s:
         problem = (
             f"judging one answer may take {budget_s:g} s (budget_s), and the call itself ends after "
@@ -121,19 +194,13 @@ def _budget_ends_first(
 
 
 def _budgets(field: str, name: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The time that a built-in reward may take, and those inside it, with the field that says so."""
-    model = REWARD_ARGUMENTS.get(name)
-    known = model.model_fields.get("budget_s") if model is not None else None
+    """The time that a reward may take, and those inside it, with the field that says so."""
+    known = _arguments_of(name).model_fields.get("budget_s")
     budget_s = arguments.get("budget_s", known.default) if known is not None else None
     if isinstance(budget_s, int | float):
         yield f"{field}.budget_s", budget_s
-    for where, part in _rewards_inside(field, name, arguments):
-        if isinstance(part, Mapping) and isinstance(part.get("args", {}), Mapping):
-            yield from _budgets(f"{where}.args", str(part.get("name")), part.get("args", {}))
-
-
-BUDGET_GRACE_S = 1.0
-"""To make and end jails, and to compare."""
+    for where, inner, given in _rewards_inside(field, name, arguments):
+        yield from _budgets(f"{where}.args", inner, given)
 
 
 def _environment_is_there(job: JobConfig) -> Iterator[Mistake]:
@@ -150,78 +217,59 @@ def _environment_is_there(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _masking_leaves_a_baseline(job: JobConfig) -> Iterator[Mistake]:
-    """That anything is left at all is another rule's matter (`config/verdictcheck.py`)."""
-    reward, names = job.reward, ("on_timeout", "on_error", "on_abstain")
+    """A group with one episode masked must be able to have `reward.min_scored` scores, and a baseline."""
+    reward, size = job.reward, job.rollout.group_size
+    names = ("on_timeout", "on_error", "on_abstain")
     masks = [f"reward.{name}.then" for name in names if getattr(reward, name).then == "mask"]
-    grpo = job.trainer.objective.advantage == "grpo"
-    if masks and reward.min_scored == 1 and job.rollout.group_size > 1 and grpo:
+    if not masks or size == 1:
+        return  # of groups of one episode another rule speaks
+    if reward.min_scored == 1 and job.trainer.objective.advantage == "grpo":
         problem = "the grpo advantage of a group of which one episode is left is zero, so nothing is learned"
         involved = ("rollout.group_size", "trainer.objective.advantage", *masks)
         yield Mistake("reward.min_scored", problem, "Set it to 2 or more", involved)
+    if reward.min_scored >= size:
+        yield Mistake(
+            "reward.min_scored",
+            f"a group of {size} with one episode masked has at most {size - 1} scores, so it would never be "
+            f"trained with {reward.min_scored}",
+            f"Set it to {size - 1} or less, or {masks[0]} to drop_group",
+            ("rollout.group_size", *masks),
+        )
 
 
-def own_reward_mistakes(reward: RewardSection) -> Iterator[Mistake]:
-    """What is wrong with how functions of one's own are asked for, as far as their text tells."""
-    for field, section in asked(reward):
-        found = _own_function(section.name)
-        if found is not None:
-            path_text, _, name = section.name.rpartition(":")
-            where = f"{name} in {path_text}"
-            yield from _own_arguments(f"{field}.args", where, found.args, section.args)
-            yield from _own_scope(f"{field}.scope", where, found, section.scope)
+# --- functions of one's own --------------------------------------------------------------------------
+
+
+def own_mistakes(field: str, section: RewardSection | RouteSection) -> Iterator[Mistake]:
+    """What is wrong with `path.py:function` in `field`, as far as the file's text tells."""
+    name = section.name
+    yield from REWARDS.mistakes(name, section.args, field=f"{field}.name", args_field=f"{field}.args")
+    marked = scope_in_file(name)
+    if marked is None or marked == section.scope:
+        return
+    path, _, function = name.rpartition(":")
+    if marked == "group":
+        problem, fix = "is marked as judging whole groups", "Set it to group"
+    else:
+        problem = "is not marked as judging whole groups"
+        fix = 'Write `@reward(scope="group")` above it, or set this to episode'
+    yield Mistake(f"{field}.scope", f"{function} in {path} {problem}", fix)
 
 
 def scope_in_file(name: str) -> str | None:
     """The scope that `@reward` gives `path.py:function`; None where that cannot be read off the text."""
-    found = _own_function(name)
-    return marked_scope(found) if found is not None else None
-
-
-def _own_function(name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    path_text, colon, function = name.rpartition(":")
-    if not colon or not path_text.endswith(".py"):
-        return None
+    path_text, _, function = name.rpartition(":")
     try:
         tree = ast.parse(read_regular(Path(path_text)))
     except (OSError, SyntaxError, ValueError):
         return None  # the name itself is the mistake
     functions = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    return next((node for node in functions if node.name == function), None)
-
-
-def _own_arguments(field: str, where: str, a: ast.arguments, given: Mapping[str, Any]) -> Iterator[Mistake]:
-    positional = [argument.arg for argument in (*a.posonlyargs, *a.args)][1:]
-    defaults = len(a.defaults)
-    keywords = [*positional, *(argument.arg for argument in a.kwonlyargs)]
-    needed = positional[: len(positional) - defaults] if len(positional) > defaults else []
-    needed += [k.arg for k, default in zip(a.kwonlyargs, a.kw_defaults, strict=True) if default is None]
-    takes = f"It takes {', '.join(keywords)}" if keywords else "Write it as `def …(given, *, …)`"
-    for key in given:
-        if key not in keywords and a.kwarg is None:
-            yield Mistake(f"{field}.{key}", f"{where} has no argument {key!r}", takes)
-    for key in needed:
-        if key not in given:
-            yield Mistake(f"{field}.{key}", f"{where} needs {key!r}, and it is missing", "Add it")
-
-
-def _own_scope(
-    field: str, where: str, function: ast.FunctionDef | ast.AsyncFunctionDef, scope: str
-) -> Iterator[Mistake]:
-    marked = marked_scope(function)
-    if marked is None or marked == scope:
-        return
-    if marked == "group":
-        yield Mistake(field, f"{where} is marked as judging whole groups", "Set it to group")
-    else:
-        yield Mistake(
-            field,
-            f"{where} is not marked as judging whole groups",
-            'Write `@reward(scope="group")` above it, or set this to episode',
-        )
+    found = next((node for node in functions if node.name == function), None)
+    return marked_scope(found) if found is not None else None
 
 
 def marked_scope(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
-    """What `@reward` says; None where that cannot be read off the text."""
+    """The scope that the decorator `@reward` of a function says; None where its text does not tell."""
     for decorator in function.decorator_list:
         call = decorator.func if isinstance(decorator, ast.Call) else decorator
         if (call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "")) != "reward":

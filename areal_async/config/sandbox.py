@@ -4,8 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from areal_async.config.base import Section
-from areal_async.config.remote import refuse_password
+from areal_async.config.base import Section, refuse_password
 
 Language = Literal["python", "c", "cpp", "rust", "javascript", "java", "auto"]
 SandboxLevel = Literal["isolated", "none"]

@@ -16,10 +16,10 @@ from pydantic import ValidationError
 from areal_async.config.base import Section
 from areal_async.config.environments import BUILT_IN_TOOLS, ENVIRONMENT_OPTIONS
 from areal_async.config.errors import Mistake
-from areal_async.config.verifierargs import OUTSIDE_THE_POOL
-from areal_async.config.verifiers import GROUP_REWARDS, REWARD_ARGUMENTS
+from areal_async.config.rewardcheck import part_of, runs_in_pool, scopes_of
 from areal_async.config.workflow import WORKFLOW_ARGUMENTS
 from areal_async.ownfiles import read_regular
+from areal_async.registry import REWARDS
 
 FIELD = "rollout.workflow_args"
 
@@ -43,15 +43,19 @@ def argument_mistakes(workflow: str, arguments: Mapping[str, Any]) -> list[Mista
 
 def _verifier(name: Any, arguments: Any) -> Iterator[Mistake]:
     """A built-in reward runs in the worker, which the ones that are servers cannot."""
-    if name in OUTSIDE_THE_POOL:
+    part = part_of(name) if isinstance(name, str) else None
+    if part is None:
+        return
+    if not runs_in_pool(part):
         problem = f"`{name}` is a server of its own, and the verifier runs in the worker"
         yield Mistake(
             f"{FIELD}.verifier", problem, "Use a verifier, or path.py:name of a function of your own"
         )
-    elif name in GROUP_REWARDS:
+    elif "episode" not in scopes_of(part):
         yield Mistake(f"{FIELD}.verifier", f"`{name}` judges whole groups", "Use one that judges an episode")
-    elif name in REWARD_ARGUMENTS and isinstance(arguments, Mapping):
-        yield from section_mistakes(f"{FIELD}.verifier_args", REWARD_ARGUMENTS[name], arguments, name)
+    elif isinstance(arguments, Mapping):
+        field = f"{FIELD}.verifier_args"
+        yield from REWARDS.mistakes(name, arguments, field=f"{FIELD}.verifier", args_field=field)
 
 
 def _environment(name: str, options: Mapping[str, Any]) -> Iterator[Mistake]:

@@ -31,7 +31,7 @@ import yaml
 from hostile_http import Subject, free_port, listens, many_files, send_malformed, served, until
 
 from areal_async.rpc.rpc import Access, RunSecret
-from reward_service.remote.host.access import Gate
+from reward_service.backends.remote.host.access import Gate
 from tests.chaos.history import Verdict
 from tests.chaos.job import Job, JobFailed, write_job
 from tests.chaos.plan import Disturbance

@@ -23,10 +23,10 @@ from areal_async.config.job import JobConfig
 from areal_async.config.load import job_from_mapping, load_job
 from areal_async.config.reward import RouteSection
 from areal_async.config.verifierargs import WeightedPart
-from areal_async.config.verifiers import REWARD_ARGUMENTS
 from areal_async.config.workflow import WORKFLOW_ARGUMENTS
 from areal_async.config.yamlfile import parse_yaml
 from areal_async.nesting import MOST_LEVELS, too_nested
+from areal_async.registry import REWARDS
 from areal_async.tasks import TaskFileError, read_tasks
 
 HUGE = 10**30
@@ -45,6 +45,9 @@ def numeric_fields(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iter
             yield path
 
 
+REWARD_ARGUMENTS: dict[str, type[Section]] = {
+    name: section for name in REWARDS.built_in if (section := getattr(REWARDS.find(name), "Arguments", None))
+}
 MODELS: dict[str, type[Section]] = {"job": JobConfig, "route": RouteSection, "part": WeightedPart}
 for group in (REWARD_ARGUMENTS, WORKFLOW_ARGUMENTS, ENVIRONMENT_OPTIONS):
     MODELS |= group

@@ -9,7 +9,6 @@ import yaml
 from areal_async.config.fields import job_fields, section_of, suggest
 from areal_async.config.job import JobConfig
 from areal_async.config.reference import renew
-from areal_async.config.reward import BUILT_IN_REWARDS
 from areal_async.config.rollout import BUILT_IN_WORKFLOWS
 
 PAGE = Path(__file__).parents[3] / "docs" / "job-file.md"
@@ -43,11 +42,8 @@ def test_a_default_is_that_of_its_place() -> None:
 
 
 def test_built_in_names_are_those_of_the_services() -> None:
-    from reward_service.backends import BACKENDS
-    from reward_service.sdk import BUILT_IN as REWARDS
     from rollout_service.workflows.base import BUILT_IN as WORKFLOWS
 
-    assert set(BUILT_IN_REWARDS) == set(REWARDS) | set(BACKENDS)
     assert set(BUILT_IN_WORKFLOWS) == set(WORKFLOWS)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from areal_async.config.errors import ConfigError
 from areal_async.config.load import job_from_mapping
-from areal_async.config.remote import RemoteArguments
+from reward_service.backends.remote import RemoteArguments
 from reward_service.sandbox.errors import SandboxError
 from reward_service.sandbox.remote import RemoteSandbox
 

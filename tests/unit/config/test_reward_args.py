@@ -77,9 +77,9 @@ OWN_MISTAKES = [
     ({"name": "own.py:many", "args": {"x": 1}}, "reward.args.x", "has no argument"),
     ({"name": "own.py:many", "scope": "group"}, "reward.scope", "not marked as judging whole groups"),
     ({"name": "own.py:tournament"}, "reward.scope", "Set it to group"),
-    ({"name": "own.py:nothing"}, "reward.name", "has no function 'nothing'"),
-    ({"name": "nothing"}, "reward.name", "neither built in"),
-    ({"routes": [{"name": "own.py:nothing"}]}, "reward.routes.0.name", "has no function 'nothing'"),
+    ({"name": "own.py:nothing"}, "reward.name", "defines no 'nothing'"),
+    ({"name": "nothing"}, "reward.name", "no reward 'nothing'"),
+    ({"routes": [{"name": "own.py:nothing"}]}, "reward.routes.0.name", "defines no 'nothing'"),
     ({"routes": [{"name": "own.py:close"}]}, "reward.routes.0.args.digits", "needs 'digits'"),
 ]
 

@@ -10,7 +10,6 @@ from areal_async.config.errors import ConfigError
 from areal_async.tasks import read_tasks
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode
-from reward_service.sdk import RewardLoadError
 from reward_service.tools.rehearse import main, target
 from reward_service.tools.samples import SamplesError, read_samples, spaced
 
@@ -193,7 +192,7 @@ def test_mistakes_of_the_command_line_are_found_first(reward, data, fields, word
 
 def test_a_reward_that_cannot_be_loaded_says_so(tasks):
     request = RehearsalRequest(f"{FILE}:wrong_name", str(tasks(row("4"))))
-    with pytest.raises(RewardLoadError, match="forgetful"):
+    with pytest.raises(ConfigError, match="forgetful"):
         main(request)
 
 

@@ -12,7 +12,8 @@ from areal_async.config.reward import RewardSection
 from areal_async.rpc.messages import ClaimedEpisode, Claims, Task, VerdictAck
 from areal_async.rpc.verdicts import Failure, Score, Timeout
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
-from reward_service import backends, router
+from reward_service import router
+from reward_service.backends.remote import RemoteReward
 from reward_service.client import LocalScorer
 from reward_service.pool import Pool
 from reward_service.router import Router
@@ -63,9 +64,7 @@ class Distant:
 @pytest.fixture(autouse=True)
 def distant(monkeypatch):
     """The reward `remote` is a `Distant`, and what it forgets is given up quickly."""
-    monkeypatch.setitem(backends.BACKENDS, "remote", f"{__name__}:Distant")
-    monkeypatch.setattr(backends, "make_backend", Distant)
-    monkeypatch.setattr(router, "make_backend", Distant)
+    monkeypatch.setattr(RemoteReward, "make", Distant)
     monkeypatch.setattr(router, "GRACE_S", 0.1)
 
 
@@ -273,7 +272,7 @@ class Slow(Distant):
 
 
 def test_verdicts_are_final_and_no_timeout_where_a_backend_learns_late_how_long_calls_wait(monkeypatch):
-    monkeypatch.setattr(router, "make_backend", Slow)
+    monkeypatch.setattr(RemoteReward, "make", Slow)
     verdicts = score({"name": "remote", "timeout_s": 0.2}, texts(*"abcd"))
     assert verdicts == [Score(1.0)] * 4
 
@@ -289,5 +288,5 @@ def test_patience_is_asked_for_when_it_is_needed(monkeypatch):
             loop = asyncio.get_running_loop()
             loop.call_later(2.5, on_verdicts, 0, [Score(1.0)], 1.0)
 
-    monkeypatch.setattr(router, "make_backend", Restarting)
+    monkeypatch.setattr(RemoteReward, "make", Restarting)
     assert score({"name": "remote", "timeout_s": 0.2}, texts("a")) == [Score(1.0)]

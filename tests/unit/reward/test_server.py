@@ -13,7 +13,7 @@ from areal_async.rpc.messages import ClaimedEpisode, Claims, Refusal, Task, Verd
 from areal_async.rpc.verdicts import Failure, Score, Timeout
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from reward_service import metrics
-from reward_service.remote.host.desk import _count
+from reward_service.backends.remote.host.desk import _count
 from reward_service.router import Router
 from reward_service.sdk import RewardLoadError
 from reward_service.server import Held, RewardServer

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from areal_async.config.reward import RewardSection
-from reward_service.models.judge import GREETING, Judge
+from reward_service.backends.judge.backend import GREETING, Judge
 from reward_service.sdk import RewardInput
 from reward_service.spec import RewardSpec
 

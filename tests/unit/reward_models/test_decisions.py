@@ -9,15 +9,16 @@ from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from areal_async.config.models import GRADE, TEMPLATE, JudgeArguments, RewardModelArguments
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
-from reward_service.models.batching import WINDOW, choose_batch, cut_by_tokens, is_due
-from reward_service.models.endpoint import retry_after_s
-from reward_service.models.grades import NoGrade, Parser, verdict_of
-from reward_service.models.limits import MINUTE_S, Budget, Window, spread
-from reward_service.models.prompts import MissingText, fill
-from reward_service.models.replies import Replies
-from reward_service.models.servers import Servers
+from reward_service.backends.judge import GRADE, TEMPLATE, JudgeArguments
+from reward_service.backends.judge.endpoint import retry_after_s
+from reward_service.backends.judge.grades import NoGrade, Parser, verdict_of
+from reward_service.backends.judge.limits import MINUTE_S, Budget, Window, spread
+from reward_service.backends.judge.replies import Replies
+from reward_service.backends.judge.servers import Servers
+from reward_service.backends.reward_model import RewardModelArguments
+from reward_service.backends.reward_model.batching import WINDOW, choose_batch, cut_by_tokens, is_due
+from reward_service.backends.templates import MissingText, fill
 from reward_service.sdk import RewardInput
 
 # --- grades ------------------------------------------------------------------------------------------

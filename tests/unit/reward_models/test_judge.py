@@ -237,7 +237,7 @@ def test_without_a_cache_everything_is_asked(judged):
 
 def test_a_rate_limit_of_the_job_delays_calls_and_fails_none(monkeypatch):
     """The minute is made a short one."""
-    monkeypatch.setattr("reward_service.models.limits.MINUTE_S", 1.6)
+    monkeypatch.setattr("reward_service.backends.judge.limits.MINUTE_S", 1.6)
 
     async def work():
         at_s = []
@@ -259,7 +259,7 @@ def test_a_rate_limit_of_the_job_delays_calls_and_fails_none(monkeypatch):
 
 def test_waiting_for_the_tokens_of_long_prompts_is_no_timeout(monkeypatch):
     """What a request costs is known when the first is made, and then capacity is less and patience more."""
-    monkeypatch.setattr("reward_service.models.limits.MINUTE_S", 3.0)
+    monkeypatch.setattr("reward_service.backends.judge.limits.MINUTE_S", 3.0)
     monkeypatch.setattr("reward_service.router.GRACE_S", 0.1)
 
     async def work():
@@ -347,7 +347,7 @@ def test_what_no_retry_cures_is_said_before_the_job_begins(status, advice):
 
 
 def test_a_judge_that_nobody_serves_is_said_with_its_address(monkeypatch):
-    monkeypatch.setattr("reward_service.models.judge.START_LIMIT_S", 0.2)
+    monkeypatch.setattr("reward_service.backends.judge.backend.START_LIMIT_S", 0.2)
 
     async def work():
         async with JudgeServer(grade) as server:
@@ -380,7 +380,7 @@ def test_a_key_that_is_not_set_is_named(monkeypatch):
 
 
 def test_a_replica_that_hangs_at_the_start_does_not_keep_the_others_from_serving(monkeypatch):
-    monkeypatch.setattr("reward_service.models.judge.START_LIMIT_S", 0.3)
+    monkeypatch.setattr("reward_service.backends.judge.backend.START_LIMIT_S", 0.3)
 
     async def hang(reader, writer):
         await reader.read()

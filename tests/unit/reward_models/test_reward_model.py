@@ -9,7 +9,7 @@ import pytest
 
 from areal_async.config.reward import RewardSection
 from areal_async.rpc.verdicts import Score, Timeout
-from reward_service.models.reward_model import START_LIMIT_S, RewardModel
+from reward_service.backends.reward_model.backend import START_LIMIT_S, RewardModel
 from reward_service.sdk import RewardInput, RewardLoadError
 from reward_service.spec import RewardSpec
 from tests.unit.reward_models.conftest import score

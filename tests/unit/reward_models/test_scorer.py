@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from areal_async.config.models import RewardModelArguments
 from areal_async.rpc.verdicts import Failure, Score
-from reward_service.models.model_worker import Scorer, Unusable
+from reward_service.backends.reward_model import RewardModelArguments
+from reward_service.backends.reward_model.worker import Scorer, Unusable
 from tests.unit.reward_models.tiny import bare_scores, write_encoder, write_reward_model
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ import pytest
 from code_table import table
 
 from areal_async.config.reward import RewardSection
-from areal_async.config.verifiers import REWARD_ARGUMENTS
+from areal_async.registry import REWARDS
 from areal_async.rpc.verdicts import Abstain, Score
 from reward_service.client import LocalScorer
 from reward_service.sandbox import CompilerMissing, Outcome, languages
@@ -67,7 +67,7 @@ def test_a_loop_is_a_wrong_answer_within_the_budget():
 
 def test_arguments_of_the_config_are_those_that_the_rewards_take():
     for name, function in (("code_stdio", code_stdio), ("code_tests", code_tests)):
-        arguments = REWARD_ARGUMENTS[name]().model_dump()
+        arguments = REWARDS.find(name).Arguments().model_dump()
         assert set(arguments) <= set(Settings.__struct_fields__)
         assert function(fenced(""), **arguments).value == 0
 

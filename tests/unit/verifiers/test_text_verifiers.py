@@ -9,13 +9,13 @@ import pytest
 from pydantic import ValidationError
 from verifiers import VERIFIERS, fuzz
 
-from areal_async.config.verifiers import REWARD_ARGUMENTS
+from areal_async.registry import REWARDS
 from areal_async.rpc.verdicts import Abstain, Score
 from reward_service.sdk import BUILT_IN, RewardInput, load_reward
 from reward_service.verifiers.answers import answer_of
 from reward_service.verifiers.instruction_checks import CHECKS, follows
 
-ARGUMENTS = {name: REWARD_ARGUMENTS[name] for name in REWARD_ARGUMENTS if name in VERIFIERS}
+ARGUMENTS = {name: part.Arguments for name in BUILT_IN if hasattr(part := REWARDS.find(name), "Arguments")}
 
 
 def value(name, response, truth=None, *, extra=None, tokens=0, truncated=False, **args):
@@ -30,14 +30,14 @@ def value(name, response, truth=None, *, extra=None, tokens=0, truncated=False, 
     return verdict.value if isinstance(verdict, Score) else verdict
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILT_IN) & set(ARGUMENTS)))
+@pytest.mark.parametrize("name", sorted(set(VERIFIERS) & set(ARGUMENTS)))
 def test_the_job_file_has_the_arguments_and_defaults_that_the_function_has(name):
     taken = {
         parameter.name: parameter.default
         for parameter in inspect.signature(load_reward(name)).parameters.values()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
-    fields = {field.alias or key: field for key, field in REWARD_ARGUMENTS[name].model_fields.items()}
+    fields = {field.alias or key: field for key, field in ARGUMENTS[name].model_fields.items()}
     assert set(fields) == set(taken)
     for key, field in fields.items():
         if field.is_required():
@@ -65,7 +65,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_arguments_that_cannot_be_meant_are_refused_where_the_job_file_is_read(name):
     with pytest.raises(ValidationError):
-        REWARD_ARGUMENTS[name].model_validate(MISTAKES[name])
+        ARGUMENTS[name].model_validate(MISTAKES[name])
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_arguments_that_cannot_be_meant_are_refused_where_the_job_file_is_read(n
 )
 def test_parts_are_told_apart_and_run_in_the_pool(parts):
     with pytest.raises(ValidationError, match=r"called|not computed in the pool"):
-        REWARD_ARGUMENTS["weighted"].model_validate({"parts": parts})
+        ARGUMENTS["weighted"].model_validate({"parts": parts})
 
 
 PLACES = [

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from areal_async.config.reward import RewardSection
-from reward_service.remote.backend import RemoteBackend
+from reward_service.backends.remote.backend import RemoteBackend
 from reward_service.spec import RewardSpec
 
 ROOT = Path(__file__).parents[4]

@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
-from reward_service.remote import metrics
+from reward_service.backends.remote import metrics
 from reward_service.sdk import RewardInput, RewardLoadError
 
 

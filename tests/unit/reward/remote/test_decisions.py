@@ -5,10 +5,10 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_service.remote.backoff import pause_s
-from reward_service.remote.balance import Load, choose
-from reward_service.remote.breaker import Breaker
-from reward_service.remote.pace import Pace
+from reward_service.backends.remote.backoff import pause_s
+from reward_service.backends.remote.balance import Load, choose
+from reward_service.backends.remote.breaker import Breaker
+from reward_service.backends.remote.pace import Pace
 
 
 def opened(breaker, now_s=100.0):

@@ -20,15 +20,15 @@ from areal_async.cli.tools import ServeRequest
 from areal_async.errors import ArealError, EndpointError
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from reward_service.backends.remote.host.__main__ import curve_secret
+from reward_service.backends.remote.host.__main__ import serve as run_server
+from reward_service.backends.remote.host.access import Gate, http_socket, zmq_endpoint
+from reward_service.backends.remote.host.desk import Desk
+from reward_service.backends.remote.host.http import http_server
+from reward_service.backends.remote.host.offers import read_offers
+from reward_service.backends.remote.host.zeromq import ZmqServer
+from reward_service.backends.remote.schema import Limits
 from reward_service.pool import Pool
-from reward_service.remote.host.__main__ import curve_secret
-from reward_service.remote.host.__main__ import serve as run_server
-from reward_service.remote.host.access import Gate, http_socket, zmq_endpoint
-from reward_service.remote.host.desk import Desk
-from reward_service.remote.host.http import http_server
-from reward_service.remote.host.offers import read_offers
-from reward_service.remote.host.zeromq import ZmqServer
-from reward_service.remote.schema import Limits
 from reward_service.sdk import RewardInput, RewardLoadError
 
 FILE = Path(__file__).with_name("offered.py")

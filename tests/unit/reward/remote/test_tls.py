@@ -10,12 +10,12 @@ from starlette.responses import PlainTextResponse
 
 from areal_async.rpc.http import HttpLimits, HttpServer, listen
 from areal_async.rpc.verdicts import Score
+from reward_service.backends.remote.host.access import Gate, http_socket
+from reward_service.backends.remote.host.desk import Desk
+from reward_service.backends.remote.host.http import http_server, tls_of
+from reward_service.backends.remote.host.offers import read_offers
+from reward_service.backends.remote.schema import Limits
 from reward_service.pool import Pool
-from reward_service.remote.host.access import Gate, http_socket
-from reward_service.remote.host.desk import Desk
-from reward_service.remote.host.http import http_server, tls_of
-from reward_service.remote.host.offers import read_offers
-from reward_service.remote.schema import Limits
 from reward_service.sdk import RewardInput, RewardLoadError
 
 

@@ -20,11 +20,11 @@ from areal_async.rpc.door import Door
 from areal_async.rpc.polled import PolledSocket
 from areal_async.rpc.secret import CurveKeys, Password
 from areal_async.runtime.log import get_logger
-from reward_service.remote.host.access import Gate, tcp_socket, zmq_endpoint
-from reward_service.remote.host.desk import Desk, RequestRefused
-from reward_service.remote.host.http import Answered
-from reward_service.remote.schema import Ask, Refused, Request
-from reward_service.remote.transport import Msgpack
+from reward_service.backends.remote.host.access import Gate, tcp_socket, zmq_endpoint
+from reward_service.backends.remote.host.desk import Desk, RequestRefused
+from reward_service.backends.remote.host.http import Answered
+from reward_service.backends.remote.schema import Ask, Refused, Request
+from reward_service.backends.remote.transport import Msgpack
 
 log = get_logger("reward")
 

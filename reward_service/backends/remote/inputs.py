@@ -8,7 +8,7 @@ from collections.abc import Collection
 import msgspec
 
 from areal_async.trajectory import summarise
-from reward_service.remote.schema import Extra, Input, Segment, Trajectory
+from reward_service.backends.remote.schema import Extra, Input, Segment, Trajectory
 from reward_service.sdk import RewardInput
 
 KINDS = ("prompt", "sampled", "tool", "environment")

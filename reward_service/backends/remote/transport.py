@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from areal_async.rpc.verdicts import Verdict
-from reward_service.remote.errors import ServerBroken, ServerRefused
-from reward_service.remote.schema import Health, Info, Refusal, Request, Verdicts
+from reward_service.backends.remote.errors import ServerBroken, ServerRefused
+from reward_service.backends.remote.schema import Health, Info, Refusal, Request, Verdicts
 
 T = TypeVar("T")
 
@@ -58,8 +58,8 @@ class Msgpack:
 
 
 class Transport(Protocol):
-    """Every method ends by its deadline, with the answer or an error of reward_service.remote.errors.
-    Requests may run at the same time."""
+    """Every method ends by its deadline, with the answer or an error of `errors`. Requests may run at the
+    same time."""
 
     @property
     def form(self) -> Form: ...

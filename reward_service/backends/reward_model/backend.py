@@ -21,17 +21,17 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from areal_async.config.models import MODEL_START_LIMIT_S, RewardModelArguments
 from areal_async.config.reward import RewardSection
 from areal_async.rpc.verdicts import Failure, Timeout, Verdict
 from areal_async.runtime.log import get_logger
-from reward_service.backend import Call, OnVerdicts
-from reward_service.models import metrics
-from reward_service.models.batching import WINDOW, choose_batch, is_due
-from reward_service.models.inbox import Inbox
-from reward_service.models.model_channel import Loaded, LoadFailed, Report, Scored, Texts
-from reward_service.models.model_process import ModelProcess
-from reward_service.models.prompts import MissingText, fill
+from reward_service import metrics
+from reward_service.backends import Call, OnVerdicts
+from reward_service.backends.inbox import Inbox
+from reward_service.backends.reward_model import START_LIMIT_S, RewardModelArguments
+from reward_service.backends.reward_model.batching import WINDOW, choose_batch, is_due
+from reward_service.backends.reward_model.process import ModelProcess
+from reward_service.backends.reward_model.protocol import Loaded, LoadFailed, Report, Scored, Texts
+from reward_service.backends.templates import MissingText, fill
 from reward_service.sdk import RewardInput, RewardLoadError
 from reward_service.spec import RewardSpec
 
@@ -41,8 +41,6 @@ MAX_QUEUED = 8192
 """Texts that wait."""
 AHEAD = 2
 """Batches that the process has: one it computes, and one that is ready when that is done."""
-START_LIMIT_S = MODEL_START_LIMIT_S
-"""For loading the model."""
 MAX_FAILED_STARTS = 4
 """In a row, before the backend gives up."""
 TICK_S = 0.05

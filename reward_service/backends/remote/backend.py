@@ -24,25 +24,24 @@ from typing import Any, Self
 import msgspec
 from pydantic import ValidationError
 
-from areal_async.config.remote import RemoteArguments
 from areal_async.config.reward import RewardSection
 from areal_async.rpc.verdicts import Failure, Timeout, Verdict
 from areal_async.runtime.log import get_logger
 from areal_async.trajectory import TrajectoryError
-from reward_service.backend import Call, OnVerdicts
+from reward_service.backends import Call, OnVerdicts
+from reward_service.backends.remote import RemoteArguments, metrics
+from reward_service.backends.remote.answers import read_verdicts
+from reward_service.backends.remote.backoff import pause_s
+from reward_service.backends.remote.balance import choose
+from reward_service.backends.remote.errors import ServerBroken, ServerGone, ServerLate, ServerRefused
+from reward_service.backends.remote.http import HttpTransport
+from reward_service.backends.remote.inputs import to_wire
+from reward_service.backends.remote.pace import Pace
+from reward_service.backends.remote.replica import Replica, Wanted
+from reward_service.backends.remote.schema import NOT_RUN
+from reward_service.backends.remote.transport import Transport
+from reward_service.backends.remote.zeromq import ZmqTransport
 from reward_service.checking import clip
-from reward_service.remote import metrics
-from reward_service.remote.answers import read_verdicts
-from reward_service.remote.backoff import pause_s
-from reward_service.remote.balance import choose
-from reward_service.remote.errors import ServerBroken, ServerGone, ServerLate, ServerRefused
-from reward_service.remote.http import HttpTransport
-from reward_service.remote.inputs import to_wire
-from reward_service.remote.pace import Pace
-from reward_service.remote.replica import Replica, Wanted
-from reward_service.remote.schema import NOT_RUN
-from reward_service.remote.transport import Transport
-from reward_service.remote.zeromq import ZmqTransport
 from reward_service.sdk import RewardInput, RewardLoadError
 from reward_service.spec import RewardSpec
 

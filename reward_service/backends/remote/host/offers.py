@@ -11,11 +11,11 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any
 
-from areal_async.config.reward import BUILT_IN_REWARDS, Scope
-from areal_async.config.rewardcheck import marked_scope
-from reward_service.backends import BACKENDS
+from areal_async.config.reward import Scope
+from areal_async.config.rewardcheck import marked_scope, part_of, runs_in_pool, scopes_of
+from areal_async.registry import REWARDS
+from reward_service.backends.remote.schema import Extra, RewardInfo
 from reward_service.programs import own_file
-from reward_service.remote.schema import Extra, RewardInfo
 from reward_service.sdk import RewardLoadError
 from reward_service.spec import RewardSpec
 
@@ -82,17 +82,18 @@ def version_of(target: str) -> str:
 def _read(target: str, wants: tuple[Extra, ...]) -> Offer:
     file = own_file(target)
     if file is None:
-        local = [name for name in BUILT_IN_REWARDS if name not in BACKENDS]
-        if target not in local:
-            names = ", ".join(local)
+        part = part_of(target)
+        if part is None or not runs_in_pool(part):
+            names = ", ".join(name for name in REWARDS.names if runs_in_pool(part_of(name)))
             raise RewardLoadError(
                 f"there is no reward {target!r}. Write path.py:function, or one of {names}."
             )
-        return Offer(target, target, wants=wants)
+        scope: Scope = "episode" if "episode" in scopes_of(part) else "group"
+        return Offer(target, target, scope, wants)
     name = target.rpartition(":")[2]
     definition = _definition(target, file, name)
     described = (ast.get_docstring(definition) or "").strip().split("\n")[0] if definition else ""
-    scope: Scope = "group" if definition and marked_scope(definition) == "group" else "episode"
+    scope = "group" if definition and marked_scope(definition) == "group" else "episode"
     return Offer(name, f"{file.resolve()}:{name}", scope, wants, described)
 
 

@@ -18,23 +18,30 @@ from typing import Any
 
 import msgspec
 
-from areal_async.config.remote import ANSWER_GRACE_S
 from areal_async.config.reward import Scope
 from areal_async.runtime.log import get_logger
-from reward_service.remote import metrics
-from reward_service.remote.backoff import pause_s
-from reward_service.remote.balance import Load
-from reward_service.remote.breaker import Breaker
-from reward_service.remote.errors import (
+from reward_service.backends.remote import ANSWER_GRACE_S, metrics
+from reward_service.backends.remote.backoff import pause_s
+from reward_service.backends.remote.balance import Load
+from reward_service.backends.remote.breaker import Breaker
+from reward_service.backends.remote.errors import (
     RemoteError,
     ServerBroken,
     ServerGone,
     ServerLate,
     ServerRefused,
 )
-from reward_service.remote.pace import Pace
-from reward_service.remote.schema import PROTOCOL, Health, Info, Limits, Request, RewardInfo, Verdicts
-from reward_service.remote.transport import Transport
+from reward_service.backends.remote.pace import Pace
+from reward_service.backends.remote.schema import (
+    PROTOCOL,
+    Health,
+    Info,
+    Limits,
+    Request,
+    RewardInfo,
+    Verdicts,
+)
+from reward_service.backends.remote.transport import Transport
 
 log = get_logger("reward")
 

@@ -1,4 +1,4 @@
-"""`python -m reward_service.remote.host REQUEST`: what `areal-async reward serve` becomes."""
+"""`python -m reward_service.backends.remote.host REQUEST`: what `areal-async reward serve` becomes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import zmq
 from rich.console import Console
 
 from areal_async.cli.tools import ServeRequest, run_tool
-from areal_async.config.remote import read_token
 from areal_async.errors import ArealError
 from areal_async.runtime.log import setup_logging
 from reward_service import metrics
+from reward_service.backends.remote import read_token
+from reward_service.backends.remote.host.access import Gate, http_socket
+from reward_service.backends.remote.host.desk import Desk
+from reward_service.backends.remote.host.http import http_server, tls_of
+from reward_service.backends.remote.host.offers import Offer, read_offers, version_of
+from reward_service.backends.remote.host.zeromq import ZmqServer
+from reward_service.backends.remote.schema import Limits
 from reward_service.pool import Pool
-from reward_service.remote.host.access import Gate, http_socket
-from reward_service.remote.host.desk import Desk
-from reward_service.remote.host.http import http_server, tls_of
-from reward_service.remote.host.offers import Offer, read_offers, version_of
-from reward_service.remote.host.zeromq import ZmqServer
-from reward_service.remote.schema import Limits
 
 DRAIN_LIMIT_S = 5.0
 """For requests under way when the server is told to end."""

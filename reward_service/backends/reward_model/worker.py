@@ -5,7 +5,7 @@ others of its batch nothing; a text's score does not depend on its company beyon
 unpickled and no code of the model's is run; the process dies with its owner. A device that no longer computes
 ends the process.
 
-Started by its owner as `python -m reward_service.models.model_worker`.
+Started by its owner as `python -m reward_service.backends.reward_model.worker`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,21 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from areal_async.config.models import RewardModelArguments
 from areal_async.rpc.verdicts import Failure, Score, Verdict
 from areal_async.runtime.service import die_with_parent
+from reward_service.backends.reward_model import RewardModelArguments
+from reward_service.backends.reward_model.batching import cut_by_tokens
+from reward_service.backends.reward_model.protocol import (
+    Load,
+    Loaded,
+    LoadFailed,
+    Order,
+    Report,
+    Scored,
+    Texts,
+)
 from reward_service.channel import LENGTH, framed
 from reward_service.checking import describe
-from reward_service.models.batching import cut_by_tokens
-from reward_service.models.model_channel import Load, Loaded, LoadFailed, Order, Report, Scored, Texts
 
 AHEAD = 2
 """Batches read and tokenized before their turn."""

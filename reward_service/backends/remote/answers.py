@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from areal_async.rpc.verdicts import Failure, Verdict
+from reward_service.backends.remote.transport import Form
 from reward_service.checking import as_verdict, clip
-from reward_service.remote.transport import Form
 from reward_service.sdk import RewardInput
 
 

@@ -1,27 +1,22 @@
-"""`reward.args` of the reward `remote`: which servers score, and how they are asked."""
+"""The reward `remote`: a reward in other processes, over HTTP + JSON or ZMQ + msgpack. docs/reward-rpc.md is
+the page about it."""
 
 from __future__ import annotations
 
 import os
-import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
-from areal_async.config.base import Section
+from areal_async.config.base import Section, refuse_password
+from reward_service.backends import BackendReward
 
 ANSWER_GRACE_S = 1.0
 """Beyond the deadline of an input, for the answer to arrive."""
 SCHEMES = ("http", "https", "tcp", "ipc")
-
-
-def refuse_password(url: str, instead: str) -> None:
-    """Raises ValueError for a URL that logs in: addresses are shown in logs, metrics and verdicts."""
-    scheme, _, rest = url.partition("://")
-    if scheme != "ipc" and "@" in re.split("[/?#]", rest, maxsplit=1)[0]:
-        raise ValueError(f"the address holds a password; use {instead}")
 
 
 def check_url(url: str) -> str:
@@ -114,3 +109,18 @@ def read_token(path: Path) -> str:
     if not token.isascii() or any(letter.isspace() for letter in token):
         raise ValueError(f"token_file: {path} holds more than one word of ASCII letters")
     return token
+
+
+class RemoteReward(BackendReward):
+    """The part `remote`."""
+
+    Arguments = RemoteArguments
+    scopes = ("episode", "group")
+    implementation = "reward_service.backends.remote.backend:RemoteBackend"
+
+    @classmethod
+    def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
+        try:
+            return RemoteArguments.model_validate(arguments).patience_s(timeout_s)
+        except ValidationError:
+            return 0.0  # the reward cannot be loaded with these, and says so itself

@@ -18,11 +18,10 @@ import msgspec
 
 from areal_async.rpc.verdicts import Failure, Score, Verdict, kind_of
 from reward_service import metrics
-from reward_service.backend import Call
-from reward_service.pool import Pool
-from reward_service.remote.host.offers import Offer
-from reward_service.remote.inputs import from_wire
-from reward_service.remote.schema import (
+from reward_service.backends import Call
+from reward_service.backends.remote.host.offers import Offer
+from reward_service.backends.remote.inputs import from_wire
+from reward_service.backends.remote.schema import (
     NOT_RUN,
     PROTOCOL,
     Health,
@@ -34,7 +33,8 @@ from reward_service.remote.schema import (
     Request,
     Status,
 )
-from reward_service.remote.transport import Form
+from reward_service.backends.remote.transport import Form
+from reward_service.pool import Pool
 from reward_service.sdk import RewardLoadError
 from reward_service.spec import RewardSpec
 

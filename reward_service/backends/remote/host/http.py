@@ -17,10 +17,10 @@ from starlette.routing import Route
 import areal_async.runtime.metrics  # noqa: F401  (it settles which series a counter has)
 from areal_async.rpc.http import BodyTooLong, HttpLimits, HttpServer, ServerFull, read_body
 from areal_async.rpc.verdicts import Verdict
-from reward_service.remote.host.access import Gate
-from reward_service.remote.host.desk import LONGEST_DEADLINE_S, Desk, RequestRefused
-from reward_service.remote.schema import STATUS_OF, Refused, Request
-from reward_service.remote.transport import Json
+from reward_service.backends.remote.host.access import Gate
+from reward_service.backends.remote.host.desk import LONGEST_DEADLINE_S, Desk, RequestRefused
+from reward_service.backends.remote.schema import STATUS_OF, Refused, Request
+from reward_service.backends.remote.transport import Json
 
 CONNECTIONS = 512
 BODIES_AT_ONCE = 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areal_async.errors import ArealError
-from reward_service.remote.schema import Refusal
+from reward_service.backends.remote.schema import Refusal
 
 
 class RemoteError(ArealError):

@@ -1,14 +1,19 @@
-"""`reward.args` of the rewards that are models: `reward_model` and `judge`."""
+"""The reward `judge`: a language model behind OpenAI-compatible servers grades the responses."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from areal_async.config.base import Section
+from areal_async.config.errors import Mistake
+from reward_service.backends import BackendReward
 
 TEMPLATE = """\
 Grade the answer to a task from 0 (wrong or useless) to 10 (right and complete).
@@ -24,69 +29,10 @@ Grade: <number from 0 to 10>"""
 """What a judge is asked unless the job says otherwise."""
 GRADE = r"(?i)grade\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
 """Where its answer says the grade, to go with `TEMPLATE`."""
-MODEL_START_LIMIT_S = 600.0
-"""For loading a reward model, also where its process is started again."""
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?")
 
 
 def _several(value: object) -> object:
     return (value,) if isinstance(value, str) else value
-
-
-class RewardModelArguments(Section):
-    """A sequence-classification model in a process of its own."""
-
-    model: str = Field(min_length=1)
-    """Directory of a Hugging Face model with a classification head, relative to the job file; or the name of
-    one in the hub's cache. Only safetensors are read."""
-    template: str = "{prompt}{response}"
-    """What the model reads, with `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{ability}` and
-    `{extra_info.NAME}` filled in. `chat`: the chat template of the model's own tokenizer, with the prompt as
-    the user's message and the response as the assistant's."""
-    label: str | int | None = None
-    """Which class is the reward, by name or index, where the model has several; its value is then a
-    probability."""
-    activation: Literal["none", "sigmoid"] = "none"
-    """What is done to the number of a model with one output."""
-    max_batch: int = Field(default=32, ge=1, le=65_536)
-    """Most texts computed together."""
-    max_batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens computed together, padding included; a single longer text goes alone."""
-    max_wait_ms: float = Field(default=5.0, ge=0)
-    """How long an idle model waits for company for a text."""
-    max_tokens: int = Field(default=4096, ge=1)
-    """Longest text, in tokens of the reward model; less where the model can read less."""
-    on_long: Literal["fail", "cut"] = "fail"
-    """A longer text: `fail` gives the verdict `error`; `cut` reads its end, and says so in the component
-    `cut_tokens`."""
-    device: str = "auto"
-    """`auto`: a GPU where there is one. Else `cpu`, `cuda` or `cuda:N`."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto`: float32 on a CPU, else what the model was saved in."""
-    threads: int = Field(default=1, ge=1, le=1024)
-    """Of the computation on a CPU."""
-
-    @field_validator("template")
-    @classmethod
-    def _shows_the_response(cls, value: str) -> str:
-        if value != "chat" and "{response}" not in value:
-            raise ValueError("the template has no {response}, so every response would score the same")
-        return value
-
-    @field_validator("device")
-    @classmethod
-    def _is_a_device(cls, value: str) -> str:
-        if not DEVICE.fullmatch(value):
-            raise ValueError("write auto, cpu, cuda or cuda:N")
-        return value
-
-    @model_validator(mode="after")
-    def _one_output_or_several(self) -> RewardModelArguments:
-        if self.label is not None and self.activation != "none":
-            raise ValueError(
-                "`label` is for models with several classes, `activation` for those with one output"
-            )
-        return self
 
 
 class JudgeArguments(Section):
@@ -141,7 +87,7 @@ class JudgeArguments(Section):
     """Name of the environment variable that holds the key."""
     cache_entries: int = Field(default=10_000, ge=0)
     """Replies that are kept; 0: none. The same request is then answered without the server."""
-    cache_file: str = ""
+    cache_file: Path | None = None
     """File that keeps as many replies beyond the job; relative to the job file."""
 
     @field_validator("base_url")
@@ -195,3 +141,27 @@ class JudgeArguments(Section):
         if self.cache_file and not self.cache_entries:
             raise ValueError("cache_file keeps cache_entries replies, and that is 0")
         return self
+
+
+class JudgeReward(BackendReward):
+    """The part `judge`."""
+
+    Arguments = JudgeArguments
+    implementation = "reward_service.backends.judge.backend:Judge"
+
+    @classmethod
+    def check_call(cls, arguments: Mapping[str, Any], timeout_s: float, field: str) -> Iterator[Mistake]:
+        """A rate limit at which a call would have to wait longer than it may take."""
+        rate, votes = arguments.get("requests_per_minute"), arguments.get("votes", 1)
+        if not isinstance(rate, int) or not isinstance(votes, int) or rate < 1:
+            return
+        least_s = math.ceil(60 * votes / rate)
+        if least_s > timeout_s:
+            section = field.removesuffix(".args")
+            yield Mistake(
+                f"{field}.requests_per_minute",
+                f"{rate} with votes = {votes} lets a call begin every {least_s} s, which is longer than the "
+                f"{timeout_s:g} s that one may take (timeout_s)",
+                f"Set {section}.timeout_s to {least_s} or more, or ask for fewer votes",
+                (f"{section}.timeout_s", "reward.timeout_s"),
+            )

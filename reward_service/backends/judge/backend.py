@@ -18,26 +18,25 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 from pydantic import ValidationError
 
-from areal_async.config.models import JudgeArguments
 from areal_async.config.reward import RewardSection
 from areal_async.rpc.verdicts import Failure, Timeout, Verdict
 from areal_async.runtime.log import get_logger
-from reward_service.backend import Call, OnVerdicts
+from reward_service import metrics
+from reward_service.backends import Call, OnVerdicts
+from reward_service.backends.inbox import Inbox
+from reward_service.backends.judge import JudgeArguments
+from reward_service.backends.judge.endpoint import Endpoint, Reply, Trouble, advice
+from reward_service.backends.judge.grades import LONGEST_REPLY, NoGrade, Parser, verdict_of
+from reward_service.backends.judge.limits import MINUTE_S, Budget, Entry, spread
+from reward_service.backends.judge.replies import Replies, key_of
+from reward_service.backends.judge.servers import Server, Servers
+from reward_service.backends.templates import MissingText, fill
 from reward_service.metrics import cache_lookup
-from reward_service.models import metrics
-from reward_service.models.endpoint import Endpoint, Reply, Trouble, advice
-from reward_service.models.grades import LONGEST_REPLY, NoGrade, Parser, verdict_of
-from reward_service.models.inbox import Inbox
-from reward_service.models.limits import MINUTE_S, Budget, Entry, spread
-from reward_service.models.prompts import MissingText, fill
-from reward_service.models.replies import Replies, key_of
-from reward_service.models.servers import Server, Servers
 from reward_service.sdk import RewardInput, RewardLoadError
 from reward_service.spec import RewardSpec
 
@@ -87,7 +86,7 @@ class Judge:
         self._changed = asyncio.Event()
         """A request ended, so that another may begin."""
         self._slots = asyncio.Semaphore(given.max_in_flight)
-        self._replies = Replies(given.cache_entries, Path(given.cache_file) if given.cache_file else None)
+        self._replies = Replies(given.cache_entries, given.cache_file)
         self._flights: dict[bytes, Flight] = {}
         self._inbox: Inbox[tuple[int, Call, OnVerdicts]] = Inbox(MAX_QUEUED)
         self._runners: list[asyncio.Task[None]] = []

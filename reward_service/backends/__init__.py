@@ -6,11 +6,17 @@ A call is one `RewardInput`, or under scope `group` the list of those of one gro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
+from areal_async.config.base import Section
 from areal_async.rpc.verdicts import Verdict
 from reward_service.sdk import RewardInput, RewardLoadError
+
+if TYPE_CHECKING:
+    from areal_async.config.reward import RewardSection
+    from areal_async.rewards import RewardSpec
 
 Call = RewardInput | list[RewardInput]
 OnVerdicts = Callable[[int, list[Verdict], float], None]
@@ -47,3 +53,25 @@ class Backend(Protocol):
 
     async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
         """Queue calls; waits while the queue is full. `on_verdicts` must not raise."""
+
+
+class BackendReward:
+    """A reward that no process of the pool computes, as the registry knows it: what it takes, and what scores
+    it. Subclasses are parts of the job file; the implementation is imported where episodes are scored."""
+
+    Arguments: ClassVar[type[Section]]
+    scopes: ClassVar[tuple[str, ...]] = ("episode",)
+    implementation: ClassVar[str]
+    """`module:Class` of the `Backend`, which is made with `(spec, section)`."""
+
+    @classmethod
+    def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
+        """Seconds that a call may take beyond its deadline and its turn, where what scores it may be away."""
+        return 0.0
+
+    @classmethod
+    def make(cls, spec: RewardSpec, section: RewardSection) -> Backend:
+        """The backend of the reward `spec` of a job's section. Raises `RewardLoadError`."""
+        module, _, name = cls.implementation.partition(":")
+        make: Callable[[RewardSpec, RewardSection], Backend] = getattr(importlib.import_module(module), name)
+        return make(spec, section)

@@ -18,14 +18,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from areal_async.config.models import RewardModelArguments
+from reward_service.backends.reward_model import RewardModelArguments
+from reward_service.backends.reward_model.protocol import MAX_FRAME_BYTES, Load, Order, Report
 from reward_service.channel import LENGTH, framed
-from reward_service.models.model_channel import MAX_FRAME_BYTES, Load, Order, Report
 from reward_service.process import Output, describe_exit
 
 
 class ModelProcess:
-    """A running `python -m reward_service.models.model_worker`."""
+    """A running `python -m reward_service.backends.reward_model.worker`."""
 
     def __init__(
         self,
@@ -120,5 +120,5 @@ async def _frame(reader: asyncio.StreamReader) -> bytes | None:
 
 
 def _command(link_fd: int) -> list[str]:
-    module = [sys.executable, "-P", "-m", "reward_service.models.model_worker"]
+    module = [sys.executable, "-P", "-m", "reward_service.backends.reward_model.worker"]
     return [*module, "--link-fd", str(link_fd), "--parent", str(os.getpid())]

@@ -10,9 +10,23 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from reward_service.remote.errors import RemoteError, ServerBroken, ServerGone, ServerLate, ServerRefused
-from reward_service.remote.schema import STATUS_OF, Health, Info, Refusal, RefusalKind, Request, Verdicts
-from reward_service.remote.transport import Json, ignore, read_answer
+from reward_service.backends.remote.errors import (
+    RemoteError,
+    ServerBroken,
+    ServerGone,
+    ServerLate,
+    ServerRefused,
+)
+from reward_service.backends.remote.schema import (
+    STATUS_OF,
+    Health,
+    Info,
+    Refusal,
+    RefusalKind,
+    Request,
+    Verdicts,
+)
+from reward_service.backends.remote.transport import Json, ignore, read_answer
 
 T = TypeVar("T")
 

@@ -22,10 +22,10 @@ from areal_async.rpc import endpoints
 from areal_async.rpc.contexts import end_context, open_context
 from areal_async.rpc.polled import PolledSocket
 from areal_async.rpc.secret import CurveKeys
-from reward_service.remote.errors import ServerBroken, ServerGone, ServerLate
-from reward_service.remote.handshake import client_keys, password_of
-from reward_service.remote.schema import Ask, Health, Info, Op, Request, Verdicts
-from reward_service.remote.transport import Msgpack, ignore, read_answer
+from reward_service.backends.remote.errors import ServerBroken, ServerGone, ServerLate
+from reward_service.backends.remote.handshake import client_keys, password_of
+from reward_service.backends.remote.schema import Ask, Health, Info, Op, Request, Verdicts
+from reward_service.backends.remote.transport import Msgpack, ignore, read_answer
 
 T = TypeVar("T")
 

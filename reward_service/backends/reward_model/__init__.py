@@ -1,0 +1,119 @@
+"""The reward `reward_model`: a sequence-classification model, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from areal_async.config.base import Section
+from areal_async.config.errors import Mistake
+from areal_async.config.reward import FolderOrName
+from reward_service.backends import BackendReward
+
+START_LIMIT_S = 600.0
+"""For loading a model, also where its process is started again."""
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+
+
+class RewardModelArguments(Section):
+    """A sequence-classification model in a process of its own."""
+
+    model: FolderOrName = Field(min_length=1)
+    """Directory of a Hugging Face model with a classification head, relative to the job file; or the name of
+    one in the hub's cache. Only safetensors are read."""
+    template: str = "{prompt}{response}"
+    """What the model reads, with `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{ability}` and
+    `{extra_info.NAME}` filled in. `chat`: the chat template of the model's own tokenizer, with the prompt as
+    the user's message and the response as the assistant's."""
+    label: str | int | None = None
+    """Which class is the reward, by name or index, where the model has several; its value is then a
+    probability."""
+    activation: Literal["none", "sigmoid"] = "none"
+    """What is done to the number of a model with one output."""
+    max_batch: int = Field(default=32, ge=1, le=65_536)
+    """Most texts computed together."""
+    max_batch_tokens: int = Field(default=16384, ge=1)
+    """Most tokens computed together, padding included; a single longer text goes alone."""
+    max_wait_ms: float = Field(default=5.0, ge=0)
+    """How long an idle model waits for company for a text."""
+    max_tokens: int = Field(default=4096, ge=1)
+    """Longest text, in tokens of the reward model; less where the model can read less."""
+    on_long: Literal["fail", "cut"] = "fail"
+    """A longer text: `fail` gives the verdict `error`; `cut` reads its end, and says so in the component
+    `cut_tokens`."""
+    device: str = "auto"
+    """`auto`: a GPU where there is one. Else `cpu`, `cuda` or `cuda:N`."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto`: float32 on a CPU, else what the model was saved in."""
+    threads: int = Field(default=1, ge=1, le=1024)
+    """Of the computation on a CPU."""
+
+    @field_validator("template")
+    @classmethod
+    def _shows_the_response(cls, value: str) -> str:
+        if value != "chat" and "{response}" not in value:
+            raise ValueError("the template has no {response}, so every response would score the same")
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, value: str) -> str:
+        if not DEVICE.fullmatch(value):
+            raise ValueError("write auto, cpu, cuda or cuda:N")
+        return value
+
+    @model_validator(mode="after")
+    def _one_output_or_several(self) -> RewardModelArguments:
+        if self.label is not None and self.activation != "none":
+            raise ValueError(
+                "`label` is for models with several classes, `activation` for those with one output"
+            )
+        return self
+
+
+class RewardModelReward(BackendReward):
+    """The part `reward_model`."""
+
+    Arguments = RewardModelArguments
+    implementation = "reward_service.backends.reward_model.backend:RewardModel"
+
+    @classmethod
+    def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
+        """The process may die at any moment, and the next one loads the model first."""
+        return START_LIMIT_S
+
+    @classmethod
+    def check_files(cls, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        """What is missing in the model's folder; one that is a name in the hub's cache is not looked at."""
+        model = arguments.get("model")
+        if not isinstance(model, str) or not os.path.isabs(model):
+            return
+        where, folder = f"{field}.model", Path(model)
+        if not folder.is_dir():
+            yield Mistake(
+                where, f"{folder} is no folder", "Give a Hugging Face directory, or a name in the hub"
+            )
+            return
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            problem = f"{folder} has no readable config.json"
+            yield Mistake(where, problem, "Give a complete Hugging Face model directory")
+            return
+        if not any(folder.glob("*.safetensors")):
+            problem = f"{folder} has no .safetensors weights (pickled .bin files are never loaded)"
+            yield Mistake(where, problem, "Save it again with save_pretrained(..., safe_serialization=True)")
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            fix = "Save the tokenizer into the same directory with tokenizer.save_pretrained"
+            yield Mistake(where, f"{folder} has no tokenizer", fix)
+        names = config.get("architectures") if isinstance(config, dict) else None
+        if names and not any(str(name).endswith("ForSequenceClassification") for name in names):
+            problem = f"{', '.join(map(str, names))} is no reward model: it has no classification head"
+            yield Mistake(where, problem, "Give a model of a …ForSequenceClassification class")

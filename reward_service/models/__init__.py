@@ -1,1 +1,0 @@
-"""Models as rewards: a sequence-classification model (`reward_model`) and a language model as a judge."""
