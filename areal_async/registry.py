@@ -47,12 +47,14 @@ class Registry:
     """All parts of one kind, such as `Registry("workflow", "rollout_service.workflows:BUILT_IN", leading=2)`.
 
     `built_in` is the `module:attribute` of the owner's table, which is imported when a part is asked for.
-    `leading` is how many positional parameters of a part the caller fills itself.
+    `leading` is how many positional parameters of a part the caller fills itself; `coroutine` says that a
+    part which is a function is an `async def`.
     """
 
-    def __init__(self, kind: str, built_in: str, *, leading: int = 0) -> None:
+    def __init__(self, kind: str, built_in: str, *, leading: int = 0, coroutine: bool = False) -> None:
         self.kind = kind
         self.leading = leading
+        self.coroutine = coroutine
         self.group = f"areal_async.{kind}s"
         self._table = built_in
 
@@ -110,9 +112,10 @@ class Registry:
         return f"Use {', '.join(self.names)}, or `path.py:name` of one of your own"
 
     def mistakes(
-        self, name: str, arguments: Mapping[str, Any], *, field: str, args_field: str
+        self, name: str, arguments: Mapping[str, Any] | None, *, field: str, args_field: str
     ) -> Iterator[Mistake]:
-        """What is wrong with `name`, which stands in `field`, and with its `arguments` in `args_field`.
+        """What is wrong with `name`, which stands in `field`, and with its `arguments` in `args_field` (None:
+        a part of this kind takes none from a job file).
 
         Runs no file of the user's. What depends on the rest of the job, `check_job` of the part tells."""
         if name not in self.names:
@@ -129,6 +132,8 @@ class Registry:
             yield Mistake(
                 field, str(error).rstrip("."), "Mend or reinstall that package, or name another part"
             )
+            return
+        if arguments is None:
             return
         section = getattr(part, "Arguments", None)
         if section is not None:
@@ -147,7 +152,7 @@ class Registry:
         yield from _keyword_mistakes(owner, given, [p.name for p in taken], needed, free=free, field=field)
 
     def _mistakes_of_file(
-        self, path: Path, attribute: str, given: Mapping[str, Any], field: str, args_field: str
+        self, path: Path, attribute: str, given: Mapping[str, Any] | None, field: str, args_field: str
     ) -> Iterator[Mistake]:
         try:
             tree = ast.parse(read_regular(path))
@@ -162,7 +167,9 @@ class Registry:
             yield Mistake(field, f"{path} is not Python that can be read: {error}", "Mend the file")
             return
         node = _defined(tree).get(attribute)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if self.coroutine and isinstance(node, ast.FunctionDef):
+            yield Mistake(field, f"{attribute} in {path} is not a coroutine", "Write it as `async def`")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and given is not None:
             a = node.args
             positional = [argument.arg for argument in (*a.posonlyargs, *a.args)]
             without_default = positional[: len(positional) - len(a.defaults)][self.leading :]
@@ -170,9 +177,8 @@ class Registry:
             needed = without_default + [argument.arg for argument, default in keywords if default is None]
             takes = positional[self.leading :] + [argument.arg for argument in a.kwonlyargs]
             owner = f"the {self.kind} {attribute} in {path}"
-            yield from _keyword_mistakes(
-                owner, given, takes, needed, free=a.kwarg is not None, field=args_field
-            )
+            free = a.kwarg is not None
+            yield from _keyword_mistakes(owner, given, takes, needed, free=free, field=args_field)
         elif node is None:
             choice = ", ".join(_defined(tree)) or "nothing"
             yield Mistake(field, f"{path} defines no {attribute!r}", f"It defines {choice}")
@@ -188,6 +194,8 @@ def _defined(tree: ast.Module) -> dict[str, ast.AST]:
             found |= {alias.asname or alias.name: node for alias in node.names}
         elif isinstance(node, ast.Assign):
             found |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = node
     return found
 
 
@@ -240,9 +248,9 @@ def _keyword_mistakes(
 
 
 ENGINES = Registry("engine", "rollout_service.engines:BUILT_IN")
-WORKFLOWS = Registry("workflow", "rollout_service.workflows:BUILT_IN", leading=2)
+WORKFLOWS = Registry("workflow", "rollout_service.workflows:BUILT_IN", leading=2, coroutine=True)
 ENVIRONMENTS = Registry("environment", "rollout_service.environments:BUILT_IN")
-TOOLS = Registry("tool", "rollout_service.workflows.calculator:BUILT_IN_TOOLS")
+TOOLS = Registry("tool", "rollout_service.workflows.tools:BUILT_IN")
 REWARDS = Registry("reward", "reward_service.sdk:BUILT_IN", leading=1)
 ADVANTAGES = Registry("advantage", "trainer_service.algorithms:ADVANTAGES", leading=2)
 LOSSES = Registry("loss", "trainer_service.algorithms:LOSSES")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_async.config.gateway import GatewaySection
+from areal_async.config.rollout import GatewaySection
 from areal_async.runtime.log import setup_logging
 from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service.engines.base import GenerateRequest, GenerateResult

@@ -14,8 +14,6 @@ from areal_async.config.job import JobConfig
 from areal_async.config.parts import part_mistakes
 from areal_async.config.redis_url import FORMS, RedisUrl, parse_redis_url
 from areal_async.config.rewardcheck import reward_mistakes
-from areal_async.config.workflow import WORKFLOW_ARGUMENTS
-from areal_async.config.workflowcheck import argument_mistakes
 
 Rule = Callable[[JobConfig], Iterator[Mistake]]
 
@@ -69,11 +67,6 @@ def _groups_have_a_baseline(job: JobConfig) -> Iterator[Mistake]:
     if job.rollout.group_size == 1 and job.trainer.objective.advantage == "grpo":
         problem = "the grpo advantage of a group of one episode is always zero, so nothing is learned"
         yield Mistake("rollout.group_size", problem, "Set it to 2 or more", ("trainer.objective.advantage",))
-
-
-def _workflow_takes_its_arguments(job: JobConfig) -> Iterator[Mistake]:
-    if job.rollout.workflow in WORKFLOW_ARGUMENTS:
-        yield from argument_mistakes(job.rollout.workflow, job.rollout.workflow_args)
 
 
 def _a_group_fits_a_worker(job: JobConfig) -> Iterator[Mistake]:
@@ -354,7 +347,6 @@ ANY_KIND: tuple[Rule, ...] = (part_mistakes, _redis_url, _held_out_is_held_out, 
 SFT_ONLY: tuple[Rule, ...] = (_stop_accuracy_is_measured,)
 RL_ONLY: tuple[Rule, ...] = (
     _groups_have_a_baseline,
-    _workflow_takes_its_arguments,
     reward_mistakes,
     _a_group_fits_a_worker,
     _sampling_is_the_policy,

@@ -5,9 +5,9 @@ Only reads, and imports no user code: a function is looked up in the syntax tree
 
 from __future__ import annotations
 
-import ast
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,13 @@ from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import own_part_mistakes
 from areal_async.config.rewardcheck import reward_file_mistakes
-from areal_async.config.rollout import BUILT_IN_WORKFLOWS
-from areal_async.config.workflowcheck import own_argument_mistakes
-from areal_async.ownfiles import read_regular
-from areal_async.registry import REWARDS
+from areal_async.registry import TOOLS, WORKFLOWS
 from areal_async.tasks import TaskFileError, check_row, read_tasks, task_rows
 
 READ_WHOLE_BYTES = 16 << 20
 """Task files up to this size are checked row by row; of larger ones only the first row."""
+OWN_CODE = re.compile(r"\S+\.py:[A-Za-z_]\w*")
+"""What names code of the user's: `path.py:name`."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -40,7 +39,6 @@ def check_files(job: JobConfig) -> list[Mistake]:
         mistakes += _check_redis_files(job)
         mistakes += _check_weights_files(job)
         mistakes += reward_file_mistakes(job.reward)
-        mistakes += _check_code("rollout.workflow", job.rollout.workflow, BUILT_IN_WORKFLOWS, coroutine=True)
         mistakes += _check_arguments(job)
     mistakes += own_part_mistakes(job)
     return mistakes
@@ -199,67 +197,11 @@ def _check_passes(job: JobConfig, rows: int) -> Iterator[Mistake]:
 
 
 def _check_arguments(job: JobConfig) -> Iterator[Mistake]:
-    """Code of the user's that the workflow's arguments name, and arguments of a workflow of their own."""
-    workflow, arguments = job.rollout.workflow, job.rollout.workflow_args
-    if workflow not in BUILT_IN_WORKFLOWS:
-        yield from own_argument_mistakes(workflow, arguments)
-        return
-    if isinstance(agent := arguments.get("agent"), str):
-        yield from _check_code("rollout.workflow_args.agent", agent, (), coroutine=True)
-    tools = arguments.get("tools")
-    named = [("environment", arguments.get("environment")), ("verifier", arguments.get("verifier"))]
-    named += [("tools", tool) for tool in tools] if isinstance(tools, list) else []
-    for key, name in named:
-        # Names without a file are judged with the fields, but for the verifier's: it is a reward.
-        if isinstance(name, str) and (".py:" in name or key == "verifier"):
-            field = f"rollout.workflow_args.{key}"
-            yield from _check_code(field, name, REWARDS.names, coroutine=None)
-
-
-def _check_code(
-    field: str, name: str, built_in: tuple[str, ...], *, coroutine: bool | None
-) -> Iterator[Mistake]:
-    """A built-in name, or `path.py:name` of a function that is defined at the top of that file."""
-    path_text, colon, function = name.rpartition(":")
-    if not colon or not path_text.endswith(".py"):
-        if name not in built_in:
-            problem = f"{name!r} is neither built in nor `path.py:name`"
-            names = f"{', '.join(built_in)}, or " if built_in else ""
-            yield Mistake(field, problem, f"Use {names}the path and name of your function")
-        return
-    path = Path(path_text)
-    try:
-        tree = ast.parse(read_regular(path), filename=path_text)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "does not exist" if isinstance(error, FileNotFoundError) else "cannot be read"
-        yield Mistake(field, f"{path} {reason}", "Correct the path; it is relative to the job file")
-        return
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        yield Mistake(field, f"{path} is not valid Python (line {line})", "Correct the file")
-        return
-    functions = {
-        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    if function in functions:
-        if coroutine and not isinstance(functions[function], ast.AsyncFunctionDef):
-            yield Mistake(field, f"{function} in {path} is not a coroutine", "Write it as `async def`")
-    elif function not in _other_names(tree):
-        known = f"it defines {', '.join(functions)}" if functions else "it defines no function"
-        yield Mistake(
-            field, f"{path} has no function {function!r}; {known}", "Correct the name after the colon"
-        )
-
-
-def _other_names(tree: ast.Module) -> set[str]:
-    """Names that a module binds at its top level in other ways: assignments, classes, imports."""
-    names: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {target.id for target in targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    return names
+    """Code of the user's that the workflow's arguments name."""
+    for key, value in job.rollout.workflow_args.items():
+        # An agent is a coroutine function, as a workflow is; all else is looked up alike.
+        kind = WORKFLOWS if key == "agent" else TOOLS
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and OWN_CODE.fullmatch(name):
+                field = f"rollout.workflow_args.{key}"
+                yield from kind.mistakes(name, None, field=field, args_field=field)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from pydantic import ValidationError
 from areal_async.config.checks import check_fields
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.explain import explain
-from areal_async.config.files import check_files
+from areal_async.config.files import OWN_CODE, check_files
 from areal_async.config.job import JobConfig
 from areal_async.config.rewardcheck import with_paths
 from areal_async.config.yamlfile import dump_yaml, parse_yaml, read_mapping, syntax_problem
@@ -40,7 +39,6 @@ PATH_FIELDS = (
 )
 CODE_FIELDS = ("rollout.workflow",)
 """Fields that may hold `path.py:name`."""
-OWN_CODE = re.compile(r"\S+\.py:[A-Za-z_]\w*")
 
 
 def load_job(path: Path, overrides: Sequence[str] = (), *, files: bool = True) -> JobConfig:

@@ -1,16 +1,12 @@
 """`rollout`: how episodes are generated."""
 
+import ipaddress
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from areal_async.config.base import Section
-from areal_async.config.gateway import GatewaySection
-from areal_async.config.workflow import WORKFLOW_ARGUMENTS
-
-BUILT_IN_WORKFLOWS = tuple(WORKFLOW_ARGUMENTS)
-"""Names of the workflows in `rollout_service/workflows`."""
 
 
 class SamplingSection(Section):
@@ -44,6 +40,39 @@ class ServerSection(Section):
     """Seconds that a server may take from its start until it serves."""
 
 
+class GatewaySection(Section):
+    """Used by workflows that open `ctx.gateway()`; nothing listens before the first of them does."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on: one of this machine's loopback addresses."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the first worker; the next ones take the next ports. 0 picks free ones."""
+    sampling: Literal["agent", "job"] = "agent"
+    """Whose temperature, top_p and top_k count. `agent`: those a call names, and a call that names some which
+    cannot be trained on (greedy, truncated) is refused. `job`: those of `rollout.sampling`, always."""
+    tool_format: Literal["auto", "hermes", "xml", "mistral", "llama", "none"] = "auto"
+    """How the model writes tool calls; `auto` reads it off the chat template."""
+    max_calls: int = Field(default=32, ge=1, le=65_536)
+    """Most answers in the making at once in one session; more are refused (429)."""
+    max_body_bytes: int = Field(default=8 << 20, ge=1024, le=1 << 31)
+    """Longer requests are refused (413)."""
+    call_timeout_s: float = Field(default=600.0, gt=0)
+    """Deadline of one call; then it is aborted (504)."""
+    idempotency_keys: int = Field(default=256, ge=1)
+    """Calls with an idempotency key that one session remembers."""
+
+    @field_validator("host")
+    @classmethod
+    def _loopback(cls, host: str) -> str:
+        try:
+            loopback = ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            loopback = False
+        if not loopback:
+            raise ValueError("the gateway listens on loopback addresses only: use 127.0.0.1 or ::1")
+        return host
+
+
 class RolloutSection(Section):
     engine: Literal["local", "sglang", "vllm"] = "local"
     """What generates: `local` is torch in the worker's own process; `sglang` and `vllm` are servers in an
@@ -71,8 +100,8 @@ class RolloutSection(Section):
     max_model_len: int = Field(default=2048, ge=2, le=100_000_000)
     """Most tokens of prompt and response together."""
     workflow: str = "single_turn"
-    """How an episode is made: `single_turn`, `multi_turn`, `tool_use`, `self_correction`, `agent`, or
-    `path.py:name` of an `async def workflow(ctx, task)`."""
+    """How an episode is made: `single_turn`, `multi_turn`, `tool_use`, `self_correction`, `agent`, one of an
+    installed package, or `path.py:name` of an `async def workflow(ctx, task)`."""
     workflow_args: dict[str, Any] = Field(default_factory=dict)
     """What the workflow takes, by name; for one of your own, its keyword arguments."""
     gateway: GatewaySection = GatewaySection()
@@ -85,5 +114,5 @@ class RolloutSection(Section):
     """Where the engines compute: `cpu`; `cuda`, each engine on GPUs of its own, in the order of their
     numbers; or `cuda:N`, all on that one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights and the computation."""
+    """Number format of the weights and of the computation."""
     server: ServerSection = ServerSection()

@@ -16,7 +16,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-from areal_async.config.environments import FrozenLakeOptions
 from areal_async.quickstart.example import copy_files, prepare_command, task_row, write_tasks
 from areal_async.quickstart.model import make_tokenizer, write_model
 from areal_async.rpc.messages import Task
@@ -39,7 +38,7 @@ def lakes(rng: random.Random) -> list[str]:
     """Every map with every start from which the goal can be reached, shuffled."""
     found = []
     for _ in range(N_MAPS):
-        rows = draw_map(rng.getrandbits(48), FrozenLakeOptions(**OPTIONS))
+        rows = draw_map(rng.getrandbits(48), FrozenLake.Arguments(**OPTIONS))
         bare = "/".join(rows).replace("S", "F")
         for (r, c), left in sorted(distances(rows).items()):
             at = 5 * r + c

@@ -5,8 +5,6 @@ from __future__ import annotations
 from areal_async.config.job import JobConfig
 from areal_async.runtime.context import ServiceContext
 from rollout_service.engines.base import Engine
-from rollout_service.engines.devices import own_device
-from rollout_service.engines.local import LocalEngine
 
 
 def make_engine(
@@ -19,6 +17,10 @@ def make_engine(
     Raises `EngineError` when the server's environment or the GPU is not there."""
     match job.rollout.engine:
         case "local":
+            # Whoever only checks a job file does without torch.
+            from rollout_service.engines.devices import own_device
+            from rollout_service.engines.local import LocalEngine
+
             return LocalEngine(
                 job.model,
                 slots=slots,

@@ -22,16 +22,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from areal_async.errors import ArealError
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.trajectory.header import FinishReason, LogprobsOf
+
+if TYPE_CHECKING:
+    import torch
 
 
 class EngineError(ArealError):

@@ -10,7 +10,9 @@ import random
 import re
 from typing import Any
 
-from areal_async.config.environments import ArithmeticOptions
+from pydantic import Field
+
+from areal_async.config.base import Section
 from areal_async.rpc.messages import Task
 from rollout_service.environments.base import Step, level_seed
 from rollout_service.environments.expression import evaluate
@@ -21,8 +23,18 @@ LAST_NUMBER = re.compile(r"(-?[0-9]{1,40})[\s.]*\Z")
 class Arithmetic:
     blocking = False
 
+    class Arguments(Section):
+        """A chain of whole numbers to compute."""
+
+        operands: int = Field(default=3, ge=2, le=10)
+        """How many numbers."""
+        digits: int = Field(default=2, ge=1, le=9)
+        """Digits of each number."""
+        operators: str = Field(default="+-*", pattern=r"^[-+*]+$")
+        """Operators that are drawn from; `*` binds as usual."""
+
     def __init__(self, **options: Any) -> None:
-        self.options = ArithmeticOptions(**options)
+        self.options = self.Arguments(**options)
         self.expression = ""
 
     def reset(self, seed: int, task: Task) -> str:
@@ -38,7 +50,7 @@ class Arithmetic:
         return Step("", float(right), True)
 
 
-def draw(seed: int, options: ArithmeticOptions) -> str:
+def draw(seed: int, options: Arithmetic.Arguments) -> str:
     """A chain; a function of its arguments alone."""
     rng = random.Random(seed)
     lowest = 10 ** (options.digits - 1) if options.digits > 1 else 0

@@ -11,11 +11,13 @@ an object of it knows nothing of any other. One object plays one episode at a ti
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from areal_async.errors import ArealError
+from areal_async.registry import ENVIRONMENTS, PartError
 from areal_async.rpc.messages import Task
 
 
@@ -34,9 +36,9 @@ class Step(NamedTuple):
 
 
 class Environment(Protocol):
-    """One world. May also have `blocking = False` (its calls take microseconds, and run on the event loop;
-    without it they run in a thread with a deadline), `state() -> str` (equal texts are equal states, for
-    `ctx.anchor`) and `close()`."""
+    """One world, made for each episode as `kind(**environment_args)`. May also have `blocking = False` (its
+    calls take microseconds, and run on the event loop; without it they run in a thread with a deadline),
+    `state() -> str` (equal texts are equal states, for `ctx.anchor`) and `close()`."""
 
     def reset(self, seed: int, task: Task) -> str:
         """Begin. `seed` is that of the episode's group: its samples meet the same world and the same luck."""
@@ -57,3 +59,46 @@ def group_seed(seed: int, task_id: str) -> int:
     row = task_id.rpartition(":")[0] or task_id
     digest = hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True)
+class EnvironmentFactory:
+    """Makes one environment for each episode: `kind(**arguments)`."""
+
+    name: str
+    kind: Callable[..., Environment]
+    arguments: Mapping[str, Any]
+
+    @property
+    def blocking(self) -> bool:
+        """Whether making and calling one may take longer than microseconds."""
+        return bool(getattr(self.kind, "blocking", True))
+
+    def __call__(self) -> Environment:
+        """Raises `EnvironmentFailure`."""
+        try:
+            return self.kind(**self.arguments)
+        except EnvironmentFailure:
+            raise
+        except Exception as error:  # the class may be the user's: whatever it raises is a mistake of the job
+            raise EnvironmentFailure(
+                f"the environment {self.name!r} cannot be made with environment_args {dict(self.arguments)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def load_environment(name: str, arguments: Mapping[str, Any]) -> EnvironmentFactory:
+    """Find the environment called `name` (`areal_async.registry`). One is made at once, so that a mistake
+    shows before any episode. Raises `EnvironmentFailure`."""
+    try:
+        factory = EnvironmentFactory(name, ENVIRONMENTS.find(name), arguments)
+    except PartError as error:
+        raise EnvironmentFailure(str(error)) from error
+    first = factory()
+    for method in ("reset", "step"):
+        if not callable(getattr(first, method, None)):
+            raise EnvironmentFailure(f"the environment {name!r} has no {method!r}: it needs reset and step")
+    close = getattr(first, "close", None)
+    if callable(close):
+        close()
+    return factory

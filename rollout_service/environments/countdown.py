@@ -1,7 +1,7 @@
 """`countdown`: make the target from the given numbers, each used once at most.
 
 The answer is the text between the last `<answer>` and `</answer>`, else the last line that is not empty; what
-follows an `=` in it is ignored. Right is 1; see `CountdownOptions` for the rest. One turn.
+follows an `=` in it is ignored. Right is 1; see `Countdown.Arguments` for the rest. One turn.
 
 `extra_info` of a task may give `nums` and `target`; otherwise both are drawn, and there is a solution.
 """
@@ -13,7 +13,9 @@ from collections import Counter
 from fractions import Fraction
 from typing import Any
 
-from areal_async.config.environments import CountdownOptions
+from pydantic import Field
+
+from areal_async.config.base import Section
 from areal_async.rpc.messages import Task
 from rollout_service.environments.base import EnvironmentFailure, Step, level_seed
 from rollout_service.environments.expression import ExpressionError, evaluate
@@ -25,8 +27,24 @@ DRAWS = 2_000
 class Countdown:
     blocking = False
 
+    class Arguments(Section):
+        """Make a number from some others, each used once at most."""
+
+        numbers: int = Field(default=4, ge=2, le=6)
+        """How many numbers are given."""
+        highest: int = Field(default=50, ge=4, le=1000)
+        """Largest given number."""
+        highest_target: int = Field(default=200, ge=4)
+        """Largest target number."""
+        operators: str = Field(default="+-*/", pattern=r"^[-+*/]+$")
+        """Operators that the expression may use."""
+        wrong: float = 0.0
+        """Reward of a proper expression with another value."""
+        terse: bool = False
+        """`3 5 7>22:` instead of words, for models of a few characters."""
+
     def __init__(self, **options: Any) -> None:
-        self.options = CountdownOptions(**options)
+        self.options = self.Arguments(**options)
         self.numbers: list[int] = []
         self.target = 0
 
@@ -69,7 +87,7 @@ def answer_of(text: str) -> str:
     return lines[-1].partition("=")[0].strip() if lines else ""
 
 
-def draw(seed: int, options: CountdownOptions) -> tuple[list[int], int, str]:
+def draw(seed: int, options: Countdown.Arguments) -> tuple[list[int], int, str]:
     """(numbers, target, an expression of them that equals it). Raises `EnvironmentFailure` for options that
     leave nothing to draw."""
     rng = random.Random(seed)

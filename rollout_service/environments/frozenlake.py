@@ -12,9 +12,11 @@ from __future__ import annotations
 import random
 import re
 from collections import deque
-from typing import Any
+from typing import Any, Literal, Self
 
-from areal_async.config.environments import FrozenLakeOptions
+from pydantic import Field, model_validator
+
+from areal_async.config.base import Section
 from areal_async.rpc.messages import Task
 from rollout_service.environments.base import EnvironmentFailure, Step, level_seed
 
@@ -29,8 +31,34 @@ DRAWS = 10_000
 class FrozenLake:
     blocking = False
 
+    class Arguments(Section):
+        """Walk over ice to the goal without falling into a hole."""
+
+        size: int = Field(default=4, ge=2, le=16)
+        """Rows and columns."""
+        holes: float = Field(default=0.25, ge=0, le=0.6)
+        """Chance of a hole in a field; a map whose goal cannot be reached is drawn again."""
+        slippery: bool = False
+        """A third of the moves goes as asked, a third to either side."""
+        max_moves: int = Field(default=32, ge=1)
+        """Moves after which it is over."""
+        random_start: bool = False
+        """Start on any field from which the goal can be reached, not in the corner."""
+        later: Literal["map", "position"] = "map"
+        """What is shown after a move: the map with the player on it, or row and column as two digits."""
+        terse: bool = False
+        """The bare map on one line (and the position), without a word, for models of a few characters."""
+        invalid: float = 0.0
+        """Reward of an answer that is no move; the player stays."""
+
+        @model_validator(mode="after")
+        def _digits(self) -> Self:
+            if self.later == "position" and self.size > 10:
+                raise ValueError("a position is two digits: set size to 10 or less, or later to map")
+            return self
+
     def __init__(self, **options: Any) -> None:
-        self.options = FrozenLakeOptions(**options)
+        self.options = self.Arguments(**options)
         self.rows: list[str] = []
         self.at: Place = (0, 0)
         self._moves = 0
@@ -122,7 +150,7 @@ def start_of(rows: list[str]) -> Place:
     return next((r, row.index("S")) for r, row in enumerate(rows) if "S" in row)
 
 
-def draw_map(seed: int, options: FrozenLakeOptions) -> list[str]:
+def draw_map(seed: int, options: FrozenLake.Arguments) -> list[str]:
     """Rows of a map whose goal can be reached from the start; a function of its arguments alone."""
     rng, size = random.Random(seed), options.size
     for _ in range(DRAWS):

@@ -12,7 +12,9 @@ import importlib
 import re
 from typing import Any
 
-from areal_async.config.environments import GymnasiumOptions
+from pydantic import Field
+
+from areal_async.config.base import Section
 from areal_async.rpc.messages import Task
 from rollout_service.environments.base import EnvironmentFailure, Step, level_seed
 
@@ -32,8 +34,21 @@ SEEDS = 2**31
 class Gymnasium:
     """Calls run in a thread: how long they take is the library's business."""
 
+    class Arguments(Section):
+        """An environment of `gymnasium` with discrete actions."""
+
+        id: str
+        """Name that `gymnasium.make` takes, for example `FrozenLake-v1`."""
+        make_args: dict[str, Any] = Field(default_factory=dict)
+        """Further arguments of `gymnasium.make`."""
+        actions: tuple[str, ...] = ()
+        """Names of the actions in order; by default those known for FrozenLake, CliffWalking and Taxi, else
+        numbers."""
+        invalid: float = 0.0
+        """Reward of an answer that names no action; nothing moves."""
+
     def __init__(self, **options: Any) -> None:
-        self.options = GymnasiumOptions(**options)
+        self.options = self.Arguments(**options)
         try:
             gymnasium = importlib.import_module("gymnasium")
         except ImportError:
@@ -111,7 +126,7 @@ def _bracketed(match: re.Match[str]) -> str:
     return f"{pair[:1]}{match[2]}{pair[1:]}"
 
 
-def _make(gymnasium: Any, options: GymnasiumOptions) -> tuple[Any, bool]:
+def _make(gymnasium: Any, options: Gymnasium.Arguments) -> tuple[Any, bool]:
     """The environment, and whether it renders as text. Raises `EnvironmentFailure`."""
     arguments = dict(options.make_args)
     try:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from areal_async.config.environments import ReasoningGymOptions
+from pydantic import Field
+
+from areal_async.config.base import Section
 from areal_async.rpc.messages import Task
 from reward_service.verifiers.reasoning_gym import harmless
 from rollout_service.environments.base import EnvironmentFailure, Step, level_seed
@@ -21,8 +23,16 @@ SEEDS = 2**31
 class ReasoningGym:
     """Calls run in a thread: how long they take is the library's business."""
 
+    class Arguments(Section):
+        """A data set of `reasoning_gym`: a question, and its scorer for the answer."""
+
+        dataset: str
+        """Name of the data set in the library, for example `chain_sum`."""
+        dataset_args: dict[str, Any] = Field(default_factory=dict)
+        """Settings of the data set (difficulty), without `seed` and `size`."""
+
     def __init__(self, **options: Any) -> None:
-        self.options = ReasoningGymOptions(**options)
+        self.options = self.Arguments(**options)
         try:
             self._library: Any = importlib.import_module("reasoning_gym")
         except ImportError:

@@ -2,7 +2,7 @@
 
 Fields: `#` wall, `-` floor, `.` target, `$` box, `*` box on a target, `@` player, `+` player on a target.
 Moves: `L`, `R`, `U`, `D` as in `frozenlake`. A move into a box pushes it if the field behind is free,
-else nothing moves. 1 when all boxes are on targets, and it is over; see `SokobanOptions` for more rewards.
+else nothing moves. 1 when all boxes are on targets, and it is over; see `Sokoban.Arguments` for more rewards.
 
 A level is made backward from its solution: boxes on targets are pulled about, so it can be solved by the same
 moves in reverse. `extra_info.level` of a task (rows joined by newlines) gives the level.
@@ -14,7 +14,9 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from areal_async.config.environments import SokobanOptions
+from pydantic import Field
+
+from areal_async.config.base import Section
 from areal_async.rpc.messages import Task
 from rollout_service.environments.base import EnvironmentFailure, Step, level_seed
 from rollout_service.environments.frozenlake import MOVES, Place, move_of
@@ -81,8 +83,28 @@ class Level:
 class Sokoban:
     blocking = False
 
+    class Arguments(Section):
+        """Push every box onto a target."""
+
+        width: int = Field(default=6, ge=4, le=20)
+        """Columns, the outer wall included."""
+        height: int = Field(default=6, ge=4, le=20)
+        """Rows, the outer wall included."""
+        boxes: int = Field(default=1, ge=1, le=5)
+        """How many boxes, and targets, there are."""
+        walls: float = Field(default=0.1, ge=0, le=0.4)
+        """Chance of a wall in an inner field."""
+        pulls: int = Field(default=8, ge=1, le=200)
+        """Moves of the backward play that makes a level: the more, the harder."""
+        max_moves: int = Field(default=64, ge=1)
+        """Moves after which it is over."""
+        box_reward: float = 0.0
+        """Reward of each box pushed onto a target; taken back for one pushed off."""
+        move_reward: float = 0.0
+        """Reward of every move, below 0 to prefer short ways."""
+
     def __init__(self, **options: Any) -> None:
-        self.options = SokobanOptions(**options)
+        self.options = self.Arguments(**options)
         self.level = Level(frozenset(), frozenset(), frozenset(), (0, 0), 0, 0)
         self._moves = 0
 
@@ -112,7 +134,7 @@ class Sokoban:
         return Step(f"{note}\n{self.level.text()}\n", reward, out, info)
 
 
-def draw_level(seed: int, options: SokobanOptions) -> tuple[Level, str]:
+def draw_level(seed: int, options: Sokoban.Arguments) -> tuple[Level, str]:
     """(a level, moves that solve it); a function of its arguments alone. Raises `EnvironmentFailure` for
     options with which no level is found."""
     rng = random.Random(seed)
@@ -163,7 +185,7 @@ def read_level(text: str) -> Level:
     return Level(having("#"), having(".*+"), having("$*"), next(iter(players)), height, width)
 
 
-def _solved(rng: random.Random, options: SokobanOptions) -> Level | None:
+def _solved(rng: random.Random, options: Sokoban.Arguments) -> Level | None:
     """A room with boxes on their targets and a player beside them; None when it is too full."""
     height, width = options.height, options.width
     inner = [(r, c) for r in range(1, height - 1) for c in range(1, width - 1)]

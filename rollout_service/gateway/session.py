@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from areal_async.config.gateway import GatewaySection
+from areal_async.config.rollout import GatewaySection
 from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service import metrics
 from rollout_service.engines.base import (
@@ -35,7 +35,7 @@ from rollout_service.gateway.paths import Paths, Plan, check_room
 from rollout_service.gateway.streaming import GrowingText
 from rollout_service.gateway.template import Said, canonical
 from rollout_service.gateway.toolcalls import MARKERS, Called, parse
-from rollout_service.workflows.seeds import call_seed
+from rollout_service.workflows.branch import call_seed
 
 T = TypeVar("T")
 

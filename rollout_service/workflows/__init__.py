@@ -1,18 +1,50 @@
-"""What an episode does: built-in workflows, and the loading of one's own."""
+"""What an episode does: the table of built-in workflows, the loading of any, and what they work with.
 
-from rollout_service.workflows.base import BUILT_IN, Workflow, WorkflowError, load_workflow, workflow_of
+    async def workflow(ctx, task):
+        reply = await ctx.generate(task.prompt)
+
+A workflow builds its episode through `ctx`; when it returns, the episode is complete. What it raises makes
+the episode fail: the sample is handed back, and nothing of it is stored. It is such a coroutine function,
+whose further parameters are `rollout.workflow_args`, or a class that is made once a process with its
+arguments, and whose instances are called as that function is:
+
+    class Workflow:
+        class Arguments(Section): ...
+        def __init__(self, arguments, resources): ...
+        async def __call__(self, ctx, task): ...
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from areal_async.config.job import JobConfig
+from areal_async.errors import ArealError
+from areal_async.registry import TOOLS, WORKFLOWS, PartError, section_mistakes
+from areal_async.rpc.messages import Task
 from rollout_service.workflows.branch import Branch
-from rollout_service.workflows.context import Context, EpisodeAborted, Kit
+from rollout_service.workflows.context import Context, EpisodeAborted, WorkflowResources
 from rollout_service.workflows.render import Renderer, Reply
-from rollout_service.workflows.tools import Tool, ToolReply, tool
+from rollout_service.workflows.tools import Tool, ToolReply, load_tools, tool
 from rollout_service.workflows.turns import TemplateRewrites, TurnError
+
+BUILT_IN = {
+    "single_turn": "rollout_service.workflows.single_turn:single_turn",
+    "multi_turn": "rollout_service.workflows.multi_turn:MultiTurn",
+    "tool_use": "rollout_service.workflows.tool_use:ToolUse",
+    "self_correction": "rollout_service.workflows.self_correction:SelfCorrection",
+    "agent": "rollout_service.workflows.agent:AgentWorkflow",
+}
+"""Name → coroutine function or class; found by `areal_async.registry.WORKFLOWS`."""
 
 __all__ = [
     "BUILT_IN",
     "Branch",
     "Context",
     "EpisodeAborted",
-    "Kit",
     "Renderer",
     "Reply",
     "TemplateRewrites",
@@ -21,7 +53,81 @@ __all__ = [
     "TurnError",
     "Workflow",
     "WorkflowError",
+    "WorkflowResources",
     "load_workflow",
     "tool",
     "workflow_of",
 ]
+
+Workflow = Callable[[Context, Task], Awaitable[None]]
+FIELD = "rollout.workflow_args"
+
+
+class WorkflowError(ArealError):
+    """A workflow cannot be loaded, or makes no episodes: the text says what is missing and what to do."""
+
+
+def workflow_of(job: JobConfig) -> Workflow:
+    """The job's workflow. Raises `WorkflowError`, and what its tools, environment or verifier raise."""
+    section = job.rollout
+    return load_workflow(section.workflow, section.workflow_args, max_model_len=section.max_model_len)
+
+
+def load_workflow(
+    name: str, arguments: Mapping[str, Any] | None = None, *, max_model_len: int | None = None
+) -> Workflow:
+    """The workflow called `name` (`areal_async.registry`) with its arguments. Runs the code of a user's file.
+
+    Raises `WorkflowError`."""
+    given = dict(arguments or {})
+    try:
+        part = WORKFLOWS.find(name)
+    except PartError as error:
+        raise WorkflowError(str(error)) from error
+    resources = WorkflowResources(load_tools(tuple(TOOLS.built_in)), max_model_len=max_model_len)
+    workflow: Workflow
+    if inspect.isclass(part):
+        workflow = _made(part, name, given, resources)
+    else:
+        _check_function(part, name, given)
+        workflow = functools.partial(part, **given)
+
+    async def equipped(ctx: Context, task: Task) -> None:
+        ctx.resources = resources
+        await workflow(ctx, task)
+
+    return equipped
+
+
+def _made(part: Any, name: str, given: Mapping[str, Any], resources: WorkflowResources) -> Workflow:
+    section = getattr(part, "Arguments", None)
+    if section is None:
+        raise WorkflowError(f"the workflow {name!r} is a class without `Arguments`: give it that section")
+    if mistakes := [*section_mistakes(FIELD, section, given, name)]:
+        raise WorkflowError(f"{FIELD} of {name}: {'; '.join(mistake.problem for mistake in mistakes)}")
+    workflow: Workflow = part(section.model_validate(given), resources)
+    return workflow
+
+
+def _check_function(part: Any, name: str, given: Mapping[str, Any]) -> None:
+    """Raises `WorkflowError` for what is no workflow, or does not take these arguments."""
+    attribute = name.rpartition(":")[2]
+    if not inspect.iscoroutinefunction(part):
+        raise WorkflowError(
+            f"the workflow {name!r}: {attribute!r} is not an `async def` function: write "
+            f"`async def {attribute}(ctx, task):`"
+        )
+    parameters = list(inspect.signature(part).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if (len(positional) < 2 and not any_number) or any(p.default is p.empty for p in positional[2:]):
+        raise WorkflowError(
+            f"the workflow {name!r} must take two arguments: write `async def {attribute}(ctx, task):`"
+        )
+    try:
+        inspect.signature(part).bind(None, None, **given)
+    except TypeError as error:
+        takes = ", ".join(p.name for p in parameters[2:]) or "none"
+        raise WorkflowError(
+            f"{FIELD} of {name!r}: {error}. The function's own arguments are: {takes}."
+        ) from None

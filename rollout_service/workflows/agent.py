@@ -15,15 +15,16 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
+from pydantic import Field, model_validator
 
-from areal_async.config.agent import AgentArguments
+from areal_async.config.base import Section
 from areal_async.errors import ArealError
 from areal_async.rpc.messages import Task
 from areal_async.usercode import run_user_file
-from rollout_service.workflows.context import Context
+from rollout_service.workflows.context import Context, WorkflowResources
 
 if TYPE_CHECKING:
     from rollout_service.gateway import Session
@@ -42,21 +43,47 @@ class AgentError(ArealError):
     """An agent failed, was late, or cannot be loaded."""
 
 
-def agent_workflow(arguments: AgentArguments) -> Callable[[Context, Task], Awaitable[None]]:
-    """The workflow for these arguments. Raises `AgentError`."""
-    run = _command(arguments) if arguments.agent is None else _load(arguments.agent)
+class AgentWorkflow:
+    """Runs the agent; what it returns or prints is the episode's response."""
 
-    async def agent(ctx: Context, task: Task) -> None:
+    class Arguments(Section):
+        """`agent`: an existing agent that reaches the policy over HTTP. One of `agent` and `command`."""
+
+        agent: str | None = Field(default=None, pattern=r"^.+\.py:.+$")
+        """`path.py:name` of an `async def agent(session, task)`, run in the worker's process; what it returns
+        is the episode's response."""
+        command: tuple[str, ...] | None = Field(default=None, min_length=1)
+        """A program and its arguments, started once an episode; what it prints is the episode's response."""
+        cwd: Path | None = None
+        """Folder in which `command` runs; the worker's own when it is left out."""
+        timeout_s: float = Field(default=600.0, gt=0)
+        """Deadline of one episode; past it the agent is ended and the episode fails."""
+        keyed_url: bool = False
+        """Give `command` base URLs that hold the API key, for an agent whose key cannot be changed."""
+
+        @model_validator(mode="after")
+        def _one_of_them(self) -> Self:
+            if (self.agent is None) == (self.command is None):
+                raise ValueError(
+                    "give either agent (path.py:name) or command (a list of words), and not both"
+                )
+            return self
+
+    def __init__(self, arguments: Arguments, resources: WorkflowResources) -> None:
+        """Raises `AgentError`."""
+        self._timeout_s = arguments.timeout_s
+        self._run = _command(arguments) if arguments.agent is None else _load(arguments.agent)
+
+    async def __call__(self, ctx: Context, task: Task) -> None:
         async with ctx.gateway() as session:
             try:
-                async with asyncio.timeout(arguments.timeout_s) as limit:
-                    answer = await run(session, task)
+                async with asyncio.timeout(self._timeout_s) as limit:
+                    answer = await self._run(session, task)
             except TimeoutError:
                 if not limit.expired():
                     raise  # the agent's own
                 raise AgentError(
-                    f"the agent was not done after {arguments.timeout_s:g} s "
-                    "(rollout.workflow_args.timeout_s)"
+                    f"the agent was not done after {self._timeout_s:g} s (rollout.workflow_args.timeout_s)"
                 ) from None
             if not session.calls:
                 raise AgentError(
@@ -65,8 +92,6 @@ def agent_workflow(arguments: AgentArguments) -> Callable[[Context, Task], Await
                 )
         if answer is not None:
             ctx.builder.text(response=answer if isinstance(answer, str) else json.dumps(answer, default=str))
-
-    return agent
 
 
 def _load(name: str) -> Agent:
@@ -100,7 +125,7 @@ def environment_of(session: Session, *, keyed_url: bool = False) -> dict[str, st
     }
 
 
-def _command(arguments: AgentArguments) -> Agent:
+def _command(arguments: AgentWorkflow.Arguments) -> Agent:
     assert arguments.command is not None
     command, cwd, keyed = arguments.command, arguments.cwd, arguments.keyed_url
 

@@ -1,13 +1,13 @@
-"""A branch of an episode: a path that goes on from a segment which other branches share."""
+"""Branches of an episode, paths that go on from a segment which others share; and the seeds of calls."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from areal_async.config.workflow import Rewritten
 from areal_async.trajectory import SegmentKind
-from rollout_service.workflows.seeds import call_seed
+from rollout_service.workflows.turns import Rewritten
 
 if TYPE_CHECKING:
     from rollout_service.workflows.context import Context
@@ -90,3 +90,10 @@ class Branch:
     def _next_seed(self) -> int:
         self._calls += 1
         return call_seed(self._seed, 0, 0, self._calls - 1)
+
+
+def call_seed(group_seed: int, sample: int, attempt: int, call: int) -> int:
+    """63 bits for one call of one episode, a function of its arguments alone."""
+    parts = (group_seed, sample, attempt, call)
+    digest = hashlib.blake2b(b"".join(p.to_bytes(8, "little") for p in parts), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

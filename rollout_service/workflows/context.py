@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from areal_async.config.workflow import Rewritten
 from areal_async.errors import ArealError
 from areal_async.prompts import Tokenizer
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics
 from rollout_service.blocking import BlockingCalls
 from rollout_service.engines.base import Engine, GenerateRequest
-from rollout_service.workflows.branch import Branch
+from rollout_service.workflows.branch import Branch, call_seed
 from rollout_service.workflows.render import Ids, Prompt, Renderer, Reply, is_chat
-from rollout_service.workflows.seeds import call_seed
 from rollout_service.workflows.tools import Answer, Tool, ToolReply, run_tool
-from rollout_service.workflows.turns import Chat, TemplateRewrites, TurnError, continuation
+from rollout_service.workflows.turns import Chat, Rewritten, TemplateRewrites, TurnError, continuation
 
 if TYPE_CHECKING:
     from rollout_service.gateway import Gateway, Session
@@ -46,7 +44,7 @@ class EpisodeAborted(ArealError):
 
 
 @dataclass
-class Kit:
+class WorkflowResources:
     """What the episodes of a worker share: made once, when the workflow is loaded."""
 
     tools: Mapping[str, Tool] = field(default_factory=dict)
@@ -85,7 +83,7 @@ class Context:
         self.attempt = attempt
         self.sampling = sampling
         self.seed = seed
-        self.kit = Kit()
+        self.resources = WorkflowResources()
         self._engine = engine
         self._render = render
         self._requests = f"{episode_id}/{lease_id}"
@@ -260,14 +258,14 @@ class Context:
         self, name: str | Tool, arguments: str | Mapping[str, Any], *, timeout_s: float | None = None
     ) -> Answer:
         """Call a tool and count it, without adding anything to the episode. Raises nothing of the tool's."""
-        kit = self.kit
+        resources = self.resources
         answer = await run_tool(
-            kit.tools,
+            resources.tools,
             name,
             arguments,
-            blocking=kit.blocking,
-            timeout_s=kit.timeout_s if timeout_s is None else timeout_s,
-            output_chars=kit.output_chars,
+            blocking=resources.blocking,
+            timeout_s=resources.timeout_s if timeout_s is None else timeout_s,
+            output_chars=resources.output_chars,
         )
         self._tool_calls += 1
         self._tool_errors += bool(answer.error)
@@ -329,12 +327,16 @@ class Context:
 
     def room(self, segment: int) -> int:
         """How many tokens may follow `segment` before the path is as long as the engine takes."""
-        limit = self.kit.max_model_len
+        limit = self.resources.max_model_len
         return max(0, limit - len(self._paths[segment])) if limit is not None else 2**31 - 1
 
     def is_chat(self, segment: int) -> bool:
         """Whether the path of `segment` began with messages."""
         return segment in self._chats
+
+    def as_user(self, text: str, segment: int) -> Prompt:
+        """`text` as what follows `segment`: a message of the user where the path is a chat."""
+        return [{"role": "user", "content": text}] if self.is_chat(segment) else text
 
     def decoded(self, ids: Ids) -> str:
         """Text of ids, without special tokens; a stop string stays."""

@@ -1,49 +1,146 @@
-"""`tool_use`: the policy may call tools before it answers."""
+"""`tool_use`: the policy may call tools before it answers.
+
+Calls come in two formats, and are read without running anything:
+
+plain   `name(text)` at the very end of a reply; the text goes to the tool as it is. A reply ends at the first
+        `)` that closes every bracket, so the stop string is `)`.
+json    one or more `<tool_call>{"name": "…", "arguments": {…}}</tool_call>` anywhere in a reply, as the chat
+        templates of Qwen and Hermes models teach it.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from areal_async.config.workflow import ToolUseArguments
+from pydantic import Field, field_validator
+
+from areal_async.config.base import Section
+from areal_async.config.errors import Mistake
+from areal_async.config.job import JobConfig
+from areal_async.registry import TOOLS
 from areal_async.rpc.messages import Task
 from areal_async.trajectory import SegmentKind
-from rollout_service.environments import Factory
-from rollout_service.workflows.calls import PLAIN_STOP, ToolCall, json_calls, open_brackets, plain_call
-from rollout_service.workflows.context import Context
-from rollout_service.workflows.multi_turn import opening
+from rollout_service.environments import EnvironmentFactory, load_environment
+from rollout_service.workflows.context import Context, WorkflowResources
 from rollout_service.workflows.render import Reply
-from rollout_service.workflows.world import World
+from rollout_service.workflows.tools import load_tools
+from rollout_service.workflows.turns import Rewritten
+from rollout_service.workflows.world import World, check_format, environment_mistakes, opening
+
+JSON_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+PLAIN_STOP = ")"
 
 
-async def tool_use(
-    ctx: Context, task: Task, arguments: ToolUseArguments, environment: Factory | None = None
-) -> None:
-    """Run the calls that end a reply and show their answers, until a reply has none, `max_calls` are made, or
-    the path has no room left. That reply is the episode's response, and the environment's action."""
-    async with AsyncExitStack() as stack:
-        prompt, world = task.prompt, None
-        if environment is not None:
-            world = await stack.enter_async_context(World(environment, arguments.timeout_s, ctx))
-            prompt = opening(prompt, await world.reset(task))
-        schemas = [tool.schema for tool in ctx.kit.tools.values()] if arguments.format == "json" else []
-        segment = ctx.observe(SegmentKind.PROMPT, prompt, parent=None, tools=schemas)
-        left, turn, answer = arguments.max_calls, 0, ""
-        while ctx.room(segment) >= 1:
-            reply, answer = await _speak(ctx, segment, turn, plain=arguments.format == "plain" and left > 0)
-            calls = _calls(answer, arguments)[:left]
-            if not calls:
-                break
-            left -= len(calls)
-            turn += 1
-            segment = await _answer(ctx, reply.segment, calls, turn, arguments)
-        # The whole reply: an answer may end in the bracket that stopped it.
-        ctx.builder.text(response=answer)
-        ctx.builder.meta(turns=turn + 1)
-        if world is not None:
-            ctx.reward((await world.step(answer)).reward)
+class ToolUse:
+    """Runs the calls that end a reply and shows their answers, until a reply has none, `max_calls` are made,
+    or the path has no room left. That reply is the episode's response, and the environment's action."""
+
+    class Arguments(Section):
+        """`tool_use`: a policy that may call tools before it answers."""
+
+        tools: tuple[str, ...] = Field(default=("calc",), min_length=1)
+        """Built-in tools, those of installed packages, or `path.py:name` of functions marked `@tool`."""
+        format: Literal["plain", "json"] = "plain"
+        """How calls are written. `plain`: `name(text)` ends a reply; `json`: `<tool_call>{"name": …,
+        "arguments": {…}}</tool_call>`."""
+        max_calls: int = Field(default=8, ge=0)
+        """Calls in one episode; what the model says after the last one is its answer."""
+        answer: str = "={answer}\n"
+        """How a tool's answer is appended in the plain format."""
+        error: str = "error: {error}"
+        """The answer of a tool that failed."""
+        timeout_s: float = Field(default=10.0, gt=0)
+        """Deadline of one call of a tool (past it the model reads an error) and of the environment."""
+        output_chars: int = Field(default=2000, ge=1)
+        """Longer answers are cut."""
+        environment: str | None = None
+        """Where the question comes from and the final answer goes; none: the task's prompt, and
+        `reward.name`."""
+        environment_args: dict[str, Any] = Field(default_factory=dict)
+        """Arguments of the environment."""
+        rewritten: Rewritten = "root"
+        """Where the chat template renders earlier turns anew: begin a new root, or fail the episode."""
+
+        @field_validator("answer")
+        @classmethod
+        def _answer(cls, text: str) -> str:
+            return check_format(text, "answer")
+
+        @field_validator("error")
+        @classmethod
+        def _error(cls, text: str) -> str:
+            return check_format(text, "error")
+
+    def __init__(self, arguments: Arguments, resources: WorkflowResources) -> None:
+        self._arguments = arguments
+        self._environment: EnvironmentFactory | None = None
+        if arguments.environment is not None:
+            self._environment = load_environment(arguments.environment, arguments.environment_args)
+        resources.tools = load_tools(arguments.tools)
+        resources.timeout_s, resources.output_chars = arguments.timeout_s, arguments.output_chars
+
+    @staticmethod
+    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        yield from environment_mistakes(arguments, field)
+        for name in arguments.get("tools", ()):
+            if ".py:" not in name:
+                yield from TOOLS.mistakes(name, None, field=f"{field}.tools", args_field="")
+
+    async def __call__(self, ctx: Context, task: Task) -> None:
+        arguments = self._arguments
+        async with AsyncExitStack() as stack:
+            prompt, world = task.prompt, None
+            if self._environment is not None:
+                world = await stack.enter_async_context(World(self._environment, arguments.timeout_s, ctx))
+                prompt = opening(prompt, await world.reset(task))
+            tools = ctx.resources.tools.values() if arguments.format == "json" else ()
+            schemas = [tool.schema for tool in tools]
+            segment = ctx.observe(SegmentKind.PROMPT, prompt, parent=None, tools=schemas)
+            left, turn, answer = arguments.max_calls, 0, ""
+            while ctx.room(segment) >= 1:
+                plain = arguments.format == "plain" and left > 0
+                reply, answer = await _generate(ctx, segment, turn, plain=plain)
+                calls = self._calls(answer)[:left]
+                if not calls:
+                    break
+                left -= len(calls)
+                turn += 1
+                segment = await self._answer(ctx, reply.segment, calls, turn)
+            # The whole reply: an answer may end in the bracket that stopped it.
+            ctx.builder.text(response=answer)
+            ctx.builder.meta(turns=turn + 1)
+            if world is not None:
+                ctx.reward((await world.step(answer)).reward)
+
+    def _calls(self, text: str) -> list[RequestedCall]:
+        if self._arguments.format == "json":
+            return json_calls(text)
+        call = plain_call(text)
+        return [call] if call else []
+
+    async def _answer(self, ctx: Context, parent: int, calls: list[RequestedCall], turn: int) -> int:
+        """Run the calls in order and add their answers as one TOOL segment."""
+        arguments = self._arguments
+        texts = []
+        for call in calls:
+            error, text = call.problem, ""
+            if not error:
+                given = await ctx.call_tool(call.name, call.arguments)
+                error, text = given.error, given.text
+            texts.append(arguments.error.format(error=error) if error else text)
+        content: Any = "".join(arguments.answer.format(answer=text) for text in texts)
+        if ctx.is_chat(parent):
+            named = zip(calls, texts, strict=True)
+            content = [{"role": "tool", "name": call.name, "content": text} for call, text in named]
+        return ctx.observe(SegmentKind.TOOL, content, parent=parent, turn=turn, rewritten=arguments.rewritten)
 
 
-async def _speak(ctx: Context, segment: int, turn: int, *, plain: bool) -> tuple[Reply, str]:
+async def _generate(ctx: Context, segment: int, turn: int, *, plain: bool) -> tuple[Reply, str]:
     """A reply and its text. A plain one that a bracket stopped goes on, unless it is a call by then."""
     left = ctx.sampling.max_new_tokens
     stop = (*ctx.sampling.stop, PLAIN_STOP) if plain else ctx.sampling.stop
@@ -59,30 +156,49 @@ async def _speak(ctx: Context, segment: int, turn: int, *, plain: bool) -> tuple
     return reply, text
 
 
-def _calls(text: str, arguments: ToolUseArguments) -> list[ToolCall]:
-    if arguments.format == "json":
-        return json_calls(text)
-    call = plain_call(text)
-    return [call] if call else []
+@dataclass(frozen=True)
+class RequestedCall:
+    """A call of a tool in what a model said. `problem` says why it cannot be made, and is empty otherwise."""
+
+    name: str
+    arguments: str | Mapping[str, Any]
+    problem: str = ""
 
 
-async def _answer(
-    ctx: Context, parent: int, calls: list[ToolCall], turn: int, arguments: ToolUseArguments
-) -> int:
-    """Run the calls in order and add their answers as one TOOL segment."""
-    texts = []
-    for call in calls:
-        if call.problem:
-            error, text = call.problem, ""
-        else:
-            given = await ctx.call_tool(call.name, call.arguments, timeout_s=arguments.timeout_s)
-            error, text = given.error, given.text
-        texts.append(arguments.error.format(error=error) if error else text)
-    if ctx.is_chat(parent):
-        content = [
-            {"role": "tool", "name": call.name, "content": text}
-            for call, text in zip(calls, texts, strict=True)
-        ]
-        return ctx.observe(SegmentKind.TOOL, content, parent=parent, turn=turn, rewritten=arguments.rewritten)
-    shown = "".join(arguments.answer.format(answer=text) for text in texts)
-    return ctx.observe(SegmentKind.TOOL, shown, parent=parent, turn=turn)
+def open_brackets(text: str) -> int:
+    """How many of its brackets are not closed; never below 0."""
+    depth = 0
+    for character in text:
+        depth = depth + 1 if character == "(" else max(0, depth - (character == ")"))
+    return depth
+
+
+def plain_call(text: str) -> RequestedCall | None:
+    """The call that ends `text`, if one does."""
+    text = text.rstrip()
+    if not text.endswith(")"):
+        return None
+    depth = 0
+    for at in range(len(text) - 1, -1, -1):
+        depth += (text[at] == ")") - (text[at] == "(")
+        if depth == 0:
+            name = re.search(r"[A-Za-z_][A-Za-z0-9_]*\Z", text[:at])
+            return RequestedCall(name[0], text[at + 1 : -1]) if name else None
+    return None
+
+
+def json_calls(text: str) -> list[RequestedCall]:
+    """Every call in `text`, in order; one that is no proper JSON has a `problem`."""
+    return [_json_call(match[1]) for match in JSON_CALL.finditer(text)]
+
+
+def _json_call(text: str) -> RequestedCall:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        return RequestedCall("", {}, f"the call is not JSON: {error}")
+    given = content if isinstance(content, dict) else {}
+    name, arguments = given.get("name"), given.get("arguments")
+    if not isinstance(name, str) or not isinstance(arguments, dict | str):
+        return RequestedCall("", {}, 'a call is {"name": "…", "arguments": {…}}')
+    return RequestedCall(name, arguments)

@@ -15,15 +15,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_type_hints, overload
 
 from areal_async.errors import ArealError
-from areal_async.usercode import run_user_file
+from areal_async.registry import TOOLS, PartError
 from rollout_service import metrics
 from rollout_service.blocking import BlockingCalls, CallTimeout
+from rollout_service.environments.expression import evaluate, written
+
+BUILT_IN = {"calc": "rollout_service.workflows.tools:calc"}
+"""Name → tool; found by `areal_async.registry.TOOLS`."""
 
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
@@ -92,11 +95,16 @@ def tool(function: Callable[..., Any] | None = None, /, *, name: str = "", inlin
     return mark if function is None else mark(function)
 
 
-def load_tools(names: Sequence[str], built_in: Mapping[str, Tool]) -> dict[str, Tool]:
-    """Tools by their own names: built-in ones, or `path.py:name`. Raises `ToolError`."""
+def load_tools(names: Iterable[str]) -> dict[str, Tool]:
+    """Tools by their own names (`areal_async.registry`). Raises `ToolError`."""
     tools: dict[str, Tool] = {}
     for name in names:
-        found = built_in.get(name) or _from_file(name, built_in)
+        try:
+            found = TOOLS.find(name)
+        except PartError as error:
+            raise ToolError(str(error)) from error
+        if not isinstance(found, Tool):
+            raise ToolError(f"the tool {name!r} is not marked @tool: mark the function")
         if found.name in tools:
             raise ToolError(f"there are two tools called {found.name!r}: give one @tool(name=…)")
         tools[found.name] = found
@@ -164,17 +172,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required}
 
 
-def _from_file(name: str, built_in: Mapping[str, Tool]) -> Tool:
-    path_text, _, attribute = name.rpartition(":")
-    if not path_text.endswith(".py") or not attribute:
-        raise ToolError(
-            f"there is no built-in tool {name!r}. Use one of {', '.join(built_in)}, or path.py:name of a "
-            "function marked @tool."
-        )
-    module = run_user_file(Path(path_text), kind="tool", name=name, error=ToolError)
-    found = getattr(module, attribute, None)
-    if not isinstance(found, Tool):
-        own = [key for key, value in vars(module).items() if isinstance(value, Tool)]
-        choice = f"It has: {', '.join(own)}." if own else "It has no function marked @tool."
-        raise ToolError(f"the tool {name!r}: {attribute!r} in {path_text} is not marked @tool. {choice}")
-    return found
+@tool(inline=True)
+def calc(expression: str) -> str:
+    """Compute an arithmetic expression of numbers, + - * / and brackets."""
+    return written(evaluate(expression)[0])

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from areal_async.errors import ArealError
 from areal_async.prompts import Tokenizer
 
 Message = Mapping[str, Any]
+Rewritten = Literal["root", "error"]
+"""Where a template would change the past of a path: begin a new root, or fail."""
 
 MARK = "\ue000REPLY\ue001"
 """Private-use characters: no conversation has them."""

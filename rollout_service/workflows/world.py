@@ -1,12 +1,21 @@
-"""An environment as a workflow uses it: awaited, with deadlines, closed at the end."""
+"""An environment as a workflow uses it: its arguments checked, awaited with deadlines, closed at the end."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from areal_async.config.errors import Mistake
+from areal_async.registry import ENVIRONMENTS
 from areal_async.rpc.messages import Task
 from rollout_service.blocking import CallTimeout
-from rollout_service.environments import Environment, EnvironmentFailure, Factory, Step, group_seed
+from rollout_service.environments import (
+    Environment,
+    EnvironmentFactory,
+    EnvironmentFailure,
+    Step,
+    group_seed,
+)
 from rollout_service.workflows.context import Context
 
 
@@ -16,12 +25,11 @@ class World:
     An environment without `blocking = False` is made and called in threads, each call with the deadline.
     Raises `EnvironmentFailure` for one that is late or answers with something else than the protocol says."""
 
-    def __init__(self, factory: Factory, timeout_s: float, ctx: Context) -> None:
+    def __init__(self, factory: EnvironmentFactory, timeout_s: float, ctx: Context) -> None:
         self._factory = factory
         self._timeout_s = timeout_s
         self._ctx = ctx
         self._environment: Any = None
-        self._blocking = factory.blocking
         self._late = False
 
     async def __aenter__(self) -> World:
@@ -60,10 +68,48 @@ class World:
         return str(state()) if callable(state) else None
 
     async def _call(self, what: str, function: Any, *arguments: Any) -> Any:
-        if not self._blocking:
+        if not self._factory.blocking:
             return function(*arguments)
         try:
-            return await self._ctx.kit.blocking(function, *arguments, timeout_s=self._timeout_s)
+            return await self._ctx.resources.blocking(function, *arguments, timeout_s=self._timeout_s)
         except CallTimeout as error:
             self._late = True
             raise EnvironmentFailure(f"the environment's {what}: {error}") from None
+
+
+def opening(
+    prompt: str | Sequence[dict[str, Any]], observation: str, first: str = "{prompt}{observation}"
+) -> str | list[dict[str, Any]]:
+    """The task's prompt with what the environment shows first: joined as `first` says; or, of a chat, in its
+    last message if that is the user's, else as a message of the user's own."""
+    if isinstance(prompt, str):
+        return first.format(prompt=prompt, observation=observation)
+    if not observation:
+        return list(prompt)
+    *before, last = prompt
+    if last["role"] != "user":
+        return [*prompt, {"role": "user", "content": observation}]
+    joined = "\n\n".join(text for text in (str(last["content"]), observation) if text)
+    return [*before, {**last, "content": joined}]
+
+
+def environment_mistakes(arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+    """What is wrong with `environment` and `environment_args` among `arguments`. Files are read elsewhere."""
+    name = arguments.get("environment")
+    if name is not None and ".py:" not in name:
+        yield from ENVIRONMENTS.mistakes(
+            name,
+            arguments.get("environment_args", {}),
+            field=f"{field}.environment",
+            args_field=f"{field}.environment_args",
+        )
+
+
+def check_format(text: str, *names: str) -> str:
+    """`text`, which `str.format` is to be given these names for. Raises ValueError."""
+    try:
+        text.format(**dict.fromkeys(names, ""))
+    except (KeyError, IndexError, ValueError, AttributeError):
+        allowed = " and ".join(f"{{{name}}}" for name in names)
+        raise ValueError(f"{text!r} may hold {allowed}, and other braces doubled ({{{{ and }}}})") from None
+    return text

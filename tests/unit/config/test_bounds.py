@@ -17,16 +17,14 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from areal_async.config.base import Section
-from areal_async.config.environments import ENVIRONMENT_OPTIONS
 from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.config.load import job_from_mapping, load_job
 from areal_async.config.reward import RouteSection
 from areal_async.config.verifierargs import WeightedPart
-from areal_async.config.workflow import WORKFLOW_ARGUMENTS
 from areal_async.config.yamlfile import parse_yaml
 from areal_async.nesting import MOST_LEVELS, too_nested
-from areal_async.registry import REWARDS
+from areal_async.registry import ENVIRONMENTS, REWARDS, WORKFLOWS
 from areal_async.tasks import TaskFileError, read_tasks
 
 HUGE = 10**30
@@ -45,12 +43,14 @@ def numeric_fields(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iter
             yield path
 
 
-REWARD_ARGUMENTS: dict[str, type[Section]] = {
-    name: section for name in REWARDS.built_in if (section := getattr(REWARDS.find(name), "Arguments", None))
+PARTS = {name: kind.find(name) for kind in (REWARDS, WORKFLOWS, ENVIRONMENTS) for name in kind.built_in}
+ARGUMENTS = {name: part.Arguments for name, part in PARTS.items() if hasattr(part, "Arguments")}
+MODELS: dict[str, type[Section]] = {
+    "job": JobConfig,
+    "route": RouteSection,
+    "part": WeightedPart,
+    **ARGUMENTS,
 }
-MODELS: dict[str, type[Section]] = {"job": JobConfig, "route": RouteSection, "part": WeightedPart}
-for group in (REWARD_ARGUMENTS, WORKFLOW_ARGUMENTS, ENVIRONMENT_OPTIONS):
-    MODELS |= group
 FIELDS = [(name, path) for name, model in MODELS.items() for path in numeric_fields(model)]
 
 
@@ -100,7 +100,7 @@ def test_the_error_names_the_field_and_what_it_may_be(
 def test_numbers_in_lists_and_mappings_are_bounded_too() -> None:
     for content in ({"scale": [0, HUGE]}, {"grades": {"yes": HUGE}}):
         with pytest.raises(ValidationError, match="less than or equal"):
-            REWARD_ARGUMENTS["judge"].model_validate({"base_url": "http://a/v1", "model": "m", **content})
+            ARGUMENTS["judge"].model_validate({"base_url": "http://a/v1", "model": "m", **content})
 
 
 # --- nested files

@@ -9,7 +9,6 @@ import yaml
 from areal_async.config.fields import job_fields, section_of, suggest
 from areal_async.config.job import JobConfig
 from areal_async.config.reference import renew
-from areal_async.config.rollout import BUILT_IN_WORKFLOWS
 
 PAGE = Path(__file__).parents[3] / "docs" / "job-file.md"
 
@@ -39,12 +38,6 @@ def test_a_default_is_that_of_its_place() -> None:
     assert job_fields()["evaluation.sampling.temperature"].default == 0.0
     assert job_fields()["rollout.sampling.temperature"].default == 1.0
     assert job_fields()["model"].required
-
-
-def test_built_in_names_are_those_of_the_services() -> None:
-    from rollout_service.workflows.base import BUILT_IN as WORKFLOWS
-
-    assert set(BUILT_IN_WORKFLOWS) == set(WORKFLOWS)
 
 
 @pytest.mark.parametrize(

@@ -171,4 +171,4 @@ def test_the_agent_of_a_job_file_is_looked_up_beside_it(tmp_path: Path) -> None:
         said[name] = [m.problem for m in broken.value.mistakes if m.field == "rollout.workflow_args.agent"]
     assert said["mine.py:agent"] == []
     assert said["mine.py:blocking"] == [f"blocking in {tmp_path}/mine.py is not a coroutine"]
-    assert said["gone.py:agent"] == [f"{tmp_path}/gone.py does not exist"]
+    assert said["gone.py:agent"] == [f"{tmp_path}/gone.py cannot be read: No such file or directory"]

@@ -15,7 +15,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from areal_async.config.gateway import GatewaySection
+from areal_async.config.rollout import GatewaySection
 from areal_async.errors import ArealError
 from rollout_service.engines.base import EngineError
 from rollout_service.gateway import Gateway, GatewayError

@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 
 from rollout_service.blocking import BlockingCalls, CallTimeout
 from rollout_service.workflows import tool
-from rollout_service.workflows.calculator import BUILT_IN_TOOLS, calc
-from rollout_service.workflows.calls import ToolCall, json_calls, open_brackets, plain_call
-from rollout_service.workflows.tools import Answer, ToolError, load_tools, run_tool
+from rollout_service.workflows.tool_use import RequestedCall, json_calls, open_brackets, plain_call
+from rollout_service.workflows.tools import Answer, ToolError, calc, load_tools, run_tool
 
 
 def call(function: Any, arguments: Any = "x", *, timeout_s: float = 5.0, output_chars: int = 100) -> Answer:
     async def main() -> Answer:
         called = function if isinstance(function, str) else tool(function)
         return await run_tool(
-            BUILT_IN_TOOLS,
+            {"calc": calc},
             called,
             arguments,
             blocking=BlockingCalls(),
@@ -147,7 +146,7 @@ def test_a_timeout_error_of_the_call_itself_is_its_own() -> None:
     ],
 )
 def test_a_plain_call_is_a_name_and_brackets_at_the_very_end(text: str, found: Any) -> None:
-    assert plain_call(text) == (ToolCall(*found) if found else None)
+    assert plain_call(text) == (RequestedCall(*found) if found else None)
 
 
 @given(st.text("()ab", max_size=20))
@@ -171,20 +170,20 @@ def test_json_calls_are_read_in_order_and_mistakes_say_what_is_wrong() -> None:
         '<tool_call>{"name": "f", "arguments": "x"}</tool_call>'
     )
     calls = json_calls(text)
-    assert calls[0] == ToolCall("calc", {"expression": "1"})
+    assert calls[0] == RequestedCall("calc", {"expression": "1"})
     assert [bool(c.problem) for c in calls] == [False, True, True, True, False]
-    assert calls[4] == ToolCall("f", "x")
+    assert calls[4] == RequestedCall("f", "x")
 
 
 @pytest.mark.parametrize(
     ("names", "source", "says"),
     [
-        (["oven"], None, "no built-in tool 'oven'. Use one of calc"),
-        (["{}/t.py:bake"], "def bake(x): ...", "is not marked @tool. It has no function"),
+        (["oven"], None, "no tool 'oven'.*Use calc"),
+        (["{}/t.py:bake"], "def bake(x): ...", "is not marked @tool"),
         (
             ["{}/t.py:bake"],
             TOOL := "from rollout_service.workflows import tool\n@tool\ndef cook(x): ...",
-            "It has: cook",
+            "defines no 'bake'. It defines .*cook",
         ),
         (["{}/t.py:cook", "{}/t.py:cook"], TOOL, "two tools called 'cook'"),
     ],
@@ -195,7 +194,7 @@ def test_tools_that_cannot_be_loaded_say_why(
     if source is not None:
         (tmp_path / "t.py").write_text(source)
     with pytest.raises(ToolError, match=says):
-        load_tools([name.format(tmp_path) for name in names], BUILT_IN_TOOLS)
+        load_tools([name.format(tmp_path) for name in names])
 
 
 def test_only_functions_are_tools() -> None:

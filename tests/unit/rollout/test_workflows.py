@@ -8,31 +8,29 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from areal_async.config.rollout import BUILT_IN_WORKFLOWS
 from areal_async.prompts import prompt_ids, prompt_text
 from areal_async.rpc.messages import Task
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, training_rows
 from replay_buffer.server import read_arrival
 from rollout_service.engines.base import GenerateRequest, GenerateResult, RequestError
 from rollout_service.workflows import (
-    BUILT_IN,
     Context,
     EpisodeAborted,
     Renderer,
     WorkflowError,
     load_workflow,
 )
-from rollout_service.workflows.context import call_seed
+from rollout_service.workflows.branch import call_seed
 
 
 @pytest.mark.parametrize(
     ("name", "source", "says"),
     [
-        ("no_such", None, "built-in workflow 'no_such'.*single_turn"),
-        ("flow.py:", None, "path.py:function"),
+        ("no_such", None, "no workflow 'no_such'.*single_turn"),
+        ("flow.py:", None, "path.py:name"),
         ("flow.py:go", None, "there is no file"),
-        ("flow.py:go", "async def other(ctx, task): ...", "defines no 'go'. It has: other"),
-        ("flow.py:go", "x = 1", "no `async def` function"),
+        ("flow.py:go", "async def other(ctx, task): ...", "defines no 'go'. It defines other"),
+        ("flow.py:go", "x = 1", "It defines x"),
         ("flow.py:go", "def go(ctx, task): ...", "not an `async def`"),
         ("flow.py:go", "async def go(ctx): ...", "two arguments"),
         ("flow.py:go", "import nowhere_to_be_found", "ModuleNotFoundError"),
@@ -51,10 +49,6 @@ def test_a_workflow_that_cannot_be_loaded_says_why(
         load_workflow(name)
 
 
-def test_the_job_file_knows_the_built_in_workflows() -> None:
-    assert set(BUILT_IN) == set(BUILT_IN_WORKFLOWS)
-
-
 def test_a_workflow_of_ones_own_may_import_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "neighbour_of_flow.py").write_text("ANSWER = 42")
     (tmp_path / "flow.py").write_text(
@@ -63,6 +57,27 @@ def test_a_workflow_of_ones_own_may_import_its_neighbours(tmp_path: Path) -> Non
     ctx: Any = SimpleNamespace()
     asyncio.run(load_workflow(f"{tmp_path}/flow.py:go")(ctx, Task("t", "")))
     assert ctx.said == 42
+
+
+CLASS = """
+from areal_async.config.base import Section
+class Debate:
+    class Arguments(Section):
+        rounds: int = 2
+    def __init__(self, arguments, resources):
+        self.rounds = arguments.rounds
+    async def __call__(self, ctx, task):
+        ctx.said = [task.prompt] * self.rounds
+"""
+
+
+def test_a_workflow_may_be_a_class_that_declares_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "flow.py").write_text(CLASS)
+    ctx: Any = SimpleNamespace()
+    asyncio.run(load_workflow(f"{tmp_path}/flow.py:Debate", {"rounds": 3})(ctx, Task("t", "x")))
+    assert ctx.said == ["x"] * 3
+    with pytest.raises(WorkflowError, match=r"workflow_args of .*no argument 'round'"):
+        load_workflow(f"{tmp_path}/flow.py:Debate", {"round": 3})
 
 
 @pytest.fixture
