@@ -324,7 +324,7 @@ CASES = [
         "Mend the file",
         write("job.yaml.py", "def"),
     ),
-    Case("unknown workflow", ["rollout.workflow=chat"], "rollout.workflow", "neither", "single_turn"),
+    Case("unknown workflow", ["rollout.workflow=chat"], "rollout.workflow", "no workflow", "single_turn"),
     Case(
         "workflow not async",
         ["rollout.workflow=flows.py:shout"],
