@@ -26,8 +26,8 @@ from typing import Any
 import psutil
 from buffer_service import Service, cpu_s, episode, job_in, secret_at, start_service, units_of
 
-from areal_async.rpc.messages import BufferStats
-from replay_buffer.client import SyncBufferClient
+from areal_async.rpc.messages import BufferStats, OpenTrainer, Stats
+from areal_async.rpc.rpc import SyncClient
 from replay_buffer.embedded import EmbeddedRedis
 
 HERE = Path(__file__).parent
@@ -117,7 +117,7 @@ class Bench:
         groups = sum(self.groups_each(n) * n for n in options.producers) * options.rounds
         job = job_in(folder, group_size=self.group, groups=groups, durability=tier)
         self.service: Service = start_service(folder, job)
-        self.client = SyncBufferClient(
+        self.client = SyncClient(
             self.service.endpoint,
             job=job.job,
             role="bench",
@@ -125,7 +125,7 @@ class Bench:
             access=secret_at(self.service.endpoint),
         )
         self.client.connect()
-        self.client.open_trainer("bench", 0)
+        self.client.call(OpenTrainer("bench", 0))
         plain_dir = folder / "plain"
         self.plain = EmbeddedRedis(plain_dir, folder / "s" / "plain", tier)
         asyncio.run(self.plain.start())
@@ -155,7 +155,7 @@ class Bench:
             for system, rounds in systems.items():
                 row[system] = best(rounds)
             outside_rewrites(self.service_redis)
-            held: BufferStats = self.client.stats()
+            held: BufferStats = self.client.call(Stats())
             row["payload_bytes"] = held.payload_bytes
             rss = [redis.memory_info().rss, front.memory_info().rss]
             row["redis_rss_per_payload_byte"] = (rss[0] - base_rss[0]) / held.payload_bytes

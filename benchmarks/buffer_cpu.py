@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,27 @@ from buffer_service import JOB, PROMPT_UNITS, cpu_s, job_in, secret_at, start_se
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import (
     Batch,
+    Checkpointed,
+    Claim,
+    Commit,
     EpisodeVerdict,
+    Heartbeat,
     HeartbeatAck,
+    Lease,
     LeasedGroup,
     Leases,
+    NextBatch,
+    Ok,
+    OpenTrainer,
     PutAck,
+    PutEpisodes,
+    PutVerdicts,
+    Stats,
     Task,
     VersionTag,
 )
+from areal_async.rpc.rpc import Client
 from areal_async.rpc.verdicts import Score
-from replay_buffer.client import BufferClient
 from rollout_service.engines.base import Capabilities, EngineStats, GenerateRequest, GenerateResult
 from rollout_service.worker import Worker
 from rollout_service.workflows import Renderer, load_workflow
@@ -123,7 +134,17 @@ class NoBuffer:
         self.room, self.size, self.stored, self._count = groups, group_size, 0, 0
         self._parts: dict[str, int] = {}
 
-    async def lease(self, worker: str, capacity: int, serving: VersionTag, *, wait_ms: int = 0) -> Leases:
+    async def call(self, request: Any, *, attachments: Sequence[Any] = (), timeout_s: float = 0) -> Any:
+        match request:
+            case Lease():
+                return await self._lease(request.capacity)
+            case PutEpisodes():
+                return self._put(request.lease_id, request.samples)
+            case Heartbeat():
+                return HeartbeatAck([])
+        return Ok()
+
+    async def _lease(self, capacity: int) -> Leases:
         if self.room == 0:
             await asyncio.sleep(0.02)
             return Leases([], "as many groups are under way as may be")
@@ -137,19 +158,14 @@ class NoBuffer:
             granted.append(LeasedGroup(f"{name}#0", f"L{name}", 0, task, self.size, missing, 1, 3_600_000))
         return Leases(granted)
 
-    async def heartbeat(self, worker: str, lease_ids: Sequence[str], serving: VersionTag) -> HeartbeatAck:
-        return HeartbeatAck([])
-
-    async def release(self, worker: str, lease_id: str, reason: str, *, failed: bool = False) -> None: ...
-
-    async def put(self, lease_id: str, group_id: str, episodes: Mapping[int, bytes]) -> PutAck:
-        self.stored += len(episodes)
-        left = self._parts.get(lease_id, self.size) - len(episodes)
+    def _put(self, lease_id: str, samples: list[int]) -> PutAck:
+        self.stored += len(samples)
+        left = self._parts.get(lease_id, self.size) - len(samples)
         self._parts[lease_id] = left
         if not left:
             del self._parts[lease_id]
             self.room += 1
-        return PutAck(list(episodes), "memory")
+        return PutAck(samples, "memory")
 
 
 def limits(options: argparse.Namespace, folder: Path, outstanding: int) -> JobConfig:
@@ -181,9 +197,7 @@ async def work(endpoint: str, folder: Path, units: int, rate: float, workers: in
     for i in range(workers):
         buffer: Any = nothing
         if endpoint:
-            buffer = BufferClient(
-                endpoint, job=JOB, role="rollout", name=f"worker-{i}", access=secret_at(endpoint)
-            )
+            buffer = Client(endpoint, job=JOB, role="rollout", name=f"worker-{i}", access=secret_at(endpoint))
             await buffer.connect(60)
         workflow = load_workflow("single_turn")
         all_workers.append(Worker(buffer, engine, workflow, ShortPrompt(), job=job, name=f"worker-{i}"))
@@ -204,14 +218,13 @@ async def work(endpoint: str, folder: Path, units: int, rate: float, workers: in
 
 async def score(endpoint: str) -> None:
     """The scorer's process."""
-    buffer = BufferClient(endpoint, job=JOB, role="reward", name="scorer", access=secret_at(endpoint))
+    buffer = Client(endpoint, job=JOB, role="reward", name="scorer", access=secret_at(endpoint))
     await buffer.connect(60)
     while True:
-        claims, _ = await buffer.claim("scorer", 128, wait_ms=1000)
+        claims, _ = await buffer.exchange(Claim("scorer", 128, wait_ms=1000))
         if claims.items:
-            await buffer.verdicts(
-                "scorer", [EpisodeVerdict(i.episode_id, i.claim_id, Score(1.0), 0.1) for i in claims.items]
-            )
+            verdicts = [EpisodeVerdict(i.episode_id, i.claim_id, Score(1.0), 0.1) for i in claims.items]
+            await buffer.call(PutVerdicts("scorer", verdicts))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -225,16 +238,16 @@ def child(role: str, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1)
 
 
-async def train(client: BufferClient, worker: subprocess.Popen[str]) -> None:
+async def train(client: Client, worker: subprocess.Popen[str]) -> None:
     epoch = 1
     for step in range(1_000_000):
-        while not isinstance(await client.next_batch(epoch, step, wait_ms=1000), Batch):
+        while not isinstance(await client.call(NextBatch(epoch, step, wait_ms=1000)), Batch):
             pass
-        await client.commit(epoch, step)
+        await client.call(Commit(epoch, step))
         assert worker.stdin is not None
         worker.stdin.write(f"{step + 1}\n")
         if (step + 1) % CHECKPOINT_STEPS == 0:
-            await client.checkpointed(epoch, step + 1)
+            await client.call(Checkpointed(epoch, step + 1))
 
 
 async def measure(options: argparse.Namespace, outstanding: int, making_s: float) -> dict[str, Any]:
@@ -243,11 +256,11 @@ async def measure(options: argparse.Namespace, outstanding: int, making_s: float
         job = limits(options, folder, outstanding)
         (folder / "job.json").write_text(job.model_dump_json())
         service = start_service(folder, job)
-        client = BufferClient(
+        client = Client(
             service.endpoint, job=JOB, role="trainer", name="trainer", access=secret_at(service.endpoint)
         )
         await client.connect()
-        await client.open_trainer("trainer", 0)
+        await client.call(OpenTrainer("trainer", 0))
         workers = max(1, outstanding // WORKER_GROUPS)
         children = [
             child("worker", service.endpoint, folder, options.units, options.rate, workers),
@@ -256,7 +269,7 @@ async def measure(options: argparse.Namespace, outstanding: int, making_s: float
         training = asyncio.create_task(train(client, children[0]))
         try:
             # All but the few whose lease is on its way.
-            while (stats := await client.stats()).outstanding < 0.99 * outstanding or stats.v_train < 2:
+            while (stats := await client.call(Stats())).outstanding < 0.99 * outstanding or stats.v_train < 2:
                 await asyncio.sleep(0.5)
                 if options.verbose:
                     print(stats.outstanding, stats.v_train, stats.reasons, stats.episodes, flush=True)
@@ -268,11 +281,11 @@ async def measure(options: argparse.Namespace, outstanding: int, making_s: float
                 "worker": psutil.Process(children[0].pid),
                 "scorer": psutil.Process(children[1].pid),
             }
-            began, begun_s = await client.stats(), time.monotonic()
+            began, begun_s = await client.call(Stats()), time.monotonic()
             before_s = {role: cpu_s(process) for role, process in processes.items()}
             await asyncio.sleep(options.seconds)
             spent_s = {role: cpu_s(process) - before_s[role] for role, process in processes.items()}
-            ended, wall_s = await client.stats(), time.monotonic() - begun_s
+            ended, wall_s = await client.call(Stats()), time.monotonic() - begun_s
             rss_mib = {role: process.memory_info().rss / 2**20 for role, process in processes.items()}
         finally:
             training.cancel()

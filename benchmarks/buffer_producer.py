@@ -16,8 +16,8 @@ from typing import Any
 import redis
 from buffer_service import JOB, episode, secret_at
 
-from areal_async.rpc.messages import LeasedGroup, VersionTag
-from replay_buffer.client import BufferClient
+from areal_async.rpc.messages import Lease, LeasedGroup, PutEpisodes, VersionTag
+from areal_async.rpc.rpc import Client
 from rollout_service.outbox import Outbox, Parcel
 
 LINGER_S, MAX_PUTS = 0.05, 4
@@ -27,7 +27,7 @@ LINGER_S, MAX_PUTS = 0.05, 4
 class Producer:
     def __init__(self, name: str, endpoint: str, redis_url: str) -> None:
         self.name = name
-        self.buffer = BufferClient(endpoint, job=JOB, role="rollout", name=name, access=secret_at(endpoint))
+        self.buffer = Client(endpoint, job=JOB, role="rollout", name=name, access=secret_at(endpoint))
         self.redis = redis.Redis.from_url(redis_url)
         self.held: list[tuple[LeasedGroup, dict[int, bytes]]] = []
         self.sets = 0
@@ -36,7 +36,7 @@ class Producer:
         self.held = []
         tag = VersionTag(1, 0)
         while len(self.held) < groups:
-            leases = await self.buffer.lease(self.name, groups - len(self.held), tag, wait_ms=1000)
+            leases = await self.buffer.call(Lease(self.name, groups - len(self.held), tag, wait_ms=1000))
             assert leases.groups, leases.reason
             for group in leases.groups:
                 blobs = {
@@ -53,7 +53,10 @@ class Producer:
 
         async def send(parcel: Parcel) -> None:
             asked_s = time.perf_counter()
-            ack = await self.buffer.put(parcel.lease_id, parcel.group_id, parcel.episodes)
+            ack = await self.buffer.call(
+                PutEpisodes(parcel.lease_id, parcel.group_id, list(parcel.episodes)),
+                attachments=list(parcel.episodes.values()),
+            )
             acks_ms.append(1e3 * (time.perf_counter() - asked_s))
             assert not ack.refused, ack.refused
             outbox.settled(parcel)

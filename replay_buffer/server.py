@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -40,10 +39,11 @@ from areal_async.rpc.messages import (
     PutEpisodes,
     PutVerdicts,
     Release,
+    Request,
     Stats,
     Waiting,
 )
-from areal_async.rpc.rpc import Answer, Peer, Server
+from areal_async.rpc.rpc import Answer, Peer, Server, by_type
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
@@ -57,7 +57,7 @@ from replay_buffer.errors import StoreUnavailable
 from replay_buffer.front import Front
 from replay_buffer.large import EPISODES
 from replay_buffer.ledger.decide import stats
-from replay_buffer.ledger.index import Edge, Index
+from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
@@ -74,14 +74,8 @@ FIGURES_S = 1.0
 log = get_logger("buffer")
 
 
-def _is_empty(reply: Message) -> bool:
-    match reply:
-        case Leases():
-            return not reply.groups and not reply.drain
-        case Claims():
-            return not reply.items
-        case _:
-            return isinstance(reply, Waiting)
+def _wait_ms(message: Lease | Claim | NextBatch) -> int:
+    return min(message.wait_ms, LONGEST_WAIT_MS)
 
 
 class BufferServer:
@@ -95,43 +89,26 @@ class BufferServer:
         self._lease_waits: dict[str, object] = {}
         """Worker → a token of its latest lease request under way."""
         self._no_scores = NoScoreLog()
+        self.handle = by_type(
+            "buffer",
+            {
+                Lease: self._lease,
+                PutEpisodes: self._put,
+                Claim: self._claim,
+                NextBatch: self._next_batch,
+                Fetch: self._fetch,
+                OpenTrainer: self._open_trainer,
+                ExportLedger: self._export_ledger,
+                Drain: self._drain,
+                Stats: self._stats,
+                **dict.fromkeys(
+                    (Arrived, Heartbeat, Release, PutVerdicts, Commit, Checkpointed), self._execute
+                ),
+            },
+        )
 
-    async def handle(self, peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
-        """The handler of the RPC server; raises `FaultError`."""
-        match message:
-            case Lease():
-                return await self._lease(message)
-            case PutEpisodes():
-                return await self._put(message, attachments)
-            case Claim():
-                return await self._claim(message)
-            case NextBatch():
-                return await self._poll(message, message.wait_ms, "batch")
-            case Fetch():
-                return await self._fetch(message)
-            case OpenTrainer():
-                copy = bytes(attachments[0]) if attachments and len(attachments[0]) else None
-                log.info(
-                    "trainer opens", trainer=message.trainer, step=message.step, resumed=copy is not None
-                )
-                opened = OpenedWith(message.trainer, message.step, copy, message.after_epoch)
-                return (await self._front.execute(opened)).reply
-            case ExportLedger():
-                decision = await self._front.execute(message)
-                return decision.reply, [decision.payload] if decision.payload is not None else []
-            case Drain():
-                log.info("worker drains", worker=message.worker, reason=message.reason)
-                reply = (await self._front.execute(message)).reply
-                # Its waiting lease request is answered now: nothing will be granted to it.
-                self._front.wake("lease")
-                return reply
-            case Arrived() | Heartbeat() | Release() | PutVerdicts() | Commit() | Checkpointed():
-                return (await self._front.execute(message)).reply
-            case Stats():
-                reply = (await self._front.execute(message)).reply
-                return self._with_redis(reply) if isinstance(reply, BufferStats) else reply
-            case _:
-                raise FaultError("invalid", f"the buffer does not answer {type(message).__name__}")
+    async def _execute(self, peer: Peer, message: Request[Any], attachments: list[memoryview]) -> Answer:
+        return (await self._front.execute(message)).reply
 
     async def keep_figures(self, collector: metrics.BufferCollector) -> None:
         """Bring the metrics up to date, for ever."""
@@ -147,35 +124,32 @@ class BufferServer:
             collector.waits(self._front.trouble)
             await asyncio.sleep(FIGURES_S)
 
-    async def _poll(
-        self,
-        message: Lease | NextBatch,
-        wait_ms: int,
-        edge: Edge,
-        is_empty: Callable[[Message], bool] = _is_empty,
-    ) -> Message:
-        wait_ms = min(wait_ms, LONGEST_WAIT_MS)
-        return (await self._front.poll(message, wait_ms, edge, is_empty)).reply
-
-    async def _lease(self, message: Lease) -> Message:
+    async def _lease(self, peer: Peer, message: Lease, attachments: list[memoryview]) -> Answer:
         """A worker that asks again, for it serves another version now, no longer waits for its older request:
         that one is answered at once, so that old requests do not hold the worker's places."""
         waiting = self._lease_waits.get(message.worker)
         current = self._lease_waits[message.worker] = object()
         if waiting is not None:
             self._front.wake("lease")
+
+        def is_empty(reply: Message) -> bool:
+            newest = self._lease_waits.get(message.worker) is current
+            return newest and isinstance(reply, Leases) and not reply.groups and not reply.drain
+
         try:
-            return await self._poll(
-                message,
-                message.wait_ms,
-                "lease",
-                lambda reply: self._lease_waits.get(message.worker) is current and _is_empty(reply),
-            )
+            return (await self._front.poll(message, _wait_ms(message), "lease", is_empty)).reply
         finally:
             if self._lease_waits.get(message.worker) is current:
                 del self._lease_waits[message.worker]
 
-    async def _put(self, message: PutEpisodes, attachments: list[memoryview]) -> Message:
+    async def _drain(self, peer: Peer, message: Drain, attachments: list[memoryview]) -> Answer:
+        log.info("worker drains", worker=message.worker, reason=message.reason)
+        reply = (await self._front.execute(message)).reply
+        # Its waiting lease request is answered now: nothing will be granted to it.
+        self._front.wake("lease")
+        return reply
+
+    async def _put(self, peer: Peer, message: PutEpisodes, attachments: list[memoryview]) -> Answer:
         if len(attachments) != len(message.samples):
             raise FaultError(
                 "invalid", f"a put of {len(message.samples)} samples came with {len(attachments)} attachments"
@@ -194,13 +168,14 @@ class BufferServer:
             for sample, blob in zip(message.samples, attachments, strict=True)
         )
 
-    async def _claim(self, message: Claim) -> Answer:
-        wait_ms = min(message.wait_ms, LONGEST_WAIT_MS)
+    async def _claim(self, peer: Peer, message: Claim, attachments: list[memoryview]) -> Answer:
+        def is_empty(reply: Message) -> bool:
+            return isinstance(reply, Claims) and not reply.items
 
         def more_comes(index: Index) -> bool:
             return not index.claimable_group and 0 < index.claimable_episodes < message.max_episodes
 
-        reply = (await self._front.poll(message, wait_ms, "claim", _is_empty, more_comes)).reply
+        reply = (await self._front.poll(message, _wait_ms(message), "claim", is_empty, more_comes)).reply
         if not isinstance(reply, Claims):
             return reply
         blobs = await self._front.blobs([place_of(item.episode_id) for item in reply.items])
@@ -208,13 +183,35 @@ class BufferServer:
         held = [(item, blob) for item, blob in zip(reply.items, blobs, strict=True) if blob is not None]
         return Claims([item for item, _ in held]), [blob for _, blob in held]
 
-    async def _fetch(self, message: Fetch) -> Answer:
+    async def _open_trainer(self, peer: Peer, message: OpenTrainer, attachments: list[memoryview]) -> Answer:
+        copy = bytes(attachments[0]) if attachments and len(attachments[0]) else None
+        log.info("trainer opens", trainer=message.trainer, step=message.step, resumed=copy is not None)
+        opened = OpenedWith(message.trainer, message.step, copy, message.after_epoch)
+        return (await self._front.execute(opened)).reply
+
+    async def _next_batch(self, peer: Peer, message: NextBatch, attachments: list[memoryview]) -> Answer:
+        def is_empty(reply: Message) -> bool:
+            return isinstance(reply, Waiting)
+
+        return (await self._front.poll(message, _wait_ms(message), "batch", is_empty)).reply
+
+    async def _fetch(self, peer: Peer, message: Fetch, attachments: list[memoryview]) -> Answer:
         blobs = await self._front.blobs([place_of(episode_id) for episode_id in message.episode_ids])
         found = [blob for blob in blobs if blob is not None]
         if len(found) < len(blobs):
             missing = message.episode_ids[blobs.index(None)]
             raise FaultError("invalid", f"episode {missing} is not held here (any more)")
         return Fetched(message.episode_ids), found
+
+    async def _export_ledger(
+        self, peer: Peer, message: ExportLedger, attachments: list[memoryview]
+    ) -> Answer:
+        decision = await self._front.execute(message)
+        return decision.reply, [decision.payload] if decision.payload is not None else []
+
+    async def _stats(self, peer: Peer, message: Stats, attachments: list[memoryview]) -> Answer:
+        reply = (await self._front.execute(message)).reply
+        return self._with_redis(reply) if isinstance(reply, BufferStats) else reply
 
     def _with_redis(self, figures: BufferStats) -> BufferStats:
         return msgspec.structs.replace(figures, redis_bytes=self._redis_bytes)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
+from areal_async.rpc.messages import Arrived
+from areal_async.rpc.rpc import Client
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.service import run_service
-from replay_buffer.client import BufferClient
 from reward_service import metrics
 from reward_service.attached import attach
 from reward_service.router import Router
@@ -44,10 +45,10 @@ async def main(ctx: ServiceContext) -> None:
         return
     async with _rewards(ctx) as router:
         metrics.watch(router)
-        async with BufferClient(
+        async with Client(
             ctx.buffer_endpoint, job=ctx.job.job, role="reward", name=ctx.name, access=ctx.secret
         ) as buffer:
-            await buffer.arrived(ctx.name)
+            await buffer.call(Arrived(ctx.name))
             ctx.ready()
             log.info("reward service serves", rewards=[spec.name for spec in router.specs])
             server = RewardServer(buffer, router, scorer=ctx.name)

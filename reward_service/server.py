@@ -17,13 +17,14 @@ import itertools
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from areal_async.errors import FaultError, RpcTimeout
-from areal_async.rpc.messages import ClaimedEpisode, Claims, EpisodeVerdict, VerdictAck
+from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutVerdicts, VerdictAck
+from areal_async.rpc.rpc import Caller
 from areal_async.rpc.verdicts import Failure, Score, Verdict, VerdictKind, kind_of
 from areal_async.runtime.events import record, recording
 from areal_async.runtime.failpoint import failpoint
@@ -49,16 +50,6 @@ SEND_PAUSE_S = 0.005
 RETRY_PAUSE_S = 0.5
 STOP_LIMIT_S = 2.0
 """For calls under way and verdicts unsent when the service is told to stop."""
-
-
-class Buffer(Protocol):
-    """The part of `BufferClient` that a scorer needs."""
-
-    async def claim(
-        self, scorer: str, max_episodes: int, *, wait_ms: int = 0, holds: Collection[str] | None = None
-    ) -> tuple[Claims, Sequence[memoryview]]: ...
-
-    async def verdicts(self, scorer: str, verdicts: list[EpisodeVerdict]) -> VerdictAck: ...
 
 
 class Held:
@@ -101,7 +92,7 @@ class Taken:
 class RewardServer:
     """The loops between one buffer and what scores its episodes."""
 
-    def __init__(self, buffer: Buffer, router: Router, *, scorer: str) -> None:
+    def __init__(self, buffer: Caller, router: Router, *, scorer: str) -> None:
         self._buffer = buffer
         self._router = router
         self._scorer = scorer
@@ -178,8 +169,8 @@ class RewardServer:
                 continue
             began_s = time.monotonic()
             try:
-                claims, blobs = await self._buffer.claim(
-                    self._scorer, wanted, wait_ms=CLAIM_WAIT_MS, holds=self._held
+                claims, blobs = await self._buffer.exchange(
+                    Claim(self._scorer, wanted, CLAIM_WAIT_MS, list(self._held))
                 )
             except (RpcTimeout, FaultError) as error:
                 await self._wait_out(error, "claim")
@@ -287,7 +278,7 @@ class RewardServer:
                     record("verdicts", items=[_as_event(verdict) for verdict in verdicts])
                 failpoint("reward.before_verdict")
                 try:
-                    ack = await self._buffer.verdicts(self._scorer, verdicts)
+                    ack = await self._buffer.call(PutVerdicts(self._scorer, verdicts))
                     break
                 except (RpcTimeout, FaultError) as error:
                     await self._wait_out(error, "verdicts")

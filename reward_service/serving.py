@@ -8,9 +8,10 @@ from pathlib import Path
 
 from areal_async.errors import ArealError, FaultError
 from areal_async.launch.registry import JobEntry, Service
+from areal_async.rpc.messages import Arrived
+from areal_async.rpc.rpc import Client
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
-from replay_buffer.client import BufferClient
 from reward_service.pool import Pool
 from reward_service.router import Router
 from reward_service.sdk import RewardLoadError
@@ -80,10 +81,10 @@ class Serving:
         section = ctx.job.reward
         async with Router(section, shared=self._pool, job=self.entry.run_id) as router:
             self._router = router
-            async with BufferClient(
+            async with Client(
                 ctx.buffer_endpoint, job=ctx.job.job, role="reward", name=SCORER, access=ctx.secret
             ) as buffer:
-                await buffer.arrived(SCORER)
+                await buffer.call(Arrived(SCORER))
                 self._server = RewardServer(buffer, router, scorer=SCORER)
                 self._state = Service("serving")
                 log.info("job served", served=self.entry.job, rewards=[spec.name for spec in router.specs])

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from areal_async.errors import FaultError, RpcTimeout
-from areal_async.rpc.messages import Leases, VersionTag
+from areal_async.rpc.messages import Lease, Leases, VersionTag
+from areal_async.rpc.rpc import Caller
 from areal_async.runtime.log import get_logger
-from rollout_service.leases import Buffer
 from rollout_service.waiting import first_of, wait_out
 
 log = get_logger("rollout")
@@ -28,7 +28,7 @@ class Asking:
 
     def __init__(
         self,
-        buffer: Buffer,
+        buffer: Caller,
         name: str,
         *,
         wanted: Callable[[], int],
@@ -76,7 +76,7 @@ class Asking:
     async def _ask(self, wanted: int, serving: VersionTag) -> Leases:
         began_s = time.monotonic()
         try:
-            leases = await self._buffer.lease(self._name, wanted, serving, wait_ms=LEASE_WAIT_MS)
+            leases = await self._buffer.call(Lease(self._name, wanted, serving, LEASE_WAIT_MS))
         except (RpcTimeout, FaultError) as error:
             await wait_out(error, "lease")
             return Leases([])

@@ -1,30 +1,14 @@
-"""A lease as the worker holds it, and the buffer as the worker sees it."""
+"""A lease as the worker holds it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from areal_async.rpc.messages import HeartbeatAck, LeasedGroup, Leases, PutAck, VersionTag
+from areal_async.rpc.messages import LeasedGroup
 
 DRAINED = "drained"
 """The reason of handing a lease over that nothing is wrong with: this worker stops."""
-
-
-class Buffer(Protocol):
-    """The part of `replay_buffer.client.BufferClient` that a worker needs."""
-
-    async def lease(self, worker: str, capacity: int, serving: VersionTag, *, wait_ms: int = 0) -> Leases: ...
-
-    async def heartbeat(self, worker: str, lease_ids: Sequence[str], serving: VersionTag) -> HeartbeatAck: ...
-
-    async def release(self, worker: str, lease_id: str, reason: str, *, failed: bool = False) -> None: ...
-
-    async def drain(self, worker: str, reason: str) -> None: ...
-
-    async def put(self, lease_id: str, group_id: str, episodes: Mapping[int, bytes]) -> PutAck: ...
 
 
 @dataclass

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable
 
 from areal_async.errors import FaultError, RpcTimeout
-from areal_async.rpc.messages import PutAck
+from areal_async.rpc.messages import PutAck, PutEpisodes, Release
+from areal_async.rpc.rpc import Caller
 from areal_async.runtime.events import record
 from areal_async.runtime.failpoint import failpoint
 from areal_async.runtime.log import get_logger
 from rollout_service import metrics
-from rollout_service.leases import Buffer, Held
+from rollout_service.leases import Held
 from rollout_service.outbox import Outbox, Parcel
 from rollout_service.waiting import IDLE_WAIT_S, first_of, wait_out
 
@@ -34,7 +35,7 @@ RELEASE_LIMIT_S = 1.0
 class Sender:
     def __init__(
         self,
-        buffer: Buffer,
+        buffer: Caller,
         name: str,
         held: dict[str, Held],
         *,
@@ -113,7 +114,7 @@ class Sender:
         """Handing back early is a courtesy: a lease that nobody renews ends by itself."""
         try:
             async with asyncio.timeout(RELEASE_LIMIT_S):
-                await self._buffer.release(self._name, lease_id, reason, failed=failed)
+                await self._buffer.call(Release(self._name, lease_id, reason, failed))
         except (TimeoutError, RpcTimeout, FaultError) as error:
             log.info("lease not released", lease_id=lease_id, error=str(error))
 
@@ -129,7 +130,10 @@ class Sender:
             record("put", lease_id=lease_id, group_id=group_id, samples=list(parcel.episodes))
             failpoint("rollout.before_put")
             try:
-                ack = await self._buffer.put(lease_id, group_id, parcel.episodes)
+                ack = await self._buffer.call(
+                    PutEpisodes(lease_id, group_id, list(parcel.episodes)),
+                    attachments=list(parcel.episodes.values()),
+                )
             except (RpcTimeout, FaultError) as error:
                 await wait_out(error, "put")
                 continue

@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 from areal_async.errors import ArealError, FaultError, RpcTimeout
-from areal_async.rpc.messages import NoNews, VersionTag
+from areal_async.rpc.messages import Arrived, NoNews, VersionTag
+from areal_async.rpc.rpc import Client
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.restart import NO_RESTARTS, RestartPolicy
 from areal_async.weights.places import make_receiver
-from replay_buffer.client import BufferClient
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, Weights
 from rollout_service.metrics import watch_engine
@@ -117,10 +117,10 @@ async def _serve(ctx: ServiceContext) -> None:
         return await updates.start()
 
     try:
-        async with BufferClient(
+        async with Client(
             ctx.buffer_endpoint, job=job.job, role="rollout", name=ctx.name, access=ctx.secret
         ) as buffer:
-            await buffer.arrived(ctx.name)
+            await buffer.call(Arrived(ctx.name))
             serving = await unless_stopped(ctx.stop, first_version())
             if serving is None:
                 return

@@ -28,7 +28,8 @@ from typing import Any
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError, RpcTimeout
-from areal_async.rpc.messages import LeasedGroup, Leases, VersionTag
+from areal_async.rpc.messages import Drain, Heartbeat, LeasedGroup, Leases, VersionTag
+from areal_async.rpc.rpc import Caller
 from areal_async.runtime.events import record
 from areal_async.runtime.log import get_logger
 from areal_async.trajectory import EpisodeBuilder, pack
@@ -39,7 +40,7 @@ from rollout_service.engines.base import DeadlinePassed, Engine
 from rollout_service.episode_engine import EpisodeEngine
 from rollout_service.failures import EpisodeTimeout, FailureStreak, is_its_own, within
 from rollout_service.gateway import Gateway
-from rollout_service.leases import DRAINED, Buffer, Held
+from rollout_service.leases import DRAINED, Held
 from rollout_service.process import sampling_of
 from rollout_service.sending import Sender
 from rollout_service.tuning import Tuning
@@ -60,7 +61,7 @@ class Worker:
 
     def __init__(
         self,
-        buffer: Buffer,
+        buffer: Caller,
         engine: Engine,
         workflow: Workflow,
         render: Renderer,
@@ -273,7 +274,7 @@ class Worker:
             if not self._held and not self._wake_heart.is_set():
                 continue
             try:
-                ack = await self._buffer.heartbeat(self._name, list(self._held), self._engine.version)
+                ack = await self._buffer.call(Heartbeat(self._name, list(self._held), self._engine.version))
             except (RpcTimeout, FaultError) as error:
                 await wait_out(error, "heartbeat")
                 continue
@@ -333,7 +334,7 @@ class Worker:
 
     async def _tell_buffer(self) -> None:
         try:
-            await self._buffer.drain(self._name, "it was told to stop")
+            await self._buffer.call(Drain(self._name, "it was told to stop"))
         except (RpcTimeout, FaultError) as error:
             log.info("the buffer was not told", error=str(error))
 

@@ -10,13 +10,13 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from areal_async.config.run import WeightsSection
+from areal_async.rpc.rpc import SyncClient
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunLog
 from areal_async.weights.offers import DeltaPolicy
 from areal_async.weights.places import make_outlet, make_sender, snapshot_root
 from areal_async.weights.publisher import Publisher
-from replay_buffer.client import SyncBufferClient
 from trainer_service.backends.fsdp.backend import POLICY, FsdpBackend
 from trainer_service.checkpoint import newest_usable
 from trainer_service.files import companion_files
@@ -94,7 +94,7 @@ def _rl(ctx: ServiceContext, ranks: Ranks, backend: FsdpBackend, run_log: RunLog
     if restored is not None:
         log.info("going on from a checkpoint", step=restored.manifest.step, folder=str(restored.folder))
     buffer = stack.enter_context(
-        SyncBufferClient(
+        SyncClient(
             ctx.buffer_endpoint,
             job=ctx.job.job,
             role="trainer",

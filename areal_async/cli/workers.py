@@ -33,10 +33,8 @@ def ask(target: Path, request: ScaleWorkers | DrainWorker) -> WorkersChanged:
     client = SyncClient(endpoint, job=run.job.job, role="cli", name="cli", access=run.secret)
     try:
         client.connect(CONNECT_S)
-        reply, _ = client.call(request, timeout_s=request.limit_ms / 1000 + ANSWER_S)
+        return client.call(request, timeout_s=request.limit_ms / 1000 + ANSWER_S)
     except FaultError as error:
         raise WorkersError(f"nothing was changed: {error.message}.") from error
     finally:
         client.close()
-    assert isinstance(reply, WorkersChanged)
-    return reply

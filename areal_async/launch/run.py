@@ -186,12 +186,11 @@ def _buffer_stats(job: JobConfig, folders: RunFolders) -> BufferStats | None:
     )
     try:
         client.connect(STATS_LIMIT_S)
-        reply, _ = client.call(Stats(), timeout_s=STATS_LIMIT_S)
+        return client.call(Stats(), timeout_s=STATS_LIMIT_S)
     except WireError:
         return None
     finally:
         client.close()
-    return reply if isinstance(reply, BufferStats) else None
 
 
 def _draw(job: JobConfig, records: list[dict[str, Any]], folders: RunFolders) -> None:

@@ -1,7 +1,8 @@
 """The asking side of the RPC: a DEALER socket that outlives its server.
 
 Promises:
-- `call` ends by its deadline: with the reply, the service's `FaultError`, `RpcTimeout` or `PeerGone`.
+- `call` ends by its deadline: with the reply, the service's `FaultError`, `RpcTimeout`, `PeerGone`, or
+  `ProtocolError` for a reply that does not belong to the request.
 - A request keeps its id through every retry, so a server that lives runs it once; after a restart of the
   server the client says hello again and repeats what is unanswered.
 - `busy` and `unavailable` are retried with back-off (full jitter) inside the deadline.
@@ -17,7 +18,7 @@ import secrets
 from collections.abc import Sequence
 from enum import Enum
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 import zmq.utils.monitor
@@ -28,9 +29,11 @@ from areal_async.rpc import endpoints
 from areal_async.rpc.contexts import drop_context, end_context, open_context
 from areal_async.rpc.endpoints import Access
 from areal_async.rpc.frames import Kind, read_attachments, read_header, read_reply, write_frames
-from areal_async.rpc.messages import SCHEMA, Fault, Hello, Message, Reply, Welcome
+from areal_async.rpc.messages import SCHEMA, Fault, Hello, Message, R, Request, Welcome, replies_to
 from areal_async.rpc.polled import PolledSocket
 
+TIMEOUT_S = 60.0
+"""Patience with a service that does not answer, beyond the wait that a request asks for."""
 SWEEP_S = 0.25
 RESEND_AFTER_S = 2.0
 """Unanswered requests are repeated after this long, then after twice as long, and so on: only a lost reply
@@ -53,16 +56,28 @@ class _Pending:
 
     def __init__(self, frames: list[Buffer]) -> None:
         self.frames = frames
-        self.answer: asyncio.Future[tuple[Reply, list[memoryview]]] | None = None
+        self.answer: asyncio.Future[tuple[Message, list[memoryview]]] | None = None
         self.sent_s = 0.0
         self.resend_after_s = RESEND_AFTER_S
+
+
+class Caller(Protocol):
+    """What a part of a service needs of a `Client`: a place for a small fake in tests."""
+
+    async def call(
+        self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
+    ) -> R: ...
+
+    async def exchange(
+        self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
+    ) -> tuple[R, list[memoryview]]: ...
 
 
 class Client:
     """Ask the server at `endpoint`. All methods belong to one event loop; calls may run concurrently.
 
-    Usage: `await client.connect(5.0)`, `reply, attachments = await client.call(message, timeout_s=2.0)`,
-    `await client.close()`; or `async with`, which connects and closes.
+    `timeout_s` is the patience of every call that names none of its own. Usage: `await client.connect(5.0)`,
+    `reply = await client.call(request)`, `await client.close()`; or `async with`, which connects and closes.
     """
 
     def __init__(
@@ -73,6 +88,7 @@ class Client:
         role: str,
         name: str,
         access: Access,
+        timeout_s: float = TIMEOUT_S,
         max_in_flight: int = 64,
         rng: random.Random | None = None,
     ) -> None:
@@ -83,6 +99,7 @@ class Client:
         self.malformed = 0
         self._hello = Hello(SCHEMA, job, role, name)
         self._access = access
+        self._timeout_s = timeout_s
         self._rng = rng or random.Random()
         self._uid = secrets.randbits(64)
         self._ids = itertools.count(1)
@@ -129,32 +146,47 @@ class Client:
         return self._greeted.result()
 
     async def call(
-        self, message: Message, *, timeout_s: float, attachments: Sequence[Buffer] = ()
-    ) -> tuple[Reply, list[memoryview]]:
-        """Send `message` and wait for its reply. `attachments` must not change until then."""
+        self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
+    ) -> R:
+        """Send `request` and return its reply. `attachments` must not change until then.
+
+        `timeout_s` counts beyond the wait that the request itself asks for (`wait_ms`)."""
+        return (await self.exchange(request, timeout_s=timeout_s, attachments=attachments))[0]
+
+    async def exchange(
+        self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
+    ) -> tuple[R, list[memoryview]]:
+        """`call` for a reply with attachments: returns both."""
         self._check_open()
         loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + timeout_s
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s += getattr(request, "wait_ms", 0) / 1000
+        deadline_s = loop.time() + limit_s
         if self._in_line.locked():
             try:
                 async with asyncio.timeout_at(deadline_s):
                     await self._in_line.acquire()
             except TimeoutError:
-                raise self._too_late(message, timeout_s, None) from None
+                raise self._too_late(request, limit_s, None) from None
             if self._socket is None:
                 self._in_line.release()
                 self._check_open()
         else:
             await self._in_line.acquire()
-        request = next(self._ids)
+        number = next(self._ids)
         try:
-            floor = next(iter(self._pending), request)
-            frames = write_frames(Kind.REQUEST, self._uid, request, floor, message, attachments)
-            pending = self._pending[request] = _Pending(frames)
-            return await self._exchange(loop, pending, message, timeout_s, deadline_s)
+            floor = next(iter(self._pending), number)
+            frames = write_frames(Kind.REQUEST, self._uid, number, floor, request, attachments)
+            pending = self._pending[number] = _Pending(frames)
+            reply, received = await self._until_answered(loop, pending, request, limit_s, deadline_s)
         finally:
-            self._pending.pop(request, None)
+            self._pending.pop(number, None)
             self._in_line.release()
+        if not isinstance(reply, replies_to(type(request))):
+            raise ProtocolError(
+                f"{self.endpoint} answered {type(request).__name__} with {type(reply).__name__}"
+            )
+        return reply, received  # type: ignore[return-value]
 
     async def close(self) -> None:
         """Fail what is under way with `PeerGone` and leave no socket or task behind."""
@@ -173,14 +205,14 @@ class Client:
 
     # --- one call ------------------------------------------------------------------------------------
 
-    async def _exchange(
+    async def _until_answered(
         self,
         loop: asyncio.AbstractEventLoop,
         pending: _Pending,
         message: Message,
         timeout_s: float,
         deadline_s: float,
-    ) -> tuple[Reply, list[memoryview]]:
+    ) -> tuple[Message, list[memoryview]]:
         backoff_s = FIRST_BACKOFF_S
         last_fault: Fault | None = None
         while True:
@@ -296,7 +328,7 @@ class Client:
         elif answer is not None and not answer.done():
             answer.set_result((reply, attachments))
 
-    def _on_greeting(self, reply: Reply) -> None:
+    def _on_greeting(self, reply: Message) -> None:
         assert self._greeted is not None
         if isinstance(reply, Fault):
             self._give_up(FaultError.of(reply))

@@ -18,13 +18,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, Union
 
 import msgspec
 from typing_extensions import Buffer
 
 from areal_async.errors import MessageTooLarge, ProtocolError
-from areal_async.rpc.messages import Reply, Request
+from areal_async.rpc.messages import REPLIES, REQUESTS, Message, Request
 
 MAGIC = b"AA"
 WIRE_VERSION = 1
@@ -57,8 +57,8 @@ class Header(NamedTuple):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(Request)
-_reply_decoder = msgspec.msgpack.Decoder(Reply)
+_request_decoder: msgspec.msgpack.Decoder[Request[Any]] = msgspec.msgpack.Decoder(Union[REQUESTS])  # noqa: UP007
+_reply_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union[REPLIES])  # noqa: UP007
 _PADDING = [b"\0" * n for n in range(PACK_ALIGN_BYTES)]
 
 
@@ -123,11 +123,11 @@ def read_header(head: bytes) -> Header:
     return Header(kind, n, client, request, floor)
 
 
-def read_request(head: bytes) -> Request:
+def read_request(head: bytes) -> Request[Any]:
     return _read_body(_request_decoder, head)
 
 
-def read_reply(head: bytes) -> Reply:
+def read_reply(head: bytes) -> Message:
     return _read_body(_reply_decoder, head)
 
 

@@ -1,6 +1,8 @@
-"""Every type that crosses a process boundary.
+"""Every type that crosses a process boundary, and which reply belongs to which request.
 
-Each message is an immutable msgspec struct, encoded as msgpack, told apart by its tag (the class name).
+A request is declared once, with the reply that answers it: `class Heartbeat(Request[HeartbeatAck])`. Clients
+(`await client.call(Heartbeat(…))` is a `HeartbeatAck`), the dispatch of servers and the decoders follow from
+that. Each message is an immutable msgspec struct, encoded as msgpack, told apart by its tag (the class name).
 Bulk bytes never sit inside a message: they travel as attachments, separate frames in the order that the
 message names. Durations are integer milliseconds; no message carries a clock reading.
 
@@ -9,11 +11,11 @@ message names. Durations are integer milliseconds; no message carries a clock re
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import cache
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
-from areal_async.rpc.records import Task, VersionTag
 from areal_async.rpc.verdicts import Parts, Verdict
 
 SCHEMA = 1
@@ -23,26 +25,61 @@ class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Base of every request and reply."""
 
 
+R = TypeVar("R", bound=Message)
+
+
+class Request(Message, Generic[R], frozen=True):
+    """Base of every request; `R` is its reply, one message or a union of several.
+
+    A field `wait_ms` is how long the server may keep the request until it has something to say."""
+
+
+@cache
+def replies_to(request: type[Request[Any]]) -> tuple[type[Message], ...]:
+    """The messages that may answer a request, apart from a `Fault`."""
+    (reply,) = get_args(request.__orig_bases__[0])  # type: ignore[attr-defined]
+    return get_args(reply) or (reply,)
+
+
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """A value that only travels inside messages (and is stored, where the ledger says so)."""
 
 
+class VersionTag(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
+    """Identity of a snapshot: the trainer's epoch and the number of steps behind the weights."""
+
+    epoch: int
+    version: int
+
+
+class Task(Record, frozen=True):
+    """One prompt with its ground truth. `task_id` is `<dataset hash>:<row>:<pass>`."""
+
+    task_id: str
+    prompt: list[dict[str, Any]] | str
+    data_source: str = ""
+    ability: str = ""
+    reward_style: str = ""
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = {}
+
+
 # --- every service -----------------------------------------------------------------------------------
-
-
-class Hello(Message, frozen=True):
-    """First message of every client connection."""
-
-    schema: int
-    job: str
-    role: str
-    name: str
 
 
 class Welcome(Message, frozen=True):
     schema: int
     service: str
     front_epoch: int = 0
+
+
+class Hello(Request[Welcome], frozen=True):
+    """First message of every client connection."""
+
+    schema: int
+    job: str
+    role: str
+    name: str
 
 
 class Ok(Message, frozen=True):
@@ -72,22 +109,13 @@ class Fault(Message, frozen=True):
 # --- rollout, reward -> buffer -----------------------------------------------------------------------
 
 
-class Arrived(Message, frozen=True):
+class Arrived(Request[Ok], frozen=True):
     """A process called `name` begins: what an earlier one of that name had leased or claimed is over."""
 
     name: str
 
 
 # --- rollout -> buffer -------------------------------------------------------------------------------
-
-
-class Lease(Message, frozen=True):
-    """Ask for up to `capacity` groups for a worker that serves `serving`; waits at most `wait_ms`."""
-
-    worker: str
-    capacity: int
-    serving: VersionTag
-    wait_ms: int = 0
 
 
 class LeasedGroup(Record, frozen=True):
@@ -113,13 +141,13 @@ class Leases(Message, frozen=True):
     drain: bool = False
 
 
-class Heartbeat(Message, frozen=True):
-    """`lease_ids` are all that the worker holds: any other that it was granted before the buffer's last
-    restart has never reached it, and ends."""
+class Lease(Request[Leases], frozen=True):
+    """Ask for up to `capacity` groups for a worker that serves `serving`; waits at most `wait_ms`."""
 
     worker: str
-    lease_ids: list[str]
+    capacity: int
     serving: VersionTag
+    wait_ms: int = 0
 
 
 class HeartbeatAck(Message, frozen=True):
@@ -130,7 +158,16 @@ class HeartbeatAck(Message, frozen=True):
     drain: bool = False
 
 
-class Drain(Message, frozen=True):
+class Heartbeat(Request[HeartbeatAck], frozen=True):
+    """`lease_ids` are all that the worker holds: any other that it was granted before the buffer's last
+    restart has never reached it, and ends."""
+
+    worker: str
+    lease_ids: list[str]
+    serving: VersionTag
+
+
+class Drain(Request[Ok], frozen=True):
     """Worker `worker` is to end, or about to: lease it nothing more. Holds until a process of that name
     arrives. `reason` is for people."""
 
@@ -138,7 +175,7 @@ class Drain(Message, frozen=True):
     reason: str = ""
 
 
-class Release(Message, frozen=True):
+class Release(Request[Ok], frozen=True):
     """Hand a lease back before its deadline. What is stored stays; the missing samples are re-queued. With
     the reason `drained` it is handed over by a worker that stops as planned, which says nothing against the
     task."""
@@ -148,14 +185,6 @@ class Release(Message, frozen=True):
     reason: str
     failed: bool = False
     """Episodes of it failed with that reason, by what they do and not by the engine."""
-
-
-class PutEpisodes(Message, frozen=True):
-    """Finished episodes of one group. Attachment i is the codec blob of sample `samples[i]`."""
-
-    lease_id: str
-    group_id: str
-    samples: list[int]
 
 
 class Refusal(Record, frozen=True):
@@ -176,17 +205,15 @@ class PutAck(Message, frozen=True):
     refused: list[Refusal] = []
 
 
+class PutEpisodes(Request[PutAck], frozen=True):
+    """Finished episodes of one group. Attachment i is the codec blob of sample `samples[i]`."""
+
+    lease_id: str
+    group_id: str
+    samples: list[int]
+
+
 # --- reward -> buffer --------------------------------------------------------------------------------
-
-
-class Claim(Message, frozen=True):
-    """`holds` are the claims that the scorer works on: any other that it was granted before the buffer's last
-    restart has never reached it, and ends. None says nothing."""
-
-    scorer: str
-    max_episodes: int
-    wait_ms: int = 0
-    holds: list[str] | None = None
 
 
 class ClaimedEpisode(Record, frozen=True):
@@ -207,6 +234,16 @@ class Claims(Message, frozen=True):
     items: list[ClaimedEpisode]
 
 
+class Claim(Request[Claims], frozen=True):
+    """`holds` are the claims that the scorer works on: any other that it was granted before the buffer's last
+    restart has never reached it, and ends. None says nothing."""
+
+    scorer: str
+    max_episodes: int
+    wait_ms: int = 0
+    holds: list[str] | None = None
+
+
 class EpisodeVerdict(Record, frozen=True):
     episode_id: str
     claim_id: str
@@ -215,19 +252,24 @@ class EpisodeVerdict(Record, frozen=True):
     """Of the call alone, without its wait for a worker."""
 
 
-class PutVerdicts(Message, frozen=True):
-    scorer: str
-    verdicts: list[EpisodeVerdict]
-
-
 class VerdictAck(Message, frozen=True):
     refused: list[Refusal] = []
+
+
+class PutVerdicts(Request[VerdictAck], frozen=True):
+    scorer: str
+    verdicts: list[EpisodeVerdict]
 
 
 # --- trainer -> buffer -------------------------------------------------------------------------------
 
 
-class OpenTrainer(Message, frozen=True):
+class TrainerOpened(Message, frozen=True):
+    epoch: int
+    step: int
+
+
+class OpenTrainer(Request[TrainerOpened], frozen=True):
     """Become the job's only trainer, fencing any earlier one. `step` is the step the trainer's own state
     is at (0, or that of the restored checkpoint); the ledger copy of that checkpoint is the attachment.
 
@@ -237,19 +279,6 @@ class OpenTrainer(Message, frozen=True):
     trainer: str
     step: int
     after_epoch: int = 0
-
-
-class TrainerOpened(Message, frozen=True):
-    epoch: int
-    step: int
-
-
-class NextBatch(Message, frozen=True):
-    """Ask for the batch of `step`. Idempotent by (epoch, step); waits at most `wait_ms`."""
-
-    epoch: int
-    step: int
-    wait_ms: int = 0
 
 
 class BatchEpisode(Record, frozen=True):
@@ -293,17 +322,25 @@ class Waiting(Message, frozen=True):
     detail: str
 
 
-class Fetch(Message, frozen=True):
-    """Ask for codec blobs by episode id; they come back as attachments in the same order."""
+class NextBatch(Request[Batch | Waiting], frozen=True):
+    """Ask for the batch of `step`. Idempotent by (epoch, step); waits at most `wait_ms`."""
 
-    episode_ids: list[str]
+    epoch: int
+    step: int
+    wait_ms: int = 0
 
 
 class Fetched(Message, frozen=True):
     episode_ids: list[str]
 
 
-class Commit(Message, frozen=True):
+class Fetch(Request[Fetched], frozen=True):
+    """Ask for codec blobs by episode id; they come back as attachments in the same order."""
+
+    episode_ids: list[str]
+
+
+class Commit(Request[Ok], frozen=True):
     """Step `step` is trained and its snapshot `step + 1` published. Idempotent by (epoch, step).
 
     `same_as` are earlier trainer epochs whose version `step + 1` had the very same weights: units sampled
@@ -314,20 +351,20 @@ class Commit(Message, frozen=True):
     same_as: list[int] = []
 
 
-class ExportLedger(Message, frozen=True):
-    """Ask for the ledger as of the last committed step, to go into the checkpoint."""
-
-    epoch: int
-    step: int
-
-
 class LedgerCopy(Message, frozen=True):
     """The ledger as bytes, in the one attachment."""
 
     step: int
 
 
-class Checkpointed(Message, frozen=True):
+class ExportLedger(Request[LedgerCopy], frozen=True):
+    """Ask for the ledger as of the last committed step, to go into the checkpoint."""
+
+    epoch: int
+    step: int
+
+
+class Checkpointed(Request[Ok], frozen=True):
     """The checkpoint after `step` steps is on disk: groups trained before it become COMMITTED and their
     bytes are freed."""
 
@@ -336,10 +373,6 @@ class Checkpointed(Message, frozen=True):
 
 
 # --- anyone -> buffer --------------------------------------------------------------------------------
-
-
-class Stats(Message, frozen=True):
-    pass
 
 
 class NoScore(Record, frozen=True):
@@ -387,20 +420,11 @@ class BufferStats(Message, frozen=True):
     """Why the job ends (`then: fail_job`, or nothing succeeds any more); empty when it does not."""
 
 
+class Stats(Request[BufferStats], frozen=True):
+    pass
+
+
 # --- weights: receivers -> trainer -------------------------------------------------------------------
-
-
-class WaitSnapshot(Message, frozen=True):
-    """Ask for the newest snapshot after `after` for a `purpose`; waits at most `wait_ms`.
-
-    `serve` gets the newest of all. `evaluate` gets, in order, the ones pinned for evaluation. `deltas`: the
-    receiver holds the files of `after` and can make others of them; it waits for a delta being made."""
-
-    receiver: str
-    purpose: Literal["serve", "evaluate"]
-    after: VersionTag | None = None
-    wait_ms: int = 0
-    deltas: bool = False
 
 
 class DeltaOffer(Record, frozen=True):
@@ -439,7 +463,28 @@ class NoNews(Message, frozen=True):
     finished: bool = False
 
 
-class FindSources(Message, frozen=True):
+class WaitSnapshot(Request[SnapshotNotice | NoNews], frozen=True):
+    """Ask for the newest snapshot after `after` for a `purpose`; waits at most `wait_ms`.
+
+    `serve` gets the newest of all. `evaluate` gets, in order, the ones pinned for evaluation. `deltas`: the
+    receiver holds the files of `after` and can make others of them; it waits for a delta being made."""
+
+    receiver: str
+    purpose: Literal["serve", "evaluate"]
+    after: VersionTag | None = None
+    wait_ms: int = 0
+    deltas: bool = False
+
+
+class Sources(Message, frozen=True):
+    """Endpoints of stations, best first; `origin` is the publisher's. The chunk table is the attachment,
+    unless it was known."""
+
+    endpoints: list[str]
+    origin: str
+
+
+class FindSources(Request[Sources], frozen=True):
     """Ask who serves the chunks of the directory with this manifest. `endpoint` is where the asker will serve
     them itself; `failed` are sources that did not serve it. `known`: it has the chunk table already."""
 
@@ -451,15 +496,7 @@ class FindSources(Message, frozen=True):
     known: bool = False
 
 
-class Sources(Message, frozen=True):
-    """Endpoints of stations, best first; `origin` is the publisher's. The chunk table is the attachment,
-    unless it was known."""
-
-    endpoints: list[str]
-    origin: str
-
-
-class AckSnapshot(Message, frozen=True):
+class AckSnapshot(Request[Ok], frozen=True):
     """A receiver serves (or has evaluated) `tag`; with `error`, it could not, and why."""
 
     receiver: str
@@ -467,18 +504,6 @@ class AckSnapshot(Message, frozen=True):
     tag: VersionTag
     stall_ms: float = 0.0
     error: str = ""
-
-
-class AskTensors(Message, frozen=True):
-    """An engine that is paused asks the trainer for the tensors of `tag`, through a process group.
-
-    `engine` is its name among all engines; `group` the one that it is a member of and in which nothing
-    failed, or empty; `ranks` the members on its side."""
-
-    engine: str
-    group: str
-    tag: VersionTag
-    ranks: int
 
 
 class TensorBucket(Record, frozen=True):
@@ -508,23 +533,19 @@ class SendsNothing(Message, frozen=True):
     reason: str
 
 
+class AskTensors(Request[SendsTensors | SendsNothing], frozen=True):
+    """An engine that is paused asks the trainer for the tensors of `tag`, through a process group.
+
+    `engine` is its name among all engines; `group` the one that it is a member of and in which nothing
+    failed, or empty; `ranks` the members on its side."""
+
+    engine: str
+    group: str
+    tag: VersionTag
+    ranks: int
+
+
 # --- command line -> supervisor ----------------------------------------------------------------------
-
-
-class ScaleWorkers(Message, frozen=True):
-    """Have `workers` rollout workers: start more, or drain the newest, each within `limit_ms`."""
-
-    workers: int
-    limit_ms: int
-
-
-class DrainWorker(Message, frozen=True):
-    """Have one worker finish what it has within `limit_ms`, hand back the rest, and end. `outside`: a worker
-    that the supervisor has not started, and cannot wait for."""
-
-    worker: str
-    limit_ms: int
-    outside: bool = False
 
 
 class WorkersChanged(Message, frozen=True):
@@ -534,49 +555,23 @@ class WorkersChanged(Message, frozen=True):
     workers: list[str]
 
 
-Request = (
-    Hello
-    | Arrived
-    | Lease
-    | Heartbeat
-    | Release
-    | Drain
-    | PutEpisodes
-    | Claim
-    | PutVerdicts
-    | OpenTrainer
-    | NextBatch
-    | Fetch
-    | Commit
-    | ExportLedger
-    | Checkpointed
-    | Stats
-    | WaitSnapshot
-    | FindSources
-    | AckSnapshot
-    | AskTensors
-    | ScaleWorkers
-    | DrainWorker
-)
-Reply = (
-    Welcome
-    | Ok
-    | Fault
-    | Leases
-    | HeartbeatAck
-    | PutAck
-    | Claims
-    | VerdictAck
-    | TrainerOpened
-    | Batch
-    | Waiting
-    | Fetched
-    | LedgerCopy
-    | BufferStats
-    | SnapshotNotice
-    | NoNews
-    | WorkersChanged
-    | Sources
-    | SendsTensors
-    | SendsNothing
+class DrainWorker(Request[WorkersChanged], frozen=True):
+    """Have one worker finish what it has within `limit_ms`, hand back the rest, and end. `outside`: a worker
+    that the supervisor has not started, and cannot wait for."""
+
+    worker: str
+    limit_ms: int
+    outside: bool = False
+
+
+class ScaleWorkers(Request[WorkersChanged], frozen=True):
+    """Have `workers` rollout workers: start more, or drain the newest, each within `limit_ms`."""
+
+    workers: int
+    limit_ms: int
+
+
+REQUESTS: tuple[type[Request[Any]], ...] = tuple(Request.__subclasses__())
+REPLIES: tuple[type[Message], ...] = tuple(
+    dict.fromkeys([Fault, *(reply for request in REQUESTS for reply in replies_to(request))])
 )

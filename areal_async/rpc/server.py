@@ -18,8 +18,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 from typing_extensions import Buffer
@@ -28,15 +29,8 @@ from areal_async.errors import FaultError, ProtocolError
 from areal_async.rpc import endpoints, zap
 from areal_async.rpc.contexts import drop_context, end_context, open_context
 from areal_async.rpc.endpoints import Access
-from areal_async.rpc.frames import (
-    Header,
-    Kind,
-    read_attachments,
-    read_header,
-    read_request,
-    write_frames,
-)
-from areal_async.rpc.messages import SCHEMA, Fault, Hello, Message, Welcome
+from areal_async.rpc.frames import Header, Kind, read_attachments, read_header, read_request, write_frames
+from areal_async.rpc.messages import SCHEMA, Fault, Hello, Message, Request, Welcome
 from areal_async.rpc.polled import PolledSocket
 from areal_async.rpc.replies import Admission, ReplyBook
 
@@ -73,7 +67,19 @@ class RpcCounters:
 
 
 Answer = Message | tuple[Message, Sequence[Buffer]]
-Handler = Callable[[Peer, Message, list[memoryview]], Awaitable[Answer]]
+Handler = Callable[[Peer, Any, list[memoryview]], Awaitable[Answer]]
+
+
+def by_type(service: str, handlers: Mapping[type[Request[Any]], Handler]) -> Handler:
+    """The handler of a service that answers each type of request in `handlers` by its own function."""
+
+    async def handle(peer: Peer, request: Request[Any], attachments: list[memoryview]) -> Answer:
+        handler = handlers.get(type(request))
+        if handler is None:
+            raise FaultError("invalid", f"the {service} does not answer {type(request).__name__}")
+        return await handler(peer, request, attachments)
+
+    return handle
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,28 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from typing_extensions import Buffer
 
 from areal_async.errors import PeerGone
-from areal_async.rpc.client import Client
+from areal_async.rpc.client import TIMEOUT_S, Client
 from areal_async.rpc.endpoints import Access
-from areal_async.rpc.messages import Message, Reply, Welcome
+from areal_async.rpc.messages import R, Request, Welcome
 
 T = TypeVar("T")
+
+
+class SyncCaller(Protocol):
+    """What a part of a service needs of a `SyncClient`: a place for a small fake in tests."""
+
+    def call(
+        self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
+    ) -> R: ...
+
+    def exchange(
+        self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
+    ) -> tuple[R, list[memoryview]]: ...
 
 
 class SyncClient:
@@ -29,11 +41,18 @@ class SyncClient:
         role: str,
         name: str,
         access: Access,
+        timeout_s: float = TIMEOUT_S,
         max_in_flight: int = 64,
     ) -> None:
         self.endpoint = endpoint
         self._client = Client(
-            endpoint, job=job, role=role, name=name, access=access, max_in_flight=max_in_flight
+            endpoint,
+            job=job,
+            role=role,
+            name=name,
+            access=access,
+            timeout_s=timeout_s,
+            max_in_flight=max_in_flight,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -65,10 +84,16 @@ class SyncClient:
         return self._wait(self._client.connect(timeout_s))
 
     def call(
-        self, message: Message, *, timeout_s: float, attachments: Sequence[Buffer] = ()
-    ) -> tuple[Reply, list[memoryview]]:
-        """Send `message` and wait for its reply. `attachments` must not change until then."""
-        return self._wait(self._client.call(message, timeout_s=timeout_s, attachments=attachments))
+        self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
+    ) -> R:
+        """As `Client.call`."""
+        return self._wait(self._client.call(request, timeout_s=timeout_s, attachments=attachments))
+
+    def exchange(
+        self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
+    ) -> tuple[R, list[memoryview]]:
+        """As `Client.exchange`."""
+        return self._wait(self._client.exchange(request, timeout_s=timeout_s, attachments=attachments))
 
     def close(self) -> None:
         """Fail calls of other threads with `PeerGone`, and end the thread."""

@@ -21,7 +21,7 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 
-from areal_async.errors import ArealError, ProtocolError, SnapshotError
+from areal_async.errors import ArealError, SnapshotError
 from areal_async.rpc.messages import (
     AckSnapshot,
     FindSources,
@@ -77,10 +77,7 @@ class Receiver:
 
     async def _ask(self, after: VersionTag | None, wait_ms: int, deltas: bool) -> SnapshotNotice | NoNews:
         ask = WaitSnapshot(self._name, self._purpose, after, wait_ms, deltas)
-        reply, _ = await self._client.call(ask, timeout_s=wait_ms / 1000 + ANSWER_S)
-        if not isinstance(reply, SnapshotNotice | NoNews):
-            raise ProtocolError(f"the weights publisher answered {type(reply).__name__} to WaitSnapshot")
-        return reply
+        return await self._client.call(ask, timeout_s=ANSWER_S)
 
     async def open(self, notice: SnapshotNotice) -> Snapshot:
         """Read and verify the announced snapshot, in a thread, after bringing it to this host if need be.
@@ -128,10 +125,7 @@ class Receiver:
 
     async def _find_sources(self, question: FindSources) -> tuple[Sources, list[memoryview]]:
         timeout_s = ANSWER_S if question.known else TABLE_S
-        reply, attached = await self._client.call(question, timeout_s=timeout_s)
-        if not isinstance(reply, Sources):
-            raise ProtocolError(f"the weights publisher answered {type(reply).__name__} to FindSources")
-        return reply, attached
+        return await self._client.exchange(question, timeout_s=timeout_s)
 
     async def ack(self, tag: VersionTag, stall_ms: float = 0.0, error: str = "") -> None:
         """Say that `tag` is served (or evaluated), or could not be, and that its files are no longer read."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from areal_async.rpc.messages import (
     Arrived,
@@ -19,6 +21,7 @@ from areal_async.rpc.messages import (
     Ok,
     PutVerdicts,
     Release,
+    Request,
     Stats,
 )
 from replay_buffer.admission import capacity
@@ -61,21 +64,35 @@ class Alive:
     """The front lives, and has nothing else to write: Redis notes the time with every write."""
 
 
+Decide = Callable[[Index, Any, int], Decision]
+
+DECIDES: Mapping[type[Any], Decide] = {
+    Lease: leasing.lease,
+    Heartbeat: leasing.heartbeat,
+    Arrived: leasing.arrived,
+    Release: leasing.release,
+    Drain: leasing.drain,
+    storing.StoreEpisodes: storing.store_episodes,
+    Claim: scoring.claim,
+    PutVerdicts: verdicts.verdicts,
+    opening.OpenedWith: opening.open_trainer,
+    NextBatch: batching.next_batch,
+    Commit: committing.commit,
+    ExportLedger: lambda index, request, now_ms: committing.export(index, request),
+    Checkpointed: committing.checkpointed,
+    Stats: lambda index, request, now_ms: Decision(stats(index, now_ms)),
+    Expire: lambda index, command, now_ms: leasing.expire(index, now_ms),
+    Extend: lambda index, command, now_ms: leasing.extend(index, command.outage_ms, now_ms),
+    Alive: lambda index, command, now_ms: Decision(Ok(), Writes(index.meta)),
+    Begun: lambda index, command, now_ms: begun(index, now_ms),
+    losing.BytesLost: lambda index, command, now_ms: losing.lose(index, command.places, now_ms),
+}
+"""What decides each request of the wire, and each command that the coordinator gives itself."""
+
 Command = (
-    Arrived
-    | Lease
-    | Heartbeat
-    | Release
-    | Drain
+    Request[Any]
     | storing.StoreEpisodes
-    | Claim
-    | PutVerdicts
     | opening.OpenedWith
-    | NextBatch
-    | Commit
-    | ExportLedger
-    | Checkpointed
-    | Stats
     | Expire
     | Extend
     | Alive
@@ -88,45 +105,7 @@ def decide(index: Index, command: Command, now_ms: int) -> Decision:
     """What to answer to `command` at `now_ms` (milliseconds of Redis TIME), and what to write for it.
 
     Expects `Expire` to have been decided and applied when `index.next_deadline_ms <= now_ms`."""
-    match command:
-        case Lease():
-            return leasing.lease(index, command, now_ms)
-        case storing.StoreEpisodes():
-            return storing.store_episodes(index, command, now_ms)
-        case Claim():
-            return scoring.claim(index, command, now_ms)
-        case PutVerdicts():
-            return verdicts.verdicts(index, command, now_ms)
-        case Heartbeat():
-            return leasing.heartbeat(index, command, now_ms)
-        case Arrived():
-            return leasing.arrived(index, command, now_ms)
-        case Release():
-            return leasing.release(index, command, now_ms)
-        case Drain():
-            return leasing.drain(index, command, now_ms)
-        case NextBatch():
-            return batching.next_batch(index, command, now_ms)
-        case Commit():
-            return committing.commit(index, command, now_ms)
-        case ExportLedger():
-            return committing.export(index, command)
-        case Checkpointed():
-            return committing.checkpointed(index, command, now_ms)
-        case opening.OpenedWith():
-            return opening.open_trainer(index, command, now_ms)
-        case Expire():
-            return leasing.expire(index, now_ms)
-        case Extend():
-            return leasing.extend(index, command.outage_ms, now_ms)
-        case Alive():
-            return Decision(Ok(), Writes(index.meta))
-        case Begun():
-            return begun(index, now_ms)
-        case losing.BytesLost():
-            return losing.lose(index, command.places, now_ms)
-        case Stats():
-            return Decision(stats(index, now_ms))
+    return DECIDES[type(command)](index, command, now_ms)
 
 
 def begun(index: Index, now_ms: int) -> Decision:

@@ -21,7 +21,8 @@ from areal_async.cli.tools import StatsRequest, run_tool
 from areal_async.errors import WireError
 from areal_async.launch.errors import RunFolderError
 from areal_async.launch.runs import Run, find_run
-from replay_buffer.client import SyncBufferClient
+from areal_async.rpc.messages import Stats
+from areal_async.rpc.rpc import SyncClient
 from replay_buffer.ledger.decide import stats
 from replay_buffer.tools.figures import Report, as_json, draw, report_of
 from replay_buffer.tools.reader import open_reader
@@ -81,7 +82,7 @@ def show(console: Console, report: Report, machine: bool) -> None:
 
 def _reports(run: Run) -> Iterator[Report]:
     assert run.places is not None
-    client = SyncBufferClient(
+    client = SyncClient(
         run.places.buffer_endpoint,
         job=run.job.job,
         role="tool",
@@ -91,7 +92,7 @@ def _reports(run: Run) -> Iterator[Report]:
     )
     with client:
         while True:
-            yield report_of(run, client.stats(), written_ms_ago=None)
+            yield report_of(run, client.call(Stats()), written_ms_ago=None)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
-from areal_async.rpc.messages import Batch, BatchEpisode, TrainerOpened, Waiting
+from areal_async.rpc.messages import Batch, BatchEpisode, Fetch, NextBatch, Waiting
+from areal_async.rpc.rpc import SyncCaller
 from areal_async.runtime.log import get_logger
 from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks
@@ -29,29 +29,13 @@ FETCH_UNITS = 4 << 20
 log = get_logger("trainer")
 
 
-class Buffer(Protocol):
-    """The part of the experience buffer's blocking client that the trainer uses."""
-
-    def open_trainer(self, trainer: str, step: int, ledger: bytes, after_epoch: int = 0) -> TrainerOpened: ...
-
-    def next_batch(self, epoch: int, step: int, *, wait_ms: int) -> Batch | Waiting: ...
-
-    def fetch(self, episode_ids: Sequence[str]) -> Sequence[memoryview]: ...
-
-    def commit(self, epoch: int, step: int, same_as: Sequence[int] = ()) -> None: ...
-
-    def export_ledger(self, epoch: int, step: int) -> bytes: ...
-
-    def checkpointed(self, epoch: int, step: int) -> None: ...
-
-
 _decoder = msgspec.msgpack.Decoder(Batch | Waiting)
 
 
 class BatchLoader:
     """The batches of one trainer epoch, on one rank."""
 
-    def __init__(self, buffer: Buffer, ranks: Ranks, stopping: threading.Event) -> None:
+    def __init__(self, buffer: SyncCaller, ranks: Ranks, stopping: threading.Event) -> None:
         self._buffer = buffer
         self._ranks = ranks
         self._stopping = stopping
@@ -81,7 +65,7 @@ class BatchLoader:
         data = b""
         answer: Batch | Waiting | None = None
         if self._ranks.first and not self._stopping.is_set():
-            answer = self._buffer.next_batch(epoch, step, wait_ms=POLL_MS)
+            answer = self._buffer.call(NextBatch(epoch, step, POLL_MS))
         if self._ranks.world == 1:
             return answer
         if answer is not None:
@@ -94,7 +78,7 @@ class BatchLoader:
         blobs: dict[str, memoryview] = {}
         for part in _by_units(episodes, FETCH_UNITS):
             ids = [episode.episode_id for episode in part]
-            found = self._buffer.fetch(ids)
+            _, found = self._buffer.exchange(Fetch(ids))
             if len(found) != len(ids):
                 raise BatchError(f"asked the buffer for {len(ids)} episodes, got {len(found)}")
             blobs.update(zip(ids, found, strict=True))

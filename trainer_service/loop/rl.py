@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 
 from areal_async.config.job import JobConfig
-from areal_async.rpc.messages import Batch, VersionTag
+from areal_async.rpc.messages import Batch, Checkpointed, Commit, ExportLedger, OpenTrainer, VersionTag
+from areal_async.rpc.rpc import SyncCaller
 from areal_async.runtime.events import record as record_event
 from areal_async.runtime.events import recording
 from areal_async.runtime.failpoint import failpoint
@@ -38,7 +39,7 @@ from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import Backend
 from trainer_service.checkpoint import Checkpoint, Checkpoints
 from trainer_service.data import recording as record
-from trainer_service.data.loader import BatchLoader, Buffer
+from trainer_service.data.loader import BatchLoader
 from trainer_service.data.microbatch import TrainingRow
 from trainer_service.data.plan import Plan, plan_step
 from trainer_service.data.rows import check_staleness, rows_of_episode
@@ -65,7 +66,7 @@ class RlTrainer:
         job: JobConfig,
         ranks: Ranks,
         backend: Backend,
-        buffer: Buffer,
+        buffer: SyncCaller,
         *,
         run_dir: Path,
         files: Mapping[str, bytes | Path],
@@ -125,7 +126,8 @@ class RlTrainer:
             record_event("restored", step=step, folder=restored.folder.name)
         if self._ranks.first:
             ledger = restored.ledger() if restored is not None else b""
-            opened = self._buffer.open_trainer(name, step, ledger, self._published.last_epoch)
+            opening = OpenTrainer(name, step, self._published.last_epoch)
+            opened = self._buffer.call(opening, attachments=[ledger] if ledger else [])
             if opened.step != step:
                 raise TrainerError(
                     f"the weights are those of step {step}, but the buffer is at {opened.step}"
@@ -173,7 +175,7 @@ class RlTrainer:
         failpoint("trainer.after_publish")
         if self._ranks.first:
             failpoint("trainer.before_commit")
-            self._buffer.commit(self._epoch, step, self._same_as)
+            self._buffer.call(Commit(self._epoch, step, list(self._same_as)))
             record_event("committed", epoch=self._epoch, step=step)
             failpoint("trainer.after_commit")
         ended_s = time.monotonic()
@@ -304,7 +306,10 @@ class RlTrainer:
         return weights_figures(self._written, measured)
 
     def _checkpoint(self, step: int) -> None:
-        ledger = self._buffer.export_ledger(self._epoch, step) if self._ranks.first else b""
+        ledger = b""
+        if self._ranks.first:
+            _, copies = self._buffer.exchange(ExportLedger(self._epoch, step))
+            ledger = bytes(copies[0])
         with busy("checkpoint"):
             folder = self._checkpoints.save(
                 step,
@@ -316,7 +321,7 @@ class RlTrainer:
         if self._ranks.first:
             record_event("saved", epoch=self._epoch, step=step)
             failpoint("trainer.after_checkpoint")
-            self._buffer.checkpointed(self._epoch, step)
+            self._buffer.call(Checkpointed(self._epoch, step))
             record_event("checkpointed", epoch=self._epoch, step=step)
             self._published.forget_before(step)
             failpoint("trainer.after_checkpointed")

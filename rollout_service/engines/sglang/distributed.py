@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from areal_async.errors import ArealError
-from areal_async.rpc.messages import AskTensors, Message, SendsNothing, SendsTensors, TensorBucket
+from areal_async.rpc.messages import AskTensors, R, Request, SendsNothing, SendsTensors, TensorBucket
 from areal_async.rpc.rpc import Access, Client
 from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
@@ -46,11 +46,11 @@ log = get_logger("engine")
 
 
 class Trainer(Protocol):
-    """The part of `areal_async.rpc.rpc.Client` that is used here."""
+    """The part of `areal_async.rpc.client.Client` that is used here."""
 
     async def connect(self, timeout_s: float = ...) -> object: ...
 
-    async def call(self, message: Message, *, timeout_s: float) -> tuple[object, object]: ...
+    async def call(self, request: Request[R], *, timeout_s: float) -> R: ...
 
     async def close(self) -> None: ...
 
@@ -158,10 +158,7 @@ class TensorFeed:
         if not self._connected:
             await self._trainer.connect(ASK_S)
             self._connected = True
-        answer, _ = await self._trainer.call(question, timeout_s=ASK_S)
-        if not isinstance(answer, SendsTensors | SendsNothing):
-            raise EngineError(f"the trainer answered {type(answer).__name__} to AskTensors")
-        return answer
+        return await self._trainer.call(question, timeout_s=ASK_S)
 
     async def _join(self, client: ServerClient, plan: SendsTensors, timeout_s: float) -> None:
         body = {

@@ -11,13 +11,28 @@ import psutil
 import pytest
 
 from areal_async.config.job import JobConfig
-from areal_async.rpc.messages import Batch, EpisodeVerdict, VersionTag, Waiting
+from areal_async.rpc.messages import (
+    Batch,
+    Checkpointed,
+    Claim,
+    Commit,
+    EpisodeVerdict,
+    ExportLedger,
+    Lease,
+    NextBatch,
+    OpenTrainer,
+    PutVerdicts,
+    Stats,
+    VersionTag,
+    Waiting,
+)
+from areal_async.rpc.rpc import Client
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import ServiceContext
 from replay_buffer import metrics
-from replay_buffer.client import BufferClient
 from replay_buffer.server import main
 from replay_buffer.store import connect
+from tests.callers import put
 
 LIMIT_S = 60.0
 ATTEMPTS = 400
@@ -47,7 +62,7 @@ class Job:
     async def work(self, name):
         while True:
             await self.runs["worker"].wait()
-            leases = await self.client.lease(name, 2, self.tag(), wait_ms=50)
+            leases = await self.client.call(Lease(name, 2, self.tag(), wait_ms=50))
             self.reasons[name] = leases.reason
             for group in leases.groups:
                 await asyncio.sleep(0.002)
@@ -59,31 +74,31 @@ class Job:
             sample: self.blob(self.name, group.group_id, sample, version=version, epoch=epoch, n=2000)
             for sample in group.missing
         }
-        ack = await self.client.put(group.lease_id, group.group_id, episodes)
+        ack = await put(self.client, group.lease_id, group.group_id, episodes)
         self.acknowledged |= {f"{group.group_id}.{sample}" for sample in ack.stored}
         return ack
 
     async def score(self):
         while True:
             await self.runs["scorer"].wait()
-            claims, _ = await self.client.claim("reward-0", 64, wait_ms=50)
+            claims, _ = await self.client.exchange(Claim("reward-0", 64, wait_ms=50))
             verdicts = [EpisodeVerdict(i.episode_id, i.claim_id, Score(0.5)) for i in claims.items]
             if verdicts:
-                await self.client.verdicts("reward-0", verdicts)
+                await self.client.call(PutVerdicts("reward-0", verdicts))
 
     async def train(self):
         while True:
             await self.runs["trainer"].wait()
-            batch = await self.client.next_batch(self.epoch, self.step, wait_ms=50)
+            batch = await self.client.call(NextBatch(self.epoch, self.step, wait_ms=50))
             if not isinstance(batch, Batch):
                 self.waiting = batch
                 continue
             self.waiting = None
             self.trained += [e.episode_id for group in batch.groups for e in group.episodes]
-            await self.client.commit(self.epoch, self.step)
+            await self.client.call(Commit(self.epoch, self.step))
             self.step += 1
-            await self.client.export_ledger(self.epoch, self.step)
-            await self.client.checkpointed(self.epoch, self.step)
+            await self.client.exchange(ExportLedger(self.epoch, self.step))
+            await self.client.call(Checkpointed(self.epoch, self.step))
 
     async def until(self, condition, what):
         loop = asyncio.get_running_loop()
@@ -127,12 +142,12 @@ def a_job(tmp_path, redis_url, job_name, blob, monkeypatch):
         )
         ctx = ServiceContext.for_test(config, tmp_path, "buffer", "buffer")
         service = asyncio.create_task(main(ctx))
-        client = BufferClient(
+        client = Client(
             ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=10.0, access=ctx.secret
         )
         await client.connect()
         job = Job(ctx, blob, client)
-        job.epoch = (await client.open_trainer("trainer", 0)).epoch
+        job.epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
         everybody = (job.work("w0"), job.work("w1"), job.score(), job.train())
         job.tasks = [asyncio.create_task(part) for part in everybody]
         try:
@@ -158,8 +173,8 @@ async def memory_stays_flat(job, redis_url):
     async def attempt(count):
         payload = {0: job.blob(job.name, "cafe:1:0#0", 0, n=2000)}
         for _ in range(count):
-            assert not (await job.client.lease("w2", 100, job.tag())).groups
-            assert (await job.client.put("no-such-lease", "cafe:1:0#0", payload)).stored == []
+            assert not (await job.client.call(Lease("w2", 100, job.tag()))).groups
+            assert (await put(job.client, "no-such-lease", "cafe:1:0#0", payload)).stored == []
         return len(payload[0])
 
     await attempt(50)  # caches and pools have their size from here on
@@ -177,7 +192,7 @@ def test_nothing_is_unbounded_while_a_consumer_is_gone(a_job, redis_url, role):
             await job.until(lambda: job.step >= 3, "training")
             job.runs[role].clear()
             await job.until_generation_stops("8 groups are outstanding and at most 8 may be")
-            stats = await job.client.stats()
+            stats = await job.client.call(Stats())
             assert stats.outstanding == stats.capacity == 8
             if role == "scorer":
                 await job.until(lambda: job.waiting is not None, "the trainer's wait")
@@ -185,14 +200,14 @@ def test_nothing_is_unbounded_while_a_consumer_is_gone(a_job, redis_url, role):
             acknowledged = set(job.acknowledged)
             await memory_stays_flat(job, redis_url)
             assert job.acknowledged == acknowledged
-            assert (await job.client.stats()).payload_bytes == stats.payload_bytes
+            assert (await job.client.call(Stats())).payload_bytes == stats.payload_bytes
             job.runs[role].set()
             step = job.step
             await job.until(lambda: job.step >= step + 6, "training again")
             # All that was acknowledged by then is trained, each episode once.
             assert acknowledged <= set(job.trained)
             assert len(job.trained) == len(set(job.trained))
-            assert (await job.client.stats()).episodes_dropped == 0
+            assert (await job.client.call(Stats())).episodes_dropped == 0
 
     asyncio.run(run())
 
@@ -208,7 +223,7 @@ def test_nothing_is_unbounded_where_staleness_bounds_nothing(a_job, redis_url, l
         async with a_job(max_staleness=500, **limit) as job:
             job.runs["trainer"].clear()
             await job.until_generation_stops(words)
-            stats = await job.client.stats()
+            stats = await job.client.call(Stats())
             held = {"max_groups": sum(stats.groups.values()), "max_bytes": stats.payload_bytes}
             for name, most in limit.items():
                 assert held[name] < 1.1 * most  # a group under way is always taken

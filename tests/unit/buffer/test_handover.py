@@ -26,11 +26,12 @@ from rollout_service import worker as worker_module
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
 from rollout_service.worker import Worker
 from rollout_service.workflows import Renderer, load_workflow
+from tests.callers import FakeCaller
 
 DEADLINE_S = 20.0
 
 
-class LedgerBuffer:
+class LedgerBuffer(FakeCaller):
     """A driven ledger as a worker sees it. `changed` is notified after each message."""
 
     def __init__(self, ledger: Any) -> None:
@@ -60,7 +61,7 @@ class LedgerBuffer:
     async def drain(self, worker: str, reason: str) -> None:
         await self._send(Drain(worker, reason))
 
-    async def put(self, lease_id: str, group_id: str, episodes: Any) -> PutAck:
+    async def put_episodes(self, lease_id: str, group_id: str, episodes: Any) -> PutAck:
         arrivals = [read_arrival("test", group_id, sample, blob) for sample, blob in episodes.items()]
         return await self._send(StoreEpisodes(lease_id, group_id, tuple(arrivals)))
 

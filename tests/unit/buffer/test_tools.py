@@ -21,13 +21,22 @@ from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
 from areal_async.launch.errors import RunFolderError
 from areal_async.launch.runs import find_run
-from areal_async.rpc.messages import EpisodeVerdict, VersionTag
+from areal_async.rpc.messages import (
+    Claim,
+    EpisodeVerdict,
+    Heartbeat,
+    Lease,
+    NextBatch,
+    OpenTrainer,
+    PutVerdicts,
+    VersionTag,
+)
+from areal_async.rpc.rpc import Client
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import RunPlaces, ServiceContext
 from areal_async.trajectory import unpack
 from areal_async.trajectory.parquet import read_episodes, read_facts
 from replay_buffer import metrics
-from replay_buffer.client import BufferClient
 from replay_buffer.errors import StoreUnusable
 from replay_buffer.server import main
 from replay_buffer.store import connect
@@ -39,6 +48,7 @@ from replay_buffer.tools.peek import find
 from replay_buffer.tools.reader import open_reader
 from replay_buffer.tools.stats import report_ended, report_live
 from replay_buffer.tools.text import NotFound, age, plain, size
+from tests.callers import put
 
 
 class Workplace:
@@ -96,7 +106,7 @@ class Workplace:
         """The service, as long as the run is alive; the run has ended after it."""
         ctx = replace(self.ctx, stop=asyncio.Event())
         service = asyncio.create_task(main(ctx))
-        client = BufferClient(
+        client = Client(
             ctx.buffer_endpoint, job="sums", role="test", name="test", timeout_s=10.0, access=ctx.secret
         )
         try:
@@ -117,20 +127,20 @@ def workplace(tmp_path, monkeypatch):
 
 async def fill(client, blob) -> dict[str, bytes]:
     """One group batched, one scored, one half stored; returns what was stored, by episode id."""
-    epoch = (await client.open_trainer("trainer", 0)).epoch
-    leased = (await client.lease("rollout-0", 4, VersionTag(epoch, 0))).groups
+    epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
+    leased = (await client.call(Lease("rollout-0", 4, VersionTag(epoch, 0)))).groups
     stored = {}
     for group in leased[:3]:
         samples = group.missing if group is not leased[2] else group.missing[:1]
         episodes = {sample: blob("sums", group.group_id, sample) for sample in samples}
-        await client.put(group.lease_id, group.group_id, episodes)
+        await put(client, group.lease_id, group.group_id, episodes)
         stored |= {f"{group.group_id}.{sample}": bytes(data) for sample, data in episodes.items()}
-    claims, _ = await client.claim("reward-0", 4)
+    claims, _ = await client.exchange(Claim("reward-0", 4))
     verdicts = [
         EpisodeVerdict(item.episode_id, item.claim_id, Score(0.25 * number, {"digits": float(number)}))
         for number, item in enumerate(claims.items)
     ]
-    await client.verdicts("reward-0", verdicts)
+    await client.call(PutVerdicts("reward-0", verdicts))
     return stored
 
 
@@ -202,7 +212,7 @@ def test_looking_at_a_run_that_is_alive_takes_nothing_over(workplace, blob):
             assert looks[0].front_epoch == looks[1].front_epoch == 1
             assert looks[0].index.groups == looks[1].index.groups
             group = next(g for g in looks[1].index.groups.values() if g.missing)
-            leases = await client.heartbeat("rollout-0", list(group.leases), VersionTag(1, 0))
+            leases = await client.call(Heartbeat("rollout-0", list(group.leases), VersionTag(1, 0)))
             assert leases.lost == [], "the front still serves, and may write"
 
     asyncio.run(run())
@@ -314,7 +324,7 @@ def test_what_is_exported_comes_back_as_the_same_episodes(workplace, blob, tmp_p
     async def run():
         async with place.serving() as client:
             stored = await fill(client, blob)
-            await client.next_batch(1, 0)
+            await client.call(NextBatch(1, 0))
             told = await export_tool.export(ExportRequest(str(place.folder), str(out)))
             assert told == "5 episodes of 3 groups"
             scored = ExportRequest(str(place.folder), str(out), state="leased", overwrite=True)

@@ -11,10 +11,10 @@ import pytest
 
 from areal_async.config.job import JobConfig
 from areal_async.launch.preflight import find_redis_server
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.messages import Lease, OpenTrainer, VersionTag
+from areal_async.rpc.rpc import Client
 from areal_async.runtime.context import ServiceContext
 from replay_buffer import metrics
-from replay_buffer.client import BufferClient
 from replay_buffer.errors import StoreUnusable
 from replay_buffer.rights import acl_rules, main
 from replay_buffer.server import main as serve
@@ -44,12 +44,12 @@ def test_the_service_logs_in_as_the_job_file_says_and_acknowledges_its_tier(
 
     async def run():
         service = asyncio.create_task(serve(ctx))
-        client = BufferClient(
+        client = Client(
             ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=10.0, access=ctx.secret
         )
         await client.connect()
-        epoch = (await client.open_trainer("trainer", 0)).epoch
-        assert (await client.lease("w", 1, VersionTag(epoch, 0))).groups
+        epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
+        assert (await client.call(Lease("w", 1, VersionTag(epoch, 0)))).groups
         await client.close()
         ctx.stop.set()
         await asyncio.wait_for(service, 60)

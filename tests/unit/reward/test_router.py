@@ -19,6 +19,7 @@ from reward_service.pool import Pool
 from reward_service.router import Router
 from reward_service.sdk import RewardInput, RewardLoadError
 from reward_service.server import RewardServer
+from tests.callers import FakeCaller
 
 FILE = Path(__file__).with_name("kinds.py")
 LIMIT_S = 40.0
@@ -108,7 +109,7 @@ def test_a_backend_that_is_not_there_ends_the_start_and_leaves_no_process():
         score(section, [])
 
 
-class Buffer:
+class Buffer(FakeCaller):
     """Hands out what it holds once, all claims of one message together, and takes verdicts."""
 
     def __init__(self):
@@ -136,7 +137,7 @@ class Buffer:
             await asyncio.to_thread(time.sleep, 0.01)
         return Claims([item for item, _ in out]), [memoryview(blob) for _, blob in out]
 
-    async def verdicts(self, scorer, verdicts):
+    async def put_verdicts(self, scorer, verdicts):
         for verdict in verdicts:
             assert verdict.episode_id not in self.taken
             self.taken[verdict.episode_id] = verdict

@@ -18,11 +18,12 @@ from reward_service.router import Router
 from reward_service.sdk import RewardLoadError
 from reward_service.server import Held, RewardServer
 from reward_service.spec import RewardSpec
+from tests.callers import FakeCaller
 
 DEADLINE_S = 30.0
 
 
-class FakeBuffer:
+class FakeBuffer(FakeCaller):
     """Hands out episodes and takes verdicts; `away` makes it unreachable, `refuse` names what it refuses."""
 
     def __init__(self):
@@ -33,7 +34,7 @@ class FakeBuffer:
         self.away = False
         self.turned_away = 0
         self.fault = None
-        self.holds = {}
+        self.holds = []
         self.refuse = set()
         self.arrived = asyncio.Event()
         self.changed = asyncio.Event()
@@ -52,7 +53,7 @@ class FakeBuffer:
         return item.episode_id
 
     async def claim(self, scorer, max_episodes, *, wait_ms=0, holds=None):
-        self.holds = dict(holds)
+        self.holds = list(holds)
         self.changed.set()
         self.answer()
         if not self.waiting:
@@ -67,7 +68,7 @@ class FakeBuffer:
         self.changed.set()
         return Claims([item for item, _ in out]), [memoryview(blob) for _, blob in out]
 
-    async def verdicts(self, scorer, verdicts):
+    async def put_verdicts(self, scorer, verdicts):
         self.answer()
         self.messages += 1
         refused = [Refusal(v.episode_id, "expired") for v in verdicts if v.episode_id in self.refuse]
@@ -193,7 +194,7 @@ def test_the_buffer_is_told_which_claims_are_worked_on(section):
         buffer.store("nap", task_id="slow", seconds=20.0)
         quick = buffer.store("true", task_id="quick")
         await buffer.has(quick)
-        await buffer.until(lambda: buffer.holds == {"C-slow": 1})
+        await buffer.until(lambda: buffer.holds == ["C-slow"])
 
     serve(section(), drive, workers=2)
 

@@ -10,13 +10,10 @@ import numpy as np
 
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import HeartbeatAck, LeasedGroup, Leases, PutAck, Task, VersionTag
-from rollout_service.engines.base import (
-    EngineStats,
-    GenerateRequest,
-    GenerateResult,
-)
+from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
 from rollout_service.worker import Worker
 from rollout_service.workflows import Renderer, load_workflow
+from tests.callers import FakeCaller
 
 DEADLINE_S = 20.0
 
@@ -80,7 +77,7 @@ class FakeEngine:
         return EngineStats(len(self.running), 0, 8, 0.0, 0, 0, 0.0)
 
 
-class FakeBuffer:
+class FakeBuffer(FakeCaller):
     """Hands out the groups it was given, and keeps what it is sent."""
 
     def __init__(self, groups: Iterable[LeasedGroup] = ()) -> None:
@@ -126,7 +123,7 @@ class FakeBuffer:
             self.failed.add(lease_id)
         await self.tell()
 
-    async def put(self, lease_id: str, group_id: str, episodes: Any) -> PutAck:
+    async def put_episodes(self, lease_id: str, group_id: str, episodes: Any) -> PutAck:
         if self.on_put is not None and (answer := await self.on_put(lease_id, group_id, episodes)):
             return answer
         self.puts.append((lease_id, list(episodes)))

@@ -35,12 +35,12 @@ class ScriptedTrainer:
     async def connect(self, timeout_s: float = 0.0) -> object:
         return None
 
-    async def call(self, message: Any, *, timeout_s: float) -> tuple[object, object]:
+    async def call(self, message: Any, *, timeout_s: float) -> Any:
         self.asked.append(message)
         answer = next(self._answers)
         if isinstance(answer, Exception):
             raise answer
-        return answer, []
+        return answer
 
     async def close(self) -> None: ...
 

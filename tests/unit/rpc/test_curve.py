@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from areal_async.errors import EndpointError, RpcTimeout
-from areal_async.rpc.messages import Message, Ok, Stats
+from areal_async.rpc.messages import Arrived, Message, Ok
 from areal_async.rpc.rpc import Access, Answer, Client, CurveKeys, Peer, RunSecret, Server
 
 
@@ -24,7 +24,9 @@ def test_known_keys_are_let_in_and_others_are_not() -> None:
         await server.start()
         trusting = CurveKeys(mine.public, mine.secret, (server_pair.public,))
         async with client(trusting, server.endpoint) as friend:
-            reply, attachments = await friend.call(Stats(), timeout_s=10, attachments=[b"x" * 100_000])
+            reply, attachments = await friend.exchange(
+                Arrived("t"), timeout_s=10, attachments=[b"x" * 100_000]
+            )
             assert (reply, attachments[0].nbytes) == (Ok(), 100_000)
         unknown = client(CurveKeys(stranger.public, stranger.secret, (server_pair.public,)), server.endpoint)
         with pytest.raises(EndpointError, match="does not accept"):

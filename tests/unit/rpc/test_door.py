@@ -14,7 +14,7 @@ import pytest
 
 from areal_async.rpc import door as door_module
 from areal_async.rpc.door import MOST_COMMAND_BYTES, Door
-from areal_async.rpc.messages import Message, Ok, Stats
+from areal_async.rpc.messages import Arrived, Message, Ok
 from areal_async.rpc.rpc import Answer, Client, Peer, RunSecret, Server
 
 SECRET = RunSecret(bytes(32))
@@ -44,7 +44,7 @@ async def ask(port: int) -> int:
     """Through the door as a client comes: with the password, since the socket inside is a Unix socket."""
     client = Client(f"tcp://127.0.0.1:{port}", job="j", role="r", name="n", access=SECRET.password)
     async with client:
-        _, attachments = await client.call(Stats(), timeout_s=20, attachments=[bytes(5_000_000)])
+        _, attachments = await client.exchange(Arrived("t"), timeout_s=20, attachments=[bytes(5_000_000)])
     return attachments[0].nbytes
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from areal_async.errors import EndpointError
 from areal_async.rpc.endpoints import CurveKeys, check_bindable
-from areal_async.rpc.messages import Message, Ok, Stats
+from areal_async.rpc.messages import Arrived, Message, Ok
 from areal_async.rpc.rpc import Client, Peer, Server
 from areal_async.rpc.secret import RunSecret
 
@@ -64,7 +64,7 @@ def test_a_served_address_is_not_taken_over(endpoint: str) -> None:
         with pytest.raises(EndpointError, match="another process already serves"):
             await server(first.endpoint).start()
         async with Client(first.endpoint, job="j", role="r", name="n", access=SECRET) as client:
-            await client.call(Stats(), timeout_s=5)
+            await client.call(Arrived("t"), timeout_s=5)
         await first.stop()
 
     asyncio.run(main())
@@ -81,7 +81,7 @@ def test_a_file_left_by_a_killed_server_is_replaced(ipc: str) -> None:
         await fresh.start()
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
         async with Client(ipc, job="j", role="r", name="n", access=SECRET) as client:
-            await client.call(Stats(), timeout_s=5)
+            await client.call(Arrived("t"), timeout_s=5)
         await fresh.stop()
 
     asyncio.run(main())

@@ -19,7 +19,7 @@ from areal_async.errors import FaultError, ProtocolError, RpcTimeout
 from areal_async.rpc import client as client_module
 from areal_async.rpc import endpoints, zap
 from areal_async.rpc.frames import HEADER, Kind, write_frames
-from areal_async.rpc.messages import SCHEMA, Commit, Fault, Hello, Message, Ok, Stats, Welcome
+from areal_async.rpc.messages import SCHEMA, Arrived, Commit, Fault, Hello, Message, Ok, Welcome
 from areal_async.rpc.rpc import Answer, Client, Peer, Server
 from areal_async.rpc.secret import RunSecret
 
@@ -100,29 +100,29 @@ def test_a_repeated_request_runs_once(ipc: str) -> None:
         wire = Wire(ipc)
         await wire.hello()
         for _ in range(3):
-            await wire.ask(2, Stats())
+            await wire.ask(2, Arrived("t"))
         await asyncio.wait_for(started.wait(), 60)
         await wire.ask(1, Hello(SCHEMA, "j", "r", "n"))
         assert (await wire.reply())[1] == 1  # everything before it has arrived
         assert server.counters.joined == 2
         release.set()
         assert await wire.reply() == (Kind.REPLY, 2, Fault("invalid", "1"))
-        await wire.ask(2, Stats())
+        await wire.ask(2, Arrived("t"))
         assert await wire.reply() == (Kind.REPLY, 2, Fault("invalid", "1"))
         assert (runs, server.counters.replayed) == (1, 1)
         # A reconnected client has a new connection and the same memory.
         again = Wire(ipc)
-        await again.ask(3, Stats())
+        await again.ask(3, Arrived("t"))
         assert (await again.reply())[0] == Kind.WHO
         await again.hello()
-        await again.ask(2, Stats())
+        await again.ask(2, Arrived("t"))
         assert await again.reply() == (Kind.REPLY, 2, Fault("invalid", "1"))
         assert runs == 1
         # Once the client has said it has the reply, a late duplicate is dropped.
-        await again.ask(4, Stats(), floor=3)
+        await again.ask(4, Arrived("t"), floor=3)
         assert (await again.reply())[1] == 4
-        await again.ask(2, Stats())
-        await again.ask(4, Stats())
+        await again.ask(2, Arrived("t"))
+        await again.ask(4, Arrived("t"))
         assert (await again.reply())[1] == 4
         assert runs == 2
         wire.close()
@@ -144,14 +144,14 @@ def test_a_lost_reply_is_asked_for_again(ipc: str, monkeypatch: pytest.MonkeyPat
         _, _, _, _, uid, hello, _ = HEADER.unpack_from(head)
         await router.send([identity, *write_frames(Kind.REPLY, uid, hello, 0, Welcome(SCHEMA, "t"), ())])
         await connecting
-        call = asyncio.create_task(client.call(Stats(), timeout_s=10))
+        call = asyncio.create_task(client.call(Arrived("t"), timeout_s=10))
         requests = [(await router.receive())[1] for _ in range(3)]
         assert requests[0] == requests[1] == requests[2]
         request = HEADER.unpack_from(requests[0])[5]
         await router.send([identity, *write_frames(Kind.REPLY, uid, request, 0, Ok(), ())])
-        assert (await call)[0] == Ok()
+        assert await call == Ok()
         # A reply that cannot be read fails the call at once, with its type.
-        call = asyncio.create_task(client.call(Stats(), timeout_s=10))
+        call = asyncio.create_task(client.call(Arrived("t"), timeout_s=10))
         head = (await router.receive())[1]
         while HEADER.unpack_from(head)[5] == request:
             head = (await router.receive())[1]
@@ -186,14 +186,14 @@ def test_a_client_outlives_a_restart_of_its_server(ipc: str) -> None:
         await first.start()
         client = Client(ipc, job="j", role="r", name="n", access=SECRET)
         await client.connect(5)
-        calls = [asyncio.create_task(client.call(Stats(), timeout_s=30)) for _ in range(5)]
+        calls = [asyncio.create_task(client.call(Arrived("t"), timeout_s=30)) for _ in range(5)]
         await asyncio.wait_for(asked.wait(), 60)
         await first.stop(grace_s=0)
         with pytest.raises(RpcTimeout, match="there is no connection"):
             await client.call(Commit(1, 1), timeout_s=0.5)
         second = serve("second!")
         await second.start()
-        assert [(await call)[0] for call in calls] == [Ok()] * 5
+        assert [(await call) for call in calls] == [Ok()] * 5
         assert runs.count("second!") == 5
         assert client.welcome == Welcome(SCHEMA, "second!", 7)
         assert client.reconnects == 1
@@ -213,7 +213,7 @@ def test_a_server_of_another_job_at_the_same_address_ends_the_calls(ipc: str) ->
         other = Server(ipc, service="t", job="other", handler=answer_ok, access=SECRET)
         await other.start()
         with pytest.raises(FaultError, match="schema"):
-            await client.call(Stats(), timeout_s=20)
+            await client.call(Arrived("t"), timeout_s=20)
         await client.close()
         await other.stop()
 
@@ -222,7 +222,7 @@ def test_a_server_of_another_job_at_the_same_address_ends_the_calls(ipc: str) ->
 
 SERVE = """
 import asyncio, sys
-from areal_async.rpc.messages import Stats
+from areal_async.rpc.messages import Arrived
 from areal_async.rpc.rpc import Server
 from areal_async.rpc.messages import Ok, Commit
 from areal_async.rpc.secret import RunSecret
@@ -262,12 +262,12 @@ def test_one_death_is_local_a_killed_server_process_is_replaced_under_its_client
         nonlocal process
         async with Client(real, job="j", role="r", name="n", access=SECRET) as client:
             blobs = [os.urandom(300_000), b"x"]
-            reply, attachments = await client.call(Stats(), timeout_s=20, attachments=blobs)
+            reply, attachments = await client.exchange(Arrived("t"), timeout_s=20, attachments=blobs)
             assert (reply, [bytes(a) for a in attachments]) == (Ok(), blobs)
             stuck = asyncio.create_task(client.call(Commit(1, 1), timeout_s=25))
             process.send_signal(signal.SIGKILL)
             await asyncio.to_thread(process.wait)
-            waiting = asyncio.create_task(client.call(Stats(), timeout_s=25, attachments=blobs))
+            waiting = asyncio.create_task(client.exchange(Arrived("t"), timeout_s=25, attachments=blobs))
             process, again = await asyncio.to_thread(spawn, real)
             assert again == real
             reply, attachments = await waiting
@@ -285,7 +285,7 @@ def test_one_death_is_local_a_killed_server_process_is_replaced_under_its_client
 
 ABANDON = """
 import asyncio, gc, sys
-from areal_async.rpc.messages import Ok, Stats
+from areal_async.rpc.messages import Ok, Arrived
 from areal_async.rpc.rpc import Client, Server, SyncClient
 from areal_async.rpc.secret import RunSecret
 
@@ -299,7 +299,7 @@ async def main():
     await server.start()
     client = Client(sys.argv[1], job="j", role="r", name="n", access=SECRET)
     await client.connect(20)
-    call = asyncio.create_task(client.call(Stats(), timeout_s=3600))
+    call = asyncio.create_task(client.call(Arrived("t"), timeout_s=3600))
     blocking = SyncClient(sys.argv[1], job="j", role="r", name="s", access=SECRET)
     await asyncio.to_thread(blocking.connect, 20)
     raise RuntimeError("a bug")
@@ -337,7 +337,7 @@ def test_nothing_a_peer_sends_ends_the_server(messages: list[list[bytes]], greet
         assert reply.kind == "invalid"
         assert server.counters.malformed == len(messages) + 1
         async with Client(server.endpoint, job="j", role="r", name="n", access=SECRET) as client:
-            assert (await client.call(Stats(), timeout_s=10))[0] == Ok()
+            assert (await client.call(Arrived("t"), timeout_s=10)) == Ok()
         wire.close()
         await server.stop()
 
@@ -350,8 +350,8 @@ def test_a_connection_cannot_speak_for_another_client(ipc: str) -> None:
         await server.start()
         wire = Wire(ipc)
         await wire.hello()
-        await wire.ask(2, Stats(), client=6)
-        await wire.ask(3, Stats())
+        await wire.ask(2, Arrived("t"), client=6)
+        await wire.ask(3, Arrived("t"))
         assert (await wire.reply())[1] == 3
         assert server.counters.malformed == 1
         wire.close()
@@ -370,11 +370,11 @@ def test_nothing_is_unbounded_remembered_replies_are_limited_in_bytes(ipc: str) 
         wire = Wire(ipc)
         await wire.hello()
         for request in range(2, 12):
-            await wire.ask(request, Stats())
+            await wire.ask(request, Arrived("t"))
             assert (await wire.reply())[1] == request
         assert server._book.size_bytes <= 25_000
         await wire.send(write_frames(Kind.BYE, 5, 99, 0, None, ()))
-        await wire.ask(100, Stats())
+        await wire.ask(100, Arrived("t"))
         assert (await wire.reply())[0] == Kind.WHO
         assert server._book.size_bytes == 0
         wire.close()

@@ -12,6 +12,7 @@ from areal_async.errors import FaultError, PeerGone, ProtocolError, RpcTimeout
 from areal_async.rpc import frames
 from areal_async.rpc.messages import (
     SCHEMA,
+    Arrived,
     BufferStats,
     Claim,
     Claims,
@@ -21,10 +22,9 @@ from areal_async.rpc.messages import (
     Hello,
     Message,
     Ok,
-    Stats,
     Welcome,
 )
-from areal_async.rpc.rpc import Answer, Client, Peer, Server, SyncClient
+from areal_async.rpc.rpc import Answer, Client, Peer, Server, SyncClient, by_type
 from areal_async.rpc.secret import RunSecret
 
 SECRET = RunSecret(bytes(32))
@@ -55,9 +55,28 @@ def test_a_call_reaches_the_handler_and_its_reply_comes_back(endpoint: str) -> N
     async def main() -> None:
         async with pair(endpoint, echo) as (_, client):
             blobs = [b"small", b"", os.urandom(200_000)]
-            reply, attachments = await client.call(Stats(), timeout_s=5, attachments=blobs)
-            assert reply == Fetched(["rollout", "rollout-0", "Stats"])
+            reply, attachments = await client.exchange(Fetch([]), timeout_s=5, attachments=blobs)
+            assert reply == Fetched(["rollout", "rollout-0", "Fetch"])
             assert [bytes(a) for a in attachments] == blobs
+
+    asyncio.run(main())
+
+
+def test_a_reply_that_does_not_belong_to_the_request_is_a_protocol_error(ipc: str) -> None:
+    async def main() -> None:
+        async with pair(ipc, echo) as (_, client):
+            with pytest.raises(ProtocolError, match="answered Commit with Fetched"):
+                await client.call(Commit(1, 1))
+
+    asyncio.run(main())
+
+
+def test_a_request_without_a_handler_of_its_type_is_refused_by_name(ipc: str) -> None:
+    async def main() -> None:
+        async with pair(ipc, by_type("buffer", {Fetch: echo})) as (_, client):
+            assert await client.call(Fetch([])) == Fetched(["rollout", "rollout-0", "Fetch"])
+            with pytest.raises(FaultError, match="invalid: the buffer does not answer Commit"):
+                await client.call(Commit(1, 1))
 
     asyncio.run(main())
 
@@ -72,17 +91,17 @@ def test_the_welcome_names_service_and_front_epoch(ipc: str) -> None:
 
 def test_many_concurrent_calls_each_get_their_own_reply(endpoint: str) -> None:
     async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
-        assert isinstance(message, Commit)
-        if message.step % 3 == 0:
+        assert isinstance(message, Fetch)
+        if int(message.episode_ids[0]) % 3 == 0:
             await asyncio.sleep(0)
-        return Fetched([str(message.step)]), [bytes(attachments[0]) * 2]
+        return Fetched(message.episode_ids), [bytes(attachments[0]) * 2]
 
     async def main() -> None:
         async with pair(endpoint, handle) as (server, client):
 
             async def one(step: int) -> None:
-                reply, attachments = await client.call(
-                    Commit(1, step), timeout_s=20, attachments=[str(step).encode()]
+                reply, attachments = await client.exchange(
+                    Fetch([str(step)]), timeout_s=20, attachments=[str(step).encode()]
                 )
                 assert reply == Fetched([str(step)])
                 assert bytes(attachments[0]).decode() == str(step) * 2
@@ -105,7 +124,7 @@ def test_a_fault_of_the_handler_is_raised_typed_and_not_retried(ipc: str, kind: 
     async def main() -> None:
         async with pair(ipc, handle) as (_, client):
             with pytest.raises(FaultError) as caught:
-                await client.call(Stats(), timeout_s=5)
+                await client.call(Arrived("t"), timeout_s=5)
             assert (caught.value.kind, caught.value.message, caught.value.retry_after_ms) == (kind, "no", 5)
 
     asyncio.run(main())
@@ -126,7 +145,7 @@ def test_an_error_of_the_handler_is_answered_internal_and_the_server_goes_on(ipc
                 await client.call(Commit(1, 1), timeout_s=5)
             with pytest.raises(FaultError, match="internal: BufferStats cannot be encoded"):
                 await client.call(Fetch([]), timeout_s=5)
-            assert (await client.call(Stats(), timeout_s=5))[0] == Ok()
+            assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
 
     asyncio.run(main())
 
@@ -144,7 +163,7 @@ def test_busy_and_unavailable_are_retried_inside_the_deadline(ipc: str, kind: An
 
     async def main() -> None:
         async with pair(ipc, handle) as (_, client):
-            assert (await client.call(Stats(), timeout_s=10))[0] == Ok()
+            assert (await client.call(Arrived("t"), timeout_s=10)) == Ok()
             assert refusals == 0
             with pytest.raises(RpcTimeout, match="not now") as caught:
                 await client.call(Commit(1, 1), timeout_s=0.1)
@@ -171,7 +190,7 @@ def test_a_call_ends_at_its_deadline_and_the_late_reply_is_ignored(ipc: str) -> 
             assert loop.time() - begin >= 0.1
             release.set()
             for _ in range(10):
-                assert (await client.call(Stats(), timeout_s=5))[0] == Ok()
+                assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
 
     asyncio.run(main())
 
@@ -190,7 +209,7 @@ def test_nothing_is_unbounded_a_peer_with_too_many_requests_is_told_busy(ipc: st
 
     async def main() -> None:
         async with pair(ipc, handle, max_in_flight_per_peer=4) as (server, client):
-            await asyncio.gather(*(client.call(Stats(), timeout_s=30) for _ in range(200)))
+            await asyncio.gather(*(client.call(Arrived("t"), timeout_s=30) for _ in range(200)))
             assert most <= 4
             assert server.counters.busy > 0
             assert server.counters.requests == 200
@@ -214,14 +233,14 @@ def test_nothing_is_unbounded_calls_beyond_the_clients_limit_wait_in_line(ipc: s
         server = Server(ipc, service="test", job="j", handler=handle, access=SECRET)
         await server.start()
         async with Client(ipc, job="j", role="r", name="n", max_in_flight=2, access=SECRET) as client:
-            first = [asyncio.create_task(client.call(Stats(), timeout_s=20)) for _ in range(2)]
+            first = [asyncio.create_task(client.call(Arrived("t"), timeout_s=20)) for _ in range(2)]
             await asyncio.wait_for(both.wait(), 60)
             with pytest.raises(RpcTimeout):
-                await client.call(Stats(), timeout_s=0.05)
+                await client.call(Arrived("t"), timeout_s=0.05)
             assert running == 2
             release.set()
             await asyncio.gather(*first)
-            assert (await client.call(Stats(), timeout_s=5))[0] == Ok()
+            assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
         await server.stop()
 
     asyncio.run(main())
@@ -235,7 +254,7 @@ def test_another_schema_or_job_is_refused_at_hello(ipc: str, monkeypatch: pytest
         with pytest.raises(FaultError, match=r"schema: buffer here belongs to job 'j', not to 'other'"):
             await stranger.connect(5)
         with pytest.raises(FaultError, match="schema"):
-            await stranger.call(Stats(), timeout_s=5)
+            await stranger.call(Arrived("t"), timeout_s=5)
         await stranger.close()
         old = Client(ipc, job="j", role="r", name="old", access=SECRET)
         old._hello = Hello(SCHEMA + 1, "j", "r", "old")
@@ -254,7 +273,7 @@ def test_connecting_to_nobody_says_so_in_time(endpoint: str) -> None:
         with pytest.raises(RpcTimeout, match="nobody answered"):
             await client.connect(0.2)
         with pytest.raises(RpcTimeout, match="no connection"):
-            await client.call(Stats(), timeout_s=0.1)
+            await client.call(Arrived("t"), timeout_s=0.1)
         await client.close()
 
     asyncio.run(main())
@@ -287,17 +306,17 @@ def test_calls_of_a_closed_client_end_with_peer_gone(ipc: str) -> None:
         await server.start()
         client = Client(ipc, job="j", role="r", name="n", max_in_flight=1, access=SECRET)
         with pytest.raises(PeerGone):
-            await client.call(Stats(), timeout_s=1)
+            await client.call(Arrived("t"), timeout_s=1)
         await client.connect(5)
-        running = asyncio.create_task(client.call(Stats(), timeout_s=20))
-        in_line = asyncio.create_task(client.call(Stats(), timeout_s=20))
+        running = asyncio.create_task(client.call(Arrived("t"), timeout_s=20))
+        in_line = asyncio.create_task(client.call(Arrived("t"), timeout_s=20))
         await asyncio.wait_for(started.wait(), 60)
         await client.close()
         for call in (running, in_line):
             with pytest.raises(PeerGone):
                 await call
         with pytest.raises(PeerGone):
-            await client.call(Stats(), timeout_s=1)
+            await client.call(Arrived("t"), timeout_s=1)
         await server.stop(grace_s=0)
 
     asyncio.run(main())
@@ -321,7 +340,7 @@ def test_a_cancelled_call_leaves_the_client_in_order(ipc: str) -> None:
                 await call
             release.set()
             for _ in range(100):
-                assert (await client.call(Stats(), timeout_s=5))[0] == Ok()
+                assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
 
     asyncio.run(main())
 
@@ -333,8 +352,8 @@ def test_a_message_that_cannot_be_sent_fails_its_own_call_only(
         async with pair(ipc, echo) as (_, client):
             monkeypatch.setattr(frames, "MAX_ATTACHMENTS", 2)
             with pytest.raises(ProtocolError, match="3 attachments"):
-                await client.call(Stats(), timeout_s=5, attachments=[b""] * 3)
-            await client.call(Stats(), timeout_s=5)
+                await client.call(Fetch([]), timeout_s=5, attachments=[b""] * 3)
+            await client.call(Fetch([]), timeout_s=5)
 
     asyncio.run(main())
 
@@ -349,7 +368,7 @@ def test_the_server_stops_in_time_and_answers_what_it_cuts_short(ipc: str) -> No
 
     async def main() -> None:
         async with pair(ipc, never) as (server, client):
-            call = asyncio.create_task(client.call(Stats(), timeout_s=5))
+            call = asyncio.create_task(client.call(Arrived("t"), timeout_s=5))
             await asyncio.wait_for(started.wait(), 60)
             await asyncio.wait_for(server.stop(grace_s=0.05), 60)
             with pytest.raises(RpcTimeout, match="unavailable: test stops"):
@@ -365,7 +384,7 @@ def descriptors() -> int:
 def test_closing_leaves_no_task_thread_descriptor_or_file(ipc: str) -> None:
     async def use() -> None:
         async with pair(ipc, echo) as (_, client):
-            await client.call(Stats(), timeout_s=5, attachments=[bytes(100_000)])
+            await client.call(Fetch([]), timeout_s=5, attachments=[bytes(100_000)])
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(use())  # the first use makes what libzmq keeps for the process
@@ -410,7 +429,7 @@ def test_the_blocking_client_keeps_the_same_promises(endpoint: str) -> None:
     def use(server_endpoint: str) -> None:
         with SyncClient(server_endpoint, job="j", role="trainer", name="t", access=SECRET) as client:
             assert client.welcome is not None
-            reply, attachments = client.call(Stats(), timeout_s=10, attachments=[b"x"])
+            reply, attachments = client.exchange(Arrived("t"), timeout_s=10, attachments=[b"x"])
             assert (reply, bytes(attachments[0])) == (Ok(), b"x")
             with pytest.raises(FaultError, match="a newer trainer"):
                 client.call(Commit(1, 1), timeout_s=5)
@@ -418,11 +437,11 @@ def test_the_blocking_client_keeps_the_same_promises(endpoint: str) -> None:
                 client.call(Claim("s", 1), timeout_s=0.1)
             waiting = threading.Thread(target=expect_gone, args=(client,))
             waiting.start()
-            client.call(Stats(), timeout_s=5)
+            client.call(Arrived("t"), timeout_s=5)
         waiting.join(60)
         assert not waiting.is_alive()
         with pytest.raises(PeerGone):
-            client.call(Stats(), timeout_s=1)
+            client.call(Arrived("t"), timeout_s=1)
 
     def expect_gone(client: SyncClient) -> None:
         with pytest.raises(PeerGone):

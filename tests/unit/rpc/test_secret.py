@@ -9,7 +9,7 @@ import zmq
 
 from areal_async.errors import EndpointError, RpcTimeout
 from areal_async.rpc.frames import Kind, write_frames
-from areal_async.rpc.messages import SCHEMA, Hello, Message, Ok, Stats
+from areal_async.rpc.messages import SCHEMA, Arrived, Hello, Message, Ok
 from areal_async.rpc.rpc import Answer, Client, Peer, RunSecret, Server
 from areal_async.rpc.secret import FILE
 
@@ -76,7 +76,7 @@ def test_only_who_has_the_secret_is_heard(endpoint: str) -> None:
         assert not await asyncio.to_thread(anonymous.poll, 300)
         context.destroy(linger=0)
         async with Client(server.endpoint, job="j", role="r", name="n", access=secret) as friend:
-            assert (await friend.call(Stats(), timeout_s=10))[0] == Ok()
+            assert (await friend.call(Arrived("t"), timeout_s=10)) == Ok()
         # Nothing of the others was received: not even to be counted as malformed or unknown.
         assert (server.counters.requests, server.counters.malformed, server.counters.unknown) == (1, 0, 0)
         await server.stop()

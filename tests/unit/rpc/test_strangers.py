@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from areal_async.rpc import endpoints
-from areal_async.rpc.messages import Message, Ok, Stats
+from areal_async.rpc.messages import Arrived, Message, Ok
 from areal_async.rpc.rpc import Answer, Client, Peer, RunSecret, Server
 from areal_async.weights.transport.frames import MAX_ASKED_BYTES
 from areal_async.weights.transport.station import Station
@@ -90,7 +90,7 @@ def test_who_shows_nothing_or_the_wrong_thing_is_let_go_before_anything_is_taken
             for pieces in (null, wrong, empty, skipped, curve, noise):
                 assert await asyncio.to_thread(refused, served, *pieces), pieces[:2]
             async with Client(served, job="j", role="r", name="n", access=SECRET) as client:
-                assert (await client.call(Stats(), timeout_s=20))[0] == Ok()
+                assert (await client.call(Arrived("t"), timeout_s=20)) == Ok()
             assert (server.counters.requests, server.counters.malformed, server.counters.unknown) == (1, 0, 0)
 
     asyncio.run(main())
@@ -121,7 +121,7 @@ def test_ten_thousand_malformed_messages_cost_a_server_nothing(endpoint: str, kn
                     await asyncio.to_thread(
                         flood, served, SECRET if known else None, MESSAGES, greeted=known, seed=seed
                     )
-                assert (await client.call(Stats(), timeout_s=60))[0] == Ok()
+                assert (await client.call(Arrived("t"), timeout_s=60)) == Ok()
                 assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
             assert (server.counters.malformed > MESSAGES) is known
             assert len(server._sessions) <= 8
@@ -162,6 +162,6 @@ def test_a_peer_that_leaves_in_the_middle_of_a_message_leaves_nothing(endpoint: 
             await asyncio.to_thread(leave, served)
             assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
             async with Client(served, job="j", role="r", name="n", access=SECRET) as client:
-                assert (await client.call(Stats(), timeout_s=60))[0] == Ok()
+                assert (await client.call(Arrived("t"), timeout_s=60)) == Ok()
 
     asyncio.run(main())

@@ -13,7 +13,19 @@ from pathlib import Path
 import torch
 
 from areal_async.config.job import JobConfig
-from areal_async.rpc.messages import TrainerOpened, Waiting
+from areal_async.rpc.messages import (
+    Checkpointed,
+    Commit,
+    ExportLedger,
+    Fetch,
+    Fetched,
+    LedgerCopy,
+    NextBatch,
+    Ok,
+    OpenTrainer,
+    TrainerOpened,
+    Waiting,
+)
 from areal_async.status.record import RunLog
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.checkpoint import Checkpoint
@@ -30,32 +42,35 @@ class RecordedBuffer:
         self.calls: list[tuple] = []
         self._waits = 1
 
-    def open_trainer(self, trainer, step, ledger, after_epoch=0):
-        self.calls.append(("open", step, ledger))
-        return TrainerOpened(epoch=1, step=step)
+    def call(self, request, *, attachments=()):
+        return self.exchange(request, attachments=attachments)[0]
 
-    def next_batch(self, epoch, step, *, wait_ms):
+    def exchange(self, request, *, attachments=()):
+        match request:
+            case OpenTrainer(step=step):
+                self.calls.append(("open", step, b"".join(attachments)))
+                return TrainerOpened(epoch=1, step=step), []
+            case NextBatch(epoch=epoch, step=step):
+                return self.next_batch(epoch, step), []
+            case Fetch(episode_ids=episode_ids):
+                self.calls.append(("fetch", len(episode_ids)))
+                blobs = read_step(self.root, int(episode_ids[0].split("#")[1].split(".")[0])).blobs
+                return Fetched(episode_ids), [memoryview(blobs[name]) for name in episode_ids]
+            case ExportLedger(step=step):
+                self.calls.append(("export", step))
+                return LedgerCopy(step), [b"ledger of %d" % step]
+            case Commit(step=step):
+                self.calls.append(("commit", step))
+            case Checkpointed(step=step):
+                self.calls.append(("checkpointed", step))
+        return Ok(), []
+
+    def next_batch(self, epoch, step):
         if self._waits:
             self._waits -= 1
             return Waiting("rollout -> buffer", "0 of 4 groups are scored")
         self.calls.append(("next", step))
         return read_step(self.root, step).batch
-
-    def fetch(self, episode_ids):
-        step = int(episode_ids[0].split("#")[1].split(".")[0])
-        self.calls.append(("fetch", len(episode_ids)))
-        blobs = read_step(self.root, step).blobs
-        return [memoryview(blobs[name]) for name in episode_ids]
-
-    def commit(self, epoch, step, same_as=()):
-        self.calls.append(("commit", step))
-
-    def export_ledger(self, epoch, step):
-        self.calls.append(("export", step))
-        return b"ledger of %d" % step
-
-    def checkpointed(self, epoch, step):
-        self.calls.append(("checkpointed", step))
 
 
 def job_of(model: Path, out: Path, **trainer) -> JobConfig:

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError
-from areal_async.rpc import messages as m
 from areal_async.rpc.rpc import Server
 from areal_async.runtime.context import ServiceContext
 from areal_async.status.record import read_run_log
@@ -29,23 +28,8 @@ spec.loader.exec_module(rank_process)
 def serving(ctx, recorded):
     """A buffer on the real wire whose answers are those of a `RecordedBuffer`."""
 
-    async def handle(peer, message, attachments):
-        match message:
-            case m.OpenTrainer(trainer=name, step=step):
-                return recorded.open_trainer(name, step, b"".join(attachments))
-            case m.NextBatch(epoch=epoch, step=step):
-                return recorded.next_batch(epoch, step, wait_ms=0)
-            case m.Fetch(episode_ids=ids):
-                return m.Fetched(ids), recorded.fetch(ids)
-            case m.Commit(epoch=epoch, step=step):
-                recorded.commit(epoch, step)
-                return m.Ok()
-            case m.ExportLedger(epoch=epoch, step=step):
-                return m.LedgerCopy(step), [recorded.export_ledger(epoch, step)]
-            case m.Checkpointed(epoch=epoch, step=step):
-                recorded.checkpointed(epoch, step)
-                return m.Ok()
-        raise FaultError("invalid", type(message).__name__)
+    async def handle(peer, request, attachments):
+        return recorded.exchange(request, attachments=attachments)
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -81,7 +65,7 @@ def test_a_whole_rl_job(tmp_path, model_dir, make_batch):
 
 def test_a_refusal_of_the_buffer_ends_the_job(tmp_path, model_dir):
     class Fenced(rank_process.RecordedBuffer):
-        def next_batch(self, epoch, step, *, wait_ms):
+        def next_batch(self, epoch, step):
             raise FaultError("fenced", "epoch 2 has replaced epoch 1")
 
     ctx = ServiceContext.for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")

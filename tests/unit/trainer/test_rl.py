@@ -293,7 +293,7 @@ def test_a_wait_is_reported_with_its_edge_and_a_stop_ends_it(tmp_path, model_dir
     stopping = threading.Event()
 
     class Starving(rank_process.RecordedBuffer):
-        def next_batch(self, epoch, step, *, wait_ms):
+        def next_batch(self, epoch, step):
             self.calls.append(("next", step))
             if len(self.calls) > 4:
                 stopping.set()

@@ -96,9 +96,7 @@ class Node:
     async def next(self, holds: int | None, wait_ms: int = 0) -> SnapshotNotice | NoNews:
         after = None if holds is None else tag(holds)
         ask = WaitSnapshot(self._name, "serve", after, wait_ms, self._deltas)
-        reply, _ = await self._client.call(ask, timeout_s=10 + wait_ms / 1000)
-        assert isinstance(reply, SnapshotNotice | NoNews)
-        return reply
+        return await self._client.call(ask, timeout_s=10)
 
     async def notice(self, holds: int | None, wait_ms: int = 0) -> SnapshotNotice:
         reply = await self.next(holds, wait_ms)
