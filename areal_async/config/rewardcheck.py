@@ -89,21 +89,28 @@ def _resolved(section: dict[str, Any], base: Path) -> dict[str, Any]:
 
 
 def reward_mistakes(job: JobConfig) -> Iterator[Mistake]:
-    """What is wrong with the rewards of `job`, as far as no file has to be read."""
-    yield from built_in_mistakes(job.reward)
+    """What is wrong with the rewards of `job`, as far as no file has to be read. Names and arguments are
+    another rule's matter (`config/parts.py`)."""
+    yield from _how_it_is_asked(job.reward)
     yield from _environment_is_there(job)
     yield from _masking_leaves_a_baseline(job)
 
 
-def built_in_mistakes(reward: RewardSection) -> Iterator[Mistake]:
-    """What is wrong with how built-in and installed rewards are asked for, whatever the job."""
+def section_mistakes(reward: RewardSection) -> Iterator[Mistake]:
+    """What is wrong with how rewards are asked for, whatever the job. Reads the files of one's own."""
+    for field, section in asked(reward):
+        name_field, args_field = f"{field}.name", f"{field}.args"
+        yield from REWARDS.mistakes(section.name, section.args, field=name_field, args_field=args_field)
+    yield from _how_it_is_asked(reward)
+
+
+def _how_it_is_asked(reward: RewardSection) -> Iterator[Mistake]:
     for field, section in asked(reward):
         name, scope = section.name, section.scope
         part = part_of(name)
-        if name in REWARDS.names:
-            yield from _arguments_fit(f"{field}.args", name, section.args, f"{field}.name")
         if part is None:
             continue
+        yield from _rewards_inside_fit(f"{field}.args", name, section.args)
         deadline_s = section.timeout_s or reward.timeout_s
         if (check := getattr(part, "check_call", None)) is not None:
             yield from check(section.args, deadline_s, f"{field}.args")
@@ -116,11 +123,11 @@ def built_in_mistakes(reward: RewardSection) -> Iterator[Mistake]:
 
 
 def reward_file_mistakes(reward: RewardSection) -> Iterator[Mistake]:
-    """What is wrong with functions of one's own, as far as their text tells, and with the files that
-    arguments name."""
+    """What is wrong with the scope of functions of one's own, as far as their text tells, and with the files
+    that arguments name."""
     for field, section in asked(reward):
-        if section.name not in REWARDS.names:
-            yield from own_mistakes(field, section)
+        if ".py:" in section.name:
+            yield from _own_scope(field, section)
         elif (check := getattr(part_of(section.name), "check_files", None)) is not None:
             yield from check(section.args, f"{field}.args")
 
@@ -143,20 +150,11 @@ def _programs_of(field: str, name: str, arguments: Mapping[str, Any]) -> Iterato
         yield from _programs_of(f"{where}.args", inner, given)
 
 
-def _arguments_fit(field: str, name: str, arguments: Mapping[str, Any], name_field: str) -> Iterator[Mistake]:
-    if "least" in arguments and issubclass(_arguments_of(name), SandboxArguments):
-        problem = "the levels that it chose among are gone: programs are isolated, or not at all"
-        fix = "Remove it; or write `sandbox: none` to run programs without any protection (docs/sandbox.md)"
-        yield Mistake(f"{field}.least", problem, fix)
-        arguments = {key: value for key, value in arguments.items() if key != "least"}
-    yield from REWARDS.mistakes(name, arguments, field=name_field, args_field=field)
+def _rewards_inside_fit(field: str, name: str, arguments: Mapping[str, Any]) -> Iterator[Mistake]:
     for where, inner, given in _rewards_inside(field, name, arguments):
-        if inner in REWARDS.names:
-            yield from _arguments_fit(f"{where}.args", inner, given, f"{where}.name")
-        elif ".py:" not in inner:
-            problem = f"{inner!r} is neither built in nor `path.py:name`"
-            fix = f"Use {', '.join(REWARDS.names)}, or the path and name of your function"
-            yield Mistake(f"{where}.name", problem, fix)
+        if ".py:" not in inner:
+            yield from REWARDS.mistakes(inner, given, field=f"{where}.name", args_field=f"{where}.args")
+            yield from _rewards_inside_fit(f"{where}.args", inner, given)
 
 
 def _rewards_inside(
@@ -240,10 +238,8 @@ def _masking_leaves_a_baseline(job: JobConfig) -> Iterator[Mistake]:
 # --- functions of one's own --------------------------------------------------------------------------
 
 
-def own_mistakes(field: str, section: RewardSection | RouteSection) -> Iterator[Mistake]:
-    """What is wrong with `path.py:function` in `field`, as far as the file's text tells."""
+def _own_scope(field: str, section: RewardSection | RouteSection) -> Iterator[Mistake]:
     name = section.name
-    yield from REWARDS.mistakes(name, section.args, field=f"{field}.name", args_field=f"{field}.args")
     marked = scope_in_file(name)
     if marked is None or marked == section.scope:
         return

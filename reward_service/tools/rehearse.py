@@ -27,7 +27,7 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.explain import explain
 from areal_async.config.load import apply_overrides, load_job
 from areal_async.config.reward import RewardSection
-from areal_async.config.rewardcheck import asked, built_in_mistakes, own_mistakes, scope_in_file
+from areal_async.config.rewardcheck import reward_file_mistakes, scope_in_file, section_mistakes
 from reward_service.client import LocalScorer
 from reward_service.process import PRINTED
 from reward_service.tools.findings import Findings, Judged, summed_up
@@ -99,10 +99,7 @@ def target(request: RehearsalRequest) -> tuple[RewardSection, Path]:
     except ValidationError as error:
         details = [detail | {"loc": ("reward", *detail["loc"])} for detail in error.errors(include_url=False)]
         raise ConfigError(COMMAND_LINE, [*mistakes, *map(explain, details)]) from error
-    mistakes += built_in_mistakes(section)
-    for field, asked_for in asked(section):
-        if ".py:" in asked_for.name:
-            mistakes += own_mistakes(field, asked_for)
+    mistakes += [*section_mistakes(section), *reward_file_mistakes(section)]
     if mistakes:
         raise ConfigError(COMMAND_LINE, mistakes)
     return section, Path(data)

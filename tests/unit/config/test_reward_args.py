@@ -40,6 +40,7 @@ def found(mistakes: list[Any]) -> list[tuple[str, str]]:
 
 
 FIELDS = [
+    ({"name": "nothing"}, "reward.name", "no reward 'nothing'"),
     ({"args": {"x": 1}}, "reward.args.x", "exact_match has no argument 'x'"),
     (
         {"routes": [{"name": "arithmetic", "args": {"x": 1}}]},
@@ -78,7 +79,6 @@ OWN_MISTAKES = [
     ({"name": "own.py:many", "scope": "group"}, "reward.scope", "not marked as judging whole groups"),
     ({"name": "own.py:tournament"}, "reward.scope", "Set it to group"),
     ({"name": "own.py:nothing"}, "reward.name", "defines no 'nothing'"),
-    ({"name": "nothing"}, "reward.name", "no reward 'nothing'"),
     ({"routes": [{"name": "own.py:nothing"}]}, "reward.routes.0.name", "defines no 'nothing'"),
     ({"routes": [{"name": "own.py:close"}]}, "reward.routes.0.args.digits", "needs 'digits'"),
 ]

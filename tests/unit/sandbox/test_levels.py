@@ -17,8 +17,6 @@ from prometheus_client import REGISTRY
 
 from areal_async.config.advice import advise
 from areal_async.config.job import JobConfig
-from areal_async.config.reward import RewardSection
-from areal_async.config.rewardcheck import built_in_mistakes
 from areal_async.config.sandbox import CodeStdioArguments, SandboxLevel
 from areal_async.rpc.verdicts import Failure, Score
 from reward_service.jail import linux, seccomp
@@ -139,13 +137,6 @@ def test_a_reward_that_is_tried_or_served_is_refused_likewise(tmp_path):
     )
     assert unprotected.returncode == 0, unprotected.stderr
     assert json.loads(unprotected.stdout)["failed"] is False
-
-
-def test_the_words_of_the_old_levels_are_explained():
-    written = {"name": "code_stdio", "args": {"least": "namespaces"}, "timeout_s": 20}
-    (mistake,) = built_in_mistakes(RewardSection.model_validate(written))
-    assert mistake.field == "reward.args.least"
-    assert "sandbox: none" in str(mistake)
 
 
 def test_a_job_without_protection_is_warned_of():

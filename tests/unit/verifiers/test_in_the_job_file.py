@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from areal_async.config.reward import RewardSection
-from areal_async.config.rewardcheck import built_in_mistakes
+from areal_async.config.rewardcheck import section_mistakes
 
 
 def mistakes(name: str, args: dict[str, Any]) -> list[str]:
-    return [str(mistake) for mistake in built_in_mistakes(RewardSection(name=name, args=args))]
+    return [str(mistake) for mistake in section_mistakes(RewardSection(name=name, args=args))]
 
 
 GOOD = [
@@ -39,7 +39,7 @@ BAD = [
         {"parts": [{"name": "math", "args": {"tolerance": -1}}]},
         r"reward\.args\.parts\.0\.args\.tolerance",
     ),
-    ("weighted", {"parts": [{"name": "maths"}]}, r"reward\.args\.parts\.0\.name.*neither built in"),
+    ("weighted", {"parts": [{"name": "maths"}]}, r"reward\.args\.parts\.0\.name.*no reward 'maths'"),
     ("weighted", {"parts": [{"name": "math"}, {"name": "math"}]}, "two parts are called 'math'.*label"),
     (
         "cosine_length",
