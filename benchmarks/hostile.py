@@ -4,7 +4,7 @@
 
 Two parts, each run clean (good calls alone) and mixed (a share of hostile ones among the same good ones):
 `functions` are reward functions that misbehave in the pool, `programs` are a model's programs in the sandbox
-(`code_stdio`), in jails of bubblewrap where `bwrap` is on the PATH and else in our own. Measured: good
+(`code_stdio`), in jails of bubblewrap. Measured: good
 verdicts that differ between the two runs, how late the latest verdict of a hostile call came, p50 and p99 of
 good calls, processes and files left behind. Exit status 1 when a bar is missed.
 """
@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import random
-import shutil
 import sys
 import time
 from collections import Counter
@@ -98,7 +97,7 @@ async def run(section: RewardSection, given: list[RewardInput], workers: int) ->
 
 
 def left_behind() -> tuple[set[int], set[str]]:
-    """(processes below this one, or in a jail whose jailer has gone; files that jails or programs left)."""
+    """(processes below this one, or in a jail whose launcher has gone; files that jails or programs left)."""
     processes = {process.pid for process in psutil.Process().children(recursive=True)}
     processes |= orphans_of_jails()
     files = {
@@ -194,11 +193,9 @@ def main() -> None:
     if options.out is not None and options.out.exists():
         record = json.loads(options.out.read_text(encoding="utf-8"))
     for part in options.part or ["functions", "programs"]:
-        jails = "bubblewrap" if shutil.which("bwrap") else "own jails"
-        name = part if part == "functions" else f"{part}, {jails}"
-        record[name] = measure(part, options.calls, options.share, options.workers, options.seed)
-        print(json.dumps(record[name], indent=2))
-        for problem in missed(part, record[name]):
+        record[part] = measure(part, options.calls, options.share, options.workers, options.seed)
+        print(json.dumps(record[part], indent=2))
+        for problem in missed(part, record[part]):
             failed = True
             print(f"{part}: NOT MET: {problem}")
     if options.out is not None:

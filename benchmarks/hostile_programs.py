@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import psutil
 
-from reward_service.jail.jailer import FIRST_UIDS
+from reward_service.sandbox.isolation.launcher import FIRST_UIDS
 
 
 class Hostile(NamedTuple):
@@ -262,8 +262,8 @@ PROGRAMS: dict[str, Hostile] = {
 
 
 def orphans_of_jails() -> set[int]:
-    """Processes of a user that only jails have, and not below the jailer whose process id is in that user's.
-    Where jails run as the user of the service this finds nothing."""
+    """Processes of a user that only jails have, and not below the launcher whose process id is in that
+    user's. Where jails run as the user of the service this finds nothing."""
     found = set()
     for process in psutil.process_iter(["uids"]):
         uids = process.info["uids"]

@@ -9,8 +9,7 @@ Promises: `run` returns within the wall limit plus the time to make and to end a
 process that the program started is left, and when isolated no file. The level is in every outcome.
 """
 
-from reward_service.sandbox.box import Sandbox
-from reward_service.sandbox.errors import CompilerMissing, SandboxError
-from reward_service.sandbox.program import LINK_FD, Limits, Outcome, Program
+from reward_service.sandbox.program import LINK_FD, CompilerMissing, Limits, Outcome, Program, SandboxError
+from reward_service.sandbox.sandbox import Sandbox
 
 __all__ = ["LINK_FD", "CompilerMissing", "Limits", "Outcome", "Program", "Sandbox", "SandboxError"]

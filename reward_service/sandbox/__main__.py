@@ -10,9 +10,8 @@ from typing import get_args
 
 from areal_async.errors import EndpointError
 from reward_service.sandbox import Sandbox, SandboxError
-from reward_service.sandbox.errors import CannotIsolate
 from reward_service.sandbox.languages import installed
-from reward_service.sandbox.program import Level
+from reward_service.sandbox.program import CannotIsolate, Level
 from reward_service.sandbox.remote import RemoteSandbox
 
 

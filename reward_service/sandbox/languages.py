@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from reward_service.sandbox.errors import CompilerMissing
-from reward_service.sandbox.program import Limits
+import msgspec
+
+from reward_service.sandbox.program import CompilerMissing, Limits
 
 COMPILE_LIMITS = Limits(
     wall_s=40.0, cpu_s=30.0, address_space=False, processes=64, open_files=512, output_kb=64
@@ -43,17 +44,11 @@ class Language:
     """Memory of compiling."""
 
     def adapted(self, limits: Limits) -> Limits:
-        return replace_limits(
+        return msgspec.structs.replace(
             limits,
             address_space=limits.address_space and self.address_space,
             processes=max(limits.processes, self.processes),
         )
-
-
-def replace_limits(limits: Limits, **changed: int | float | bool) -> Limits:
-    import msgspec
-
-    return msgspec.structs.replace(limits, **changed)
 
 
 def language(name: str, *, for_others: bool = False) -> Language:

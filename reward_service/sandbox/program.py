@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from areal_async.errors import ArealError
+
 Level = Literal["isolated", "none"]
 """`isolated`: namespaces, a filter of system calls, memory held. `none`: a child process with limits and a
 folder of its own, which is no protection."""
@@ -74,8 +76,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     level: Level = "none"
     guards: tuple[str, ...] = ()
     """What it was confined by, and where: namespaces (`user`, `pid`, `mount`, `net`, `ipc`, `uts`, `cgroup`),
-    a user of its own (`uid`), `seccomp`, how memory is held (`memory group` or `memory sum`), who made the
-    namespaces (`bubblewrap` or `own`), `remote`."""
+    a user of its own (`uid`), `seccomp`, how memory is held (`memory group` or `memory sum`), `bubblewrap`,
+    `remote`."""
     artifacts: dict[str, bytes] = {}
     """Of the files to bring back, those that were there."""
 
@@ -88,3 +90,25 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         how = self.kind if self.kind not in ("exit", "signal") else f"{self.kind} {self.status}"
         said = self.stderr.decode("utf-8", "replace").strip().splitlines()
         return f"{how}: {said[-1][-300:]}" if said else how
+
+
+class SandboxError(ArealError):
+    """There is no sandbox, or none of the level asked for: the verdict is an error of kind `sandbox`, never
+    0."""
+
+    verdict_kind = "sandbox"
+
+
+class CannotIsolate(SandboxError):
+    """This machine, or that of a sandbox server, cannot isolate programs: `why`, and as `fix` what to
+    change."""
+
+    def __init__(self, why: str, fix: str) -> None:
+        super().__init__(f"{why}. {fix}.")
+        self.why, self.fix = why, fix
+
+
+class CompilerMissing(ArealError):
+    """The compiler or runtime of a language is not installed: an error of kind `compile`, never 0."""
+
+    verdict_kind = "compile"

@@ -21,8 +21,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from reward_service.sandbox.errors import CannotIsolate, CompilerMissing, SandboxError
-from reward_service.sandbox.program import Level, Outcome, Program
+from reward_service.sandbox.program import (
+    CannotIsolate,
+    CompilerMissing,
+    Level,
+    Outcome,
+    Program,
+    SandboxError,
+)
 
 T = TypeVar("T")
 

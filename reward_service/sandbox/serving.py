@@ -24,10 +24,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_async.rpc.http import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
-from reward_service.sandbox.box import Sandbox
-from reward_service.sandbox.errors import CompilerMissing, SandboxError
-from reward_service.sandbox.program import Level, Limits, Outcome, Program
+from reward_service.sandbox.program import CompilerMissing, Level, Limits, Outcome, Program, SandboxError
 from reward_service.sandbox.remote import SCHEMA, Offer, Pair
+from reward_service.sandbox.sandbox import Sandbox
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import Any
 from areal_async.rpc.verdicts import Failure
 from areal_async.runtime.log import get_logger
 from reward_service.sandbox import CompilerMissing, SandboxError
-from reward_service.sandbox.errors import CannotIsolate
+from reward_service.sandbox.program import CannotIsolate
 from reward_service.sdk import Abstain, RewardInput, RewardLoadError, Score, reward
 from reward_service.verifiers.cases import Cases, read_cases
 from reward_service.verifiers.fences import program_of

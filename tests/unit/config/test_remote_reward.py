@@ -5,7 +5,7 @@ import pytest
 from areal_async.config.errors import ConfigError
 from areal_async.config.load import job_from_mapping
 from reward_service.backends.remote import RemoteArguments
-from reward_service.sandbox.errors import SandboxError
+from reward_service.sandbox.program import SandboxError
 from reward_service.sandbox.remote import RemoteSandbox
 
 URL = "http://127.0.0.1:8700"

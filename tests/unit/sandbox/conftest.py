@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from reward_service.sandbox import Limits, Program, Sandbox, SandboxError, client
+from reward_service.sandbox import Limits, Program, Sandbox, SandboxError, launcher_client
 
-ISOLATED = ("bubblewrap", "own", "summed")
-"""By whom the namespaces are made, and our own without a memory group."""
-WITHOUT_GROUP = "from reward_service.jail import memory; memory.enter = lambda: None; "
+ISOLATED = ("grouped", "summed")
+"""How memory is held: by a memory group, or by looking."""
+WITHOUT_GROUP = "from isolation import cgroup; cgroup.enter = lambda: None; "
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,20 +23,18 @@ def opened(kind):
     if kind == "none":
         return Sandbox.at("none")
     with pytest.MonkeyPatch.context() as patch:
-        if kind != "bubblewrap":
-            patch.setenv("PATH", "/nowhere")
         if kind == "summed":
-            path, rest = client.START.split("; from ", 1)
-            patch.setattr(client, "START", f"{path}; {WITHOUT_GROUP}from {rest}")
+            path, rest = launcher_client.START.split("; from ", 1)
+            patch.setattr(launcher_client, "START", f"{path}; {WITHOUT_GROUP}from {rest}")
         try:
             box = Sandbox.at("isolated")
         except SandboxError as error:
             pytest.skip(str(error))
-        # The second jailer of pairs is of the same kind.
+        # The second launcher of pairs is of the same kind.
         box._partner._connected()
-    if kind == "bubblewrap" and "bubblewrap" not in box.guards:
+    if kind == "grouped" and "memory group" not in box.guards:
         box.close()
-        pytest.skip("bubblewrap is not installed, or does not work here")
+        pytest.skip("no memory group can be had here")
     return box
 
 

@@ -9,14 +9,14 @@ from hostile_programs import PROGRAMS, orphans_of_jails
 from reward_service.sandbox import Limits, Program
 
 LIMITS = Limits(wall_s=1.5, cpu_s=0.8, memory_mb=160, processes=8, files_mb=8, output_kb=64)
-# Slow, and in the other kinds they show nothing more.
+# Slow, and where memory is summed they show nothing more.
 ONCE = {"sleep", "stop itself", "clock trick", "signals blocked", "thread bomb", "deep recursion"}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_verdicts_are_final_of_hostile_programs(isolated, name):
-    if "own" not in isolated.guards and name in ONCE:
-        pytest.skip("shown in our own namespaces")
+    if "memory group" not in isolated.guards and name in ONCE:
+        pytest.skip("shown with a memory group")
     one = PROGRAMS[name]
     began_s = time.monotonic()
     outcome = isolated.run(Program(source=one.source, language=one.language, limits=LIMITS))

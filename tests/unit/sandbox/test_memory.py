@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from reward_service.jail import memory
 from reward_service.sandbox import Limits, Program, Sandbox
+from reward_service.sandbox.isolation import cgroup
 from reward_service.sandbox.languages import installed
 
 LIMITS = Limits(wall_s=30, cpu_s=20, memory_mb=128, processes=16)
@@ -229,25 +229,25 @@ def test_two_sandboxes_at_once_hold_each_its_own_memory(best, opening):
     assert found["bomb"].kind == "memory"
 
 
-def test_no_group_is_left_when_its_jailer_has_ended_or_was_killed():
+def test_no_group_is_left_when_its_launcher_has_ended_or_was_killed():
     def groups():
         return {
             os.path.join(above, name)
-            for above, _ in memory.places()
+            for above, _ in cgroup.places()
             for name in os.listdir(above)
-            if name.startswith(memory.PREFIX)
+            if name.startswith(cgroup.PREFIX)
         }
 
     with Sandbox.at("isolated") as box:
         if "memory group" not in box.guards:
             pytest.skip("no memory group can be had here")
-        ended = f"{memory.PREFIX}{box._jailer._process.pid}"
+        ended = f"{cgroup.PREFIX}{box._launcher._process.pid}"
         assert any(path.endswith(ended) for path in groups())
     assert not any(path.endswith(ended) for path in groups())
     box = Sandbox.at("isolated")
-    killed = f"{memory.PREFIX}{box._jailer._process.pid}"
-    box._jailer._process.kill()
-    box._jailer._process.wait()
+    killed = f"{cgroup.PREFIX}{box._launcher._process.pid}"
+    box._launcher._process.kill()
+    box._launcher._process.wait()
     with Sandbox.at("isolated"):
         assert not any(path.endswith(killed) for path in groups())
     box.close()

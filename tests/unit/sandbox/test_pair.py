@@ -110,11 +110,11 @@ def test_pairs_follow_one_another_and_leave_nothing(sandbox):
     assert (below_us(), len(os.listdir("/proc/self/fd"))) == before
 
 
-def test_a_jailer_that_dies_is_started_again_for_a_pair(sandbox):
+def test_a_launcher_that_dies_is_started_again_for_a_pair(sandbox):
     sandbox.run_pair(python(""), python(""))
-    for jailer in (sandbox._jailer, sandbox._partner):
-        jailer._process.kill()
-        jailer._process.wait()
+    for launcher in (sandbox._launcher, sandbox._partner):
+        launcher._process.kill()
+        launcher._process.wait()
         tests, _ = sandbox.run_pair(python("os.write(LINK, b'a')\nprint(os.read(LINK, 1))"), python(ECHO))
         assert tests.stdout == b"b'A'\n"
 

@@ -12,7 +12,7 @@ import pytest
 from areal_async.errors import EndpointError
 from areal_async.rpc.verdicts import Failure
 from reward_service.sandbox import CompilerMissing, Limits, Program, SandboxError
-from reward_service.sandbox.errors import CannotIsolate
+from reward_service.sandbox.program import CannotIsolate
 from reward_service.sandbox.remote import RemoteSandbox
 from reward_service.sandbox.serving import MOST, bounded, serving
 from reward_service.sdk import RewardInput

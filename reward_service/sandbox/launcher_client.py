@@ -1,4 +1,4 @@
-"""The other end of a jailer: one child process, asked over a socket pair."""
+"""The other end of a launcher: one child process, asked over a socket pair."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from reward_service.jail import frames
-from reward_service.sandbox.errors import SandboxError
+from reward_service.sandbox.isolation import messages
+from reward_service.sandbox.program import SandboxError
 
-ROOT = str(Path(__file__).resolve().parents[2])
-START = "import sys; sys.path.insert(0, sys.argv.pop()); from reward_service.jail.jailer import main; main()"
+START = "import sys; sys.path.append(sys.argv.pop()); from isolation.launcher import main; main()"
+"""What the launcher's interpreter runs. The last argument is the folder of the package `isolation`."""
+FOLDER = str(Path(__file__).resolve().parent)
 ANSWER_GRACE_S = 40.0
 """Beyond the wall limit: making the jail, ending it, sending what it said."""
 
 
-class JailerDied(SandboxError):
-    """Another may do better."""
+class LauncherDied(SandboxError):
+    """The launcher is gone; another may do better."""
 
 
-class Jailer:
+class LauncherClient:
     """Started when first asked; started again when it has died. Not for two threads at once."""
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class Jailer:
             self.begin(head, body, wall_s)
             try:
                 return self.answer()
-            except JailerDied:
+            except LauncherDied:
                 if attempt == 2:
                     raise
         raise AssertionError("the second try returns or raises")
@@ -48,35 +49,35 @@ class Jailer:
         connection = self._connected()
         try:
             connection.settimeout(wall_s + ANSWER_GRACE_S)
-            frames.send(connection, head, body)
+            messages.send(connection, head, body)
             if link is not None:
                 socket.send_fds(connection, [b"l"], [link])
         except OSError as error:
             self.close()
-            raise JailerDied(f"the jailer takes no request: {error}") from error
+            raise LauncherDied(f"the launcher takes no request: {error}") from error
 
     def answer(self) -> tuple[dict[str, Any], bytes]:
-        """To the request that was begun. Raises SandboxError."""
+        """The answer to the request that was begun. Raises SandboxError."""
         try:
-            answer = frames.receive(self.connection)
+            answer = messages.receive(self.connection)
         except (OSError, ValueError) as error:
             self.close()
-            raise SandboxError(f"the jailer does not answer: {error}") from error
+            raise SandboxError(f"the launcher does not answer: {error}") from error
         if answer is None:
             self.close()
-            raise JailerDied("the jailer died. Look for its message on the standard error of the service")
+            raise LauncherDied("the launcher died. Look for its message on the standard error of the service")
         return answer
 
     def end(self) -> None:
         """Have the run that was begun ended at once; its answer comes all the same."""
         with contextlib.suppress(OSError):
-            frames.send(self.connection, {"end": True})
+            messages.send(self.connection, {"end": True})
 
     @property
     def connection(self) -> socket.socket:
         """Readable when the answer has come."""
         if self._link is None:
-            raise SandboxError("the jailer was asked nothing")
+            raise SandboxError("the launcher was asked nothing")
         return self._link
 
     def _connected(self) -> socket.socket:
@@ -87,7 +88,7 @@ class Jailer:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", START, str(theirs.fileno()), ROOT],
+                    [sys.executable, "-I", "-S", "-c", START, str(theirs.fileno()), FOLDER],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -95,7 +96,7 @@ class Jailer:
                 )
             except OSError as error:
                 ours.close()
-                raise SandboxError(f"the jailer cannot be started: {error}") from error
+                raise SandboxError(f"the launcher cannot be started: {error}") from error
         self._link, self._owner = ours, os.getpid()
         return ours
 

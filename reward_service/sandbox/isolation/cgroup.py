@@ -1,6 +1,6 @@
-"""A memory control group for one jailer and the jails it makes: what no process in it can get past.
+"""A memory control group for one launcher and its jails: what no process in it can get past.
 
-The jailer enters it once, at its start, so that a jail is born inside (moving a process costs as much as
+The launcher enters it once, at its start, so that a jail is born inside (moving a process costs as much as
 making a jail). Whether a group can be had is found out by making one and entering it.
 """
 
@@ -10,9 +10,7 @@ import contextlib
 import os
 import time
 
-from reward_service.jail import linux
-
-PREFIX = "areal-jailer-"
+PREFIX = "areal-launcher-"
 RESERVE_BYTES = 8 << 20
 """For the first process of a jail and what the kernel holds for the jail itself."""
 LEAVE_LIMIT_S = 1.0
@@ -47,9 +45,9 @@ class MemoryGroup:
         os.mkdir(self._folder)
         try:
             self._killed = self._kills()
-            linux.write(os.path.join(self._folder, "cgroup.procs"), str(os.getpid()))
+            _write(os.path.join(self._folder, "cgroup.procs"), str(os.getpid()))
             if version == 2:
-                linux.write(os.path.join(self._folder, "memory.swap.max"), "0")
+                _write(os.path.join(self._folder, "memory.swap.max"), "0")
             self._fixed_bytes = 0
             self._peak_fd: int | None = None
             with contextlib.suppress(OSError):  # the second version before Linux 6.12 only reads it
@@ -76,9 +74,9 @@ class MemoryGroup:
     def _set_limit(self, limit: str) -> None:
         names = [name for name in self._names["limits"] if os.path.exists(os.path.join(self._folder, name))]
         for name in reversed(names):  # memory with swap is never below memory
-            linux.write(os.path.join(self._folder, name), str(self._names["unlimited"]))
+            _write(os.path.join(self._folder, name), str(self._names["unlimited"]))
         for name in names:
-            linux.write(os.path.join(self._folder, name), limit)
+            _write(os.path.join(self._folder, name), limit)
 
     def over(self) -> bool:
         """Whether the kernel has killed for the limit since `begin`."""
@@ -97,9 +95,9 @@ class MemoryGroup:
         return max(0, int(os.pread(self._peak_fd, 64, 0)) - files_bytes - self._fixed_bytes)
 
     def leave(self) -> None:
-        """Go back to the group above and remove this one. What cannot be done now, the next jailer does."""
+        """Go back to the group above and remove this one. What cannot be done now, the next launcher does."""
         with contextlib.suppress(OSError):
-            linux.write(os.path.join(self._above, "cgroup.procs"), str(os.getpid()))
+            _write(os.path.join(self._above, "cgroup.procs"), str(os.getpid()))
         deadline_s = time.monotonic() + LEAVE_LIMIT_S
         while time.monotonic() < deadline_s:
             try:
@@ -172,7 +170,7 @@ def _unlimited(folder: str) -> bool:
 
 
 def _remove_dead(above: str) -> None:
-    """Groups of jailers that were killed. One with a process in it cannot be removed."""
+    """Remove groups of launchers that were killed; one with a process in it cannot be removed."""
     with contextlib.suppress(OSError):
         for name in os.listdir(above):
             pid = name.removeprefix(PREFIX)
@@ -184,3 +182,8 @@ def _remove_dead(above: str) -> None:
 def _read(path: str) -> str:
     with open(path, encoding="utf-8") as file:
         return file.read()
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from reward_service.sandbox.client import ANSWER_GRACE_S, Jailer, JailerDied
-from reward_service.sandbox.errors import SandboxError
-from reward_service.sandbox.isolation import NONE, Way, find
-from reward_service.sandbox.languages import COMPILE_LIMITS, Language, language, replace_limits
-from reward_service.sandbox.program import EndKind, Level, Limits, Outcome, Program
+from reward_service.sandbox.confinement import Confinement, find
+from reward_service.sandbox.languages import COMPILE_LIMITS, Language, language
+from reward_service.sandbox.launcher_client import ANSWER_GRACE_S, LauncherClient, LauncherDied
+from reward_service.sandbox.program import EndKind, Level, Limits, Outcome, Program, SandboxError
 
 CACHED_BUILDS = 64
 CACHED_BYTES = 64 << 20
@@ -29,8 +28,8 @@ Build = dict[str, bytes] | Outcome
 """The files that a compiler made, or how it failed."""
 
 
-class JailRequest(NamedTuple):
-    """What a jailer is asked: head, input and files of one run."""
+class LaunchRequest(NamedTuple):
+    """What a launcher is asked: head, input and files of one run."""
 
     request: dict[str, Any]
     body: bytes
@@ -43,30 +42,30 @@ class Sandbox:
     Keeps a child process that makes a new jail for every run, and a second for pairs. Not for two threads at
     once: make another."""
 
-    def __init__(self, way: Way, jailer: Jailer) -> None:
-        self._way = way
-        self._jailer = jailer
-        self._partner = Jailer()
+    def __init__(self, confinement: Confinement, launcher: LauncherClient) -> None:
+        self._confinement = confinement
+        self._launcher = launcher
+        self._partner = LauncherClient()
         self._builds: OrderedDict[str, Build] = OrderedDict()
 
     @classmethod
     def at(cls, level: Level) -> Sandbox:
         """A sandbox of this level. Raises CannotIsolate where this machine cannot isolate programs; it
         says what to change."""
-        jailer = Jailer()
+        launcher = LauncherClient()
         try:
-            return cls(NONE if level == "none" else find(jailer), jailer)
+            return cls(Confinement("none") if level == "none" else find(launcher), launcher)
         except SandboxError:
-            jailer.close()
+            launcher.close()
             raise
 
     @property
     def level(self) -> Level:
-        return self._way.level
+        return self._confinement.level
 
     @property
     def guards(self) -> tuple[str, ...]:
-        return self._way.guards
+        return self._confinement.guards
 
     def run(self, program: Program) -> Outcome:
         """Compile where the language needs it, then run. Raises SandboxError when no jail can be made,
@@ -76,7 +75,7 @@ class Sandbox:
             check_name(name)
         if program.command:
             return self._once(self._order(program.command, program, program.limits, dict(program.files)))
-        spoken = language(program.language, for_others=self._way.as_another)
+        spoken = language(program.language, for_others=self._confinement.as_another)
         files = {**program.files, spoken.source: program.source.encode("utf-8", "replace")}
         limits = spoken.adapted(program.limits)
         if spoken.compile:
@@ -87,7 +86,7 @@ class Sandbox:
             files = {**program.files, **build}
             if program.within_s is not None:
                 left_s = program.within_s - (time.monotonic() - began_s)
-                limits = replace_limits(limits, wall_s=max(LEAST_WALL_S, min(limits.wall_s, left_s)))
+                limits = msgspec.structs.replace(limits, wall_s=max(LEAST_WALL_S, min(limits.wall_s, left_s)))
         return self._once(self._order(spoken.run, program, limits, files, spoken))
 
     def run_pair(self, tests: Program, program: Program) -> tuple[Outcome, Outcome]:
@@ -99,37 +98,37 @@ class Sandbox:
         orders = [self._order_of_one(one) for one in (tests, program)]
         try:
             return self._pair(orders)
-        except JailerDied:
+        except LauncherDied:
             return self._pair(orders)
 
-    def _order_of_one(self, program: Program) -> JailRequest:
+    def _order_of_one(self, program: Program) -> LaunchRequest:
         for name in (*program.files, *program.collect):
             check_name(name)
         if program.command:
             return self._order(program.command, program, program.limits, dict(program.files))
-        spoken = language(program.language, for_others=self._way.as_another)
+        spoken = language(program.language, for_others=self._confinement.as_another)
         if spoken.compile:
             raise ValueError(f"{spoken.name} is compiled: in a pair it is given as files and a command")
         files = {**program.files, spoken.source: program.source.encode("utf-8", "replace")}
         return self._order(spoken.run, program, spoken.adapted(program.limits), files, spoken)
 
-    def _pair(self, orders: Sequence[JailRequest]) -> tuple[Outcome, Outcome]:
+    def _pair(self, orders: Sequence[LaunchRequest]) -> tuple[Outcome, Outcome]:
         """Raises SandboxError; nothing of the two is running then."""
-        jailers = (self._jailer, self._partner)
+        launchers = (self._launcher, self._partner)
         try:
             ends = socket.socketpair()
             with ends[0], ends[1]:
-                for jailer, order, end in zip(jailers, orders, ends, strict=True):
-                    jailer.begin({**order.request, "link": True}, order.body, order.wall_s, end.fileno())
-            first, second = (jailer.connection for jailer in jailers)
+                for launcher, order, end in zip(launchers, orders, ends, strict=True):
+                    launcher.begin({**order.request, "link": True}, order.body, order.wall_s, end.fileno())
+            first, second = (launcher.connection for launcher in launchers)
             longest_s = max(order.wall_s for order in orders) + ANSWER_GRACE_S
             if second in select.select([first, second], [], [], longest_s)[0]:
                 ended = self._partner.answer()
                 if ended[0]["failed"]:
-                    self._jailer.end()
-                answers = (self._jailer.answer(), ended)
+                    self._launcher.end()
+                answers = (self._launcher.answer(), ended)
             else:
-                tested = self._jailer.answer()
+                tested = self._launcher.answer()
                 self._partner.end()
                 answers = (tested, self._partner.answer())
             return self._outcome(*answers[0]), self._outcome(*answers[1])
@@ -147,9 +146,9 @@ class Sandbox:
             self._builds.move_to_end(key)
             return self._builds[key]
         compiling = Program(command=spoken.compile, collect=spoken.artifacts)
-        limits = replace_limits(COMPILE_LIMITS, memory_mb=spoken.compiler_mb)
+        limits = msgspec.structs.replace(COMPILE_LIMITS, memory_mb=spoken.compiler_mb)
         if within_s is not None:
-            limits = replace_limits(limits, wall_s=max(LEAST_WALL_S, min(limits.wall_s, within_s)))
+            limits = msgspec.structs.replace(limits, wall_s=max(LEAST_WALL_S, min(limits.wall_s, within_s)))
         outcome = self._once(self._order(spoken.compile, compiling, limits, files, spoken))
         if outcome.kind == "timeout" and limits.wall_s < COMPILE_LIMITS.wall_s:
             return outcome  # the time of the whole ran out: that says nothing of the source
@@ -168,8 +167,8 @@ class Sandbox:
             len(data) for build in self._builds.values() if isinstance(build, dict) for data in build.values()
         )
 
-    def _once(self, order: JailRequest) -> Outcome:
-        return self._outcome(*self._jailer.ask(order.request, order.body, order.wall_s))
+    def _once(self, order: LaunchRequest) -> Outcome:
+        return self._outcome(*self._launcher.ask(order.request, order.body, order.wall_s))
 
     def _order(
         self,
@@ -178,16 +177,16 @@ class Sandbox:
         limits: Limits,
         files: dict[str, bytes],
         spoken: Language | None = None,
-    ) -> JailRequest:
+    ) -> LaunchRequest:
         binds, env = (spoken.binds, spoken.env) if spoken else ((), {})
-        request = self._way.request(argv, limits, binds=binds, env=env)
+        request = self._confinement.request(argv, limits, binds=binds, env=env)
         executable = {name for name in files if spoken and name in spoken.artifacts}
         request["files"] = [
             (name, 0o755 if name in executable else 0o644, len(data)) for name, data in files.items()
         ]
         request["collect"] = list(program.collect)
         request["stdin"] = len(program.stdin)
-        return JailRequest(request, b"".join((program.stdin, *files.values())), limits.wall_s)
+        return LaunchRequest(request, b"".join((program.stdin, *files.values())), limits.wall_s)
 
     def _outcome(self, head: dict[str, Any], answer: bytes) -> Outcome:
         if head["failed"]:
@@ -214,7 +213,7 @@ class Sandbox:
 
     def close(self) -> None:
         """End the child processes. Safe to repeat; a later run starts others."""
-        self._jailer.close()
+        self._launcher.close()
         self._partner.close()
 
     def __enter__(self) -> Self:

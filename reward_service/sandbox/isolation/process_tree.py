@@ -1,17 +1,17 @@
-"""What the processes of a jail use, seen from outside through /proc."""
+"""What the processes below one use, read from /proc, and their end."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
-from dataclasses import dataclass
 
 TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
 
 
 def read(path: str) -> str:
-    """Empty for a process that has gone meanwhile."""
+    """The file's text; empty for a process that has gone meanwhile."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -25,17 +25,17 @@ SOCKET_BYTES = 2 * int(read("/proc/sys/net/core/wmem_max") or 212_992)
 HAS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
-@dataclass
 class Usage:
-    """Of all processes below one."""
+    """What all processes below one use."""
 
-    processes: int = 0
-    """Threads count, as they do for the kernel's limit."""
-    cpu_ms: float = 0.0
-    private_bytes: int = 0
-    """With swap and page tables; what processes share since a fork counts for each."""
-    mapped_shared_bytes: int = 0
-    """Shared memory and files in memory, as far as it is mapped."""
+    def __init__(self) -> None:
+        self.processes = 0
+        """Threads count, as they do for the kernel's limit."""
+        self.cpu_ms = 0.0
+        self.private_bytes = 0
+        """With swap and page tables; what processes share since a fork counts for each."""
+        self.mapped_shared_bytes = 0
+        """Shared memory and files in memory, as far as it is mapped."""
 
 
 def children(pid: int) -> list[int]:
@@ -48,16 +48,20 @@ def children(pid: int) -> list[int]:
     return [int(word) for task in tasks for word in read(f"/proc/{pid}/task/{task}/children").split()]
 
 
-def reap(limit_s: float) -> None:
-    """Wait, at most so long, for the children that dead ones have left to this process: with bubblewrap,
-    process 1 of a jail, which ends with its parent."""
+def end_children(limit_s: float) -> None:
+    """Kill and reap every process below this one, in at most `limit_s`. An orphan falls to this process,
+    which must be a subreaper, so killing children again and again reaches all of them."""
     deadline_s = time.monotonic() + limit_s
-    try:
-        while time.monotonic() < deadline_s:
-            if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                time.sleep(0.001)
-    except ChildProcessError:
-        return
+    while time.monotonic() < deadline_s:
+        for pid in children(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                continue
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
 
 
 def descendants(pid: int) -> list[int]:
@@ -71,8 +75,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def usage(root: int) -> Usage:
-    """Of the descendants of `root`; CPU also of those that have ended and were waited for."""
-    total = Usage(cpu_ms=_cpu_ms(root, own=False))
+    """What the descendants of `root` use; CPU also of those that have ended and were waited for."""
+    total = Usage()
+    total.cpu_ms = _cpu_ms(root, own=False)
     for pid in descendants(root):
         total.cpu_ms += _cpu_ms(pid, own=True)
         for line in read(f"/proc/{pid}/status").splitlines():
@@ -139,7 +144,7 @@ def _parent(pid: int) -> int:
 
 
 def threads_of_user(uid: int) -> int:
-    """All of a user on this machine: what an old kernel, or one without namespaces, counts for its limit."""
+    """Number of a user's threads on this machine, which the kernel counts for its limit."""
     count = 0
     for pid in _all():
         try:

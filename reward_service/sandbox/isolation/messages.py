@@ -1,4 +1,8 @@
-"""Messages of the jail's processes: a JSON head and raw bytes."""
+"""Messages between the sandbox's own processes: a JSON head and raw bytes, over a socket pair.
+
+Every end is ours. A program speaks through its pipes alone; its link to tests has messages of its own
+(`harness.plain.Link`), read by code that expects an enemy and shares nothing with this.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +17,12 @@ MAX_BODY_BYTES = 256 << 20
 
 
 def send(link: socket.socket, head: dict[str, Any], body: bytes = b"") -> None:
-    link.sendall(packed(head, body))
-
-
-def packed(head: dict[str, Any], body: bytes) -> bytes:
     encoded = json.dumps(head).encode()
-    return HEAD.pack(len(encoded), len(body)) + encoded + body
-
-
-def unpacked(message: bytes) -> tuple[dict[str, Any], bytes]:
-    """Head and body of one whole message."""
-    head_bytes, _ = HEAD.unpack_from(message)
-    at = HEAD.size + head_bytes
-    return json.loads(message[HEAD.size : at]), message[at:]
+    link.sendall(HEAD.pack(len(encoded), len(body)) + encoded + body)
 
 
 def receive(link: socket.socket) -> tuple[dict[str, Any], bytes] | None:
-    """The next message; nothing when the other side has gone. Raises ValueError for what is no message."""
+    """The next message, or None when the other side has gone. Raises ValueError for what is no message."""
     opening = _exactly(link, HEAD.size)
     if opening is None:
         return None

@@ -1,0 +1,115 @@
+"""How this machine can confine a program: each way is tried with a small program, never guessed."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import product
+from typing import Any, NamedTuple
+
+from reward_service.sandbox.isolation.launcher import FIRST_UIDS
+from reward_service.sandbox.languages import language
+from reward_service.sandbox.launcher_client import LauncherClient
+from reward_service.sandbox.program import CannotIsolate, CompilerMissing, Level, Limits
+
+SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SYSTEM_FILES = (
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/etc/passwd",
+    "/etc/nsswitch.conf",
+    "/etc/localtime",
+    "/etc/ssl/openssl.cnf",
+    "/etc/java-11-openjdk",
+    "/etc/java-17-openjdk",
+    "/etc/java-21-openjdk",
+)
+NAMESPACES = ("user", "pid", "mount", "net", "ipc", "uts", "cgroup")
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": ".", "TMPDIR": "."}
+INSIDE = {"HOME": "/work", "TMPDIR": "/work/.tmp"}
+REMEDY = (
+    "Install bubblewrap and libseccomp (Debian: `apt-get install bubblewrap libseccomp2`), run programs on a "
+    "sandbox server elsewhere (`remote`), or allow user namespaces here: Docker: --security-opt "
+    "seccomp=unconfined --security-opt apparmor=unconfined; Kubernetes: hostUsers: false; elsewhere: sysctl "
+    "user.max_user_namespaces above 0. `sandbox: none` in the reward's arguments runs them without any "
+    "protection (docs/sandbox.md)"
+)
+
+
+class Confinement(NamedTuple):
+    """One way of running a program, that works here."""
+
+    level: Level
+    guards: tuple[str, ...] = ()
+    uid_base: int | None = None
+    """First of the users that programs run as; none: as the user of the service."""
+    proc: bool = True
+    """Whether a jail has a `/proc`, which some containers refuse."""
+
+    def request(
+        self,
+        argv: tuple[str, ...],
+        limits: Limits,
+        *,
+        binds: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """What the launcher is asked, without files and input. Raises CompilerMissing where no interpreter
+        can be the first process."""
+        python = language("python", for_others=self.as_another)
+        isolated = self.level == "isolated"
+        return {
+            "level": self.level,
+            "uid_base": self.uid_base,
+            "proc": self.proc,
+            "bwrap": shutil.which("bwrap"),
+            "python": python.run[0],
+            "argv": argv,
+            "env": {**ENVIRONMENT, **(INSIDE if isolated else {}), **(env or {})},
+            "binds": list(dict.fromkeys((*SYSTEM_FOLDERS, *binds, *python.binds, *SYSTEM_FILES))),
+            "limits": {name: getattr(limits, name) for name in limits.__struct_fields__},
+            "files": [],
+            "collect": [],
+            "stdin": 0,
+            "link": False,
+        }
+
+    @property
+    def as_another(self) -> bool:
+        """Whether everything a run needs must be open to a user that owns nothing."""
+        return self.uid_base is not None
+
+
+def find(launcher: LauncherClient) -> Confinement:
+    """The first way to be isolated that works here. Raises CannotIsolate, with why none does and what to
+    change."""
+    offered, _ = launcher.ask({"probe": True}, b"", 5.0)
+    missing = "bwrap is not installed" if shutil.which("bwrap") is None else offered["no_filter"]
+    reasons: list[str] = []
+    guards = (
+        *NAMESPACES,
+        *(("uid",) if offered["root"] else ()),
+        "seccomp",
+        "memory group" if offered["group"] else "memory sum",
+        "bubblewrap",
+    )
+    for uid_base, proc in product(FIRST_UIDS if offered["root"] else (None,), (True, False)):
+        found = Confinement("isolated", guards, uid_base, proc)
+        why = missing or _try(launcher, found)
+        if not why:
+            return found
+        reasons.append(why)
+    told = "; ".join(dict.fromkeys(reasons))
+    raise CannotIsolate(f"this machine cannot isolate programs (bubblewrap: {told})", REMEDY)
+
+
+def _try(launcher: LauncherClient, found: Confinement) -> str:
+    """Why this way does not work; empty when it does."""
+    limits = Limits(wall_s=10.0, cpu_s=5.0, memory_mb=128, processes=8)
+    try:
+        request = found.request(("/bin/sh", "-c", "exit 0"), limits)
+    except CompilerMissing as error:
+        return str(error)
+    head, _ = launcher.ask(request, b"", limits.wall_s)
+    if head["failed"]:
+        return str(head["failed"])
+    return "" if head["status"] == 0 else f"a first program ended with the wait status {head['status']}"

@@ -1,0 +1,185 @@
+"""The process that starts jails: takes a request, starts one jail, watches it, answers; one at a time.
+
+Started by `Sandbox` with nothing in its environment. It lives in the memory group of its jails, since a
+process that is born in a group costs nothing and moving one costs 20 ms. Ends when its client does, and with
+it whatever runs in its jail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+from . import bubblewrap, cgroup, messages, process_tree, seccomp
+from .monitor import END_LIMIT_S, ClientGone, Monitor
+
+INIT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "init.py")
+FIRST_UIDS = (0x70000000, 0x40000000, 61000)
+"""Users that no system gives to anyone; a container may know only the smaller ones."""
+JAIL = "/work"
+"""Folder of the run in a jail."""
+PER_USER_NAMESPACE = (5, 14)
+"""From this Linux on a namespace counts the processes of its users by itself."""
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class Launcher:
+    """Serves one client until it goes."""
+
+    def __init__(self, client: socket.socket, group: cgroup.MemoryGroup | None) -> None:
+        self._client = client
+        self._group = group
+        self._filter: BinaryIO | None = None
+        self._no_filter = ""
+        with open(INIT, encoding="utf-8") as file:
+            self._init = file.read()
+        try:
+            self._filter = _in_memory(seccomp.program(grouped=group is not None))
+        except OSError as error:
+            self._no_filter = str(error)
+
+    def serve(self) -> None:
+        while (message := messages.receive(self._client)) is not None:
+            request, body = message
+            if "end" in request:
+                continue  # the run that this was meant for had ended by itself
+            if "probe" in request:
+                offer = {"group": self._group is not None, "no_filter": self._no_filter}
+                messages.send(self._client, {**offer, "root": os.geteuid() == 0})
+                continue
+            try:
+                link = socket.recv_fds(self._client, 1, 1)[1] if request["link"] else []
+                head, answer = self.run(request, body, link)
+            except ClientGone:
+                return
+            except OSError as error:
+                head, answer = {"failed": f"{type(error).__name__}: {error}"}, b""
+            messages.send(self._client, head, answer)
+
+    def run(self, request: dict[str, Any], body: bytes, link: list[int]) -> tuple[dict[str, Any], bytes]:
+        """One program in one jail. `link`: the end of a pair's link that is the program's, if it has one.
+        Raises OSError, ClientGone."""
+        base = request["uid_base"]
+        request["uid"] = own_uid(base) if base is not None else None
+        request["others"] = _others(request)
+        with contextlib.ExitStack() as held:
+            linked: list[Any] = [held.enter_context(open(fd, "rb", buffering=0)) for fd in link]
+            request["work"] = JAIL
+            if request["level"] != "isolated":
+                request["work"] = tempfile.mkdtemp(prefix="areal-jail-")
+                held.callback(process_tree.remove, request["work"])
+            stdin = held.enter_context(_in_memory(body[: request["stdin"]]))
+            files = body[request["stdin"] :]
+            order = held.enter_context(_in_memory(json.dumps(request).encode() + b"\n" + files))
+            ends = [os.pipe(), os.pipe()]
+            reading = [held.enter_context(open(fd, "rb", buffering=0)) for fd, _ in ends]
+            writing = [held.enter_context(open(fd, "wb", buffering=0)) for _, fd in ends]
+            control, theirs = socket.socketpair()
+            held.enter_context(control)
+            held.enter_context(theirs)
+            if self._group is not None:
+                self._group.begin(int(request["limits"]["memory_mb"]) << 20)
+            launcher = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                streams = [end.fileno() for end in (stdin, *writing)]
+                self._become(request, streams, [theirs.fileno(), order.fileno(), *link], launcher)
+            for end in (theirs, *writing, *linked):
+                end.close()
+            out, err = (end.fileno() for end in reading)
+            for fd in (out, err):
+                os.set_blocking(fd, False)
+            monitor = Monitor(
+                request, pid=pid, control=control, streams=(out, err), client=self._client, group=self._group
+            )
+            try:
+                monitor.watch()
+            finally:
+                process_tree.end_children(END_LIMIT_S)
+            return monitor.answer()
+
+    def _become(
+        self, request: dict[str, Any], streams: Sequence[int], passed: list[int], launcher: int
+    ) -> None:
+        """Turn this process, a fork, into the first of a jail. Never returns."""
+        try:
+            for to, fd in enumerate(streams):
+                os.dup2(fd, to)
+            # The first to die when the machine is out of memory. Written by root it is a floor; without that
+            # right the program could lower it, but /proc is read-only in a jail.
+            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+                file.write("1000")
+            if request["uid"] is not None:
+                os.setgroups([])
+                os.setresgid(*[request["uid"]] * 3)
+                os.setresuid(*[request["uid"]] * 3)
+            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != launcher:
+                return
+            words = []
+            if request["level"] == "isolated":
+                assert self._filter is not None
+                self._filter.seek(0)
+                words = bubblewrap.arguments(request, self._filter.fileno())
+                os.set_inheritable(self._filter.fileno(), True)
+            for fd in passed:
+                os.set_inheritable(fd, True)
+            words += [request["python"], "-I", "-S", "-c", self._init, *map(str, passed)]
+            os.execve(words[0], words, {})
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
+        finally:
+            os._exit(1)
+
+
+def own_uid(base: int) -> int:
+    """A user for what runs in the jails of this launcher, and of no other."""
+    return base + (os.getpid() if base > 1 << 20 else os.getpid() % 4000)
+
+
+def _others(request: dict[str, Any]) -> int:
+    """Processes that the kernel counts against the limit beside the program's own: the first process of a
+    jail, else all of the user's."""
+    release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+    if request["level"] == "isolated" and (request["uid"] is not None or release >= PER_USER_NAMESPACE):
+        return 1
+    return process_tree.threads_of_user(os.geteuid())
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3) < 0:
+        raise OSError(f"prctl {option} is refused")
+
+
+def _in_memory(data: bytes) -> BinaryIO:
+    """A file in memory that can be read and nothing else."""
+    fd = os.memfd_create("data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    try:
+        return open(f"/proc/self/fd/{fd}", "rb", buffering=0)
+    finally:
+        os.close(fd)
+
+
+def main() -> None:
+    os.umask(0o022)  # a program may be another user, and must read what is put into its room
+    os.chdir("/")
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    group = cgroup.enter()
+    try:
+        Launcher(socket.socket(fileno=int(sys.argv[1])), group).serve()
+    finally:
+        if group is not None:
+            group.leave()

@@ -1,0 +1,246 @@
+"""Watches one jail from outside: gathers what it prints, ends it at its limits, says how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from typing import Any
+
+from . import cgroup, messages, process_tree
+
+LOOK_EVERY_S = 0.02
+LOOK_CLOSELY_S = 0.005
+"""Once half of the memory is used, where looking is all that holds it."""
+SETUP_LIMIT_S = 20.0
+END_LIMIT_S = 8.0
+READ_BYTES = 1 << 16
+OWN_FILES = 4
+"""Files and folders that a jail's folder may hold beside the program's."""
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Monitor:
+    """`watch()` until the jail has ended, then `answer()`."""
+
+    def __init__(
+        self,
+        request: dict[str, Any],
+        *,
+        pid: int,
+        control: socket.socket,
+        streams: tuple[int, int],
+        client: socket.socket,
+        group: cgroup.MemoryGroup | None,
+    ) -> None:
+        """`pid`: the launcher's child, below which all of the jail is, and whose end is its end. `streams`:
+        where standard output and errors are read. `group`: where its memory is counted, if there is one."""
+        self._limits = request["limits"]
+        self._isolated = request["level"] == "isolated"
+        self._folder = request["work"]
+        self._work_fd: int | None = None
+        self._group = group
+        self._look_every_s = LOOK_EVERY_S
+        self._pid = self._root = pid
+        self._pidfd = os.pidfd_open(pid)
+        self._control, self._client = control, client
+        self._streams = streams
+        self._output = {fd: bytearray() for fd in streams}
+        self._limit = ""
+        """Which limit ended the run; empty while none has."""
+        self._failed = ""
+        """Why the jail could not be made."""
+        self._report: dict[str, Any] = {"status": None, "cpu_ms": 0.0, "artifacts": []}
+        self._artifacts = b""
+        self._cpu_ms, self._peak_bytes = 0.0, 0
+        self._began_s: float | None = None
+        self._ended_s: float | None = None
+        self._killed_s: float | None = None
+
+    def watch(self) -> None:
+        """Return when the jail's first process has ended. Raises ClientGone, with that process killed."""
+        poll = select.poll()
+        for fd in (*self._streams, self._control.fileno(), self._client.fileno(), self._pidfd):
+            poll.register(fd, select.POLLIN)
+        setup_until_s = time.monotonic() + SETUP_LIMIT_S
+        look_s = 0.0
+        try:
+            while True:
+                for fd, _ in poll.poll(self._look_every_s * 1000):
+                    if fd == self._pidfd:
+                        self._drain()
+                        self._count_memory()
+                        return
+                    if fd == self._client.fileno():
+                        if messages.receive(self._client) is None:
+                            raise ClientGone
+                        if self._report["status"] is None:  # it asks for the end
+                            self._end("ended")
+                    elif fd == self._control.fileno():
+                        if not self._told():
+                            poll.unregister(fd)
+                    elif not self._read(fd):
+                        poll.unregister(fd)
+                now_s = time.monotonic()
+                if self._began_s is None:
+                    if now_s > setup_until_s:
+                        self._failed = self._failed or "the jail was not ready in time"
+                        self._kill()
+                elif now_s >= look_s:
+                    look_s = now_s + self._look_every_s
+                    self._look(now_s - self._began_s)
+                if self._killed_s is not None and now_s - self._killed_s > END_LIMIT_S:
+                    self._failed = "the jail could not be ended"
+                    return
+        finally:
+            self._kill()
+            for held in (self._pidfd, self._work_fd):
+                if held is not None:
+                    os.close(held)
+
+    def answer(self) -> tuple[dict[str, Any], bytes]:
+        """What became of the run, and its output, errors and files."""
+        out, err = (bytes(self._output[fd]) for fd in self._streams)
+        if self._began_s is None and not self._failed and not self._limit:
+            said = err.decode("utf-8", "replace").strip().splitlines()
+            self._failed = said[-1] if said else "its first process ended at once"
+        now_s = time.monotonic()
+        head = {
+            "failed": self._failed,
+            "kind": self._limit,
+            "status": self._report["status"],
+            "wall_ms": ((self._ended_s or now_s) - (self._began_s or now_s)) * 1000,
+            "cpu_ms": self._report["cpu_ms"] or self._cpu_ms,
+            "peak_mb": self._peak_bytes / (1 << 20),
+            "stdout": len(out),
+            "stderr": len(err),
+            "artifacts": self._report["artifacts"],
+        }
+        return head, out + err + self._artifacts
+
+    def _look(self, wall_s: float) -> None:
+        if self._ended_s is not None:
+            return
+        limits = self._limits
+        used = process_tree.usage(self._root)
+        self._cpu_ms = max(self._cpu_ms, used.cpu_ms)
+        files, files_bytes = self._files()
+        if self._too_much(used, files_bytes):
+            self._end("memory")
+        elif used.cpu_ms > limits["cpu_s"] * 1000:
+            self._end("cpu")
+        elif used.processes > limits["processes"] + 1:
+            self._end("processes")
+        elif wall_s > limits["wall_s"]:
+            self._end("timeout")
+        elif files > limits["files"] or files_bytes > limits["files_mb"] << 20:
+            self._end("files")
+
+    def _files(self) -> tuple[int, int]:
+        """(number of files and folders, their bytes) of the run."""
+        if not self._isolated:
+            return process_tree.folder_usage(self._folder, self._limits["files"])
+        try:
+            if self._work_fd is None:
+                inside = f"/proc/{self._root}/root{self._folder}"
+                self._work_fd = os.open(inside, os.O_PATH | os.O_CLOEXEC)
+        except (FileNotFoundError, ProcessLookupError):
+            return 0, 0  # it has just ended
+        about = os.fstatvfs(self._work_fd)
+        files = about.f_files - about.f_ffree - OWN_FILES
+        return files, (about.f_blocks - about.f_bfree) * about.f_frsize
+
+    def _too_much(self, used: process_tree.Usage, files_bytes: int) -> bool:
+        """Whether the run holds more memory than it may."""
+        most = self._limits["memory_mb"] << 20
+        if self._group is not None:
+            self._peak_bytes = max(self._peak_bytes, self._group.used_bytes())
+            return self._group.over()
+        # In a jail the filter lets it have no shared memory but its files, sockets and pipes. Else what is
+        # mapped counts.
+        shared = used.mapped_shared_bytes
+        if self._isolated:
+            shared = files_bytes + process_tree.channel_bytes(self._root)
+        held = used.private_bytes + shared
+        if held > most:  # what processes share after a fork was counted for each
+            held -= used.private_bytes - process_tree.proportional_bytes(self._root, used.private_bytes)
+        self._look_every_s = LOOK_CLOSELY_S if held > most / 2 else LOOK_EVERY_S
+        self._peak_bytes = max(self._peak_bytes, held)
+        return held > most
+
+    def _count_memory(self) -> None:
+        """At the end: the peak, and whether the kernel ended it for its memory."""
+        if self._group is not None:
+            self._peak_bytes = max(self._peak_bytes, self._group.peak_bytes())
+            if self._group.over():
+                self._limit = self._limit or "memory"
+
+    def _told(self) -> bool:
+        """Take one message of the jail's first process; False when there will be no more."""
+        try:
+            message = messages.receive(self._control)
+        except ConnectionResetError:
+            return False  # it was killed before it had read all that it was told
+        if message is None:
+            return False
+        head, body = message
+        if "started" in head:
+            self._began_s = time.monotonic()
+            if self._isolated:  # it is below bubblewrap's own process
+                self._root = (process_tree.children(self._pid) or [self._pid])[0]
+        elif "ended" in head:
+            self._ended_s = time.monotonic()
+            self._count_memory()
+            if self._group is not None:
+                self._group.end()
+                self._group = None
+            messages.send(self._control, {"go": True})
+        elif "failed" in head:
+            self._failed = str(head["failed"])
+        else:
+            self._report, self._artifacts = head, body
+            self._ended_s = self._ended_s or time.monotonic()
+        return True
+
+    def _read(self, fd: int) -> bool:
+        """Take one portion of the output; False at the end of the stream."""
+        try:
+            data = os.read(fd, READ_BYTES)
+        except BlockingIOError:
+            return True
+        kept, most = self._output[fd], self._limits["output_kb"] << 10
+        full = bool(data) and len(kept) + len(data) >= most
+        kept += data[: most - len(kept)]
+        if full:
+            self._end("output")
+        return bool(data)
+
+    def _drain(self) -> None:
+        """Take what was printed and told before the end. The pipes may hold no more than their size."""
+        for fd in self._streams:
+            with contextlib.suppress(BlockingIOError):
+                while data := os.read(fd, READ_BYTES):
+                    kept, most = self._output[fd], self._limits["output_kb"] << 10
+                    if len(kept) + len(data) > most:
+                        self._limit = self._limit or "output"
+                    kept += data[: most - len(kept)]
+        while select.select([self._control], [], [], 0)[0] and self._told():
+            pass
+
+    def _end(self, limit: str) -> None:
+        self._limit = self._limit or limit
+        self._ended_s = time.monotonic()
+        self._kill()
+
+    def _kill(self) -> None:
+        """End the first process: of a jail, and with it all others."""
+        if self._killed_s is None:
+            self._killed_s = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
