@@ -26,8 +26,8 @@ from typing import Any
 import psutil
 from buffer_service import Service, cpu_s, episode, job_in, secret_at, start_service, units_of
 
+from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import BufferStats, OpenTrainer, Stats
-from areal_async.rpc.rpc import SyncClient
 from replay_buffer.embedded import EmbeddedRedis
 
 HERE = Path(__file__).parent

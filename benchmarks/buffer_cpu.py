@@ -29,6 +29,7 @@ import psutil
 from buffer_service import JOB, PROMPT_UNITS, cpu_s, job_in, secret_at, start_service
 
 from areal_async.config.job import JobConfig
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import (
     Batch,
     Checkpointed,
@@ -50,7 +51,6 @@ from areal_async.rpc.messages import (
     Task,
     VersionTag,
 )
-from areal_async.rpc.rpc import Client
 from areal_async.rpc.verdicts import Score
 from rollout_service.engines.base import Capabilities, EngineStats, GenerateRequest, GenerateResult
 from rollout_service.worker import Worker

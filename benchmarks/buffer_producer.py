@@ -16,8 +16,8 @@ from typing import Any
 import redis
 from buffer_service import JOB, episode, secret_at
 
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Lease, LeasedGroup, PutEpisodes, VersionTag
-from areal_async.rpc.rpc import Client
 from rollout_service.outbox import Outbox, Parcel
 
 LINGER_S, MAX_PUTS = 0.05, 4

@@ -43,7 +43,7 @@ from areal_async.rpc.messages import (
     Stats,
     Waiting,
 )
-from areal_async.rpc.rpc import Answer, Peer, Server, by_type
+from areal_async.rpc.server import Answer, Peer, Server, by_type
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Arrived
-from areal_async.rpc.rpc import Client
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.service import run_service

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from areal_async.errors import FaultError, RpcTimeout
+from areal_async.rpc.client import Caller
 from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutVerdicts, VerdictAck
-from areal_async.rpc.rpc import Caller
 from areal_async.rpc.verdicts import Failure, Score, Verdict, VerdictKind, kind_of
 from areal_async.runtime.events import record, recording
 from areal_async.runtime.failpoint import failpoint

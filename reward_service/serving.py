@@ -8,8 +8,8 @@ from pathlib import Path
 
 from areal_async.errors import ArealError, FaultError
 from areal_async.launch.registry import JobEntry, Service
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Arrived
-from areal_async.rpc.rpc import Client
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from reward_service.pool import Pool

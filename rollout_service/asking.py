@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from areal_async.errors import FaultError, RpcTimeout
+from areal_async.rpc.client import Caller
 from areal_async.rpc.messages import Lease, Leases, VersionTag
-from areal_async.rpc.rpc import Caller
 from areal_async.runtime.log import get_logger
 from rollout_service.waiting import first_of, wait_out
 

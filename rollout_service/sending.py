@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 from areal_async.errors import FaultError, RpcTimeout
+from areal_async.rpc.client import Caller
 from areal_async.rpc.messages import PutAck, PutEpisodes, Release
-from areal_async.rpc.rpc import Caller
 from areal_async.runtime.events import record
 from areal_async.runtime.failpoint import failpoint
 from areal_async.runtime.log import get_logger

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 from areal_async.errors import ArealError, FaultError, RpcTimeout
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Arrived, NoNews, VersionTag
-from areal_async.rpc.rpc import Client
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.restart import NO_RESTARTS, RestartPolicy

@@ -10,7 +10,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from areal_async.config.run import WeightsSection
-from areal_async.rpc.rpc import SyncClient
+from areal_async.rpc.client import SyncClient
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunLog

@@ -8,8 +8,8 @@ from areal_async.errors import ArealError, FaultError
 from areal_async.launch.commands import control_endpoint
 from areal_async.launch.errors import RunFolderError
 from areal_async.launch.runs import find_run
+from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import DrainWorker, ScaleWorkers, WorkersChanged
-from areal_async.rpc.rpc import SyncClient
 
 CONNECT_S = 5.0
 ANSWER_S = 30.0

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_async.errors import FaultError, WireError
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Drain, DrainWorker, Message, ScaleWorkers, WorkersChanged
-from areal_async.rpc.rpc import Client, Peer, RunSecret, Server
+from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.server import Peer, Server
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import exit_text
 

@@ -26,8 +26,8 @@ from areal_async.launch.preflight import check_machine
 from areal_async.launch.summary import summarise
 from areal_async.launch.supervisor import Supervisor
 from areal_async.ownfiles import private_files
+from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import BufferStats, Stats
-from areal_async.rpc.rpc import SyncClient
 from areal_async.runtime.context import Role
 from areal_async.runtime.events import close_events, open_events
 from areal_async.runtime.log import end_logging, setup_logging

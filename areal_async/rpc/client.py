@@ -1,5 +1,11 @@
 """The asking side of the RPC: a DEALER socket that outlives its server.
 
+    async with Client("ipc:///run/job/buffer", job="job", role="…", name="…", access=secret) as buffer:
+        leases = await buffer.call(Lease(…))              # a `Leases`
+        claims, blobs = await buffer.exchange(Claim(…))   # a `Claims` and its attachments
+
+`SyncClient` is the blocking one.
+
 Promises:
 - `call` ends by its deadline: with the reply, the service's `FaultError`, `RpcTimeout`, `PeerGone`, or
   `ProtocolError` for a reply that does not belong to the request.
@@ -15,10 +21,11 @@ import asyncio
 import itertools
 import random
 import secrets
-from collections.abc import Sequence
+import threading
+from collections.abc import Coroutine, Sequence
 from enum import Enum
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import zmq
 import zmq.utils.monitor
@@ -26,11 +33,10 @@ from typing_extensions import Buffer
 
 from areal_async.errors import ArealError, EndpointError, FaultError, PeerGone, ProtocolError, RpcTimeout
 from areal_async.rpc import endpoints
-from areal_async.rpc.contexts import drop_context, end_context, open_context
 from areal_async.rpc.endpoints import Access
 from areal_async.rpc.frames import Kind, read_attachments, read_header, read_reply, write_frames
 from areal_async.rpc.messages import SCHEMA, Fault, Hello, Message, R, Request, Welcome, replies_to
-from areal_async.rpc.polled import PolledSocket
+from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
 
 TIMEOUT_S = 60.0
 """Patience with a service that does not answer, beyond the wait that a request asks for."""
@@ -41,6 +47,9 @@ needs it, since a lost connection is noticed at once."""
 FIRST_BACKOFF_S = 0.01
 LAST_BACKOFF_S = 1.0
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+T = TypeVar("T")
 
 
 class _Link(Enum):
@@ -373,3 +382,118 @@ class Client:
 def _expire(answer: asyncio.Future[Any]) -> None:
     if not answer.done():
         answer.set_exception(TimeoutError())
+
+
+# --- for code that blocks ---
+
+
+class SyncCaller(Protocol):
+    """What a part of a service needs of a `SyncClient`: a place for a small fake in tests."""
+
+    def call(
+        self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
+    ) -> R: ...
+
+    def exchange(
+        self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
+    ) -> tuple[R, list[memoryview]]: ...
+
+
+class SyncClient:
+    """Ask the server at `endpoint`, blocking: a `Client` on a loop in a thread of its own.
+
+    Any thread may call; errors are those of `Client`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        job: str,
+        role: str,
+        name: str,
+        access: Access,
+        timeout_s: float = TIMEOUT_S,
+        max_in_flight: int = 64,
+    ) -> None:
+        self.endpoint = endpoint
+        self._client = Client(
+            endpoint,
+            job=job,
+            role=role,
+            name=name,
+            access=access,
+            timeout_s=timeout_s,
+            max_in_flight=max_in_flight,
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """The last welcome, None before `connect`."""
+        return self._client.welcome
+
+    def __enter__(self) -> SyncClient:
+        try:
+            self.connect()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def connect(self, timeout_s: float = 10.0) -> Welcome:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            name = f"rpc-{self.endpoint.rpartition('/')[2]}"
+            self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+            self._thread.start()
+        return self._wait(self._client.connect(timeout_s))
+
+    def call(
+        self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
+    ) -> R:
+        """As `Client.call`."""
+        return self._wait(self._client.call(request, timeout_s=timeout_s, attachments=attachments))
+
+    def exchange(
+        self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
+    ) -> tuple[R, list[memoryview]]:
+        """As `Client.exchange`."""
+        return self._wait(self._client.exchange(request, timeout_s=timeout_s, attachments=attachments))
+
+    def close(self) -> None:
+        """Fail calls of other threads with `PeerGone`, and end the thread."""
+        if self._loop is None or self._thread is None:
+            return
+        self._wait(self._client.close())
+        loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        asyncio.run_coroutine_threadsafe(_settle(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        loop = self._loop
+        if loop is None:
+            work.close()
+            raise PeerGone(f"the client of {self.endpoint} is not connected")
+        future = asyncio.run_coroutine_threadsafe(work, loop)
+        try:
+            return future.result()
+        except BaseException:
+            # An interrupt of this thread must not leave the call running.
+            future.cancel()
+            raise
+
+
+async def _settle() -> None:
+    """Let the calls that were failed at close raise in their threads, and end the loop's helper threads."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others, timeout=1.0)
+    await asyncio.get_running_loop().shutdown_default_executor()

@@ -19,11 +19,14 @@ import socket
 from pathlib import Path
 
 import zmq
+import zmq.utils.z85 as z85
+from typing_extensions import Buffer
 
 from areal_async.errors import EndpointError
 from areal_async.ownfiles import private_files
 from areal_async.rpc.frames import MAX_MESSAGE_BYTES
 from areal_async.rpc.secret import CurveKeys, Password, RunSecret
+from areal_async.rpc.sockets import PolledSocket
 
 IPC_PATH_LIMIT_BYTES = 107
 HIGH_WATER_MESSAGES = 1024
@@ -32,6 +35,10 @@ HEARTBEAT_TIMEOUT_MS = 60_000
 HANDSHAKE_MS = 10_000
 """A connection that has not shown the secret after this time is closed."""
 BACKLOG = 512
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+ZAP_FRAMES_BEFORE = 6
+"""Frames before what the client shows: version, request, domain, address, identity, mechanism."""
+ZAP_FRAMES = ZAP_FRAMES_BEFORE + 2
 
 Access = RunSecret | CurveKeys | Password
 """What both ends of a connection have: the secret of their run, or keys or a password of their own."""
@@ -51,7 +58,7 @@ def tune(sock: zmq.Socket[bytes], *, max_part_bytes: int = MAX_MESSAGE_BYTES) ->
 
 def bind(sock: zmq.Socket[bytes], endpoint: str, access: Access) -> str:
     """Bind `sock` and return the real endpoint (a tcp port 0 replaced by the one given). Who connects is let
-    in by `zap`, which must answer in the socket's context."""
+    in by `serve_zap`, which must answer in the socket's context."""
     check_bindable(endpoint, access)
     match shown_at(endpoint, access):
         case CurveKeys() as keys:
@@ -167,3 +174,43 @@ def _busy(endpoint: str) -> EndpointError:
         f"cannot serve {endpoint}: another process already serves it. "
         "End that process or choose another endpoint."
     )
+
+
+# --- who is let in ---
+
+
+def serve_zap(context: zmq.Context[zmq.Socket[bytes]], asked_for: CurveKeys | Password) -> PolledSocket:
+    """Let into all sockets of `context` only who shows what is asked for, until the returned one is closed.
+
+    libzmq asks about every new connection (RFC 27, ZAP). Where nobody answers, it lets in any client that
+    knows the server's public key, and nobody by a password."""
+
+    def on_frames(copied: list[bytes], rest: list[Buffer]) -> None:
+        polled.send(_verdict(copied if not rest else [], asked_for))
+
+    polled = PolledSocket(bind_zap(context), ZAP_FRAMES, on_frames)
+    return polled
+
+
+def bind_zap(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """The socket on which libzmq asks, for a thread without an event loop; see `answer_zap`."""
+    sock = context.socket(zmq.REP)
+    sock.bind(ZAP_ENDPOINT)
+    return sock
+
+
+def answer_zap(sock: zmq.Socket[bytes], asked_for: CurveKeys | Password) -> None:
+    """Answer the question that waits on `sock`."""
+    sock.send_multipart(_verdict(sock.recv_multipart(), asked_for))
+
+
+def _verdict(asked: list[bytes], asked_for: CurveKeys | Password) -> list[bytes]:
+    match asked_for, asked[ZAP_FRAMES_BEFORE - 1 :]:
+        case CurveKeys(trusted=trusted), [b"CURVE", key]:
+            welcome = key in {z85.decode(known) for known in trusted}
+        case Password(), [b"PLAIN", user, word]:
+            welcome = asked_for.is_shown(user, word)
+        case _:
+            welcome = False
+    status = (b"200", b"OK", b"known") if welcome else (b"400", b"unknown", b"")
+    return [asked[0] if asked else b"1.0", asked[1] if len(asked) > 1 else b"", *status, b""]

@@ -2,7 +2,7 @@
 
 Promises:
 - A request runs at most once at a time, and not again while its reply is remembered (`replies.py`).
-- Nothing of a peer without the secret is received: it is asked for in the handshake (`zap.py`).
+- Nothing of a peer without the secret is received: it is asked for in the handshake.
 - Every well-formed request is answered: with the handler's reply, or with a typed `Fault`.
 - Nothing a peer sends ends the server: what is not a message is answered `invalid` where it names a request,
   and counted and dropped otherwise. Nothing is handled before a hello of our schema and job.
@@ -26,13 +26,12 @@ import zmq
 from typing_extensions import Buffer
 
 from areal_async.errors import FaultError, ProtocolError
-from areal_async.rpc import endpoints, zap
-from areal_async.rpc.contexts import drop_context, end_context, open_context
+from areal_async.rpc import endpoints
 from areal_async.rpc.endpoints import Access
 from areal_async.rpc.frames import Header, Kind, read_attachments, read_header, read_request, write_frames
 from areal_async.rpc.messages import SCHEMA, Fault, Hello, Message, Request, Welcome
-from areal_async.rpc.polled import PolledSocket
 from areal_async.rpc.replies import Admission, ReplyBook
+from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
 
 log = logging.getLogger("areal.wire")
 
@@ -136,7 +135,7 @@ class Server:
         try:
             endpoints.tune(sock)
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._zap = zap.serve(context, endpoints.shown_at(self.endpoint, self._access))
+            self._zap = endpoints.serve_zap(context, endpoints.shown_at(self.endpoint, self._access))
             self.endpoint = endpoints.bind(sock, self.endpoint, self._access)
         except BaseException:
             if self._zap is not None:

@@ -26,7 +26,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from areal_async.errors import ArealError
-from areal_async.rpc.http import HttpLimits, HttpServer, listen
+from areal_async.runtime.http_server import HttpLimits, HttpServer, listen
 
 # A `_created` series beside every counter doubles what is scraped and says nothing we use.
 prometheus_client.disable_created_metrics()

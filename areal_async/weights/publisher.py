@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from areal_async.errors import FaultError, SnapshotError
+from areal_async.rpc.endpoints import Access
 from areal_async.rpc.messages import (
     AckSnapshot,
     AskTensors,
@@ -37,7 +38,7 @@ from areal_async.rpc.messages import (
     VersionTag,
     WaitSnapshot,
 )
-from areal_async.rpc.rpc import Access, Answer, Peer, Server
+from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.snapshot_folders import SPARE_FILE, remove_snapshots
 from areal_async.weights.manifest import directory_name
 from areal_async.weights.offers import DeltaPolicy, Measured, Offers

@@ -22,6 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from areal_async.errors import ArealError, SnapshotError
+from areal_async.rpc.client import Client
+from areal_async.rpc.endpoints import Access
 from areal_async.rpc.messages import (
     AckSnapshot,
     FindSources,
@@ -32,7 +34,6 @@ from areal_async.rpc.messages import (
     WaitSnapshot,
     Welcome,
 )
-from areal_async.rpc.rpc import Access, Client
 from areal_async.weights import metrics
 from areal_async.weights.shelf import Purpose
 from areal_async.weights.snapshot import Snapshot, open_snapshot

@@ -21,8 +21,8 @@ from areal_async.cli.tools import StatsRequest, run_tool
 from areal_async.errors import WireError
 from areal_async.launch.errors import RunFolderError
 from areal_async.launch.runs import Run, find_run
+from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import Stats
-from areal_async.rpc.rpc import SyncClient
 from replay_buffer.ledger.decide import stats
 from replay_buffer.tools.figures import Report, as_json, draw, report_of
 from replay_buffer.tools.reader import open_reader

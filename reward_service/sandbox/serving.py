@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from areal_async.rpc.http import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
+from areal_async.runtime.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
 from reward_service.sandbox.program import CompilerMissing, Level, Limits, Outcome, Program, SandboxError
 from reward_service.sandbox.remote import SCHEMA, Offer, Pair
 from reward_service.sandbox.sandbox import Sandbox

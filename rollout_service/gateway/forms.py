@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from areal_async.rpc.http import connection_of
+from areal_async.runtime.http_server import connection_of
 from rollout_service import metrics
 from rollout_service.gateway.errors import ApiError, Style
 

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from areal_async.rpc.http import BodyTooLong, ServerFull, connection_of, read_body
+from areal_async.runtime.http_server import BodyTooLong, ServerFull, connection_of, read_body
 from rollout_service import metrics
 from rollout_service.gateway import anthropic, jsontext, openai_chat, openai_text
 from rollout_service.gateway.calls import Answer, Ask, Ids

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from areal_async.config.rollout import GatewaySection
-from areal_async.rpc.http import HttpLimits, HttpServer, listen
+from areal_async.runtime.http_server import HttpLimits, HttpServer, listen
 from areal_async.runtime.log import get_logger
 from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service import metrics

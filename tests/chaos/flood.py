@@ -30,7 +30,8 @@ import psutil
 import yaml
 from hostile_http import Subject, free_port, listens, many_files, send_malformed, served, until
 
-from areal_async.rpc.rpc import Access, RunSecret
+from areal_async.rpc.endpoints import Access
+from areal_async.rpc.secret import RunSecret
 from reward_service.backends.remote.host.access import Gate
 from tests.chaos.history import Verdict
 from tests.chaos.job import Job, JobFailed, write_job

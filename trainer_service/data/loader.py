@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from areal_async.rpc.client import SyncCaller
 from areal_async.rpc.messages import Batch, BatchEpisode, Fetch, NextBatch, Waiting
-from areal_async.rpc.rpc import SyncCaller
 from areal_async.runtime.log import get_logger
 from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks

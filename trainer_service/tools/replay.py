@@ -26,7 +26,7 @@ from areal_async.launch.failure import last_lines
 from areal_async.launch.folders import RunFolders, claim_folders
 from areal_async.launch.plan import MODULES, thread_count
 from areal_async.launch.runs import Run, find_run
-from areal_async.rpc.rpc import Server
+from areal_async.rpc.server import Server
 from areal_async.runtime.context import RunPlaces, ServicePlace
 from areal_async.runtime.process import ChildProcess, exit_text, service_environment, start_service
 from areal_async.weights.manifest import MANIFEST_FILE

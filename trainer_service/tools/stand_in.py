@@ -25,7 +25,7 @@ from areal_async.rpc.messages import (
     TrainerOpened,
     Waiting,
 )
-from areal_async.rpc.rpc import Answer, Peer
+from areal_async.rpc.server import Answer, Peer
 from trainer_service.data.recording import RecordedStep
 from trainer_service.recordings import Recording
 

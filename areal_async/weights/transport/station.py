@@ -29,9 +29,9 @@ from typing import Any, TypeVar
 import zmq
 
 from areal_async.errors import ProtocolError, SnapshotError
-from areal_async.rpc import endpoints, zap
-from areal_async.rpc.contexts import drop_context, open_context
+from areal_async.rpc import endpoints
 from areal_async.rpc.endpoints import Access
+from areal_async.rpc.sockets import drop_context, open_context
 from areal_async.runtime.failpoint import failpoint
 from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
@@ -93,7 +93,7 @@ class Station:
             endpoints.tune(router, max_part_bytes=frames.MAX_ASKED_BYTES)
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             router.setsockopt(zmq.SNDHWM, 2 * frames.MAX_WANTED)
-            zap_sock = zap.bind(context)
+            zap_sock = endpoints.bind_zap(context)
             self.endpoint = endpoints.bind(router, self.endpoint, self._access)
         except BaseException:
             drop_context(context)
@@ -200,7 +200,7 @@ class Station:
             while self._jobs:
                 self._jobs.popleft()()
             if zap_sock in ready:
-                zap.answer(zap_sock, endpoints.shown_at(self.endpoint, self._access))
+                endpoints.answer_zap(zap_sock, endpoints.shown_at(self.endpoint, self._access))
             if router in ready:
                 self._serve()
             for fetch in [*self._fetches]:

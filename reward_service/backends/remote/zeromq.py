@@ -19,9 +19,8 @@ import zmq.utils.monitor
 from typing_extensions import Buffer
 
 from areal_async.rpc import endpoints
-from areal_async.rpc.contexts import end_context, open_context
-from areal_async.rpc.polled import PolledSocket
 from areal_async.rpc.secret import CurveKeys
+from areal_async.rpc.sockets import PolledSocket, end_context, open_context
 from reward_service.backends.remote.errors import ServerBroken, ServerGone, ServerLate
 from reward_service.backends.remote.handshake import client_keys, password_of
 from reward_service.backends.remote.schema import Ask, Health, Info, Op, Request, Verdicts

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from areal_async.config.job import JobConfig
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import (
     Batch,
     Checkpointed,
@@ -26,7 +27,6 @@ from areal_async.rpc.messages import (
     VersionTag,
     Waiting,
 )
-from areal_async.rpc.rpc import Client
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import ServiceContext
 from replay_buffer import metrics

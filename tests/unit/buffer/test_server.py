@@ -12,6 +12,7 @@ import pytest
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import ArealError, FaultError
+from areal_async.rpc.client import Client, SyncClient
 from areal_async.rpc.messages import (
     Arrived,
     Batch,
@@ -34,7 +35,6 @@ from areal_async.rpc.messages import (
     Waiting,
     WaitSnapshot,
 )
-from areal_async.rpc.rpc import Client, SyncClient
 from areal_async.rpc.verdicts import Failure, Score
 from areal_async.runtime.context import ServiceContext
 from replay_buffer import metrics

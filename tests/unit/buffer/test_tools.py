@@ -21,6 +21,7 @@ from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
 from areal_async.launch.errors import RunFolderError
 from areal_async.launch.runs import find_run
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import (
     Claim,
     EpisodeVerdict,
@@ -31,7 +32,6 @@ from areal_async.rpc.messages import (
     PutVerdicts,
     VersionTag,
 )
-from areal_async.rpc.rpc import Client
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import RunPlaces, ServiceContext
 from areal_async.trajectory import unpack

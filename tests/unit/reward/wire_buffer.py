@@ -14,8 +14,8 @@ from areal_async.rpc.messages import (
     Task,
     VerdictAck,
 )
-from areal_async.rpc.rpc import Server
 from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.server import Server
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 
 DEADLINE_S = 40.0

@@ -3,8 +3,11 @@ import asyncio
 import pytest
 
 from areal_async.errors import EndpointError, RpcTimeout
+from areal_async.rpc.client import Client
+from areal_async.rpc.endpoints import Access
 from areal_async.rpc.messages import Arrived, Message, Ok
-from areal_async.rpc.rpc import Access, Answer, Client, CurveKeys, Peer, RunSecret, Server
+from areal_async.rpc.secret import CurveKeys, RunSecret
+from areal_async.rpc.server import Answer, Peer, Server
 
 
 async def answer_ok(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:

@@ -13,9 +13,11 @@ import psutil
 import pytest
 
 from areal_async.rpc import door as door_module
+from areal_async.rpc.client import Client
 from areal_async.rpc.door import MOST_COMMAND_BYTES, Door
 from areal_async.rpc.messages import Arrived, Message, Ok
-from areal_async.rpc.rpc import Answer, Client, Peer, RunSecret, Server
+from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.server import Answer, Peer, Server
 
 SECRET = RunSecret(bytes(32))
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"PLAIN".ljust(20, b"\0") + bytes(32)

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from areal_async.errors import FaultError, ProtocolError, RpcTimeout
 from areal_async.rpc import client as client_module
-from areal_async.rpc import endpoints, zap
+from areal_async.rpc import endpoints
+from areal_async.rpc.client import Client
 from areal_async.rpc.frames import HEADER, Kind, write_frames
 from areal_async.rpc.messages import SCHEMA, Arrived, Commit, Fault, Hello, Message, Ok, Welcome
-from areal_async.rpc.rpc import Answer, Client, Peer, Server
 from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.server import Answer, Peer, Server
 
 SECRET = RunSecret(bytes(32))
 
@@ -38,7 +39,7 @@ def let_in(asking: "zmq.Socket[bytes]") -> None:
     # This thread alone touches the socket, its closing too: libzmq ends the process when another one does.
     with asking, contextlib.suppress(zmq.ContextTerminated):
         while True:
-            zap.answer(asking, SECRET.password)
+            endpoints.answer_zap(asking, SECRET.password)
 
 
 class Wire:
@@ -50,7 +51,7 @@ class Wire:
         self.socket = self.context.socket(kind)
         self.socket.linger = 0
         if kind == zmq.ROUTER:
-            asking = zap.bind(self.context)
+            asking = endpoints.bind_zap(self.context)
             threading.Thread(target=let_in, args=(asking,), daemon=True).start()
             endpoints.bind(self.socket, endpoint, SECRET)
         else:
@@ -223,7 +224,7 @@ def test_a_server_of_another_job_at_the_same_address_ends_the_calls(ipc: str) ->
 SERVE = """
 import asyncio, sys
 from areal_async.rpc.messages import Arrived
-from areal_async.rpc.rpc import Server
+from areal_async.rpc.server import Server
 from areal_async.rpc.messages import Ok, Commit
 from areal_async.rpc.secret import RunSecret
 
@@ -286,7 +287,8 @@ def test_one_death_is_local_a_killed_server_process_is_replaced_under_its_client
 ABANDON = """
 import asyncio, gc, sys
 from areal_async.rpc.messages import Ok, Arrived
-from areal_async.rpc.rpc import Client, Server, SyncClient
+from areal_async.rpc.client import Client, SyncClient
+from areal_async.rpc.server import Server
 from areal_async.rpc.secret import RunSecret
 
 SECRET = RunSecret(bytes(32))

@@ -10,6 +10,7 @@ import pytest
 
 from areal_async.errors import FaultError, PeerGone, ProtocolError, RpcTimeout
 from areal_async.rpc import frames
+from areal_async.rpc.client import Client, SyncClient
 from areal_async.rpc.messages import (
     SCHEMA,
     Arrived,
@@ -24,8 +25,8 @@ from areal_async.rpc.messages import (
     Ok,
     Welcome,
 )
-from areal_async.rpc.rpc import Answer, Client, Peer, Server, SyncClient, by_type
 from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.server import Answer, Peer, Server, by_type
 
 SECRET = RunSecret(bytes(32))
 

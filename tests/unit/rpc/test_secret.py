@@ -8,10 +8,11 @@ import pytest
 import zmq
 
 from areal_async.errors import EndpointError, RpcTimeout
+from areal_async.rpc.client import Client
 from areal_async.rpc.frames import Kind, write_frames
 from areal_async.rpc.messages import SCHEMA, Arrived, Hello, Message, Ok
-from areal_async.rpc.rpc import Answer, Client, Peer, RunSecret, Server
-from areal_async.rpc.secret import FILE
+from areal_async.rpc.secret import FILE, RunSecret
+from areal_async.rpc.server import Answer, Peer, Server
 
 
 async def answer_ok(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:

@@ -18,8 +18,10 @@ import pytest
 import zmq
 
 from areal_async.rpc import endpoints
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Arrived, Message, Ok
-from areal_async.rpc.rpc import Answer, Client, Peer, RunSecret, Server
+from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.weights.transport.frames import MAX_ASKED_BYTES
 from areal_async.weights.transport.station import Station
 from tests.unit.rpc.noise import flood

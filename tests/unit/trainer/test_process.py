@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError
-from areal_async.rpc.rpc import Server
+from areal_async.rpc.server import Server
 from areal_async.runtime.context import ServiceContext
 from areal_async.status.record import read_run_log
 from trainer_service.checkpoint import open_checkpoint

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from areal_async.errors import SnapshotError
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import AckSnapshot, NoNews, SnapshotNotice, VersionTag, WaitSnapshot
-from areal_async.rpc.rpc import Client
 from areal_async.rpc.secret import RunSecret
 from areal_async.weights import Publisher, offers, open_snapshot
 from areal_async.weights.comparison import write_delta

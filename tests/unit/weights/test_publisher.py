@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from areal_async.errors import EndpointError, FaultError, RpcTimeout, SnapshotError
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import AckSnapshot, NoNews, SnapshotNotice, Stats, VersionTag
-from areal_async.rpc.rpc import Client
 from areal_async.rpc.secret import RunSecret
 from areal_async.weights import Publisher, Receiver, open_snapshot
 from areal_async.weights.shelf import Purpose

@@ -1,4 +1,4 @@
-"""The reference server's HTTP: starlette on the server of `areal_async.rpc.http`, over the one `Desk`."""
+"""The reference server's HTTP: starlette on the project's `HttpServer`, over the one `Desk`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import areal_async.runtime.metrics  # noqa: F401  (it settles which series a counter has)
-from areal_async.rpc.http import BodyTooLong, HttpLimits, HttpServer, ServerFull, read_body
 from areal_async.rpc.verdicts import Verdict
+from areal_async.runtime.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, read_body
 from reward_service.backends.remote.host.access import Gate
 from reward_service.backends.remote.host.desk import LONGEST_DEADLINE_S, Desk, RequestRefused
 from reward_service.backends.remote.schema import STATUS_OF, Refused, Request

@@ -14,11 +14,10 @@ import msgspec
 import zmq
 from typing_extensions import Buffer
 
-from areal_async.rpc import endpoints, zap
-from areal_async.rpc.contexts import drop_context, end_context, open_context
+from areal_async.rpc import endpoints
 from areal_async.rpc.door import Door
-from areal_async.rpc.polled import PolledSocket
 from areal_async.rpc.secret import CurveKeys, Password
+from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
 from areal_async.runtime.log import get_logger
 from reward_service.backends.remote.host.access import Gate, tcp_socket, zmq_endpoint
 from reward_service.backends.remote.host.desk import Desk, RequestRefused
@@ -51,7 +50,7 @@ class ZmqServer:
             sock.setsockopt(option, value)
         try:
             self.url, asked_for = zmq_endpoint(address, gate, secret)
-            self._zap = zap.serve(self._context, asked_for)
+            self._zap = endpoints.serve_zap(self._context, asked_for)
             if self.url.startswith("ipc://"):
                 endpoints.bind(sock, self.url, asked_for)
             else:

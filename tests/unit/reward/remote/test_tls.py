@@ -8,8 +8,8 @@ import subprocess
 import pytest
 from starlette.responses import PlainTextResponse
 
-from areal_async.rpc.http import HttpLimits, HttpServer, listen
 from areal_async.rpc.verdicts import Score
+from areal_async.runtime.http_server import HttpLimits, HttpServer, listen
 from reward_service.backends.remote.host.access import Gate, http_socket
 from reward_service.backends.remote.host.desk import Desk
 from reward_service.backends.remote.host.http import http_server, tls_of

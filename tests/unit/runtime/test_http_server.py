@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from areal_async.errors import EndpointError
-from areal_async.rpc.http import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
+from areal_async.runtime.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
 
 DEADLINE_S = 60.0
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -195,7 +195,7 @@ def test_a_client_that_takes_a_long_answer_has_the_time_it_needs():
 
 
 def test_a_body_that_nobody_wants_is_not_taken_for_ever(monkeypatch):
-    monkeypatch.setattr("areal_async.rpc.http.UNREAD_S", 0.3)
+    monkeypatch.setattr("areal_async.runtime.http_server.UNREAD_S", 0.3)
 
     async def body(server, app):
         client = await Client.of(server, post(1 << 30))
@@ -314,7 +314,7 @@ def test_a_failing_application_and_leaving_clients_are_lines_not_tracebacks(capl
     }
     first, _ = counts["request failed with ValueError"]
     assert first["error"] == "no answer to this"
-    assert "test_http.py" in first["raised"]
+    assert "test_http_server.py" in first["raised"]
     assert len(json.dumps(list(counts))) < 2000
 
 
@@ -344,7 +344,7 @@ def test_a_request_with_two_ends_is_refused_and_nothing_after_it_is_heard(length
 
 def test_a_process_out_of_descriptors_tries_again_later(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("areal_async.rpc.http.REST_S", 0.2)
+    monkeypatch.setattr("areal_async.runtime.http_server.REST_S", 0.2)
 
     class Starved(socket.socket):
         tries = 0

@@ -1,4 +1,4 @@
-"""A ZMQ socket on an asyncio loop, without a future per message.
+"""A ZMQ socket on an asyncio loop, without a future per message, and the libzmq context of its own.
 
 The loop watches the socket's file descriptor, which is edge-triggered: it says once that something happened,
 and any call on the socket may swallow that. So reading goes on until the socket says "again", and every send
@@ -109,3 +109,27 @@ class PolledSocket:
                 sock.recv(zmq.NOBLOCK)
             n += 1
         return (copied, rest) if n <= MAX_FRAMES else ([], [])
+
+
+_open: set[zmq.Context[zmq.Socket[bytes]]] = set()
+"""Every server and client has a context of its own, so that closing one ends its sockets and I/O thread. The
+open ones are held here: one that is merely dropped (a service that ends by an exception) would otherwise be
+ended by the garbage collector, in an order in which libzmq waits forever for sockets that are still open."""
+
+
+def open_context() -> zmq.Context[zmq.Socket[bytes]]:
+    context = zmq.Context[zmq.Socket[bytes]](io_threads=1)
+    _open.add(context)
+    return context
+
+
+async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """End a context whose sockets are closed; takes as long as they linger."""
+    await asyncio.to_thread(context.term)
+    _open.discard(context)
+
+
+def drop_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """End a context that was never used, with its sockets, at once."""
+    context.destroy(linger=0)
+    _open.discard(context)

@@ -5,8 +5,8 @@ import pytest
 import zmq
 from typing_extensions import Buffer
 
-from areal_async.rpc import polled
-from areal_async.rpc.polled import READ_BURST_MESSAGES, PolledSocket
+from areal_async.rpc import sockets as polled
+from areal_async.rpc.sockets import READ_BURST_MESSAGES, PolledSocket
 
 OnFrames = Callable[[list[bytes], list[Buffer]], None]
 
