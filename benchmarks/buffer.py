@@ -28,7 +28,7 @@ from buffer_service import Service, cpu_s, episode, job_in, secret_at, start_ser
 
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import BufferStats, OpenTrainer, Stats
-from replay_buffer.embedded import EmbeddedRedis
+from replay_buffer.redis.embedded import EmbeddedRedis
 
 HERE = Path(__file__).parent
 OURS, SET, SETS = "areal-async", "redis-py", "redis-py, pipelined"

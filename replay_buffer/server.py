@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -45,25 +46,24 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.server import Answer, Peer, Server, by_type
 from areal_async.runtime.context import ServiceContext
-from areal_async.runtime.log import get_logger
+from areal_async.runtime.log import NO_SCORES, get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.trajectory import TrajectoryError, summarise
 from replay_buffer import metrics
-from replay_buffer.address import RedisAddress
-from replay_buffer.clock import RedisClock
-from replay_buffer.confirmed import FILE, ConfirmedRevision
-from replay_buffer.embedded import EmbeddedRedis
+from replay_buffer.coordinator import Coordinator
 from replay_buffer.errors import StoreUnavailable
-from replay_buffer.front import Front
-from replay_buffer.large import EPISODES
 from replay_buffer.ledger.decide import stats
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.opening import OpenedWith
+from replay_buffer.ledger.records import Meta
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
-from replay_buffer.store import Store
+from replay_buffer.redis.address import RedisAddress
+from replay_buffer.redis.embedded import EmbeddedRedis
+from replay_buffer.redis.large import EPISODES
+from replay_buffer.redis.store import Store
+from replay_buffer.redis.writer import FILE, ConfirmedRevision, RedisClock
 from replay_buffer.tasks import TaskOrder
-from replay_buffer.troubles import NoScoreLog
 
 LONGEST_WAIT_MS = 30_000
 LARGE_PUT_BYTES = 4 << 20
@@ -78,17 +78,47 @@ def _wait_ms(message: Lease | Claim | NextBatch) -> int:
     return min(message.wait_ms, LONGEST_WAIT_MS)
 
 
-class BufferServer:
-    """Answers the messages of one job by its front."""
+REPEAT_MS = 20_000
+"""How often the log repeats one kind of verdict without a score while it goes on."""
 
-    def __init__(self, front: Front, job: str, store: Store) -> None:
-        self._front = front
+
+class NoScoreLog:
+    """Says of verdicts that were no score each kind at once, then now and then.
+
+    `look` at the figures of the ledger every second or so. What was there at the first look is old."""
+
+    def __init__(self, say: Callable[..., None]) -> None:
+        self._say = say
+        self._said: dict[str, tuple[int, int]] | None = None
+        """How many of each kind had come when it was said last, and when."""
+
+    def look(self, meta: Meta, now_ms: int) -> None:
+        due_ms = now_ms - REPEAT_MS
+        if self._said is None:
+            self._said = {kind: (note.count, due_ms) for kind, note in meta.no_scores.items()}
+        said = {kind: self._said.get(kind, (0, due_ms)) for kind in meta.no_scores}
+        for kind, note in meta.no_scores.items():
+            count, at_ms = said[kind]
+            if note.count != count and at_ms <= due_ms:
+                said[kind] = (note.count, now_ms)
+                # In this order the line of a terminal ends with the long text.
+                self._say(
+                    NO_SCORES, kind=kind, count=note.count, episode_id=note.episode_id, message=note.message
+                )
+        self._said = said
+
+
+class BufferServer:
+    """Answers the messages of one job by its coordinator."""
+
+    def __init__(self, coordinator: Coordinator, job: str, store: Store) -> None:
+        self._coordinator = coordinator
         self._job = job
         self._store = store
         self._redis_bytes = 0
         self._lease_waits: dict[str, object] = {}
         """Worker → a token of its latest lease request under way."""
-        self._no_scores = NoScoreLog()
+        self._no_scores = NoScoreLog(log.warning)
         self.handle = by_type(
             "buffer",
             {
@@ -108,20 +138,20 @@ class BufferServer:
         )
 
     async def _execute(self, peer: Peer, message: Request[Any], attachments: list[memoryview]) -> Answer:
-        return (await self._front.execute(message)).reply
+        return (await self._coordinator.execute(message)).reply
 
     async def keep_figures(self, collector: metrics.BufferCollector) -> None:
         """Bring the metrics up to date, for ever."""
         while True:
-            if self._front.index is not None:
+            if self._coordinator.index is not None:
                 with contextlib.suppress(StoreUnavailable):
                     await self._store.follow()
                     self._redis_bytes = await self._store.used_bytes()
-            if (index := self._front.index) is not None:
-                self._no_scores.look(index.meta, self._front.now_ms)
-                figures = stats(index, self._front.now_ms)
-                collector.show(self._with_redis(figures), self._front.lost_writes)
-            collector.waits(self._front.trouble)
+            if (index := self._coordinator.index) is not None:
+                self._no_scores.look(index.meta, self._coordinator.now_ms)
+                figures = stats(index, self._coordinator.now_ms)
+                collector.show(self._with_redis(figures), self._coordinator.lost_writes)
+            collector.waits(self._coordinator.trouble)
             await asyncio.sleep(FIGURES_S)
 
     async def _lease(self, peer: Peer, message: Lease, attachments: list[memoryview]) -> Answer:
@@ -130,23 +160,23 @@ class BufferServer:
         waiting = self._lease_waits.get(message.worker)
         current = self._lease_waits[message.worker] = object()
         if waiting is not None:
-            self._front.wake("lease")
+            self._coordinator.wake("lease")
 
         def is_empty(reply: Message) -> bool:
             newest = self._lease_waits.get(message.worker) is current
             return newest and isinstance(reply, Leases) and not reply.groups and not reply.drain
 
         try:
-            return (await self._front.poll(message, _wait_ms(message), "lease", is_empty)).reply
+            return (await self._coordinator.poll(message, _wait_ms(message), "lease", is_empty)).reply
         finally:
             if self._lease_waits.get(message.worker) is current:
                 del self._lease_waits[message.worker]
 
     async def _drain(self, peer: Peer, message: Drain, attachments: list[memoryview]) -> Answer:
         log.info("worker drains", worker=message.worker, reason=message.reason)
-        reply = (await self._front.execute(message)).reply
+        reply = (await self._coordinator.execute(message)).reply
         # Its waiting lease request is answered now: nothing will be granted to it.
-        self._front.wake("lease")
+        self._coordinator.wake("lease")
         return reply
 
     async def _put(self, peer: Peer, message: PutEpisodes, attachments: list[memoryview]) -> Answer:
@@ -160,7 +190,7 @@ class BufferServer:
             with busy("serve"):
                 arrivals = self._read(message, attachments)
         command = StoreEpisodes(message.lease_id, message.group_id, arrivals)
-        return (await self._front.store(command, attachments)).reply
+        return (await self._coordinator.store(command, attachments)).reply
 
     def _read(self, message: PutEpisodes, attachments: list[memoryview]) -> tuple[Arrival, ...]:
         return tuple(
@@ -175,10 +205,12 @@ class BufferServer:
         def more_comes(index: Index) -> bool:
             return not index.claimable_group and 0 < index.claimable_episodes < message.max_episodes
 
-        reply = (await self._front.poll(message, _wait_ms(message), "claim", is_empty, more_comes)).reply
+        reply = (
+            await self._coordinator.poll(message, _wait_ms(message), "claim", is_empty, more_comes)
+        ).reply
         if not isinstance(reply, Claims):
             return reply
-        blobs = await self._front.blobs([place_of(item.episode_id) for item in reply.items])
+        blobs = await self._coordinator.blobs([place_of(item.episode_id) for item in reply.items])
         # Between the claim and the reading a group may have been dropped, and its bytes freed.
         held = [(item, blob) for item, blob in zip(reply.items, blobs, strict=True) if blob is not None]
         return Claims([item for item, _ in held]), [blob for _, blob in held]
@@ -187,16 +219,16 @@ class BufferServer:
         copy = bytes(attachments[0]) if attachments and len(attachments[0]) else None
         log.info("trainer opens", trainer=message.trainer, step=message.step, resumed=copy is not None)
         opened = OpenedWith(message.trainer, message.step, copy, message.after_epoch)
-        return (await self._front.execute(opened)).reply
+        return (await self._coordinator.execute(opened)).reply
 
     async def _next_batch(self, peer: Peer, message: NextBatch, attachments: list[memoryview]) -> Answer:
         def is_empty(reply: Message) -> bool:
             return isinstance(reply, Waiting)
 
-        return (await self._front.poll(message, _wait_ms(message), "batch", is_empty)).reply
+        return (await self._coordinator.poll(message, _wait_ms(message), "batch", is_empty)).reply
 
     async def _fetch(self, peer: Peer, message: Fetch, attachments: list[memoryview]) -> Answer:
-        blobs = await self._front.blobs([place_of(episode_id) for episode_id in message.episode_ids])
+        blobs = await self._coordinator.blobs([place_of(episode_id) for episode_id in message.episode_ids])
         found = [blob for blob in blobs if blob is not None]
         if len(found) < len(blobs):
             missing = message.episode_ids[blobs.index(None)]
@@ -206,11 +238,11 @@ class BufferServer:
     async def _export_ledger(
         self, peer: Peer, message: ExportLedger, attachments: list[memoryview]
     ) -> Answer:
-        decision = await self._front.execute(message)
+        decision = await self._coordinator.execute(message)
         return decision.reply, [decision.payload] if decision.payload is not None else []
 
     async def _stats(self, peer: Peer, message: Stats, attachments: list[memoryview]) -> Answer:
-        reply = (await self._front.execute(message)).reply
+        reply = (await self._coordinator.execute(message)).reply
         return self._with_redis(reply) if isinstance(reply, BufferStats) else reply
 
     def _with_redis(self, figures: BufferStats) -> BufferStats:
@@ -251,7 +283,7 @@ def place_of(episode_id: str) -> tuple[str, int]:
 
 
 async def main(ctx: ServiceContext) -> None:
-    """The service's process: Redis, front, server; ends when told to, or raises why it cannot go on."""
+    """The service's process: Redis, coordinator, server; ends when told to, or raises why it cannot go on."""
     job = ctx.job
     rules, tasks, clock = Rules.of(job), TaskOrder.of(job), RedisClock()
     embedded = None
@@ -280,21 +312,21 @@ async def main(ctx: ServiceContext) -> None:
             folder=folder,
         )
         revive = embedded.start if embedded is not None else None
-        front = Front(store, rules, tasks, clock, revive, on_confirmed=mark.write)
-        stack.push_async_callback(front.stop)
-        await front.start()
-        buffer = BufferServer(front, job.job, store)
+        coordinator = Coordinator(store, rules, tasks, clock, revive, on_confirmed=mark.write)
+        stack.push_async_callback(coordinator.stop)
+        await coordinator.start()
+        buffer = BufferServer(coordinator, job.job, store)
         server = Server(
             ctx.buffer_endpoint,
             service="buffer",
             job=job.job,
             access=ctx.secret,
             handler=buffer.handle,
-            front_epoch=front.front_epoch,
+            front_epoch=coordinator.front_epoch,
         )
         await server.start()
         stack.push_async_callback(server.stop)
-        stack.callback(front.stop_waiting)
+        stack.callback(coordinator.stop_waiting)
         collector = metrics.register(lambda: store.tail)
         figures = asyncio.create_task(buffer.keep_figures(collector), name="buffer-figures")
         stack.callback(figures.cancel)
@@ -302,9 +334,9 @@ async def main(ctx: ServiceContext) -> None:
         log.info("buffer serves", redis=str(address), durability=rules.durability, tasks=len(tasks.table))
         stopped = asyncio.create_task(ctx.stop.wait(), name="stop")
         stack.callback(stopped.cancel)
-        ends: set[asyncio.Future[Any]] = {stopped, front.ended, figures}
+        ends: set[asyncio.Future[Any]] = {stopped, coordinator.ended, figures}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if front.ended.done():
-            raise front.ended.result()
+        if coordinator.ended.done():
+            raise coordinator.ended.result()
         if figures.done():
             figures.result()

@@ -24,7 +24,6 @@ from areal_async.rpc.messages import (
     Request,
     Stats,
 )
-from replay_buffer.admission import capacity
 from replay_buffer.ledger import (
     batching,
     committing,
@@ -36,6 +35,7 @@ from replay_buffer.ledger import (
     storing,
     verdicts,
 )
+from replay_buffer.ledger.admission import capacity
 from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import UNBATCHED, Index, Writes
 from replay_buffer.ledger.records import EpisodeState, GroupState

@@ -18,8 +18,8 @@ from areal_async.rpc.messages import (
     VersionTag,
 )
 from areal_async.rpc.messages import Lease as LeaseRequest
-from replay_buffer.admission import Limits, Load, Room, room
 from replay_buffer.ledger import faults
+from replay_buffer.ledger.admission import Admission, AdmissionLimits, BufferLoad, room
 from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import Index, due_ms
 from replay_buffer.ledger.lineage import accepts
@@ -34,8 +34,8 @@ FRESH_PART = 8
 """A lease renewed within this part of its life is not written again: workers report at every new version."""
 
 
-def limits_of(rules: Rules) -> Limits:
-    return Limits(
+def limits_of(rules: Rules) -> AdmissionLimits:
+    return AdmissionLimits(
         max_staleness=rules.max_staleness,
         batch_groups=rules.batch_groups,
         steps=rules.steps,
@@ -44,8 +44,8 @@ def limits_of(rules: Rules) -> Limits:
     )
 
 
-def load_of(index: Index) -> Load:
-    return Load(
+def load_of(index: Index) -> BufferLoad:
+    return BufferLoad(
         v_train=index.meta.v_train,
         outstanding=index.outstanding,
         groups=len(index.groups),
@@ -81,7 +81,7 @@ def lease(index: Index, message: LeaseRequest, now_ms: int) -> Decision:
     return draft.decide(Leases(granted, reason))
 
 
-def _grant(draft: Draft, message: LeaseRequest, serving: VersionTag, free: Room) -> list[LeasedGroup]:
+def _grant(draft: Draft, message: LeaseRequest, serving: VersionTag, free: Admission) -> list[LeasedGroup]:
     granted: list[LeasedGroup] = []
     wanted = min(message.capacity, free.outstanding)
     for group in _candidates(draft, free) if wanted > 0 else ():
@@ -91,7 +91,7 @@ def _grant(draft: Draft, message: LeaseRequest, serving: VersionTag, free: Room)
     return granted
 
 
-def _candidates(draft: Draft, free: Room) -> Iterator[Group]:
+def _candidates(draft: Draft, free: Admission) -> Iterator[Group]:
     """Queued groups, then new ones, QUEUED in this very decision.
 
     The limits on groups and bytes hold for new groups only: what is queued is held already, and finishing it

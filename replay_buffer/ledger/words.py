@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areal_async.rpc.messages import Waiting
-from replay_buffer.admission import room
+from replay_buffer.ledger.admission import room
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.leasing import limits_of, load_of
 from replay_buffer.ledger.records import EpisodeState, GroupState

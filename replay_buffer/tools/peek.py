@@ -10,10 +10,9 @@ from rich.console import Console
 from areal_async.cli.tools import PeekRequest, run_tool
 from areal_async.launch.runs import find_run
 from replay_buffer.ledger.records import Group, GroupState
-from replay_buffer.tools.listing import chosen, state_of, table_of
-from replay_buffer.tools.pages import episode_page, group_page
+from replay_buffer.tools.details import episode_page, group_page
 from replay_buffer.tools.reader import Look, open_reader
-from replay_buffer.tools.text import NotFound, near
+from replay_buffer.tools.tables import NotFound, chosen, near, state_of, table_of
 
 
 def main(request: PeekRequest) -> None:

@@ -24,16 +24,16 @@ from areal_async.launch.runs import Run
 from areal_async.rpc.messages import Task
 from areal_async.runtime.context import short_socket_dir
 from areal_async.tasks import TaskFileError
-from replay_buffer.address import RedisAddress
-from replay_buffer.embedded import EmbeddedRedis
 from replay_buffer.errors import StoreUnavailable
-from replay_buffer.keys import Keys
-from replay_buffer.large import EPISODES, Ref, read_ref
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import Group
 from replay_buffer.ledger.rules import Rules, Tasks
-from replay_buffer.sentinel import find_place
-from replay_buffer.store import connect, read_ledger
+from replay_buffer.redis.address import RedisAddress
+from replay_buffer.redis.connection import find_place
+from replay_buffer.redis.embedded import EmbeddedRedis
+from replay_buffer.redis.keys import Keys
+from replay_buffer.redis.large import EPISODES, BlobRef, read_ref
+from replay_buffer.redis.store import connect, read_ledger
 from replay_buffer.tasks import TaskOrder
 
 FILES = ("appendonlydir", "appendonly.aof", "dump.rdb")
@@ -95,7 +95,7 @@ class LedgerReader:
                     blobs[sample] = blob
         return blobs
 
-    async def _large(self, ref: Ref) -> bytes | None:
+    async def _large(self, ref: BlobRef) -> bytes | None:
         if ref.chunks:
             keys = [self._keys.chunk(ref.name, ref.at + i) for i in range(ref.chunks)]
             chunks = await self._redis.mget(keys)
@@ -110,7 +110,7 @@ class LedgerReader:
             raise StoreUnavailable(f"Redis at {self._url} does not answer: {error}") from error
 
 
-def _from_file(path: Path, ref: Ref) -> bytes | None:
+def _from_file(path: Path, ref: BlobRef) -> bytes | None:
     try:
         with path.open("rb") as file:
             file.seek(ref.at)

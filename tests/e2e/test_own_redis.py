@@ -13,7 +13,7 @@ import redis
 
 from areal_async.launch.preflight import find_redis_server
 from areal_async.runtime.context import short_socket_dir
-from replay_buffer.rights import acl_rules
+from replay_buffer.redis.rights import acl_rules
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 

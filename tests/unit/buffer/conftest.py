@@ -34,7 +34,6 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.verdicts import Score, Verdict
 from areal_async.runtime.context import short_socket_dir
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
-from replay_buffer.embedded import EmbeddedRedis
 from replay_buffer.ledger.decide import Command, Expire, decide
 from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import Edge, Index, Records
@@ -42,6 +41,7 @@ from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Meta
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
+from replay_buffer.redis.embedded import EmbeddedRedis
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8, stop=(), seed=1)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from replay_buffer.admission import Limits, Load, capacity, room
+from replay_buffer.ledger.admission import AdmissionLimits, BufferLoad, capacity, room
 
 
 def limits(**changes):
-    return Limits(
+    return AdmissionLimits(
         **{"max_staleness": 4, "batch_groups": 16, "steps": 1000, "max_groups": 4096, "max_bytes": 1 << 30}
         | changes
     )
 
 
 def load(**changes):
-    return Load(
+    return BufferLoad(
         **{"v_train": 10, "outstanding": 0, "groups": 0, "payload_bytes": 0, "in_flight_bytes": 0.0} | changes
     )
 

@@ -30,8 +30,8 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import ServiceContext
 from replay_buffer import metrics
+from replay_buffer.redis.store import connect
 from replay_buffer.server import main
-from replay_buffer.store import connect
 from tests.callers import put
 
 LIMIT_S = 60.0

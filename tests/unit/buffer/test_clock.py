@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replay_buffer.clock import RedisClock
+from replay_buffer.redis.writer import RedisClock
 
 
 class Local:

@@ -14,10 +14,10 @@ import pytest
 from redis.exceptions import RedisError
 
 from areal_async.runtime.context import short_socket_dir
-from replay_buffer import embedded
-from replay_buffer.embedded import NEVER_S, EmbeddedRedis
 from replay_buffer.errors import StoreUnusable
-from replay_buffer.store import connect
+from replay_buffer.redis import embedded
+from replay_buffer.redis.embedded import NEVER_S, EmbeddedRedis
+from replay_buffer.redis.store import connect
 
 
 @pytest.fixture
@@ -179,7 +179,8 @@ def test_the_tier_memory_survives_an_end_in_order(folder):
 def test_it_ends_with_its_parent_and_a_new_one_waits_for_that(folder):
     """However the parent dies, no server is left, and two never use the same files."""
     code = (
-        "import asyncio, sys; from pathlib import Path; from replay_buffer.embedded import EmbeddedRedis\n"
+        "import asyncio, sys; from pathlib import Path\n"
+        "from replay_buffer.redis.embedded import EmbeddedRedis\n"
         "folder = Path(sys.argv[1])\n"
         "async def run():\n"
         "    server = EmbeddedRedis(folder / 'data', folder / 'redis', 'everysec')\n"

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from areal_async.rpc.messages import ExportLedger
 from areal_async.rpc.verdicts import Abstain, Failure, Score
-from replay_buffer import history
+from replay_buffer import audit as history
 from replay_buffer.ledger.decide import Expire, Extend, decide
 from replay_buffer.ledger.records import EpisodeState, GroupState
 

@@ -24,19 +24,19 @@ from areal_async.rpc.messages import (
     VersionTag,
 )
 from areal_async.rpc.verdicts import Score
-from replay_buffer import shelf as shelf_module
-from replay_buffer.clock import RedisClock
+from replay_buffer.coordinator import Coordinator
 from replay_buffer.errors import StoreUnavailable
-from replay_buffer.front import Front
-from replay_buffer.keys import Commands, Keys
-from replay_buffer.large import CHUNK_BYTES, FILE_BYTES, KEY_BYTES, Large, Ref
 from replay_buffer.ledger.index import Writes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Meta
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
-from replay_buffer.shelf import ALIGN_BYTES, Shelf
-from replay_buffer.store import Store, connect
+from replay_buffer.redis import files as shelf_module
+from replay_buffer.redis.files import ALIGN_BYTES, BlobFiles
+from replay_buffer.redis.keys import Commands, Keys
+from replay_buffer.redis.large import CHUNK_BYTES, FILE_BYTES, KEY_BYTES, BlobRef, Large
+from replay_buffer.redis.store import Store, connect
+from replay_buffer.redis.writer import RedisClock
 
 SIZES = (10, KEY_BYTES - 1, KEY_BYTES, 3 * CHUNK_BYTES + 7, FILE_BYTES, FILE_BYTES + 1)
 RULES = Rules(group_size=len(SIZES), batch_groups=1, max_staleness=1)
@@ -59,7 +59,7 @@ def a_front(redis_url, job_name, counted_tasks):
     async def make(folder, durability="memory"):
         clock = RedisClock()
         store = Store(redis_url, job_name, "cafe0123", durability, clock, folder=folder)
-        front = Front(store, RULES, counted_tasks(), clock)
+        front = Coordinator(store, RULES, counted_tasks(), clock)
         try:
             await front.start()
             yield front
@@ -259,7 +259,7 @@ def test_a_message_under_way_survives_a_reopening(tmp_path):
     """Redis may be lost and found between a file and its ledger write."""
 
     async def run():
-        shelf = Shelf(tmp_path, "memory")
+        shelf = BlobFiles(tmp_path, "memory")
         await shelf.open([])
         (ref,), name = await shelf.write([b"x" * FILE_BYTES])
         await shelf.open([])
@@ -278,7 +278,7 @@ def test_a_file_is_flushed_as_its_tier_says(tmp_path, monkeypatch):
     monkeypatch.setattr(shelf_module, "FLUSH_S", 0.001)
 
     async def run(durability):
-        shelf = Shelf(tmp_path / durability, durability)
+        shelf = BlobFiles(tmp_path / durability, durability)
         await shelf.open([])
         _, name = await shelf.write([b"x" * FILE_BYTES])
         at_once = list(flushed)
@@ -297,7 +297,7 @@ def test_a_file_is_flushed_as_its_tier_says(tmp_path, monkeypatch):
 
 def test_a_freed_file_stays_while_redis_may_still_lose_that_it_was_freed(tmp_path, monkeypatch):
     async def run():
-        shelf = Shelf(tmp_path, "everysec")
+        shelf = BlobFiles(tmp_path, "everysec")
         await shelf.open([])
         placed, name = await shelf.write([b"x" * FILE_BYTES])
         shelf.settled(name, used=True)
@@ -314,12 +314,12 @@ def test_a_freed_file_stays_while_redis_may_still_lose_that_it_was_freed(tmp_pat
 
 def test_episodes_of_one_message_share_a_file_and_each_begins_on_a_page(tmp_path):
     async def run():
-        shelf = Shelf(tmp_path, "memory")
+        shelf = BlobFiles(tmp_path, "memory")
         await shelf.open([])
         blobs = episodes(sizes=(FILE_BYTES + 1, 5, FILE_BYTES))
         placed, name = await shelf.write(blobs)
         assert placed[1] == blobs[1]
-        refs = [part for part in placed if isinstance(part, Ref)]
+        refs = [part for part in placed if isinstance(part, BlobRef)]
         assert [ref.name for ref in refs] == [name, name]
         assert all(ref.at % ALIGN_BYTES == 0 for ref in refs)
         assert [bytes(part) for part in await shelf.read(refs)] == [blobs[0], blobs[2]]

@@ -10,17 +10,16 @@ import pytest
 from redis.exceptions import ConnectionError as RedisGone
 
 from areal_async.rpc.messages import Claim, Lease, VersionTag
-from replay_buffer import store as store_module
-from replay_buffer.clock import RedisClock
-from replay_buffer.confirmed import ConfirmedRevision
+from replay_buffer.coordinator import Coordinator
 from replay_buffer.errors import StoreFenced, StoreUnavailable
-from replay_buffer.front import Front
-from replay_buffer.keys import Keys
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
-from replay_buffer.store import SCHEMA, TAKE_SCRIPT, Store, connect
+from replay_buffer.redis import store as store_module
+from replay_buffer.redis.keys import Keys
+from replay_buffer.redis.store import SCHEMA, TAKE_SCRIPT, Store, connect
+from replay_buffer.redis.writer import ConfirmedRevision, RedisClock
 
 RULES = Rules(group_size=2, batch_groups=2, max_staleness=1)
 
@@ -36,7 +35,7 @@ def test_a_new_front_notices_what_redis_has_lost_and_ends_the_claims(redis_url, 
     async def run():
         confirmed = []
         clock = RedisClock(time.monotonic)
-        first = Front(
+        first = Coordinator(
             Store(redis_url, job_name, "cafe0123", "everysec", clock),
             RULES,
             counted_tasks(),
@@ -53,7 +52,7 @@ def test_a_new_front_notices_what_redis_has_lost_and_ends_the_claims(redis_url, 
         assert confirmed[-1] == first.index.revision
         await first.stop()
         # The claim is still in Redis, as it is when the verdicts for it are among what was lost.
-        second = Front(
+        second = Coordinator(
             Store(redis_url, job_name, "cafe0123", "everysec", clock, confirmed=confirmed[-1] + 3),
             RULES,
             counted_tasks(),
@@ -145,7 +144,7 @@ def test_what_a_front_has_told_to_be_lost_is_not_told_again(
         for _ in range(2):
             clock = RedisClock(time.monotonic)
             store = Store(redis_url, job_name, "cafe0123", "everysec", clock, confirmed=mark.read())
-            front = Front(store, RULES, counted_tasks(), clock, on_confirmed=mark.write)
+            front = Coordinator(store, RULES, counted_tasks(), clock, on_confirmed=mark.write)
             await front.start()
             told.append(front.lost_writes)
             await store.close()  # and no word more

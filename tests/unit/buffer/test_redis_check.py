@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from redis.exceptions import NoPermissionError
 
-from replay_buffer.address import Place
 from replay_buffer.errors import StoreUnavailable, StoreUnusable
-from replay_buffer.redis_check import check_redis
+from replay_buffer.redis.address import RedisServer
+from replay_buffer.redis.checks import check_redis
 
-THERE = Place("there", 6379)
+THERE = RedisServer("there", 6379)
 REPLICA = {"role": "slave", "master_host": "m", "master_port": 1}
 SYNCED = {"appendfsync": b"everysec", "no-appendfsync-on-rewrite": b"no"}
 

@@ -32,16 +32,16 @@ from areal_async.rpc.messages import (
     Waiting,
 )
 from areal_async.rpc.verdicts import Score
-from replay_buffer import admission, front
-from replay_buffer.clock import RedisClock
-from replay_buffer.front import Front
-from replay_buffer.keys import Keys
-from replay_buffer.ledger import batching, committing, leasing, opening, storing, verdicts
+from replay_buffer import coordinator as front
+from replay_buffer.coordinator import Coordinator
+from replay_buffer.ledger import admission, batching, committing, leasing, opening, storing, verdicts
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState, GroupState
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
-from replay_buffer.store import Store, connect
+from replay_buffer.redis.keys import Keys
+from replay_buffer.redis.store import Store, connect
+from replay_buffer.redis.writer import RedisClock
 
 N, B = 2, 2
 LEASE_MS = 1000
@@ -389,7 +389,7 @@ async def acknowledged_and_held(redis_url, job, tasks) -> tuple[set[int], set[in
     redis = connect(redis_url)
     clock = RedisClock()
     rules = Rules(group_size=N, batch_groups=B, max_staleness=1)
-    buffer = Front(Store(redis_url, job, "cafe0123", "everysec", clock), rules, tasks, clock)
+    buffer = Coordinator(Store(redis_url, job, "cafe0123", "everysec", clock), rules, tasks, clock)
     await buffer.start()
     await buffer.execute(OpenedWith("t", 0))
     (lease,) = (await buffer.execute(Lease("w", 1, VersionTag(1, 0)))).reply.groups

@@ -38,9 +38,9 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.verdicts import Failure, Score
 from areal_async.runtime.context import ServiceContext
 from replay_buffer import metrics
-from replay_buffer.clock import RedisClock
+from replay_buffer.redis.store import Store
+from replay_buffer.redis.writer import RedisClock
 from replay_buffer.server import main
-from replay_buffer.store import Store
 from tests.callers import put
 
 

@@ -11,7 +11,7 @@ import pytest
 from staleness_simulation import CONDITIONS, DISTRIBUTIONS, REGIMES, UNBOUNDED, Scenario, Simulation
 from staleness_sweep import Cell, Sweep, broken_promises
 
-from replay_buffer import admission
+from replay_buffer.ledger import admission
 
 STEPS, WARM_UP = 20, 5
 

@@ -38,16 +38,14 @@ from areal_async.trajectory import unpack
 from areal_async.trajectory.parquet import read_episodes, read_facts
 from replay_buffer import metrics
 from replay_buffer.errors import StoreUnusable
+from replay_buffer.redis.store import connect
 from replay_buffer.server import main
-from replay_buffer.store import connect
 from replay_buffer.tools import export as export_tool
-from replay_buffer.tools.figures import as_json, draw, without_password
-from replay_buffer.tools.listing import chosen, state_of, table_of
-from replay_buffer.tools.pages import episode_page, group_page
+from replay_buffer.tools.details import episode_page, group_page
 from replay_buffer.tools.peek import find
 from replay_buffer.tools.reader import open_reader
-from replay_buffer.tools.stats import report_ended, report_live
-from replay_buffer.tools.text import NotFound, age, plain, size
+from replay_buffer.tools.stats import as_json, draw, report_ended, report_live, without_password
+from replay_buffer.tools.tables import NotFound, age, chosen, plain, size, state_of, table_of
 from tests.callers import put
 
 

@@ -36,12 +36,12 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import short_socket_dir
-from replay_buffer.clock import RedisClock
-from replay_buffer.front import Front
+from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
-from replay_buffer.store import Store
+from replay_buffer.redis.store import Store
+from replay_buffer.redis.writer import RedisClock
 
 START_LIMIT_S = 60.0
 RULES = Rules(group_size=2, batch_groups=2, max_staleness=1)
@@ -220,7 +220,7 @@ class CountedTasks:
 class Life:
     """A front and everybody who speaks to it. Raises what the front raises."""
 
-    def __init__(self, front: Front, epoch: int, step: int, durability: str) -> None:
+    def __init__(self, front: Coordinator, epoch: int, step: int, durability: str) -> None:
         self.front, self.epoch, self.step, self.durability = front, epoch, step, durability
 
     async def send(self, command: Any, blobs: Any = ()) -> Any:
@@ -277,7 +277,7 @@ def a_life(job_name: str) -> Callable[..., Any]:
         small = {"group_size": 2, "batch_groups": 2, "max_staleness": 1, "durability": durability}
         fitting = Rules(**small | rules)
         store = Store(address, job, "cafe0123", durability, clock)
-        front = Front(store, fitting, CountedTasks(), clock, revive)
+        front = Coordinator(store, fitting, CountedTasks(), clock, revive)
         try:
             await front.start()
             opened = (await front.execute(OpenedWith("t", step))).reply

@@ -12,9 +12,9 @@ import subprocess
 import pytest
 
 from areal_async.errors import FaultError
-from replay_buffer.clock import RedisClock
-from replay_buffer.embedded import EmbeddedRedis
-from replay_buffer.store import Store
+from replay_buffer.redis.embedded import EmbeddedRedis
+from replay_buffer.redis.store import Store
+from replay_buffer.redis.writer import RedisClock
 
 EPISODE_BYTES = 32 << 10
 

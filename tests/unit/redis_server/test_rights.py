@@ -8,7 +8,7 @@ import pytest
 import redis as redis_sync
 
 from replay_buffer.errors import StoreUnusable
-from replay_buffer.rights import FRONT, acl_rules
+from replay_buffer.redis.rights import FRONT, acl_rules
 
 
 @pytest.fixture

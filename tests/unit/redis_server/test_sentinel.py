@@ -8,8 +8,8 @@ import pytest
 
 from areal_async.errors import FaultError
 from areal_async.launch.preflight import find_redis_server
-from replay_buffer.address import RedisAddress
 from replay_buffer.errors import StoreUnavailable, StoreUnusable
+from replay_buffer.redis.address import RedisAddress
 
 SENTINEL = """\
 port {port}

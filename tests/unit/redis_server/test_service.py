@@ -16,7 +16,7 @@ from areal_async.rpc.messages import Lease, OpenTrainer, VersionTag
 from areal_async.runtime.context import ServiceContext
 from replay_buffer import metrics
 from replay_buffer.errors import StoreUnusable
-from replay_buffer.rights import acl_rules, main
+from replay_buffer.redis.rights import acl_rules, main
 from replay_buffer.server import main as serve
 
 DOCS = Path(__file__).parents[3] / "docs"

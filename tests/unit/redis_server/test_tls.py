@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from areal_async.config.buffer import BufferSection
-from replay_buffer.address import RedisAddress
 from replay_buffer.errors import StoreUnusable
+from replay_buffer.redis.address import RedisAddress
 
 
 @dataclass(frozen=True)

@@ -10,28 +10,31 @@ A write carries the revision it was decided at, so none can pass that was built 
 from __future__ import annotations
 
 import asyncio
+import os
+import struct
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import hiredis
 
-from replay_buffer.clock import RedisClock
 from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, refusal
-from replay_buffer.keys import Commands
-from replay_buffer.pipe import Argument, RedisPipe
+from replay_buffer.redis.connection import Argument, RedisConnection
+from replay_buffer.redis.keys import Commands
 
 CLOSE_LIMIT_S = 3.0
 """How long closing waits for the last answers."""
 
 
-class Writer:
+class LedgerWriter:
     """Runs the write script over a pipe of its own. `sha` is the script's, loaded before."""
 
     def __init__(
         self,
-        pipe: RedisPipe,
+        pipe: RedisConnection,
         sha: str,
         front_epoch: int,
         clock: RedisClock,
@@ -130,3 +133,56 @@ def check_answer(answer: Any) -> None:
         raise StoreUnavailable(
             f"the ledger in Redis is at revision {answer[1].decode()}, not where it was left"
         )
+
+
+class RedisClock:
+    """Milliseconds of Redis TIME, carried on by the local monotonic clock; never runs backwards.
+
+    Every reply that names Redis's time bounds the difference between the two clocks: the reading was taken
+    after the request was sent and before its reply came. A difference within the bounds is kept, so the clock
+    does not jitter with the delay of replies."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._offset_ms: float | None = None
+        self._last_ms = 0
+
+    def local_ms(self) -> float:
+        return self._monotonic() * 1000
+
+    def observe(self, redis_ms: int, sent_ms: float, received_ms: float) -> None:
+        """Redis said `redis_ms` to a request sent and answered at these local times."""
+        low, high = redis_ms - received_ms, redis_ms + 1 - sent_ms
+        if self._offset_ms is None:
+            self._offset_ms = (low + high) / 2
+        else:
+            self._offset_ms = min(max(self._offset_ms, low), high)
+
+    def now_ms(self) -> int:
+        if self._offset_ms is None:
+            raise RuntimeError("Redis has not been asked for its time yet")
+        self._last_ms = max(self._last_ms, int(self.local_ms() + self._offset_ms))
+        return self._last_ms
+
+
+FILE = "confirmed"
+_REVISION = struct.Struct("<q")
+
+
+class ConfirmedRevision:
+    """The mark in the file at `path`, which is made when it is not there."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def read(self) -> int:
+        """0 where nothing was confirmed yet."""
+        held = os.pread(self._fd, _REVISION.size, 0)
+        return int(_REVISION.unpack(held)[0]) if held else 0
+
+    def write(self, revision: int) -> None:
+        os.pwrite(self._fd, _REVISION.pack(revision), 0)
+
+    def close(self) -> None:
+        os.close(self._fd)

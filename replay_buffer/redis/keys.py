@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from replay_buffer.ledger.index import Writes
-from replay_buffer.pipe import Argument
+from replay_buffer.redis.connection import Argument
 
 MOST_ARGUMENTS = 2000
 """Per command: Lua can unpack some thousand at once."""

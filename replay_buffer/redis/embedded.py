@@ -20,7 +20,7 @@ from areal_async.launch.preflight import find_redis_server, redis_server_version
 from areal_async.runtime.context import SOCKET_PATH_LIMIT
 from areal_async.runtime.process import ChildProcess
 from replay_buffer.errors import StoreUnavailable, StoreUnusable
-from replay_buffer.store import connect
+from replay_buffer.redis.store import connect
 
 LOCK_LIMIT_S = 20.0
 """How long a predecessor may take to end."""

@@ -25,16 +25,16 @@ from areal_async.rpc.messages import (
     Waiting,
 )
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score
-from replay_buffer import front as front_module
-from replay_buffer.clock import RedisClock
+from replay_buffer import coordinator as front_module
+from replay_buffer.coordinator import Coordinator
 from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, StoreUnusable
-from replay_buffer.front import Front
-from replay_buffer.keys import Keys
 from replay_buffer.ledger.decide import Expire
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
-from replay_buffer.store import Store, connect
+from replay_buffer.redis.keys import Keys
+from replay_buffer.redis.store import Store, connect
+from replay_buffer.redis.writer import RedisClock
 
 RULES = Rules(group_size=2, batch_groups=2, max_staleness=1)
 
@@ -47,7 +47,7 @@ def a_front(redis_url, job_name, counted_tasks):
     async def make(rules=RULES, job=job_name, dataset="cafe0123", url=redis_url, local=time.monotonic):
         clock = RedisClock(local)
         store = Store(url, job, dataset, rules.durability, clock)
-        front = Front(store, rules, counted_tasks(), clock)
+        front = Coordinator(store, rules, counted_tasks(), clock)
         try:
             await front.start()
             yield front

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,19 +25,18 @@ from areal_async.runtime.events import record, recording
 from areal_async.runtime.failpoint import failpoint
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
-from replay_buffer.clock import RedisClock
-from replay_buffer.edges import Edges
+from replay_buffer.audit import note_decided, note_loaded
 from replay_buffer.errors import StoreError, StoreUnavailable, Trouble
-from replay_buffer.history import note_decided, note_loaded
-from replay_buffer.keys import Bytes
-from replay_buffer.large import Ref
 from replay_buffer.ledger.decide import Alive, Begun, Command, Expire, Extend, decide
 from replay_buffer.ledger.draft import Decision
 from replay_buffer.ledger.index import Edge, Index
 from replay_buffer.ledger.losing import BytesLost
 from replay_buffer.ledger.rules import Rules, Tasks
 from replay_buffer.ledger.storing import StoreEpisodes
-from replay_buffer.store import Opened, Store
+from replay_buffer.redis.keys import Bytes
+from replay_buffer.redis.large import BlobRef
+from replay_buffer.redis.store import Opened, Store
+from replay_buffer.redis.writer import RedisClock
 
 BEAT_S = 0.5
 """The front looks at the clock at least this often."""
@@ -58,7 +57,26 @@ FULL = "Redis is at its maxmemory: no episode can be stored until it is raised o
 log = get_logger("buffer")
 
 
-class Front:
+EDGES: tuple[Edge, ...] = ("lease", "claim", "batch")
+
+
+class Notifications:
+    """One event per edge, replaced when it fires. Take the event before looking, wait on it after."""
+
+    def __init__(self) -> None:
+        self._events = {edge: asyncio.Event() for edge in EDGES}
+
+    def next(self, edge: Edge) -> asyncio.Event:
+        """The event that the next `fire` of `edge` sets."""
+        return self._events[edge]
+
+    def fire(self, edges: Iterable[Edge] = EDGES) -> None:
+        for edge in edges:
+            self._events[edge].set()
+            self._events[edge] = asyncio.Event()
+
+
+class Coordinator:
     """`start`, then `execute` and `poll` from any number of coroutines of one loop, then `stop`.
 
     `revive` is awaited before each attempt to reach a Redis that was lost; `on_confirmed` is told each
@@ -86,7 +104,7 @@ class Front:
         self._clock = clock
         self._revive = revive
         self._on_confirmed = on_confirmed
-        self._edges = Edges()
+        self._notifications = Notifications()
         self._seen_ms = 0
         self._wrote_ms = 0
         self._stopping = False
@@ -115,7 +133,7 @@ class Front:
     def stop_waiting(self) -> None:
         """Let waiting polls answer empty-handed, and keep no later one waiting."""
         self._stopping = True
-        self._edges.fire()
+        self._notifications.fire()
 
     async def stop(self) -> None:
         """Write what is decided, and the hour: a planned stop is an outage from here on only. Then let go of
@@ -129,7 +147,7 @@ class Front:
             await asyncio.wait(self._workers)
         await self._store.close()
 
-    async def execute(self, command: Command, attachments: Sequence[Bytes | Ref] = ()) -> Decision:
+    async def execute(self, command: Command, attachments: Sequence[Bytes | BlobRef] = ()) -> Decision:
         """Decide, write, and return the decision once it is true in Redis.
 
         Raises `FaultError("unavailable")` when that cannot be known; the command may be repeated."""
@@ -179,7 +197,7 @@ class Front:
         deadline_s = loop.time() + wait_ms / 1000
         gather_s = deadline_s if more_comes is not None else 0.0
         while True:
-            fired = self._edges.next(edge)
+            fired = self._notifications.next(edge)
             if more_comes is not None and self.index is not None and more_comes(self.index):
                 gather_s = min(gather_s, loop.time() + GATHER_S)
                 if await _happens(fired, gather_s - loop.time()):
@@ -192,7 +210,7 @@ class Front:
 
     def wake(self, edge: Edge) -> None:
         """Have every poll of `edge` look again."""
-        self._edges.fire([edge])
+        self._notifications.fire([edge])
 
     async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[Bytes | None]:
         """Episode bytes by (group id, sample). Raises `FaultError("unavailable")`."""
@@ -209,7 +227,7 @@ class Front:
         return self.index
 
     def _take(
-        self, index: Index, command: Command, attachments: Sequence[Bytes | Ref] = ()
+        self, index: Index, command: Command, attachments: Sequence[Bytes | BlobRef] = ()
     ) -> tuple[Decision, asyncio.Future[None] | None]:
         """Decide and apply; returns what confirms the decision."""
         with busy("serve"):
@@ -222,7 +240,7 @@ class Front:
             self._wrote_ms = self._seen_ms
             if recording() or self._on_confirmed is not None:
                 written.add_done_callback(partial(self._note_confirmed, self.front_epoch, index.revision + 1))
-            self._edges.fire(index.apply(decision.writes))
+            self._notifications.fire(index.apply(decision.writes))
             return decision, written
 
     def _note_confirmed(self, front_epoch: int, revision: int, written: asyncio.Future[None]) -> None:
@@ -304,7 +322,7 @@ class Front:
         """A write was not confirmed: nothing that was decided on top of it is true."""
         self.index = None
         self._note(error)
-        self._edges.fire()
+        self._notifications.fire()
         if not self._stopping:
             log.warning("a write was not confirmed", error=str(error))
             self._spawn(self._rebuild(error))
@@ -344,7 +362,7 @@ class Front:
                 await self._store.used_bytes()
         if not self._store.full:
             log.info("Redis has room again")
-            self._edges.fire()
+            self._notifications.fire()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

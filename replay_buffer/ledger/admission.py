@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Limits:
+class AdmissionLimits:
     max_staleness: int
     batch_groups: int
     steps: int
@@ -34,7 +34,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Load:
+class BufferLoad:
     """What the buffer holds. `in_flight_bytes` is what the leased episodes are expected to weigh."""
 
     v_train: int
@@ -47,7 +47,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Room:
+class Admission:
     """`outstanding`: groups that may be leased; `new`: how many of them may be new to the buffer;
     `bytes`: what they may weigh. `reason` says what is full, or is empty."""
 
@@ -57,25 +57,25 @@ class Room:
     reason: str = ""
 
 
-def capacity(limits: Limits, v_train: int, v_serving: int) -> int:
+def capacity(limits: AdmissionLimits, v_train: int, v_serving: int) -> int:
     """Groups that may be outstanding for a worker that serves `v_serving`."""
     lag = max(0, v_train - v_serving)
     steps = min(limits.max_staleness + 1 - lag, limits.steps - v_train)
     return max(0, steps) * limits.batch_groups
 
 
-def room(limits: Limits, load: Load, v_serving: int) -> Room:
+def room(limits: AdmissionLimits, load: BufferLoad, v_serving: int) -> Admission:
     """What a worker that serves `v_serving` may lease now."""
     most = capacity(limits, load.v_train, v_serving)
-    free = Room(
+    free = Admission(
         outstanding=max(0, most - load.outstanding),
         new=max(0, limits.max_groups - load.groups),
         bytes=max(0.0, limits.max_bytes - load.payload_bytes - load.in_flight_bytes),
     )
-    return Room(free.outstanding, free.new, free.bytes, _reason(limits, load, free, most, v_serving))
+    return Admission(free.outstanding, free.new, free.bytes, _reason(limits, load, free, most, v_serving))
 
 
-def _reason(limits: Limits, load: Load, free: Room, most: int, v_serving: int) -> str:
+def _reason(limits: AdmissionLimits, load: BufferLoad, free: Admission, most: int, v_serving: int) -> str:
     waiting = load.waiting_for_checkpoint
     held = f"; {waiting} of its groups wait for a checkpoint" if waiting else ""
     if free.outstanding == 0:

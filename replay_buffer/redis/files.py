@@ -19,8 +19,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from areal_async.runtime.log import get_logger
-from replay_buffer.keys import Bytes
-from replay_buffer.large import FILE_BYTES, EpisodeKey, Ref
+from replay_buffer.redis.keys import Bytes
+from replay_buffer.redis.large import FILE_BYTES, BlobRef, EpisodeKey
 
 FLUSH_S = 0.5
 GRACE_S = 3.0
@@ -32,7 +32,7 @@ ALIGN_BYTES = 4096
 log = get_logger("buffer")
 
 
-class Shelf:
+class BlobFiles:
     """The files in `folder`. `write`, then `settled`; `read`, `remove`; `open` before all, and again after a
     loss of Redis."""
 
@@ -47,9 +47,9 @@ class Shelf:
         self._flusher: asyncio.Task[None] | None = None
         self._removing: dict[str, asyncio.TimerHandle | None] = {}
 
-    async def open(self, refs: Iterable[tuple[EpisodeKey, Ref]]) -> list[EpisodeKey]:
+    async def open(self, refs: Iterable[tuple[EpisodeKey, BlobRef]]) -> list[EpisodeKey]:
         """Remove what is left over; return the episodes of `refs` whose bytes are not there (any more)."""
-        by_name: dict[str, list[tuple[EpisodeKey, Ref]]] = {}
+        by_name: dict[str, list[tuple[EpisodeKey, BlobRef]]] = {}
         for place, ref in refs:
             by_name.setdefault(ref.name, []).append((place, ref))
         for name in [name for name in self._removing if name in by_name]:
@@ -58,12 +58,14 @@ class Shelf:
                 handle.cancel()
         return await asyncio.to_thread(self._sort_out, by_name)
 
-    async def write(self, blobs: Sequence[Bytes | Ref]) -> tuple[list[Bytes | Ref], str]:
+    async def write(self, blobs: Sequence[Bytes | BlobRef]) -> tuple[list[Bytes | BlobRef], str]:
         """Put those of at least `FILE_BYTES` into one file; returns the list with refs in their place, and
         the file's name ("" for none), which must be given to `settled` once it is decided what becomes of it.
 
         Raises OSError, having left nothing: the disk is full, or fails."""
-        numbers = [i for i, blob in enumerate(blobs) if not isinstance(blob, Ref) and len(blob) >= FILE_BYTES]
+        numbers = [
+            i for i, blob in enumerate(blobs) if not isinstance(blob, BlobRef) and len(blob) >= FILE_BYTES
+        ]
         placed = list(blobs)
         if not numbers:
             return placed, ""
@@ -72,8 +74,8 @@ class Shelf:
         at, vectors = 0, list[Bytes]()
         for i in numbers:
             blob = blobs[i]
-            assert not isinstance(blob, Ref)
-            placed[i] = Ref(name, len(blob), at)
+            assert not isinstance(blob, BlobRef)
+            placed[i] = BlobRef(name, len(blob), at)
             padding = -len(blob) % ALIGN_BYTES
             vectors += (blob, bytes(padding))
             at += len(blob) + padding
@@ -95,7 +97,7 @@ class Shelf:
             if self._flusher is None:
                 self._flusher = asyncio.create_task(self._flush(), name="buffer-flush")
 
-    async def read(self, refs: Sequence[Ref]) -> list[memoryview | None]:
+    async def read(self, refs: Sequence[BlobRef]) -> list[memoryview | None]:
         """The episodes' bytes, as maps of their files; None for one that is gone."""
         return await asyncio.to_thread(lambda: [self._map(ref) for ref in refs])
 
@@ -150,7 +152,7 @@ class Shelf:
         finally:
             os.close(fd)
 
-    def _map(self, ref: Ref) -> memoryview | None:
+    def _map(self, ref: BlobRef) -> memoryview | None:
         try:
             fd = os.open(self._folder / ref.name, os.O_RDONLY)
         except FileNotFoundError:
@@ -192,7 +194,7 @@ class Shelf:
             os.unlink(self._folder / name)
         self._removing.pop(name, None)
 
-    def _sort_out(self, by_name: dict[str, list[tuple[EpisodeKey, Ref]]]) -> list[EpisodeKey]:
+    def _sort_out(self, by_name: dict[str, list[tuple[EpisodeKey, BlobRef]]]) -> list[EpisodeKey]:
         self._folder.mkdir(parents=True, exist_ok=True)
         sizes = {}
         for entry in os.scandir(self._folder):

@@ -18,9 +18,8 @@ from areal_async.trajectory import Episode as Trajectory
 from areal_async.trajectory import SegmentKind, TrajectoryError, unpack
 from replay_buffer.ledger.records import Episode, EpisodeState, Group, GroupState
 from replay_buffer.ledger.score import parts_of
-from replay_buffer.tools.listing import rewards_text, steps_text, versions_text
 from replay_buffer.tools.reader import Look
-from replay_buffer.tools.text import age, plain, size, span
+from replay_buffer.tools.tables import age, plain, rewards_text, size, span, steps_text, versions_text
 
 MOST_TEXT = 4000
 """Characters of a text that are shown."""

@@ -18,8 +18,8 @@ from typing import Any
 
 import hiredis
 
-from replay_buffer.address import Place, RedisAddress
 from replay_buffer.errors import StoreUnavailable, StoreUnusable
+from replay_buffer.redis.address import RedisAddress, RedisServer
 
 ANSWER_LIMIT_S = 20.0
 """Redis not answering for so long counts as gone."""
@@ -33,7 +33,7 @@ LARGE_BYTES = 32 << 10
 Argument = str | bytes | int | memoryview
 
 
-class RedisPipe(asyncio.Protocol):
+class RedisConnection(asyncio.Protocol):
     """`await RedisPipe.open(url)`, then `call`; `close` at the end. Belongs to one event loop."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class RedisPipe(asyncio.Protocol):
         self._was_closed = False
 
     @classmethod
-    async def open(cls, where: str | Place) -> RedisPipe:
+    async def open(cls, where: str | RedisServer) -> RedisConnection:
         """Connect and log in to a server, given by its place or its URL.
 
         Raises `StoreUnavailable`; `StoreUnusable` when the login or the certificates are wrong."""
@@ -77,7 +77,7 @@ class RedisPipe(asyncio.Protocol):
             raise StoreUnavailable(f"Redis at {place} does not answer: {in_words(error)}", "gone") from error
         return pipe
 
-    async def _greet(self, place: Place) -> None:
+    async def _greet(self, place: RedisServer) -> None:
         for command in _greetings(place):
             answer = await self.call(*command)
             if isinstance(answer, hiredis.ReplyError):
@@ -189,7 +189,7 @@ def _pieces(command: Sequence[Argument]) -> list[bytes | memoryview]:
     return [*pieces, head]
 
 
-def not_trusted(place: Place, error: BaseException) -> StoreUnusable:
+def not_trusted(place: RedisServer, error: BaseException) -> StoreUnusable:
     """TLS with a server that is not whom the job expects, or that does not accept this client."""
     return StoreUnusable(
         f"no TLS connection to Redis at {place}: {in_words(error)}. Look at buffer.redis_tls: ca_file signs "
@@ -202,7 +202,7 @@ def in_words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _greetings(place: Place) -> list[Sequence[Argument]]:
+def _greetings(place: RedisServer) -> list[Sequence[Argument]]:
     """The commands that make a new connection the one that is wanted."""
     greetings: list[Sequence[Argument]] = []
     if place.password:
@@ -215,3 +215,50 @@ def _greetings(place: Place) -> list[Sequence[Argument]]:
         # A server tells a client without a valid certificate only after the client's side of the handshake.
         greetings.append(("PING",))
     return greetings
+
+
+SENTINEL_LIMIT_S = 2.0
+"""A Sentinel that takes longer is passed over."""
+
+
+async def find_place(address: RedisAddress) -> RedisServer:
+    """The server to connect to: the address's own, or the master that its Sentinels agreed on last.
+
+    Raises `StoreUnavailable` when no Sentinel answers, `StoreUnusable` when none knows the service."""
+    if not address.has_sentinels:
+        return address.place()
+    sentinels = address.sentinels()
+    answers = await asyncio.gather(*(_ask(sentinel, address.url.service) for sentinel in sentinels))
+    masters = [answer for answer in answers if isinstance(answer, tuple)]
+    if not masters:
+        reasons = "; ".join(
+            f"{sentinel}: {answer}" for sentinel, answer in zip(sentinels, answers, strict=True)
+        )
+        if any("No such master" in str(answer) for answer in answers):
+            raise StoreUnusable(
+                f"no Sentinel of {address} watches a service {address.url.service!r}: correct the name in "
+                f"buffer.redis ({reasons})"
+            )
+        raise StoreUnavailable(f"no Sentinel of {address} says where the master is ({reasons})", "gone")
+    # One that was cut off still names the master of before: the latest election counts.
+    _, host, port = max(masters)
+    return address.place((host, port))
+
+
+async def _ask(sentinel: RedisServer, service: str) -> tuple[int, str, int] | str:
+    """(epoch of its configuration, host, port) of the master that one Sentinel knows, or why not."""
+    try:
+        async with asyncio.timeout(SENTINEL_LIMIT_S):
+            pipe = await RedisConnection.open(sentinel)
+            try:
+                answer = await pipe.call("SENTINEL", "MASTER", service)
+            finally:
+                pipe.close()
+    except (StoreUnavailable, StoreUnusable) as error:
+        return str(error)
+    except TimeoutError:
+        return f"no answer within {SENTINEL_LIMIT_S:g} s"
+    if isinstance(answer, hiredis.ReplyError):
+        return str(answer)
+    facts = dict(zip(answer[::2], answer[1::2], strict=True))
+    return int(facts[b"config-epoch"]), facts[b"ip"].decode(), int(facts[b"port"])

@@ -31,22 +31,26 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from replay_buffer.address import Place, RedisAddress
-from replay_buffer.clock import RedisClock
 from replay_buffer.errors import StoreError, StoreUnavailable, StoreUnusable, refusal
-from replay_buffer.keys import Bytes, Keys
-from replay_buffer.large import EpisodeKey, Large, Ref, staged_keys
 from replay_buffer.ledger.index import Records, Writes
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, Claim, Group, Lease, Meta
-from replay_buffer.pipe import ANSWER_LIMIT_S, CONNECT_LIMIT_S, RedisPipe, in_words
-from replay_buffer.redis_check import check_redis
-from replay_buffer.rights import check_rights
-from replay_buffer.sentinel import find_place
-from replay_buffer.shelf import Shelf
-from replay_buffer.writer import Writer, fenced
+from replay_buffer.redis.address import RedisAddress, RedisServer
+from replay_buffer.redis.checks import check_redis
+from replay_buffer.redis.connection import (
+    ANSWER_LIMIT_S,
+    CONNECT_LIMIT_S,
+    RedisConnection,
+    find_place,
+    in_words,
+)
+from replay_buffer.redis.files import BlobFiles
+from replay_buffer.redis.keys import Bytes, Keys
+from replay_buffer.redis.large import BlobRef, EpisodeKey, Large, staged_keys
+from replay_buffer.redis.rights import check_rights
+from replay_buffer.redis.writer import LedgerWriter, RedisClock, fenced
 
-SCRIPT = files("replay_buffer").joinpath("write.lua").read_bytes()
-TAKE_SCRIPT = files("replay_buffer").joinpath("take.lua").read_bytes()
+SCRIPT = files("replay_buffer.redis").joinpath("write.lua").read_bytes()
+TAKE_SCRIPT = files("replay_buffer.redis").joinpath("take_over.lua").read_bytes()
 ROOM_SHARE = 0.99
 """A Redis that was full has room again below this share of its maxmemory."""
 
@@ -103,15 +107,15 @@ class Store:
         """Redis refused a write for lack of memory, and has not been seen to have room since."""
         self._keys = Keys(job)
         self._large = Large(self._keys)
-        self._shelf = None if folder is None else Shelf(folder, durability)
+        self._shelf = None if folder is None else BlobFiles(folder, durability)
         self._dataset_hash = dataset_hash
         self._durability = durability
         self._clock = clock
         self._max_bytes = max_bytes
-        self._place: Place | None = None
+        self._place: RedisServer | None = None
         self._client: Redis | None = None
-        self._reads: RedisPipe | None = None
-        self._writer: Writer | None = None
+        self._reads: RedisConnection | None = None
+        self._writer: LedgerWriter | None = None
         self._confirmed = confirmed
         self._owner = secrets.token_hex(8)
         """Which front holds the ledger, in Redis: epochs alone do not tell a front from its successor."""
@@ -128,19 +132,22 @@ class Store:
         A store that had the job before raises `StoreFenced` if another front has it now. Also raises
         `StoreUnavailable` while Redis does not answer, `StoreUnusable` when it must not be used."""
         await self._let_go()
-        writes: RedisPipe | None = None
+        writes: RedisConnection | None = None
         try:
             await self._settle()
             assert self._place is not None
             self._sha = _text(await self._redis.script_load(SCRIPT))
-            writes, self._reads = await RedisPipe.open(self._place), await RedisPipe.open(self._place)
+            writes, self._reads = (
+                await RedisConnection.open(self._place),
+                await RedisConnection.open(self._place),
+            )
             await self._look_at_clock()
             revision = await self._take()
             opened = await self._load(lost_writes=max(0, self._confirmed - revision))
             opened = replace(opened, lost_episodes=await self._open_large())
             self._confirmed = opened.revision
             failed = partial(self._failed, on_failure)
-            self._writer = Writer(writes, self._sha, self.front_epoch, self._clock, failed)
+            self._writer = LedgerWriter(writes, self._sha, self.front_epoch, self._clock, failed)
             return opened
         except ResponseError as error:
             raise refusal(f"{CODES.get(type(error), '')}{error}") from error
@@ -150,7 +157,7 @@ class Store:
             if self._writer is None and writes is not None:
                 writes.close()
 
-    async def put_on_shelf(self, blobs: Sequence[Bytes]) -> tuple[list[Bytes | Ref], str]:
+    async def put_on_shelf(self, blobs: Sequence[Bytes]) -> tuple[list[Bytes | BlobRef], str]:
         """Put what is large enough into a file, if there is a folder for that. Returns what to give to
         `submit`, and a name to give to `settled` after it. Raises OSError when the disk is full."""
         return (list(blobs), "") if self._shelf is None else await self._shelf.write(blobs)
@@ -161,7 +168,7 @@ class Store:
             self._shelf.settled(name, used=self._large.uses(group_id, name))
 
     def submit(
-        self, revision: int, writes: Writes, attachments: Sequence[Bytes | Ref]
+        self, revision: int, writes: Writes, attachments: Sequence[Bytes | BlobRef]
     ) -> asyncio.Future[None]:
         """Write in order; the future ends when Redis has confirmed."""
         if self._writer is None:
@@ -283,7 +290,7 @@ class Store:
             await self._drop_client()
             self._place = await find_place(self.address)
             self._client = connect(self._place)
-            trial = await RedisPipe.open(self._place)
+            trial = await RedisConnection.open(self._place)
             try:
                 await check_rights(trial, self._place, self._keys)
             finally:
@@ -393,7 +400,7 @@ async def read_ledger(
     )
 
 
-def connect(where: str | Place) -> Redis:
+def connect(where: str | RedisServer) -> Redis:
     """A client that repeats nothing by itself: what was not confirmed is the store's to sort out."""
     place = RedisAddress.parse(where).place() if isinstance(where, str) else where
     options: dict[str, Any] = {

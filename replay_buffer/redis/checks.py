@@ -8,14 +8,14 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from replay_buffer.address import Place
 from replay_buffer.errors import StoreUnavailable, StoreUnusable, refusal
+from replay_buffer.redis.address import RedisServer
 
 OLDEST = (6, 0)
 
 
 async def check_redis(
-    redis: Redis, place: Place, durability: str, *, max_bytes: int = 0, follows: bool = False
+    redis: Redis, place: RedisServer, durability: str, *, max_bytes: int = 0, follows: bool = False
 ) -> None:
     """Raise `StoreUnusable` naming the setting to change; `StoreUnavailable` for what passes by itself;
     `RedisError` or OSError when nobody answers. The rights of the user come first: see `rights`.
@@ -29,7 +29,7 @@ async def check_redis(
         await _check_persistence(redis, info, place, durability)
 
 
-def _check_server(info: dict[str, Any], place: Place, max_bytes: int) -> None:
+def _check_server(info: dict[str, Any], place: RedisServer, max_bytes: int) -> None:
     version = str(info["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         raise StoreUnusable(
@@ -49,7 +49,7 @@ def _check_server(info: dict[str, Any], place: Place, max_bytes: int) -> None:
         )
 
 
-def _check_role(info: dict[str, Any], place: Place, follows: bool) -> None:
+def _check_role(info: dict[str, Any], place: RedisServer, follows: bool) -> None:
     if info.get("role", "master") == "master":
         return
     master = f"{info.get('master_host', '?')}:{info.get('master_port', '?')}"
@@ -61,7 +61,7 @@ def _check_role(info: dict[str, Any], place: Place, follows: bool) -> None:
     )
 
 
-async def _check_persistence(redis: Redis, info: dict[str, Any], place: Place, durability: str) -> None:
+async def _check_persistence(redis: Redis, info: dict[str, Any], place: RedisServer, durability: str) -> None:
     if not int(info["aof_enabled"]):
         raise StoreUnusable(
             f"Redis at {place} keeps no append-only file, which buffer.durability {durability} needs. Set "

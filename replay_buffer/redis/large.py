@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from replay_buffer.keys import Bytes, Commands, Keys, commands_of
 from replay_buffer.ledger.index import Writes
-from replay_buffer.pipe import Argument
+from replay_buffer.redis.connection import Argument
+from replay_buffer.redis.keys import Bytes, Commands, Keys, commands_of
 
 KEY_BYTES = 32 << 10
 """From this size on Redis reads an argument into the very buffer that it then keeps as the value."""
@@ -33,7 +33,7 @@ EpisodeKey = tuple[str, int]
 """(group id, sample)."""
 
 
-class Ref(msgspec.Struct, frozen=True, array_like=True):
+class BlobRef(msgspec.Struct, frozen=True, array_like=True):
     """Where the bytes of one episode lie."""
 
     name: str
@@ -45,12 +45,12 @@ class Ref(msgspec.Struct, frozen=True, array_like=True):
     """Keys; 0: it is a file."""
 
 
-read_ref = msgspec.msgpack.Decoder(Ref).decode
+read_ref = msgspec.msgpack.Decoder(BlobRef).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass
-class Parcel:
+class PreparedWrite:
     """One write set made ready for Redis: `ahead` are commands to send right before the script's."""
 
     commands: Commands
@@ -64,7 +64,7 @@ class Large:
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
-        self._refs: dict[str, dict[int, Ref]] = {}
+        self._refs: dict[str, dict[int, BlobRef]] = {}
         self._front_epoch = 0
         self._parcels = 0
 
@@ -77,7 +77,7 @@ class Large:
             group_id, _, sample = name.decode().rpartition(".")
             self._refs.setdefault(group_id, {})[int(sample)] = read_ref(value)
 
-    def ref(self, group_id: str, sample: int) -> Ref | None:
+    def ref(self, group_id: str, sample: int) -> BlobRef | None:
         samples = self._refs.get(group_id)
         return None if samples is None else samples.get(sample)
 
@@ -85,19 +85,19 @@ class Large:
         """Whether an episode of that group lies in that file."""
         return any(ref.name == name and not ref.chunks for ref in self._refs.get(group_id, {}).values())
 
-    def in_files(self) -> Iterator[tuple[EpisodeKey, Ref]]:
+    def in_files(self) -> Iterator[tuple[EpisodeKey, BlobRef]]:
         for group_id, samples in self._refs.items():
             for sample, ref in samples.items():
                 if not ref.chunks:
                     yield (group_id, sample), ref
 
-    def key_names(self, ref: Ref) -> list[str]:
+    def key_names(self, ref: BlobRef) -> list[str]:
         """Of an episode that lies in keys, in order."""
         return [self._keys.chunk(ref.name, ref.at + i) for i in range(ref.chunks)]
 
-    def prepare(self, writes: Writes, attachments: Sequence[Bytes | Ref]) -> Parcel:
+    def prepare(self, writes: Writes, attachments: Sequence[Bytes | BlobRef]) -> PreparedWrite:
         """Make `writes` into commands, with what is large in places of its own, and take note of it."""
-        parcel = Parcel(Commands(self._keys))
+        parcel = PreparedWrite(Commands(self._keys))
         freed = self._free(writes)
         staged, ahead, kept = self._place(writes, attachments)
         commands = parcel.commands
@@ -116,8 +116,8 @@ class Large:
         parcel.files_freed = self._unused([ref.name for _, ref in freed if not ref.chunks], writes.freed)
         return parcel
 
-    def _free(self, writes: Writes) -> list[tuple[EpisodeKey, Ref]]:
-        gone: list[tuple[EpisodeKey, Ref]] = []
+    def _free(self, writes: Writes) -> list[tuple[EpisodeKey, BlobRef]]:
+        gone: list[tuple[EpisodeKey, BlobRef]] = []
         for group_id, samples in writes.freed.items():
             held = self._refs.get(group_id)
             if held is None:
@@ -135,22 +135,22 @@ class Large:
         return [name for name in dict.fromkeys(names) if name not in used]
 
     def _place(
-        self, writes: Writes, attachments: Sequence[Bytes | Ref]
-    ) -> tuple[str, list[tuple[Argument, ...]], dict[EpisodeKey, Ref]]:
-        kept: dict[EpisodeKey, Ref] = {}
+        self, writes: Writes, attachments: Sequence[Bytes | BlobRef]
+    ) -> tuple[str, list[tuple[Argument, ...]], dict[EpisodeKey, BlobRef]]:
+        kept: dict[EpisodeKey, BlobRef] = {}
         ahead: list[tuple[Argument, ...]] = []
         stem, chunks = f"{self._front_epoch}.{self._parcels}", 0
         for group_id, samples in writes.blobs.items():
             for sample, number in samples.items():
                 blob = attachments[number]
-                if isinstance(blob, Ref):
+                if isinstance(blob, BlobRef):
                     ref = blob
                 elif len(blob) < KEY_BYTES:
                     continue
                 else:
                     view = memoryview(blob)
                     pieces = [view[i : i + CHUNK_BYTES] for i in range(0, len(view), CHUNK_BYTES)]
-                    ref = Ref(stem, len(view), chunks, len(pieces))
+                    ref = BlobRef(stem, len(view), chunks, len(pieces))
                     ahead += [
                         ("SET", self._keys.chunk(stem, chunks + i), piece) for i, piece in enumerate(pieces)
                     ]

@@ -1,6 +1,6 @@
 """What each role may do in Redis: its commands, and nothing but the keys of its job.
 
-    python -m replay_buffer.rights JOB      the two `ACL SETUSER` lines of a job
+    python -m replay_buffer.redis.rights JOB      the two `ACL SETUSER` lines of a job
 
 Only the buffer service writes. The rights of its user are tried out at start, one harmless command each: a
 missing one is known by name before the job runs, on every version of Redis and without the right to ask.
@@ -16,10 +16,10 @@ from typing import Any
 
 import hiredis
 
-from replay_buffer.address import Place
 from replay_buffer.errors import StoreUnusable, refusal
-from replay_buffer.keys import Keys
-from replay_buffer.pipe import RedisPipe
+from replay_buffer.redis.address import RedisServer
+from replay_buffer.redis.connection import RedisConnection
+from replay_buffer.redis.keys import Keys
 
 LOOK = ("hget", "hmget", "hgetall", "hexists", "ping", "time", "info")
 """What both roles may do."""
@@ -65,7 +65,7 @@ def acl_rules(job: str, role: str, *, read_only_keys: bool = True) -> str:
     )
 
 
-async def check_rights(pipe: RedisPipe, place: Place, keys: Keys) -> None:
+async def check_rights(pipe: RedisConnection, place: RedisServer, keys: Keys) -> None:
     """Try every right that a front needs. Raises `StoreUnusable` naming all that are missing."""
     trials = _trials(keys)
     answers = await asyncio.gather(*[pipe.call(*trial.command) for trial in trials])
@@ -94,7 +94,7 @@ async def check_rights(pipe: RedisPipe, place: Place, keys: Keys) -> None:
     )
 
 
-def moved(place: Place, keys: Keys, answer: str) -> StoreUnusable:
+def moved(place: RedisServer, keys: Keys, answer: str) -> StoreUnusable:
     """A node of a Redis Cluster that does not serve this job's slot."""
     words = answer.split()
     where = f"slot {words[1]} is served by {words[2]}" if words[0] == "MOVED" and len(words) > 2 else answer
@@ -135,7 +135,7 @@ def _trials(keys: Keys) -> list[Trial]:
 def main(arguments: Sequence[str]) -> int:
     """Print the users of a job, each with a password to fill in."""
     if len(arguments) != 1:
-        print("usage: python -m replay_buffer.rights JOB", file=sys.stderr)
+        print("usage: python -m replay_buffer.redis.rights JOB", file=sys.stderr)
         return 2
     (job,) = arguments
     for role in ("front", "reader"):

@@ -1,7 +1,7 @@
 """Where a job's Redis is and how to log in there.
 
-A `RedisAddress` is what the job file says; a `Place` is one server of it, with the secrets to log in. Neither
-shows a secret: `str()` of both is for logs and errors, and passwords are left out of `repr()`.
+A `RedisAddress` is what the job file says; a `RedisServer` is one server of it, with the secrets to log in.
+Neither shows a secret: `str()` of both is for logs and errors, and passwords are left out of `repr()`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Tls:
 
 
 @dataclass(frozen=True)
-class Place:
+class RedisServer:
     """One server, by host and port or by socket path."""
 
     host: str = ""
@@ -91,7 +91,7 @@ class RedisAddress:
     def has_sentinels(self) -> bool:
         return bool(self.url.service)
 
-    def place(self, at: tuple[str, int] | None = None) -> Place:
+    def place(self, at: tuple[str, int] | None = None) -> RedisServer:
         """The server itself, or with `at` the master that the Sentinels named. Secrets are read now: a file
         may have changed. Raises `StoreUnusable` when one is missing."""
         url = self.url
@@ -100,14 +100,14 @@ class RedisAddress:
         host, port = at or (url.hosts[0] if url.hosts else ("", 0))
         password = url.password or _secret(self.login, "")
         hint = "buffer.redis_login.password_env or password_file, and the user in buffer.redis"
-        return Place(host, port, url.path, url.db, url.username, password, self._tls(), hint)
+        return RedisServer(host, port, url.path, url.db, url.username, password, self._tls(), hint)
 
-    def sentinels(self) -> list[Place]:
+    def sentinels(self) -> list[RedisServer]:
         """The Sentinels, with their own login."""
         password = _secret(self.login, "sentinel_")
         hint = "buffer.redis_login.sentinel_…"
         return [
-            Place(
+            RedisServer(
                 host,
                 port,
                 username=self.login.sentinel_username,

@@ -7,16 +7,16 @@ import asyncio
 import hiredis
 import pytest
 
-from replay_buffer import pipe as pipe_module
-from replay_buffer.address import RedisAddress
 from replay_buffer.errors import StoreUnavailable, StoreUnusable
-from replay_buffer.pipe import RedisPipe, _greetings
-from replay_buffer.store import connect
+from replay_buffer.redis import connection as pipe_module
+from replay_buffer.redis.address import RedisAddress
+from replay_buffer.redis.connection import RedisConnection, _greetings
+from replay_buffer.redis.store import connect
 
 
 def test_answers_come_in_the_order_of_the_calls(redis_url, job_name):
     async def run():
-        pipe = await RedisPipe.open(redis_url)
+        pipe = await RedisConnection.open(redis_url)
         answers = await asyncio.gather(*(pipe.call("INCR", job_name) for _ in range(200)))
         big = b"x" * (3 << 20)
         await pipe.call("SET", job_name, memoryview(big))
@@ -30,7 +30,7 @@ def test_answers_come_in_the_order_of_the_calls(redis_url, job_name):
 
 def test_an_error_is_an_answer_and_the_next_command_has_its_own(redis_url):
     async def run():
-        pipe = await RedisPipe.open(redis_url)
+        pipe = await RedisConnection.open(redis_url)
         wrong, right = pipe.call("NONSENSE"), pipe.call("PING")
         assert isinstance(await wrong, hiredis.ReplyError)
         assert await right == b"PONG"
@@ -41,7 +41,7 @@ def test_an_error_is_an_answer_and_the_next_command_has_its_own(redis_url):
 
 def test_a_lost_connection_fails_what_has_no_answer(redis_url):
     async def run():
-        pipe = await RedisPipe.open(redis_url)
+        pipe = await RedisConnection.open(redis_url)
         number = await pipe.call("CLIENT", "ID")
         redis = connect(redis_url)
         waiting = pipe.call("BLPOP", "never", 0)
@@ -59,7 +59,7 @@ def test_a_redis_that_does_not_answer_is_given_up(redis_url, monkeypatch):
     monkeypatch.setattr(pipe_module, "ANSWER_LIMIT_S", 0.05)
 
     async def run():
-        pipe = await RedisPipe.open(redis_url)
+        pipe = await RedisConnection.open(redis_url)
         answered = pipe.call("PING")
         silent = pipe.call("BLPOP", "never", 0)
         assert await answered == b"PONG"
@@ -71,11 +71,11 @@ def test_a_redis_that_does_not_answer_is_given_up(redis_url, monkeypatch):
 
 def test_nobody_there_and_a_refused_login_are_clear_errors(redis_url, tmp_path):
     with pytest.raises(StoreUnavailable, match="does not answer"):
-        asyncio.run(RedisPipe.open(f"unix://{tmp_path}/nobody"))
+        asyncio.run(RedisConnection.open(f"unix://{tmp_path}/nobody"))
     with pytest.raises(StoreUnusable, match="refuses 'AUTH'"):
-        asyncio.run(RedisPipe.open(f"{redis_url}?password=wrong"))
+        asyncio.run(RedisConnection.open(f"{redis_url}?password=wrong"))
     with pytest.raises(StoreUnusable, match="refuses 'SELECT'"):
-        asyncio.run(RedisPipe.open(f"{redis_url}?db=7"))
+        asyncio.run(RedisConnection.open(f"{redis_url}?db=7"))
 
 
 def test_the_url_says_how_to_log_in():

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import pytest
-
 from areal_async.rpc.verdicts import Failure, Timeout
 from areal_async.runtime.log import NO_SCORES
-from replay_buffer import troubles
-from replay_buffer.troubles import REPEAT_MS, NoScoreLog
+from replay_buffer.server import REPEAT_MS, NoScoreLog
 
 
-@pytest.fixture
-def said(monkeypatch):
+def said_by():
+    """A log, and what it says."""
     lines = []
 
-    class Log:
-        def warning(self, event, **fields):
-            assert event == NO_SCORES
-            lines.append((fields["kind"], fields["count"], fields["message"]))
+    def say(event, *, kind, count, episode_id, message):
+        assert event == NO_SCORES
+        lines.append((kind, count, message))
 
-    monkeypatch.setattr(troubles, "log", Log())
-    return lines
+    return NoScoreLog(say), lines
 
 
 def fail(ledger, verdict):
     ledger.judge(ledger.claim(), verdict)
 
 
-def test_each_kind_is_said_at_once_and_then_now_and_then(drive, said):
+def test_each_kind_is_said_at_once_and_then_now_and_then(drive):
     ledger = drive(group_size=1, retries=10**6)
-    log = NoScoreLog()
+    log, said = said_by()
     log.look(ledger.index.meta, ledger.now_ms)
     (group,) = ledger.lease()
     ledger.put(group)
@@ -48,12 +43,12 @@ def test_each_kind_is_said_at_once_and_then_now_and_then(drive, said):
     assert len(said) == 3, "nothing new, nothing said"
 
 
-def test_a_buffer_that_starts_does_not_say_what_was_said_before(drive, said):
+def test_a_buffer_that_starts_does_not_say_what_was_said_before(drive):
     ledger = drive(group_size=1, retries=9)
     (group,) = ledger.lease()
     ledger.put(group)
     fail(ledger, Failure("exception", "old"))
-    log = NoScoreLog()
+    log, said = said_by()
     log.look(ledger.index.meta, ledger.now_ms)
     assert said == []
     fail(ledger, Failure("exception", "new"))
