@@ -27,7 +27,7 @@ from areal_async.quickstart.model import write_model
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import GenerateRequest
-from rollout_service.engines.local import LocalEngine
+from rollout_service.engines.local.engine import LocalEngine
 
 PROMPT_TOKENS = 7
 GROUP = 32

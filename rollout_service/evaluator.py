@@ -20,6 +20,7 @@ from collections.abc import Coroutine, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import ServerSection
 from areal_async.errors import ArealError, FaultError, RpcTimeout, SnapshotError
@@ -234,12 +235,11 @@ class Evaluator:
 def engine_job(job: JobConfig) -> JobConfig:
     """The job as its evaluation's engine is to see it: `rollout` holds what `evaluation` says of it."""
     section, rollout = job.evaluation, job.rollout
-    kind = rollout.engine if section.engine == "same" else section.engine
     # Servers that the rollout is attached to are its own: an engine holds one version.
     server = rollout.server.model_copy(update={"urls": ()})
     if section.server != ServerSection():
         server = section.server
-    changes = {"engine": kind, "server": server, "device": section.device or rollout.device}
+    changes = {"engine": evaluation_engine(job), "server": server, "device": section.device or rollout.device}
     return job.model_copy(update={"rollout": rollout.model_copy(update=changes)})
 
 
@@ -350,7 +350,7 @@ async def main(ctx: ServiceContext) -> None:
     gateway = make_gateway(job, render, trains=False)
     wanted = engine_job(job)
     engine = make_engine(wanted, slots=job.evaluation.max_concurrent, activity="evaluation", place=ctx)
-    receiver = make_receiver(ctx, "evaluate", tensors=wanted.rollout.engine == "local")
+    receiver = make_receiver(ctx, "evaluate", tensors=engine_part(wanted.rollout.engine).needs == "tensors")
 
     if is_done(ctx):
         log.info("the final snapshot was evaluated before this process was started")

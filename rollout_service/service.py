@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
+from areal_async.config.engines import engine_part
 from areal_async.errors import ArealError, FaultError, RpcTimeout
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Arrived, NoNews, VersionTag
@@ -40,6 +41,7 @@ class NameTaken(ArealError):
 def make_replicas(ctx: ServiceContext) -> ReplicaSet:
     """The engines of this worker, yet to be started."""
     job = ctx.job
+    part = engine_part(job.rollout.engine)
     numbers = itertools.count()
 
     def make(replica: int) -> Engine:
@@ -51,7 +53,7 @@ def make_replicas(ctx: ServiceContext) -> ReplicaSet:
         # A name of its own: what the worker acknowledges meanwhile, or another replica that is started again,
         # must not free the files being read.
         name = f"{ctx.name}/restart-{next(numbers)}"
-        receiver = make_receiver(ctx, "serve", name=name, tensors=job.rollout.engine == "local")
+        receiver = make_receiver(ctx, "serve", name=name, tensors=part.needs == "tensors")
         try:
             await receiver.connect()
             notice = await receiver.next(None)
@@ -64,7 +66,7 @@ def make_replicas(ctx: ServiceContext) -> ReplicaSet:
             await receiver.close()
 
     # An engine in this process that fails fails with it: then the supervisor starts the worker again.
-    restarts = NO_RESTARTS if job.rollout.engine == "local" else RestartPolicy.of(job.supervisor)
+    restarts = RestartPolicy.of(job.supervisor) if part.is_server else NO_RESTARTS
     return ReplicaSet(
         make,
         job.rollout.replicas,
@@ -109,7 +111,7 @@ async def _serve(ctx: ServiceContext) -> None:
     render = make_renderer(job.model)
     gateway = make_gateway(job, render, trains=True, index=ctx.index)
     engine = make_replicas(ctx)
-    receiver = make_receiver(ctx, "serve", tensors=job.rollout.engine == "local")
+    receiver = make_receiver(ctx, "serve", tensors=engine_part(job.rollout.engine).needs == "tensors")
     updates = Updates(receiver, engine)
 
     async def first_version() -> VersionTag:

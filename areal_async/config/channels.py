@@ -6,14 +6,10 @@ import ipaddress
 from collections.abc import Iterator
 
 from areal_async.config.devices import rollout_gpus
+from areal_async.config.engines import declared_engine
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
-
-NO_GROUP = {
-    "local": "the engine is torch in the worker's own process, and reads the trainer's shared memory anyway",
-    "vllm": "only SGLang's servers can be joined here (vLLM's way of it exists only in its GPU builds)",
-}
-"""Engine -> why `nccl` is not for it."""
+from areal_async.registry import ENGINES
 
 
 def weights_can_travel(job: JobConfig) -> Iterator[Mistake]:
@@ -50,11 +46,12 @@ def tensors_can_be_sent(job: JobConfig) -> Iterator[Mistake]:
     if job.weights.channel != "nccl":
         return
     field, rollout, trainer = "weights.channel", job.rollout, job.trainer
-    if rollout.engine in NO_GROUP:
+    if reason := declared_engine(rollout.engine).no_group:
+        able = (name for name in ENGINES.built_in if not declared_engine(name).no_group)
         yield Mistake(
             field,
-            f"`nccl` is not for rollout.engine {rollout.engine}: {NO_GROUP[rollout.engine]}",
-            "Set it to shm, or rollout.engine to sglang",
+            f"`nccl` is not for rollout.engine {rollout.engine}: {reason}",
+            f"Set it to shm, or rollout.engine to {' or '.join(able)}",
             ("rollout.engine",),
         )
     kinds = {device.partition(":")[0] for device in (rollout.device, trainer.device)}

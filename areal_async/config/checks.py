@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from areal_async.config.channels import tensors_can_be_sent, weights_can_travel
+from areal_async.config.engines import declared_engine, engine_mistakes, evaluation_engine
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import part_mistakes
@@ -335,9 +336,9 @@ def _evaluation_engine_is_its_own(job: JobConfig) -> Iterator[Mistake]:
     if len(evaluation.server.urls) > 1:
         problem = f"the evaluation has one engine, and {len(evaluation.server.urls)} are given"
         yield Mistake("evaluation.server.urls", problem, "Give one")
-    kind = rollout.engine if evaluation.engine == "same" else evaluation.engine
-    if kind == "local" and evaluation.server != type(evaluation.server)():
-        problem = "the evaluation's engine is `local`, which has no server"
+    kind = evaluation_engine(job)
+    if not declared_engine(kind).is_server and evaluation.server != type(evaluation.server)():
+        problem = f"the evaluation's engine is `{kind}`, which has no server"
         yield Mistake(
             "evaluation.server", problem, "Remove it, or set evaluation.engine", ("rollout.engine",)
         )
@@ -346,6 +347,7 @@ def _evaluation_engine_is_its_own(job: JobConfig) -> Iterator[Mistake]:
 ANY_KIND: tuple[Rule, ...] = (part_mistakes, _redis_url, _held_out_is_held_out, _one_rank, _ports_are_usable)
 SFT_ONLY: tuple[Rule, ...] = (_stop_accuracy_is_measured,)
 RL_ONLY: tuple[Rule, ...] = (
+    engine_mistakes,
     _groups_have_a_baseline,
     reward_mistakes,
     _a_group_fits_a_worker,

@@ -17,37 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from areal_async.config.engines import declared_engine
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import RolloutSection
 
-PARALLEL_FLAGS: dict[str, list[tuple[str, ...]]] = {
-    "sglang": [
-        ("tp-size", "tensor-parallel-size", "tp"),
-        ("pp-size", "pipeline-parallel-size", "pp"),
-        ("dp-size", "data-parallel-size", "dp"),
-    ],
-    "vllm": [
-        ("tensor-parallel-size", "tp"),
-        ("pipeline-parallel-size", "pp"),
-        ("data-parallel-size", "dp"),
-    ],
-}
-"""Engine -> flags of its server that multiply its GPUs, each with its other names."""
-ATTENTION_FLAG = "enable-dp-attention"
-"""With it, the data-parallel ranks of SGLang are among the tensor-parallel ones."""
-
 
 def width_of(rollout: RolloutSection) -> int:
-    """GPUs of one engine. A value that is no number counts as 1: the server will refuse it."""
-    names = PARALLEL_FLAGS.get(rollout.engine, [])
-    given = {flag.lstrip("-").replace("_", "-"): value for flag, value in rollout.server.arguments.items()}
-    if given.get(ATTENTION_FLAG):
-        names = names[:2]
-    width = 1
-    for spellings in names:
-        width *= max((_number(given.get(name)) for name in spellings), default=1)
-    return width
+    """GPUs of one engine."""
+    return declared_engine(rollout.engine).width(rollout.server.arguments)
 
 
 def gpus_of(device: str, *, first: int, width: int, visible: int) -> tuple[int, ...]:
@@ -130,10 +108,3 @@ def _fix(visible: int) -> str:
 
 def _gpus(count: int) -> str:
     return "1 GPU" if count == 1 else f"{count} GPUs"
-
-
-def _number(value: object) -> int:
-    try:
-        return max(1, int(str(value)))
-    except ValueError:
-        return 1

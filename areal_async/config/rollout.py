@@ -74,9 +74,9 @@ class GatewaySection(Section):
 
 
 class RolloutSection(Section):
-    engine: Literal["local", "sglang", "vllm"] = "local"
+    engine: str = "local"
     """What generates: `local` is torch in the worker's own process; `sglang` and `vllm` are servers in an
-    environment of their own (`make engines`)."""
+    environment of their own (`make engines`); any other is `path.py:name`, or of an installed package."""
     workers: int = Field(default=1, ge=1, le=1024)
     """Worker processes, each with engines of its own."""
     replicas: int = Field(default=1, ge=1, le=64)

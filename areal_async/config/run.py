@@ -91,8 +91,9 @@ class EvaluationSection(Section):
 
     every_steps: int = Field(default=25, ge=1)
     """Steps between two evaluations; version 0 and the final one are always evaluated."""
-    engine: Literal["same", "local", "sglang", "vllm"] = "same"
-    """What answers: an engine of its own of the rollout's kind (`same`), or of another kind."""
+    engine: str = "same"
+    """What answers: an engine of its own of the rollout's kind (`same`), or of another kind, named as in
+    `rollout.engine`."""
     device: str | None = Field(default=None, pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """Where that engine computes: `cpu`, `cuda` (the GPU after the rollout's, or the first again) or
     `cuda:N`; none means as `rollout.device`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from areal_async.config.engines import declared_engine
 from areal_async.config.job import JobConfig
 from areal_async.runtime.context import Role, ServicePlace
 
@@ -66,7 +67,7 @@ def thread_count(job: JobConfig, role: Role) -> int:
 def ready_limit_s(job: JobConfig) -> float:
     """The longest time from starting a service until it serves. An engine's server begins to load only once
     the trainer serves, and has a limit of its own."""
-    server = job.kind == "rl" and job.rollout.engine != "local"
+    server = job.kind == "rl" and declared_engine(job.rollout.engine).is_server
     return job.supervisor.ready_s + (job.rollout.server.ready_s if server else 0.0)
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 
 from areal_async.config.devices import device_mistakes
+from areal_async.config.engines import EngineMissing, declared_engine, evaluation_engine, find_engine_python
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.rewardcheck import programs_run
-from areal_async.engine_folders import EngineMissing, find_engine_python
 from areal_async.launch.folders import SHM_ROOT
 from areal_async.runtime.context import ServicePlace
 
@@ -129,12 +129,12 @@ def _check_devices(job: JobConfig) -> list[Mistake]:
 
 def _check_engines(job: JobConfig) -> Iterator[Mistake]:
     rollout, evaluation = job.rollout, job.evaluation
-    kind = rollout.engine if evaluation.engine == "same" else evaluation.engine
+    kind = evaluation_engine(job)
     asked = [("rollout", rollout.engine, rollout.server)]
     if job.tasks.evaluation is not None and kind != rollout.engine:
         asked.append(("evaluation", kind, evaluation.server))
     for section, engine, server in asked:
-        if engine == "local" or server.urls:
+        if not declared_engine(engine).is_server or server.urls:
             continue
         try:
             find_engine_python(engine, server.environment)

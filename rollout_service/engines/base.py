@@ -192,8 +192,12 @@ class Engine(Protocol):
         ...
 
 
-def check_sampling(sampling: Sampling) -> None:
-    """Raises `RequestError` for values that no engine can sample with."""
+def checked_request(
+    request: GenerateRequest, *, vocab_size: int, max_model_len: int
+) -> tuple[npt.NDArray[np.int32], int]:
+    """The prompt, i32[T], and the most units that its answer may have. Raises `RequestError` for a request
+    that no engine can serve."""
+    sampling = request.sampling
     checks: Sequence[tuple[str, Any, bool, str]] = (
         ("temperature", sampling.temperature, sampling.temperature >= 0, "at least 0"),
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
@@ -204,3 +208,17 @@ def check_sampling(sampling: Sampling) -> None:
     for name, value, good, rule in checks:
         if not good:
             raise RequestError(f"sampling.{name} is {value!r}; it must be {rule}")
+    ids = np.asarray(request.prompt_ids)
+    if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+        raise RequestError("a prompt must be a list of at least one token id")
+    if ids.size >= max_model_len:
+        raise RequestError(
+            f"a prompt of {ids.size} tokens leaves no room for an answer: "
+            f"rollout.max_model_len is {max_model_len}"
+        )
+    outside = (ids < 0) | (ids >= vocab_size)
+    if outside.any():
+        raise RequestError(
+            f"token id {int(ids[outside][0])} is not in the model's vocabulary of {vocab_size} ids"
+        )
+    return ids.astype(np.int32), min(sampling.max_new_tokens, max_model_len - ids.size)

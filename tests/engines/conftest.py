@@ -29,7 +29,7 @@ from areal_async.rpc.messages import VersionTag
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, EngineError, GenerateResult
-from rollout_service.engines.server.keyed import VARIABLE
+from rollout_service.engines.http.keyed import VARIABLE
 
 # Of every server of the tests, so that they can attach to each other's.
 os.environ[VARIABLE] = secrets.token_hex(32)

@@ -17,11 +17,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from areal_async.config.engines import EngineMissing, find_engine_python
 from areal_async.quickstart.main import prepare
 from areal_async.status.record import read_run_log
 from areal_async.trajectory import Episode, unpack
-from rollout_service.engines.base import EngineError
-from rollout_service.engines.server.environment import find_python
 from trainer_service.data.recording import read_step
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -95,8 +94,8 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job(request: pytest.FixtureRequest, warm_start: Path) -> Run:
     engine = str(request.param)
     try:
-        find_python(engine)
-    except EngineError as error:
+        find_engine_python(engine)
+    except EngineMissing as error:
         pytest.skip(str(error))
     overrides = ("seed=0", f"job={engine}", f"rollout.engine={engine}", *SHORTENED)
     run_job(warm_start / "quickstart-files" / "train.yaml", *overrides)

@@ -15,18 +15,20 @@ import numpy as np
 import pytest
 import torch
 
+from areal_async.config.engines import EngineMissing, find_engine_python
 from areal_async.config.reward import RewardSection
 from areal_async.quickstart.model import write_model
 from areal_async.quickstart.tasks import split_problems, write_parquet
+from areal_async.rpc.messages import VersionTag
 from areal_async.rpc.verdicts import Failure, Score
 from areal_async.trajectory import unpack
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
-from rollout_service.engines.base import EngineError
-from rollout_service.engines.server.environment import find_python
-from rollout_service.engines.server.process import ServerProcess, free_port
-from rollout_service.engines.sglang.launch import server_environment
-from rollout_service.engines.vllm.argv import ONE_PROCESS, Launch, variables
+from rollout_service.engines.http.adapter import Directory, Launch
+from rollout_service.engines.http.process import ServerProcess, free_port
+from rollout_service.engines.sglang.arguments import variables as sglang_variables
+from rollout_service.engines.vllm.arguments import ONE_PROCESS
+from rollout_service.engines.vllm.arguments import variables as vllm_variables
 from tests.e2e.conftest import Workspace, finish
 from tests.graders import share_of_ones, write_trained_judge
 from trainer_service.data.recording import read_step
@@ -39,8 +41,12 @@ STEPS = 20
 CONTEXT = 96
 
 
+def launched(python: Path, model: Path, port: int) -> Launch:
+    weights = Directory(VersionTag(0, 0), model)
+    return Launch(python=python, weights=weights, tokenizer=model, port=port, slots=16, max_model_len=CONTEXT)
+
+
 def vllm(python: Path, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    launch = Launch(python, model, model, port, 16, CONTEXT, "cpu", "float32")
     flags = [
         "--model",
         str(model),
@@ -55,7 +61,7 @@ def vllm(python: Path, model: Path, port: int) -> tuple[list[str], dict[str, str
     flags += ["--enforce-eager", "--no-enable-chunked-prefill", "--disable-uvicorn-access-log"]
     flags += ["--distributed-executor-backend", ONE_PROCESS]
     module = [str(python), "-P", "-m", "vllm.entrypoints.openai.api_server"]
-    return [*module, *flags], variables(launch, os.environ)
+    return [*module, *flags], vllm_variables(launched(python, model, port), os.environ)
 
 
 def sglang(python: Path, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
@@ -67,7 +73,7 @@ def sglang(python: Path, model: Path, port: int) -> tuple[list[str], dict[str, s
     # Its warm-up asks in words that this tokenizer does not have: a prompt without a token ends the server.
     flags += ["--skip-server-warmup"]
     argv = [str(python), "-W", "ignore", "-P", "-m", "sglang.launch_server", *flags]
-    return argv, server_environment(os.environ, "cpu")
+    return argv, sglang_variables(launched(python, model, port), os.environ)
 
 
 @dataclass(frozen=True)
@@ -87,8 +93,8 @@ def served(
 ) -> Iterator[Served]:
     name = str(request.param)
     try:
-        python = find_python(name)
-    except EngineError as error:
+        python = find_engine_python(name)
+    except EngineMissing as error:
         pytest.skip(str(error))
     port = free_port()
     argv, environment = {"vllm": vllm, "sglang": sglang}[name](python, judge_model, port)

@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout_service.engines.server.http import ServerClient
-from rollout_service.engines.server.keyed import VARIABLE
+from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.http.keyed import VARIABLE
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 ROUTES = {

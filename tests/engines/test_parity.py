@@ -15,7 +15,7 @@ from agreement import Snapshots, job_for, write_sharp_model
 
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import GenerateResult
-from rollout_service.engines.local import LocalEngine
+from rollout_service.engines.local.engine import LocalEngine
 
 ENGINES = [
     "local",
@@ -62,7 +62,7 @@ class Lying(LocalEngine):
 def test_an_engine_that_says_something_else_is_noticed(
     lie: Any, words: str, ending: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_service.engines.local.LocalEngine", Lying)
+    monkeypatch.setattr("rollout_service.engines.local.engine.LocalEngine", Lying)
     engine = make_engine(job_for("local", ending, max_model_len=64), slots=8, activity="parity")
     assert isinstance(engine, Lying)
     engine.lie = lie

@@ -14,7 +14,7 @@ import versions
 from agreement import write_sharp_model
 
 from rollout_service.engines.base import GenerateResult
-from rollout_service.engines.local import LocalEngine
+from rollout_service.engines.local.engine import LocalEngine
 
 pytestmark = pytest.mark.timeout(400)  # of a server's start
 ENGINES = [
@@ -101,6 +101,6 @@ def test_a_wrong_tag_or_a_cut_answer_is_noticed(
     lie: Any, words: str, endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Lying.lie = staticmethod(lie)
-    monkeypatch.setattr("rollout_service.engines.local.LocalEngine", Lying)
+    monkeypatch.setattr("rollout_service.engines.local.engine.LocalEngine", Lying)
     found = measured("local", endless, tmp_path, episodes=12, longest=120, update_s=0.01)
     assert any(words in failure for failure in found.failed)

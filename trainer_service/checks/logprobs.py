@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from areal_async.config.engines import declared_engine
 from areal_async.rpc.messages import BatchEpisode
 from areal_async.trajectory import Episode, Row, training_rows, unpack
 from trainer_service.backends.base import Backend
@@ -29,19 +30,6 @@ from trainer_service.data.rows import POLICY, call_temperatures
 from trainer_service.errors import TrainerError
 from trainer_service.ranks import Ranks
 
-BOUNDS: Mapping[tuple[str, str], float] = {
-    # The same weights and the same torch kernels, summed in another order: 1e-6 to 1e-5 are usual.
-    ("local", "float32"): 1e-3,
-    # Other kernels and a fused log-softmax: 1e-5 to 1e-4 are usual.
-    ("sglang", "float32"): 1e-3,
-    ("vllm", "float32"): 1e-3,
-    # 8 bits of mantissa: a logit of 20 is rounded to 1/16 in every layer before the last, so an unlikely
-    # token may differ by some tenths of a nat. What is systematic shows in the mean (`MEAN_SHARE`).
-    ("local", "bfloat16"): 1.0,
-    ("sglang", "bfloat16"): 1.0,
-    ("vllm", "bfloat16"): 1.0,
-}
-"""(engine, coarser of the engine's and the trainer's dtype) -> most nats between two log-probs of a unit."""
 MEAN_SHARE = 0.05
 """The mean difference must stay below this share of the bound: rounding scatters, an error is everywhere."""
 QUANTILES = (0.5, 0.9, 0.99)
@@ -96,9 +84,9 @@ class Outcome:
 
 
 def bound_for(engine: str, engine_dtype: str, trainer_dtype: str) -> float:
-    """The bound of the table; an engine that it does not name gets the largest of its dtype."""
+    """Most nats between two log-probs of a unit, as the engine declares it for the coarser dtype."""
     dtype = "bfloat16" if "bfloat16" in (engine_dtype, trainer_dtype) else "float32"
-    return BOUNDS.get((engine, dtype), max(b for (_, d), b in BOUNDS.items() if d == dtype))
+    return declared_engine(engine).logprob_bounds[dtype]
 
 
 def rows_to_compare(

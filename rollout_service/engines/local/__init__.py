@@ -1,5 +1,32 @@
 """The `local` engine: a Hugging Face causal language model in torch, in this process."""
 
-from rollout_service.engines.local.engine import LocalEngine
+from __future__ import annotations
 
-__all__ = ["LocalEngine"]
+from typing import Any
+
+from areal_async.config.engines import EnginePart
+from areal_async.config.job import JobConfig
+from areal_async.runtime.context import ServiceContext
+
+
+class Local(EnginePart):
+    no_group = "the engine is torch in the worker's own process, and reads the trainer's shared memory anyway"
+
+    def make(
+        self, job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int
+    ) -> Any:
+        from rollout_service.engines.devices import own_device
+        from rollout_service.engines.local import engine  # torch, which checking a job does not pay for
+
+        return engine.LocalEngine(
+            job.model,
+            slots=slots,
+            max_model_len=job.rollout.max_model_len,
+            update_mode=job.rollout.update_mode,
+            device=own_device(job, place, replica),
+            dtype=job.rollout.dtype,
+            activity=activity,
+        )
+
+
+PART = Local()

@@ -27,9 +27,8 @@ from rollout_service.engines.base import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
-    RequestError,
     Weights,
-    check_sampling,
+    checked_request,
     nothing_sampled,
 )
 from rollout_service.engines.local.kv import Decode, Extend, Prefill, SlotKV
@@ -37,7 +36,7 @@ from rollout_service.engines.local.model import LocalModel
 from rollout_service.engines.local.prefix import Kept, PrefixStore
 from rollout_service.engines.local.sampling import draw
 from rollout_service.engines.local.table import RequestTable, pad
-from rollout_service.engines.local.text import Detokenizer, has_stop, trim
+from rollout_service.engines.text import Detokenizer, has_stop, trim
 
 PREFILL_TOKENS = 4096
 """Most tokens, padding included, in one prefill pass (a longer prompt goes alone)."""
@@ -93,21 +92,8 @@ class EngineCore:
     def checked(self, request: GenerateRequest) -> GenerateRequest:
         """The request with its prompt as an int32 array. Raises `RequestError` for one that cannot be
         served. Safe on any thread."""
-        check_sampling(request.sampling)
-        ids = np.asarray(request.prompt_ids)
-        if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-            raise RequestError("a prompt must be a list of at least one token id")
-        if ids.size >= self.max_model_len:
-            raise RequestError(
-                f"a prompt of {ids.size} tokens leaves no room for an answer: "
-                f"rollout.max_model_len is {self.max_model_len}"
-            )
-        if ids.min() < 0 or ids.max() >= self.model.vocab_size:
-            bad = int(ids[(ids < 0) | (ids >= self.model.vocab_size)][0])
-            raise RequestError(
-                f"token id {bad} is not in the model's vocabulary of {self.model.vocab_size} ids"
-            )
-        return dataclasses.replace(request, prompt_ids=ids.astype(np.int32))
+        ids, _ = checked_request(request, vocab_size=self.model.vocab_size, max_model_len=self.max_model_len)
+        return dataclasses.replace(request, prompt_ids=ids)
 
     def submit(self, request: GenerateRequest) -> None:
         """Queue a checked request."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rollout_service.engines.base import FinishReason, GenerateRequest, GenerateResult
 from rollout_service.engines.local.sampling import Draw, uniforms
-from rollout_service.engines.local.text import stop_window
+from rollout_service.engines.text import stop_window
 
 Slots = npt.NDArray[np.int64]
 

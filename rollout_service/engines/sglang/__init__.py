@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from areal_async.config.engines import EnginePart, flag_name, parallel_width
 from areal_async.config.job import JobConfig
 from areal_async.runtime.context import ServiceContext
-from rollout_service.engines.server.settings import settings_of
-from rollout_service.engines.sglang.distributed import make_feed
-from rollout_service.engines.sglang.engine import SGLangEngine
-
-__all__ = ["SGLangEngine", "make_sglang"]
 
 
-def make_sglang(
-    job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int = 0
-) -> SGLangEngine:
-    """As `engines.make_engine`."""
-    settings = settings_of(job, slots=slots, activity=activity, place=place, replica=replica)
-    feed = None
-    # An evaluation is of a pinned snapshot, which may be older than what the trainer sends.
-    if job.weights.channel == "nccl" and place is not None and place.role == "rollout":
-        feed = make_feed(
-            place.weights_endpoint, job=job.job, name=f"{place.name}/{replica}", access=place.secret
-        )
-    return SGLangEngine(job.model, settings, feed=feed)
+class SGLang(EnginePart):
+    is_server = True
+    needs = "directory"
+    no_group = ""
+    parallel_flags = (
+        ("tp-size", "tensor-parallel-size", "tp"),
+        ("pp-size", "pipeline-parallel-size", "pp"),
+        ("dp-size", "data-parallel-size", "dp"),
+    )
+
+    def width(self, arguments: Mapping[str, Any]) -> int:
+        attention = {flag_name(given): value for given, value in arguments.items()}.get("enable-dp-attention")
+        # With it, the data-parallel ranks are among the tensor-parallel ones.
+        return parallel_width(arguments, self.parallel_flags[:2] if attention else self.parallel_flags)
+
+    def make(
+        self, job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int
+    ) -> Any:
+        from areal_async.rpc.rpc import Client
+        from rollout_service.engines.http.engine import HttpEngine
+        from rollout_service.engines.http.settings import settings_of
+        from rollout_service.engines.sglang.adapter import SGLangAdapter
+        from rollout_service.engines.sglang.weights import TensorFeed
+
+        settings = settings_of(job, slots=slots, activity=activity, place=place, replica=replica)
+        feed = None
+        # An evaluation is of a pinned snapshot, which may be older than what the trainer sends.
+        if job.weights.channel == "nccl" and place is not None and place.role == "rollout":
+            name = f"{place.name}/{replica}"
+            endpoint, access = place.weights_endpoint, place.secret
+            trainer = Client(endpoint, job=job.job, role="engine", name=name, access=access)
+            feed = TensorFeed(trainer, name)
+        return HttpEngine(SGLangAdapter(job.model, settings, feed=feed))
+
+
+PART = SGLang()

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from rollout_service.engines.base import Capabilities, EngineError, UpdateMode
-from rollout_service.engines.server.http import ServerClient
-from rollout_service.engines.sglang.launch import CONTEXT_MARGIN
-from rollout_service.engines.sglang.wire import Generated
+from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.sglang.arguments import CONTEXT_MARGIN
+from rollout_service.engines.sglang.messages import Generated
 
 RELEASES = frozenset({"0.5.23"})
 """Releases whose behaviour is verified. Another may count versions or keep a cache in another way, which

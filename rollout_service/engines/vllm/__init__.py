@@ -4,22 +4,34 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Any
 from uuid import uuid4
 
+from areal_async.config.engines import EnginePart
 from areal_async.config.job import JobConfig
 from areal_async.runtime.context import ServiceContext
-from rollout_service.engines.server.settings import settings_of
-from rollout_service.engines.vllm.engine import VllmEngine
-
-__all__ = ["VllmEngine", "make_vllm"]
 
 
-def make_vllm(
-    job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None = None, replica: int = 0
-) -> VllmEngine:
-    """The engine of a job whose `rollout.engine` is `vllm`; the server is started by `start`.
+class Vllm(EnginePart):
+    is_server = True
+    needs = "directory"
+    no_group = "only SGLang's servers can be joined here (vLLM's way of it exists only in its GPU builds)"
+    parallel_flags = (
+        ("tensor-parallel-size", "tp"),
+        ("pipeline-parallel-size", "pp"),
+        ("data-parallel-size", "dp"),
+    )
 
-    Raises `EngineError` when its environment is not there."""
-    settings = settings_of(job, slots=slots, activity=activity, place=place, replica=replica)
-    shared = place.shm_dir if place is not None else Path(gettempdir())
-    return VllmEngine(job.model, settings, scratch=shared / f"vllm-{uuid4().hex[:12]}")
+    def make(
+        self, job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int
+    ) -> Any:
+        from rollout_service.engines.http.engine import HttpEngine
+        from rollout_service.engines.http.settings import settings_of
+        from rollout_service.engines.vllm.adapter import VllmAdapter
+
+        settings = settings_of(job, slots=slots, activity=activity, place=place, replica=replica)
+        scratch = (place.shm_dir if place is not None else Path(gettempdir())) / f"vllm-{uuid4().hex[:12]}"
+        return HttpEngine(VllmAdapter(job.model, settings, scratch=scratch))
+
+
+PART = Vllm()

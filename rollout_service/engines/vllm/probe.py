@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from rollout_service.engines.base import EngineError
-from rollout_service.engines.server.http import ServerClient
-from rollout_service.engines.vllm.argv import MODEL_NAME
-from rollout_service.engines.vllm.folder import HEAD
+from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.vllm.arguments import MODEL_NAME
+from rollout_service.engines.vllm.weights import HEAD
 
 RELEASES = ("0.32.",)
 """Beginnings of the releases whose behaviour the tests pin down."""
@@ -112,7 +112,7 @@ async def probe(client: ServerClient, *, max_model_len: int, tied: bool) -> str:
 
 
 async def _check_untied(client: ServerClient) -> None:
-    """On a CPU a reload does not reach an output layer that is tied (see `folder.py`)."""
+    """On a CPU a reload does not reach an output layer that is tied (see `weights.py`)."""
     names = (await client.post("/weight_checker", {"action": "checksum"}, Checksums)).checksums
     if not any(name.endswith(HEAD) for name in names):
         raise EngineError(

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from rollout_service.engines.server.environment import find_python
-from rollout_service.engines.server.settings import ServerSettings
-from rollout_service.engines.sglang import SGLangEngine
+from areal_async.config.engines import find_engine_python
+from rollout_service.engines.http.engine import HttpEngine
+from rollout_service.engines.http.settings import ServerSettings
+from rollout_service.engines.sglang.adapter import SGLangAdapter
 
 SLOTS = 32
 STARTUP_S = 330.0
@@ -22,33 +23,33 @@ def log_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def started(model: Any, run: Callable[..., Any], log_path: Path) -> Iterator[SGLangEngine]:
+def started(model: Any, run: Callable[..., Any], log_path: Path) -> Iterator[HttpEngine]:
     """The engine that owns the server (`recompute`)."""
     settings = ServerSettings(
         slots=SLOTS,
         max_model_len=64,
-        python=find_python("sglang"),
+        python=find_engine_python("sglang"),
         log_path=log_path,
         ready_s=STARTUP_S,
     )
-    engine = SGLangEngine(model.directory, settings)
+    engine = HttpEngine(SGLangAdapter(model.directory, settings))
     run(engine.start(model.snapshot(0)), STARTUP_S + 30)
     yield engine
     run(engine.stop())
 
 
 @pytest.fixture
-def recompute(started: SGLangEngine, model: Any, run: Callable[..., Any], exchange: Any) -> SGLangEngine:
+def recompute(started: HttpEngine, model: Any, run: Callable[..., Any], exchange: Any) -> HttpEngine:
     """Serves version 0."""
     run(exchange(started, model.snapshot(0)))
     return started
 
 
 @pytest.fixture
-def keep(started: SGLangEngine, model: Any, run: Callable[..., Any]) -> Iterator[SGLangEngine]:
+def keep(started: HttpEngine, model: Any, run: Callable[..., Any]) -> Iterator[HttpEngine]:
     """Serves version 0, attached to the same server."""
     settings = ServerSettings(slots=SLOTS, max_model_len=64, update_mode="keep", url=started.url)
-    engine = SGLangEngine(model.directory, settings)
+    engine = HttpEngine(SGLangAdapter(model.directory, settings))
     run(engine.start(model.snapshot(0)))
     yield engine
     run(engine.stop())

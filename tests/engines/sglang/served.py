@@ -7,9 +7,9 @@ import os
 import time
 from collections.abc import Callable
 
-from rollout_service.engines.server.http import ServerClient
-from rollout_service.engines.server.keyed import VARIABLE
-from rollout_service.engines.sglang.watch import Loads, RankLoad
+from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.http.keyed import VARIABLE
+from rollout_service.engines.sglang.adapter import Loads, RankLoad
 
 LIMIT_S = 60.0
 KEY = os.environ[VARIABLE]

@@ -15,16 +15,18 @@ import numpy as np
 import pytest
 
 from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.rpc import Client
 from areal_async.rpc.secret import RunSecret
 from areal_async.trajectory import Sampling
 from areal_async.weights import metrics
 from areal_async.weights.receiver import Receiver
 from rollout_service.engines.base import EngineLost, GenerateRequest, GenerateResult
-from rollout_service.engines.server.http import ServerClient
-from rollout_service.engines.server.settings import ServerSettings
-from rollout_service.engines.sglang import SGLangEngine, distributed
-from rollout_service.engines.sglang.distributed import make_feed
+from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.http.engine import HttpEngine
+from rollout_service.engines.http.settings import ServerSettings
+from rollout_service.engines.sglang.adapter import SGLangAdapter
 from rollout_service.engines.sglang.probe import ModelInfo
+from rollout_service.engines.sglang.weights import GRACE_S, TensorFeed
 from rollout_service.updates import Updates
 from tests.engines.sglang.served import KEY
 
@@ -76,16 +78,19 @@ async def trainer(
         await process.wait()
 
 
+def feed_from(endpoint: str, grace_s: float = GRACE_S) -> TensorFeed:
+    client = Client(endpoint, job="job", role="engine", name="r/0", access=SECRET)
+    return TensorFeed(client, "r/0", grace_s=grace_s)
+
+
 @contextlib.asynccontextmanager
 async def following(
-    folder: Path, url: str, model: Any, first: Trainer
-) -> AsyncIterator[tuple[SGLangEngine, asyncio.Task[None]]]:
+    folder: Path, url: str, model: Any, first: Trainer, *, grace_s: float = GRACE_S
+) -> AsyncIterator[tuple[HttpEngine, asyncio.Task[None]]]:
     """An engine on the server at `url` that is kept on the newest weights."""
     endpoint = f"ipc://{folder}/w"
     settings = ServerSettings(slots=32, max_model_len=64, url=url)
-    engine = SGLangEngine(
-        model.directory, settings, feed=make_feed(endpoint, job="job", name="r/0", access=SECRET)
-    )
+    engine = HttpEngine(SGLangAdapter(model.directory, settings, feed=feed_from(endpoint, grace_s)))
     receiver = Receiver(endpoint, job="job", name="r", tensors=False, access=SECRET)
     updates = Updates(receiver, engine)
     await receiver.connect()
@@ -101,13 +106,13 @@ async def following(
         await receiver.close()
 
 
-async def reaches(engine: SGLangEngine, tag: VersionTag) -> None:
+async def reaches(engine: HttpEngine, tag: VersionTag) -> None:
     async with asyncio.timeout(WAIT_S):
         while engine.version != tag:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
-def many(engine: SGLangEngine, name: str, count: int = 16) -> list[asyncio.Task[GenerateResult]]:
+def many(engine: HttpEngine, name: str, count: int = 16) -> list[asyncio.Task[GenerateResult]]:
     return [
         asyncio.create_task(engine.generate(GenerateRequest(f"{name}{i}", PROMPT, LONG)))
         for i in range(count)
@@ -130,7 +135,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_versions_are_true_with_tensors_sent_under_requests_in_flight(
-    recompute: SGLangEngine, model: Any, run: Callable[..., Any], folder: Path
+    recompute: HttpEngine, model: Any, run: Callable[..., Any], folder: Path
 ) -> None:
     async def body() -> None:
         results: list[GenerateResult] = []
@@ -155,7 +160,7 @@ def test_versions_are_true_with_tensors_sent_under_requests_in_flight(
 
 
 def test_one_death_is_local_a_trainer_killed_while_it_sends(
-    recompute: SGLangEngine, model: Any, run: Callable[..., Any], folder: Path
+    recompute: HttpEngine, model: Any, run: Callable[..., Any], folder: Path
 ) -> None:
     snapshots = [model.snapshot(v, epoch=1) for v in (0, 1)]
 
@@ -183,7 +188,7 @@ def test_one_death_is_local_a_trainer_killed_while_it_sends(
     run(body(), 150.0)
 
 
-async def asked_until_lost(engine: SGLangEngine, name: str) -> list[GenerateResult]:
+async def asked_until_lost(engine: HttpEngine, name: str) -> list[GenerateResult]:
     """One request after the other, until the engine is lost."""
     results: list[GenerateResult] = []
     with contextlib.suppress(EngineLost):
@@ -193,19 +198,13 @@ async def asked_until_lost(engine: SGLangEngine, name: str) -> list[GenerateResu
 
 
 def test_a_trainer_that_stands_still_while_it_sends_costs_the_engine_its_limit(
-    recompute: SGLangEngine,
-    model: Any,
-    run: Callable[..., Any],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    recompute: HttpEngine, model: Any, run: Callable[..., Any], folder: Path
 ) -> None:
-    monkeypatch.setattr(distributed, "GRACE_S", 1.0)
-
     async def body() -> None:
         async with trainer(
             folder, [model.snapshot(v, epoch=3) for v in (0, 1)], limit_s=2.0, failpoints="stop@2"
         ) as sending:
-            async with following(folder, recompute.url, model, sending) as (engine, task):
+            async with following(folder, recompute.url, model, sending, grace_s=1.0) as (engine, task):
                 askers = [asyncio.create_task(asked_until_lost(engine, f"s{n}")) for n in range(4)]
                 await sending.publish()
                 with pytest.raises(EngineLost, match="did not answer"):
@@ -227,12 +226,12 @@ def test_a_trainer_that_stands_still_while_it_sends_costs_the_engine_its_limit(
 
 
 def test_without_a_trainer_that_answers_the_directory_is_loaded(
-    recompute: SGLangEngine, model: Any, run: Callable[..., Any], folder: Path, exchange: Any
+    recompute: HttpEngine, model: Any, run: Callable[..., Any], folder: Path, exchange: Any
 ) -> None:
     async def body() -> None:
-        feed = make_feed(f"ipc://{folder}/nobody", job="job", name="r/0", access=SECRET)
+        feed = feed_from(f"ipc://{folder}/nobody")
         settings = ServerSettings(slots=32, max_model_len=64, url=recompute.url)
-        engine = SGLangEngine(model.directory, settings, feed=feed)
+        engine = HttpEngine(SGLangAdapter(model.directory, settings, feed=feed))
         await engine.start(model.snapshot(0))
         await exchange(engine, model.snapshot(1))
         result = await engine.generate(GenerateRequest("n", PROMPT, LONG))

@@ -23,9 +23,9 @@ import pytest
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import DeadlinePassed, GenerateRequest, GenerateResult, RequestError
-from rollout_service.engines.server.http import ServerClient
-from rollout_service.engines.sglang import SGLangEngine
-from rollout_service.engines.sglang.watch import Loads, decoded
+from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.http.engine import HttpEngine
+from rollout_service.engines.sglang.adapter import Loads
 from tests.engines.sglang.served import KEY, in_server, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of the server's start
@@ -35,13 +35,13 @@ Run = Callable[..., Any]
 
 
 async def sample(
-    engine: SGLangEngine, count: int, sampling: Sampling, prompt: list[int] = PROMPT, name: str = "s"
+    engine: HttpEngine, count: int, sampling: Sampling, prompt: list[int] = PROMPT, name: str = "s"
 ) -> list[GenerateResult]:
     requests = [GenerateRequest(f"{name}{i}", prompt, sampling) for i in range(count)]
     return list(await asyncio.gather(*map(engine.generate, requests)))
 
 
-def test_capabilities_are_those_of_the_server(recompute: SGLangEngine) -> None:
+def test_capabilities_are_those_of_the_server(recompute: HttpEngine) -> None:
     found = recompute.capabilities
     assert (found.name, found.needs, found.vocab_size, found.max_model_len) == ("sglang", "directory", 16, 64)
     assert found.update_modes == {"recompute", "keep"}
@@ -59,7 +59,7 @@ def test_capabilities_are_those_of_the_server(recompute: SGLangEngine) -> None:
     ],
 )
 def test_logprobs_are_of_what_is_stated(
-    recompute: SGLangEngine, model: Any, run: Run, sampling: Sampling, stated: str
+    recompute: HttpEngine, model: Any, run: Run, sampling: Sampling, stated: str
 ) -> None:
     for result in run(sample(recompute, 8, sampling)):
         assert result.logprobs_of == stated
@@ -68,21 +68,21 @@ def test_logprobs_are_of_what_is_stated(
         np.testing.assert_allclose(result.logprobs, want, atol=1e-4)
 
 
-def test_greedy_takes_the_likeliest_id(recompute: SGLangEngine, model: Any, run: Run) -> None:
+def test_greedy_takes_the_likeliest_id(recompute: HttpEngine, model: Any, run: Run) -> None:
     (result,) = run(sample(recompute, 1, Sampling(temperature=0.0, max_new_tokens=30)))
     ids = [*PROMPT, *result.token_ids]
     likeliest = model.logits(VersionTag(0, 0), ids)[len(PROMPT) - 1 : -1].argmax(axis=-1)
     np.testing.assert_array_equal(result.token_ids, likeliest)
 
 
-def test_sampling_is_what_was_asked_for(recompute: SGLangEngine, run: Run) -> None:
+def test_sampling_is_what_was_asked_for(recompute: HttpEngine, run: Run) -> None:
     answers = {tuple(r.token_ids) for r in run(sample(recompute, 16, Sampling(1.0, max_new_tokens=8)))}
     assert len(answers) > 8  # the model's own defaults are greedy
     few = {int(r.token_ids[0]) for r in run(sample(recompute, 32, Sampling(1.0, top_k=2, max_new_tokens=1)))}
     assert len(few) <= 2
 
 
-def test_eos_is_among_the_ids_and_not_in_the_text(recompute: SGLangEngine, run: Run) -> None:
+def test_eos_is_among_the_ids_and_not_in_the_text(recompute: HttpEngine, run: Run) -> None:
     results = run(sample(recompute, 32, LONG))
     stopped = [r for r in results if r.finish_reason == "stop"]
     assert stopped
@@ -94,7 +94,7 @@ def test_eos_is_among_the_ids_and_not_in_the_text(recompute: SGLangEngine, run: 
 
 
 def test_a_stop_string_ends_the_answer_and_is_cut_from_the_text_alone(
-    recompute: SGLangEngine, run: Run
+    recompute: HttpEngine, run: Run
 ) -> None:
     results = run(sample(recompute, 32, Sampling(1.0, max_new_tokens=60, stop=("7", "+-"))))
     by_string = [r for r in results if r.finish_reason == "stop" and r.token_ids[-1] != 1]
@@ -105,7 +105,7 @@ def test_a_stop_string_ends_the_answer_and_is_cut_from_the_text_alone(
         assert whole[len(result.text) :] in ("7", "+-")
 
 
-def test_prompt_and_answer_fill_the_models_length(recompute: SGLangEngine, run: Run) -> None:
+def test_prompt_and_answer_fill_the_models_length(recompute: HttpEngine, run: Run) -> None:
     for size in (58, 62, 63):
         results = run(sample(recompute, 8, LONG, [6] * size, "f"))
         assert max(len(r.token_ids) for r in results) == 64 - size
@@ -123,14 +123,14 @@ def test_prompt_and_answer_fill_the_models_length(recompute: SGLangEngine, run: 
     ],
 )
 def test_what_the_server_would_die_of_is_refused_here(
-    recompute: SGLangEngine, run: Run, prompt: Any, words: str
+    recompute: HttpEngine, run: Run, prompt: Any, words: str
 ) -> None:
     with pytest.raises(RequestError, match=words):
         run(recompute.generate(GenerateRequest("bad", prompt, LONG)))
     assert len(run(sample(recompute, 1, LONG))) == 1
 
 
-def test_an_abort_ends_one_request_only(recompute: SGLangEngine, run: Run) -> None:
+def test_an_abort_ends_one_request_only(recompute: HttpEngine, run: Run) -> None:
     async def body() -> tuple[GenerateResult, list[GenerateResult]]:
         # Ids of which one begins the others, as the server matches them.
         names = ["r1", "r10", "r11", "r1x"]
@@ -147,7 +147,7 @@ def test_an_abort_ends_one_request_only(recompute: SGLangEngine, run: Run) -> No
     assert all(r.finish_reason in ("stop", "length") for r in others)
 
 
-def test_an_abort_right_after_the_call_ends_it(recompute: SGLangEngine, run: Run) -> None:
+def test_an_abort_right_after_the_call_ends_it(recompute: HttpEngine, run: Run) -> None:
     async def body() -> list[GenerateResult]:
         # More than the server computes at once: the later ones wait in its queue.
         calls = [
@@ -163,7 +163,7 @@ def test_an_abort_right_after_the_call_ends_it(recompute: SGLangEngine, run: Run
         assert len(result.token_ids) == len(result.logprobs) == len(result.versions)
 
 
-def test_a_cancelled_call_frees_its_slot_at_once(recompute: SGLangEngine, run: Run) -> None:
+def test_a_cancelled_call_frees_its_slot_at_once(recompute: HttpEngine, run: Run) -> None:
     async def body() -> float:
         client = ServerClient("server", recompute.url, key=KEY)
         call = asyncio.create_task(sample(recompute, 32, Sampling(1e-3, max_new_tokens=60), [4], "c"))
@@ -179,7 +179,7 @@ def test_a_cancelled_call_frees_its_slot_at_once(recompute: SGLangEngine, run: R
     assert recompute.stats().running == 0
 
 
-def test_a_deadline_ends_a_request_by_name(recompute: SGLangEngine, run: Run) -> None:
+def test_a_deadline_ends_a_request_by_name(recompute: HttpEngine, run: Run) -> None:
     async def body(left_s: float) -> None:
         deadline_s = time.monotonic() + left_s
         requests = [GenerateRequest(f"d{i}", PROMPT, LONG, deadline_s=deadline_s) for i in range(64)]
@@ -191,7 +191,7 @@ def test_a_deadline_ends_a_request_by_name(recompute: SGLangEngine, run: Run) ->
     assert len(run(sample(recompute, 1, LONG))) == 1
 
 
-def test_stats_count_what_went_through(recompute: SGLangEngine, run: Run) -> None:
+def test_stats_count_what_went_through(recompute: HttpEngine, run: Run) -> None:
     before = recompute.stats()
     results = run(sample(recompute, 4, LONG))
     after = recompute.stats()
@@ -201,16 +201,16 @@ def test_stats_count_what_went_through(recompute: SGLangEngine, run: Run) -> Non
     assert after.capacity == 32
 
 
-def test_units_move_a_count_before_their_answer_is_finished(recompute: SGLangEngine, run: Run) -> None:
+def test_units_move_a_count_before_their_answer_is_finished(recompute: HttpEngine, run: Run) -> None:
     """A worker takes an engine that samples nothing for long for a stuck one."""
 
     async def body() -> None:
         client = ServerClient("server", recompute.url, key=KEY)
-        before = decoded((await client.get("/v1/loads", Loads)).loads)
+        before = (await client.get("/v1/loads", Loads)).decoded
         tasks = [
             asyncio.create_task(recompute.generate(GenerateRequest(f"n{i}", PROMPT, LONG))) for i in range(32)
         ]
-        await until(client, lambda load: decoded([load]) > before)
+        await until(client, lambda load: Loads([load]).decoded > before)
         await recompute.pause()
         await until(client, lambda _: recompute.stats().decoded > before)
         assert not all(task.done() for task in tasks)

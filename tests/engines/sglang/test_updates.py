@@ -29,10 +29,9 @@ from areal_async.quickstart.model import make_tokenizer
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult
-from rollout_service.engines.server.http import ServerClient
-from rollout_service.engines.server.tensors import read_header
-from rollout_service.engines.sglang import SGLangEngine
-from rollout_service.engines.sglang import engine as sglang_module
+from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.http.engine import HttpEngine
+from rollout_service.engines.http.folders import read_layout
 from rollout_service.engines.streaming import generate_telling
 from tests.engines.sglang.served import KEY, in_server, until
 
@@ -43,7 +42,7 @@ Run = Callable[..., Any]
 Exchange = Callable[..., Any]
 
 
-def calls(engine: SGLangEngine, count: int, name: str = "u") -> list[asyncio.Task[GenerateResult]]:
+def calls(engine: HttpEngine, count: int, name: str = "u") -> list[asyncio.Task[GenerateResult]]:
     return [
         asyncio.create_task(engine.generate(GenerateRequest(f"{name}{i}", PROMPT, LONG)))
         for i in range(count)
@@ -51,7 +50,7 @@ def calls(engine: SGLangEngine, count: int, name: str = "u") -> list[asyncio.Tas
 
 
 async def updated(
-    engine: SGLangEngine, exchange: Exchange, snapshots: list[Any], count: int = 24
+    engine: HttpEngine, exchange: Exchange, snapshots: list[Any], count: int = 24
 ) -> list[GenerateResult]:
     """Answers of requests that were in flight during an update to each of `snapshots`."""
     client = ServerClient("server", engine.url, key=KEY)
@@ -73,7 +72,7 @@ def assert_whole(results: list[GenerateResult]) -> None:
 
 
 def test_versions_are_true_in_recompute_mode(
-    recompute: SGLangEngine, model: Any, run: Run, exchange: Exchange
+    recompute: HttpEngine, model: Any, run: Run, exchange: Exchange
 ) -> None:
     snapshots = [model.snapshot(1), model.snapshot(2), model.snapshot(0, epoch=1)]
     results = run(updated(recompute, exchange, snapshots))
@@ -85,7 +84,7 @@ def test_versions_are_true_in_recompute_mode(
         np.testing.assert_allclose(result.logprobs, model.logprobs(PROMPT, result), atol=1e-4)
 
 
-def test_requests_in_flight_survive_a_pause_whole(recompute: SGLangEngine, model: Any, run: Run) -> None:
+def test_requests_in_flight_survive_a_pause_whole(recompute: HttpEngine, model: Any, run: Run) -> None:
     async def body() -> list[GenerateResult]:
         client = ServerClient("server", recompute.url, key=KEY)
         tasks = calls(recompute, 24)
@@ -102,7 +101,7 @@ def test_requests_in_flight_survive_a_pause_whole(recompute: SGLangEngine, model
 
 
 def test_keep_updates_with_requests_in_flight(
-    keep: SGLangEngine, model: Any, run: Run, exchange: Exchange
+    keep: HttpEngine, model: Any, run: Run, exchange: Exchange
 ) -> None:
     results = run(updated(keep, exchange, [model.snapshot(1), model.snapshot(2)]))
     assert_whole(results)
@@ -117,7 +116,7 @@ def test_keep_updates_with_requests_in_flight(
 
 
 def test_keep_never_serves_old_kv_to_a_new_request(
-    keep: SGLangEngine, model: Any, run: Run, exchange: Exchange
+    keep: HttpEngine, model: Any, run: Run, exchange: Exchange
 ) -> None:
     async def body() -> list[GenerateResult]:
         old = calls(keep, 24, "old")
@@ -155,11 +154,10 @@ def offer(good: Any, path: Path, tensors: dict[str, Any] | None = None) -> Offer
 
 
 def test_a_snapshot_that_does_not_fit_changes_nothing(
-    recompute: SGLangEngine, model: Any, run: Run, tmp_path: Path
+    recompute: HttpEngine, model: Any, run: Run, tmp_path: Path
 ) -> None:
     good = model.snapshot(1)
-    _, entries = read_header(good.path / "model.safetensors")
-    stored = {name: good.tensors[name] for name in entries}
+    stored = {name: good.tensors[name] for name in read_layout(good.path)}
     norm = stored["model.norm.weight"]
     less = {name: tensor for name, tensor in stored.items() if tensor is not norm}
     other = stored | {"model.norm.weight": norm[:3].clone()}
@@ -185,7 +183,7 @@ def test_a_snapshot_that_does_not_fit_changes_nothing(
     ("left_bytes", "words"), [(0, "the old one is served"), (4000, "cut short"), (900_000, "cut short")]
 )
 def test_a_failed_load_leaves_the_old_weights_in_place(
-    recompute: SGLangEngine,
+    recompute: HttpEngine,
     model: Any,
     run: Run,
     tmp_path: Path,
@@ -200,7 +198,7 @@ def test_a_failed_load_leaves_the_old_weights_in_place(
         (tmp_path / "model.safetensors").write_bytes(whole[:left_bytes])
     else:
         # Its file goes after it was looked at.
-        monkeypatch.setattr(sglang_module, "check_directory", lambda layout, directory: None)
+        monkeypatch.setattr("rollout_service.engines.http.engine.check_folder", lambda *_: None)
 
     async def body() -> list[GenerateResult]:
         tasks = calls(recompute, 8)
@@ -218,12 +216,12 @@ def test_a_failed_load_leaves_the_old_weights_in_place(
         np.testing.assert_allclose(result.logprobs, model.logprobs(PROMPT, result), atol=1e-4)
 
 
-def test_weights_are_exchanged_only_while_paused(recompute: SGLangEngine, model: Any, run: Run) -> None:
+def test_weights_are_exchanged_only_while_paused(recompute: HttpEngine, model: Any, run: Run) -> None:
     with pytest.raises(EngineError, match="paused"):
         run(recompute.load(model.snapshot(1)))
 
 
-def test_a_request_called_during_a_pause_can_be_aborted(recompute: SGLangEngine, run: Run) -> None:
+def test_a_request_called_during_a_pause_can_be_aborted(recompute: HttpEngine, run: Run) -> None:
     async def body() -> list[GenerateResult]:
         before = calls(recompute, 8, "before")
         await asyncio.sleep(0.05)
@@ -242,7 +240,7 @@ def test_a_request_called_during_a_pause_can_be_aborted(recompute: SGLangEngine,
 
 
 def test_streams_that_a_pause_sent_back_to_the_queue_are_aborted_and_closed_there(
-    recompute: SGLangEngine, run: Run
+    recompute: HttpEngine, run: Run
 ) -> None:
     async def body() -> tuple[list[list[int]], list[GenerateResult]]:
         client = ServerClient("server", recompute.url, key=KEY)
@@ -274,7 +272,7 @@ def test_streams_that_a_pause_sent_back_to_the_queue_are_aborted_and_closed_ther
         assert result.text == make_tokenizer().decode(result.token_ids, skip_special_tokens=True)
 
 
-def test_a_paused_server_is_alive(recompute: SGLangEngine, run: Run) -> None:
+def test_a_paused_server_is_alive(recompute: HttpEngine, run: Run) -> None:
     async def body() -> tuple[bool, bool, bool]:
         client = ServerClient("server", recompute.url, key=KEY)
         await recompute.pause()

@@ -13,8 +13,8 @@ import pytest
 
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, EngineLost, GenerateRequest
-from rollout_service.engines.server.http import ServerClient
-from rollout_service.engines.sglang import SGLangEngine
+from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.http.engine import HttpEngine
 from tests.engines.sglang.served import KEY, in_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -34,7 +34,7 @@ def processes(url: str) -> list[psutil.Process]:
 
 
 def test_the_death_of_the_scheduler_is_told_and_the_end_leaves_no_process(
-    recompute: SGLangEngine, run: Callable[..., Any]
+    recompute: HttpEngine, run: Callable[..., Any]
 ) -> None:
     async def body() -> None:
         victims = processes(recompute.url)

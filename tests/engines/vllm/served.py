@@ -6,7 +6,9 @@ import asyncio
 import copy
 import itertools
 import json
-from collections.abc import Callable, Coroutine, Sequence
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,14 +17,17 @@ import numpy.typing as npt
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from areal_async.config.engines import find_engine_python
 from areal_async.quickstart.model import make_tokenizer
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from rollout_service.engines.base import GenerateRequest, GenerateResult
-from rollout_service.engines.server.environment import find_python
-from rollout_service.engines.server.settings import ServerSettings
-from rollout_service.engines.vllm import VllmEngine
+from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.http.engine import HttpEngine
+from rollout_service.engines.http.keyed import VARIABLE
+from rollout_service.engines.http.settings import ServerSettings
+from rollout_service.engines.vllm.adapter import VllmAdapter
 
 T = TypeVar("T")
 
@@ -86,10 +91,10 @@ class Served:
         self.root = root
         self.directory, self.snapshots, self.models = write_versions(root)
         self.runner = asyncio.Runner()
-        self.engine = self.make_engine(python=find_python("vllm"))
+        self.engine = self.make_engine(python=find_engine_python("vllm"))
         self._numbers = itertools.count()
 
-    def make_engine(self, **arguments: Any) -> VllmEngine:
+    def make_engine(self, **arguments: Any) -> HttpEngine:
         defaults = {
             "slots": 64,
             "max_model_len": 2 * MAX_MODEL_LEN,
@@ -98,7 +103,7 @@ class Served:
         }
         scratch = arguments.pop("scratch", self.root / "scratch")
         settings = ServerSettings(**(defaults | arguments))
-        return VllmEngine(self.directory, settings, scratch=scratch)
+        return HttpEngine(VllmAdapter(self.directory, settings, scratch=scratch))
 
     def run(self, work: Coroutine[Any, Any, T], limit_s: float = 120) -> T:
         async def limited() -> T:
@@ -136,11 +141,18 @@ class Served:
 
         return self.run(together())
 
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[ServerClient]:
+        client = ServerClient("vLLM", self.engine.url, key=os.environ[VARIABLE])
+        try:
+            yield client
+        finally:
+            await client.close()
+
     async def gauge(self, name: str) -> float:
         """A number of the server's `/metrics`, summed over its labels."""
-        link = self.engine._link
-        assert link is not None
-        _, content = await link.server.request("GET", "/metrics")
+        async with self.client() as client:
+            _, content = await client.request("GET", "/metrics")
         lines = [line for line in content.decode().splitlines() if line.startswith(f"vllm:{name}{{")]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
@@ -169,7 +181,7 @@ class Served:
                 return
             await asyncio.sleep(0.005)
 
-    async def update(self, version: int, engine: VllmEngine | None = None) -> None:
+    async def update(self, version: int, engine: HttpEngine | None = None) -> None:
         engine = engine or self.engine
         await engine.pause()
         try:

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from areal_async.rpc.messages import VersionTag
 from rollout_service.engines.base import EngineError, EngineLost, GenerateResult
-from rollout_service.engines.vllm import VllmEngine
+from rollout_service.engines.http.engine import HttpEngine
 from tests.engines.vllm.served import Served, kept_logits, logits, worst
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # a start takes minutes on a busy machine
@@ -46,11 +47,9 @@ def version_0(served: Served) -> None:
 
 
 @pytest.fixture
-def keeping(served: Served) -> Iterator[VllmEngine]:
+def keeping(served: Served) -> Iterator[HttpEngine]:
     """A second engine, attached to the same server, that keeps KV over its updates."""
-    link = served.engine._link
-    assert link is not None
-    engine = served.make_engine(url=link.server.url, update_mode="keep", scratch=served.root / "scratch-2")
+    engine = served.make_engine(url=served.engine.url, update_mode="keep", scratch=served.root / "scratch-2")
     # As one that died during an update leaves it.
     served.run(served.engine.pause())
     served.run(engine.start(served.snapshots[0]))
@@ -59,7 +58,7 @@ def keeping(served: Served) -> Iterator[VllmEngine]:
 
 
 async def _under_updates(
-    served: Served, engine: VllmEngine, versions: list[int], *, n: int, **sampling: object
+    served: Served, engine: HttpEngine, versions: list[int], *, n: int, **sampling: object
 ) -> list[GenerateResult]:
     """Answers to `n` requests, during which the versions are served one after the other."""
     requests = [served.request(PROMPT, seed=seed, **sampling) for seed in range(n)]
@@ -88,7 +87,7 @@ def test_versions_are_true_when_kv_is_recomputed(served: Served) -> None:
     assert crossed > 10
 
 
-def test_versions_are_true_when_kv_is_kept(served: Served, keeping: VllmEngine) -> None:
+def test_versions_are_true_when_kv_is_kept(served: Served, keeping: HttpEngine) -> None:
     results = served.run(_under_updates(served, keeping, [1, 2], n=32, max_new_tokens=300))
     crossed, approximate = 0, 0.0
     for result in results:
@@ -171,7 +170,7 @@ def _altered(served: Served, case: str, root: Path) -> Offered:
     return Offered(VersionTag(1, 1), path)
 
 
-async def _load(engine: VllmEngine, offered: Offered) -> None:
+async def _load(engine: HttpEngine, offered: Offered) -> None:
     await engine.pause()
     try:
         await engine.load(offered)
@@ -204,7 +203,7 @@ def test_weights_are_exchanged_only_while_paused(served: Served) -> None:
 
 
 def test_weights_that_another_loaded_end_the_engine_and_not_the_truth(
-    served: Served, keeping: VllmEngine
+    served: Served, keeping: HttpEngine
 ) -> None:
     async def taken_over() -> None:
         # `keeping` took the server with the same version: the units are still not taken for its own.
@@ -222,7 +221,7 @@ def test_a_load_that_fails_loses_the_engine_and_a_start_serves_the_newest(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A snapshot that the server fails on, and that our own look at it lets pass.
-    monkeypatch.setattr("rollout_service.engines.vllm.engine.check_same", lambda *_: None)
+    monkeypatch.setattr("rollout_service.engines.http.engine.check_folder", lambda *_: None)
 
     async def lose() -> None:
         requests = [served.request(PROMPT, max_new_tokens=400, seed=seed) for seed in range(48)]
@@ -267,17 +266,12 @@ def _check_lost(outcomes: list[GenerateResult | BaseException]) -> None:
 
 
 def _process_named(name: str, served: Served) -> int:
-    """The server's process of this title, found in the group of our own server."""
-    link = served.engine._link
-    assert link is not None
-    assert link._process is not None
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                title = (entry / "cmdline").read_bytes()
-                group = os.getpgid(int(entry.name))
-            except (OSError, ProcessLookupError):
-                continue
-            if group == link._process.pid and name.encode() in title:
-                return int(entry.name)
-    raise AssertionError(f"the server has no process {name}")
+    """The process of this title among those of the server at the engine's address."""
+    port = int(served.engine.url.rpartition(":")[2])
+    owner = next(
+        psutil.Process(found.pid)
+        for found in psutil.net_connections("tcp")
+        if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN
+    )
+    family = [owner, *owner.children(recursive=True)]
+    return next(process.pid for process in family if name in " ".join(process.cmdline()))

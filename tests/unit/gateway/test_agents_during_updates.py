@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import training_rows
-from rollout_service.engines.local import LocalEngine
+from rollout_service.engines.local.engine import LocalEngine
 from rollout_service.episode_engine import EpisodeEngine
 from rollout_service.exchange import exchange
 from rollout_service.replicas import ReplicaSet

@@ -17,8 +17,8 @@ from transformers.utils import logging as transformers_logging
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import GenerateResult
-from rollout_service.engines.local import LocalEngine
 from rollout_service.engines.local.core import EngineCore
+from rollout_service.engines.local.engine import LocalEngine
 from rollout_service.engines.local.model import LocalModel
 
 VOCAB = ["<pad>", "<eos>", *"0123456789+-=abcdefghij ", "ab", "bc", "cab", "==", "é", "12", "\n"]

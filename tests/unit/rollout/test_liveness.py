@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.engines.server.liveness import Liveness, Patience
-from rollout_service.engines.server.process import ServerProcess
+from rollout_service.engines.http.process import Liveness, Patience, ServerProcess
 
 PATIENCE = Patience(misses=3, span_s=0.2, pause_s=0.01)
 LONG = Patience(misses=3, span_s=600.0, pause_s=0.01)

@@ -13,7 +13,7 @@ import pytest
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, RequestError
-from rollout_service.engines.local import LocalEngine
+from rollout_service.engines.local.engine import LocalEngine
 from rollout_service.engines.local.room import Room
 
 DEADLINE_S = 60.0

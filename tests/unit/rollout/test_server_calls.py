@@ -18,7 +18,7 @@ from rollout_service.engines.base import (
     GenerateRequest,
     GenerateResult,
 )
-from rollout_service.engines.server.calls import Calls, HeldBack
+from rollout_service.engines.http.calls import Calls, HeldBack
 
 NONE = np.empty(0, np.int32)
 

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from rollout_service.engines.base import EngineError
-from rollout_service.engines.server import keyed
-from rollout_service.engines.server.http import ServerClient
-from rollout_service.engines.server.settings import ServerSettings
-from rollout_service.engines.server.start import started
+from rollout_service.engines.http import keyed
+from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.http.process import started
+from rollout_service.engines.http.settings import ServerSettings
 
 # Like the real ones: routes without a key, made and served by uvicorn, and a process of its own below it.
 SERVER = """
@@ -60,7 +60,7 @@ def made(folder: Path, source: str) -> tuple[Callable[[int], list[str]], dict[st
 def test_every_route_asks_for_the_key_and_no_command_line_shows_it(tmp_path: Path) -> None:
     async def body() -> None:
         argv, environment = made(tmp_path, SERVER)
-        process, client = await started("tiny", argv, environment, settings(tmp_path), ready="/health")
+        process, client = await started("tiny", argv, environment, settings(tmp_path), path="/health")
         strangers = [ServerClient("tiny", client.url), ServerClient("tiny", client.url, key="0" * 64)]
         try:
             for path in (
@@ -98,7 +98,7 @@ def test_a_server_that_does_not_ask_is_not_used(tmp_path: Path) -> None:
         argv, environment = made(tmp_path, KEYLESS)
         before = set(psutil.Process().children(recursive=True))
         with pytest.raises(EngineError, match="answers without its key"):
-            await started("tiny", argv, environment, settings(tmp_path), ready="/health")
+            await started("tiny", argv, environment, settings(tmp_path), path="/health")
         assert set(psutil.Process().children(recursive=True)) <= before
 
     asyncio.run(body())

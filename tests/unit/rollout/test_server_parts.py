@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_async.config.engines import EngineMissing, find_engine_python
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.context import RunPlaces, ServiceContext
 from areal_async.trajectory import Sampling
-from rollout_service.engines.base import EngineError, RequestError
-from rollout_service.engines.server.checks import answer_room, checked_prompt, logprobs_of
-from rollout_service.engines.server.environment import find_python
-from rollout_service.engines.server.model import read_model
-from rollout_service.engines.server.place import attached_url
-from rollout_service.engines.server.spans import Span, format_tag, parse_tag, stamp
+from rollout_service.engines.base import EngineError, GenerateRequest, checked_request
+from rollout_service.engines.http.answers import VersionSpan, format_tag, parse_tag, stamp
+from rollout_service.engines.http.folders import read_model
+from rollout_service.engines.http.settings import attached_url
+from rollout_service.engines.sglang.messages import logprobs_of
 
 numbers = st.integers(0, 2**31 - 1)
 
@@ -42,23 +41,17 @@ def test_a_version_of_another_is_refused(text: str) -> None:
 @pytest.mark.parametrize("spans", [[], [(0, 2)], [(1, 4)], [(0, 2), (3, 4)], [(0, 3), (2, 4)], [(0, 5)]])
 def test_spans_that_do_not_cover_each_unit_once_are_refused(spans: list[tuple[int, int]]) -> None:
     with pytest.raises(EngineError):
-        stamp(4, [Span(VersionTag(0, 0), start, stop) for start, stop in spans])
+        stamp(4, [VersionSpan("e0-v0", start, stop) for start, stop in spans])
 
 
-@pytest.mark.parametrize("prompt", [[], [[1]], [8], [-1], [0.5], [1] * 6, ["a"]])
-def test_a_prompt_that_a_server_cannot_take_is_refused(prompt: Any) -> None:
-    with pytest.raises(RequestError):
-        checked_prompt(prompt, vocab_size=8, max_model_len=6)
+def test_a_good_prompt_is_i32_and_its_answer_is_bounded() -> None:
+    def room(most: int) -> int:
+        request = GenerateRequest("r", [0, 7, 3], Sampling(max_new_tokens=most))
+        ids, room = checked_request(request, vocab_size=8, max_model_len=6)
+        assert (ids.tolist(), ids.dtype) == ([0, 7, 3], np.int32)
+        return room
 
-
-def test_a_good_prompt_becomes_plain_ints_and_its_answer_is_bounded() -> None:
-    ids = checked_prompt(np.array([0, 7, 3], np.int32), vocab_size=8, max_model_len=6)
-    assert ids == [0, 7, 3]
-    assert all(type(i) is int for i in ids)
-    assert answer_room(Sampling(max_new_tokens=100), 3, 6) == 3
-    assert answer_room(Sampling(max_new_tokens=2), 3, 6) == 2
-    with pytest.raises(RequestError, match=r"sampling\.top_p"):
-        answer_room(Sampling(top_p=0.0), 3, 6)
+    assert (room(100), room(2)) == (3, 2)
 
 
 def test_what_log_probs_are_of_is_stated() -> None:
@@ -73,23 +66,21 @@ def test_the_environment_is_found_where_it_is_said_to_be(tmp_path: Path) -> None
         (tmp_path / name / "bin").mkdir(parents=True)
         (tmp_path / name / "bin" / "python").symlink_to(sys.executable)
     variables = {"AREAL_ASYNC_ENGINES": str(tmp_path / "folder")}
-    named = find_python("sglang", tmp_path / "named", variables=variables)
+    named = find_engine_python("sglang", tmp_path / "named", variables=variables)
     assert named == tmp_path / "named" / "bin" / "python"
-    found = find_python("sglang", variables=variables)
+    found = find_engine_python("sglang", variables=variables)
     assert found == tmp_path / "folder" / "sglang" / "bin" / "python"
-    with pytest.raises(EngineError, match=r"AREAL_ASYNC_ENGINES.*make engines"):
-        find_python("vllm", variables=variables)
-    with pytest.raises(EngineError, match=r"rollout\.server\.environment"):
-        find_python("sglang", tmp_path / "nowhere", variables=variables)
+    with pytest.raises(EngineMissing, match=r"AREAL_ASYNC_ENGINES.*make engines"):
+        find_engine_python("vllm", variables=variables)
+    with pytest.raises(EngineMissing, match=r"rollout\.server\.environment"):
+        find_engine_python("sglang", tmp_path / "nowhere", variables=variables)
 
 
 def test_a_models_facts_are_read_from_its_files(tmp_path: Path) -> None:
-    config = {"vocab_size": 16, "max_position_embeddings": 64, "eos_token_id": 1}
+    config = {"vocab_size": 16, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     facts = read_model(tmp_path)
-    assert (facts.vocab_size, facts.positions, facts.eos_ids) == (16, 64, {1})
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
-    assert read_model(tmp_path).eos_ids == {1, 2, 3}
+    assert (facts.vocab_size, facts.positions) == (16, 64)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
     assert read_model(tmp_path).vocab_size == 16
     (tmp_path / "config.json").write_text("{}")

@@ -16,8 +16,8 @@ import pytest
 
 from areal_async.runtime.log import SERVER_LOADS
 from rollout_service.engines.base import EngineError
-from rollout_service.engines.server import process as process_module
-from rollout_service.engines.server.process import ServerProcess, free_port
+from rollout_service.engines.http import process as process_module
+from rollout_service.engines.http.process import ServerProcess, free_port
 
 DEADLINE_S = 60.0
 # A server with a child of its own; it says so in the file given by its first argument.
@@ -130,7 +130,7 @@ def test_a_command_that_is_not_there_is_an_error_with_its_name(tmp_path: Path) -
 def test_a_server_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     owner_code = f"""
 import os, pathlib, sys, time
-from rollout_service.engines.server.process import ServerProcess
+from rollout_service.engines.http.process import ServerProcess
 code, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 ServerProcess("it", [sys.executable, "-c", code, str(folder / "pids")], dict(os.environ), folder / "log")
 time.sleep({DEADLINE_S})

@@ -13,9 +13,9 @@ import pytest
 from areal_async.errors import RpcTimeout
 from areal_async.rpc.messages import AskTensors, SendsNothing, SendsTensors, TensorBucket, VersionTag
 from rollout_service.engines.base import EngineError, EngineLost
-from rollout_service.engines.sglang.distributed import TensorFeed, check_releases, release_of, torch_of
+from rollout_service.engines.http.adapter import Directory
 from rollout_service.engines.sglang.probe import ModelInfo
-from rollout_service.engines.sglang.update import Directory
+from rollout_service.engines.sglang.weights import TensorFeed, check_releases, release_of, torch_of
 
 BUCKETS = [
     TensorBucket(["a", "b"], ["float32", "bfloat16"], [[2, 3], [4]]),

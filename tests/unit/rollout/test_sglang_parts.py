@@ -10,33 +10,31 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from aiohttp import web
 
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
-from rollout_service.engines.base import EngineError, EngineLost, RequestError, UpdateMode
-from rollout_service.engines.server import http
-from rollout_service.engines.server.http import KEEPALIVE_S, ServerClient
-from rollout_service.engines.sglang.launch import Launch, server_argv, server_environment
+from rollout_service.engines.base import EngineError, EngineLost, RequestError
+from rollout_service.engines.http import client as http
+from rollout_service.engines.http.adapter import Directory, Launch
+from rollout_service.engines.http.client import KEEPALIVE_S, ServerClient
+from rollout_service.engines.sglang.adapter import Loads
+from rollout_service.engines.sglang.arguments import command, variables
+from rollout_service.engines.sglang.messages import Generated, generate_body, parse
 from rollout_service.engines.sglang.probe import probe
-from rollout_service.engines.sglang.watch import Loads, decoded
-from rollout_service.engines.sglang.wire import Generated, generate_body, parse
+from tests.unit.rollout.fake_sglang import FakeServer
 
 LAUNCH = Launch(
     python=Path("/env/bin/python"),
+    weights=Directory(VersionTag(1, 7), Path("/snapshots/e1-v7")),
     tokenizer=Path("/model"),
     port=1234,
     slots=16,
     max_model_len=64,
-    update_mode="recompute",
-    device="cpu",
-    dtype="float32",
-    arguments={},
 )
 
 
 def flags(launch: Launch) -> dict[str, str | bool]:
-    words = server_argv(launch, Path("/snapshots/e1-v7"), VersionTag(1, 7))
+    words = command(launch)
     assert words[:6] == ["/env/bin/python", "-W", "ignore", "-P", "-m", "sglang.launch_server"]
     found: dict[str, str | bool] = {}
     for word, following in zip(words[6:], [*words[7:], "--"], strict=True):
@@ -82,13 +80,14 @@ def test_the_servers_environment_is_its_own() -> None:
         "HOME": "/home",
         "VIRTUAL_ENV": "/v",
     }
-    found = server_environment(ours, "cpu")
+    found = variables(LAUNCH, ours)
     assert not {"PYTHONPATH", "SGLANG_RETURN_ORIGINAL_LOGPROB", "VIRTUAL_ENV"} & set(found)
     assert (found["HOME"], found["SGLANG_USE_CPU_ENGINE"]) == ("/home", "1")
     assert float(found["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 10 * KEEPALIVE_S
-    assert "SGLANG_USE_CPU_ENGINE" not in server_environment(ours, "cuda")
-    assert "CUDA_VISIBLE_DEVICES" not in server_environment(ours, "cuda")
-    assert server_environment(ours, "cuda:3", ("3", "4"))["CUDA_VISIBLE_DEVICES"] == "3,4"
+    gpu = variables(replace(LAUNCH, device="cuda"), ours)
+    assert not {"SGLANG_USE_CPU_ENGINE", "CUDA_VISIBLE_DEVICES"} & set(gpu)
+    several = variables(replace(LAUNCH, device="cuda:3", gpus=("3", "4")), ours)
+    assert several["CUDA_VISIBLE_DEVICES"] == "3,4"
 
 
 def test_a_request_leaves_nothing_to_defaults() -> None:
@@ -149,62 +148,23 @@ def test_an_answer_that_does_not_account_for_its_units_is_refused(changes: Any, 
         parse(answer(**changes), "sampled")
 
 
-class FakeServer:
-    """As much of a server as the probe asks."""
+def probed(server: FakeServer) -> Any:
+    """What the probe finds of the server for `rollout.update_mode` keep."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.info = {"version": "0.5.23", "context_length": 72, "disable_overlap_schedule": True, **settings}
-        self.paths = [
-            "/abort_request", "/continue_generation", "/generate", "/model_info", "/pause_generation",
-            "/update_weights_from_disk", "/v1/loads",
-        ]  # fmt: skip
-        self.modes = ["abort", "retract", "in_place"]
-        self.original_logprobs = False
-        self.versions: Any = [{"version": "e0-v0", "start": 0, "end": 1}]
-
-    async def _openapi(self, request: web.Request) -> web.Response:
-        pause = {"properties": {"mode": {"enum": self.modes}}}
-        schemas = {"schemas": {"PauseGenerationReqInput": pause}}
-        return web.json_response({"paths": {path: {} for path in self.paths}, "components": schemas})
-
-    async def _generate(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        if body["input_ids"] == [0]:
-            return web.json_response({"error": {"message": "not that one"}}, status=400)
-        by = 1.0 if self.original_logprobs else body["sampling_params"]["temperature"]
-        rows = [[[-0.1 * (i + 1) / by, i, None] for i in body["token_ids_logprob"]]]
-        meta = {"finish_reason": {"type": "length"}, "output_token_ids_logprobs": rows}
-        meta["weight_versions"] = self.versions
-        return web.json_response({"text": "", "output_ids": [1], "meta_info": meta})
-
-    async def probed(self, update_mode: UpdateMode = "recompute", max_model_len: int = 64) -> Any:
-        app = web.Application()
-        app.router.add_get("/openapi.json", self._openapi)
-        app.router.add_post("/generate", self._generate)
-
-        async def info(request: web.Request) -> web.Response:
-            return web.json_response(self.info)
-
-        app.router.add_get("/server_info", info)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        client = ServerClient("it", f"http://127.0.0.1:{runner.addresses[0][1]}")
-        try:
+    async def main() -> Any:
+        async with server.serving() as client:
             capabilities, _ = await probe(
-                client, update_mode=update_mode, max_model_len=max_model_len, vocab_size=16, dtype="float32"
+                client, update_mode="keep", max_model_len=64, vocab_size=16, dtype="float32"
             )
             with pytest.raises(RequestError, match="not that one"):
                 await client.post("/generate", {"input_ids": [0]}, Generated)
             return capabilities
-        finally:
-            await client.close()
-            await runner.cleanup()
+
+    return asyncio.run(main())
 
 
 def test_the_probe_finds_what_a_server_offers() -> None:
-    found = asyncio.run(FakeServer().probed("keep"))
+    found = probed(FakeServer())
     assert (found.name, found.release, found.vocab_size) == ("sglang", "0.5.23", 16)
     assert found.update_modes == {"recompute", "keep"}
 
@@ -226,7 +186,7 @@ def changed(**attributes: Any) -> FakeServer:
     ("server", "words"),
     [
         (FakeServer(version="0.4.0"), r"SGLang 0\.4\.0; supported is 0\.5\.23.*make engines"),
-        (without("/pause_generation"), r"does not offer /pause_generation"),
+        (without("pause_generation"), r"does not offer /pause_generation"),
         (changed(modes=["abort", "retract"]), r"rollout\.update_mode keep"),
         (changed(versions=None), "which weights sampled"),
         (changed(original_logprobs=True), "SGLANG_RETURN_ORIGINAL_LOGPROB"),
@@ -240,12 +200,12 @@ def changed(**attributes: Any) -> FakeServer:
 )
 def test_a_server_that_cannot_do_what_is_needed_is_refused_by_name(server: FakeServer, words: str) -> None:
     with pytest.raises(EngineError, match=words):
-        asyncio.run(server.probed("keep"))
+        probed(server)
 
 
 def test_units_are_counted_over_ranks_and_before_the_first_step() -> None:
     content = b'{"loads": [{"decode_moments": [2, 6, 1, 1, 1, 6.0]}, {"decode_moments": null}, {}]}'
-    assert decoded(msgspec.json.decode(content, type=Loads).loads) == 6
+    assert msgspec.json.decode(content, type=Loads).decoded == 6
 
 
 def test_an_idle_connection_is_closed_from_this_side(monkeypatch: pytest.MonkeyPatch) -> None:

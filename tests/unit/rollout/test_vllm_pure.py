@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -17,23 +18,22 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from areal_async.quickstart.model import write_model
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
-from rollout_service.engines.base import EngineError, EngineLost
-from rollout_service.engines.server.http import KEEPALIVE_S
-from rollout_service.engines.server.tensors import check_same, read_layout
-from rollout_service.engines.vllm.answer import Answer, body, label, sampled, server_seed, tag_of
-from rollout_service.engines.vllm.argv import Launch, command, variables
-from rollout_service.engines.vllm.folder import is_tied, untied
-from rollout_service.engines.vllm.gauges import Gauges, parse_gauges
+from rollout_service.engines.base import EngineError, EngineLost, GenerateResult
+from rollout_service.engines.http.adapter import Directory, Launch, ServerLoad
+from rollout_service.engines.http.client import KEEPALIVE_S
+from rollout_service.engines.http.folders import check_folder, read_layout
+from rollout_service.engines.vllm.adapter import parse_load
+from rollout_service.engines.vllm.arguments import command, variables
+from rollout_service.engines.vllm.messages import Answer, generate_body, label, parse, server_seed, tag_of
+from rollout_service.engines.vllm.weights import is_tied, untied
 
 LAUNCH = Launch(
     python=Path("/venv/bin/python"),
-    model=Path("/snapshots/e0-v0"),
+    weights=Directory(VersionTag(0, 0), Path("/snapshots/e0-v0")),
     tokenizer=Path("/model"),
     port=4711,
     slots=32,
     max_model_len=64,
-    device="cpu",
-    dtype="float32",
 )
 OWNER = "0badcafe"
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=9, stop=("\n",), seed=3)
@@ -121,7 +121,7 @@ def test_the_server_s_environment_has_its_endpoints_on_and_nothing_of_our_python
 
 
 def test_a_request_names_every_parameter_of_the_sampling() -> None:
-    content = body("r", [3, 4], SAMPLING, max_new_tokens=7, cache_salt="s", priority=2)
+    content = generate_body("r", [3, 4], SAMPLING, 7, cache_salt="s", priority=2)
     assert content["sampling_params"] == {
         "n": 1,
         "max_tokens": 7,
@@ -149,9 +149,13 @@ def test_seeds_are_never_minus_one_and_differ_where_only_high_bits_do() -> None:
 # --- answers ------------------------------------------------------------------------------------------
 
 
+def parsed(said: Answer) -> GenerateResult:
+    return parse(said, OWNER, decode=str, logprobs_of="sampled")
+
+
 def test_the_units_of_an_answer_carry_the_label_they_were_sampled_under() -> None:
     spans = [("e0-v7." + OWNER, 0, 2), ("e1-v7." + OWNER, 2, 3)]
-    found = sampled(answer([5, 6, 1], spans=spans), OWNER)
+    found = parsed(answer([5, 6, 1], spans=spans))
     assert found.token_ids.tolist() == [5, 6, 1]
     assert found.token_ids.dtype == np.int32
     assert found.logprobs.dtype == np.float32
@@ -160,14 +164,8 @@ def test_the_units_of_an_answer_carry_the_label_they_were_sampled_under() -> Non
 
 
 def test_an_answer_without_units_has_no_versions() -> None:
-    found = sampled(answer([], reason="abort", spans=[]), OWNER)
+    found = parsed(answer([], reason="abort", spans=[]))
     assert (found.token_ids.size, found.versions.size, found.finish_reason) == (0, 0, "abort")
-
-
-@pytest.mark.parametrize("spans", [[], [(0, 1)], [(1, 3)], [(0, 2), (1, 3)], [(0, 4)], [(0, 1), (2, 3)]])
-def test_spans_that_do_not_cover_each_unit_once_are_refused(spans: list[tuple[int, int]]) -> None:
-    with pytest.raises(EngineError):
-        sampled(answer([5, 6, 1], spans=[("e0-v1." + OWNER, s, e) for s, e in spans]), OWNER)
 
 
 def test_weights_that_someone_else_loaded_are_never_taken_for_ours() -> None:
@@ -182,16 +180,16 @@ def test_log_probs_that_are_not_finite_or_of_other_ids_are_refused() -> None:
     broken = answer([5, 6])
     broken.choices[0].logprobs.content[1].logprob = -9999.0
     with pytest.raises(EngineError, match="not finite"):
-        sampled(broken, OWNER)
+        parsed(broken)
     shifted = answer([5, 6])
     shifted.choices[0].token_ids = [5, 7]
-    with pytest.raises(EngineError, match="not of the 2 ids"):
-        sampled(shifted, OWNER)
+    with pytest.raises(EngineError, match="2 ids and log-probs of others"):
+        parsed(shifted)
 
 
 def test_an_unknown_way_to_end_is_refused() -> None:
     with pytest.raises(EngineError, match="repetition"):
-        sampled(answer([5], reason="repetition"), OWNER)
+        parsed(answer([5], reason="repetition"))
 
 
 # --- directories --------------------------------------------------------------------------------------
@@ -200,18 +198,21 @@ def test_an_unknown_way_to_end_is_refused() -> None:
 def test_a_directory_with_other_tensors_is_refused_by_name(tmp_path: Path) -> None:
     write_model(tmp_path / "model", 0)
     expected = read_layout(tmp_path / "model")
-    check_same(expected, read_layout(tmp_path / "model"), tmp_path)
+    check_folder(expected, tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     name = "model.layers.2.mlp.down_proj.weight"
 
     def changed(case: str, **altered: torch.Tensor) -> Path:
         folder = tmp_path / case
         folder.mkdir()
+        shutil.copy(tmp_path / "model" / "config.json", folder)
         kept = {n: t for n, t in tensors.items() if n != name}
         save_file(kept | {n.replace("__", "."): t for n, t in altered.items()}, folder / "a.safetensors")
         return folder
 
     spelled = name.replace(".", "__")
+    with pytest.raises(EngineError, match=r"no config\.json"):
+        check_folder(expected, tmp_path)
     for folder, word in (
         (changed("missing"), "lacks"),
         (changed("foreign", **{spelled: tensors[name], "other": torch.zeros(2)}), "has besides other"),
@@ -219,7 +220,7 @@ def test_a_directory_with_other_tensors_is_refused_by_name(tmp_path: Path) -> No
         (changed("dtype", **{spelled: tensors[name].to(torch.bfloat16)}), "in another form"),
     ):
         with pytest.raises(EngineError, match=word):
-            check_same(expected, read_layout(folder), folder)
+            check_folder(expected, folder)
 
 
 def test_a_torn_or_missing_file_is_an_engine_error(tmp_path: Path) -> None:
@@ -259,19 +260,19 @@ def test_a_folder_is_untied_again_from_other_weights(tmp_path: Path) -> None:
         assert torch.equal(load_file(folder / "lm_head.safetensors")["lm_head.weight"], embedding)
 
 
-# --- gauges -------------------------------------------------------------------------------------------
+# --- the load -----------------------------------------------------------------------------------------
 
 
-def test_gauges_are_summed_over_engines_and_absent_ones_are_zero() -> None:
+def test_the_load_is_summed_over_engines_and_what_is_absent_is_zero() -> None:
     text = """
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="policy"} 3.0
-vllm:num_requests_running{engine="1",model_name="policy"} 4.0
 vllm:num_requests_waiting{engine="0",model_name="policy"} 2.0
+vllm:num_requests_waiting{engine="1",model_name="policy"} 3.0
 vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 2.0
 vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
 vllm:kv_cache_usage_perc{engine="1",model_name="policy"} 5e-1
 vllm:generation_tokens_total{engine="0",model_name="policy"} 1.5e+06
 """
-    assert parse_gauges(text) == Gauges(7, 2, 0.5, 1_500_000)
-    assert parse_gauges("") == Gauges()
+    assert parse_load(text) == ServerLoad(5, 0.5, 1_500_000)
+    assert parse_load("") == ServerLoad()

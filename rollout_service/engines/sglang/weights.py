@@ -1,8 +1,9 @@
-"""Weights sent by the trainer from process to process into a serving SGLang server: the channel `nccl`.
+"""New weights for a serving SGLang server: from a snapshot's directory, or from process to process.
 
-The trainer's half is `areal_async/weights/sender.py`. Once its server is paused, an engine asks the trainer
-for the new version's tensors; then each request to the server takes one bucket of them from the process group
-that the server and the trainer share. A server answers a request only once its tensors have arrived.
+Of the latter, the channel `nccl`, the trainer's half is `areal_async/weights/sender.py`. Once its server is
+paused, an engine asks the trainer for the new version's tensors; then each request to the server takes one
+bucket of them from the process group that the server and the trainer share. A server answers a request only
+once its tensors have arrived.
 
 Promises:
 - The new version is named with the last bucket, when everything before it was loaded: a server that has only
@@ -10,7 +11,7 @@ Promises:
 - Whatever fails, the server is given the snapshot's directory, or it is lost. A group in which anything
   failed is never used again; the next one has another name.
 - Nothing waits without a limit: for the trainer's answer `ASK_S`, for a bucket the limit that the trainer
-  names and `GRACE_S`.
+  names and the feed's grace.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from areal_async.rpc.messages import AskTensors, R, Request, SendsNothing, Sends
 from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
 from rollout_service.engines.base import EngineError, EngineLost
-from rollout_service.engines.server.http import ServerClient, words
-from rollout_service.engines.server.spans import format_tag
+from rollout_service.engines.http.adapter import Directory
+from rollout_service.engines.http.answers import format_tag
+from rollout_service.engines.http.client import ServerClient, words
 from rollout_service.engines.sglang.probe import ModelInfo
-from rollout_service.engines.sglang.update import Directory, load_directory
 
 ASK_S = 5.0
 """For the trainer's answer, while the engine is paused."""
@@ -43,11 +44,14 @@ answers nothing even then is stuck inside the group."""
 LONGEST_BREAK = 63
 """Updates taken from the directory after many failures in a row, before a group is tried again."""
 
+FLUSH_ATTEMPTS = 20
+FLUSH_PAUSE_S = 0.05
+
 log = get_logger("engine")
 
 
 class Trainer(Protocol):
-    """The part of `areal_async.rpc.client.Client` that is used here."""
+    """The part of an RPC client that is used here."""
 
     async def connect(self, timeout_s: float = ...) -> object: ...
 
@@ -65,17 +69,45 @@ class Parallel(msgspec.Struct):
 
 
 class Answered(msgspec.Struct):
+    """What the server says of a change of its weights."""
+
     success: bool = False
     message: str = ""
+
+
+async def load_directory(client: ServerClient, snapshot: Directory, *, flush: bool, timeout_s: float) -> None:
+    """Have the paused server load `snapshot.path` and serve it as its tag; with `flush` no KV of other
+    weights is left in its cache. Raises `EngineError`, after which nobody knows what the server holds."""
+    tag = format_tag(snapshot.tag)
+    body = {
+        "model_path": str(snapshot.path),
+        "weight_version": tag,
+        # Refused while requests have KV, which a pause in place leaves them; the new weights are in place
+        # then, under the old version's name. So it is asked for only where nothing has KV.
+        "flush_cache": flush,
+        "abort_all_requests": False,
+        "load_format": "safetensors",
+    }
+    for attempt in range(1, FLUSH_ATTEMPTS + 1):
+        status, content = await client.request("POST", "/update_weights_from_disk", body, timeout_s=timeout_s)
+        answered = _answered(content)
+        if status == 200 and answered.success:
+            break
+        if "cache was not flushed" not in answered.message or attempt == FLUSH_ATTEMPTS:
+            raise EngineError(f"{client.name} did not load {snapshot.path}: {answered.message}")
+        # A request was still leaving the batch. Loading the same again is harmless, and names the version.
+        await asyncio.sleep(FLUSH_PAUSE_S)
+    await _check_named(client, tag)
 
 
 class TensorFeed:
     """The way of tensors into one engine's server. Belongs to one event loop."""
 
-    def __init__(self, trainer: Trainer, name: str) -> None:
+    def __init__(self, trainer: Trainer, name: str, *, grace_s: float = GRACE_S) -> None:
         """`name` is this engine's among all of the job."""
         self._trainer = trainer
         self._name = name
+        self._grace_s = grace_s
         self._connected = False
         self._ranks = 1
         self._group = ""
@@ -137,7 +169,7 @@ class TensorFeed:
         if isinstance(answer, SendsNothing):
             log.info("snapshot is loaded", version=snapshot.tag.version, reason=answer.reason)
             return False
-        timeout_s = answer.limit_ms / 1000 + GRACE_S
+        timeout_s = answer.limit_ms / 1000 + self._grace_s
         # However this ends, unless it ends well: the group is not to be used again.
         joined, self._group = self._group, ""
         try:
@@ -196,15 +228,8 @@ class TensorFeed:
             }
             await _post(client, "/update_weights_from_distributed", body, timeout_s)
         await _post(client, "/end_weight_update", {}, timeout_s)
-        info = await client.get("/model_info", ModelInfo)
-        if info.weight_version != tag:
-            raise EngineError(f"{client.name} was sent {tag}, but says that it serves {info.weight_version}")
+        await _check_named(client, tag)
         metrics.RECEIVED.labels("nccl", "publisher").inc(sum(map(bytes_of, plan.buckets)))
-
-
-def make_feed(endpoint: str, *, job: str, name: str, access: Access) -> TensorFeed:
-    """The feed of the engine `name`, from the weights publisher at `endpoint`."""
-    return TensorFeed(Client(endpoint, job=job, role="engine", name=name, access=access), name)
 
 
 def check_releases(ours: str, theirs: str) -> None:
@@ -248,9 +273,19 @@ def bytes_of(bucket: TensorBucket) -> int:
 
 async def _post(client: ServerClient, path: str, body: object, timeout_s: float) -> None:
     status, content = await client.request("POST", path, body, timeout_s=timeout_s)
-    try:
-        answered = msgspec.json.decode(content, type=Answered)
-    except msgspec.MsgspecError:
-        answered = Answered(message=words(content))
+    answered = _answered(content)
     if status != 200 or not answered.success:
         raise EngineError(f"{client.name} refused {path}: {answered.message}")
+
+
+def _answered(content: bytes) -> Answered:
+    try:
+        return msgspec.json.decode(content, type=Answered)
+    except msgspec.MsgspecError:
+        return Answered(message=words(content))
+
+
+async def _check_named(client: ServerClient, tag: str) -> None:
+    info = await client.get("/model_info", ModelInfo)
+    if info.weight_version != tag:
+        raise EngineError(f"{client.name} was given {tag}, but says that it serves {info.weight_version}")

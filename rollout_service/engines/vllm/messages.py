@@ -6,31 +6,24 @@ one label of the weights. Labels are this engine's own: `label` makes them, `tag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+import math
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
-from areal_async.trajectory.header import FinishReason
-from rollout_service.engines.base import EngineError, EngineLost
-from rollout_service.engines.server.spans import Span, format_tag, parse_tag, stamp
+from areal_async.trajectory.header import LogprobsOf
+from rollout_service.engines.base import EngineError, EngineLost, GenerateResult
+from rollout_service.engines.http.answers import VersionSpan, format_tag, parse_tag, result_of
 from rollout_service.engines.streaming import Tell
 
 NOT_FINITE = -9998.0
 """The server sends -9999 for a log-prob that is not finite."""
 ID_PREFIX = "generate-tokens-"
 """The server puts it before the ids of requests; `/abort_requests` wants it."""
-
-
-class WeightSpan(msgspec.Struct):
-    version: str
-    start: int
-    end: int
 
 
 class UnitLogprob(msgspec.Struct):
@@ -48,7 +41,7 @@ class Choice(msgspec.Struct):
     finish_reason: str | None
     token_ids: list[int]
     logprobs: Logprobs
-    weight_versions: list[WeightSpan] | None
+    weight_versions: list[VersionSpan] | None
 
 
 class Answer(msgspec.Struct):
@@ -86,31 +79,14 @@ class Heard:
         return Answer([] if self._whole is None else [self._whole])
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """An answer, unit by unit: four arrays of one length."""
-
-    token_ids: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-    versions: npt.NDArray[np.int32]
-    epochs: npt.NDArray[np.int32]
-    finish_reason: FinishReason
-
-
-def body(
-    request_id: str,
-    prompt_ids: list[int],
-    sampling: Sampling,
-    *,
-    max_new_tokens: int,
-    cache_salt: str,
-    priority: int,
+def generate_body(
+    rid: str, prompt: list[int], sampling: Sampling, max_new_tokens: int, *, cache_salt: str, priority: int
 ) -> dict[str, Any]:
-    """What is posted. Every parameter is named, so that no default of the server's (which may come from the
-    model's generation_config.json) takes part."""
+    """The body of a request. Every parameter is named, so that no default of the server's (which may come
+    from the model's generation_config.json) takes part."""
     return {
-        "request_id": request_id,
-        "token_ids": prompt_ids,
+        "request_id": rid,
+        "token_ids": prompt,
         "cache_salt": cache_salt,
         "priority": priority,
         "sampling_params": {
@@ -154,27 +130,22 @@ def tag_of(text: str, owner: str) -> VersionTag:
     return parse_tag(tag)
 
 
-def sampled(answer: Answer, owner: str) -> Sampled:
-    """The answer's units. Raises `EngineError` for one that is not whole, `EngineLost` as `tag_of`."""
+def parse(
+    answer: Answer, owner: str, *, decode: Callable[[list[int]], str], logprobs_of: LogprobsOf
+) -> GenerateResult:
+    """What was sampled; `decode` makes text of ids. Raises `EngineError` for an answer that is not whole,
+    `EngineLost` as `tag_of`."""
     choice = answer.only()
-    n = len(choice.token_ids)
-    content = choice.logprobs.content
-    if [unit.token_id for unit in content] != choice.token_ids:
-        raise EngineError(f"the server's log-probs are not of the {n} ids that it sampled")
-    logprobs = np.fromiter((unit.logprob for unit in content), np.float32, n)
-    if n and not logprobs.min() > NOT_FINITE:
-        raise EngineError("the weights give logits that are not finite")
-    if choice.finish_reason not in ("stop", "length", "abort"):
-        raise EngineError(f"the server ended a request with {choice.finish_reason!r}")
-    versions, epochs = stamp(n, _spans(choice.weight_versions or (), owner))
-    return Sampled(
-        np.array(choice.token_ids, np.int32),
-        logprobs,
-        versions,
-        epochs,
-        cast(FinishReason, choice.finish_reason),
+    units = [
+        (unit.token_id, unit.logprob if unit.logprob > NOT_FINITE else math.nan)
+        for unit in choice.logprobs.content
+    ]
+    return result_of(
+        choice.token_ids,
+        units,
+        choice.weight_versions,
+        reason=choice.finish_reason,
+        text=decode(choice.token_ids),
+        logprobs_of=logprobs_of,
+        tag_of=lambda text: tag_of(text, owner),
     )
-
-
-def _spans(spans: Sequence[WeightSpan], owner: str) -> list[Span]:
-    return [Span(tag_of(span.version, owner), span.start, span.end) for span in spans]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 
+from areal_async.config.engines import flag_name
 from rollout_service.engines.base import EngineError
-from rollout_service.engines.server.settings import Flag
+from rollout_service.engines.http.adapter import Launch, command_line, server_variables
+from rollout_service.engines.http.settings import Flag
 
 MODEL_NAME = "policy"
-"""Under which the server knows its model."""
+"""Name under which the server knows its model."""
 KV_CACHE_GIB = 1
 """On a CPU the server would otherwise take a large share of the machine's memory."""
-OURS = {
+RESERVED = {
     "model": "weights come from snapshots",
     "tokenizer": "set `model`",
     "load-format": "snapshots are safetensors",
@@ -35,38 +35,13 @@ ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Its import path: on a CPU vLLM takes its short name for another."""
 SEVERAL_RANKS = {"tensor-parallel-size", "pipeline-parallel-size"}
 """Flags with which one process does not do."""
-FOREIGN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSAFEPATH")
-"""Of this process's Python, and wrong for the server's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What a server is started with."""
-
-    python: Path
-    """Of the server's own environment."""
-    model: Path
-    """Directory with the first weights."""
-    tokenizer: Path
-    port: int
-    slots: int
-    """Most requests computed at once."""
-    max_model_len: int
-    device: str
-    """`cpu`, `cuda` or `cuda:N`."""
-    dtype: str
-    torch_threads: int = 1
-    gpus: tuple[str, ...] = ()
-    """As `CUDA_VISIBLE_DEVICES` names them; none: those that this process sees."""
-    arguments: Mapping[str, Flag] = field(default_factory=dict)
-    """Of the job file; they win over the flags here."""
 
 
 def command(launch: Launch) -> list[str]:
     """The argument vector. Raises `EngineError` for what the server cannot do on the device, and for a flag
     in rollout.server.arguments that is the engine's to give."""
     flags: dict[str, Flag] = {
-        "model": str(launch.model),
+        "model": str(launch.weights.path),
         "tokenizer": str(launch.tokenizer),
         # Never a pickled checkpoint, whatever lies in the directory.
         "load-format": "safetensors",
@@ -93,51 +68,28 @@ def command(launch: Launch) -> list[str]:
         # Where one step takes only a part of a prompt, the server turns the generator of a seeded request
         # back. A CPU's cannot be: the server would die of it.
         flags["no-enable-chunked-prefill"] = True
-        if not SEVERAL_RANKS & {_flag(given) for given in launch.arguments}:
+        if not SEVERAL_RANKS & {flag_name(given) for given in launch.arguments}:
             # The model in the scheduler's own process. By default a second one has it, and each waits for
             # the other by yielding its core again and again: on two cores nothing else runs for seconds.
             flags["distributed-executor-backend"] = ONE_PROCESS
-    for given, value in launch.arguments.items():
-        name = _flag(given)
-        if name in OURS:
-            raise EngineError(
-                f"rollout.server.arguments.{given} cannot be given: {OURS[name]}. Remove it from the job file"
-            )
-        flags[name] = value
     # -P: a folder called vllm where the job was started must not stand in for the package.
-    argv = [str(launch.python), "-P", "-m", "vllm.entrypoints.openai.api_server"]
-    for name, value in flags.items():
-        if value is True:
-            argv.append(f"--{name}")
-        elif value is not None and value is not False:
-            argv += [f"--{name}", str(value)]
-    return argv
-
-
-def _flag(given: str) -> str:
-    """The name of a flag as the server spells it."""
-    return given.lstrip("-").replace("_", "-")
+    return command_line(launch, ["-P", "-m", "vllm.entrypoints.openai.api_server"], flags, RESERVED)
 
 
 def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
     """The environment of the server: that of this process, and what the server needs."""
-    result = {name: value for name, value in inherited.items() if name not in FOREIGN_VARIABLES}
-    result |= {
+    found = server_variables(launch, inherited) | {
         # The endpoints that pause, reload and name the weights. vLLM's own key would leave them open to
-        # everybody on the machine: `server/keyed.py` does not.
+        # everybody on the machine: `http/keyed.py` does not.
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
         # Seconds. Of the two sides, the client is to close an idle connection.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
     }
     if launch.device == "cpu":
-        result["OMP_NUM_THREADS"] = str(launch.torch_threads)
-        result.setdefault("VLLM_CPU_KVCACHE_SPACE", str(KV_CACHE_GIB))
+        found["OMP_NUM_THREADS"] = str(launch.torch_threads)
+        found.setdefault("VLLM_CPU_KVCACHE_SPACE", str(KV_CACHE_GIB))
         # By default each server binds its threads to the same first cores.
-        result.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    elif launch.gpus:
-        result["CUDA_VISIBLE_DEVICES"] = ",".join(launch.gpus)
-    return result
+        found.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return found

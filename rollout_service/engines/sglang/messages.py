@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from areal_async.trajectory.header import FinishReason, LogprobsOf, Sampling
+from areal_async.trajectory.header import LogprobsOf, Sampling
 from rollout_service.engines.base import EngineError, GenerateResult, RequestError
-from rollout_service.engines.server.spans import Span, parse_tag, stamp
+from rollout_service.engines.http.answers import VersionSpan, result_of
 from rollout_service.engines.streaming import Tell
 
 UnitLogprob = tuple[float | None, int, Any]
@@ -22,14 +21,6 @@ class FinishedBy(msgspec.Struct):
     type: str
     message: str = ""
     status_code: int | None = None
-
-
-class VersionSpan(msgspec.Struct):
-    """Units `start` to `end` (not included)."""
-
-    version: str
-    start: int
-    end: int
 
 
 class Meta(msgspec.Struct):
@@ -133,42 +124,25 @@ class Heard:
         return Generated(self._text, self._ids, meta)
 
 
-_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-
-
 def parse(answer: Generated, logprobs_of: LogprobsOf) -> GenerateResult:
     """What was sampled. Raises `EngineError` for an answer that does not account for each of its units."""
     meta, ids = answer.meta_info, answer.output_ids
-    ended = meta.finish_reason.type if meta.finish_reason is not None else "nothing"
-    reason = _REASONS.get(ended)
-    if reason is None:
-        raise EngineError(f"the SGLang server ended a request by {ended!r}")
-    logprobs = meta.output_token_logprobs or []
+    reason = meta.finish_reason.type if meta.finish_reason is not None else None
+    units = [(i, math.nan if p is None else p) for p, i, _ in meta.output_token_logprobs or []]
     if reason == "abort":
         # Of a request aborted while it waits, the server may hold more ids than log-probs or the reverse.
-        ids = ids[: len(logprobs)]
-        logprobs = logprobs[: len(ids)]
-    if [i for _, i, _ in logprobs] != ids:
-        raise EngineError(f"the SGLang server gave {len(ids)} ids and log-probs of others: {logprobs[:4]}")
-    values = np.array([math.nan if p is None else p for p, _, _ in logprobs], np.float32)
-    if not np.isfinite(values).all():
-        raise EngineError("the weights give logits that are not finite")
-    versions, epochs = stamp(len(ids), _spans(meta.weight_versions or [], len(ids)))
-    return GenerateResult(
-        token_ids=np.array(ids, np.int32),
-        logprobs=values,
-        versions=versions,
-        epochs=epochs,
-        finish_reason=reason,
-        text=answer.text,
-        logprobs_of=logprobs_of,
-    )
-
-
-def _spans(spans: Sequence[VersionSpan], n_units: int) -> list[Span]:
-    """Spans of the units there are: the server names one of no units when there are none."""
-    return [
-        Span(parse_tag(span.version), span.start, min(span.end, n_units))
-        for span in spans
-        if min(span.end, n_units) > span.start
+        ids = ids[: len(units)]
+        units = units[: len(ids)]
+    # The server names a span of no units when there are none.
+    spans = [
+        VersionSpan(span.version, span.start, end)
+        for span in meta.weight_versions or []
+        if (end := min(span.end, len(ids))) > span.start
     ]
+    return result_of(ids, units, spans, reason=reason, text=answer.text, logprobs_of=logprobs_of)
+
+
+def logprobs_of(sampling: Sampling) -> LogprobsOf:
+    """What the log-probs are of: the temperature is in them, and no top-k or top-p."""
+    truncated = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+    return "temperature" if truncated else "sampled"

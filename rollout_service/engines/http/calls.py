@@ -1,4 +1,4 @@
-"""The requests of a server engine that are in flight: held, aborted, overdue, failed together.
+"""The requests of a server engine that are in flight: counted, held, aborted, overdue, failed together.
 
 Promises: each `run` ends, with the answer or in a typed error; a request is aborted whenever the abort comes:
 held back here, on its way, or in the server (where an abort that overtakes its request is forgotten: it is
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from areal_async.runtime.metrics import busy
 from rollout_service.engines.base import (
     DeadlinePassed,
     EngineError,
@@ -164,3 +165,50 @@ class Calls:
 
 def _overdue() -> DeadlinePassed:
     return DeadlinePassed("the request's deadline passed")
+
+
+class Account:
+    """What goes through a server engine, counted on this side of the wire: calls in flight, units, and busy
+    time, which the metrics have under `activity`. Counters never fall."""
+
+    def __init__(self, activity: str) -> None:
+        self.in_flight = 0
+        self.tokens_total = 0
+        self.requests_total = 0
+        self._activity = activity
+        self._paused = False
+        self._computing = False
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Count one request. Its units are added with `sampled`."""
+        self.in_flight += 1
+        self._keep_time()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            self.requests_total += 1
+            self._keep_time()
+
+    def sampled(self, n_units: int) -> None:
+        self.tokens_total += n_units
+
+    def paused(self, paused: bool) -> None:
+        """A paused engine computes nothing, whatever it holds."""
+        self._paused = paused
+        self._keep_time()
+
+    @property
+    def busy_s(self) -> float:
+        return busy.seconds(self._activity)
+
+    def close(self) -> None:
+        """Nothing is computed any more."""
+        self._keep_time(over=True)
+
+    def _keep_time(self, *, over: bool = False) -> None:
+        computing = self.in_flight > 0 and not self._paused and not over
+        if computing != self._computing:
+            (busy.begin if computing else busy.end)(self._activity)
+            self._computing = computing

@@ -1,0 +1,152 @@
+"""Engines as parts of a job: what each kind says of itself, and what a job may not ask of it.
+
+An engine is an object of a subclass of `EnginePart`, found by its name, by `path.py:name`, or by the entry
+point of another package (`areal_async.engines`):
+
+    class Mine(EnginePart):
+        def make(self, job, *, slots, activity, place, replica):
+            from my_package.engine import MyEngine
+            return MyEngine(job.model, slots)
+
+    mine = Mine()
+
+Nothing else of the product compares names of engines: it asks the part.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from areal_async.config.errors import Mistake
+from areal_async.errors import ArealError
+from areal_async.registry import ENGINES
+
+if TYPE_CHECKING:
+    from areal_async.config.job import JobConfig
+    from areal_async.runtime.context import ServiceContext
+
+VARIABLE = "AREAL_ASYNC_ENGINES"
+"""Environment variable: a folder with one environment for each engine."""
+PROJECT_FOLDER = Path(__file__).resolve().parents[2]
+"""Root of a checkout; `make engines` makes its environments there."""
+
+
+class EnginePart:
+    """What a kind of engine says of itself; the defaults suit an engine that knows nothing special."""
+
+    is_server: ClassVar[bool] = False
+    """Whether it is a server in an environment of its own, to which `rollout.server` applies."""
+    needs: ClassVar[Literal["tensors", "directory"]] = "tensors"
+    """What its `load` uses of a snapshot."""
+    update_modes: ClassVar[frozenset[str]] = frozenset({"recompute", "keep"})
+    dtypes: ClassVar[frozenset[str]] = frozenset({"float32", "bfloat16"})
+    no_group: ClassVar[str] = "it joins no process group"
+    """Why `weights.channel: nccl` is not for it; empty for one that takes tensors from a process group."""
+    logprob_bounds: ClassVar[Mapping[str, float]] = {
+        # Other kernels and a fused log-softmax: 1e-5 to 1e-4 are usual.
+        "float32": 1e-3,
+        # 8 bits of mantissa: a logit of 20 is rounded to 1/16 in every layer before the last, so an unlikely
+        # token may differ by some tenths of a nat. What is systematic shows in the mean.
+        "bfloat16": 1.0,
+    }
+    """Coarser dtype of engine and trainer → most nats between their two log-probs of a unit."""
+    parallel_flags: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Flags of its server that multiply its GPUs, each with its other names."""
+
+    def width(self, arguments: Mapping[str, Any]) -> int:
+        """GPUs of one engine with these `rollout.server.arguments`. A value that is no number counts as 1:
+        the server will refuse it."""
+        return parallel_width(arguments, self.parallel_flags)
+
+    def make(
+        self, job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int
+    ) -> Any:
+        """The engine (`rollout_service.engines.base.Engine`), yet to be started. The arguments are those of
+        `rollout_service.engines.make_engine`."""
+        raise NotImplementedError
+
+
+def flag_name(given: str) -> str:
+    """The name of a flag in `rollout.server.arguments` as the servers spell it."""
+    return given.lstrip("-").replace("_", "-")
+
+
+def parallel_width(arguments: Mapping[str, Any], flags: Iterable[tuple[str, ...]]) -> int:
+    """The product of the sizes that `arguments` give for `flags`, each named in one of several ways."""
+    given = {flag_name(flag): value for flag, value in arguments.items()}
+    return math.prod(max(_number(given.get(name)) for name in spellings) for spellings in flags)
+
+
+def engine_part(name: str) -> EnginePart:
+    """The engine called `name`. Runs a user's file where the name is a path. Raises `PartError`."""
+    part: EnginePart = ENGINES.find(name)
+    return part
+
+
+def declared_engine(name: str) -> EnginePart:
+    """As `engine_part`, but runs no file of the user's: one in a file, or one that is not there, is taken for
+    an engine that says nothing of itself."""
+    return engine_part(name) if name in ENGINES.names else EnginePart()
+
+
+def evaluation_engine(job: JobConfig) -> str:
+    """The name of the evaluation's engine."""
+    return job.rollout.engine if job.evaluation.engine == "same" else job.evaluation.engine
+
+
+def engine_mistakes(job: JobConfig) -> Iterator[Mistake]:
+    """An engine that is not there, and what it cannot do."""
+    rollout = job.rollout
+    for section, name in (("rollout", rollout.engine), ("evaluation", evaluation_engine(job))):
+        field = f"{section}.engine"
+        if section == "evaluation" and name == rollout.engine:
+            continue
+        yield from ENGINES.mistakes(name, {}, field=field, args_field=field)
+        part = declared_engine(name)
+        for other, value, able in (
+            ("update_mode", rollout.update_mode, part.update_modes),
+            ("dtype", rollout.dtype, part.dtypes),
+        ):
+            if value not in able:
+                problem = f"the engine {name} cannot do {value}"
+                fix = f"Use {' or '.join(sorted(able))}, or another {field}"
+                yield Mistake(f"rollout.{other}", problem, fix, (field,))
+
+
+class EngineMissing(ArealError):
+    """No environment has the server of an engine: the text says where it was looked for, and what to do."""
+
+
+def find_engine_python(
+    engine: str, configured: Path | None = None, *, variables: Mapping[str, str] = os.environ
+) -> Path:
+    """The Python that has the server `engine`: of `configured` (rollout.server.environment), else of
+    `$AREAL_ASYNC_ENGINES/<engine>`, else of `.engines/<engine>` in the working folder or in the project's.
+
+    Raises `EngineMissing`."""
+    if configured is not None:
+        places, named = [configured], "rollout.server.environment"
+    elif variables.get(VARIABLE):
+        places, named = [Path(variables[VARIABLE]) / engine], f"the variable {VARIABLE}"
+    else:
+        places = list(dict.fromkeys(folder / ".engines" / engine for folder in (Path.cwd(), PROJECT_FOLDER)))
+        named = "the default"
+    for place in places:
+        python = place / "bin" / "python"
+        if os.access(python, os.X_OK):
+            return python
+    raise EngineMissing(
+        f"{named} names {' and '.join(map(str, places))}, which has no Python environment with {engine}. "
+        f"Make one with `make engines`, or set rollout.server.environment to one that has it."
+    )
+
+
+def _number(value: object) -> int:
+    try:
+        return max(1, int(str(value)))
+    except ValueError:
+        return 1

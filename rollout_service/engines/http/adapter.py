@@ -1,0 +1,229 @@
+"""What one kind of inference server says differently from another, behind `HttpEngine`.
+
+A new kind is a `ServerAdapter` and the part that makes it. `sglang/` and `vllm/` have one layout:
+`arguments.py` is the command line, `messages.py` has requests and answers, `weights.py` says how new weights
+are taken, `probe.py` what the server must offer. Which requests are in flight, who is told of a loss and what
+must hold before a request or a load is sent is the engine's, and the same for all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from areal_async.config.engines import flag_name
+from areal_async.rpc.messages import VersionTag
+from areal_async.trajectory import Sampling
+from rollout_service.engines.base import (
+    Capabilities,
+    EngineError,
+    GenerateRequest,
+    GenerateResult,
+    UpdateMode,
+)
+from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.http.folders import read_model
+from rollout_service.engines.http.settings import Flag, ServerSettings
+from rollout_service.engines.streaming import Tell
+
+FOREIGN_VARIABLES = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSAFEPATH"})
+"""Variables of this process's Python, which are wrong for the server's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """A snapshot's place: all that is kept of one. Its tensors are not asked for: they would be read, while
+    the engine is paused, into memory of this process."""
+
+    tag: VersionTag
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a server is started with."""
+
+    python: Path
+    """Interpreter of the server's own environment."""
+    weights: Directory
+    """The first weights."""
+    tokenizer: Path
+    port: int
+    slots: int
+    """Most requests computed at once."""
+    max_model_len: int
+    """Most tokens of prompt and answer together."""
+    update_mode: UpdateMode = "recompute"
+    device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:N`."""
+    dtype: str = "float32"
+    torch_threads: int = 1
+    gpus: tuple[str, ...] = ()
+    """As `CUDA_VISIBLE_DEVICES` names them; none: those that this process sees."""
+    arguments: Mapping[str, Flag] = field(default_factory=dict)
+    """Flags of the job file; they win over the adapter's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """A reading of a server's load."""
+
+    waiting: int = 0
+    """Requests in the server's queue."""
+    kv_used: float = 0.0
+    """Share of its KV room in use, 0 to 1; the fullest one's where it has several."""
+    decoded: int = 0
+    """Units sampled since the server started, as far as it counts them on the way."""
+
+
+class StreamedAnswer(Protocol):
+    """A streamed answer that is put together while its units are told."""
+
+    def take(self, part: Any) -> None:
+        """Add the next part. Raises `RequestError` or `EngineError` for one that is a refusal."""
+        ...
+
+    def answer(self) -> Any:
+        """Return the whole answer. Raises `EngineError` where there is none."""
+        ...
+
+
+class ServerAdapter(ABC):
+    """One replica's way of talking to one kind of server. Calls raise `EngineLost` when the server cannot be
+    reached, and `EngineError` when it refuses."""
+
+    name: ClassVar[str]
+    """As in `rollout.engine`."""
+    title: ClassVar[str]
+    """The server's name in messages."""
+    ready_path: ClassVar[str]
+    """Answers 200 once a server that was started can be used."""
+    alive_path: ClassVar[str]
+    """Answers 200 at once on a server that lives, a paused one too."""
+    generate_path: ClassVar[str]
+    answer_type: ClassVar[type]
+    """What an answer, or a part of a streamed one, is decoded to."""
+    watch_s: ClassVar[float]
+    """Seconds between two readings of the load."""
+
+    def __init__(self, model: Path, settings: ServerSettings) -> None:
+        """`model` gives tokenizer and sizes, snapshots give the weights. Raises `EngineError`."""
+        self.model = model
+        self.settings = settings
+        self.facts = read_model(model)
+        self.max_model_len = min(settings.max_model_len, self.facts.positions or settings.max_model_len)
+
+    @property
+    def capacity(self) -> int:
+        """Most requests that the server computes at once."""
+        return self.settings.slots
+
+    # --- starting ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def command(self, launch: Launch) -> list[str]:
+        """Return the argument vector, `python … -m MODULE …`. Raises `EngineError` for a flag of the job file
+        that is not the job's to give."""
+
+    @abstractmethod
+    def environment(self, launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Return the server's whole environment; `inherited` is this process's."""
+
+    @abstractmethod
+    async def open(self, client: ServerClient, weights: Directory) -> Capabilities:
+        """Check a server that serves, and have it serve `weights`: one that was started does already, one
+        that is attached may hold any weights, and be paused. Raises `EngineError`, naming what is missing."""
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def body(
+        self, rid: str, prompt: list[int], request: GenerateRequest, room: int, tag: VersionTag
+    ) -> dict[str, Any]:
+        """Return what is posted for at most `room` units after `prompt`, called under the weights `tag`. The
+        server knows the request as `rid`. Raises `RequestError` for sampling values that this server alone
+        cannot take."""
+
+    @abstractmethod
+    def heard(self, tell: Tell) -> StreamedAnswer:
+        """Return an empty answer, whose units are told as they come."""
+
+    @abstractmethod
+    def parse(self, answer: Any, sampling: Sampling) -> GenerateResult:
+        """Return what was sampled. Raises `EngineError` for an answer that does not account for each of its
+        units, and `EngineLost` where the weights are nobody knows whose."""
+
+    @abstractmethod
+    async def abort(self, client: ServerClient, rid: str) -> None:
+        """End a request now, with what it has."""
+
+    # --- weights -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def pause(self, client: ServerClient) -> None:
+        """Return when no unit will be sampled until `resume`, with requests in flight held as
+        `rollout.update_mode` says."""
+
+    @abstractmethod
+    async def resume(self, client: ServerClient) -> None: ...
+
+    async def prepare(self, client: ServerClient | None, weights: Directory) -> Directory:
+        """Return the directory that the server is to load. Nothing has changed if this raises `EngineError`.
+        Without a `client` the server is yet to be started."""
+        return weights
+
+    @abstractmethod
+    async def load(self, client: ServerClient, weights: Directory) -> None:
+        """Have the paused server serve `weights`, as `prepare` returned it, and name its version. Raises
+        `EngineError`, after which nobody knows what the server holds."""
+
+    async def restore(self, client: ServerClient, weights: Directory) -> None:
+        """Load old weights again after a load that failed. Raises `EngineError`."""
+        raise EngineError(f"{self.title} cannot go back to them")
+
+    # --- watching and ending -------------------------------------------------------------------------
+
+    @abstractmethod
+    async def read_load(self, client: ServerClient) -> ServerLoad: ...
+
+    async def close(self) -> None:  # noqa: B027 - there may be nothing
+        """Let go of what this replica has beside the server."""
+
+
+def command_line(
+    launch: Launch, start: Sequence[str], flags: Mapping[str, Flag], reserved: Mapping[str, str]
+) -> list[str]:
+    """Return `start` and the flags, those of the job file in place of ours. `reserved` has the flags that a
+    job file may not give, each with why or what to do instead: `EngineError` for one of them."""
+    merged = dict(flags)
+    for given, value in launch.arguments.items():
+        name = flag_name(given)
+        if name in reserved:
+            raise EngineError(
+                f"rollout.server.arguments.{given} cannot be given: {reserved[name]}. Remove it from the job "
+                "file"
+            )
+        merged[name] = value
+    words = [str(launch.python), *start]
+    for name, value in merged.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None and value is not False:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def server_variables(
+    launch: Launch, inherited: Mapping[str, str], dropped: frozenset[str] = frozenset()
+) -> dict[str, str]:
+    """Return `inherited` without what is of our Python or `dropped`, with what every server needs. It sees
+    `launch.gpus` alone."""
+    variables = {
+        name: value for name, value in inherited.items() if name not in FOREIGN_VARIABLES | dropped
+    } | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if launch.device != "cpu" and launch.gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(launch.gpus)
+    return variables

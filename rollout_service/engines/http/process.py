@@ -1,0 +1,234 @@
+"""The server of an engine: started or found, waited for, watched and ended, with everything it starts.
+
+Promises: the process group of the server is gone after `stop`, and after the death of this process in
+whatever way (see `guard.py`); a server that ends before it serves, or does not serve in time, is an
+`EngineError` that shows the last lines of its log. A server whose process has ended is dead at once. One that
+is there, or was attached, may only be slow: it is taken for dead when it has left several probes without an
+answer over a stated time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from areal_async.runtime.log import SERVER_LOADS, get_logger
+from rollout_service.engines.base import EngineError
+from rollout_service.engines.http import keyed
+from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.http.settings import PATIENCE, Patience, ServerSettings
+
+log = get_logger("engine")
+
+GUARD = Path(__file__).with_name("guard.py")
+POLL_S = 0.1
+TAIL_LINES = 15
+TAIL_BYTES = 16 << 10
+STOP_TIMEOUT_S = 10.0
+STARTS = 2
+"""Attempts to start a server, for the port may be taken between its choice and its use."""
+PORT_TAKEN = "ddress already in use"
+ATTACH_PAUSE_S = 0.2
+UNAUTHORIZED = 401
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now. The server binds it some seconds later: should another be
+    faster, it ends, and is started again with another port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """A started server. `name` is for messages."""
+
+    def __init__(
+        self, name: str, argv: Sequence[str], environment: Mapping[str, str], log_path: Path
+    ) -> None:
+        """Start `argv` with exactly `environment`; its output is appended to `log_path`."""
+        self.name = name
+        self.log_path = log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_from = log_path.stat().st_size if log_path.exists() else 0
+        with log_path.open("ab") as log:
+            try:
+                # -I -S: the guard needs nothing but the standard library, and soon.
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *argv],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=dict(environment),
+                )
+            except OSError as error:
+                raise EngineError(f"{name} cannot be started: {error}") from error
+
+    @property
+    def pid(self) -> int:
+        """Of the guard, which leads the process group."""
+        return self._guard.pid
+
+    def alive(self) -> bool:
+        return self._guard.poll() is None
+
+    def tail(self) -> str:
+        """The last lines that this server wrote."""
+        with self.log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_from, size - TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-TAIL_LINES:])
+
+    async def wait_ready(self, serves: Callable[[], Awaitable[bool]], ready_s: float) -> None:
+        """Return once `serves()` is true. Raises `EngineError` when the server ends or `ready_s` passes
+        first; what is left of it is killed then."""
+        until_s = time.monotonic() + ready_s
+        log.info(SERVER_LOADS, server=self.name.removeprefix("the ").removesuffix(" server"))
+        try:
+            while not await serves():
+                if not self.alive():
+                    raise EngineError(
+                        f"{self.name} ended before it served. The end of {self.log_path}:\n{self.tail()}"
+                    )
+                if time.monotonic() > until_s:
+                    raise EngineError(
+                        f"{self.name} does not serve after {ready_s:.0f} s (rollout.server.ready_s). "
+                        f"The end of {self.log_path}:\n{self.tail()}"
+                    )
+                await asyncio.sleep(POLL_S)
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """Kill the whole group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """Kill the whole group and reap it. A server holds nothing that an orderly end would save."""
+        self.kill()
+        try:
+            await asyncio.to_thread(self._guard.wait, STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            # A kernel call of its driver holds it. Whoever ends it has more to do than to wait for that.
+            log.warning("killed, but not gone", server=self.name, waited_s=STOP_TIMEOUT_S)
+
+
+class Liveness:
+    """Whether one server lives, asked after something went wrong with it. `answers` probes it once, in
+    bounded time; `process` is None for one that is attached."""
+
+    def __init__(
+        self,
+        answers: Callable[[], Awaitable[bool]],
+        process: ServerProcess | None,
+        patience: Patience = PATIENCE,
+    ) -> None:
+        self._answers = answers
+        self._process = process
+        self._patience = patience
+        self._examination: asyncio.Task[bool] | None = None
+        self._closed = False
+
+    def ended(self) -> bool:
+        """Whether its process has ended."""
+        return self._process is not None and not self._process.alive()
+
+    async def confirmed(self) -> bool:
+        """Whether the server lives. One examination for all who ask while it is under way."""
+        if self._examination is None or self._examination.done():
+            self._examination = asyncio.create_task(self._examine())
+        return await asyncio.shield(self._examination)
+
+    def close(self) -> None:
+        """Nobody needs to know any more: an examination that is under way ends with its next probe."""
+        self._closed = True
+
+    async def _examine(self) -> bool:
+        clock = asyncio.get_running_loop().time
+        since_s, misses = clock(), 0
+        while not self._closed and not self.ended():
+            if await self._answers():
+                return True
+            misses += 1
+            if self._patience.is_over(misses, clock() - since_s):
+                return False
+            await asyncio.sleep(self._patience.pause_s)
+        return False
+
+
+async def started(
+    name: str,
+    argv: Callable[[int], Sequence[str]],
+    environment: Mapping[str, str],
+    settings: ServerSettings,
+    *,
+    path: str,
+) -> tuple[ServerProcess, ServerClient]:
+    """A server that was started with `argv(port)` (`python … -m MODULE …`) and answers `path` with 200, but
+    nobody without the key that it was given. Raises `EngineError` for one that ends before it serves, does
+    not serve in time or answers strangers; nothing is left of it then."""
+    for attempt in range(1, STARTS + 1):
+        port, key = free_port(), settings.key or secrets.token_hex(32)
+        command = list(argv(port))
+        # `keyed.py` runs the module instead, and asks for the key.
+        command[command.index("-m")] = keyed.__file__
+        process = ServerProcess(name, command, {**environment, keyed.VARIABLE: key}, settings.log_path)
+        client = ServerClient(f"{name} at http://127.0.0.1:{port}", f"http://127.0.0.1:{port}", key=key)
+        try:
+            await process.wait_ready(partial(client.serves, path), settings.ready_s)
+            await _check_refusal(client, path)
+            return process, client
+        except BaseException as error:
+            await process.stop()
+            await client.close()
+            taken = isinstance(error, EngineError) and PORT_TAKEN in process.tail()
+            if not taken or attempt == STARTS:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+async def _check_refusal(client: ServerClient, path: str) -> None:
+    stranger = ServerClient(client.name, client.url)
+    try:
+        status, _ = await stranger.request("GET", path)
+    finally:
+        await stranger.close()
+    if status != UNAUTHORIZED:
+        raise EngineError(
+            f"{client.name} answers without its key (status {status}): this release of the server does not "
+            "serve as this project expects. Use the release that `make engines` installs"
+        )
+
+
+async def attached(name: str, settings: ServerSettings, *, path: str) -> ServerClient:
+    """The server at `settings.url`, once it answers `path` with 200. Raises `EngineError` when it does not
+    in time."""
+    assert settings.url is not None
+    client = ServerClient(f"{name} at {settings.url}", settings.url, key=settings.key)
+    try:
+        async with asyncio.timeout(settings.ready_s):
+            while not await client.serves(path):  # noqa: ASYNC110 - the server tells nobody
+                await asyncio.sleep(ATTACH_PAUSE_S)
+    except BaseException as error:
+        await client.close()
+        if isinstance(error, TimeoutError):
+            raise EngineError(
+                f"{client.name} (rollout.server.urls) does not serve within {settings.ready_s:.0f} s "
+                "(rollout.server.ready_s)"
+            ) from error
+        raise
+    return client

@@ -1,0 +1,155 @@
+"""The engine `sglang`: an unpatched SGLang server.
+
+`recompute`: requests in flight are retracted, and every KV is computed anew under the new weights. `keep`:
+requests in flight go on with the KV they have; a request of a later call never uses KV of older weights,
+because prefixes are cached under the version that the request was called under.
+
+Not promised: `Sampling.seed` (the server ignores it). A request aborted before its first units were handed
+over returns fewer units than were sampled, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_async.rpc.messages import VersionTag
+from areal_async.trajectory import Sampling
+from rollout_service.engines.base import Capabilities, EngineError, GenerateRequest, GenerateResult
+from rollout_service.engines.http.adapter import Directory, Launch, ServerAdapter, ServerLoad
+from rollout_service.engines.http.answers import format_tag
+from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.http.settings import ServerSettings
+from rollout_service.engines.sglang.arguments import command, variables
+from rollout_service.engines.sglang.messages import (
+    Generated,
+    Heard,
+    generate_body,
+    logprobs_of,
+    parse,
+)
+from rollout_service.engines.sglang.probe import PAUSE_MODES, ServerInfo, probe
+from rollout_service.engines.sglang.weights import TensorFeed, load_directory
+from rollout_service.engines.streaming import Tell
+
+READING_TIMEOUT_S = 10.0
+
+
+class RankLoad(msgspec.Struct):
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    token_usage: float = 0.0
+    decode_moments: list[float] | None = None
+    """Sums over the steps that decoded, the last of the units that they sampled. None before the first."""
+
+
+class Loads(msgspec.Struct):
+    loads: list[RankLoad]
+
+    @property
+    def decoded(self) -> int:
+        """Units sampled since the server started, but for the first one of an answer and those of a step that
+        took 2 s or more."""
+        return int(sum(rank.decode_moments[-1] for rank in self.loads if rank.decode_moments))
+
+
+class SGLangAdapter(ServerAdapter):
+    name = "sglang"
+    title = "the SGLang server"
+    ready_path = "/ready"
+    # Answered at once, also by a server that is paused: `/health` is not.
+    alive_path = "/model_info"
+    generate_path = "/generate"
+    answer_type = Generated
+    watch_s = 0.5
+
+    def __init__(self, model: Path, settings: ServerSettings, *, feed: TensorFeed | None = None) -> None:
+        """`feed` brings the tensors of updates, where it can."""
+        super().__init__(model, settings)
+        self._feed = feed
+        self._info: ServerInfo | None = None
+        self._flush = settings.update_mode == "recompute"
+
+    @property
+    def capacity(self) -> int:
+        return (self._info.max_running_requests if self._info else None) or self.settings.slots
+
+    def command(self, launch: Launch) -> list[str]:
+        return command(launch)
+
+    def environment(self, launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
+        return variables(launch, inherited)
+
+    async def open(self, client: ServerClient, weights: Directory) -> Capabilities:
+        settings = self.settings
+        if settings.url is not None:
+            # What a client before us left paused would hold the probe's requests without an end.
+            await self.resume(client)
+        capabilities, self._info = await probe(
+            client,
+            update_mode=settings.update_mode,
+            max_model_len=self.max_model_len,
+            vocab_size=self.facts.vocab_size,
+            dtype=settings.dtype,
+        )
+        if self._feed is not None:
+            await self._feed.opened(client, settings.python)
+        # What start-up left behind is not looked through by every later garbage collection.
+        await client.request("POST", "/freeze_gc")
+        if settings.url is not None:
+            # It was started with whatever weights, and its cache is of those.
+            await _command(client, "/pause_generation", {"mode": PAUSE_MODES["recompute"]})
+            try:
+                await load_directory(client, weights, flush=True, timeout_s=settings.ready_s)
+            finally:
+                await self.resume(client)
+        return capabilities
+
+    def body(
+        self, rid: str, prompt: list[int], request: GenerateRequest, room: int, tag: VersionTag
+    ) -> dict[str, Any]:
+        key = None if self._flush else format_tag(tag)
+        return generate_body(rid, prompt, request.sampling, room, cache_key=key)
+
+    def heard(self, tell: Tell) -> Heard:
+        return Heard(self._info is not None and self._info.incremental_streaming_output, tell)
+
+    def parse(self, answer: Generated, sampling: Sampling) -> GenerateResult:
+        return parse(answer, logprobs_of(sampling))
+
+    async def abort(self, client: ServerClient, rid: str) -> None:
+        await client.request("POST", "/abort_request", {"rid": rid})
+
+    async def pause(self, client: ServerClient) -> None:
+        await _command(client, "/pause_generation", {"mode": PAUSE_MODES[self.settings.update_mode]})
+
+    async def resume(self, client: ServerClient) -> None:
+        await _command(client, "/continue_generation", {"torch_empty_cache": False})
+
+    async def load(self, client: ServerClient, weights: Directory) -> None:
+        load = self._feed.load if self._feed is not None else load_directory
+        await load(client, weights, flush=self._flush, timeout_s=self.settings.ready_s)
+
+    async def restore(self, client: ServerClient, weights: Directory) -> None:
+        await load_directory(client, weights, flush=self._flush, timeout_s=self.settings.ready_s)
+
+    async def read_load(self, client: ServerClient) -> ServerLoad:
+        found = await client.get("/v1/loads", Loads, timeout_s=READING_TIMEOUT_S)
+        return ServerLoad(
+            waiting=sum(rank.num_waiting_reqs for rank in found.loads),
+            kv_used=max((rank.token_usage for rank in found.loads), default=0.0),
+            decoded=found.decoded,
+        )
+
+    async def close(self) -> None:
+        if self._feed is not None:
+            await self._feed.close()
+
+
+async def _command(client: ServerClient, path: str, body: object) -> None:
+    status, content = await client.request("POST", path, body)
+    if status != 200:
+        raise EngineError(f"{client.name} answered {path} with {status}: {content[:300]!r}")

@@ -1,0 +1,53 @@
+"""New weights for a vLLM server: what a snapshot's directory must be before it reloads from it.
+
+vLLM 0.32.0 asks for it, measured: `reload_weights` leaves a tensor that the directory lacks as it was and
+still answers 200; with a tensor too many, or of another shape, the whole server dies; and on a CPU a tied
+output layer keeps the weights it was started with, because the reload skips it and its packed copy stays. So
+directories are compared with the first one, and on a CPU the tied layer is given to the server as one of its
+own (`untied`).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from safetensors import safe_open
+
+from rollout_service.engines.base import EngineError
+from rollout_service.engines.http.folders import read_config, read_layout
+
+HEAD = "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+HEAD_FILE = "lm_head.safetensors"
+
+
+def is_tied(folder: Path) -> bool:
+    """Whether the output layer is the embedding, and no tensor of its own is stored."""
+    return bool(read_config(folder).get("tie_word_embeddings")) and HEAD not in read_layout(folder)
+
+
+def untied(folder: Path, into: Path) -> Path:
+    """Make `into` the same model with its output layer stored beside the embedding, which it equals; all else
+    are links into `folder`. Raises `EngineError` for a model whose embedding is not to be found."""
+    from safetensors.torch import save_file  # torch, which checking a job file does not pay for
+
+    shutil.rmtree(into, ignore_errors=True)
+    into.mkdir(parents=True)
+    for item in folder.iterdir():
+        # An index would name the files to load, and the one that is added here is not among them.
+        if item.name != "config.json" and not item.name.endswith(".index.json"):
+            (into / item.name).symlink_to(item.resolve())
+    config = read_config(folder) | {"tie_word_embeddings": False}
+    (into / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                if name.endswith(EMBEDDING):
+                    save_file({HEAD: tensors.get_tensor(name)}, into / HEAD_FILE, {"format": "pt"})
+                    return into
+    raise EngineError(
+        f"{folder} ties its output layer to an embedding that is none of *.{EMBEDDING}: vLLM on a CPU "
+        "cannot update such a model; use another rollout.engine"
+    )
