@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from areal_async.config.channels import tensors_can_be_sent, weights_can_travel
-from areal_async.config.engines import declared_engine, engine_mistakes, evaluation_engine
+from areal_async.config.engines import declared_engine, evaluation_engine
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import part_mistakes
@@ -347,7 +347,6 @@ def _evaluation_engine_is_its_own(job: JobConfig) -> Iterator[Mistake]:
 ANY_KIND: tuple[Rule, ...] = (part_mistakes, _redis_url, _held_out_is_held_out, _one_rank, _ports_are_usable)
 SFT_ONLY: tuple[Rule, ...] = (_stop_accuracy_is_measured,)
 RL_ONLY: tuple[Rule, ...] = (
-    engine_mistakes,
     _groups_have_a_baseline,
     reward_mistakes,
     _a_group_fits_a_worker,

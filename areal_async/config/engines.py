@@ -62,6 +62,18 @@ class EnginePart:
         the server will refuse it."""
         return parallel_width(arguments, self.parallel_flags)
 
+    def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        """What `job` asks of the engine that it cannot do; `field` begins with the section that names it."""
+        named = f"{field.partition('.')[0]}.engine"
+        for asked, value, able in (
+            ("update_mode", job.rollout.update_mode, self.update_modes),
+            ("dtype", job.rollout.dtype, self.dtypes),
+        ):
+            if value not in able:
+                problem = f"the engine of {named} cannot do {value}"
+                fix = f"Use {' or '.join(sorted(able))}, or another {named}"
+                yield Mistake(f"rollout.{asked}", problem, fix, (named,))
+
     def make(
         self, job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int
     ) -> Any:
@@ -96,25 +108,6 @@ def declared_engine(name: str) -> EnginePart:
 def evaluation_engine(job: JobConfig) -> str:
     """The name of the evaluation's engine."""
     return job.rollout.engine if job.evaluation.engine == "same" else job.evaluation.engine
-
-
-def engine_mistakes(job: JobConfig) -> Iterator[Mistake]:
-    """An engine that is not there, and what it cannot do."""
-    rollout = job.rollout
-    for section, name in (("rollout", rollout.engine), ("evaluation", evaluation_engine(job))):
-        field = f"{section}.engine"
-        if section == "evaluation" and name == rollout.engine:
-            continue
-        yield from ENGINES.mistakes(name, {}, field=field, args_field=field)
-        part = declared_engine(name)
-        for other, value, able in (
-            ("update_mode", rollout.update_mode, part.update_modes),
-            ("dtype", rollout.dtype, part.dtypes),
-        ):
-            if value not in able:
-                problem = f"the engine {name} cannot do {value}"
-                fix = f"Use {' or '.join(sorted(able))}, or another {field}"
-                yield Mistake(f"rollout.{other}", problem, fix, (field,))
 
 
 class EngineMissing(ArealError):
