@@ -28,7 +28,7 @@ class SGLang(EnginePart):
     def make(
         self, job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int
     ) -> Any:
-        from areal_async.rpc.rpc import Client
+        from areal_async.rpc.client import Client
         from rollout_service.engines.http.engine import HttpEngine
         from rollout_service.engines.http.settings import settings_of
         from rollout_service.engines.sglang.adapter import SGLangAdapter

@@ -25,8 +25,6 @@ import msgspec
 import torch
 
 from areal_async.errors import ArealError
-from areal_async.rpc.client import Client
-from areal_async.rpc.endpoints import Access
 from areal_async.rpc.messages import AskTensors, R, Request, SendsNothing, SendsTensors, TensorBucket
 from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
