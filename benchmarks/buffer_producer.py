@@ -18,7 +18,7 @@ from buffer_service import JOB, episode, secret_at
 
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Lease, LeasedGroup, PutEpisodes, VersionTag
-from rollout_service.outbox import Outbox, Parcel
+from rollout_service.worker.uploader import LeaseUpload, PutBatch, UploadQueue
 
 LINGER_S, MAX_PUTS = 0.05, 4
 """As in `rollout_service.worker`, which would import torch."""
@@ -49,26 +49,27 @@ class Producer:
 
     async def put(self) -> dict[str, Any]:
         """As the worker sends what has finished: one message per lease at a time, `MAX_PUTS` in all."""
-        outbox, sending, acks_ms = Outbox(LINGER_S), set[asyncio.Task[None]](), list[float]()
+        queue, sending, acks_ms = UploadQueue(LINGER_S), set[asyncio.Task[None]](), list[float]()
 
-        async def send(parcel: Parcel) -> None:
+        async def send(batch: PutBatch) -> None:
             asked_s = time.perf_counter()
             ack = await self.buffer.call(
-                PutEpisodes(parcel.lease_id, parcel.group_id, list(parcel.episodes)),
-                attachments=list(parcel.episodes.values()),
+                PutEpisodes(batch.lease_id, batch.group_id, list(batch.episodes)),
+                attachments=list(batch.episodes.values()),
             )
             acks_ms.append(1e3 * (time.perf_counter() - asked_s))
             assert not ack.refused, ack.refused
-            outbox.settled(parcel)
+            queue.settled(batch)
 
         began_s = time.monotonic()
         for group, blobs in self.held:
+            queue.leases[group.lease_id] = LeaseUpload(group.group_id, len(blobs))
             for sample, blob in blobs.items():
-                outbox.add(group.lease_id, group.group_id, sample, blob, 0.0)
-            outbox.complete(group.lease_id)
-        while outbox.episodes:
-            while len(sending) < MAX_PUTS and (parcel := outbox.take(1.0)):
-                sending.add(asyncio.create_task(send(parcel)))
+                queue.add(group.lease_id, sample, blob, 0.0)
+            queue.leases[group.lease_id].complete = True
+        while queue.episodes:
+            while len(sending) < MAX_PUTS and (batch := queue.take(1.0)):
+                sending.add(asyncio.create_task(send(batch)))
             done, sending = await asyncio.wait(sending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()

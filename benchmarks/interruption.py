@@ -52,7 +52,7 @@ from areal_async.rpc.messages import VersionTag
 from areal_async.runtime.context import ServiceContext
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, Weights
-from rollout_service.exchange import exchange
+from rollout_service.replicas import exchange
 
 BAR, BAR_EVERY_S = 0.97, 20.0
 

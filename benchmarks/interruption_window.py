@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rollout_service.exchange import Stall
+from rollout_service.replicas import Stall
 
 Mode = Literal["keep", "recompute", "drain"]
 

@@ -38,14 +38,13 @@ from reward_service.sdk import RewardInput
 from rollout_service import metrics
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, EngineError, EngineLost, Weights
-from rollout_service.failures import within
 from rollout_service.gateway import Gateway
 from rollout_service.process import connect, make_gateway, make_renderer, prepare, sampling_of
-from rollout_service.progress import WATCH_S, Vigil
-from rollout_service.replica import end_engine
+from rollout_service.replicas.replica import WATCH_S, StallDetector, end_engine, exchange
 from rollout_service.statistics import Sample, Statistics, statistics_of
-from rollout_service.updates import Source
-from rollout_service.waiting import unless_stopped
+from rollout_service.worker.failures import within
+from rollout_service.worker.lease_client import unless_stopped
+from rollout_service.worker.weight_updates import SnapshotSource
 from rollout_service.workflows import Context, Renderer, Workflow, workflow_of
 
 log = get_logger("evaluator")
@@ -176,20 +175,16 @@ class Evaluator:
             await self._engine.start(snapshot)
             self._started = True
             return
-        await self._engine.pause()
-        try:
-            await self._engine.load(snapshot)
-        finally:
-            await self._engine.resume()
+        await exchange(self._engine, snapshot)
 
     async def _while_it_works(self, work: Coroutine[Any, Any, None]) -> None:
         """Raises `EngineLost` when the engine has requests of `work` and gets nowhere with them."""
         working = asyncio.ensure_future(work)
-        vigil = Vigil(self._job.rollout.stuck_s)
+        detector = StallDetector(self._job.rollout.stuck_s)
         try:
             while not (await asyncio.wait([working], timeout=WATCH_S))[0]:
                 stats = self._engine.stats()
-                if trouble := vigil.trouble(self._engine, given=stats.running + stats.waiting):
+                if trouble := detector.trouble(self._engine, given=stats.running + stats.waiting):
                     raise EngineLost(f"the evaluation's engine is taken for dead: {trouble}")
             working.result()
         finally:
@@ -243,7 +238,9 @@ def engine_job(job: JobConfig) -> JobConfig:
     return job.model_copy(update={"rollout": rollout.model_copy(update=changes)})
 
 
-async def follow(source: Source, evaluator: Evaluator, tasks: Sequence[Task], run_log: RunLog) -> None:
+async def follow(
+    source: SnapshotSource, evaluator: Evaluator, tasks: Sequence[Task], run_log: RunLog
+) -> None:
     """Evaluate what is pinned, in order, until the final snapshot is done or none will come."""
     after: VersionTag | None = None
     heard_s = time.monotonic()
@@ -268,7 +265,11 @@ async def follow(source: Source, evaluator: Evaluator, tasks: Sequence[Task], ru
 
 
 async def _evaluate_one(
-    source: Source, evaluator: Evaluator, tasks: Sequence[Task], run_log: RunLog, notice: SnapshotNotice
+    source: SnapshotSource,
+    evaluator: Evaluator,
+    tasks: Sequence[Task],
+    run_log: RunLog,
+    notice: SnapshotNotice,
 ) -> None:
     began_s = time.monotonic()
     try:
@@ -312,7 +313,7 @@ async def _evaluate_one(
     await _ack(source, notice.tag)
 
 
-async def _ack(source: Source, tag: VersionTag, *, error: str = "") -> None:
+async def _ack(source: SnapshotSource, tag: VersionTag, *, error: str = "") -> None:
     """A trainer that has died meanwhile publishes anew, and need not know."""
     try:
         await source.ack(tag, error=error)

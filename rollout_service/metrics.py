@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from rollout_service.engines.base import Engine
 from rollout_service.statistics import Statistics
 
 EPISODES = Counter("areal_rollout_episodes_total", "Episodes that the buffer has acknowledged.")
@@ -81,7 +81,7 @@ EVALUATED_VERSION = Gauge("areal_evaluation_version", "Version of the last snaps
 class EngineMetrics(Collector):
     """The engine's own figures, read when they are asked for: a decode step pays nothing."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
@@ -95,7 +95,7 @@ class EngineMetrics(Collector):
         )
 
 
-def watch_engine(engine: Engine) -> None:
+def watch_engine(engine: Any) -> None:
     """Serve the figures of this process's one engine, which must have started."""
     REGISTRY.register(EngineMetrics(engine))
 

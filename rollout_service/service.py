@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 from areal_async.config.engines import engine_part
@@ -24,9 +24,8 @@ from rollout_service.engines.base import Engine, Weights
 from rollout_service.metrics import watch_engine
 from rollout_service.process import connect, make_gateway, make_renderer, prepare
 from rollout_service.replicas import ReplicaSet
-from rollout_service.updates import Updates
-from rollout_service.waiting import unless_stopped
-from rollout_service.worker import Worker
+from rollout_service.worker import ConcurrencyTuner, WeightUpdates, Worker
+from rollout_service.worker.lease_client import unless_stopped
 from rollout_service.workflows import workflow_of
 
 log = get_logger("rollout")
@@ -38,8 +37,10 @@ class NameTaken(ArealError):
     restart_helps = True
 
 
-def make_replicas(ctx: ServiceContext) -> ReplicaSet:
-    """The engines of this worker, yet to be started."""
+def make_replicas(
+    ctx: ServiceContext, *, on_serving: Callable[[float], None], on_exchange: Callable[[bool], None]
+) -> ReplicaSet:
+    """The engines of this worker, yet to be started. See `ReplicaSet` for the callbacks."""
     job = ctx.job
     part = engine_part(job.rollout.engine)
     numbers = itertools.count()
@@ -74,6 +75,8 @@ def make_replicas(ctx: ServiceContext) -> ReplicaSet:
         restarts=restarts,
         stuck_s=job.rollout.stuck_s,
         newest=newest,
+        on_serving=on_serving,
+        on_exchange=on_exchange,
     )
 
 
@@ -110,27 +113,28 @@ async def _serve(ctx: ServiceContext) -> None:
     workflow = workflow_of(job)
     render = make_renderer(job.model)
     gateway = make_gateway(job, render, trains=True, index=ctx.index)
-    engine = make_replicas(ctx)
+    tuner = ConcurrencyTuner(job.rollout)
+    engine = make_replicas(ctx, on_serving=tuner.serving, on_exchange=tuner.exchanging)
     receiver = make_receiver(ctx, "serve", tensors=engine_part(job.rollout.engine).needs == "tensors")
-    updates = Updates(receiver, engine)
-
-    async def first_version() -> VersionTag:
-        await connect(receiver)
-        return await updates.start()
 
     try:
         async with Client(
             ctx.buffer_endpoint, job=job.job, role="rollout", name=ctx.name, access=ctx.secret
         ) as buffer:
             await buffer.call(Arrived(ctx.name))
+            worker = Worker(
+                buffer, engine, workflow, render, job=job, name=ctx.name, gateway=gateway, tuner=tuner
+            )
+            updates = WeightUpdates(receiver, engine, on_change=worker.weights_changed)
+
+            async def first_version() -> VersionTag:
+                await connect(receiver)
+                return await updates.start()
+
             serving = await unless_stopped(ctx.stop, first_version())
             if serving is None:
                 return
             watch_engine(engine)
-            worker = Worker(buffer, engine, workflow, render, job=job, name=ctx.name, gateway=gateway)
-            updates.on_change = worker.weights_changed
-            engine.on_serving = worker.replicas_serving
-            engine.on_exchange = worker.exchanging_weights
             ctx.ready()
             log.info("rollout worker serves", engine=job.rollout.engine, version=serving.version)
             await worker.run(ctx.stop, updates.run(), engine.watch())

@@ -2,6 +2,6 @@
 
 from rollout_service.gateway.errors import ApiError, GatewayError
 from rollout_service.gateway.server import Gateway
-from rollout_service.gateway.session import EpisodeAccess, Session
+from rollout_service.gateway.session import Session
 
-__all__ = ["ApiError", "EpisodeAccess", "Gateway", "GatewayError", "Session"]
+__all__ = ["ApiError", "Gateway", "GatewayError", "Session"]

@@ -11,20 +11,22 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from areal_async.config.rollout import GatewaySection
 from areal_async.runtime.http_server import HttpLimits, HttpServer, listen
 from areal_async.runtime.log import get_logger
-from areal_async.trajectory import EpisodeBuilder, Sampling
+from areal_async.trajectory import EpisodeBuilder
 from rollout_service import metrics
-from rollout_service.engines.base import Engine
 from rollout_service.gateway.errors import ApiError, GatewayError
 from rollout_service.gateway.http import make_app
 from rollout_service.gateway.paths import Paths
-from rollout_service.gateway.session import ENDED, EpisodeAccess, Session
+from rollout_service.gateway.session import ENDED, Session
 from rollout_service.gateway.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from rollout_service.workflows.context import Context
 
 log = get_logger("gateway")
 
@@ -65,24 +67,12 @@ class Gateway:
         self.address = ""
 
     @asynccontextmanager
-    async def session(
-        self,
-        engine: Engine,
-        builder: EpisodeBuilder,
-        *,
-        sampling: Sampling,
-        seed: int,
-        sample: int,
-        attempt: int,
-        requests: str,
-    ) -> AsyncIterator[Session]:
-        """Access for the episode of `builder`, until the block ends; see `EpisodeAccess` for the rest. Raises
-        `GatewayError` when the port is taken."""
+    async def session(self, episode: Context) -> AsyncIterator[Session]:
+        """Access for an episode, until the block ends. Raises `GatewayError` when the port is taken."""
         self._start()
-        paths = self._paths.get(builder)
+        paths = self._paths.get(episode.builder)
         if paths is None:
-            paths = self._paths[builder] = Paths(self._template)
-        episode = EpisodeAccess(engine, builder, sampling, seed, sample, attempt, requests)
+            paths = self._paths[episode.builder] = Paths(self._template)
         session = Session(
             episode,
             paths,

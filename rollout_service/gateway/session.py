@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -21,9 +21,7 @@ from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service import metrics
 from rollout_service.engines.base import (
     DeadlinePassed,
-    Engine,
     EngineError,
-    GenerateRequest,
     GenerateResult,
     RequestError,
 )
@@ -37,6 +35,9 @@ from rollout_service.gateway.template import Said, canonical
 from rollout_service.gateway.toolcalls import MARKERS, Called, parse
 from rollout_service.workflows.branch import call_seed
 
+if TYPE_CHECKING:
+    from rollout_service.workflows.context import Context
+
 T = TypeVar("T")
 
 Begun = Callable[[int], None]
@@ -47,21 +48,6 @@ Grown = Callable[[int, Ids], None]
 CALLS_FROM = 1 << 48
 """Seeds of calls are numbered from here on, apart from those of `ctx.generate` and `ctx.fork`."""
 ENDED = "the episode of this API key has ended"
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeAccess:
-    """What a session needs of the episode that it belongs to."""
-
-    engine: Engine
-    builder: EpisodeBuilder
-    sampling: Sampling
-    """The job's parameters: the default of what a caller may name, and the most of `max_new_tokens`."""
-    seed: int
-    sample: int
-    attempt: int
-    requests: str
-    """Prefix of this episode's request ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +75,7 @@ class Session:
 
     def __init__(
         self,
-        episode: EpisodeAccess,
+        episode: Context,
         paths: Paths,
         section: GatewaySection,
         *,
@@ -254,11 +240,10 @@ class Session:
 
     async def _one(self, plan: Plan, sampling: Sampling, index: int, grown: Grown | None) -> GenerateResult:
         number, self.paths.requests = self.paths.requests, self.paths.requests + 1
-        request = GenerateRequest(f"{self._episode.requests}/gateway-{number}", plan.ids, sampling)
-        engine: Any = self._episode.engine
+        request = self._episode.request(f"gateway-{number}", plan.ids, sampling)
+        engine = self._episode.engine
         if grown is None:
-            result: GenerateResult = await engine.generate(request)
-            return result
+            return await engine.generate(request)
         return await generate_telling(engine, request, partial(grown, index))
 
     def _sampling(self, ask: Ask) -> list[Sampling]:

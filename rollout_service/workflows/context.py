@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
 
 from areal_async.errors import ArealError
 from areal_async.prompts import Tokenizer
+from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics
-from rollout_service.blocking import BlockingCalls
-from rollout_service.engines.base import Engine, GenerateRequest
+from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
+from rollout_service.workflows.blocking import BlockingCalls
 from rollout_service.workflows.branch import Branch, call_seed
 from rollout_service.workflows.render import Ids, Prompt, Renderer, Reply, is_chat
 from rollout_service.workflows.tools import Answer, Tool, ToolReply, run_tool
@@ -28,6 +29,22 @@ from rollout_service.workflows.turns import Chat, Rewritten, TemplateRewrites, T
 
 if TYPE_CHECKING:
     from rollout_service.gateway import Gateway, Session
+
+
+class Policy(Protocol):
+    """What samples: an engine, or several of one worker behind one face."""
+
+    @property
+    def version(self) -> VersionTag:
+        """Version of the weights that sample now."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """As `engines.base.Engine.generate`."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
 
 REWARD = "reward"
 """Name of the reward that is the episode's score, where the job says `reward.name: environment`."""
@@ -63,7 +80,7 @@ class Context:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Policy,
         render: Renderer,
         builder: EpisodeBuilder,
         *,
@@ -73,10 +90,13 @@ class Context:
         sample: int = 0,
         attempt: int = 0,
         lease_id: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
         gateway: Gateway | None = None,
     ) -> None:
         """`sampling` are the job's parameters; `seed` is the group's. The lease is part of each request's id:
-        an episode may be begun again while the engine still ends what a lost lease had asked for."""
+        an episode may be begun again while the engine still ends what a lost lease had asked for. `priority`
+        and `deadline_s` are those of its requests (`GenerateRequest`)."""
         self.builder = builder
         self.episode_id = episode_id
         self.sample = sample
@@ -84,9 +104,11 @@ class Context:
         self.sampling = sampling
         self.seed = seed
         self.resources = WorkflowResources()
-        self._engine = engine
+        self.engine = engine
         self._render = render
-        self._requests = f"{episode_id}/{lease_id}"
+        self._request_prefix = f"{episode_id}/{lease_id}"
+        self._priority = priority
+        self._deadline_s = deadline_s
         self._gateway = gateway
         self._calls = 0
         self._forks = 0
@@ -158,9 +180,9 @@ class Context:
             changes = {**changes, "seed": seed}
         asked = msgspec.structs.replace(self.sampling, **changes)
         path = self._paths[parent]
-        request = GenerateRequest(f"{self._requests}/{self._calls}", path, asked)
+        request = self.request(str(self._calls), path, asked)
         self._calls += 1
-        result = await self._engine.generate(request)
+        result = await self.engine.generate(request)
         if result.finish_reason == "abort":
             raise EpisodeAborted(f"a request of episode {self.episode_id} was aborted")
         segment = self.builder.sampled(
@@ -190,14 +212,17 @@ class Context:
         is sampled for them is recorded in this episode. See docs/gateway.md."""
         if self._gateway is None:
             raise ArealError("this context was made without a gateway")
-        return self._gateway.session(
-            self._engine,
-            self.builder,
-            sampling=self.sampling,
-            seed=self.seed,
-            sample=self.sample,
-            attempt=self.attempt,
-            requests=self._requests,
+        return self._gateway.session(self)
+
+    def request(self, name: str, ids: Ids, sampling: Sampling) -> GenerateRequest:
+        """A request to the engine for this episode; `name` tells it from the episode's others."""
+        return GenerateRequest(
+            f"{self._request_prefix}/{name}",
+            ids,
+            sampling,
+            session=self.episode_id,
+            priority=self._priority,
+            deadline_s=self._deadline_s,
         )
 
     def fork(self, segment: int, n: int) -> list[Branch]:

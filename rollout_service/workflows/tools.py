@@ -22,8 +22,8 @@ from typing import Any, get_type_hints, overload
 from areal_async.errors import ArealError
 from areal_async.registry import TOOLS, PartError
 from rollout_service import metrics
-from rollout_service.blocking import BlockingCalls, CallTimeout
 from rollout_service.environments.expression import evaluate, written
+from rollout_service.workflows.blocking import BlockingCalls, CallTimeout
 
 BUILT_IN = {"calc": "rollout_service.workflows.tools:calc"}
 """Name → tool; found by `areal_async.registry.TOOLS`."""

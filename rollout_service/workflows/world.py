@@ -8,7 +8,6 @@ from typing import Any
 from areal_async.config.errors import Mistake
 from areal_async.registry import ENVIRONMENTS
 from areal_async.rpc.messages import Task
-from rollout_service.blocking import CallTimeout
 from rollout_service.environments import (
     Environment,
     EnvironmentFactory,
@@ -16,6 +15,7 @@ from rollout_service.environments import (
     Step,
     group_seed,
 )
+from rollout_service.workflows.blocking import CallTimeout
 from rollout_service.workflows.context import Context
 
 

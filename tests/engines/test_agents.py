@@ -14,7 +14,7 @@ from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import EngineError
-from rollout_service.exchange import exchange
+from rollout_service.replicas import exchange
 from tests.unit.gateway.agents import (
     ANSWER,
     TURNS,

@@ -21,8 +21,7 @@ from areal_async.runtime.restart import RestartPolicy
 from areal_async.trajectory import Sampling
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, EngineError, GenerateRequest
-from rollout_service.exchange import exchange
-from rollout_service.replicas import ReplicaSet
+from rollout_service.replicas import ReplicaSet, exchange
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 LIMIT_S = 500.0

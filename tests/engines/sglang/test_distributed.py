@@ -27,7 +27,7 @@ from rollout_service.engines.http.settings import ServerSettings
 from rollout_service.engines.sglang.adapter import SGLangAdapter
 from rollout_service.engines.sglang.probe import ModelInfo
 from rollout_service.engines.sglang.weights import GRACE_S, TensorFeed
-from rollout_service.updates import Updates
+from rollout_service.worker import WeightUpdates
 from tests.engines.sglang.served import KEY
 
 SECRET = RunSecret(bytes(32))
@@ -92,7 +92,7 @@ async def following(
     settings = ServerSettings(slots=32, max_model_len=64, url=url)
     engine = HttpEngine(SGLangAdapter(model.directory, settings, feed=feed_from(endpoint, grace_s)))
     receiver = Receiver(endpoint, job="job", name="r", tensors=False, access=SECRET)
-    updates = Updates(receiver, engine)
+    updates = WeightUpdates(receiver, engine)
     await receiver.connect()
     await first.publish()
     await updates.start()

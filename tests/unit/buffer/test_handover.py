@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import (
@@ -22,9 +21,8 @@ from areal_async.rpc.messages import (
 )
 from replay_buffer.ledger.storing import StoreEpisodes
 from replay_buffer.server import read_arrival
-from rollout_service import worker as worker_module
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
-from rollout_service.worker import Worker
+from rollout_service.worker import Worker, WorkerTiming
 from rollout_service.workflows import Renderer, load_workflow
 from tests.callers import FakeCaller
 
@@ -106,15 +104,13 @@ def a_worker(buffer: LedgerBuffer, engine: GatedEngine, name: str) -> Worker:
             "rollout": {"group_size": 4, "max_concurrent": 8},
         }
     )
-    return Worker(buffer, engine, load_workflow("single_turn"), Renderer(OneTokenizer()), job=job, name=name)
+    workflow, render = load_workflow("single_turn"), Renderer(OneTokenizer())
+    return Worker(buffer, engine, workflow, render, job=job, name=name, timing=WorkerTiming(drain_s=0.3))
 
 
-def test_trained_effectively_once_what_a_stopped_worker_stored_is_not_generated_again(
-    drive, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trained_effectively_once_what_a_stopped_worker_stored_is_not_generated_again(drive) -> None:
     """`SIGTERM` sets the stop signal. Samples 0 and 1 are stored by then, 2 finishes within the grace, 3 does
     not."""
-    monkeypatch.setattr(worker_module, "DRAIN_LIMIT_S", 0.3)
 
     async def main() -> None:
         ledger = drive(group_size=4, batch_groups=2, max_staleness=0)

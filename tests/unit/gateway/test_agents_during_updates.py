@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,9 +16,7 @@ from transformers import AutoModelForCausalLM
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import training_rows
 from rollout_service.engines.local.engine import LocalEngine
-from rollout_service.episode_engine import EpisodeEngine
-from rollout_service.exchange import exchange
-from rollout_service.replicas import ReplicaSet
+from rollout_service.replicas import ReplicaSet, exchange
 from tests.unit.gateway.agents import (
     ANSWER,
     TURNS,
@@ -118,9 +115,8 @@ def test_in_a_worker_the_first_words_come_before_the_answer_is_complete(
     async def main() -> tuple[Any, Any]:
         replicas = ReplicaSet(lambda _: LocalEngine(chat_model, slots=8, max_model_len=4096))
         await replicas.start(Snapshot(weights, 0))
-        engine: Any = EpisodeEngine(replicas, "t#0.1", 3, time.monotonic() + 30)
         try:
-            async with serving(engine, make_tokenizer()) as (_, ctx, _):
+            async with serving(replicas, make_tokenizer()) as (_, ctx, _):
                 # Any unit may end an answer, but few do: of many the most go on.
                 ctx.sampling = ctx.sampling.__class__(max_new_tokens=40)
                 async with (

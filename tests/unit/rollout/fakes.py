@@ -10,12 +10,17 @@ import numpy as np
 
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import HeartbeatAck, LeasedGroup, Leases, PutAck, Task, VersionTag
-from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
-from rollout_service.worker import Worker
+from rollout_service.engines.base import (
+    EngineStats,
+    GenerateRequest,
+    GenerateResult,
+)
+from rollout_service.worker import ConcurrencyTuner, Worker, WorkerTiming
 from rollout_service.workflows import Renderer, load_workflow
 from tests.callers import FakeCaller
 
 DEADLINE_S = 20.0
+TIMING = WorkerTiming()
 
 
 async def eventually(condition: Callable[[], object]) -> None:
@@ -167,6 +172,8 @@ def drive(
     *,
     workflow: Any = None,
     engine: Any = None,
+    timing: WorkerTiming = TIMING,
+    look_s: float = 0.5,
     **rollout: Any,
 ) -> tuple[FakeBuffer, FakeEngine]:
     """Run a worker while `body` watches; stop it when `body` returns. All within a deadline."""
@@ -181,6 +188,8 @@ def drive(
             Renderer(LetterTokenizer()),
             job=job(**rollout),
             name="rollout-0",
+            tuner=ConcurrencyTuner(job(**rollout).rollout, look_s=look_s),
+            timing=timing,
         )
         stop = asyncio.Event()
         running = asyncio.ensure_future(worker.run(stop))

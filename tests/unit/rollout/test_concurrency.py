@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.concurrency import FALL, KV_CALM, KV_FULL, LOOK_S, SETTLE_S, Concurrency
 from rollout_service.engines.base import EngineStats
-from rollout_service.progress import Progress
+from rollout_service.replicas.replica import StallDetector
+from rollout_service.worker.concurrency import FALL, KV_CALM, KV_FULL, LOOK_S, SETTLE_S, ConcurrencyLimit
 
 
 def stats(running: int, waiting: int = 0, kv: float = 0.0) -> EngineStats:
@@ -25,13 +25,13 @@ class Clock:
 
 
 def test_fixed_is_what_it_says() -> None:
-    limit = Concurrency(4, 64, "fixed")
+    limit = ConcurrencyLimit(4, 64, "fixed")
     assert (limit.limit, limit.last.reason) == (64, "fixed")
     assert limit.look(stats(64, waiting=64, kv=1.0), 64, 100.0) is None
 
 
 def test_it_begins_with_half_and_doubles_while_the_engine_has_room() -> None:
-    clock, limit = Clock(), Concurrency(4, 64, "adaptive")
+    clock, limit = Clock(), ConcurrencyLimit(4, 64, "adaptive")
     assert limit.limit == 32
     assert limit.look(stats(32), 32, clock(LOOK_S / 2)) is None, "too soon"
     change = limit.look(stats(32), 32, clock())
@@ -41,7 +41,7 @@ def test_it_begins_with_half_and_doubles_while_the_engine_has_room() -> None:
 
 
 def test_what_is_not_used_says_nothing() -> None:
-    clock, limit = Clock(), Concurrency(4, 64, "adaptive")
+    clock, limit = Clock(), ConcurrencyLimit(4, 64, "adaptive")
     for _ in range(20):
         assert limit.look(stats(3), 20, clock()) is None
     assert limit.look(stats(3), 32, clock()) is not None, "a burst since the last look uses it"
@@ -49,7 +49,7 @@ def test_what_is_not_used_says_nothing() -> None:
 
 def test_a_queue_that_an_exchange_of_weights_makes_says_nothing() -> None:
     """A server that is paused to compute all KV anew has everything in its queue."""
-    clock, limit = Clock(), Concurrency(4, 64, "adaptive")
+    clock, limit = Clock(), ConcurrencyLimit(4, 64, "adaptive")
     retracted = stats(0, waiting=32)
     for _ in range(3):
         limit.exchanging(True, clock())
@@ -66,7 +66,7 @@ def test_a_queue_that_an_exchange_of_weights_makes_says_nothing() -> None:
 
 
 def test_a_queue_in_the_engine_lets_it_fall_and_then_rise_slowly() -> None:
-    clock, limit = Clock(), Concurrency(4, 640, "adaptive")
+    clock, limit = Clock(), ConcurrencyLimit(4, 640, "adaptive")
     change = limit.look(stats(200, waiting=120), 320, clock())
     assert change is not None
     assert (change.limit, change.reason) == (int(320 * FALL), "queue")
@@ -78,7 +78,7 @@ def test_a_queue_in_the_engine_lets_it_fall_and_then_rise_slowly() -> None:
 
 
 def test_kv_pressure_lets_it_fall_and_holds_it_before() -> None:
-    clock, limit = Clock(), Concurrency(4, 64, "adaptive")
+    clock, limit = Clock(), ConcurrencyLimit(4, 64, "adaptive")
     assert limit.look(stats(32, kv=(KV_CALM + KV_FULL) / 2), 32, clock()) is None
     change = limit.look(stats(32, kv=KV_FULL), 32, clock())
     assert change is not None
@@ -86,14 +86,14 @@ def test_kv_pressure_lets_it_fall_and_holds_it_before() -> None:
 
 
 def test_it_never_falls_below_a_group() -> None:
-    clock, limit = Clock(), Concurrency(16, 64, "adaptive")
+    clock, limit = Clock(), ConcurrencyLimit(16, 64, "adaptive")
     for _ in range(20):
         limit.look(stats(16, waiting=16), 32, clock(SETTLE_S + LOOK_S))
     assert limit.limit == 16
 
 
 def test_the_ceiling_is_that_of_the_replicas_that_serve() -> None:
-    limit = Concurrency(4, 64, "fixed")
+    limit = ConcurrencyLimit(4, 64, "fixed")
     limit.serving(0.5)
     assert (limit.limit, limit.last.reason) == (32, "replica lost")
     limit.serving(0.0)
@@ -114,7 +114,7 @@ def test_the_ceiling_is_that_of_the_replicas_that_serve() -> None:
 def test_it_stays_within_its_bounds_whatever_it_is_told(
     bounds: tuple[int, int], readings: list[tuple[int, int, float, int, float]]
 ) -> None:
-    clock, limit = Clock(), Concurrency(*bounds, "adaptive")
+    clock, limit = Clock(), ConcurrencyLimit(*bounds, "adaptive")
     for running, waiting, kv, peak, share in readings:
         limit.look(stats(running, waiting, kv), peak, clock(1.0))
         assert bounds[0] <= limit.limit <= bounds[1]
@@ -124,7 +124,7 @@ def test_it_stays_within_its_bounds_whatever_it_is_told(
 
 def converge(capacity: int, ceiling: int = 512) -> list[int]:
     """A closed loop: as many requests as allowed, on an engine that runs `capacity` of them at once."""
-    clock, limit, limits = Clock(), Concurrency(4, ceiling, "adaptive"), []
+    clock, limit, limits = Clock(), ConcurrencyLimit(4, ceiling, "adaptive"), []
     for _ in range(400):
         runs = min(capacity, limit.limit)
         limit.look(stats(runs, limit.limit - runs), limit.limit, clock())
@@ -144,30 +144,38 @@ def test_it_settles_around_what_the_engine_can_run() -> None:
 # --- progress ------------------------------------------------------------------------------------------
 
 
-def look(progress: Progress, now_s: float, **change: int) -> float | None:
-    reading = {"tokens": 5, "requests": 1, "running": 2} | change
-    return progress.look(now_s, paused=bool(reading.pop("paused", 0)), **reading)
+class Watched:
+    """A detector on a clock of the test's own."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.now_s = 0.0
+        self.detector = StallDetector(limit_s, lambda: self.now_s)
+
+    def look(self, now_s: float, **change: int) -> float | None:
+        self.now_s = now_s
+        reading = {"tokens": 5, "requests": 1, "running": 2} | change
+        return self.detector.look(paused=bool(reading.pop("paused", 0)), **reading)
 
 
 def test_an_engine_is_stuck_after_so_long_without_a_token() -> None:
-    progress = Progress(10.0)
-    assert look(progress, 100.0) is None
+    watched = Watched(10.0)
+    assert watched.look(100.0) is None
     for tenths in range(1, 100):
-        assert look(progress, 100.0 + tenths / 10) is None
-    assert look(progress, 110.1) is not None
+        assert watched.look(100.0 + tenths / 10) is None
+    assert watched.look(110.1) is not None
 
 
 @pytest.mark.parametrize("change", [{"tokens": 6}, {"requests": 2}, {"running": 0}, {"paused": 1}])
 def test_a_token_an_end_a_pause_and_idleness_are_no_standstill(change: dict[str, int]) -> None:
-    progress = Progress(4.0)
+    watched = Watched(4.0)
     for second in range(4):
-        assert look(progress, float(second)) is None
-    assert look(progress, 4.0, **change) is None
-    assert look(progress, 5.0) is None
+        assert watched.look(float(second)) is None
+    assert watched.look(4.0, **change) is None
+    assert watched.look(5.0) is None
 
 
 def test_a_process_that_was_stopped_does_not_take_its_engine_for_dead() -> None:
-    progress = Progress(10.0)
-    look(progress, 0.0)
-    assert look(progress, 1000.0) is None
-    assert look(progress, 2000.0) is not None, "it has been looked at twice, and stands still"
+    watched = Watched(10.0)
+    watched.look(0.0)
+    assert watched.look(1000.0) is None
+    assert watched.look(2000.0) is not None, "it has been looked at twice, and stands still"

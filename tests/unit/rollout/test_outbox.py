@@ -6,41 +6,46 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_service import outbox as outbox_module
-from rollout_service.outbox import Outbox
+from rollout_service.worker.uploader import LeaseUpload, UploadQueue
+
+
+def queue_of(*leases: str, linger_s: float = 1.0, **limits: int) -> UploadQueue:
+    queue = UploadQueue(linger_s, **limits)
+    queue.leases |= {lease_id: LeaseUpload("g", samples=4) for lease_id in leases}
+    return queue
 
 
 def test_an_episode_waits_for_its_lease_but_not_longer_than_the_linger() -> None:
-    box = Outbox(linger_s=1.0)
-    box.add("L", "g", 0, b"a", now_s=10.0)
+    box = queue_of("L")
+    box.add("L", 0, b"a", now_s=10.0)
     assert box.take(10.9) is None
     assert box.next_due_s() == 11.0
-    parcel = box.take(11.0)
-    assert parcel is not None
-    assert parcel.episodes == {0: b"a"}
+    batch = box.take(11.0)
+    assert batch is not None
+    assert batch.episodes == {0: b"a"}
     assert box.next_due_s() == math.inf
 
 
 def test_a_complete_lease_travels_at_once_in_one_message() -> None:
-    box = Outbox(linger_s=1.0)
+    box = queue_of("L")
     for sample in range(5):
-        box.add("L", "g", sample, b"x", now_s=0.0)
-    box.complete("L")
-    parcel = box.take(0.0)
-    assert parcel is not None
-    assert sorted(parcel.episodes) == [0, 1, 2, 3, 4]
-    box.settled(parcel)
-    assert not box.holds("L")
+        box.add("L", sample, b"x", now_s=0.0)
+    box.leases["L"].complete = True
+    batch = box.take(0.0)
+    assert batch is not None
+    assert sorted(batch.episodes) == [0, 1, 2, 3, 4]
+    box.settled(batch)
+    assert list(box.pop_ended()) == ["L"]
     assert box.episodes == 0
 
 
 def test_one_message_of_a_lease_is_under_way_at_a_time() -> None:
-    box = Outbox(linger_s=0.0)
-    box.add("L", "g", 0, b"x", now_s=0.0)
+    box = queue_of("L", linger_s=0.0)
+    box.add("L", 0, b"x", now_s=0.0)
     first = box.take(0.0)
     assert first is not None
-    box.add("L", "g", 1, b"y", now_s=0.0)
-    box.complete("L")
+    box.add("L", 1, b"y", now_s=0.0)
+    box.leases["L"].complete = True
     assert box.take(math.inf) is None
     assert box.episodes == 2
     box.settled(first)
@@ -50,28 +55,25 @@ def test_one_message_of_a_lease_is_under_way_at_a_time() -> None:
 
 
 def test_what_a_lost_lease_left_is_forgotten() -> None:
-    box = Outbox(linger_s=0.0)
-    box.add("L", "g", 0, b"x", now_s=0.0)
-    parcel = box.take(0.0)
-    box.add("L", "g", 1, b"x", now_s=0.0)
-    assert parcel is not None
-    assert box.drop("L") == 1
-    box.settled(parcel)
+    box = queue_of("L", linger_s=0.0)
+    box.add("L", 0, b"x", now_s=0.0)
+    batch = box.take(0.0)
+    box.add("L", 1, b"x", now_s=0.0)
+    assert batch is not None
+    del box.leases["L"]
+    box.settled(batch)
     assert box.episodes == 0
-    assert box.drop("L") == 0
 
 
-def test_messages_stay_within_their_limits(monkeypatch: Any) -> None:
-    monkeypatch.setattr(outbox_module, "MAX_BYTES", 10)
-    monkeypatch.setattr(outbox_module, "MAX_EPISODES", 3)
-    box = Outbox(linger_s=5.0)
+def test_messages_stay_within_their_limits() -> None:
+    box = queue_of("L", linger_s=5.0, max_bytes=10, max_episodes=3)
     for sample, size in enumerate([4, 4, 4, 50, 1, 1, 1, 1]):
-        box.add("L", "g", sample, b"z" * size, now_s=0.0)
+        box.add("L", sample, b"z" * size, now_s=0.0)
     sizes = []
     now_s = 0.0
-    while parcel := box.take(now_s := now_s + 10.0):
-        sizes.append([len(b) for b in parcel.episodes.values()])
-        box.settled(parcel)
+    while batch := box.take(now_s := now_s + 10.0):
+        sizes.append([len(b) for b in batch.episodes.values()])
+        box.settled(batch)
     assert sizes == [[4, 4], [4], [50], [1, 1, 1], [1]]
 
 
@@ -81,7 +83,7 @@ Event = st.tuples(st.sampled_from("atscd"), st.integers(0, 2), st.floats(0, 2))
 @given(st.lists(Event, max_size=60))
 @settings(max_examples=200, deadline=None)
 def test_every_episode_travels_exactly_once_unless_its_lease_is_dropped(events: list[Any]) -> None:
-    box, now_s = Outbox(linger_s=1.0), 0.0
+    box, now_s = queue_of("L0", "L1", "L2"), 0.0
     added: dict[str, int] = {}
     sent: list[tuple[str, int]] = []
     under_way: list[Any] = []
@@ -91,19 +93,19 @@ def test_every_episode_travels_exactly_once_unless_its_lease_is_dropped(events: 
         lease = f"L{number}"
         if kind == "a" and lease not in dropped:
             sample = added[lease] = added.get(lease, -1) + 1
-            box.add(lease, "g", sample, b"x", now_s)
-        elif kind == "t" and (parcel := box.take(now_s)):
-            assert all(other.lease_id != parcel.lease_id for other in under_way)
-            under_way.append(parcel)
-            sent += [(parcel.lease_id, sample) for sample in parcel.episodes]
+            box.add(lease, sample, b"x", now_s)
+        elif kind == "t" and (batch := box.take(now_s)):
+            assert all(other.lease_id != batch.lease_id for other in under_way)
+            under_way.append(batch)
+            sent += [(batch.lease_id, sample) for sample in batch.episodes]
         elif kind == "s":
             while under_way:
                 box.settled(under_way.pop())
-        elif kind == "c":
-            box.complete(lease)
+        elif kind == "c" and lease not in dropped:
+            box.leases[lease].complete = True
         elif kind == "d":
             dropped.add(lease)
-            box.drop(lease)
+            box.leases.pop(lease, None)
             under_way = [p for p in under_way if p.lease_id != lease]
     assert len(sent) == len(set(sent))
     kept = {(lease, s) for lease, last in added.items() if lease not in dropped for s in range(last + 1)}

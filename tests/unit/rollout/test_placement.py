@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.placement import BUSY, OVERLOAD, Homes, ReplicaLoad, choose
+from rollout_service.replicas.placement import BUSY, OVERLOAD, PrefixAffinity, ReplicaLoad, choose
 
 
 def loads(*given: int, capacity: int = 8, kv: tuple[float, ...] = ()) -> list[ReplicaLoad]:
@@ -70,27 +70,27 @@ def test_the_choice_has_room_and_is_never_far_above_the_least(
 
 
 def test_sessions_and_groups_have_a_home() -> None:
-    homes = Homes()
-    assert homes.find("t1#0.3") is None
-    homes.settle("t1#0.3", 1)
-    assert homes.find("t1#0.3") == 1
-    assert homes.find("t1#0.0") == 1, "of the same group"
-    assert homes.find("t2#0.3") is None
-    homes.settle("t1#0.0", 2)
-    assert homes.find("t1#0.0") == 2
-    assert homes.find("t1#0.7") == 1, "the group's stays"
-    homes.leave(1)
-    assert homes.find("t1#0.3") is None
-    assert homes.find("t1#0.0") == 2
+    affinity = PrefixAffinity()
+    assert affinity.find("t1#0.3") is None
+    affinity.assign("t1#0.3", 1)
+    assert affinity.find("t1#0.3") == 1
+    assert affinity.find("t1#0.0") == 1, "of the same group"
+    assert affinity.find("t2#0.3") is None
+    affinity.assign("t1#0.0", 2)
+    assert affinity.find("t1#0.0") == 2
+    assert affinity.find("t1#0.7") == 1, "the group's stays"
+    affinity.forget(1)
+    assert affinity.find("t1#0.3") is None
+    assert affinity.find("t1#0.0") == 2
 
 
-def test_homes_are_bounded_and_forget_the_longest_unused() -> None:
-    homes = Homes(limit=4)
+def test_affinity_are_bounded_and_forget_the_longest_unused() -> None:
+    affinity = PrefixAffinity(limit=4)
     for number in range(3):
-        homes.settle(f"agent-{number}", number)
-        homes.find("agent-0")
+        affinity.assign(f"agent-{number}", number)
+        affinity.find("agent-0")
     for number in range(3, 5):
-        homes.settle(f"agent-{number}", number)
-    assert len(homes) == 4
-    assert homes.find("agent-0") is not None
-    assert homes.find("agent-1") is None
+        affinity.assign(f"agent-{number}", number)
+    assert len(affinity) == 4
+    assert affinity.find("agent-0") is not None
+    assert affinity.find("agent-1") is None

@@ -59,7 +59,7 @@ def test_each_restart_of_an_engine_holds_its_snapshot_for_itself_and_outlives_th
     monkeypatch.setattr(service, "make_receiver", make_receiver)
     monkeypatch.setattr(service, "ReplicaSet", lambda *positional, **named: given.update(named))
     ctx = ServiceContext.for_test(job(), tmp_path, "rollout", "rollout-0")
-    service.make_replicas(ctx)
+    service.make_replicas(ctx, on_serving=lambda share: None, on_exchange=lambda going_on: None)
 
     async def body() -> None:
         async with given["newest"]() as one, given["newest"]() as other:

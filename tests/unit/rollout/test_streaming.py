@@ -19,9 +19,8 @@ from rollout_service.engines.base import (
     GenerateResult,
 )
 from rollout_service.engines.local.core import EngineCore
-from rollout_service.engines.streaming import StreamingEngine, generate_telling
-from rollout_service.episode_engine import EpisodeEngine
-from tests.unit.rollout.fakes import FakeEngine, eventually
+from rollout_service.engines.streaming import generate_telling
+from tests.unit.rollout.fakes import eventually
 from tests.unit.rollout.fleet import FakeServer, Fleet, Snapshot, drive
 from tests.unit.rollout.test_local_engine import drive as drive_local
 from tests.unit.rollout.test_local_engine import request, until, update
@@ -227,30 +226,3 @@ def test_a_waiting_stream_that_is_aborted_ends_with_nothing() -> None:
             task.cancel()
 
     asyncio.run(over(body, capacity=1))
-
-
-# --- one episode -------------------------------------------------------------------------------------------
-
-
-def test_an_episodes_stream_says_whose_it_is() -> None:
-    async def body(fleet: Any) -> None:
-        fleet.held = False
-        deadline_s = time.monotonic() + 60
-        engine = EpisodeEngine(fleet.set, "t#0.3", 7, deadline_s)
-        assert isinstance(engine, StreamingEngine)
-        pieces, _ = await collected(engine, asked_of("r"))
-        assert len(pieces) == 2
-        (seen,) = fleet.server(0).seen
-        assert (seen.session, seen.priority, seen.deadline_s) == ("t#0.3", 7, deadline_s)
-
-    asyncio.run(over(body))
-
-
-def test_an_episode_over_an_engine_that_does_not_tell_gets_its_result() -> None:
-    async def main() -> None:
-        engine: Any = FakeEngine()
-        pieces, result = await collected(EpisodeEngine(engine, "t#0.3", 7, None), asked_of("r"))
-        assert (pieces, result.token_ids.tolist()) == ([], [1])
-        assert engine.seen[0].session == "t#0.3"
-
-    asyncio.run(main())

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.blocking import BlockingCalls, CallTimeout
 from rollout_service.workflows import tool
+from rollout_service.workflows.blocking import BlockingCalls, CallTimeout
 from rollout_service.workflows.tool_use import RequestedCall, json_calls, open_brackets, plain_call
 from rollout_service.workflows.tools import Answer, ToolError, calc, load_tools, run_tool
 

@@ -15,9 +15,8 @@ from areal_async.rpc.secret import RunSecret
 from areal_async.trajectory import Sampling
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
-from rollout_service import updates as updates_module
 from rollout_service.engines.base import EngineError, EngineLost, GenerateRequest
-from rollout_service.updates import Updates
+from rollout_service.worker import WeightUpdates
 
 SECRET = RunSecret(bytes(32))
 
@@ -85,7 +84,13 @@ def follow(source: ScriptedSource, **how: Any) -> list[int]:
 
     async def main() -> None:
         engine: Any = ScriptedEngine(source.journal, **how)
-        updates = Updates(source, engine, lambda: changes.append(len(source.journal)))
+        updates = WeightUpdates(
+            source,
+            engine,
+            lambda: changes.append(len(source.journal)),
+            retry_pause_s=0.0,
+            finished_pause_s=0.0,
+        )
         await updates.start()
         await updates.run()
 
@@ -94,7 +99,7 @@ def follow(source: ScriptedSource, **how: Any) -> list[int]:
     return changes
 
 
-def test_versions_are_true_only_verified_snapshots_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_true_only_verified_snapshots_reach_the_engine() -> None:
     torn = {0: SnapshotError("torn"), 3: SnapshotError("mixed")}
     source = ScriptedSource(notice(0), notice(1), NoNews(), notice(3), notice(4), torn=torn)
     changes = follow(source)
@@ -108,9 +113,7 @@ def test_versions_are_true_only_verified_snapshots_reach_the_engine(monkeypatch:
     assert len(changes) == 1
 
 
-def test_a_publisher_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates_module, "RETRY_PAUSE_S", 0.0)
-    monkeypatch.setattr(updates_module, "FINISHED_PAUSE_S", 0.0)
+def test_a_publisher_that_is_away_is_waited_for() -> None:
     source = ScriptedSource(
         RpcTimeout("away"),
         notice(0),
@@ -128,7 +131,7 @@ def test_weights_that_do_not_fit_are_acknowledged_with_the_reason_and_end_the_wo
     engine: Any = ScriptedEngine(source.journal, misfit=1)
 
     async def main() -> None:
-        updates = Updates(source, engine)
+        updates = WeightUpdates(source, engine)
         await updates.start()
         await updates.run()
 
@@ -154,7 +157,7 @@ def test_the_first_error_of_an_update_is_the_one_told(
     engine: Any = Broken(source.journal)
 
     async def main() -> None:
-        updates = Updates(source, engine)
+        updates = WeightUpdates(source, engine)
         await updates.start()
         await updates.run()
 
@@ -184,7 +187,7 @@ def test_versions_are_true_with_snapshots_through_shared_memory(
             nonlocal reached
             reached = engine.version.version
 
-        updates = Updates(receiver, engine, changed)
+        updates = WeightUpdates(receiver, engine, changed)
         publisher.publish(versions[0].tag, versions[0].tensors)
         await updates.start()
         following = asyncio.ensure_future(updates.run())

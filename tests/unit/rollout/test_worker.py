@@ -8,25 +8,26 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import REGISTRY
+from transformers import AutoTokenizer
 
 from areal_async.errors import FaultError, RpcTimeout
 from areal_async.rpc.messages import PutAck, Refusal, Task, VersionTag
 from areal_async.trajectory import unpack
-from rollout_service import concurrency, failures, metrics, tuning, waiting
 from rollout_service.engines.base import (
     EngineError,
     GenerateRequest,
     GenerateResult,
     RequestError,
 )
-from rollout_service.failures import (
+from rollout_service.worker import ConcurrencyTuner, Worker, WorkerTiming
+from rollout_service.worker.failures import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     MAX_FAILURES,
     OWN_FAULT_S,
     FailureStreak,
 )
-from rollout_service.worker import Worker
 from rollout_service.workflows import Renderer, WorkflowError, load_workflow
 from tests.unit.rollout.fakes import (
     FakeBuffer,
@@ -94,8 +95,8 @@ def test_a_slow_buffer_slows_generation_and_nothing_is_lost() -> None:
 
         buffer.on_put = blocked
         await buffer.add(*(group(n) for n in range(30)))
-        await eventually(lambda: worker._sender.episodes >= 16)
-        assert worker._wanted_groups() == 0
+        await eventually(lambda: worker.status().unsent >= 16)
+        assert worker.status().wanted_groups == 0
         begun = len(engine.seen)
         assert begun <= 16 + 4
         assert len(buffer.groups) == 30 - begun // 4
@@ -105,7 +106,7 @@ def test_a_slow_buffer_slows_generation_and_nothing_is_lost() -> None:
     drive(FakeBuffer, body)
 
 
-def test_a_lost_lease_ends_its_episodes_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_lease_ends_its_episodes_and_no_other() -> None:
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
         never, later = asyncio.Event(), asyncio.Event()
 
@@ -117,7 +118,7 @@ def test_a_lost_lease_ends_its_episodes_and_no_other(monkeypatch: pytest.MonkeyP
         buffer.lost.add("L0")
         await buffer.until(lambda: len(buffer.beats) >= 3 and buffer.beats[-1][0] == ["L1"])
         assert sorted(engine.cancelled) == [f"t0#0.{n}/L0/0" for n in range(4)]
-        assert worker._running == 4
+        assert worker.status().running == 4
         later.set()
         await buffer.until(lambda: buffer.whole(1))
 
@@ -147,11 +148,15 @@ def test_a_group_leased_again_begins_while_the_lost_lease_is_still_ending() -> N
 
 
 def test_a_cancelled_episode_gives_its_capacity_back_even_before_it_began() -> None:
+    async def lost(lease: str, group_id: str, episodes: Any) -> PutAck:
+        return PutAck([], "memory", [Refusal(f"{group_id}.{n}", "lease_lost") for n in episodes])
+
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        worker._begin(group(7), engine.version)
-        worker._lose("L7", "as the test wants")
-        await eventually(lambda: not worker._running)
-        assert engine.seen == []
+        buffer.on_put = lost
+        await buffer.add(*(group(n) for n in range(6)))
+        await eventually(lambda: buffer.asked and not buffer.groups)
+        await eventually(lambda: not worker.status().running and not worker.status().leases)
+        assert worker.status().wanted_groups == 2
 
     drive(FakeBuffer, body)
 
@@ -174,7 +179,7 @@ def test_what_is_refused_for_the_group_ends_the_group(reason: str) -> None:
         await buffer.until(lambda: buffer.whole(1))
         await eventually(lambda: engine.cancelled)
         assert engine.cancelled == ["t0#0.3/L0/0"]
-        assert "L0" not in worker._held
+        assert "L0" not in worker.status().leases
 
     buffer, _ = drive(FakeBuffer, body)
     assert buffer.released == {}
@@ -208,7 +213,7 @@ def test_a_failing_episode_costs_its_own_sample() -> None:
     assert buffer.released["L0"] == "ValueError: sample 2 is cursed"
 
 
-def test_a_worker_whose_engine_always_fails_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_whose_engine_always_fails_ends_with_the_reason() -> None:
     class Broken(FakeEngine):
         async def generate(self, request: GenerateRequest) -> GenerateResult:
             raise EngineError("no kernel for this device")
@@ -216,16 +221,13 @@ def test_a_worker_whose_engine_always_fails_ends_with_the_reason(monkeypatch: py
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(failures, "LONGEST_PAUSE_S", 0.0)
     held = FakeBuffer(group(n) for n in range(50))
     with pytest.raises(WorkflowError, match="no kernel for this device"):
-        drive(lambda: held, body, engine=Broken())
+        drive(lambda: held, body, engine=Broken(), timing=WorkerTiming(longest_failure_pause_s=0.0))
     assert held.failed == set(), "the engine's troubles are no fault of the episodes"
 
 
-def test_what_episodes_do_wrong_is_told_to_the_buffer_and_nothing_more_is_begun_for_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_episodes_do_wrong_is_told_to_the_buffer_and_nothing_more_is_begun_for_a_while() -> None:
     """Whether anything succeeds anywhere is for the buffer to see."""
 
     async def workflow(ctx: Any, task: Task) -> None:
@@ -235,12 +237,10 @@ def test_what_episodes_do_wrong_is_told_to_the_buffer_and_nothing_more_is_begun_
         await buffer.until(lambda: len(buffer.released) == 2)
         assert buffer.failed == {"L0", "L1"}
         assert "9000 tokens" in buffer.released["L0"]
-        assert worker._wanted_groups() == 0
+        assert worker.status().wanted_groups == 0
 
-    monkeypatch.setattr(failures, "FIRST_PAUSE_S", 1000.0)
-    monkeypatch.setattr(failures, "LONGEST_PAUSE_S", 1000.0)
-
-    drive(lambda: FakeBuffer(group(n) for n in range(50)), body, workflow=workflow)
+    timing = WorkerTiming(first_failure_pause_s=1000.0, longest_failure_pause_s=1000.0)
+    drive(lambda: FakeBuffer(group(n) for n in range(50)), body, workflow=workflow, timing=timing)
 
 
 def test_a_worker_in_which_all_episodes_fail_for_long_ends_and_one_success_begins_anew() -> None:
@@ -288,10 +288,10 @@ def test_one_failure_of_the_engine_is_one_failure_however_many_it_takes_along() 
 
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
         await buffer.until(lambda: len(buffer.released) == 20)
-        assert worker._failures.count == 1
+        assert worker.status().failures == 1
         await buffer.add(group(20))
         await buffer.until(lambda: buffer.whole(20))
-        assert worker._failures.count == 0
+        assert worker.status().failures == 0
 
     drive(lambda: FakeBuffer(group(n) for n in range(20)), body, engine=FailingOnce(), max_concurrent=80)
 
@@ -332,9 +332,7 @@ def test_leases_are_renewed_well_before_their_end() -> None:
     assert buffer.released == {"L0": "drained"}
 
 
-def test_an_outage_of_the_buffer_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "RETRY_PAUSE_S", 0.001)
-
+def test_an_outage_of_the_buffer_is_waited_out() -> None:
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
         troubles: Any = iter([RpcTimeout("away"), FaultError("unavailable", "no redis"), RpcTimeout("away")])
 
@@ -346,7 +344,7 @@ def test_an_outage_of_the_buffer_is_waited_out(monkeypatch: pytest.MonkeyPatch) 
         await buffer.add(group(0), group(1))
         await buffer.until(lambda: buffer.whole(0, 1))
 
-    drive(FakeBuffer, body)
+    drive(FakeBuffer, body, timing=WorkerTiming(retry_pause_s=0.001))
 
 
 def test_a_fault_that_no_retry_cures_ends_the_worker() -> None:
@@ -367,7 +365,7 @@ def test_a_worker_of_a_real_engine_fills_its_groups_across_updates(endless: Any,
         buffer = FakeBuffer(group(n, prompt="1+2=", missing=range(4)) for n in range(12))
         engine = endless.engine(slots=8)
         await engine.start(endless.weights(0))
-        render = Renderer(engine._started().model.tokenizer)
+        render = Renderer(AutoTokenizer.from_pretrained(endless.directory))
         limits = job(sampling={"max_new_tokens": 24})
         worker = Worker(buffer, engine, load_workflow("single_turn"), render, job=limits, name="rollout-0")
 
@@ -408,10 +406,10 @@ def test_an_episode_that_takes_too_long_is_aborted_and_its_sample_handed_back() 
                 await asyncio.Event().wait()
 
         engine.gate = gate
-        before = metrics.TIMED_OUT._value.get()
+        before = REGISTRY.get_sample_value("areal_rollout_episodes_timed_out_total")
         await buffer.add(group(0))
         await buffer.until(lambda: buffer.released)
-        assert metrics.TIMED_OUT._value.get() == before + 1
+        assert REGISTRY.get_sample_value("areal_rollout_episodes_timed_out_total") == before + 1
 
     buffer, engine = drive(FakeBuffer, body, episode_timeout_s=0.2)
     assert sorted(buffer.stored["t0#0"]) == [0, 1, 3]
@@ -443,25 +441,40 @@ def test_requests_carry_their_episode_and_the_turn_of_their_lease() -> None:
     assert by_group == {"t0#0": {1}, "t1#0": {2}, "t2#0": {3}}
 
 
-def test_more_run_at_once_as_long_as_the_engine_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "LOOK_S", 0.01)
-    monkeypatch.setattr(concurrency, "LOOK_S", 0.01)
-
+def test_more_run_at_once_as_long_as_the_engine_takes_them() -> None:
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
         release = asyncio.Event()
 
         async def gate(request: GenerateRequest) -> None:
             await release.wait()
 
+        def limit() -> float | None:
+            return REGISTRY.get_sample_value("areal_rollout_concurrency_limit")
+
         engine.gate = gate
-        assert worker.concurrency.limit == 16
+        await eventually(lambda: limit() == 16)
         await buffer.add(*(group(n) for n in range(20)))
-        await eventually(lambda: worker._running == 16)
-        await eventually(lambda: worker._running == 32)
-        assert worker.concurrency.last.reason == "room"
-        worker.replicas_serving(0.5)
-        assert worker.concurrency.limit == 16
-        assert worker._wanted_groups() == 0
+        await eventually(lambda: worker.status().running == 16)
+        await eventually(lambda: worker.status().running == 32)
+        await eventually(lambda: limit() == 32)
+        assert REGISTRY.get_sample_value("areal_rollout_concurrency_reason", {"reason": "room"}) == 1
+        assert worker.status().wanted_groups == 0
         release.set()
 
-    drive(FakeBuffer, body, max_concurrent=32, concurrency="adaptive")
+    drive(FakeBuffer, body, max_concurrent=32, concurrency="adaptive", look_s=0.01)
+
+
+def test_fewer_run_at_once_while_replicas_are_lost() -> None:
+    async def main() -> None:
+        tuner = ConcurrencyTuner(job(max_concurrent=32).rollout)
+        changes: list[int] = []
+        running = asyncio.ensure_future(
+            tuner.run(FakeEngine().stats, lambda: changes.append(tuner.concurrency.limit))
+        )
+        tuner.serving(0.5)
+        await eventually(lambda: changes == [16])
+        tuner.serving(1.0)
+        await eventually(lambda: changes == [16, 32])
+        running.cancel()
+
+    asyncio.run(main())

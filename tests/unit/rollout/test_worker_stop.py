@@ -9,14 +9,13 @@ import pytest
 from prometheus_client import REGISTRY
 
 from areal_async.rpc.messages import Leases, VersionTag
-from rollout_service import failures, sending
-from rollout_service import worker as worker_module
 from rollout_service.engines.base import (
     EngineError,
     GenerateRequest,
     GenerateResult,
 )
-from rollout_service.worker import Worker
+from rollout_service.worker import Worker, WorkerTiming
+from rollout_service.worker.failures import MAX_FAILURES
 from rollout_service.workflows import Renderer, WorkflowError, load_workflow
 from tests.unit.rollout.fakes import (
     DEADLINE_S,
@@ -39,14 +38,14 @@ def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> None:
 
         engine.gate = gate
         await buffer.add(group(0, life_ms=90))
-        await eventually(lambda: worker._running)
+        await eventually(lambda: worker.status().running)
         await buffer.drain("rollout-0", "it is to be moved")
         await buffer.until(lambda: buffer.beats)
-        await eventually(lambda: worker._draining)
+        await eventually(lambda: worker.status().draining)
         assert REGISTRY.get_sample_value("areal_rollout_draining") == 1
         release.set()
         await buffer.until(lambda: buffer.whole(0))
-        assert worker._wanted_groups() == 0
+        assert worker.status().wanted_groups == 0
 
     buffer, _ = drive(FakeBuffer, body)
     assert buffer.released == {}
@@ -59,9 +58,9 @@ def test_a_worker_that_need_not_drain_any_more_does_not_say_so() -> None:
 
         engine.gate = gate
         await buffer.add(group(0, life_ms=90))
-        await eventually(lambda: worker._running)
+        await eventually(lambda: worker.status().running)
         await buffer.drain("rollout-0", "it is to be moved")
-        await eventually(lambda: worker._draining)
+        await eventually(lambda: worker.status().draining)
         assert REGISTRY.get_sample_value("areal_rollout_draining") == 1
         buffer.draining = False  # another buffer has taken over, and knows of no drain
         await eventually(lambda: REGISTRY.get_sample_value("areal_rollout_draining") == 0)
@@ -73,15 +72,13 @@ def test_a_worker_that_asks_is_told_to_drain_at_once() -> None:
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
         await buffer.until(lambda: buffer.asked)
         await buffer.drain("rollout-0", "it is to be moved")
-        await eventually(lambda: worker._draining)
-        assert worker._wanted_groups() == 0
+        await eventually(lambda: worker.status().draining)
+        assert worker.status().wanted_groups == 0
 
     drive(FakeBuffer, body)
 
 
-def test_a_stop_sends_what_is_finished_and_hands_the_rest_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "DRAIN_LIMIT_S", 0.05)
-
+def test_a_stop_sends_what_is_finished_and_hands_the_rest_over() -> None:
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
         async def gate(request: GenerateRequest) -> None:
             if ".3/" in request.request_id:
@@ -89,9 +86,9 @@ def test_a_stop_sends_what_is_finished_and_hands_the_rest_over(monkeypatch: pyte
 
         engine.gate = gate
         await buffer.add(group(0), group(1))
-        await eventually(lambda: worker._running == 2)
+        await eventually(lambda: worker.status().running == 2)
 
-    buffer, engine = drive(FakeBuffer, body)
+    buffer, engine = drive(FakeBuffer, body, timing=WorkerTiming(drain_s=0.05))
     assert {k: sorted(v) for k, v in buffer.stored.items()} == {"t0#0": [0, 1, 2], "t1#0": [0, 1, 2]}
     assert buffer.released == {"L0": "drained", "L1": "drained"}
     assert engine.running == {}
@@ -113,7 +110,7 @@ def test_a_stop_waits_for_what_finishes_within_the_grace_and_leases_no_more() ->
         worker = Worker(buffer, engine, load_workflow("single_turn"), render, job=job(), name="rollout-0")
         running = asyncio.ensure_future(worker.run(stop))
         async with asyncio.timeout(DEADLINE_S):
-            await eventually(lambda: worker._running == 4)
+            await eventually(lambda: worker.status().running == 4)
             stop.set()
             await buffer.until(lambda: buffer.draining)
             await buffer.add(group(1))
@@ -150,24 +147,24 @@ def test_a_worker_that_fails_does_not_say_that_it_drained() -> None:
         async def hang(request: GenerateRequest) -> None:
             await asyncio.Event().wait()
 
+        async def broken(request: GenerateRequest) -> None:
+            raise EngineError("broken")
+
         engine.gate = hang
         await buffer.add(group(0))
-        await eventually(lambda: worker._running == 4)
-        for number in range(failures.MAX_FAILURES):
-            worker._failures.failed(100 + number, EngineError("broken"))
-            worker._failures._begun = 100 + number
-        worker._sender.wake()
-        await buffer.until(lambda: buffer.released)
-        assert buffer.released == {"L0": "the worker failed"}
+        await eventually(lambda: worker.status().running == 4)
+        engine.gate = broken
+        for number in range(1, 1 + MAX_FAILURES):
+            await buffer.add(group(number, missing=[0]))
+            await buffer.until(lambda n=number: f"L{n}" in buffer.released or n == MAX_FAILURES)
+        await buffer.until(lambda: "L0" in buffer.released)
+        assert buffer.released["L0"] == "the worker failed"
 
     with pytest.raises(WorkflowError):
-        drive(FakeBuffer, body)
+        drive(FakeBuffer, body, timing=WorkerTiming(longest_failure_pause_s=0.0), max_concurrent=64)
 
 
 def test_a_stop_does_not_wait_for_a_buffer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "FLUSH_LIMIT_S", 0.05)
-    monkeypatch.setattr(sending, "RELEASE_LIMIT_S", 0.05)
-
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
         async def gone(*_: Any, **__: Any) -> Any:
             await asyncio.Event().wait()
@@ -175,9 +172,9 @@ def test_a_stop_does_not_wait_for_a_buffer_that_is_gone(monkeypatch: pytest.Monk
         buffer.on_put = gone
         monkeypatch.setattr(buffer, "release", gone)
         await buffer.add(group(0))
-        await eventually(lambda: worker._sender._puts)
+        await eventually(lambda: worker.status().unsent == 4)
 
-    drive(FakeBuffer, body)
+    drive(FakeBuffer, body, timing=WorkerTiming(drain_s=0.05, flush_s=0.05))
 
 
 def test_a_drained_worker_ends_by_itself_once_it_has_finished_what_it_had() -> None:
@@ -192,9 +189,9 @@ def test_a_drained_worker_ends_by_itself_once_it_has_finished_what_it_had() -> N
         worker = Worker(buffer, engine, load_workflow("single_turn"), render, job=job(), name="rollout-0")  # type: ignore[arg-type]
         running = asyncio.ensure_future(worker.run(asyncio.Event()))
         async with asyncio.timeout(DEADLINE_S):
-            await eventually(lambda: worker._running == 4)
+            await eventually(lambda: worker.status().running == 4)
             await buffer.drain("rollout-0", "it is to be moved")
-            await eventually(lambda: worker._draining)
+            await eventually(lambda: worker.status().draining)
             assert not running.done()
             release.set()
             await running
@@ -213,9 +210,9 @@ def test_a_drained_worker_whose_time_is_over_hands_back_the_rest_and_counts_as_d
 
         engine.gate = hang
         await buffer.add(group(0, life_ms=90))
-        await eventually(lambda: worker._running == 4)
+        await eventually(lambda: worker.status().running == 4)
         await buffer.drain("rollout-0", "it is to be moved")
-        await eventually(lambda: worker._draining)
+        await eventually(lambda: worker.status().draining)
         workers.append(worker)
 
     workers: list[Worker] = []

@@ -35,9 +35,16 @@ def is_its_own(error: BaseException) -> bool:
 class FailureStreak:
     """Failures since the last success. Times are of `clock`, in seconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        first_pause_s: float = FIRST_PAUSE_S,
+        longest_pause_s: float = LONGEST_PAUSE_S,
+    ) -> None:
         self.count = 0
         self._clock = clock
+        self._first_pause_s, self._longest_pause_s = first_pause_s, longest_pause_s
         self._begun = 0
         self._before = 0
         """Episodes that had begun at the last failure counted."""
@@ -66,7 +73,7 @@ class FailureStreak:
         """How long nothing new is to be begun from now on: twice as long after each failure in a row."""
         if not self.count:
             return 0.0
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self.count, MAX_FAILURES))
+        pause_s = min(self._longest_pause_s, self._first_pause_s * 2.0 ** min(self.count, MAX_FAILURES))
         return max(0.0, self._last_s + pause_s - self._clock())
 
     def check(self) -> None:

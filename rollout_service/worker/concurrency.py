@@ -1,4 +1,4 @@
-"""How many episodes a worker runs at once. Pure: the clock comes with each look.
+"""How many episodes a worker runs at once.
 
 `fixed`: as many as are allowed. `adaptive`: additive increase, multiplicative decrease, between a floor and a
 ceiling. It begins at `START_SHARE` of the ceiling and doubles until the engine first says that it has enough
@@ -10,11 +10,19 @@ holds what ran before.
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from areal_async.config.rollout import RolloutSection
+from areal_async.runtime.log import get_logger
+from rollout_service import metrics
 from rollout_service.engines.base import EngineStats
+
+log = get_logger("rollout")
 
 LOOK_S = 0.5
 """Seconds between two changes at least."""
@@ -36,26 +44,37 @@ Reason = Literal["start", "fixed", "room", "queue", "kv", "replica lost", "repli
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ConcurrencyChange:
+    """A new limit, and why it is that."""
+
     limit: int
     reason: Reason
 
 
-class Concurrency:
-    """`limit` episodes at once, at present."""
+class ConcurrencyLimit:
+    """Allows `limit` episodes at once, at present. Pure: the clock comes with each look."""
 
     def __init__(
-        self, floor: int, ceiling: int, mode: Literal["adaptive", "fixed"], now_s: float = 0.0
+        self,
+        floor: int,
+        ceiling: int,
+        mode: Literal["adaptive", "fixed"],
+        now_s: float = 0.0,
+        *,
+        look_s: float = LOOK_S,
     ) -> None:
         """`floor` ≤ `ceiling`: the group size and the most that all replicas may run together."""
+        self._look_s = look_s
         self._floor, self._most, self._ceiling = floor, ceiling, ceiling
         self._adaptive = mode == "adaptive"
         self._starting = True
         """No pressure has been seen yet."""
-        self._next_s = now_s + LOOK_S
+        self._next_s = now_s + self._look_s
         self._queue_counts_s = now_s
         first = max(floor, math.ceil(ceiling * START_SHARE))
-        self.last = Change(first, "start") if self._adaptive else Change(ceiling, "fixed")
+        self.last = (
+            ConcurrencyChange(first, "start") if self._adaptive else ConcurrencyChange(ceiling, "fixed")
+        )
 
     @property
     def limit(self) -> int:
@@ -68,21 +87,21 @@ class Concurrency:
             return
         lost, self._ceiling = ceiling < self._ceiling, ceiling
         if lost and self.limit > ceiling:
-            self.last = Change(ceiling, "replica lost")
+            self.last = ConcurrencyChange(ceiling, "replica lost")
         elif not lost and not self._adaptive:
-            self.last = Change(ceiling, "replica back")
+            self.last = ConcurrencyChange(ceiling, "replica back")
 
     def exchanging(self, going_on: bool, now_s: float) -> None:
         """An exchange of weights begins, or has ended."""
         self._queue_counts_s = math.inf if going_on else now_s + SETTLE_S
 
-    def look(self, stats: EngineStats, peak: int, now_s: float) -> Change | None:
+    def look(self, stats: EngineStats, peak: int, now_s: float) -> ConcurrencyChange | None:
         """Take a reading into account; returns the change, if any. `peak` is the most episodes that ran since
         the last look: work that comes in bursts uses the limit too."""
         if not self._adaptive or now_s < self._next_s:
             return None
         change = self._decide(stats, peak, queue_counts=now_s >= self._queue_counts_s)
-        self._next_s = now_s + LOOK_S
+        self._next_s = now_s + self._look_s
         if change is None or change.limit == self.limit:
             return None
         if change.limit < self.limit:
@@ -90,7 +109,7 @@ class Concurrency:
         self.last = change
         return change
 
-    def _decide(self, stats: EngineStats, peak: int, *, queue_counts: bool) -> Change | None:
+    def _decide(self, stats: EngineStats, peak: int, *, queue_counts: bool) -> ConcurrencyChange | None:
         pressure: Reason | None = None
         if stats.kv_used >= KV_FULL:
             pressure = "kv"
@@ -101,11 +120,68 @@ class Concurrency:
         if pressure is not None:
             self._starting = False
             runs = min(self.limit, stats.running + stats.waiting)
-            return Change(max(self._floor, math.floor(runs * FALL)), pressure)
+            return ConcurrencyChange(max(self._floor, math.floor(runs * FALL)), pressure)
         if peak < self.limit * USED_SHARE or stats.kv_used > KV_CALM or self.limit >= self._ceiling:
             return None
         step = self.limit if self._starting else max(1, math.ceil(self._ceiling * STEP_SHARE))
-        return Change(min(self._ceiling, self.limit + step), "room")
+        return ConcurrencyChange(min(self._ceiling, self.limit + step), "room")
 
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+class ConcurrencyTuner:
+    """Looks at the engine's load in time, and hears from it when replicas or weights come and go."""
+
+    def __init__(self, section: RolloutSection, *, look_s: float = LOOK_S) -> None:
+        ceiling = section.max_concurrent * section.replicas
+        self.concurrency = ConcurrencyLimit(
+            section.group_size, ceiling, section.concurrency, time.monotonic(), look_s=look_s
+        )
+        self._look_s = look_s
+        self._running = 0
+        self._peak = 0
+        """Most episodes at once since the last look."""
+        self._changed = asyncio.Event()
+
+    def runs(self, episodes: int) -> None:
+        """So many episodes run now."""
+        self._running = episodes
+        self._peak = max(self._peak, episodes)
+
+    def exchanging(self, going_on: bool) -> None:
+        """An exchange of the engine's weights begins, or has ended."""
+        self.concurrency.exchanging(going_on, time.monotonic())
+
+    def serving(self, share: float) -> None:
+        """So much of the engine serves now, 0 to 1."""
+        self.concurrency.serving(share)
+        self._changed.set()
+
+    async def run(self, load: Callable[[], EngineStats], on_change: Callable[[], None]) -> None:
+        """Look at the engine's `load` until cancelled. `on_change` is called when more or fewer episodes may
+        run than before."""
+        self._show()
+        while True:
+            while not self._changed.is_set():
+                try:
+                    async with asyncio.timeout(self._look_s):
+                        await self._changed.wait()
+                except TimeoutError:
+                    self._look(load())
+            self._changed.clear()
+            self._show()
+            on_change()
+
+    def _look(self, stats: EngineStats) -> None:
+        peak, self._peak = self._peak, self._running
+        change = self.concurrency.look(stats, peak, time.monotonic())
+        if change is not None:
+            log.debug("concurrency", limit=change.limit, reason=change.reason)
+            metrics.CONCURRENCY_CHANGES.labels(change.reason).inc()
+            self._changed.set()
+
+    def _show(self) -> None:
+        metrics.CONCURRENCY.set(self.concurrency.limit)
+        for reason in REASONS:
+            metrics.CONCURRENCY_REASON.labels(reason).set(reason == self.concurrency.last.reason)

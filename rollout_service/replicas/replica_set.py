@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Literal
 
 from areal_async.rpc.messages import VersionTag
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.restart import NO_RESTARTS, RestartPolicy
 from rollout_service import metrics
 from rollout_service.engines.base import (
-    Capabilities,
     DeadlinePassed,
     Engine,
     EngineError,
@@ -37,11 +37,16 @@ from rollout_service.engines.base import (
     nothing_sampled,
 )
 from rollout_service.engines.streaming import Piece, Telling, generate_telling, stream_of
-from rollout_service.exchange import Stall, exchange, pause_load_resume
-from rollout_service.placement import Homes, choose
-from rollout_service.progress import WATCH_S
-from rollout_service.replica import Fetch, Replica, fetching
-from rollout_service.waitingroom import Aborted, WaitingRoom
+from rollout_service.replicas.placement import Aborted, AdmissionQueue, PrefixAffinity, choose
+from rollout_service.replicas.replica import (
+    FETCH_PAUSE_S,
+    WATCH_S,
+    Fetch,
+    Replica,
+    Stall,
+    exchange,
+    retried,
+)
 
 log = get_logger("replicas")
 
@@ -50,7 +55,7 @@ MAX_SENT_AGAIN = 3
 
 
 class ReplicaSet:
-    """Implements `engines.base.Engine` over `count` engines that `make(index)` gives."""
+    """Generates with `count` engines that `make(index)` gives, and exchanges their weights."""
 
     def __init__(
         self,
@@ -61,41 +66,42 @@ class ReplicaSet:
         restarts: RestartPolicy = NO_RESTARTS,
         stuck_s: float = 300.0,
         newest: Fetch | None = None,
+        on_serving: Callable[[float], None] = lambda share: None,
+        on_exchange: Callable[[bool], None] = lambda going_on: None,
         clock: Callable[[], float] = time.monotonic,
+        watch_s: float = WATCH_S,
+        fetch_pause_s: float = FETCH_PAUSE_S,
     ) -> None:
         """`order`: whether an update stops all engines at once or one after the other. `newest` gives the
-        snapshot that a restarted engine starts with; None: the last one loaded."""
+        snapshot that a restarted engine starts with. `on_serving(share)` is called with the share of the
+        replicas that serves whenever that changes, `on_exchange(going_on)` at the beginning and at the end of
+        each exchange of weights."""
         self.replicas = [Replica(index, make, restarts, stuck_s, clock) for index in range(count)]
-        self.on_serving: Callable[[float], None] = lambda share: None
-        """Told which share of the replicas serves, whenever that changes."""
-        self.on_exchange: Callable[[bool], None] = lambda going_on: None
-        """Told of the beginning and of the end of each exchange of weights."""
+        self._on_serving = on_serving
+        self._on_exchange = on_exchange
         self._order = order
-        self._fetch = fetching(self._served, newest)
-        self._homes = Homes()
-        self._waiting = WaitingRoom(self._place)
+        self._fetch: Fetch | None = None
+        if newest is not None:
+            self._fetch = lambda: retried(newest, fetch_pause_s)
+        self._watch_s = watch_s
+        self._affinity = PrefixAffinity()
+        self._queue = AdmissionQueue(self._admit, Replica.give_back)
         self._updating = asyncio.Lock()
         """Held while weights are exchanged, and while a restarted engine catches up."""
-        self._paused = False
-        """It is held by `pause`."""
         self._newest: Weights | None = None
         self._revivals: set[asyncio.Task[None]] = set()
         self._failed: EngineError | None = None
         self._wake = asyncio.Event()
         self._stopping = False
 
-    # --- the protocol --------------------------------------------------------------------------------
-
     @property
     def version(self) -> VersionTag:
+        """The oldest version that a replica serves."""
         serving = [replica.engine.version for replica in self.replicas if replica.serves]
         return min(serving, default=self._served().tag)
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return next((r for r in self.replicas if r.serves), self.replicas[0]).engine.capabilities
-
     def alive(self) -> bool:
+        """Whether it can be expected to serve."""
         return self._failed is None and not self._stopping
 
     async def start(self, snapshot: Weights) -> None:
@@ -109,9 +115,10 @@ class ReplicaSet:
             raise errors.exceptions[0] from None
         for replica in self.replicas:
             replica.serve()
-        self._tell_serving()
+        self._serving_changed()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """As `engines.base.Engine` has it."""
         return await self._in_time(request, None)
 
     def stream(self, request: GenerateRequest) -> AsyncIterator[Piece | GenerateResult]:
@@ -119,53 +126,19 @@ class ReplicaSet:
         `EngineError` when the engine was lost and pieces had been told."""
         return stream_of(lambda tell: self._in_time(request, Telling(tell)))
 
-    async def _in_time(self, request: GenerateRequest, tell: Telling | None) -> GenerateResult:
-        if request.deadline_s is None:
-            return await self._generate(request, tell)
-        limit = asyncio.timeout(request.deadline_s - time.monotonic())
-        try:
-            async with limit:
-                return await self._generate(request, tell)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise DeadlinePassed(f"request {request.request_id} was not done by its deadline") from None
-
-    async def pause(self) -> None:
-        await self._updating.acquire()
-        self._paused = True
-        if self._order == "together":
-            await self._all(lambda replica: replica.engine.pause(), begin=True)
-
-    async def load(self, snapshot: Weights) -> None:
-        if self._order == "in_turn":
-            await self._in_turn(snapshot)
-        else:
-            await self._all(lambda replica: self._load_one(replica, snapshot))
-        self._newest = snapshot
-
-    async def resume(self) -> None:
-        try:
-            if self._order == "together":
-                await self._all(lambda replica: replica.engine.resume(), end=True)
-        finally:
-            if self._paused:
-                # Not so when the pause was cancelled before its turn.
-                self._paused = False
-                self._updating.release()
-            self._waiting.hand_out()
-
     async def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests now: they return what they have, with finish reason `abort`."""
         wanted = set(request_ids)
-        self._waiting.abort(wanted)
-        await self._all(lambda replica: replica.engine.abort(wanted))
+        self._queue.abort(wanted)
+        serving = [replica for replica in self.replicas if replica.serves]
+        await asyncio.gather(*(replica.engine.abort(wanted) for replica in serving))
 
     def stats(self) -> EngineStats:
         each = [replica.engine.stats() for replica in self.replicas if replica.serves]
         tokens, requests = zip(*(replica.totals() for replica in self.replicas), strict=True)
         return EngineStats(
             running=sum(stats.running for stats in each),
-            waiting=sum(stats.waiting for stats in each) + len(self._waiting),
+            waiting=sum(stats.waiting for stats in each) + len(self._queue),
             capacity=sum(stats.capacity for stats in each),
             kv_used=max((stats.kv_used for stats in each), default=0.0),
             tokens_total=sum(tokens),
@@ -179,80 +152,63 @@ class ReplicaSet:
             task.cancel()
         await asyncio.gather(*self._revivals, return_exceptions=True)
         await asyncio.gather(*(replica.engine.stop() for replica in self.replicas))
-        self._waiting.refuse(EngineError("the engine has stopped"))
+        self._queue.refuse(EngineError("the engine has stopped"))
 
     # --- updates -------------------------------------------------------------------------------------
 
     async def exchange(self, snapshot: Weights) -> Stall:
-        """Serve `snapshot` on every replica that lives; returns the stall of the slowest."""
-        self.on_exchange(True)
+        """Serve `snapshot` on every replica that lives; returns the stall of the slowest. An engine that is
+        lost in it is none of the others' business; any other error is raised when all are done."""
+        self._on_exchange(True)
         try:
-            if self._order == "together":
-                return await pause_load_resume(self, snapshot)
             async with self._updating:
-                stalls = await self._in_turn(snapshot)
+                # One that was restarted with the newest has it.
+                behind = [r for r in self.replicas if r.serves and r.engine.version < snapshot.tag]
+                if self._order == "in_turn":
+                    stalls = [await self._exchange_one(replica, snapshot) for replica in behind]
+                else:
+                    updates = [self._exchange_one(replica, snapshot) for replica in behind]
+                    results = await asyncio.gather(*updates, return_exceptions=True)
+                    if errors := [result for result in results if isinstance(result, BaseException)]:
+                        raise errors[0]
+                    stalls = [result for result in results if isinstance(result, Stall)]
                 self._newest = snapshot
             return max(stalls, key=lambda stall: stall.total_s, default=Stall())
         finally:
-            self.on_exchange(False)
+            self._on_exchange(False)
 
-    async def _in_turn(self, snapshot: Weights) -> list[Stall]:
-        stalls: list[Stall] = []
-        for replica in self.replicas:
-            if replica.serves and replica.engine.version < snapshot.tag:
-                await self._attempt(replica, self._swap(replica, snapshot, stalls))
-        return stalls
-
-    async def _swap(self, replica: Replica, snapshot: Weights, stalls: list[Stall]) -> None:
-        replica.updating = True
-        try:
-            stalls.append(await pause_load_resume(replica.engine, snapshot, replica.tell_version))
-        finally:
-            replica.updating = False
-            self._waiting.hand_out()
-
-    async def _load_one(self, replica: Replica, snapshot: Weights) -> None:
-        # One that was restarted with the newest has it.
-        if replica.engine.version < snapshot.tag:
-            await replica.engine.load(snapshot)
-            replica.tell_version()
-
-    async def _all(
-        self,
-        work: Callable[[Replica], Coroutine[Any, Any, None]],
-        *,
-        begin: bool = False,
-        end: bool = False,
-    ) -> None:
-        """On every replica that serves. An engine that is lost meanwhile is none of the others' business;
-        any other error is raised when all are done."""
-        serving = [replica for replica in self.replicas if replica.serves]
-        for replica in serving:
-            replica.updating = replica.updating or begin
-        results = await asyncio.gather(
-            *(self._attempt(replica, work(replica)) for replica in serving), return_exceptions=True
-        )
-        for replica in self.replicas:
-            replica.updating = replica.updating and not end
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-
-    async def _attempt(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
+    async def _exchange_one(self, replica: Replica, snapshot: Weights) -> Stall:
         engine = replica.engine
+        if not replica.serves:
+            return Stall()  # lost while others were updated
         try:
-            await work
+            return await replica.exchange(snapshot)
         except EngineError as error:
             if not self._was_lost(replica, engine, error):
                 raise
+            return Stall()
+        finally:
+            self._queue.admit_waiting()
 
     # --- requests ------------------------------------------------------------------------------------
+
+    async def _in_time(self, request: GenerateRequest, tell: Telling | None) -> GenerateResult:
+        if request.deadline_s is None:
+            return await self._generate(request, tell)
+        limit = asyncio.timeout(request.deadline_s - time.monotonic())
+        try:
+            async with limit:
+                return await self._generate(request, tell)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlinePassed(f"request {request.request_id} was not done by its deadline") from None
 
     async def _generate(self, request: GenerateRequest, tell: Telling | None) -> GenerateResult:
         sent_again = 0
         while True:
             try:
-                replica = self._find(request) or await self._waiting.wait(request)
+                replica = await self._replica_for(request)
             except Aborted:
                 return nothing_sampled()
             engine = replica.engine
@@ -276,29 +232,29 @@ class ReplicaSet:
             finally:
                 if replica.engine is engine:  # a new one has been given nothing
                     replica.give_back()
-                if self._waiting:
-                    self._waiting.hand_out()
+                if self._queue:
+                    self._queue.admit_waiting()
 
-    def _find(self, request: GenerateRequest) -> Replica | None:
-        """The replica for a request, which then counts as given to it; None when it must wait."""
+    async def _replica_for(self, request: GenerateRequest) -> Replica:
+        """The replica of a request, which then counts as given to it."""
         if self._stopping or self._failed is not None:
             raise self._failed or EngineError("the engine has stopped")
-        if self._waiting:
-            return None
-        return self._place(request)
+        replica = None if self._queue else self._admit(request)
+        return await self._queue.wait(request) if replica is None else replica
 
-    def _place(self, request: GenerateRequest) -> Replica | None:
-        if len(self.replicas) == 1:
-            (replica,) = self.replicas
-            if not replica.serves or not replica.has_room:
+    def _admit(self, request: GenerateRequest) -> Replica | None:
+        """The replica that takes a request now, None where it must wait."""
+        serving = [replica for replica in self.replicas if replica.serves]
+        if len(self.replicas) == 1:  # reading its load for each request would cost more than it says
+            replica = next((replica for replica in serving if replica.has_room), None)
+            if replica is None:
                 return None
         else:
-            serving = [replica for replica in self.replicas if replica.serves]
             going_on = [replica for replica in serving if not replica.updating] or serving
-            index = choose([replica.load() for replica in going_on], self._homes.find(request.session))
+            index = choose([replica.load() for replica in going_on], self._affinity.find(request.session))
             if index is None:
                 return None
-            self._homes.settle(request.session, index)
+            self._affinity.assign(request.session, index)
             replica = self.replicas[index]
         replica.given += 1
         return replica
@@ -319,8 +275,8 @@ class ReplicaSet:
     def _lose(self, replica: Replica, error: EngineError) -> None:
         log.warning("engine lost", replica=replica.index, running=replica.given, error=str(error))
         replica.lose(error)
-        self._homes.leave(replica.index)
-        self._tell_serving()
+        self._affinity.forget(replica.index)
+        self._serving_changed()
         task = asyncio.get_running_loop().create_task(self._revive(replica))
         self._revivals.add(task)
         task.add_done_callback(self._revivals.discard)
@@ -328,7 +284,7 @@ class ReplicaSet:
     async def _revive(self, replica: Replica) -> None:
         try:
             while True:
-                await replica.revive(self._fetch)
+                await replica.revive(self._snapshot)
                 try:
                     await self._catch_up(replica)
                 except EngineError as error:
@@ -343,42 +299,46 @@ class ReplicaSet:
             self._give_up(EngineError(f"replica {replica.index} cannot be started again: {error!r}"))
             return
         log.info("engine is back", replica=replica.index, version=replica.engine.version.version)
-        self._tell_serving()
-        self._waiting.hand_out()
+        self._serving_changed()
+        self._queue.admit_waiting()
 
     async def _catch_up(self, replica: Replica) -> None:
         """Have a restarted engine serve, once it has what the set serves or newer weights."""
         async with self._updating:
             while replica.engine.version < self._served().tag:
                 # Fetched: what the set serves was acknowledged, so its files may be filled again.
-                async with self._fetch() as snapshot:
+                async with self._snapshot() as snapshot:
                     await exchange(replica.engine, snapshot)
             replica.serve()
 
     def _give_up(self, error: EngineError) -> None:
         self._failed = error
-        self._waiting.refuse(error)
+        self._queue.refuse(error)
         self._wake.set()
 
     async def watch(self) -> None:
-        """Look after the engines, for ever. Raises `EngineError` when one is dead for good."""
+        """Look after the engines until cancelled. Raises `EngineError` when one is dead for good."""
         while self._failed is None:
             for replica in self.replicas:
                 if trouble := replica.trouble():
                     self._lose(replica, EngineLost(trouble))
             try:
-                async with asyncio.timeout(WATCH_S):
+                async with asyncio.timeout(self._watch_s):
                     await self._wake.wait()
             except TimeoutError:
                 continue
         raise self._failed
 
-    def _tell_serving(self) -> None:
+    def _serving_changed(self) -> None:
         serving = sum(replica.serves for replica in self.replicas)
         metrics.REPLICAS.set(serving)
-        self.on_serving(serving / len(self.replicas))
+        self._on_serving(serving / len(self.replicas))
 
     def _served(self) -> Weights:
         if self._newest is None:
             raise EngineError("the engine has not started")
         return self._newest
+
+    def _snapshot(self) -> AbstractAsyncContextManager[Weights]:
+        """What an engine starts with: the newest snapshot, or, where nothing gives that, the one served."""
+        return nullcontext(self._served()) if self._fetch is None else self._fetch()

@@ -17,7 +17,7 @@ from areal_async.rpc.messages import NoNews, SnapshotNotice, VersionTag
 from areal_async.runtime.log import get_logger
 from rollout_service import metrics
 from rollout_service.engines.base import Engine, EngineError, Weights
-from rollout_service.exchange import exchange
+from rollout_service.replicas import ReplicaSet, exchange
 
 log = get_logger("updates")
 
@@ -27,7 +27,7 @@ RETRY_PAUSE_S = 0.5
 FINISHED_PAUSE_S = 2.0
 
 
-class Source(Protocol):
+class SnapshotSource(Protocol):
     """The part of `areal_async.weights.receiver.Receiver` that is used here."""
 
     async def next(self, after: VersionTag | None, wait_ms: int = 0) -> SnapshotNotice | NoNews: ...
@@ -37,13 +37,22 @@ class Source(Protocol):
     async def ack(self, tag: VersionTag, stall_ms: float = 0.0, error: str = "") -> None: ...
 
 
-class Updates:
-    """The updates of one engine. `on_change` is called after each, on the event loop."""
+class WeightUpdates:
+    """Keeps one engine on the newest weights. `on_change` is called after each update, on the event loop."""
 
-    def __init__(self, source: Source, engine: Engine, on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        source: SnapshotSource,
+        engine: Engine | ReplicaSet,
+        on_change: Callable[[], None] = lambda: None,
+        *,
+        retry_pause_s: float = RETRY_PAUSE_S,
+        finished_pause_s: float = FINISHED_PAUSE_S,
+    ) -> None:
         self._source = source
         self._engine = engine
-        self.on_change = on_change
+        self._on_change = on_change
+        self._retry_pause_s, self._finished_pause_s = retry_pause_s, finished_pause_s
         self._offered: VersionTag | None = None
         """The last snapshot that was dealt with, used or not."""
 
@@ -76,13 +85,13 @@ class Updates:
                     raise
                 # After the last snapshot the trainer may be gone for good; before it, that is news.
                 (log.debug if over else log.warning)("weights publisher does not answer", error=str(error))
-                await asyncio.sleep(RETRY_PAUSE_S)
+                await asyncio.sleep(self._retry_pause_s)
                 continue
             if isinstance(news, SnapshotNotice):
                 return news
             over = news.finished
             if over:
-                await asyncio.sleep(FINISHED_PAUSE_S)
+                await asyncio.sleep(self._finished_pause_s)
 
     async def _open(self, notice: SnapshotNotice) -> Weights | None:
         """The verified snapshot; None, and an acknowledgement that says why, when it is not usable."""
@@ -116,7 +125,7 @@ class Updates:
             load_ms=round(1e3 * stall.load_s, 2),
             resume_ms=round(1e3 * stall.resume_s, 2),
         )
-        self.on_change()
+        self._on_change()
         await self._ack(tag, stall_ms=1e3 * stall.total_s)
 
     async def _ack(self, tag: VersionTag, *, stall_ms: float = 0.0, error: str = "") -> None:

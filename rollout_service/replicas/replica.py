@@ -1,0 +1,301 @@
+"""One replica of a set: its engine, the exchange of its weights, whether it works, and its restarts.
+
+Promises: an engine that was lost is ended before another takes its place; the next one starts after the pause
+of the restart policy, with the newest snapshot, and serves only once it has the one that the set serves; more
+deaths than the policy allows are the end, with the last error's words (a server's last log lines among them).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol, runtime_checkable
+
+from areal_async.errors import RpcTimeout, SnapshotError, WireError
+from areal_async.rpc.messages import VersionTag
+from areal_async.runtime.events import record
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.restart import RestartPolicy, Restarts
+from rollout_service import metrics
+from rollout_service.engines.base import Engine, EngineError, Weights
+from rollout_service.replicas.placement import ReplicaLoad, most_requests
+
+log = get_logger("replicas")
+
+END_LIMIT_S = 15.0
+"""Time for the end of an engine that was lost; what is left of it ends with this process."""
+FETCH_PAUSE_S = 0.5
+WATCH_S = 0.5
+"""Time between two looks at an engine."""
+LONGEST_GAP_S = 5.0
+"""Longest time between two looks that counts as such: the whole process may have been stopped."""
+
+Fetch = Callable[[], AbstractAsyncContextManager[Weights]]
+"""The newest snapshot, whose files stay as they are inside the block."""
+
+
+class ReplicaGone(EngineError):
+    """An engine died more often than its restart policy allows."""
+
+    restart_helps = True
+
+
+# --- the exchange of weights -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Seconds of one update in which an engine sampled nothing."""
+
+    pause_s: float = 0.0
+    load_s: float = 0.0
+    resume_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.pause_s + self.load_s + self.resume_s
+
+
+@runtime_checkable
+class Exchanges(Protocol):
+    """An engine that exchanges its weights in a way of its own, such as part by part."""
+
+    async def exchange(self, snapshot: Weights) -> Stall:
+        """Serve `snapshot`. Returns the longest stall of any request. Raises `EngineError`."""
+        ...
+
+
+async def exchange(engine: Engine | Exchanges, snapshot: Weights) -> Stall:
+    """Have `engine` serve `snapshot`, in its own way if it has one. Raises `EngineError`; then the old
+    weights are in place, or the engine is lost."""
+    if isinstance(engine, Exchanges):
+        return await engine.exchange(snapshot)
+    return await pause_load_resume(engine, snapshot)
+
+
+async def pause_load_resume(
+    engine: Engine, snapshot: Weights, loaded: Callable[[], None] = lambda: None
+) -> Stall:
+    """`exchange` in three steps: resumed also when the load fails. The first error is the one raised: that of
+    a resume after it is most often its consequence, and only logged. `loaded` is called before any unit of
+    the new weights is sampled."""
+    began_s = paused_s = time.monotonic()
+    try:
+        await engine.pause()
+        paused_s = time.monotonic()
+        await engine.load(snapshot)
+        loaded()
+    except BaseException as first:
+        try:
+            await engine.resume()
+        except Exception as error:  # the first one is the one to act on
+            log.warning("engine did not resume", error=str(error), after=f"{type(first).__name__}: {first}")
+        raise
+    loaded_s = time.monotonic()
+    await engine.resume()
+    return Stall(paused_s - began_s, loaded_s - paused_s, time.monotonic() - loaded_s)
+
+
+# --- whether an engine works -------------------------------------------------------------------------
+
+
+class StallDetector:
+    """Notices an engine that has requests but makes no progress: one that has had requests for `limit_s`
+    without a pause, and has neither sampled a token nor finished a request in that time. Time in which nobody
+    looked does not count. Times are seconds of `clock`; the engine is to be looked at every `WATCH_S`."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._done: tuple[int, int] | None = None
+        self._stuck_s = 0.0
+        self._looked_s = 0.0
+
+    def look(self, *, tokens: int, requests: int, running: int, paused: bool) -> float | None:
+        """Seconds without progress once they are too many, else None. `tokens` and `requests` are what the
+        engine has done so far; any change of them is progress."""
+        now_s = self._clock()
+        gap_s, self._looked_s = now_s - self._looked_s, now_s
+        done = (tokens, requests)
+        if done != self._done or not running or paused:
+            self._done, self._stuck_s = done, 0.0
+        else:
+            self._stuck_s += min(gap_s, LONGEST_GAP_S)
+        return self._stuck_s if self._stuck_s >= self._limit_s else None
+
+    def trouble(self, engine: Engine, *, given: int, paused: bool = False) -> str:
+        """Why the engine must be taken for dead; empty while it need not. `given` counts the requests that
+        it has, `paused` says that it need not work on them."""
+        if not engine.alive():
+            return "the engine has ended"
+        stats = engine.stats()
+        tokens = stats.tokens_total + stats.decoded
+        stuck_s = self.look(tokens=tokens, requests=stats.requests_total, running=given, paused=paused)
+        if stuck_s is None:
+            return ""
+        return f"no token for {stuck_s:.0f} s with {given} requests running (rollout.stuck_s)"
+
+
+# --- one replica -------------------------------------------------------------------------------------
+
+
+class Phase(Enum):
+    STARTING = "starting"
+    SERVING = "serving"
+    LOST = "lost"
+    """Dead, and to be started again."""
+    GONE = "gone"
+
+
+class Replica:
+    """`make(index)` gives its engines, one after the other."""
+
+    def __init__(
+        self,
+        index: int,
+        make: Callable[[int], Engine],
+        policy: RestartPolicy,
+        stuck_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index = index
+        self.engine = make(index)
+        self.phase = Phase.STARTING
+        self.given = 0
+        """Requests that it was given and that have not ended."""
+        self.updating = False
+        self.error: EngineError | None = None
+        """Why it was lost last."""
+        self._before = (0, 0)
+        """Tokens and requests of the engines before this one."""
+        self._make = make
+        self._restarts = Restarts(policy)
+        self._stuck_s = stuck_s
+        self._detector = StallDetector(stuck_s, clock)
+        self._clock = clock
+        self._served_s: float | None = None
+        self._recorded: VersionTag | None = None
+        self._most_requests = 1
+
+    @property
+    def serves(self) -> bool:
+        return self.phase is Phase.SERVING
+
+    @property
+    def has_room(self) -> bool:
+        return self.given < self._most_requests
+
+    def serve(self) -> None:
+        """Its engine has started, and has been given nothing."""
+        self.phase, self._served_s = Phase.SERVING, self._clock()
+        self._detector = StallDetector(self._stuck_s, self._clock)
+        self._most_requests = most_requests(self.engine.stats().capacity)
+        self.given, self.updating = 0, False
+        self.record_version()
+
+    def record_version(self) -> None:
+        """Write down which weights it serves from now on, before any unit of theirs is sampled."""
+        tag = self.engine.version
+        if self._recorded is None or self._recorded < tag:
+            self._recorded = tag
+            record("served", replica=self.index, epoch=tag.epoch, version=tag.version)
+
+    async def exchange(self, snapshot: Weights) -> Stall:
+        """Serve `snapshot`; it gets no requests meanwhile where others can take them."""
+        self.updating = True
+        try:
+            return await pause_load_resume(self.engine, snapshot, self.record_version)
+        finally:
+            self.updating = False
+
+    def give_back(self) -> None:
+        """A request that it was given has ended."""
+        self.given = max(0, self.given - 1)
+
+    def load(self) -> ReplicaLoad:
+        stats = self.engine.stats()
+        return ReplicaLoad(
+            self.index, self.given, stats.capacity, stats.running + stats.waiting, stats.kv_used
+        )
+
+    def totals(self) -> tuple[int, int]:
+        """Tokens and requests of all its engines."""
+        tokens, requests = self._before
+        if self.serves:
+            stats = self.engine.stats()
+            tokens, requests = tokens + stats.tokens_total, requests + stats.requests_total
+        return tokens, requests
+
+    def trouble(self) -> str:
+        """Why its engine must be taken for dead; empty while it need not."""
+        if not self.serves:
+            return ""
+        return self._detector.trouble(self.engine, given=self.given, paused=self.updating)
+
+    def lose(self, error: EngineError) -> None:
+        """Its engine is dead. To be followed by `revive`."""
+        stats = self.engine.stats()
+        self._before = self._before[0] + stats.tokens_total, self._before[1] + stats.requests_total
+        self.phase, self.error = Phase.LOST, error
+        metrics.ENGINE_DEATHS.inc()
+
+    async def revive(self, fetch: Fetch) -> None:
+        """Return when another engine has started. Raises `ReplicaGone`."""
+        while True:
+            await end_engine(self.engine, replica=self.index)
+            pause_s = self._restarts.died(self._clock(), served_s=self._served_s)
+            deaths = len(self._restarts.deaths_s)
+            if pause_s is None:
+                self.phase = Phase.GONE
+                raise ReplicaGone(
+                    f"replica {self.index} died {deaths} times within "
+                    f"{self._restarts.policy.window_s:.0f} s (supervisor.restarts), the last time with: "
+                    f"{self.error}"
+                ) from self.error
+            log.warning(
+                "engine is started again",
+                replica=self.index,
+                deaths=deaths,
+                pause_s=round(pause_s, 2),
+                error=str(self.error),
+            )
+            await asyncio.sleep(pause_s)
+            try:
+                async with fetch() as snapshot:
+                    self.engine = self._make(self.index)
+                    await self.engine.start(snapshot)
+                return
+            except EngineError as error:
+                self.error, self._served_s = error, None
+                metrics.ENGINE_DEATHS.inc()
+
+
+async def end_engine(engine: Engine, **named: object) -> None:
+    """End an engine that may be lost, as far as it lets itself be ended; `named` says in the log which."""
+    try:
+        async with asyncio.timeout(END_LIMIT_S):
+            await engine.stop()
+    except (TimeoutError, EngineError) as error:
+        log.warning("an engine did not end", error=str(error), **named)
+
+
+@asynccontextmanager
+async def retried(source: Fetch, pause_s: float = FETCH_PAUSE_S) -> AsyncIterator[Weights]:
+    """The snapshot of `source`, however long the trainer takes to answer."""
+    while True:
+        block = source()
+        try:
+            snapshot = await block.__aenter__()
+        except (RpcTimeout, WireError, SnapshotError) as error:
+            log.warning("no snapshot to start with", error=str(error))
+            await asyncio.sleep(pause_s)
+            continue
+        try:
+            yield snapshot
+        finally:
+            await block.__aexit__(None, None, None)
+        return

@@ -1,0 +1,311 @@
+"""Finished episodes to the buffer, and leases back to it.
+
+Promises: an episode that was added is sent until the buffer has acknowledged or refused it, or its lease is
+lost; a lease of which nothing more will come is closed, and handed back with the reason where it is not
+whole.
+
+An episode waits at most `LINGER_S` for others of its lease, and not at all when it is the last: a group of
+short episodes travels as one message, and a long one does not hold back those that are done. A lease has one
+message under way at a time; what finishes meanwhile goes with the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from areal_async.errors import FaultError, RpcTimeout
+from areal_async.rpc.client import Caller
+from areal_async.rpc.messages import PutAck, PutEpisodes, Release
+from areal_async.runtime.events import record
+from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.log import get_logger
+from rollout_service import metrics
+from rollout_service.worker.lease_client import IDLE_WAIT_S, first_of, wait_out
+
+log = get_logger("rollout")
+
+LINGER_S = 0.05
+MAX_PUTS = 4
+"""Messages with episodes under way at once."""
+FLUSH_LIMIT_S = 1.0
+RELEASE_LIMIT_S = 1.0
+
+
+@dataclass(frozen=True)
+class PutBatch:
+    """One message: encoded episodes of a lease, by sample."""
+
+    lease_id: str
+    group_id: str
+    episodes: dict[int, bytes]
+
+
+@dataclass
+class LeaseUpload:
+    """What became of the samples of one lease."""
+
+    group_id: str
+    samples: int
+    """Samples that the lease is for."""
+    finished: dict[int, bytes] = field(default_factory=dict)
+    """Encoded episodes that wait to be sent."""
+    size_bytes: int = 0
+    since_s: float = math.inf
+    """When the oldest of them finished."""
+    complete: bool = False
+    """Nothing more will come for this lease."""
+    under_way: PutBatch | None = None
+    stored: int = 0
+    """Samples that the buffer has acknowledged."""
+    failure: str = ""
+    """Why one of its samples will not come."""
+    at_fault: bool = False
+    """Whether that is what its episodes do, and no trouble of the engine or of this worker."""
+
+    @property
+    def whole(self) -> bool:
+        """With its last sample stored, a group has ended its lease by itself."""
+        return self.stored >= self.samples
+
+
+class UploadQueue:
+    """Decides what goes into one message, and when. Pure; all times are seconds of one monotonic clock."""
+
+    def __init__(
+        self, linger_s: float = LINGER_S, *, max_episodes: int = 256, max_bytes: int = 8 << 20
+    ) -> None:
+        """`max_episodes` and `max_bytes` bound one message; a single larger episode travels alone."""
+        self.leases: dict[str, LeaseUpload] = {}
+        self._linger_s = linger_s
+        self._max_episodes = max_episodes
+        self._max_bytes = max_bytes
+
+    @property
+    def episodes(self) -> int:
+        """How many episodes are finished and not yet acknowledged."""
+        return sum(
+            len(lease.finished) + (len(lease.under_way.episodes) if lease.under_way else 0)
+            for lease in self.leases.values()
+        )
+
+    def add(self, lease_id: str, sample: int, blob: bytes, now_s: float) -> None:
+        lease = self.leases[lease_id]
+        if not lease.finished:
+            lease.since_s = now_s
+        lease.finished[sample] = blob
+        lease.size_bytes += len(blob)
+
+    def take(self, now_s: float) -> PutBatch | None:
+        """The next message that is due, if any; it is under way until `settled`."""
+        for lease_id, lease in self.leases.items():
+            if (due_s := self._due_s(lease)) <= now_s and due_s < math.inf:
+                lease.under_way = self._batch(lease_id, lease)
+                lease.since_s = now_s
+                return lease.under_way
+        return None
+
+    def next_due_s(self) -> float:
+        """When `take` will next have something; inf when nothing is waiting."""
+        return min((self._due_s(lease) for lease in self.leases.values()), default=math.inf)
+
+    def settled(self, batch: PutBatch, stored: int = 0) -> None:
+        """A message was answered: so many of its episodes are stored, the others refused."""
+        lease = self.leases.get(batch.lease_id)
+        if lease is not None and lease.under_way is batch:
+            lease.under_way = None
+            lease.stored += stored
+
+    def pop_ended(self) -> dict[str, LeaseUpload]:
+        """Forget, and return, the leases of which nothing more will come and all is answered."""
+        ended = {
+            lease_id: lease
+            for lease_id, lease in self.leases.items()
+            if lease.complete and not lease.finished and lease.under_way is None
+        }
+        for lease_id in ended:
+            del self.leases[lease_id]
+        return ended
+
+    def _due_s(self, lease: LeaseUpload) -> float:
+        if lease.under_way is not None or not lease.finished:
+            return math.inf
+        full = len(lease.finished) >= self._max_episodes or lease.size_bytes >= self._max_bytes
+        return -math.inf if lease.complete or full else lease.since_s + self._linger_s
+
+    def _batch(self, lease_id: str, lease: LeaseUpload) -> PutBatch:
+        episodes: dict[int, bytes] = {}
+        size_bytes = 0
+        for sample, blob in list(lease.finished.items()):
+            full = len(episodes) == self._max_episodes or size_bytes + len(blob) > self._max_bytes
+            if episodes and full:
+                break
+            episodes[sample] = lease.finished.pop(sample)
+            size_bytes += len(blob)
+        lease.size_bytes -= size_bytes
+        return PutBatch(lease_id, lease.group_id, episodes)
+
+
+class Uploader:
+    """Sends what the leases of one worker produce. `on_progress()` is called when a message was answered,
+    `on_closed(lease_id)` when a lease is done with, whole or on its way back, and
+    `on_refused(lease_id, reason)` when no sample of a lease is wanted from us any more."""
+
+    def __init__(
+        self,
+        buffer: Caller,
+        name: str,
+        *,
+        on_progress: Callable[[], None],
+        on_closed: Callable[[str], None],
+        on_refused: Callable[[str, str], None],
+        retry_pause_s: float,
+        flush_s: float = FLUSH_LIMIT_S,
+    ) -> None:
+        self._buffer = buffer
+        self._name = name
+        self._on_progress = on_progress
+        self._on_closed = on_closed
+        self._on_refused = on_refused
+        self._retry_pause_s = retry_pause_s
+        self._flush_s = flush_s
+        self._queue = UploadQueue()
+        self._calls: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+
+    @property
+    def episodes(self) -> int:
+        """How many episodes are finished and not yet acknowledged."""
+        return self._queue.episodes
+
+    @property
+    def idle(self) -> bool:
+        return not self._calls and not self._queue.leases
+
+    def open(self, lease_id: str, group_id: str, samples: int) -> None:
+        """A lease for so many samples begins."""
+        self._queue.leases[lease_id] = LeaseUpload(group_id, samples)
+
+    def add(self, lease_id: str, sample: int, blob: bytes) -> None:
+        """An episode is finished; that of a lease that was lost is forgotten."""
+        if lease_id in self._queue.leases:
+            self._queue.add(lease_id, sample, blob, time.monotonic())
+            self._wake.set()
+
+    def fail(self, lease_id: str, reason: str, *, at_fault: bool = False) -> None:
+        """A sample of the lease will not come; `at_fault` where that is what its episode does."""
+        if (lease := self._queue.leases.get(lease_id)) is not None:
+            lease.failure = reason
+            lease.at_fault = lease.at_fault or at_fault
+
+    def complete(self, lease_id: str) -> None:
+        """Nothing more will come for the lease: what there is goes at once."""
+        if (lease := self._queue.leases.get(lease_id)) is not None:
+            lease.complete = True
+            self._wake.set()
+
+    def drop(self, lease_id: str) -> int:
+        """Forget a lease that is lost; returns how many episodes of it were waiting."""
+        lease = self._queue.leases.pop(lease_id, None)
+        return len(lease.finished) if lease else 0
+
+    async def run(self) -> None:
+        """Send what is due, and end the leases of which nothing more will come, until cancelled."""
+        while True:
+            self._wake.clear()
+            while len(self._calls) < MAX_PUTS and (batch := self._queue.take(time.monotonic())):
+                self._calls.add(asyncio.ensure_future(self._put(batch)))
+            for lease_id, lease in self._queue.pop_ended().items():
+                if not lease.whole:
+                    release = self._release(lease_id, lease, lease.failure)
+                    self._calls.add(asyncio.ensure_future(release))
+                self._on_closed(lease_id)
+            metrics.UNSENT.set(self.episodes)
+            due_s = math.inf if len(self._calls) >= MAX_PUTS else self._queue.next_due_s()
+            pause_s = min(IDLE_WAIT_S, max(0.0, due_s - time.monotonic()))
+            await first_of([*self._calls], self._wake, pause_s)
+            for call in [call for call in self._calls if call.done()]:
+                self._calls.discard(call)
+                call.result()
+                self._on_progress()
+
+    async def close(self, reason: str) -> None:
+        """Send what there is, for a limited time, then hand back every lease that is not whole, with the
+        `reason` where it has none of its own."""
+        try:
+            async with asyncio.timeout(self._flush_s):
+                while True:
+                    while batch := self._queue.take(math.inf):
+                        self._calls.add(asyncio.ensure_future(self._put(batch)))
+                    if not self._calls:
+                        break
+                    done, self._calls = await asyncio.wait(self._calls, return_when=asyncio.FIRST_COMPLETED)
+                    for call in done:
+                        call.result()
+        except (TimeoutError, RpcTimeout, FaultError):
+            log.info("stopped with episodes unsent", episodes=self.episodes)
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        unfinished = {key: lease for key, lease in self._queue.leases.items() if not lease.whole}
+        self._queue.leases.clear()
+        releases = (self._release(key, lease, lease.failure or reason) for key, lease in unfinished.items())
+        await asyncio.gather(*releases)
+
+    async def _release(self, lease_id: str, lease: LeaseUpload, reason: str) -> None:
+        """Handing back early is a courtesy: a lease that nobody renews ends by itself."""
+        try:
+            async with asyncio.timeout(min(RELEASE_LIMIT_S, self._flush_s)):
+                await self._buffer.call(Release(self._name, lease_id, reason, lease.at_fault))
+        except (TimeoutError, RpcTimeout, FaultError) as error:
+            log.info("lease not released", lease_id=lease_id, error=str(error))
+
+    async def _put(self, batch: PutBatch) -> None:
+        """Send one message until it is answered. A repetition is harmless: each sample is stored once."""
+        lease_id, group_id = batch.lease_id, batch.group_id
+        stored = 0
+        while lease_id in self._queue.leases:
+            record("put", lease_id=lease_id, group_id=group_id, samples=list(batch.episodes))
+            failpoint("rollout.before_put")
+            try:
+                ack = await self._buffer.call(
+                    PutEpisodes(lease_id, group_id, list(batch.episodes)),
+                    attachments=list(batch.episodes.values()),
+                )
+            except (RpcTimeout, FaultError) as error:
+                await wait_out(error, "put", self._retry_pause_s)
+                continue
+            record(
+                "put_acked",
+                lease_id=lease_id,
+                group_id=group_id,
+                stored=ack.stored,
+                refused=[[refusal.item, refusal.reason] for refusal in ack.refused],
+                durability=ack.durability,
+            )
+            failpoint("rollout.after_put")
+            stored = len(ack.stored)
+            metrics.EPISODES.inc(stored)
+            if ack.refused:
+                self._refused(lease_id, ack)
+            break
+        self._queue.settled(batch, stored)
+        self._wake.set()
+        self._on_progress()
+
+    def _refused(self, lease_id: str, ack: PutAck) -> None:
+        reasons = [refusal.reason.split(":")[0] for refusal in ack.refused]
+        for reason in reasons:
+            metrics.REFUSED.labels(reason).inc()
+        first = ack.refused[0]
+        log.info("episodes refused", n=len(reasons), item=first.item, reason=first.reason)
+        if "invalid" in reasons:
+            reason = f"the buffer refused {first.item}: {first.reason}"
+            self.fail(lease_id, reason, at_fault=True)
+        elif lease_id in self._queue.leases:
+            # Stale, abandoned, past its deadline or leased to another: no sample of this group is wanted
+            # from us any more.
+            self._on_refused(lease_id, first.reason)

@@ -1,0 +1,429 @@
+"""The rollout worker: leases groups, runs their episodes, puts what they produced.
+
+Promises:
+- Groups are leased while fewer episodes run than `concurrency.py` allows (the last group may go over it, and
+  so may the late answer to an older request), and not while as many finished ones await acknowledgement: when
+  the buffer is slow or away generation slows down, and nothing is thrown away for lack of room.
+- An episode that finished is sent until the buffer has acknowledged or refused it, or its lease is lost.
+- A lost lease ends its episodes; other leases do not notice.
+- A worker told to stop leases no more, puts what finishes within its grace, and hands the rest over at once.
+  One told to drain finishes what it has, and ends.
+- A failing episode costs its own sample, and so does one that takes too long: the lease goes back once its
+  other samples are stored, with the reason; where nothing succeeds anywhere the buffer ends the job. While
+  nothing succeeds here, leases are asked for with growing pauses; at last this worker ends with the reason.
+- A lease ends when the buffer says so, not by a clock of ours: during an outage of the buffer it is extended.
+- Every wait has a deadline, and an outage of the buffer is waited out.
+
+Does not decide what is leased, nor what becomes of a released group: that is the buffer's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from areal_async.config.job import JobConfig
+from areal_async.errors import FaultError, RpcTimeout
+from areal_async.rpc.client import Caller
+from areal_async.rpc.messages import Drain, Heartbeat, LeasedGroup, Leases, VersionTag
+from areal_async.runtime.events import record
+from areal_async.runtime.log import get_logger
+from areal_async.trajectory import EpisodeBuilder, pack
+from rollout_service import metrics
+from rollout_service.engines.base import DeadlinePassed
+from rollout_service.gateway import Gateway
+from rollout_service.process import sampling_of
+from rollout_service.worker.concurrency import ConcurrencyTuner
+from rollout_service.worker.failures import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    EpisodeTimeout,
+    FailureStreak,
+    is_its_own,
+    within,
+)
+from rollout_service.worker.lease_client import IDLE_WAIT_S, LeaseClient, first_of, wait_out
+from rollout_service.worker.uploader import Uploader
+from rollout_service.workflows import Context, Renderer, Workflow
+from rollout_service.workflows.context import Policy
+
+log = get_logger("rollout")
+
+DRAINED = "drained"
+"""The reason of handing a lease over that nothing is wrong with: this worker stops."""
+HEARTBEAT_SHARE = 1 / 3
+"""Share of a lease's life between two heartbeats: one may be lost without losing the lease."""
+
+
+@dataclass(frozen=True)
+class WorkerTiming:
+    """Times of a worker, in seconds. `drain_s` and `flush_s` stay within the grace that a service has to stop
+    (`areal_async.runtime.service.STOP_GRACE_S`)."""
+
+    drain_s: float = 1.2
+    """How long a worker that was told to stop lets its episodes run."""
+    flush_s: float = 1.0
+    """How long it may then take to send what has finished, and to hand leases back."""
+    retry_pause_s: float = 0.5
+    """Pause after a call that the buffer did not answer."""
+    first_failure_pause_s: float = FIRST_PAUSE_S
+    longest_failure_pause_s: float = LONGEST_PAUSE_S
+
+
+@dataclass
+class LeaseState:
+    """A lease that is open, and the episodes of it that are not finished."""
+
+    group: LeasedGroup
+    turn: int
+    """Number of the lease among those of this worker: the oldest goes first."""
+    episodes: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """Running episodes by sample."""
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """A worker at one moment."""
+
+    running: int
+    """Episodes that run."""
+    unsent: int
+    """Finished episodes that the buffer has not acknowledged."""
+    leases: tuple[str, ...]
+    """Ids of the leases that it holds."""
+    wanted_groups: int
+    """Groups that it would lease now."""
+    failures: int
+    """Failures since the last episode that succeeded."""
+    draining: bool
+    """Whether the buffer has said to finish what there is and to end."""
+
+
+class Worker:
+    """Makes the episodes of one engine, which starts before `run`. `tuner` is what the engine reports to."""
+
+    def __init__(
+        self,
+        buffer: Caller,
+        engine: Policy,
+        workflow: Workflow,
+        render: Renderer,
+        *,
+        job: JobConfig,
+        name: str,
+        gateway: Gateway | None = None,
+        tuner: ConcurrencyTuner | None = None,
+        timing: WorkerTiming = WorkerTiming(),
+    ) -> None:
+        self._buffer = buffer
+        self._engine = engine
+        self._workflow = workflow
+        self._render = render
+        self._job = job
+        self._name = name
+        self._gateway = gateway
+        self._timing = timing
+        self._tuner = tuner or ConcurrencyTuner(job.rollout)
+        self._sampling = sampling_of(job.rollout.sampling)
+        self._leases: dict[str, LeaseState] = {}
+        """The open leases, by id; the uploader says when one is closed."""
+        self._uploader = Uploader(
+            buffer,
+            name,
+            on_progress=self._on_progress,
+            on_closed=self._closed,
+            on_refused=self._lose,
+            retry_pause_s=timing.retry_pause_s,
+            flush_s=timing.flush_s,
+        )
+        self._lease_client = LeaseClient(
+            buffer,
+            name,
+            wanted=self._wanted_groups,
+            serving=lambda: engine.version,
+            on_grant=self._granted,
+            retry_pause_s=timing.retry_pause_s,
+        )
+        self._failures = FailureStreak(
+            first_pause_s=timing.first_failure_pause_s, longest_pause_s=timing.longest_failure_pause_s
+        )
+        self._running = 0
+        self._leases_begun = 0
+        self.drained = False
+        """It was to finish what it had and to end; set before `run` returns."""
+        self._draining = False
+        """The buffer has said so."""
+        self._stopping = False
+        """This process was told to stop."""
+        self._ending = False
+        """No lease is begun any more."""
+        self._failed_again = asyncio.Event()
+        self._wake_heart = asyncio.Event()
+        self._wake_drain = asyncio.Event()
+
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(
+            self._running,
+            self._uploader.episodes,
+            tuple(self._leases),
+            self._wanted_groups(),
+            self._failures.count,
+            self._draining,
+        )
+
+    def weights_changed(self) -> None:
+        """The engine serves another version, or more or less of it serves: ask for what this allows, and let
+        the buffer know."""
+        self._lease_client.wake()
+        self._wake_heart.set()
+
+    async def run(self, stop: asyncio.Event, *others: Coroutine[Any, Any, None]) -> None:
+        """Work until `stop` is set, or until what was there when the buffer said to drain is done; `others`
+        run beside. Raises what makes going on pointless."""
+        loops = [
+            self._lease_client.run(),
+            self._uploader.run(),
+            self._beat(),
+            self._tuner.run(self._engine.stats, self.weights_changed),
+            self._until_drained(),
+            self._until_hopeless(),
+            *others,
+        ]
+        tasks = [asyncio.ensure_future(one) for one in loops]
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            await self._drain(tasks)
+        finally:
+            self._ending = True
+            for task in (*tasks, stopping):
+                task.cancel()
+            await asyncio.gather(*tasks, stopping, return_exceptions=True)
+            await self._wind_up()
+
+    # --- leases --------------------------------------------------------------------------------------
+
+    def _wanted_groups(self) -> int:
+        """How many more groups there is room for."""
+        if self._failures.pause_s:
+            return 0
+        limit, size = self._tuner.concurrency.limit, self._job.rollout.group_size
+        free = min(limit - self._running, 2 * limit - self._running - self._uploader.episodes)
+        return 0 if self._draining or self._ending else max(0, math.ceil(free / size))
+
+    def _granted(self, leases: Leases, serving: VersionTag) -> None:
+        if leases.drain:
+            self._told_to_drain()
+        for group in leases.groups:
+            self._leases_begun += 1
+            lease = self._leases[group.lease_id] = LeaseState(group, self._leases_begun)
+            self._uploader.open(group.lease_id, group.group_id, len(group.missing))
+            if self._ending:
+                # Too late to begin: it goes back at once.
+                self._uploader.fail(group.lease_id, self._reason_to_end)
+                self._uploader.complete(group.lease_id)
+            else:
+                self._begin(lease, serving)
+        self._wake_drain.set()
+
+    def _begin(self, lease: LeaseState, serving: VersionTag) -> None:
+        group = lease.group
+        record(
+            "leased",
+            lease_id=group.lease_id,
+            group_id=group.group_id,
+            missing=group.missing,
+            epoch=serving.epoch,
+            version=serving.version,
+        )
+        self._running += len(group.missing)
+        self._tuner.runs(self._running)
+        for sample in group.missing:
+            task = lease.episodes[sample] = asyncio.ensure_future(self._episode(lease, sample))
+            # Not in the coroutine itself: one that is cancelled before it begins never runs.
+            task.add_done_callback(partial(self._ended, lease, sample))
+        if len(self._leases) == 1:
+            self._wake_heart.set()
+
+    def _lose(self, lease_id: str, reason: str) -> None:
+        """The lease is somebody else's now: end its episodes. Cancelling one aborts its requests."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is None:
+            return
+        metrics.LOST.inc()
+        record("lease_lost", lease_id=lease_id, reason=reason)
+        log.info(
+            "lease lost",
+            group_id=lease.group.group_id,
+            reason=reason,
+            unfinished=len(lease.episodes),
+            unsent=self._uploader.drop(lease_id),
+        )
+        for task in lease.episodes.values():
+            task.cancel()
+
+    def _closed(self, lease_id: str) -> None:
+        """The uploader has sent all of a lease, or hands it back."""
+        self._leases.pop(lease_id, None)
+        self._on_progress()
+
+    # --- episodes ------------------------------------------------------------------------------------
+
+    async def _episode(self, lease: LeaseState, sample: int) -> None:
+        """One sample, from prompt to uploader. Takes every error of the workflow; see `_failed`."""
+        group = lease.group
+        number = self._failures.begin()
+        limit_s = self._job.rollout.episode_timeout_s
+        builder = EpisodeBuilder(
+            self._job.job, group.task.task_id, group.group_id, sample, attempt=group.attempt
+        )
+        ctx = Context(
+            self._engine,
+            self._render,
+            builder,
+            episode_id=f"{group.group_id}.{sample}",
+            sampling=self._sampling,
+            seed=group.seed,
+            sample=sample,
+            attempt=group.attempt,
+            lease_id=group.lease_id,
+            priority=lease.turn,
+            deadline_s=None if limit_s is None else time.monotonic() + limit_s,
+            gateway=self._gateway,
+        )
+        try:
+            await within(limit_s, self._workflow(ctx, group.task))
+            blob = pack(builder.build())
+        except Exception as error:
+            self._failed(lease, sample, number, error)
+        else:
+            self._failures.succeeded()
+            self._uploader.add(group.lease_id, sample, blob)
+
+    def _ended(self, lease: LeaseState, sample: int, _: asyncio.Task[None]) -> None:
+        self._running -= 1
+        self._tuner.runs(self._running)
+        del lease.episodes[sample]
+        if not lease.episodes:
+            self._uploader.complete(lease.group.lease_id)
+        self._on_progress()
+
+    def _failed(self, lease: LeaseState, sample: int, number: int, error: Exception) -> None:
+        metrics.FAILED.inc()
+        if isinstance(error, EpisodeTimeout | DeadlinePassed):
+            metrics.TIMED_OUT.inc()
+        self._failures.failed(number, error)
+        asyncio.get_running_loop().call_later(self._failures.pause_s, self._lease_client.wake)
+        reason = f"{type(error).__name__}: {error}"
+        self._uploader.fail(lease.group.lease_id, reason, at_fault=is_its_own(error))
+        log.warning("episode failed", group_id=lease.group.group_id, sample=sample, error=reason)
+        self._failed_again.set()
+
+    async def _until_hopeless(self) -> None:
+        """Raises `WorkflowError` once it is pointless to go on."""
+        while True:
+            await self._failed_again.wait()
+            self._failed_again.clear()
+            self._failures.check()
+
+    def _on_progress(self) -> None:
+        """There may be room for more, or nothing left to do."""
+        self._lease_client.wake()
+        self._wake_drain.set()
+
+    # --- heartbeats and drains -----------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        while True:
+            self._wake_heart.clear()
+            lives_ms = [lease.group.deadline_ms for lease in self._leases.values()]
+            life_s = min(lives_ms, default=math.inf) / 1000
+            await first_of([], self._wake_heart, min(10 * IDLE_WAIT_S, life_s * HEARTBEAT_SHARE))
+            held = list(self._leases)
+            if not held and not self._wake_heart.is_set():
+                continue
+            try:
+                ack = await self._buffer.call(Heartbeat(self._name, held, self._engine.version))
+            except (RpcTimeout, FaultError) as error:
+                await wait_out(error, "heartbeat", self._timing.retry_pause_s)
+                continue
+            for lease_id in ack.lost:
+                # A group that has just become whole has no lease either: there the answer to its put tells.
+                if lease_id in self._leases and self._leases[lease_id].episodes:
+                    self._lose(lease_id, "the buffer no longer knows it")
+            if ack.drain:
+                self._told_to_drain()
+            elif self._draining:
+                self._draining = self.drained = False
+                metrics.DRAINING.set(0)
+
+    def _told_to_drain(self) -> None:
+        if not self._draining:
+            log.info("told to drain: no more leases", held=len(self._leases))
+        self._draining = True
+        metrics.DRAINING.set(1)
+        # One that is told to stop tells the buffer, and hears it from there.
+        self.drained = self.drained or not self._stopping
+        self._wake_drain.set()
+
+    async def _until_drained(self) -> None:
+        """Return once the buffer has said to drain, and what was there then is done."""
+        while not self._draining or self._running or self._lease_client.under_way or not self._uploader.idle:
+            self._wake_drain.clear()
+            await first_of([], self._wake_drain)
+
+    # --- the end -------------------------------------------------------------------------------------
+
+    @property
+    def _reason_to_end(self) -> str:
+        return DRAINED if self._stopping else "the worker failed"
+
+    async def _drain(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Let what runs finish and be sent, for at most `drain_s`. Raises what makes that pointless.
+
+        The buffer is told, so that it grants nothing to a request still under way: that would be found out
+        only when the lease expires."""
+        self._stopping = self._ending = True
+        draining = asyncio.ensure_future(self._tell_buffer())
+        deadline_s = time.monotonic() + self._timing.drain_s
+        try:
+            while (
+                self._running
+                or self._uploader.episodes
+                or self._lease_client.under_way
+                or not draining.done()
+            ):
+                self._wake_drain.clear()
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    log.info("the grace is over", unfinished=self._running, unsent=self._uploader.episodes)
+                    break
+                going_on = [task for task in (draining, *tasks) if not task.done()]
+                await first_of(going_on, self._wake_drain, left_s)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+        finally:
+            draining.cancel()
+
+    async def _tell_buffer(self) -> None:
+        try:
+            await self._buffer.call(Drain(self._name, "it was told to stop"))
+        except (RpcTimeout, FaultError) as error:
+            log.info("the buffer was not told", error=str(error))
+
+    async def _wind_up(self) -> None:
+        """Give up what is unfinished, send what is finished, hand back every lease; all within seconds."""
+        tasks = [task for lease in self._leases.values() for task in lease.episodes.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._uploader.close(self._reason_to_end)
+        self._leases.clear()
