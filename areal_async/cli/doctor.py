@@ -26,7 +26,7 @@ MIN_REDIS = (6, 2)
 MIN_SHM_BYTES = GIB
 MIN_MEMORY_BYTES = 4 * GIB
 MIN_OPEN_FILES = 1024
-PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "pyarrow", "redis", "safetensors")
+PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "pyarrow", "hiredis", "safetensors")
 DEFAULT_PORTS = 6
 """Services of a job with one rollout worker, each with a port."""
 

@@ -3,10 +3,7 @@ when full, how it persists. Everything is checked at start, and each error names
 
 from __future__ import annotations
 
-from typing import Any
-
-from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from typing import Any, Protocol
 
 from replay_buffer.errors import StoreUnavailable, StoreUnusable, refusal
 from replay_buffer.redis.address import RedisServer
@@ -14,11 +11,19 @@ from replay_buffer.redis.address import RedisServer
 OLDEST = (6, 0)
 
 
+class Asked(Protocol):
+    """The part of a `RedisConnection` that the checks need."""
+
+    async def info(self) -> dict[str, str]: ...
+
+    async def ask(self, *command: str) -> Any: ...
+
+
 async def check_redis(
-    redis: Redis, place: RedisServer, durability: str, *, max_bytes: int = 0, follows: bool = False
+    redis: Asked, place: RedisServer, durability: str, *, max_bytes: int = 0, follows: bool = False
 ) -> None:
     """Raise `StoreUnusable` naming the setting to change; `StoreUnavailable` for what passes by itself;
-    `RedisError` or OSError when nobody answers. The rights of the user come first: see `rights`.
+    the rights of the user come first: see `rights`.
 
     `max_bytes`: what the job may hold. `follows`: the place came from Sentinels, which may be about to name
     another."""
@@ -29,8 +34,8 @@ async def check_redis(
         await _check_persistence(redis, info, place, durability)
 
 
-def _check_server(info: dict[str, Any], place: RedisServer, max_bytes: int) -> None:
-    version = str(info["redis_version"])
+def _check_server(info: dict[str, str], place: RedisServer, max_bytes: int) -> None:
+    version = info["redis_version"]
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         raise StoreUnusable(
             f"Redis at {place} is version {version}; at least {OLDEST[0]}.{OLDEST[1]} is needed"
@@ -49,7 +54,7 @@ def _check_server(info: dict[str, Any], place: RedisServer, max_bytes: int) -> N
         )
 
 
-def _check_role(info: dict[str, Any], place: RedisServer, follows: bool) -> None:
+def _check_role(info: dict[str, str], place: RedisServer, follows: bool) -> None:
     if info.get("role", "master") == "master":
         return
     master = f"{info.get('master_host', '?')}:{info.get('master_port', '?')}"
@@ -61,7 +66,7 @@ def _check_role(info: dict[str, Any], place: RedisServer, follows: bool) -> None
     )
 
 
-async def _check_persistence(redis: Redis, info: dict[str, Any], place: RedisServer, durability: str) -> None:
+async def _check_persistence(redis: Asked, info: dict[str, str], place: RedisServer, durability: str) -> None:
     if not int(info["aof_enabled"]):
         raise StoreUnusable(
             f"Redis at {place} keeps no append-only file, which buffer.durability {durability} needs. Set "
@@ -87,11 +92,12 @@ async def _check_persistence(redis: Redis, info: dict[str, Any], place: RedisSer
         )
 
 
-async def _setting(redis: Redis, name: str) -> str | None:
+async def _setting(redis: Asked, name: str) -> str | None:
     """A configuration value, or None where this server does not tell."""
     try:
-        answer = await redis.config_get(name)
-    except ResponseError:
+        answer: list[bytes] = await redis.ask("CONFIG", "GET", name)
+    except StoreUnavailable as error:
+        if error.trouble == "gone":
+            raise
         return None
-    value = answer.get(name)
-    return str(value.decode() if isinstance(value, bytes) else value) if value is not None else None
+    return answer[1].decode() if answer else None

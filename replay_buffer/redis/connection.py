@@ -18,7 +18,7 @@ from typing import Any
 
 import hiredis
 
-from replay_buffer.errors import StoreUnavailable, StoreUnusable
+from replay_buffer.errors import StoreUnavailable, StoreUnusable, refusal
 from replay_buffer.redis.address import RedisAddress, RedisServer
 
 ANSWER_LIMIT_S = 20.0
@@ -100,6 +100,15 @@ class RedisConnection(asyncio.Protocol):
         if self._watch is None:
             self._watch = self._loop.call_at(now_s + ANSWER_LIMIT_S, self._look)
         return future
+
+    async def ask(self, *command: Argument) -> Any:
+        """Send one command and wait for its answer. Raises what an error answer means (see `refusal`)."""
+        return checked(await self.call(*command))
+
+    async def info(self, *sections: str) -> dict[str, str]:
+        """What the server says of itself, by field."""
+        lines = (await self.ask("INFO", *sections)).decode().splitlines()
+        return {name: value for name, found, value in (line.partition(":") for line in lines) if found}
 
     def close(self, why: str = "the connection was closed") -> None:
         """End the connection; what has no answer yet fails, because of `why`."""
@@ -189,6 +198,18 @@ def _pieces(command: Sequence[Argument]) -> list[bytes | memoryview]:
     return [*pieces, head]
 
 
+def checked(answer: Any) -> Any:
+    """An answer of Redis; raises what it means when it is an error."""
+    if isinstance(answer, hiredis.ReplyError):
+        raise refusal(str(answer))
+    return answer
+
+
+def table(answer: list[bytes]) -> dict[bytes, bytes]:
+    """The answer to HGETALL."""
+    return dict(zip(answer[::2], answer[1::2], strict=True))
+
+
 def not_trusted(place: RedisServer, error: BaseException) -> StoreUnusable:
     """TLS with a server that is not whom the job expects, or that does not accept this client."""
     return StoreUnusable(
@@ -260,5 +281,5 @@ async def _ask(sentinel: RedisServer, service: str) -> tuple[int, str, int] | st
         return f"no answer within {SENTINEL_LIMIT_S:g} s"
     if isinstance(answer, hiredis.ReplyError):
         return str(answer)
-    facts = dict(zip(answer[::2], answer[1::2], strict=True))
+    facts = table(answer)
     return int(facts[b"config-epoch"]), facts[b"ip"].decode(), int(facts[b"port"])

@@ -14,13 +14,11 @@ import secrets
 import shutil
 from pathlib import Path
 
-from redis.exceptions import BusyLoadingError, RedisError
-
 from areal_async.launch.preflight import find_redis_server, redis_server_version
 from areal_async.runtime.context import SOCKET_PATH_LIMIT
 from areal_async.runtime.process import ChildProcess
 from replay_buffer.errors import StoreUnavailable, StoreUnusable
-from replay_buffer.redis.store import connect
+from replay_buffer.redis.connection import RedisConnection
 
 LOCK_LIMIT_S = 20.0
 """How long a predecessor may take to end."""
@@ -49,7 +47,7 @@ class EmbeddedRedis:
         self.socket_path = socket_path
         self._password = password or secrets.token_hex(32)
         self.url = f"unix://:{self._password}@{socket_path}"
-        """With the password: for `connect`, not for a log."""
+        """The address with the password: for clients, not for a log."""
         self._durability = durability
         self._process: ChildProcess | None = None
 
@@ -165,22 +163,22 @@ class EmbeddedRedis:
     async def _wait_until_it_answers(self) -> None:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + START_LIMIT_S
-        redis = connect(self.url)
-        try:
-            while True:
-                if self.pid is None:
-                    raise StoreUnusable(f"redis-server ended at once: {self._last_words()}")
+        while True:
+            if self.pid is None:
+                raise StoreUnusable(f"redis-server ended at once: {self._last_words()}")
+            try:
+                redis = await RedisConnection.open(self.url)
                 try:
-                    await redis.ping()
-                    return
-                except BusyLoadingError:
+                    await redis.ask("PING")
+                finally:
+                    redis.close()
+                return
+            except StoreUnavailable as error:
+                if "LOADING" in str(error):
                     deadline_s = loop.time() + START_LIMIT_S  # it is at work
-                except (RedisError, OSError) as error:
-                    if loop.time() > deadline_s:
-                        raise StoreUnavailable(f"redis-server does not answer: {error}", "gone") from error
-                await asyncio.sleep(0.01)
-        finally:
-            await redis.aclose()
+                elif loop.time() > deadline_s:
+                    raise StoreUnavailable(f"redis-server does not answer: {error}", "gone") from error
+            await asyncio.sleep(0.01)
 
     def _last_words(self) -> str:
         log = self.data_dir / "redis.log"

@@ -14,34 +14,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
-import hiredis
 import msgspec
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import (
-    ClusterDownError,
-    MovedError,
-    NoPermissionError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-)
 
-from replay_buffer.errors import StoreError, StoreUnavailable, StoreUnusable, refusal
+from replay_buffer.errors import StoreError, StoreUnavailable, StoreUnusable
 from replay_buffer.ledger.index import Records, Writes
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, Claim, Group, Lease, Meta
 from replay_buffer.redis.address import RedisAddress, RedisServer
 from replay_buffer.redis.checks import check_redis
 from replay_buffer.redis.connection import (
-    ANSWER_LIMIT_S,
-    CONNECT_LIMIT_S,
     RedisConnection,
+    checked,
     find_place,
-    in_words,
+    table,
 )
 from replay_buffer.redis.files import BlobFiles
 from replay_buffer.redis.keys import Bytes, Keys
@@ -53,15 +38,6 @@ SCRIPT = files("replay_buffer.redis").joinpath("write.lua").read_bytes()
 TAKE_SCRIPT = files("replay_buffer.redis").joinpath("take_over.lua").read_bytes()
 ROOM_SHARE = 0.99
 """A Redis that was full has room again below this share of its maxmemory."""
-
-CODES: dict[type[ResponseError], str] = {
-    OutOfMemoryError: "OOM ",
-    ReadOnlyError: "READONLY ",
-    NoPermissionError: "NOPERM ",
-    ClusterDownError: "CLUSTERDOWN ",
-    MovedError: "MOVED ",
-}
-"""The client takes the codes off the answers it knows."""
 
 _decode_meta = msgspec.msgpack.Decoder(Meta).decode
 _decode_group = msgspec.msgpack.Decoder(Group).decode
@@ -113,8 +89,7 @@ class Store:
         self._clock = clock
         self._max_bytes = max_bytes
         self._place: RedisServer | None = None
-        self._client: Redis | None = None
-        self._reads: RedisConnection | None = None
+        self._connection: RedisConnection | None = None
         self._writer: LedgerWriter | None = None
         self._confirmed = confirmed
         self._owner = secrets.token_hex(8)
@@ -136,11 +111,8 @@ class Store:
         try:
             await self._settle()
             assert self._place is not None
-            self._sha = _text(await self._redis.script_load(SCRIPT))
-            writes, self._reads = (
-                await RedisConnection.open(self._place),
-                await RedisConnection.open(self._place),
-            )
+            self._sha = (await self._connected.ask("SCRIPT", "LOAD", SCRIPT)).decode()
+            writes = await RedisConnection.open(self._place)
             await self._look_at_clock()
             revision = await self._take()
             opened = await self._load(lost_writes=max(0, self._confirmed - revision))
@@ -149,10 +121,6 @@ class Store:
             failed = partial(self._failed, on_failure)
             self._writer = LedgerWriter(writes, self._sha, self.front_epoch, self._clock, failed)
             return opened
-        except ResponseError as error:
-            raise refusal(f"{CODES.get(type(error), '')}{error}") from error
-        except (RedisError, OSError) as error:
-            raise self._no_answer(error) from error
         finally:
             if self._writer is None and writes is not None:
                 writes.close()
@@ -183,14 +151,12 @@ class Store:
 
     async def blobs(self, wanted: Sequence[EpisodeKey]) -> list[Bytes | None]:
         """The codec blobs of (group id, sample), in order; None for one that is not held."""
-        if self._reads is None:
-            raise StoreUnavailable("the store is not open", "gone")
+        reads = self._connected
         refs = {place: ref for place in wanted if (ref := self._large.ref(*place)) is not None}
         small: dict[str, list[int]] = {}
         for group_id, sample in wanted:
             if (group_id, sample) not in refs:
                 small.setdefault(group_id, []).append(sample)
-        reads = self._reads
         asked = [
             (group_id, samples, reads.call("HMGET", self._keys.blobs(group_id), *samples))
             for group_id, samples in small.items()
@@ -207,7 +173,7 @@ class Store:
             maps = await self._shelf.read([ref for _, ref in in_files])
             found.update(zip((place for place, _ in in_files), maps, strict=True))
         # Gathered, so that no answer is left unread when the connection breaks.
-        answers = [_answered(answer) for answer in await answering]
+        answers = [checked(answer) for answer in await answering]
         for (group_id, samples, _), blobs in zip(asked, answers, strict=False):
             found.update(zip(((group_id, sample) for sample in samples), blobs, strict=True))
         found.update(zip(in_keys, map(_joined, answers[len(asked) :]), strict=True))
@@ -215,10 +181,7 @@ class Store:
 
     async def used_bytes(self) -> int:
         """Memory that Redis uses, all of it. Takes note of room in a Redis that was full."""
-        try:
-            memory = await self._redis.info("memory")
-        except (RedisError, OSError) as error:
-            raise self._no_answer(error) from error
+        memory = await self._connected.info("memory")
         limit = int(memory["maxmemory"])
         counted = int(memory["used_memory"]) - int(memory.get("mem_not_counted_for_evict", 0))
         if not limit or counted < ROOM_SHARE * limit:
@@ -242,16 +205,15 @@ class Store:
         await self._let_go()
         if self._shelf is not None:
             await self._shelf.close()
-        await self._drop_client()
 
     async def _let_go(self) -> None:
         if self._writer is not None:
             await self._writer.close()
             self._confirmed = max(self._confirmed, self._writer.confirmed)
             self._writer = None
-        if self._reads is not None:
-            self._reads.close()
-            self._reads = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def _failed(self, on_failure: Callable[[StoreError], None], error: StoreError) -> None:
         if isinstance(error, StoreUnavailable) and error.trouble == "memory":
@@ -262,11 +224,12 @@ class Store:
 
     async def _open_large(self) -> tuple[EpisodeKey, ...]:
         """Load where large episodes lie and remove what a crash left over. Returns those without bytes."""
-        self._large.load(await self._redis.hgetall(self._keys.large), self.front_epoch)
-        for staged in await self._redis.smembers(self._keys.staged):
+        ask = self._connected.ask
+        self._large.load(table(await ask("HGETALL", self._keys.large)), self.front_epoch)
+        for staged in await ask("SMEMBERS", self._keys.staged):
             for name in staged_keys(self._keys, staged.decode()):
-                await self._redis.unlink(name)
-            await self._redis.srem(self._keys.staged, staged)
+                await ask("UNLINK", name)
+            await ask("SREM", self._keys.staged, staged)
         return () if self._shelf is None else tuple(await self._shelf.open(self._large.in_files()))
 
     def _free_files(self, names: list[str], written: asyncio.Future[None]) -> None:
@@ -276,10 +239,11 @@ class Store:
     # --- finding the server ---
 
     @property
-    def _redis(self) -> Redis:
-        if self._client is None:
+    def _connected(self) -> RedisConnection:
+        """The connection for all but the writes."""
+        if self._connection is None:
             raise StoreUnavailable("the store is not open", "gone")
-        return self._client
+        return self._connection
 
     async def _settle(self) -> None:
         """Connect to the server that is to be used now, and check that it may be.
@@ -287,16 +251,11 @@ class Store:
         What is wrong there is final for a store that has not been open yet. For one that was, the server is
         a new master, or was changed under the job: it waits for somebody to put that right."""
         try:
-            await self._drop_client()
             self._place = await find_place(self.address)
-            self._client = connect(self._place)
-            trial = await RedisConnection.open(self._place)
-            try:
-                await check_rights(trial, self._place, self._keys)
-            finally:
-                trial.close()
+            self._connection = await RedisConnection.open(self._place)
+            await check_rights(self._connection, self._place, self._keys)
             await check_redis(
-                self._client,
+                self._connection,
                 self._place,
                 self._durability,
                 max_bytes=self._max_bytes,
@@ -307,15 +266,6 @@ class Store:
                 raise StoreUnavailable(str(error)) from error
             raise
 
-    async def _drop_client(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await client.aclose()
-
-    def _no_answer(self, error: BaseException) -> StoreUnavailable:
-        where = self._place if self._place is not None else self.url
-        return StoreUnavailable(f"Redis at {where} does not answer: {in_words(error)}", "gone")
-
     # --- taking over ---
 
     async def _take(self) -> int:
@@ -324,8 +274,9 @@ class Store:
 
         A front that had the job takes it back only if no other came in between. An attempt of its own whose
         answer was lost is none; nor is an older epoch: then its own opening is among what Redis has lost."""
-        sha = _text(await self._redis.script_load(TAKE_SCRIPT))
-        front, owner, state = await self._redis.hmget(self._keys.meta, ("front", "owner", "state"))
+        ask = self._connected.ask
+        sha = await ask("SCRIPT", "LOAD", TAKE_SCRIPT)
+        front, owner, state = await ask("HMGET", self._keys.meta, "front", "owner", "state")
         held, had = int(front or 0), self.front_epoch
         if had and (front is None or state is None):
             raise StoreUnusable(
@@ -337,7 +288,7 @@ class Store:
         epoch = max(held, had) + 1
         meta = Meta(ledger_id=secrets.token_hex(8), dataset_hash=self._dataset_hash)
         begin = (SCHEMA, msgspec.msgpack.encode(meta))
-        answer = await self._redis.evalsha(sha, 1, self._keys.meta, front or b"", epoch, self._owner, *begin)
+        answer = await ask("EVALSHA", sha, 1, self._keys.meta, front or b"", epoch, self._owner, *begin)
         if answer[0] == b"moved":
             raise StoreUnavailable("another attempt to take the job over came in between", "gone")
         self.front_epoch = epoch
@@ -345,7 +296,7 @@ class Store:
 
     async def _load(self, lost_writes: int) -> Opened:
         # No other front writes; and at its memory limit Redis refuses every transaction.
-        meta, records = await read_ledger(self._redis, self._keys, self.url, transaction=False)
+        meta, records = await read_ledger(self._connected, self._keys, self.url, transaction=False)
         if records.meta.dataset_hash != self._dataset_hash:
             raise StoreUnusable(
                 f"the ledger in {self.url} was begun with the data set {records.meta.dataset_hash}, but "
@@ -356,7 +307,7 @@ class Store:
 
     async def _look_at_clock(self) -> None:
         sent_ms = self._clock.local_ms()
-        seconds, micros = await self._redis.time()
+        seconds, micros = await self._connected.ask("TIME")
         self._clock.observe(int(seconds) * 1000 + int(micros) // 1000, sent_ms, self._clock.local_ms())
 
 
@@ -368,22 +319,16 @@ def _joined(chunks: list[bytes | None]) -> bytes | None:
     return held[0] if len(held) == 1 else b"".join(held)
 
 
-def _answered(blobs: Any) -> list[bytes | None]:
-    if isinstance(blobs, hiredis.ReplyError):
-        raise refusal(str(blobs))
-    return list(blobs)
-
-
 async def read_ledger(
-    redis: Redis, keys: Keys, url: str, *, transaction: bool
+    redis: RedisConnection, keys: Keys, url: str, *, transaction: bool
 ) -> tuple[dict[bytes, bytes], Records]:
     """The meta hash and all records; in a `transaction` as of one moment. Changes nothing.
 
-    Raises `StoreUnusable` for none or one of another schema, `RedisError` or OSError where nobody answers."""
-    pipeline = redis.pipeline(transaction=transaction)
-    for key in (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches):
-        pipeline.hgetall(key)
-    meta, groups, leases, claims, batches = await pipeline.execute()
+    Raises `StoreUnusable` for none or one of another schema, `StoreUnavailable` where nobody answers."""
+    looks = [("HGETALL", key) for key in (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches)]
+    commands = [("MULTI",), *looks, ("EXEC",)] if transaction else looks
+    answers = [checked(one) for one in await asyncio.gather(*[redis.call(*command) for command in commands])]
+    meta, groups, leases, claims, batches = map(table, answers[-1] if transaction else answers)
     if b"state" not in meta:
         raise StoreUnusable(f"Redis at {url} holds no ledger of this job")
     if int(meta[b"schema"]) != SCHEMA:
@@ -398,37 +343,3 @@ async def read_ledger(
         claims={name.decode(): _decode_claim(value) for name, value in claims.items()},
         batches={int(name): _decode_batch(value) for name, value in batches.items()},
     )
-
-
-def connect(where: str | RedisServer) -> Redis:
-    """A client that repeats nothing by itself: what was not confirmed is the store's to sort out."""
-    place = RedisAddress.parse(where).place() if isinstance(where, str) else where
-    options: dict[str, Any] = {
-        "socket_timeout": ANSWER_LIMIT_S,
-        "socket_connect_timeout": CONNECT_LIMIT_S,
-        "retry": Retry(NoBackoff(), 0),
-        "protocol": 2,
-        "db": place.db,
-        "username": place.username or None,
-        "password": place.password or None,
-        "driver_info": None,  # else it introduces itself with a command that few users have the right to
-    }
-    if place.path:
-        return Redis(unix_socket_path=place.path, **options)
-    if place.tls is not None:
-        options |= {
-            "ssl": True,
-            "ssl_ca_certs": _file(place.tls.ca_file),
-            "ssl_certfile": _file(place.tls.cert_file),
-            "ssl_keyfile": _file(place.tls.key_file),
-            "ssl_check_hostname": place.tls.check_hostname,
-        }
-    return Redis(host=place.host, port=place.port, **options)
-
-
-def _file(path: Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

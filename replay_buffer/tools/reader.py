@@ -12,12 +12,9 @@ import contextlib
 import fcntl
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from redis.asyncio import Redis
-from redis.exceptions import OutOfMemoryError, RedisError
 
 from areal_async.launch.errors import RunFolderError
 from areal_async.launch.runs import Run
@@ -29,11 +26,11 @@ from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import Group
 from replay_buffer.ledger.rules import Rules, Tasks
 from replay_buffer.redis.address import RedisAddress
-from replay_buffer.redis.connection import find_place
+from replay_buffer.redis.connection import RedisConnection, find_place, table
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.keys import Keys
 from replay_buffer.redis.large import EPISODES, BlobRef, read_ref
-from replay_buffer.redis.store import connect, read_ledger
+from replay_buffer.redis.store import read_ledger
 from replay_buffer.tasks import TaskOrder
 
 FILES = ("appendonlydir", "appendonly.aof", "dump.rdb")
@@ -55,7 +52,7 @@ class Look:
 class LedgerReader:
     """Made by `open_reader`."""
 
-    def __init__(self, redis: Redis, url: str, run: Run, tasks: Tasks) -> None:
+    def __init__(self, redis: RedisConnection, url: str, run: Run, tasks: Tasks) -> None:
         self.tasks = tasks
         self._redis = redis
         self._url = url
@@ -64,15 +61,16 @@ class LedgerReader:
 
     async def look(self) -> Look:
         """The ledger now. Raises `StoreUnavailable` or `StoreUnusable`."""
-        with self._answered():
-            try:
-                found = await read_ledger(self._redis, self._keys, self._url, transaction=True)
-            except OutOfMemoryError:
-                # At its memory limit Redis refuses transactions; but then it takes no episodes either.
-                found = await read_ledger(self._redis, self._keys, self._url, transaction=False)
-            meta, records = found
-            seconds, micros = await self._redis.time()
-            used = int((await self._redis.info("memory"))["used_memory"])
+        try:
+            found = await read_ledger(self._redis, self._keys, self._url, transaction=True)
+        except StoreUnavailable as error:
+            if error.trouble != "memory":
+                raise
+            # At its memory limit Redis refuses transactions; but then it takes no episodes either.
+            found = await read_ledger(self._redis, self._keys, self._url, transaction=False)
+        meta, records = found
+        seconds, micros = await self._redis.ask("TIME")
+        used = int((await self._redis.info("memory"))["used_memory"])
         now_ms = int(seconds) * 1000 + int(micros) // 1000
         written_ms = int(meta.get(b"alive_ms", now_ms))
         return Look(
@@ -86,28 +84,20 @@ class LedgerReader:
     async def blobs(self, group: Group) -> dict[int, bytes]:
         """The codec blobs of a group by sample; what is not held is missing."""
         names = [f"{group.group_id}.{sample}" for sample in range(len(group.episodes))]
-        with self._answered():
-            held = await self._redis.hgetall(self._keys.blobs(group.group_id))
-            refs = await self._redis.hmget(self._keys.large, names)
-            blobs = {int(sample): blob for sample, blob in held.items()}
-            for sample, ref in enumerate(refs):
-                if ref is not None and (blob := await self._large(read_ref(ref))) is not None:
-                    blobs[sample] = blob
+        held = table(await self._redis.ask("HGETALL", self._keys.blobs(group.group_id)))
+        refs = await self._redis.ask("HMGET", self._keys.large, *names)
+        blobs = {int(sample): blob for sample, blob in held.items()}
+        for sample, ref in enumerate(refs):
+            if ref is not None and (blob := await self._large(read_ref(ref))) is not None:
+                blobs[sample] = blob
         return blobs
 
     async def _large(self, ref: BlobRef) -> bytes | None:
         if ref.chunks:
             keys = [self._keys.chunk(ref.name, ref.at + i) for i in range(ref.chunks)]
-            chunks = await self._redis.mget(keys)
+            chunks = await self._redis.ask("MGET", *keys)
             return None if None in chunks else b"".join(chunks)
         return await asyncio.to_thread(_from_file, self._run.folder / "buffer" / EPISODES / ref.name, ref)
-
-    @contextlib.contextmanager
-    def _answered(self) -> Iterator[None]:
-        try:
-            yield
-        except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis at {self._url} does not answer: {error}") from error
 
 
 def _from_file(path: Path, ref: BlobRef) -> bytes | None:
@@ -145,8 +135,8 @@ async def open_reader(run: Run) -> AsyncIterator[LedgerReader]:
             address = RedisAddress.parse(url)
         else:
             address = RedisAddress.of(run.job.buffer)
-        redis = connect(await find_place(address))
-        stack.push_async_callback(redis.aclose)
+        redis = await RedisConnection.open(await find_place(address))
+        stack.callback(redis.close)
         yield LedgerReader(redis, str(address), run, tasks)
 
 

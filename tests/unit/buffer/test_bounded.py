@@ -30,9 +30,9 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import ServiceContext
 from replay_buffer import metrics
-from replay_buffer.redis.store import connect
 from replay_buffer.server import main
 from tests.callers import put
+from tests.redis_client import connect
 
 LIMIT_S = 60.0
 ATTEMPTS = 400

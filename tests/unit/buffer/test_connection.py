@@ -11,7 +11,7 @@ from replay_buffer.errors import StoreUnavailable, StoreUnusable
 from replay_buffer.redis import connection as pipe_module
 from replay_buffer.redis.address import RedisAddress
 from replay_buffer.redis.connection import RedisConnection, _greetings
-from replay_buffer.redis.store import connect
+from tests.redis_client import connect
 
 
 def test_answers_come_in_the_order_of_the_calls(redis_url, job_name):

@@ -33,8 +33,9 @@ from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.redis.keys import Keys
-from replay_buffer.redis.store import Store, connect
+from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
+from tests.redis_client import connect
 
 RULES = Rules(group_size=2, batch_groups=2, max_staleness=1)
 

@@ -17,7 +17,7 @@ from areal_async.runtime.context import short_socket_dir
 from replay_buffer.errors import StoreUnusable
 from replay_buffer.redis import embedded
 from replay_buffer.redis.embedded import NEVER_S, EmbeddedRedis
-from replay_buffer.redis.store import connect
+from tests.redis_client import connect
 
 
 @pytest.fixture

@@ -35,8 +35,9 @@ from replay_buffer.redis import files as shelf_module
 from replay_buffer.redis.files import ALIGN_BYTES, BlobFiles
 from replay_buffer.redis.keys import Commands, Keys
 from replay_buffer.redis.large import CHUNK_BYTES, FILE_BYTES, KEY_BYTES, BlobRef, Large
-from replay_buffer.redis.store import Store, connect
+from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
+from tests.redis_client import connect
 
 SIZES = (10, KEY_BYTES - 1, KEY_BYTES, 3 * CHUNK_BYTES + 7, FILE_BYTES, FILE_BYTES + 1)
 RULES = Rules(group_size=len(SIZES), batch_groups=1, max_staleness=1)

@@ -15,8 +15,9 @@ from areal_async.config.reward import RewardSection
 from areal_async.rewards import Routing
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.rules import VerdictPolicy
-from replay_buffer.redis.store import Store, connect
+from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
+from tests.redis_client import connect
 from tests.unit.buffer.ledger_machine import LedgerMachine
 from tests.unit.buffer.ledger_promises import SIZE_BYTES, N
 

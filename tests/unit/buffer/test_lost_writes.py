@@ -7,7 +7,6 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
-from redis.exceptions import ConnectionError as RedisGone
 
 from areal_async.rpc.messages import Claim, Lease, VersionTag
 from replay_buffer.coordinator import Coordinator
@@ -18,8 +17,9 @@ from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.redis import store as store_module
 from replay_buffer.redis.keys import Keys
-from replay_buffer.redis.store import SCHEMA, TAKE_SCRIPT, Store, connect
+from replay_buffer.redis.store import SCHEMA, TAKE_SCRIPT, Store
 from replay_buffer.redis.writer import ConfirmedRevision, RedisClock
+from tests.redis_client import connect
 
 RULES = Rules(group_size=2, batch_groups=2, max_staleness=1)
 
@@ -116,7 +116,7 @@ def test_an_attempt_that_dies_between_its_steps_counts_for_nothing(a_store, redi
             nonlocal dies
             dies -= 1
             if dies >= 0:
-                raise RedisGone("Connection reset by peer")
+                raise StoreUnavailable("Connection reset by peer", "gone")
             return await read(*arguments, **options)
 
         monkeypatch.setattr(store_module, "read_ledger", gone)

@@ -5,31 +5,31 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from redis.exceptions import NoPermissionError
 
-from replay_buffer.errors import StoreUnavailable, StoreUnusable
+from replay_buffer.errors import StoreUnavailable, StoreUnusable, refusal
 from replay_buffer.redis.address import RedisServer
 from replay_buffer.redis.checks import check_redis
 
 THERE = RedisServer("there", 6379)
 REPLICA = {"role": "slave", "master_host": "m", "master_port": 1}
-SYNCED = {"appendfsync": b"everysec", "no-appendfsync-on-rewrite": b"no"}
+SYNCED = {"appendfsync": "everysec", "no-appendfsync-on-rewrite": "no"}
 
 
 class Answers:
     """What a server says of itself; `settings` None: this user may not ask."""
 
     def __init__(self, settings=None, **info):
-        self._info = {"redis_version": "7.0.15", "maxmemory_policy": "noeviction", "aof_enabled": 1} | info
+        told = {"redis_version": "7.0.15", "maxmemory_policy": "noeviction", "aof_enabled": 1} | info
+        self._info = {name: str(value) for name, value in told.items()}
         self._settings = settings
 
     async def info(self):
         return self._info
 
-    async def config_get(self, name):
+    async def ask(self, *command):
         if self._settings is None:
-            raise NoPermissionError("no permission")
-        return {name: self._settings[name]}
+            raise refusal("NOPERM no permission")
+        return [command[2].encode(), self._settings[command[2]].encode()]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ class Answers:
         (Answers(redis_version="5.0.7"), "everysec", "at least 6.0"),
         (Answers(maxmemory_policy="allkeys-lru"), "memory", "Set it to noeviction"),
         (Answers(aof_enabled=0), "everysec", "Set appendonly to yes"),
-        (Answers({"appendfsync": b"no"}), "everysec", "appendfsync no"),
+        (Answers({"appendfsync": "no"}), "everysec", "appendfsync no"),
         (Answers(SYNCED), "always", "Make them agree"),
         (Answers(), "everysec", r"Allow the user \+config\|get"),
         (Answers(), "always", r"Allow the user \+config\|get"),

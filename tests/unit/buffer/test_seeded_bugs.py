@@ -40,8 +40,9 @@ from replay_buffer.ledger.records import EpisodeState, GroupState
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.redis.keys import Keys
-from replay_buffer.redis.store import Store, connect
+from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
+from tests.redis_client import connect
 
 N, B = 2, 2
 LEASE_MS = 1000

@@ -38,7 +38,6 @@ from areal_async.trajectory import unpack
 from areal_async.trajectory.parquet import read_episodes, read_facts
 from replay_buffer import metrics
 from replay_buffer.errors import StoreUnusable
-from replay_buffer.redis.store import connect
 from replay_buffer.server import main
 from replay_buffer.tools import export as export_tool
 from replay_buffer.tools.details import episode_page, group_page
@@ -47,6 +46,7 @@ from replay_buffer.tools.reader import open_reader
 from replay_buffer.tools.stats import as_json, draw, report_ended, report_live, without_password
 from replay_buffer.tools.tables import NotFound, age, chosen, plain, size, state_of, table_of
 from tests.callers import put
+from tests.redis_client import connect
 
 
 class Workplace:
