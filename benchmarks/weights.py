@@ -30,11 +30,11 @@ import torch
 from blake3 import blake3
 
 from areal_async.rpc.messages import VersionTag
-from areal_async.weights import Written, open_snapshot, write_snapshot
 from areal_async.weights.comparison import write_delta
 from areal_async.weights.deltas import apply_delta
 from areal_async.weights.manifest import HASH_PREFIX
-from areal_async.weights.shards import MAX_THREADS, Mapped
+from areal_async.weights.shards import MAX_THREADS, MappedFile
+from areal_async.weights.snapshot import SnapshotInfo, open_snapshot, write_snapshot
 
 MB = 1 << 20
 TENSOR_BYTES = 16 * MB
@@ -105,8 +105,8 @@ def measure_copies(root: Path, size_bytes: int) -> dict[str, Any]:
     tensors = model(size_bytes, torch.bfloat16)
     source = np.concatenate([t.view(torch.uint8).numpy() for t in tensors.values()])
     rounds = Rounds(size_bytes)
-    shared = Mapped(root / "copy", size_bytes)
-    kept: Mapped | None = None
+    shared = MappedFile(root / "copy", size_bytes)
+    kept: MappedFile | None = None
     for number in range(ROUNDS):
         rounds.begin()
         if number:
@@ -134,9 +134,9 @@ def _publish_again(
     root: Path,
     version: int,
     tensors: dict[str, torch.Tensor],
-    spare: Mapped | None,
-) -> Mapped:
-    written: Written = rounds.take(
+    spare: MappedFile | None,
+) -> MappedFile:
+    written: SnapshotInfo = rounds.take(
         name,
         lambda: write_snapshot(root, VersionTag(1, version), tensors, reuse=spare, keep_mapped=True),
     )
@@ -144,7 +144,7 @@ def _publish_again(
     return written.mapped
 
 
-def _retire(root: Path, path: Path, mapped: Mapped) -> None:
+def _retire(root: Path, path: Path, mapped: MappedFile) -> None:
     """What a publisher does with a snapshot that nobody reads any more."""
     mapped.path.rename(root / "spare")
     mapped.path = root / "spare"
@@ -159,8 +159,8 @@ def measure_delta(root: Path, size_bytes: int, dtype: str, share: float, threads
     new = write_snapshot(root, VersionTag(1, 1), tensors)
     want = (new.path / "model.safetensors").read_bytes()
     (root / "node").mkdir()
-    spare: Mapped | None = None
-    delta: Written | None = None
+    spare: MappedFile | None = None
+    delta: SnapshotInfo | None = None
     encode_s = apply_s = float("inf")
     exact = True
     for _ in range(ROUNDS):

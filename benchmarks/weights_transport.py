@@ -14,6 +14,7 @@ the publisher would plan; `sender_bytes_over_snapshot` are those that left the f
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import multiprocessing as mp
 import os
@@ -22,6 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,12 +32,13 @@ import torch
 import zmq
 from blake3 import blake3
 
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import VersionTag
 from areal_async.rpc.secret import CurveKeys, RunSecret
-from areal_async.weights.snapshot import Written, write_snapshot
-from areal_async.weights.transport.holding import Growing, Holding
-from areal_async.weights.transport.station import Station
-from areal_async.weights.transport.table import ChunkTable, Layout, build_table, map_file
+from areal_async.weights.channels.chunk_server import ChunkServer
+from areal_async.weights.channels.chunks import ChunkStore, ChunkTable, PartialDownload, build_table, map_file
+from areal_async.weights.channels.download import Download
+from areal_async.weights.snapshot import SnapshotInfo, write_snapshot
 
 WINDOW_BYTES = 16 << 20
 MAX_UNDER_WAY = 64
@@ -44,7 +47,9 @@ CONTEXT = mp.get_context("forkserver")
 
 def raw_sender(pipe: Connection, path: Path, chunk: int, keys: CurveKeys) -> None:
     size = path.stat().st_size
-    data = map_file(path, size)
+    mapped = map_file(path, size)
+    assert mapped is not None
+    data = memoryview(mapped)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as sock:
         sock.curve_server, sock.curve_secretkey, sock.curve_publickey = True, keys.secret, keys.public
         sock.setsockopt(zmq.SNDHWM, 2 * MAX_UNDER_WAY)
@@ -91,29 +96,37 @@ def raw_receive(endpoint: str, size: int, chunk: int, how: str, into: Path, keys
 
 
 def our_sender(pipe: Connection, path: Path, table: ChunkTable, keys: CurveKeys) -> None:
-    station = Station("tcp://127.0.0.1:0", source="publisher", access=keys)
-    station.start()
-    station.hold(Holding(path, table))
-    pipe.send(station.endpoint)
-    pipe.recv()
-    pipe.send(station.bytes_sent)
-    station.close()
+    async def main() -> None:
+        server = ChunkServer("tcp://127.0.0.1:0", job="j", source="publisher", access=keys)
+        await server.start()
+        server.add(ChunkStore(path, table))
+        pipe.send(server.endpoint)
+        await asyncio.to_thread(pipe.recv)
+        pipe.send(server.bytes_sent)
+        await server.close()
+
+    asyncio.run(main())
 
 
 def our_receiver(pipe: Connection, root: Path, name: str, table: ChunkTable, keys: CurveKeys) -> None:
     """Told its sources, it fetches; told again, it ends."""
-    station = Station("tcp://127.0.0.1:0", source="peer", access=keys)
-    station.start()
-    pipe.send(station.endpoint)
-    sources = pipe.recv()
-    growing = Growing(root / name, table)
-    growing.resume()
-    began_s = time.perf_counter()
-    fetch = station.fetch(growing, sources, patience_s=60.0)
-    path = fetch.result.result(300)
-    pipe.send((began_s, time.perf_counter(), station.bytes_sent, str(path)))
-    pipe.recv()
-    station.close()
+
+    async def main() -> None:
+        server = ChunkServer("tcp://127.0.0.1:0", job="j", source="peer", access=keys)
+        await server.start()
+        pipe.send(server.endpoint)
+        sources = await asyncio.to_thread(pipe.recv)
+        store = PartialDownload(root / name, table)
+        store.resume()
+        server.add(store)
+        client = partial(Client, job="j", role="peer", name=root.name, access=keys)
+        began_s = time.perf_counter()
+        path = await Download(store, sources, origin=sources[-1], client=client, patience_s=60.0).run()
+        pipe.send((began_s, time.perf_counter(), server.bytes_sent, str(path)))
+        await asyncio.to_thread(pipe.recv)
+        await server.close()
+
+    asyncio.run(main())
 
 
 def measure_raw(folder: Path, source: Path, chunk: int, how: str, keys: CurveKeys) -> float:
@@ -127,7 +140,7 @@ def measure_raw(folder: Path, source: Path, chunk: int, how: str, keys: CurveKey
 
 
 def measure_ours(
-    folder: Path, snapshot: Written, table: ChunkTable, n: int, keys: CurveKeys
+    folder: Path, snapshot: SnapshotInfo, table: ChunkTable, n: int, keys: CurveKeys
 ) -> tuple[float, float]:
     """Seconds until the last of `n` receivers is complete, and the sender's bytes over the snapshot's."""
     pipes, processes = [], []
@@ -172,7 +185,7 @@ def measure(mib: int, receivers: Sequence[int], repeat: int) -> dict[str, Any]:
         began_s = time.perf_counter()
         table = build_table(snapshot.path, snapshot.manifest_hash)
         table_s = time.perf_counter() - began_s
-        size, chunk = Layout(table).size_bytes, table.chunk_bytes
+        size, chunk = table.size_bytes, table.chunk_bytes
         source = snapshot.path / "model.safetensors"
         rates: dict[str, list[float]] = {how: [] for how in ("drop", "store", "verify", "ours")}
         for _ in range(repeat):  # in turn, so that a change of the machine's speed meets all alike
@@ -213,7 +226,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    CONTEXT.set_forkserver_preload(["areal_async.weights.transport.station", "areal_async.weights.snapshot"])
+    CONTEXT.set_forkserver_preload(["areal_async.weights.channels.download", "areal_async.weights.snapshot"])
     receivers = [int(n) for n in options.receivers.split(",")]
     rows = []
     for mib in options.mib.split(","):

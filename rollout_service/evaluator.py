@@ -32,7 +32,7 @@ from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.tasks import read_tasks
 from areal_async.trajectory import EpisodeBuilder, pack
-from areal_async.weights.places import make_receiver
+from areal_async.weights.receiver import make_receiver
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 from rollout_service import metrics

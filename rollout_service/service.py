@@ -18,7 +18,7 @@ from areal_async.rpc.messages import Arrived, NoNews, VersionTag
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.restart import NO_RESTARTS, RestartPolicy
-from areal_async.weights.places import make_receiver
+from areal_async.weights.receiver import make_receiver
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, Weights
 from rollout_service.metrics import watch_engine

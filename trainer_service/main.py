@@ -9,14 +9,11 @@ from contextlib import ExitStack, suppress
 import torch
 from transformers.utils import logging as transformers_logging
 
-from areal_async.config.run import WeightsSection
 from areal_async.rpc.client import SyncClient
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunLog
-from areal_async.weights.offers import DeltaPolicy
-from areal_async.weights.places import make_outlet, make_sender, snapshot_root
-from areal_async.weights.publisher import Publisher
+from areal_async.weights.publisher import make_publisher
 from trainer_service.backends.fsdp.backend import POLICY, FsdpBackend
 from trainer_service.checkpoint import newest_usable
 from trainer_service.files import companion_files
@@ -103,24 +100,7 @@ def _rl(ctx: ServiceContext, ranks: Ranks, backend: FsdpBackend, run_log: RunLog
             timeout_s=BUFFER_PATIENCE_S,
         )
     )
-    sender = make_sender(ctx)
-    publisher = Publisher(
-        snapshot_root(ctx),
-        ctx.weights_endpoint,
-        job=ctx.job.job,
-        access=ctx.secret,
-        keep=ctx.job.weights.keep,
-        files=files,
-        tied=backend.tied,
-        deltas=delta_policy(ctx.job.weights),
-        channel=ctx.job.weights.files,
-        node_id=ctx.node_id,
-        outlet=make_outlet(ctx),
-        sender=sender,
-    )
-    if sender is not None:
-        sender.start()
-        stack.callback(sender.close)
+    publisher = make_publisher(ctx, files=files, tied=backend.tied)
     publisher.start()
     # What is left goes with the run's shared memory: a worker may still be reading the last snapshot.
     stack.callback(publisher.close, remove=False)
@@ -132,18 +112,10 @@ def _rl(ctx: ServiceContext, ranks: Ranks, backend: FsdpBackend, run_log: RunLog
         run_dir=ctx.run_dir,
         files=files,
         publisher=publisher,
-        sender=sender,
         run_log=run_log,
         stopping=ctx.stopping,
     )
     return trainer.run(name=ctx.name, ready=ctx.ready, restored=restored)
-
-
-def delta_policy(section: WeightsSection) -> DeltaPolicy | None:
-    """When the job's publisher makes deltas; None for never."""
-    if not section.deltas:
-        return None
-    return DeltaPolicy(below_share=section.delta_below, anchor_every=section.anchor_every)
 
 
 def _sft(ctx: ServiceContext, ranks: Ranks, backend: FsdpBackend, run_log: RunLog) -> bool:

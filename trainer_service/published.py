@@ -16,7 +16,7 @@ from areal_async.rpc.messages import VersionTag
 FILE = "published.jsonl"
 
 
-class Entry(msgspec.Struct, frozen=True):
+class PublishedVersion(msgspec.Struct, frozen=True):
     epoch: int
     version: int
     weights_hash: str
@@ -24,18 +24,18 @@ class Entry(msgspec.Struct, frozen=True):
 
 def hashes_of(run_dir: Path) -> dict[int, str]:
     """The hash that each version was last published with, as far as it is still written down."""
-    return {entry.version: entry.weights_hash for entry in Published(run_dir).entries}
+    return {entry.version: entry.weights_hash for entry in PublishedVersions(run_dir).entries}
 
 
-class Published:
+class PublishedVersions:
     """Belongs to rank 0."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / FILE
-        self.entries: list[Entry] = []
+        self.entries: list[PublishedVersion] = []
         for line in self.path.read_bytes().splitlines() if self.path.exists() else ():
             try:
-                self.entries.append(msgspec.json.decode(line, type=Entry))
+                self.entries.append(msgspec.json.decode(line, type=PublishedVersion))
             except msgspec.DecodeError:
                 continue
 
@@ -51,7 +51,7 @@ class Published:
             for entry in self.entries
             if (entry.version, entry.weights_hash) == (tag.version, weights_hash) and entry.epoch != tag.epoch
         ]
-        entry = Entry(tag.epoch, tag.version, weights_hash)
+        entry = PublishedVersion(tag.epoch, tag.version, weights_hash)
         self.entries.append(entry)
         with self.path.open("ab") as file:
             file.write(msgspec.json.encode(entry) + b"\n")

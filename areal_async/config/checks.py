@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from areal_async.config.channels import tensors_can_be_sent, weights_can_travel
+from areal_async.config.channels import hosts_can_be_reached
 from areal_async.config.engines import declared_engine, evaluation_engine
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
@@ -362,6 +362,5 @@ RL_ONLY: tuple[Rule, ...] = (
     _stale_units_are_corrected,
     _prox_reuse_needs_one_minibatch,
     _evaluation_engine_is_its_own,
-    weights_can_travel,
-    tensors_can_be_sent,
+    hosts_can_be_reached,
 )

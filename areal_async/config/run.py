@@ -1,7 +1,7 @@
 """`weights`, `checkpoint`, `evaluation`, `observe`, `supervisor`: what surrounds the four services."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -14,10 +14,13 @@ NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 class WeightsSection(Section):
     """The way of new weights from the trainer to the engines."""
 
-    channel: Literal["shm", "zmq", "disk", "nccl"] = "shm"
+    channel: str = "shm"
     """How new weights reach the engines: `shm` is shared memory on one host; `zmq` sends them to other hosts
     in chunks, which receivers hand on to each other; `disk` is a directory that all hosts see; `nccl` is
-    `shm`, and the trainer sends the tensors from its own device to SGLang servers that serve already."""
+    `shm`, and the trainer sends the tensors from its own device to SGLang servers that serve already. A
+    channel of another package is named by its entry point, one of your own as `path.py:name`."""
+    channel_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of a channel that is not built in; the others have the fields of this section."""
     codec: Literal["auto", "full", "delta"] = "auto"
     """What travels: whole snapshots (`full`), or for receivers that hold the version before what changed
     (`delta`, lossless). `auto` is `delta` on `zmq` and `full` elsewhere, where receivers read the files that
@@ -36,7 +39,7 @@ class WeightsSection(Section):
     addresses: dict[str, str] = Field(default_factory=dict)
     """IP address by host on which its weights sockets listen for others; 127.0.0.1 where none is named."""
     key_file: Path | None = None
-    """CURVE keys of the job's hosts (`python -m areal_async.weights.transport.keys FILE`), the same file on
+    """CURVE keys of the job's hosts (`python -m areal_async.weights.keys FILE`), the same file on
     each. Needed for every address beyond loopback."""
     relay_fan_out: int = Field(default=1, ge=0)
     """Receivers that one receiver hands chunks on to: 1 is a chain, 0 has all fetch from the trainer."""
@@ -50,16 +53,6 @@ class WeightsSection(Section):
     """For `disk`: directory on a file system that all hosts share. Snapshots lie in `<directory>/<job>`."""
     copy_from_disk: bool = False
     """For `disk`: one process per host copies a snapshot to shared memory, and all read it there."""
-
-    @property
-    def files(self) -> Literal["shm", "zmq", "disk"]:
-        """How the files of snapshots reach the engines: with `nccl` they are published all the same."""
-        return "shm" if self.channel == "nccl" else self.channel
-
-    @property
-    def deltas(self) -> bool:
-        """Whether deltas are made."""
-        return self.codec == "delta" or (self.codec == "auto" and self.channel == "zmq")
 
 
 class CheckpointSection(Section):

@@ -34,8 +34,9 @@ from areal_async.ownfiles import NotOurs, check_own, check_owner, close_folder, 
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.context import short_socket_dir
 from areal_async.runtime.process import kill_processes_of
-from areal_async.snapshot_folders import remove_snapshots, shared_directory
 from areal_async.status.record import holds_results
+from areal_async.weights.channels import channel_of
+from areal_async.weights.manifest import remove_snapshots
 
 LOCK = "run.lock"
 STATE = frozenset({LOCK, "job.yaml", "context.json", "logs", "buffer", "events", "failpoints"})
@@ -258,7 +259,7 @@ def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFol
         targets=job.run_dir / "prometheus" / f"{job.job}.json",
         lock_fd=lock_fd,
         secret=RunSecret.make(socket_dir),
-        snapshots=shared_directory(job),
+        snapshots=channel_of(job).directory(job),
     )
     folders.targets.unlink(missing_ok=True)
     folders.logs.mkdir(mode=0o700, exist_ok=True)

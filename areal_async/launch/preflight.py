@@ -22,6 +22,7 @@ from areal_async.config.job import JobConfig
 from areal_async.config.rewardcheck import programs_run
 from areal_async.launch.folders import SHM_ROOT
 from areal_async.runtime.context import ServicePlace
+from areal_async.weights.channels import makes_deltas
 
 SANDBOX_LIMIT_S = 60.0
 RECEIVED = 3
@@ -190,7 +191,7 @@ def _check_memory(job: JobConfig) -> list[Mistake]:
 def _check_shared_memory(job: JobConfig, services: Sequence[ServicePlace]) -> list[Mistake]:
     size, weights = model_bytes(job.model), job.weights
     # Beside the newest, an evaluation pins two, and one is being written; deltas keep a base and themselves.
-    published = weights.keep + 3 + (2 if weights.deltas else 0)
+    published = weights.keep + 3 + (2 if makes_deltas(job) else 0)
     if weights.channel == "disk":
         published = 0  # they lie in weights.directory
     received = snapshots_received(job, services)
@@ -219,7 +220,7 @@ def snapshots_received(job: JobConfig, services: Sequence[ServicePlace]) -> dict
     weights = job.weights
     if weights.channel == "shm" or (weights.channel == "disk" and not weights.copy_from_disk):
         return {}
-    each = RECEIVED + (math.ceil(2 * weights.delta_below) if weights.deltas else 0)
+    each = RECEIVED + (math.ceil(2 * weights.delta_below) if makes_deltas(job) else 0)
     received: dict[str, int] = {}
     for service in services:
         node = service.node_id or weights.node_id

@@ -436,22 +436,17 @@ class DeltaOffer(Record, frozen=True):
     size_bytes: int
 
 
-Channel = Literal["shm", "zmq", "disk"]
-
-
 class SnapshotNotice(Message, frozen=True):
     """A complete snapshot: `path` is its directory, `manifest_hash` the hash of its manifest, `size_bytes`
     the sum of its files. `final` marks the last one of the job.
 
-    `path` is on the host `node_id`; with `channel` "disk" on every host. With "zmq" other hosts get its
-    chunks from those that `FindSources` names."""
+    `path` is on the host `node_id`; how other hosts come by the files is the affair of the job's channel."""
 
     tag: VersionTag
     path: str
     manifest_hash: str
     final: bool = False
     size_bytes: int = 0
-    channel: Channel = "shm"
     node_id: str = ""
     delta: DeltaOffer | None = None
     """Only in the answer to a receiver that said that it holds the base and can use it."""
@@ -477,8 +472,7 @@ class WaitSnapshot(Request[SnapshotNotice | NoNews], frozen=True):
 
 
 class Sources(Message, frozen=True):
-    """Endpoints of stations, best first; `origin` is the publisher's. The chunk table is the attachment,
-    unless it was known."""
+    """Endpoints of chunk servers, best first; `origin` is the publisher's. The chunk table is attached."""
 
     endpoints: list[str]
     origin: str
@@ -486,14 +480,17 @@ class Sources(Message, frozen=True):
 
 class FindSources(Request[Sources], frozen=True):
     """Ask who serves the chunks of the directory with this manifest. `endpoint` is where the asker will serve
-    them itself; `failed` are sources that did not serve it. `known`: it has the chunk table already."""
+    them itself."""
 
-    receiver: str
-    node_id: str
     manifest_hash: str
     endpoint: str
-    failed: list[str] = []
-    known: bool = False
+
+
+class GetChunk(Request[Ok], frozen=True):
+    """Ask a chunk server for one chunk of the directory with this manifest. It is attached to the `Ok`."""
+
+    manifest_hash: str
+    number: int
 
 
 class AckSnapshot(Request[Ok], frozen=True):

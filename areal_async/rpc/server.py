@@ -28,7 +28,15 @@ from typing_extensions import Buffer
 from areal_async.errors import FaultError, ProtocolError
 from areal_async.rpc import endpoints
 from areal_async.rpc.endpoints import Access
-from areal_async.rpc.frames import Header, Kind, read_attachments, read_header, read_request, write_frames
+from areal_async.rpc.frames import (
+    MAX_MESSAGE_BYTES,
+    Header,
+    Kind,
+    read_attachments,
+    read_header,
+    read_request,
+    write_frames,
+)
 from areal_async.rpc.messages import SCHEMA, Fault, Hello, Message, Request, Welcome
 from areal_async.rpc.replies import Admission, ReplyBook
 from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
@@ -95,7 +103,7 @@ class Server:
 
     `handler(peer, message, attachments)` returns a message, or a message and its attachments; a `FaultError`
     it raises is the answer, anything else is logged and answered `internal`. `front_epoch` goes into every
-    welcome.
+    welcome. A frame longer than `max_part_bytes` ends its connection.
     """
 
     def __init__(
@@ -110,12 +118,14 @@ class Server:
         cached_replies: int = 4096,
         cached_bytes: int = 64 << 20,
         front_epoch: int = 0,
+        max_part_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.endpoint = endpoint
         self.counters = RpcCounters()
         self.front_epoch = front_epoch
         self._service = service
         self._job = job
+        self._max_part_bytes = max_part_bytes
         self._handler = handler
         self._access = access
         self._book = ReplyBook(max_in_flight_per_peer, cached_replies, cached_bytes, MAX_SESSIONS)
@@ -133,7 +143,7 @@ class Server:
         context = open_context()
         sock = context.socket(zmq.ROUTER)
         try:
-            endpoints.tune(sock)
+            endpoints.tune(sock, max_part_bytes=self._max_part_bytes)
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._zap = endpoints.serve_zap(context, endpoints.shown_at(self.endpoint, self._access))
             self.endpoint = endpoints.bind(sock, self.endpoint, self._access)

@@ -15,7 +15,7 @@ The places:
              before_reply
     rollout  before_put after_put
     reward   after_claim before_verdict
-    weights  publisher_sent peer_sent (a chunk went to a socket) received (a chunk is verified and written)
+    weights  publisher_sent peer_sent (a chunk goes to a socket) received (a chunk is verified and written)
              bucket_sent (tensors went into an engine)
 """
 

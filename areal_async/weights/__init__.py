@@ -1,21 +1,15 @@
-"""The weights plane: complete, hashed, immutable snapshots, from the trainer to everyone who serves them."""
+"""The weights plane: complete, hashed, immutable snapshots, from the trainer to everyone who serves them.
 
-from areal_async.weights.comparison import Comparison, write_delta
-from areal_async.weights.deltas import apply_delta
-from areal_async.weights.offers import DeltaPolicy
-from areal_async.weights.publisher import Publisher
-from areal_async.weights.receiver import Receiver
-from areal_async.weights.snapshot import Snapshot, Written, open_snapshot, write_snapshot
+manifest, tensor_file, snapshot   one version on disk, written and opened
+delta_codec, delta                what changed between two versions
+publisher, retention, receiver    who gives versions out and who takes them in
+channels/                         how the bytes get from the one to the other
+"""
 
-__all__ = [
-    "Comparison",
-    "DeltaPolicy",
-    "Publisher",
-    "Receiver",
-    "Snapshot",
-    "Written",
-    "apply_delta",
-    "open_snapshot",
-    "write_delta",
-    "write_snapshot",
-]
+CHANNELS = {
+    "shm": "areal_async.weights.channels.shm:Shm",
+    "zmq": "areal_async.weights.channels.zmq:Zmq",
+    "disk": "areal_async.weights.channels.disk:Disk",
+    "nccl": "areal_async.weights.channels.nccl:Nccl",
+}
+"""The built-in channels by the name that `weights.channel` has them by."""

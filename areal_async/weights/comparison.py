@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from areal_async.errors import SnapshotError
-from areal_async.snapshot_folders import WRITING_PREFIX
 from areal_async.weights.delta import Elements, Encoded, blocks_of, encode_block
 from areal_async.weights.deltas import DELTA_FILE, TARGET_FILE, Ranges, alike, check_size, ranges_of, width_of
 from areal_async.weights.manifest import (
     MANIFEST_FILE,
     MANIFEST_SCHEMA,
+    WRITING_PREFIX,
     Manifest,
     Patch,
     Sidecar,
@@ -31,7 +31,7 @@ from areal_async.weights.manifest import (
     hash_of,
 )
 from areal_async.weights.shards import Hashing, mapping_of
-from areal_async.weights.snapshot import Written, naming, publish_directory, read_manifest
+from areal_async.weights.snapshot import SnapshotInfo, naming, publish_directory, read_manifest
 
 BLOCKS_AT_ONCE = 16
 """Blocks encoded before the first of them is written: what bounds the memory."""
@@ -43,7 +43,7 @@ class Comparison:
 
     elements: int
     changed: int
-    delta: Written | None
+    delta: SnapshotInfo | None
     """None where it would have been too large, or the two hold other tensors."""
 
     @property

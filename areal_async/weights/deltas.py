@@ -28,7 +28,6 @@ from pathlib import Path
 import numpy as np
 
 from areal_async.errors import SnapshotError, WrongBase
-from areal_async.snapshot_folders import WRITING_PREFIX
 from areal_async.weights import layout
 from areal_async.weights.delta import (
     ELEMENT_BYTES,
@@ -38,6 +37,7 @@ from areal_async.weights.delta import (
 )
 from areal_async.weights.manifest import (
     MAX_MANIFEST_BYTES,
+    WRITING_PREFIX,
     Manifest,
     Part,
     Patch,
@@ -47,9 +47,9 @@ from areal_async.weights.manifest import (
     unseal,
 )
 from areal_async.weights.parts import assemble
-from areal_async.weights.shards import Hashing, Mapped, in_threads, mapping_of, parts_of, read_header
+from areal_async.weights.shards import Hashing, MappedFile, in_threads, mapping_of, parts_of, read_header
 from areal_async.weights.snapshot import (
-    Written,
+    SnapshotInfo,
     check_files,
     naming,
     publish_directory,
@@ -68,9 +68,9 @@ def apply_delta(
     into: Path,
     *,
     delta_hash: str | None = None,
-    reuse: Mapped | None = None,
+    reuse: MappedFile | None = None,
     keep_mapped: bool = False,
-) -> Written:
+) -> SnapshotInfo:
     """Make the full snapshot directory `into` out of the verified one `base` and the delta directory `delta`.
 
     `into` must be free. `open_snapshot` wants it to have the name of its tag; until then it may have any.
@@ -92,7 +92,7 @@ def apply_delta(
         staging = into.parent / f"{WRITING_PREFIX}{into.name}"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        mapped: list[Mapped] = []
+        mapped: list[MappedFile] = []
         try:
             if reuse is not None and len(target.shards) == 1:
                 os.rename(reuse.path, staging / target.shards[0].file)
@@ -125,8 +125,8 @@ def _rebuild(
     shard: Shard,
     target: Manifest,
     patches: Mapping[tuple[str, str], memoryview],
-    reuse: Mapped | None,
-) -> Mapped:
+    reuse: MappedFile | None,
+) -> MappedFile:
     """One file of the new snapshot: the base's bytes, patched, hashed and compared, tensor by tensor."""
     path = staging / shard.file
     fd = os.open(base / shard.file, os.O_RDONLY)
@@ -140,7 +140,7 @@ def _rebuild(
     if reuse is not None and reuse.size_bytes != shard.size_bytes:
         reuse.close()
         reuse = None
-    mapped = reuse if reuse is not None else Mapped(path, shard.size_bytes)
+    mapped = reuse if reuse is not None else MappedFile(path, shard.size_bytes)
     mapped.path = path
     mapped.write(0, header)
 

@@ -8,6 +8,8 @@ The hash a notice carries is that of the whole file.
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -21,6 +23,11 @@ MANIFEST_FILE = "manifest.json"
 DELTA_SUFFIX = ".delta"
 MAX_MANIFEST_BYTES = 256 << 20
 HASH_PREFIX = "blake3:"
+WRITING_PREFIX = ".writing-"
+"""Begins the name of a directory that is not finished."""
+SPARE_FILE = ".spare-model"
+"""A model file of a snapshot that is gone, kept to be filled again."""
+_OURS = re.compile(rf"e\d+-v\d+(\.delta)?|{re.escape(WRITING_PREFIX)}.*|{re.escape(SPARE_FILE)}")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
@@ -146,3 +153,13 @@ def delta_name(tag: VersionTag) -> str:
 def name_of(manifest: Manifest) -> str:
     """The directory that a manifest belongs into."""
     return (directory_name if manifest.codec == "full" else delta_name)(manifest.tag)
+
+
+def remove_snapshots(root: Path) -> None:
+    """Remove what a publisher wrote into `root`, whole or not, and leave the rest. Raises `OSError`."""
+    for path in root.iterdir():
+        if _OURS.fullmatch(path.name):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()

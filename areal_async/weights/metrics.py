@@ -16,7 +16,7 @@ RECEIVED = Counter(
 )
 REFUSED = Counter(
     "areal_weights_chunks_refused_total",
-    "Chunks that had another hash, were malformed or came too late, each time with their source left.",
+    "Chunks with another hash, which were fetched again, and sources left since they sent nothing.",
     ["reason"],
 )
 FETCH_SECONDS = Histogram(

@@ -22,7 +22,7 @@ from areal_async.rpc.messages import DeltaOffer, VersionTag
 from areal_async.runtime.log import get_logger
 from areal_async.weights.comparison import Comparison, write_delta
 from areal_async.weights.manifest import directory_name
-from areal_async.weights.snapshot import Written
+from areal_async.weights.snapshot import SnapshotInfo
 
 MAX_THREADS = 4
 
@@ -40,7 +40,7 @@ class DeltaPolicy:
 
 
 @dataclass(frozen=True)
-class Measured:
+class DeltaStats:
     """What one version changed against its base."""
 
     tag: VersionTag
@@ -52,7 +52,7 @@ class Measured:
     full_bytes: int
 
 
-class Offers:
+class DeltaPublisher:
     """`on_done(base, new)` is called by the thread, under `lock`, once both directories are not read any
     more."""
 
@@ -70,10 +70,10 @@ class Offers:
         self._since_anchor = 0
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-delta")
-        self.measured: Measured | None = None
+        self.measured: DeltaStats | None = None
         """Of the newest version that was compared with its base."""
 
-    def begin(self, base: Written | None, new: Written) -> bool:
+    def begin(self, base: SnapshotInfo | None, new: SnapshotInfo) -> bool:
         """`new` is published. Whether a delta against `base` is being made from now on."""
         self._since_anchor += 1
         if base is None or self._since_anchor == self._policy.anchor_every:
@@ -95,17 +95,16 @@ class Offers:
         offer = self._offers.get(tag)
         return offer if offer is not None and offer.base == holds else None
 
-    def withdraw(self, tag: VersionTag) -> str | None:
-        """`tag` is retired: the path of its delta's directory, if it has one."""
-        offer = self._offers.pop(tag, None)
-        return offer.path if offer is not None else None
+    def withdraw(self, tag: VersionTag) -> DeltaOffer | None:
+        """`tag` is retired: its delta, if it has one, is not offered any more."""
+        return self._offers.pop(tag, None)
 
     def close(self) -> None:
         """Wait until nothing is written any more; what is half made is not finished. Not under the lock."""
         self._stop.set()
         self._pool.shutdown()
 
-    def _make(self, base: Written, new: Written) -> None:
+    def _make(self, base: SnapshotInfo, new: SnapshotInfo) -> None:
         compared: Comparison | None = None
         try:
             below = int(new.size_bytes * self._policy.below_share)
@@ -123,7 +122,7 @@ class Offers:
                 self._making = None
                 self._on_done(base.tag, new.tag)
 
-    def _note(self, base: Written, new: Written, compared: Comparison) -> None:
+    def _note(self, base: SnapshotInfo, new: SnapshotInfo, compared: Comparison) -> None:
         delta = compared.delta
         if delta is not None:
             self._offers[new.tag] = DeltaOffer(
@@ -131,7 +130,7 @@ class Offers:
             )
         if compared.elements:
             size = delta.size_bytes if delta is not None else None
-            self.measured = Measured(new.tag, base.tag, compared.changed_share, size, new.size_bytes)
+            self.measured = DeltaStats(new.tag, base.tag, compared.changed_share, size, new.size_bytes)
         log.debug(
             "delta made" if delta is not None else "no delta: it would be too large",
             snapshot=directory_name(new.tag),

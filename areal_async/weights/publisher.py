@@ -28,9 +28,6 @@ from areal_async.errors import FaultError, SnapshotError
 from areal_async.rpc.endpoints import Access
 from areal_async.rpc.messages import (
     AckSnapshot,
-    AskTensors,
-    Channel,
-    FindSources,
     Message,
     NoNews,
     Ok,
@@ -39,14 +36,13 @@ from areal_async.rpc.messages import (
     WaitSnapshot,
 )
 from areal_async.rpc.server import Answer, Peer, Server
-from areal_async.snapshot_folders import SPARE_FILE, remove_snapshots
-from areal_async.weights.manifest import directory_name
-from areal_async.weights.offers import DeltaPolicy, Measured, Offers
-from areal_async.weights.sender import Sender
-from areal_async.weights.shards import Mapped
-from areal_async.weights.shelf import Retired, Shelf
-from areal_async.weights.snapshot import Written, write_snapshot
-from areal_async.weights.transport.outlet import Outlet
+from areal_async.runtime.context import ServiceContext
+from areal_async.weights.channels import PublishingEnd, channel_of, makes_deltas
+from areal_async.weights.manifest import SPARE_FILE, directory_name, remove_snapshots
+from areal_async.weights.offers import DeltaPolicy, DeltaPublisher, DeltaStats
+from areal_async.weights.retention import RetentionPolicy, Retired
+from areal_async.weights.shards import MappedFile
+from areal_async.weights.snapshot import SnapshotInfo, write_snapshot
 
 MAX_WAIT_MS = 60_000
 MAX_ACKS = 1024
@@ -57,8 +53,7 @@ class Publisher:
 
     `files` go into every snapshot (see `write_snapshot`), as do `tied` names. `keep` newest snapshots stay; a
     receiver that was told of one may read it for `hold_s` without acknowledging. Without `deltas` none are
-    made. `channel` and `node_id` (of this host) tell receivers how to come by the files; `outlet` serves them
-    to other hosts. `sender` sends tensors to engines that ask here.
+    made. `channel` is the publishing end of the way to the receivers; `node_id` is the name of this host.
     """
 
     def __init__(
@@ -73,10 +68,8 @@ class Publisher:
         tied: Mapping[str, str] | None = None,
         hold_s: float = 600.0,
         deltas: DeltaPolicy | None = None,
-        channel: Channel = "shm",
+        channel: PublishingEnd | None = None,
         node_id: str = "",
-        outlet: Outlet | None = None,
-        sender: Sender | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.endpoint = endpoint
@@ -85,19 +78,17 @@ class Publisher:
             name: c if isinstance(c, bytes) else c.read_bytes() for name, c in (files or {}).items()
         }
         self._tied = dict(tied or {})
-        self._channel: Channel = channel
+        self._channel = channel if channel is not None else PublishingEnd()
         self._node_id = node_id
-        self._outlet = outlet
-        self._sender = sender
         self._clock = clock
-        self._shelf = Shelf(keep, int(hold_s * 1000), bases=deltas is not None)
-        self._spare: Mapped | None = None
-        self._written: dict[VersionTag, Written] = {}
+        self._shelf = RetentionPolicy(keep, int(hold_s * 1000), bases=deltas is not None)
+        self._spare: MappedFile | None = None
+        self._written: dict[VersionTag, SnapshotInfo] = {}
         self._acks: deque[AckSnapshot] = deque(maxlen=MAX_ACKS)
         self._finished = False
         self._closing = False
         self._lock = threading.Condition()
-        self._offers = Offers(deltas, self._lock, self._delta_done) if deltas is not None else None
+        self._offers = DeltaPublisher(deltas, self._lock, self._delta_done) if deltas is not None else None
         self._server = Server(endpoint, service="weights", job=job, access=access, handler=self._handle)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -110,7 +101,7 @@ class Publisher:
             return self._shelf.evaluations_dropped
 
     @property
-    def measured(self) -> Measured | None:
+    def measured(self) -> DeltaStats | None:
         """What the newest version that was compared with its base had changed; None before the first, and
         where no deltas are made."""
         with self._lock:
@@ -138,7 +129,7 @@ class Publisher:
         *,
         evaluate: bool = False,
         final: bool = False,
-    ) -> Written:
+    ) -> SnapshotInfo:
         """Write the snapshot `tag` and announce it; `tensors` may change as soon as this returns.
 
         `evaluate` pins it until an evaluator has acknowledged it; `final` says that none will follow. Raises
@@ -148,6 +139,8 @@ class Publisher:
             self._check_order(tag)
             self._make_room()
             spare, self._spare = self._spare, None
+        # Receivers may ask for the tensors as soon as the snapshot is announced.
+        self._channel.offer(tag, tensors)
         written = write_snapshot(
             self._root,
             tag,
@@ -157,19 +150,14 @@ class Publisher:
             reuse=spare,
             keep_mapped=True,
         )
-        self._announce(written, evaluate=evaluate, final=final)
-        return written
-
-    def _announce(self, written: Written, *, evaluate: bool, final: bool) -> None:
-        tag = written.tag
-        if self._outlet is not None:
-            self._outlet.offer(written.path, written.manifest_hash)
+        self._channel.add(written.path, written.manifest_hash)
         with self._lock:
             self._written[tag] = written
             self._shelf.add(tag, evaluate=evaluate, final=final)
             self._finished = final
             self._begin_delta(written)
         self._wake()
+        return written
 
     def acks(self) -> list[AckSnapshot]:
         """What receivers acknowledged since the last call, oldest first (the last `MAX_ACKS`)."""
@@ -197,7 +185,7 @@ class Publisher:
             return
         self._closing = True
         self._wake()
-        asyncio.run_coroutine_threadsafe(self._server.stop(), loop).result()
+        asyncio.run_coroutine_threadsafe(self._stop_server(), loop).result()
         _end_loop(loop, thread)
         self._loop = self._thread = None
         if self._offers is not None:
@@ -205,8 +193,6 @@ class Publisher:
         for mapped in (self._spare, *(written.mapped for written in self._written.values())):
             if mapped is not None:
                 mapped.close()
-        if self._outlet is not None:
-            self._outlet.close()
         if remove:
             remove_snapshots(self._root)
 
@@ -231,7 +217,7 @@ class Publisher:
             written = self._written.pop(tag)
             mapped = written.mapped
             # Bytes on their way to another host are read from the files themselves.
-            unread = self._outlet is None or self._outlet.withdraw(written.path)
+            unread = self._channel.remove(written.manifest_hash)
             if mapped is not None and reusable and unread and self._spare is None:
                 spare = self._root / SPARE_FILE
                 mapped.path.rename(spare)
@@ -242,11 +228,10 @@ class Publisher:
             shutil.rmtree(written.path)
             delta = self._offers.withdraw(tag) if self._offers is not None else None
             if delta is not None:
-                if self._outlet is not None:
-                    self._outlet.withdraw(Path(delta))
-                shutil.rmtree(delta)
+                self._channel.remove(delta.manifest_hash)
+                shutil.rmtree(delta.path)
 
-    def _begin_delta(self, written: Written) -> None:
+    def _begin_delta(self, written: SnapshotInfo) -> None:
         if self._offers is None:
             return
         base = self._shelf.base()
@@ -258,8 +243,8 @@ class Publisher:
         """Called by the thread that makes deltas, under the lock."""
         self._shelf.release(base, new)
         offer = self._offers.get(new, base) if self._offers is not None else None
-        if offer is not None and self._outlet is not None:
-            self._outlet.offer(Path(offer.path), offer.manifest_hash)
+        if offer is not None:
+            self._channel.add(Path(offer.path), offer.manifest_hash)
         if not self._closing:
             self._wake()
 
@@ -277,12 +262,15 @@ class Publisher:
     async def _start_server(self) -> None:
         self._changed = asyncio.Event()
         await self._server.start()
-        if self._outlet is not None:
-            try:
-                self._outlet.start()
-            except BaseException:
-                await self._server.stop()
-                raise
+        try:
+            await self._channel.start()
+        except BaseException:
+            await self._server.stop()
+            raise
+
+    async def _stop_server(self) -> None:
+        await self._server.stop()
+        await self._channel.close()
 
     def _wake_waiters(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -292,10 +280,6 @@ class Publisher:
     async def _handle(self, peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
         if isinstance(message, WaitSnapshot):
             return await self._wait_snapshot(message)
-        if isinstance(message, FindSources) and self._outlet is not None:
-            return await self._outlet.sources(message)
-        if isinstance(message, AskTensors) and self._sender is not None:
-            return self._sender.answer(message)
         if isinstance(message, AckSnapshot):
             with self._lock:
                 self._shelf.acknowledge(message.receiver, message.purpose, message.tag)
@@ -305,7 +289,10 @@ class Publisher:
                 self._lock.notify_all()
             self._wake_waiters()
             return Ok()
-        raise FaultError("invalid", f"the weights publisher does not serve {type(message).__name__}")
+        answer = await self._channel.answer(message)
+        if answer is None:
+            raise FaultError("invalid", f"the weights publisher does not serve {type(message).__name__}")
+        return answer
 
     async def _wait_snapshot(self, message: WaitSnapshot) -> Message:
         loop = asyncio.get_running_loop()
@@ -338,7 +325,6 @@ class Publisher:
                     written.manifest_hash,
                     self._shelf.is_final(tag),
                     written.size_bytes,
-                    self._channel,
                     self._node_id,
                     offers.get(tag, message.after) if offers is not None else None,
                 )
@@ -346,6 +332,26 @@ class Publisher:
                 message.after is None or pin > message.after for pin in self._shelf.pending_evaluations
             )
             return NoNews(finished=self._finished and not due)
+
+
+def make_publisher(
+    ctx: ServiceContext, *, files: Mapping[str, bytes | Path], tied: Mapping[str, str]
+) -> Publisher:
+    """The publisher of the job. Raises `EndpointError`."""
+    section, channel = ctx.job.weights, channel_of(ctx.job)
+    policy = DeltaPolicy(below_share=section.delta_below, anchor_every=section.anchor_every)
+    return Publisher(
+        channel.directory(ctx.job) or ctx.shm_dir,
+        ctx.weights_endpoint,
+        job=ctx.job.job,
+        access=ctx.secret,
+        keep=section.keep,
+        files=files,
+        tied=tied,
+        deltas=policy if makes_deltas(ctx.job) else None,
+        channel=channel.publishing_end(ctx),
+        node_id=ctx.node_id,
+    )
 
 
 def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

@@ -11,38 +11,34 @@
 Promise (`versions_are_true`): `open` returns tensors only after every hash of exactly the announced
 snapshot matched. After `ack` the publisher may overwrite the files; what was opened stays as it is.
 
-With an `Inlet` it also receives from other hosts: `open` first brings the files here, and is ended with
-`SnapshotSkipped` when that takes so long that a newer one should be fetched instead.
+`open` first has the channel bring the files to this host, and is ended with `SnapshotSkipped` when that takes
+so long that a newer one should be fetched instead.
 """
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from pathlib import Path
+from functools import partial
 
 from areal_async.errors import ArealError, SnapshotError
 from areal_async.rpc.client import Client
 from areal_async.rpc.endpoints import Access
 from areal_async.rpc.messages import (
     AckSnapshot,
-    FindSources,
     NoNews,
     SnapshotNotice,
-    Sources,
     VersionTag,
     WaitSnapshot,
     Welcome,
 )
-from areal_async.weights import metrics
-from areal_async.weights.shelf import Purpose
+from areal_async.runtime.context import ServiceContext
+from areal_async.weights.channels import ReceivingEnd, channel_of
+from areal_async.weights.retention import Purpose
 from areal_async.weights.snapshot import Snapshot, open_snapshot
-from areal_async.weights.transport.inlet import Inlet
 
 ANSWER_S = 10.0
 """What an answer may take beyond the wait that was asked for."""
-TABLE_S = 120.0
-"""What the answer with a chunk table may take: the publisher reads the whole snapshot for it, once."""
 NEWER_WAIT_MS = 10_000
 
 
@@ -57,15 +53,14 @@ class Receiver:
         name: str,
         access: Access,
         purpose: Purpose = "serve",
-        inlet: Inlet | None = None,
+        channel: ReceivingEnd | None = None,
         tensors: bool = True,
     ) -> None:
-        """`tensors` False: snapshots are verified where they lie, for an engine that reads the directory."""
+        """`channel` brings the files here. `tensors` False: snapshots are verified where they lie, for an
+        engine that reads the directory."""
         self._name = name
-        self._inlet = inlet
+        self._channel = channel if channel is not None else ReceivingEnd()
         self._tensors = tensors
-        self._deltas = False
-        """Whether the newest snapshot was brought here, so that the next can be made of it."""
         self._purpose: Purpose = purpose
         self._client = Client(endpoint, job=job, role=f"receiver-{purpose}", name=name, access=access)
 
@@ -74,7 +69,7 @@ class Receiver:
 
     async def next(self, after: VersionTag | None, wait_ms: int = 0) -> SnapshotNotice | NoNews:
         """The next snapshot for this purpose that is newer than `after`, waiting at most `wait_ms`."""
-        return await self._ask(after, wait_ms, self._deltas)
+        return await self._ask(after, wait_ms, self._channel.makes_deltas)
 
     async def _ask(self, after: VersionTag | None, wait_ms: int, deltas: bool) -> SnapshotNotice | NoNews:
         ask = WaitSnapshot(self._name, self._purpose, after, wait_ms, deltas)
@@ -84,31 +79,15 @@ class Receiver:
         """Read and verify the announced snapshot, in a thread, after bringing it to this host if need be.
 
         Raises `SnapshotError`; then `ack` with the error and ask again. `SnapshotSkipped`: just ask again."""
-        self._deltas = False
-        if self._inlet is None or self._inlet.is_here(notice):
-            path = Path(notice.path)
-            if notice.channel == "disk":
-                metrics.RECEIVED.labels("disk", "publisher").inc(notice.size_bytes)
-            return await self._read(notice, path)
-        newer = asyncio.ensure_future(self._newer(notice.tag)) if self._purpose == "serve" else None
+        newer = partial(self._newer, notice.tag) if self._purpose == "serve" else None
+        path = await self._channel.bring(notice, self._client, newer)
         try:
-            path = await self._inlet.bring(notice, self._find_sources, newer)
-        finally:
-            if newer is not None:
-                newer.cancel()
-                await asyncio.gather(newer, return_exceptions=True)
-        try:
-            snapshot = await self._read(notice, path)
+            snapshot = await asyncio.to_thread(
+                open_snapshot, path, manifest_hash=notice.manifest_hash, tensors=self._tensors
+            )
         except SnapshotError:
-            self._inlet.distrust(notice)
+            self._channel.distrust(notice)
             raise
-        self._deltas = self._inlet.applies
-        return snapshot
-
-    async def _read(self, notice: SnapshotNotice, path: Path) -> Snapshot:
-        snapshot = await asyncio.to_thread(
-            open_snapshot, path, manifest_hash=notice.manifest_hash, tensors=self._tensors
-        )
         if snapshot.tag != notice.tag:
             raise SnapshotError(f"{path} holds {snapshot.tag}, announced as {notice.tag}")
         return snapshot
@@ -124,18 +103,27 @@ class Receiver:
                     return False
         return False
 
-    async def _find_sources(self, question: FindSources) -> tuple[Sources, list[memoryview]]:
-        timeout_s = ANSWER_S if question.known else TABLE_S
-        return await self._client.exchange(question, timeout_s=timeout_s)
-
     async def ack(self, tag: VersionTag, stall_ms: float = 0.0, error: str = "") -> None:
         """Say that `tag` is served (or evaluated), or could not be, and that its files are no longer read."""
         message = AckSnapshot(self._name, self._purpose, tag, stall_ms, error)
-        if self._inlet is not None:
-            self._inlet.served(tag, error)
+        self._channel.served(tag, failed=bool(error))
         await self._client.call(message, timeout_s=ANSWER_S)
 
     async def close(self) -> None:
         await self._client.close()
-        if self._inlet is not None:
-            await self._inlet.close()
+        await self._channel.close()
+
+
+def make_receiver(ctx: ServiceContext, purpose: Purpose, *, name: str = "", tensors: bool = True) -> Receiver:
+    """The receiver of this process, under the process's name or another. `tensors` False: its engine reads
+    the directory itself. Raises `EndpointError`."""
+    name = name or ctx.name
+    return Receiver(
+        ctx.weights_endpoint,
+        job=ctx.job.job,
+        name=name,
+        access=ctx.secret,
+        purpose=purpose,
+        channel=channel_of(ctx.job).receiving_end(ctx, name),
+        tensors=tensors,
+    )

@@ -33,7 +33,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Mapped:
+class MappedFile:
     """A file mapped for writing. Kept from one snapshot to the next, it is filled at the speed of memcpy;
     written anew (or by `write`), shared memory takes two to twenty times as long."""
 
@@ -99,8 +99,8 @@ def fill_shard(
     path: Path,
     tensors: Mapping[str, torch.Tensor],
     boxes: Mapping[str, tuple[list[int], list[int]]] | None = None,
-    reuse: Mapped | None = None,
-) -> tuple[Shard, list[Part], Mapped]:
+    reuse: MappedFile | None = None,
+) -> tuple[Shard, list[Part], MappedFile]:
     """As `write_shard`, and give the mapping too. `reuse` is that of the file which lies at `path`."""
     header, order = layout.plan(tensors)
     places = []
@@ -111,7 +111,7 @@ def fill_shard(
     if reuse is not None and reuse.size_bytes != size:
         reuse.close()
         reuse = None
-    mapped = reuse if reuse is not None else Mapped(path, size)
+    mapped = reuse if reuse is not None else MappedFile(path, size)
     mapped.path = path
     mapped.write(0, header)
 

@@ -30,11 +30,11 @@ import torch
 
 from areal_async.errors import SnapshotError
 from areal_async.rpc.messages import VersionTag
-from areal_async.snapshot_folders import WRITING_PREFIX
 from areal_async.weights.manifest import (
     MANIFEST_FILE,
     MANIFEST_SCHEMA,
     MAX_MANIFEST_BYTES,
+    WRITING_PREFIX,
     Manifest,
     Sidecar,
     check_file_name,
@@ -46,13 +46,13 @@ from areal_async.weights.manifest import (
     unseal,
 )
 from areal_async.weights.parts import assemble
-from areal_async.weights.shards import CHUNK_BYTES, Hashing, Mapped, fill_shard, read_shard
+from areal_async.weights.shards import CHUNK_BYTES, Hashing, MappedFile, fill_shard, read_shard
 
 MODEL_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True)
-class Written:
+class SnapshotInfo:
     """A snapshot that is on disk, complete. `size_bytes` counts all its files."""
 
     tag: VersionTag
@@ -61,7 +61,7 @@ class Written:
     size_bytes: int
     weights_hash: str = ""
     """Of names, shapes and bytes of all tensors alone: equal for equal weights, whatever their tag."""
-    mapped: Mapped | None = field(default=None, compare=False, repr=False)
+    mapped: MappedFile | None = field(default=None, compare=False, repr=False)
     """The writer's mapping of the model file, where it was asked for."""
 
 
@@ -94,22 +94,22 @@ def write_snapshot(
     *,
     files: Mapping[str, bytes | Path] | None = None,
     tied: Mapping[str, str] | None = None,
-    reuse: Path | Mapped | None = None,
+    reuse: Path | MappedFile | None = None,
     keep_mapped: bool = False,
-) -> Written:
+) -> SnapshotInfo:
     """Write `tensors` and `files` as the snapshot `tag` under `root`.
 
     `tied` maps names that share another tensor's data to that tensor; tensors of `tensors` that share all
     their memory are found by themselves and go under the first name. `reuse` is a retired model file nobody
     reads any more, or better its mapping: that allocation is filled again, which in shared memory is several
     times faster than a new one; it is used up, whatever happens. `keep_mapped` leaves the new file's
-    mapping open, in `Written.mapped`.
+    mapping open, in `SnapshotInfo.mapped`.
 
     Raises `SnapshotError` for what cannot be stored, for a tag that is there already and when the space ends.
     """
     final = root / directory_name(tag)
     staging = root / f"{WRITING_PREFIX}{final.name}"
-    spare = reuse if isinstance(reuse, Mapped) else None
+    spare = reuse if isinstance(reuse, MappedFile) else None
     if final.exists():
         raise SnapshotError(f"{final} is there already: a snapshot is written once")
     try:
@@ -118,7 +118,7 @@ def write_snapshot(
         staging.mkdir(parents=True)
         kept, all_tied = _untie(tensors, tied or {})
         if reuse is not None:
-            os.rename(reuse.path if isinstance(reuse, Mapped) else reuse, staging / MODEL_FILE)
+            os.rename(reuse.path if isinstance(reuse, MappedFile) else reuse, staging / MODEL_FILE)
         shard, parts, mapped = fill_shard(staging / MODEL_FILE, kept, reuse=spare)
         if not keep_mapped:
             mapped.close()
@@ -135,14 +135,14 @@ def write_snapshot(
         raise
 
 
-def publish_directory(staging: Path, final: Path, manifest: Manifest) -> Written:
+def publish_directory(staging: Path, final: Path, manifest: Manifest) -> SnapshotInfo:
     """Write the manifest into `staging`, where all its files lie, and give the directory its name."""
     sealed = seal(manifest)
     (staging / MANIFEST_FILE).write_bytes(sealed)
     os.rename(staging, final)
     size = len(sealed) + sum(entry.size_bytes for entry in files_of(manifest))
     parts = sorted(manifest.parts, key=lambda part: (part.tensor, part.offset))
-    return Written(manifest.tag, final, hash_of(sealed), size, hash_of(msgspec.json.encode(parts)))
+    return SnapshotInfo(manifest.tag, final, hash_of(sealed), size, hash_of(msgspec.json.encode(parts)))
 
 
 def open_snapshot(path: Path, *, manifest_hash: str | None = None, tensors: bool = True) -> Snapshot:

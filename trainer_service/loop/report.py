@@ -8,8 +8,8 @@ from dataclasses import asdict
 from areal_async.rpc.messages import Batch
 from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunLog
-from areal_async.weights.offers import Measured
-from areal_async.weights.snapshot import Written
+from areal_async.weights.offers import DeltaStats
+from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics
 from trainer_service.data.plan import figures_of
 from trainer_service.files import room_for
@@ -18,7 +18,7 @@ from trainer_service.loop.step import StepResult
 log = get_logger("trainer")
 
 
-def weights_figures(written: Written, measured: Measured | None) -> dict[str, object]:
+def weights_figures(written: SnapshotInfo, measured: DeltaStats | None) -> dict[str, object]:
     """Of the weights that a step made: their hash and size; and what the newest version that was compared
     with its base (`weights_delta_version`) had changed: that is measured beside training, and may be of the
     step before."""

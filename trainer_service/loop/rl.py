@@ -31,9 +31,9 @@ from areal_async.runtime.failpoint import failpoint
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.status.record import RunLog, read_run_log
+from areal_async.weights.channels import channel_of
 from areal_async.weights.publisher import Publisher
-from areal_async.weights.sender import Sender
-from areal_async.weights.snapshot import Written
+from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import Backend
@@ -48,7 +48,7 @@ from trainer_service.files import room_for, write_model
 from trainer_service.firstbatch import FirstBatchCheck
 from trainer_service.loop.report import report_step, weights_figures
 from trainer_service.loop.step import StepResult, train_step
-from trainer_service.published import Published
+from trainer_service.published import PublishedVersions
 from trainer_service.ranks import Ranks
 
 FINAL_EVALUATION_S = 300.0
@@ -58,8 +58,8 @@ log = get_logger("trainer")
 
 
 class RlTrainer:
-    """One rank of the trainer of a job of kind `rl`. `publisher`, `run_log` and
-    `sender` (channel `nccl`) exist on rank 0 only."""
+    """One rank of the trainer of a job of kind `rl`. `publisher` and `run_log` exist
+    on rank 0 only."""
 
     def __init__(
         self,
@@ -73,7 +73,6 @@ class RlTrainer:
         publisher: Publisher | None,
         run_log: RunLog | None,
         stopping: threading.Event,
-        sender: Sender | None = None,
     ) -> None:
         self._job = job
         self._ranks = ranks
@@ -85,15 +84,14 @@ class RlTrainer:
         self._run_dir = run_dir
         self._files = files
         self._publisher = publisher
-        self._sender = sender
         self._run_log = run_log
         self._stopping = stopping
         self._checkpoints = Checkpoints(
             run_dir / "checkpoints", job=job.job, keep=job.checkpoint.keep, ranks=ranks
         )
         self._epoch = 0
-        self._published = Published(run_dir)
-        self._written: Written | None = None
+        self._published = PublishedVersions(run_dir)
+        self._written: SnapshotInfo | None = None
         """The newest version published."""
         self._measured: VersionTag | None = None
         """The newest version whose changes are counted in the metrics."""
@@ -255,7 +253,7 @@ class RlTrainer:
     def _publish(self, version: int) -> None:
         """Give out the weights as `version`; pinned for evaluation where the job asks for it."""
         with busy("publish"):
-            tensors = self._tensors(VersionTag(self._epoch, version))
+            tensors = self._backend.tensors("policy", on_cpu=not channel_of(self._job).from_device)
             if self._publisher is None:
                 return
             every, last = self._job.evaluation.every_steps, self._job.trainer.steps
@@ -284,16 +282,6 @@ class RlTrainer:
                         "a receiver refused a snapshot", receiver=ack.receiver, tag=ack.tag, error=ack.error
                     )
         metrics.VERSION.set(version)
-
-    def _tensors(self, tag: VersionTag) -> dict[str, torch.Tensor]:
-        """What is published as `tag`; on its way into engines beforehand, where it is sent from this device:
-        they may ask for it as soon as it is announced."""
-        if self._job.weights.channel != "nccl":
-            return self._backend.tensors("policy")
-        tensors = self._backend.tensors("policy", on_cpu=False)
-        if self._sender is not None:
-            self._sender.offer(tag, tensors)
-        return {name: tensor.to("cpu") for name, tensor in tensors.items()}
 
     def _weights_figures(self) -> dict[str, object] | None:
         if self._publisher is None or self._written is None:

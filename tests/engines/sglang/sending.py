@@ -16,10 +16,10 @@ from pathlib import Path
 
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.failpoint import arm
-from areal_async.weights import sender as module
+from areal_async.weights.channels import tensor_sender as module
+from areal_async.weights.channels.tensor_sender import TensorSender
 from areal_async.weights.manifest import MANIFEST_FILE
 from areal_async.weights.publisher import Publisher
-from areal_async.weights.sender import Sender
 from areal_async.weights.snapshot import open_snapshot
 
 SECRET = RunSecret(bytes(32))
@@ -28,15 +28,12 @@ ENDPOINT, ROOT, LIMIT_S, FAILPOINTS, *PATHS = sys.argv[1:]
 
 
 def main() -> None:
-    module.BUCKET_BYTES = 200_000  # several requests an update
     if FAILPOINTS.startswith("stop@"):
         passes = itertools.count(1)
         at = int(FAILPOINTS.removeprefix("stop@"))
         module.failpoint = lambda name: os.kill(os.getpid(), signal.SIGSTOP) if next(passes) == at else None
     else:
         arm(FAILPOINTS)
-    sender = Sender(device="cpu", limit_s=float(LIMIT_S))
-    sender.start()
     snapshots = [open_snapshot(Path(path)) for path in PATHS]
     folder = snapshots[0].path
     files = [path for path in folder.iterdir() if path.suffix == ".json" and path.name != MANIFEST_FILE]
@@ -47,7 +44,8 @@ def main() -> None:
         job="job",
         files={path.name: path for path in files},
         tied=tied,
-        sender=sender,
+        # several requests an update
+        channel=TensorSender(device="cpu", limit_s=float(LIMIT_S), bucket_bytes=200_000),
         access=SECRET,
     )
     publisher.start()
@@ -56,14 +54,12 @@ def main() -> None:
         if not sys.stdin.readline():
             break
         tensors = {name: tensor.clone() for name, tensor in snapshot.tensors.items() if name not in tied}
-        sender.offer(snapshot.tag, tensors)
         publisher.publish(snapshot.tag, tensors)
         for tensor in tensors.values():
             tensor.zero_()  # the next step has begun
         print(f"published {snapshot.tag.version}", flush=True)
     sys.stdin.readline()
     publisher.close()
-    sender.close()
 
 
 main()

@@ -421,9 +421,7 @@ CASES = [
     ),
     Case("no address", ["weights.addresses={b: gpu-7}"], "weights.addresses", "no address", "IP address"),
     Case("any address", ["weights.addresses={b: 0.0.0.0}"], "weights.addresses", "no address", "IP address"),
-    Case(
-        "no keys", ["weights.addresses={b: 10.0.0.7}"], "weights.key_file", "no keys", "transport.keys FILE"
-    ),
+    Case("no keys", ["weights.addresses={b: 10.0.0.7}"], "weights.key_file", "no keys", "weights.keys FILE"),
     Case("keys away", ["weights.key_file=keys"], "weights.key_file", "does not exist", "Correct the path"),
     Case("node id", ["weights.node_id='a/b'"], "weights.node_id", "right form", "Match"),
 ]

@@ -1,6 +1,6 @@
 """Peers that speak ZMTP by hand: nothing of who does not know the secret is held, and no noise ends anybody.
 
-Each kind of socket that a job has: the RPC's (buffer, weights, control) and that of a station's chunks.
+Each kind of socket that a job has: those of the buffer, weights and control, and that of a chunk server.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import random
 import socket
 import struct
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -22,8 +21,7 @@ from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Arrived, Message, Ok
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.server import Answer, Peer, Server
-from areal_async.weights.transport.frames import MAX_ASKED_BYTES
-from areal_async.weights.transport.station import Station
+from areal_async.weights.channels.chunk_server import MAX_ASKED_BYTES, ChunkServer
 from tests.unit.rpc.noise import flood
 
 MESSAGES = 10_000
@@ -98,16 +96,20 @@ def test_who_shows_nothing_or_the_wrong_thing_is_let_go_before_anything_is_taken
     asyncio.run(main())
 
 
-def test_a_station_holds_no_more_of_a_stranger_than_its_smallest_message() -> None:
+def test_a_chunk_server_holds_no_more_of_a_stranger_than_its_smallest_message() -> None:
     """Before the handshake too: a frame that says it is longer ends the connection at once."""
-    station = Station("tcp://127.0.0.1:0", source="publisher", access=SECRET)
-    station.start()
-    try:
-        for size in (MAX_ASKED_BYTES + 1, 1 << 30, (1 << 63) - 1):
-            announced = b"\x06" + struct.pack(">Q", size)
-            assert refused(station.endpoint, greeting(b"CURVE"), announced)
-    finally:
-        station.close()
+
+    async def main() -> None:
+        server = ChunkServer("tcp://127.0.0.1:0", job="j", source="publisher", access=SECRET)
+        await server.start()
+        try:
+            for size in (MAX_ASKED_BYTES + 1, 1 << 30, (1 << 63) - 1):
+                announced = b"\x06" + struct.pack(">Q", size)
+                assert await asyncio.to_thread(refused, server.endpoint, greeting(b"CURVE"), announced)
+        finally:
+            await server.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -129,21 +131,6 @@ def test_ten_thousand_malformed_messages_cost_a_server_nothing(endpoint: str, kn
             assert len(server._sessions) <= 8
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_ten_thousand_malformed_messages_cost_a_station_nothing(known: bool, tmp_path: Path) -> None:
-    station = Station("tcp://127.0.0.1:0", source="publisher", access=SECRET)
-    station.start()
-    try:
-        flood(station.endpoint, SECRET if known else None, MESSAGES, seed=1)
-        before = psutil.Process().memory_info().rss
-        for seed in range(2, 5):
-            flood(station.endpoint, SECRET if known else None, MESSAGES, seed=seed)
-        assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
-        assert station.release(b"k" * 32, timeout_s=60), "it still does what it is asked to"
-    finally:
-        station.close()
 
 
 def test_a_peer_that_leaves_in_the_middle_of_a_message_leaves_nothing(endpoint: str) -> None:

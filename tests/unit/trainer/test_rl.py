@@ -16,10 +16,10 @@ from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import NoNews, VersionTag, Waiting
 from areal_async.rpc.secret import RunSecret
 from areal_async.status.record import RunLog, read_run_log
+from areal_async.weights.channels import PublishingEnd
 from areal_async.weights.offers import DeltaPolicy
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
-from areal_async.weights.sender import Sender
 from areal_async.weights.snapshot import open_snapshot
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.recording import read_step, write_step
@@ -53,7 +53,7 @@ class Recording(Publisher):
         return super().publish(tag, tensors, evaluate=evaluate, final=final)
 
 
-def _trainer(model, out, buffer, *, publisher=None, sender=None, stopping=None, changes=None):
+def _trainer(model, out, buffer, *, publisher=None, stopping=None, changes=None):
     job = rank_process.job_of(model, out, minibatches=1, micro_batch_tokens=8192)
     if changes:
         job = JobConfig.model_validate({**job.model_dump(mode="json"), **changes})
@@ -68,7 +68,6 @@ def _trainer(model, out, buffer, *, publisher=None, sender=None, stopping=None, 
         run_dir=out,
         files=companion_files(model, "float32"),
         publisher=publisher,
-        sender=sender,
         run_log=RunLog(out / "metrics.jsonl"),
         stopping=stopping or threading.Event(),
     )
@@ -145,39 +144,34 @@ def test_each_version_is_published_before_its_step_is_committed(tmp_path, model_
         assert torch.equal(parameter, last.tensors[name])
 
 
-class Offered(Sender):
-    """A sender that also writes what it is offered into the buffer's list of calls."""
+class Recorder(PublishingEnd):
+    """A channel's end that remembers the order of what it is told, and the weights."""
 
-    calls: list
-    weights: dict
+    def __init__(self):
+        self.calls, self.weights = [], {}
 
     def offer(self, tag, tensors):
-        self.calls.append(("offer", tag.version))
+        self.calls.append(f"offer e{tag.epoch}-v{tag.version}")
         self.weights[tag.version] = {name: tensor.clone() for name, tensor in tensors.items()}
-        super().offer(tag, tensors)
+
+    def add(self, directory, manifest_hash):
+        self.calls.append(f"add {directory.name}")
 
 
 def test_tensors_can_be_had_before_their_version_is_announced(tmp_path, model_dir, batches):
     buffer = rank_process.RecordedBuffer(batches)
-    sender = Offered(device="cpu", limit_s=5)
+    channel = Recorder()
     publisher = Recording(
-        tmp_path / "shm", f"ipc://{tmp_path}/w", job="job", access=SECRET, keep=9, sender=sender
+        tmp_path / "shm", f"ipc://{tmp_path}/w", job="job", access=SECRET, keep=9, channel=channel
     )
-    publisher.calls, sender.calls, sender.weights = buffer.calls, buffer.calls, {}
+    publisher.calls = buffer.calls
     publisher.start()
-    with closing(publisher), closing(sender):
-        trainer = _trainer(
-            model_dir,
-            tmp_path,
-            buffer,
-            publisher=publisher,
-            sender=sender,
-            changes={"weights": {"channel": "nccl"}},
-        )
+    with closing(publisher):
+        changes = {"weights": {"channel": "nccl"}}
+        trainer = _trainer(model_dir, tmp_path, buffer, publisher=publisher, changes=changes)
         assert trainer.run(name="trainer", ready=lambda: None)
-        told = [call[:2] for call in buffer.calls if call[0] in ("offer", "publish")]
-        assert told == [(what, version) for version in range(5) for what in ("offer", "publish")]
-        for version, offered in sender.weights.items():
+        assert channel.calls == [f"{what} e1-v{version}" for version in range(5) for what in ("offer", "add")]
+        for version, offered in channel.weights.items():
             published = open_snapshot(tmp_path / "shm" / f"e1-v{version}").tensors
             assert offered.keys() == published.keys()
             assert all(torch.equal(tensor, published[name]) for name, tensor in offered.items())

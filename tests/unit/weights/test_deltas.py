@@ -14,12 +14,17 @@ from hypothesis import strategies as st
 from areal_async.errors import SnapshotError, WrongBase
 from areal_async.rpc.messages import VersionTag
 from areal_async.weights import delta as blocks
-from areal_async.weights import open_snapshot, write_snapshot
 from areal_async.weights.comparison import write_delta
 from areal_async.weights.deltas import DELTA_FILE, TARGET_FILE, apply_delta
 from areal_async.weights.manifest import MANIFEST_FILE, hash_of, seal, unseal
 from areal_async.weights.shards import write_shard
-from areal_async.weights.snapshot import MODEL_FILE, Written, publish_directory
+from areal_async.weights.snapshot import (
+    MODEL_FILE,
+    SnapshotInfo,
+    open_snapshot,
+    publish_directory,
+    write_snapshot,
+)
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"[1]"}
 
@@ -45,7 +50,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def snapshot(root: Path, version: int, files: dict[str, bytes] = FILES) -> Written:
+def snapshot(root: Path, version: int, files: dict[str, bytes] = FILES) -> SnapshotInfo:
     return write_snapshot(root, VersionTag(1, version), weights(version), files=files)
 
 
@@ -61,7 +66,7 @@ def refused(base: Path, delta: Path, into: Path, match: str = "", kind: type = S
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> tuple[Written, Written, Path]:
+def made(tmp_path: Path) -> tuple[SnapshotInfo, SnapshotInfo, Path]:
     """Versions 1 and 2 under `trainer`, the delta between them, and the base alone on another `node`."""
     base, new = snapshot(tmp_path / "trainer", 1), snapshot(tmp_path / "trainer", 2)
     compared = write_delta(base.path, new.path)
@@ -70,7 +75,7 @@ def made(tmp_path: Path) -> tuple[Written, Written, Path]:
     return new, compared.delta, tmp_path / "node" / base.path.name
 
 
-def test_the_published_snapshot_comes_out_bit_for_bit(made: tuple[Written, Written, Path]) -> None:
+def test_the_published_snapshot_comes_out_bit_for_bit(made: tuple[SnapshotInfo, SnapshotInfo, Path]) -> None:
     new, delta, base = made
     out = apply_delta(base, delta.path, base.parent / "e1-v2", delta_hash=delta.manifest_hash)
     assert files_in(out.path) == files_in(new.path)
@@ -80,7 +85,7 @@ def test_the_published_snapshot_comes_out_bit_for_bit(made: tuple[Written, Writt
     assert opened.tensors["head"] is opened.tensors["a"]
 
 
-def test_what_changed_is_counted(made: tuple[Written, Written, Path], tmp_path: Path) -> None:
+def test_what_changed_is_counted(made: tuple[SnapshotInfo, SnapshotInfo, Path], tmp_path: Path) -> None:
     new = made[0]
     shutil.rmtree(tmp_path / "trainer" / "e1-v2.delta")
     compared = write_delta(tmp_path / "trainer" / "e1-v1", new.path, below_bytes=10)
@@ -95,7 +100,7 @@ def test_what_changed_is_counted(made: tuple[Written, Written, Path], tmp_path: 
     assert again.changed_share == changed / 5200
 
 
-def test_the_manifest_names_base_target_and_every_byte(made: tuple[Written, Written, Path]) -> None:
+def test_the_manifest_names_base_target_and_every_byte(made: tuple[SnapshotInfo, SnapshotInfo, Path]) -> None:
     new, delta, base = made
     manifest = unseal((delta.path / MANIFEST_FILE).read_bytes())
     assert (manifest.codec, manifest.base, manifest.tag) == ("delta", VersionTag(1, 1), VersionTag(1, 2))
@@ -146,7 +151,9 @@ def test_a_chain_of_deltas_ends_at_the_published_bytes(tmp_path: Path) -> None:
     assert files_in(at) == files_in(versions[-1].path)
 
 
-def test_the_allocation_of_a_retired_snapshot_is_filled_again(made: tuple[Written, Written, Path]) -> None:
+def test_the_allocation_of_a_retired_snapshot_is_filled_again(
+    made: tuple[SnapshotInfo, SnapshotInfo, Path],
+) -> None:
     new, delta, base = made
     first = apply_delta(base, delta.path, base.parent / "e1-v2", keep_mapped=True)
     assert first.mapped is not None
@@ -161,7 +168,9 @@ def test_the_allocation_of_a_retired_snapshot_is_filled_again(made: tuple[Writte
     assert files_in(again.path) == files_in(new.path)
 
 
-def test_another_base_is_told_apart_from_damage(made: tuple[Written, Written, Path], tmp_path: Path) -> None:
+def test_another_base_is_told_apart_from_damage(
+    made: tuple[SnapshotInfo, SnapshotInfo, Path], tmp_path: Path
+) -> None:
     _, delta, base = made
     into = base.parent / "e1-v2"
     refused(base.parent / "e1-v0", delta.path, into, "needs e1-v1 as its base", WrongBase)
@@ -181,7 +190,7 @@ def test_another_base_is_told_apart_from_damage(made: tuple[Written, Written, Pa
 
 
 def test_the_name_of_the_result_must_be_free_and_may_be_given_later(
-    made: tuple[Written, Written, Path],
+    made: tuple[SnapshotInfo, SnapshotInfo, Path],
 ) -> None:
     new, delta, base = made
     apply_delta(base, delta.path, base.parent / ".later").path.rename(base.parent / "e1-v2")
@@ -206,7 +215,7 @@ def test_tensors_of_other_shapes_have_no_delta(tmp_path: Path) -> None:
 def test_snapshots_in_several_files_of_boxes_have_deltas_too(tmp_path: Path) -> None:
     whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
-    def boxed(version: int) -> Written:
+    def boxed(version: int) -> SnapshotInfo:
         staging = tmp_path / "staging"
         staging.mkdir()
         whole[version] += 1
@@ -236,7 +245,7 @@ def reseal(path: Path, **changes: object) -> None:
     (path / MANIFEST_FILE).write_bytes(seal(msgspec.structs.replace(manifest, **changes)))
 
 
-def test_a_delta_that_lies_about_itself_is_refused(made: tuple[Written, Written, Path]) -> None:
+def test_a_delta_that_lies_about_itself_is_refused(made: tuple[SnapshotInfo, SnapshotInfo, Path]) -> None:
     """Each manifest here is sealed anew, as whoever wrote it on purpose would."""
     _, delta, base = made
     good = unseal((delta.path / MANIFEST_FILE).read_bytes())

@@ -16,11 +16,12 @@ from areal_async.errors import SnapshotError
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import AckSnapshot, NoNews, SnapshotNotice, VersionTag, WaitSnapshot
 from areal_async.rpc.secret import RunSecret
-from areal_async.weights import Publisher, offers, open_snapshot
+from areal_async.weights import offers
 from areal_async.weights.comparison import write_delta
 from areal_async.weights.deltas import apply_delta
 from areal_async.weights.offers import DeltaPolicy
-from areal_async.weights.snapshot import Written
+from areal_async.weights.publisher import Publisher
+from areal_async.weights.snapshot import SnapshotInfo, open_snapshot
 
 SECRET = RunSecret(bytes(32))
 
@@ -185,7 +186,7 @@ def test_what_a_delta_is_made_of_stays_until_it_is_made(publisher: Publisher, ga
 
 def test_the_base_is_what_most_receivers_serve(publisher: Publisher, gate: Gate) -> None:
     gate.open.set()
-    made: list[Written] = [publisher.publish(tag(0), weights(0))]
+    made: list[SnapshotInfo] = [publisher.publish(tag(0), weights(0))]
 
     async def main() -> None:
         async with Node(publisher, "a") as a, Node(publisher, "b") as b:

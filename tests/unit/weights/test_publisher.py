@@ -13,9 +13,10 @@ from areal_async.errors import EndpointError, FaultError, RpcTimeout, SnapshotEr
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import AckSnapshot, NoNews, SnapshotNotice, Stats, VersionTag
 from areal_async.rpc.secret import RunSecret
-from areal_async.weights import Publisher, Receiver, open_snapshot
-from areal_async.weights.shelf import Purpose
-from areal_async.weights.snapshot import MODEL_FILE
+from areal_async.weights.publisher import Publisher
+from areal_async.weights.receiver import Receiver
+from areal_async.weights.retention import Purpose
+from areal_async.weights.snapshot import MODEL_FILE, open_snapshot
 
 SECRET = RunSecret(bytes(32))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from areal_async.rpc.messages import AskTensors, SendsNothing, SendsTensors, VersionTag
-from areal_async.weights import sender as sender_module
-from areal_async.weights.sender import Sender, in_buckets
+from areal_async.weights.channels.tensor_sender import TensorSender, in_buckets
 
 LIMIT_S = 60.0
 DEADLINE_S = 30.0
@@ -29,12 +30,17 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def sender(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sender]:
-    monkeypatch.setattr(sender_module, "BUCKET_BYTES", 4000)
-    sender = Sender(device="cpu", limit_s=LIMIT_S)
-    sender.start()
+def sender() -> Iterator[TensorSender]:
+    with serving() as sender:
+        yield sender
+
+
+@contextmanager
+def serving(**options: Any) -> Iterator[TensorSender]:
+    sender = TensorSender(**{"device": "cpu", "limit_s": LIMIT_S, "bucket_bytes": 4000} | options)
+    asyncio.run(sender.start())
     yield sender
-    sender.close()
+    asyncio.run(sender.close())
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -73,8 +79,8 @@ class Member:
         return taken
 
 
-def ask(sender: Sender, version: int, group: str = "", engine: str = "rollout-0/0") -> Any:
-    return sender.answer(AskTensors(engine, group, VersionTag(0, version), 1))
+def ask(sender: TensorSender, version: int, group: str = "", engine: str = "rollout-0/0") -> Any:
+    return asyncio.run(sender.answer(AskTensors(engine, group, VersionTag(0, version), 1)))
 
 
 def assert_equal(taken: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -90,7 +96,9 @@ def wait_for_threads() -> None:
             assert not thread.is_alive()
 
 
-def test_versions_are_true_what_is_sent_is_what_was_offered_whatever_training_does(sender: Sender) -> None:
+def test_versions_are_true_what_is_sent_is_what_was_offered_whatever_training_does(
+    sender: TensorSender,
+) -> None:
     member = Member()
     for version in range(3):
         tensors = weights(version)
@@ -104,7 +112,7 @@ def test_versions_are_true_what_is_sent_is_what_was_offered_whatever_training_do
         wait_for_threads()
 
 
-def test_versions_are_true_an_offer_does_not_touch_what_is_being_sent(sender: Sender) -> None:
+def test_versions_are_true_an_offer_does_not_touch_what_is_being_sent(sender: TensorSender) -> None:
     sender.offer(VersionTag(0, 0), weights(0))
     plan, member = ask(sender, 0), Member()
     sender.offer(VersionTag(0, 1), weights(1))  # before the member has taken anything
@@ -113,16 +121,16 @@ def test_versions_are_true_an_offer_does_not_touch_what_is_being_sent(sender: Se
     assert_equal(member.take(ask(sender, 1, member.group)), weights(1))
 
 
-def test_only_the_newest_version_is_sent(sender: Sender) -> None:
+def test_only_the_newest_version_is_sent(sender: TensorSender) -> None:
     assert isinstance(ask(sender, 0), SendsNothing)
     sender.offer(VersionTag(0, 1), weights(1))
     assert isinstance(ask(sender, 0), SendsNothing)
     assert isinstance(ask(sender, 2), SendsNothing)
-    sender.close()
+    asyncio.run(sender.close())
     assert isinstance(ask(sender, 1), SendsNothing)
 
 
-def test_each_engine_has_a_group_of_its_own(sender: Sender) -> None:
+def test_each_engine_has_a_group_of_its_own(sender: TensorSender) -> None:
     sender.offer(VersionTag(0, 0), weights(0))
     plans = [ask(sender, 0, engine=f"rollout-0/{i}") for i in range(3)]
     assert len({plan.group for plan in plans}) == 3
@@ -131,20 +139,16 @@ def test_each_engine_has_a_group_of_its_own(sender: Sender) -> None:
         assert_equal(Member().take(plan), weights(0))
 
 
-def test_one_death_is_local_a_member_that_never_comes_costs_only_its_group(
-    sender: Sender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sender, "_limit_s", 0.2)
-    sender.offer(VersionTag(0, 0), weights(0))
-    absent = ask(sender, 0)
-    other = Member()
-    monkeypatch.setattr(sender, "_limit_s", LIMIT_S)
-    assert_equal(other.take(ask(sender, 0, engine="rollout-1/0")), weights(0))
-    wait_for_threads()
-    # The next group has another name, also for a member that takes the old one for whole.
-    anew = ask(sender, 0, absent.group)
-    assert anew.group != absent.group
-    assert_equal(Member().take(anew), weights(0))
+def test_one_death_is_local_a_member_that_never_comes_costs_only_its_group() -> None:
+    with serving(limit_s=2.0) as sender:
+        sender.offer(VersionTag(0, 0), weights(0))
+        absent = ask(sender, 0)
+        assert_equal(Member().take(ask(sender, 0, engine="rollout-1/0")), weights(0))
+        wait_for_threads()
+        # The next group has another name, also for a member that takes the old one for whole.
+        anew = ask(sender, 0, absent.group)
+        assert anew.group != absent.group
+        assert_equal(Member().take(anew), weights(0))
 
 
 DIES = """
@@ -159,10 +163,7 @@ os._exit(1)
 """
 
 
-def test_one_death_is_local_a_member_that_dies_while_it_takes(
-    sender: Sender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sender, "_limit_s", 60.0)  # it is not the limit that ends this
+def test_one_death_is_local_a_member_that_dies_while_it_takes(sender: TensorSender) -> None:
     large = {f"layer.{i}": torch.ones(1_500_000) for i in range(4)}  # more than sockets hold
     sender.offer(VersionTag(0, 0), large)
     plan = ask(sender, 0)
@@ -175,26 +176,26 @@ def test_one_death_is_local_a_member_that_dies_while_it_takes(
     assert_equal(Member().take(anew), large)
 
 
-def test_a_request_that_is_repeated_gets_a_group_that_works(sender: Sender) -> None:
+def test_a_request_that_is_repeated_gets_a_group_that_works(sender: TensorSender) -> None:
     sender.offer(VersionTag(0, 0), weights(0))
     first, second = ask(sender, 0), ask(sender, 0)
     assert first.group != second.group
     assert_equal(Member().take(second), weights(0))
 
 
-def test_a_group_that_is_still_sent_to_is_not_used_twice(sender: Sender) -> None:
+def test_a_group_that_is_still_sent_to_is_not_used_twice(sender: TensorSender) -> None:
     sender.offer(VersionTag(0, 0), weights(0))
     first = ask(sender, 0)
     assert ask(sender, 0, first.group).group != first.group
 
 
-def test_too_many_sends_are_refused(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender_module, "MAX_SENDS", 2)
-    sender.offer(VersionTag(0, 0), weights(0))
-    plans = [ask(sender, 0, engine=str(i)) for i in range(3)]
-    assert isinstance(plans[2], SendsNothing)
-    for plan in plans[:2]:
-        Member().take(plan)
+def test_too_many_sends_are_refused() -> None:
+    with serving(max_sends=2) as sender:
+        sender.offer(VersionTag(0, 0), weights(0))
+        plans = [ask(sender, 0, engine=str(i)) for i in range(3)]
+        assert isinstance(plans[2], SendsNothing)
+        for plan in plans[:2]:
+            Member().take(plan)
 
 
 def test_buckets_hold_every_tensor_once_in_order() -> None:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from areal_async.errors import SnapshotError
 from areal_async.rpc.messages import VersionTag
-from areal_async.weights import layout, open_snapshot, shards, write_snapshot
+from areal_async.weights import layout, shards
 from areal_async.weights.manifest import MANIFEST_SCHEMA, Manifest, Part, directory_name, seal, unseal
 from areal_async.weights.shards import write_shard
-from areal_async.weights.snapshot import MODEL_FILE, publish_directory
+from areal_async.weights.snapshot import MODEL_FILE, open_snapshot, publish_directory, write_snapshot
 
 TAG = VersionTag(2, 5)
 

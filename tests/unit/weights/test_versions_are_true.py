@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from areal_async.errors import SnapshotError
 from areal_async.rpc.messages import VersionTag
-from areal_async.weights import Written, open_snapshot, write_snapshot
+from areal_async.weights.snapshot import SnapshotInfo, open_snapshot, write_snapshot
 
 FILES = ["manifest.json", "model.safetensors", "config.json"]
 
@@ -33,7 +33,7 @@ class World:
     """Two published versions, and their bytes to put back after each damage."""
 
     root: Path
-    written: dict[int, Written]
+    written: dict[int, SnapshotInfo]
     contents: dict[int, dict[str, bytes]]
 
     def restore(self) -> None:
@@ -64,7 +64,7 @@ def world() -> Iterator[World]:
     shutil.rmtree(root)
 
 
-def expect_refused(written: Written) -> None:
+def expect_refused(written: SnapshotInfo) -> None:
     for manifest_hash in (written.manifest_hash, None):
         for tensors in (True, False):
             with pytest.raises(SnapshotError):

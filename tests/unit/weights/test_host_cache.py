@@ -3,17 +3,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from areal_async.weights.channels.host_cache import HostCache
 from areal_async.weights.manifest import directory_name
-from areal_async.weights.transport.nodeshelf import NodeShelf
-from tests.unit.transport.world import written
+from tests.unit.weights.world import written
 
 HOLDER = """
 import sys
 from pathlib import Path
-from areal_async.weights.transport.nodeshelf import NodeShelf
-shelf = NodeShelf(Path(sys.argv[1]))
-shelf.hold(sys.argv[2])
-claim = shelf.claim(sys.argv[3])
+from areal_async.weights.channels.host_cache import HostCache
+cache = HostCache(Path(sys.argv[1]))
+cache.hold(sys.argv[2])
+claim = cache.claim(sys.argv[3])
 print(claim is not None, flush=True)
 sys.stdin.read()
 """
@@ -25,7 +25,7 @@ def names(root: Path) -> set[str]:
 
 def test_nothing_is_unbounded_the_newest_two_stay_and_what_anybody_holds(tmp_path):
     made = [written(tmp_path, version=version, mib=0.01) for version in range(6)]
-    mine = NodeShelf(tmp_path)
+    mine = HostCache(tmp_path)
     mine.hold("e1-v1")
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, tmp_path, "e1-v3", "e9-v9"],
@@ -53,23 +53,22 @@ def test_nothing_is_unbounded_the_newest_two_stay_and_what_anybody_holds(tmp_pat
 def test_a_newer_epoch_is_newer_whatever_its_version(tmp_path):
     for version, epoch in ((8, 1), (9, 1), (3, 2)):
         written(tmp_path, version=version, epoch=epoch, mib=0.01)
-    NodeShelf(tmp_path).sweep()
+    HostCache(tmp_path).sweep()
     assert names(tmp_path) == {"e1-v9", "e2-v3"}
 
 
 def test_what_fetches_left_behind_goes_but_not_what_is_being_filled(tmp_path):
-    for name in (".growing-e1-v1-aa", ".growing-e1-v2-bb"):
+    for name in (".partial-e1-v1-aa", ".partial-e1-v2-bb"):
         (tmp_path / name).mkdir()
-    (tmp_path / ".marks-e1-v1-aa").write_bytes(b"x")
-    shelf = NodeShelf(tmp_path)
-    claim = shelf.claim("e1-v2")
-    shelf.sweep()
-    assert {path.name for path in tmp_path.iterdir()} == {".growing-e1-v2-bb", ".claim-e1-v2"}
+    cache = HostCache(tmp_path)
+    claim = cache.claim("e1-v2")
+    cache.sweep()
+    assert {path.name for path in tmp_path.iterdir()} == {".partial-e1-v2-bb", ".claim-e1-v2"}
     os.close(claim)
 
 
 def test_a_directory_of_the_same_name_and_another_manifest_is_not_found_but_removed(tmp_path):
     made = written(tmp_path, mib=0.01)
-    shelf = NodeShelf(tmp_path)
-    assert shelf.find(directory_name(made.tag), "blake3:other") is None
+    cache = HostCache(tmp_path)
+    assert cache.find(directory_name(made.tag), "blake3:other") is None
     assert names(tmp_path) == set()

@@ -1,6 +1,6 @@
 """The one CURVE key pair of a job's hosts, in a file that only its owner may read.
 
-    python -m areal_async.weights.transport.keys FILE
+    python -m areal_async.weights.keys FILE
 
 makes one. Whoever has the file is let in, and may read and serve the weights; nobody else is. Two lines:
 public and secret key, Z85.
@@ -36,9 +36,7 @@ def read_keys(path: Path) -> CurveKeys:
     except OSError as error:
         raise EndpointError(f"the keys of weights.key_file cannot be read: {error}") from error
     if [len(line) for line in lines] != [KEY_BYTES, KEY_BYTES]:
-        raise EndpointError(
-            f"{path} is no key pair: make one with `python -m areal_async.weights.transport.keys`"
-        )
+        raise EndpointError(f"{path} is no key pair: make one with `python -m areal_async.weights.keys`")
     return CurveKeys(lines[0], lines[1], (lines[0],))
 
 

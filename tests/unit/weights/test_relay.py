@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.weights.transport.relay import MAX_SOURCES, Lines, sources
+from areal_async.weights.channels.snapshot_server import MAX_SOURCES, RelayTree, sources
 
 ORIGIN = "o"
 LINE = [f"r{i}" for i in range(40)]
@@ -32,22 +32,10 @@ def test_without_relays_everyone_fetches_from_the_origin():
 
 
 def test_receivers_form_a_chain_in_the_order_in_which_they_ask():
-    lines = Lines(1)
-    assert lines.join(b"k", "a", ORIGIN)[0] == ORIGIN
-    assert lines.join(b"k", "b", ORIGIN)[:2] == ["a", ORIGIN]
-    assert lines.join(b"k", "c", ORIGIN)[:3] == ["b", "a", ORIGIN]
-    assert lines.join(b"k", "b", ORIGIN)[0] == "a", "asking again changes nothing"
-
-
-def test_who_failed_somebody_is_nobodys_parent_for_a_while():
-    lines = Lines(1)
-    for name in "abc":
-        lines.join(b"1", name, ORIGIN)
-    assert lines.join(b"1", "c", ORIGIN, ["b"])[0] == "a"
-    lines.join(b"2", "b", ORIGIN)
-    assert lines.join(b"2", "a", ORIGIN)[0] == ORIGIN
-    assert lines.join(b"2", "c", ORIGIN)[0] == "a"
-    for key in range(3, 12):
-        lines.join(bytes([key]), "b", ORIGIN)
-    lines.join(b"later", "b", ORIGIN)
-    assert lines.join(b"later", "a", ORIGIN)[0] == "b"
+    tree = RelayTree(1)
+    assert tree.join("k", "a", ORIGIN)[0] == ORIGIN
+    assert tree.join("k", "b", ORIGIN)[:2] == ["a", ORIGIN]
+    assert tree.join("k", "c", ORIGIN)[:3] == ["b", "a", ORIGIN]
+    assert tree.join("k", "b", ORIGIN)[0] == "a", "asking again changes nothing"
+    tree.forget("k")
+    assert tree.join("k", "b", ORIGIN)[0] == ORIGIN

@@ -1,9 +1,6 @@
 """The trainer's end of the channel `nccl`: tensors from its own device, straight into engines that serve.
 
-    sender = Sender(device="cuda:0", limit_s=60)
-    sender.start()
-    sender.offer(tag, tensors)                  # before the snapshot `tag` is announced
-    …                                           # the publisher hands `AskTensors` on to `answer`
+The publisher offers it the tensors before it writes them, and hands `AskTensors` on to `answer`.
 
 Each engine has a process group of its own with the trainer: NCCL between GPUs, gloo between CPUs. The engine
 drives: it asks once it is paused, is told the group and the order of the tensors, and from then on a thread
@@ -37,10 +34,18 @@ import torch
 import torch.distributed as dist
 
 from areal_async.errors import SnapshotError
-from areal_async.rpc.messages import AskTensors, SendsNothing, SendsTensors, TensorBucket, VersionTag
+from areal_async.rpc.messages import (
+    AskTensors,
+    Message,
+    SendsNothing,
+    SendsTensors,
+    TensorBucket,
+    VersionTag,
+)
 from areal_async.runtime.failpoint import failpoint
 from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
+from areal_async.weights.channels import PublishingEnd
 
 BUCKET_BYTES = 512 << 20
 """Tensors sent under one request: an engine's server holds so much beside its weights."""
@@ -64,10 +69,10 @@ class _Copy:
 
 
 @dataclass(eq=False)
-class _Line:
-    """The way to one engine. It is used by one thread at a time, and not again after an error."""
+class _Group:
+    """The process group with one engine. One thread at a time uses it, and none after an error."""
 
-    group: str
+    name: str
     ranks: int
     backend: Any = None
     """torch's `ProcessGroupGloo` or `ProcessGroupNCCL`: its types name no common base with collectives."""
@@ -75,10 +80,15 @@ class _Line:
     dropped: threading.Event = field(default_factory=threading.Event)
 
 
-class Sender:
-    """`device` is the trainer's. `start`, `offer` and `close` belong to one thread, `answer` to any."""
+class TensorSender(PublishingEnd):
+    """Sends from `device`, the trainer's, under one request at most `bucket_bytes` (or one tensor), to at
+    most `max_sends` engines at once; each must take a bucket within `limit_s`."""
 
-    def __init__(self, *, device: str, limit_s: float) -> None:
+    def __init__(
+        self, *, device: str, limit_s: float, bucket_bytes: int = BUCKET_BYTES, max_sends: int = MAX_SENDS
+    ) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._max_sends = max_sends
         self._device = torch.device(device)
         self.backend: Literal["nccl", "gloo"] = "nccl" if self._device.type == "cuda" else "gloo"
         self._limit_s = limit_s
@@ -86,12 +96,12 @@ class Sender:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._copy: _Copy | None = None
-        self._lines: dict[str, _Line] = {}
+        self._groups: dict[str, _Group] = {}
         self._threads: set[threading.Thread] = set()
         self._store: dist.TCPStore | None = None
         self._closing = False
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Listen for the members of groups. Raises `SnapshotError` where torch lacks the backend."""
         missing = not (dist.is_nccl_available() if self.backend == "nccl" else dist.is_gloo_available())
         if missing:
@@ -118,7 +128,7 @@ class Sender:
             )
 
     def offer(self, tag: VersionTag, tensors: Mapping[str, torch.Tensor]) -> None:
-        """From now on `tag` is sent, and nothing else; `tensors` may change as soon as this returns."""
+        """From now on `tag` is sent, and nothing else."""
         with self._lock:
             last, self._copy = self._copy, None
             reusable = last if last is not None and not last.users else None
@@ -132,38 +142,40 @@ class Sender:
         if self._device.type == "cuda":
             # Threads that send do so on streams of their own.
             torch.cuda.current_stream(self._device).synchronize()
-        copy = _Copy(tag, kept, list(in_buckets(kept, BUCKET_BYTES)))
+        copy = _Copy(tag, kept, list(in_buckets(kept, self._bucket_bytes)))
         with self._lock:
             self._copy = copy
 
-    def answer(self, message: AskTensors) -> SendsTensors | SendsNothing:
+    async def answer(self, message: Message) -> SendsTensors | SendsNothing | None:
         """Begin to send, if that version is there to be sent. Does not wait."""
+        if not isinstance(message, AskTensors):
+            return None
         with self._lock:
             copy, store = self._copy, self._store
             if self._closing or store is None:
                 return SendsNothing("the trainer is ending")
             if copy is None or copy.tag != message.tag:
                 return SendsNothing("a newer version is being published")
-            if len(self._threads) >= MAX_SENDS:
-                return SendsNothing(f"{MAX_SENDS} sends are under way")
-            line = self._lines.get(message.engine)
-            if line is None or line.busy or line.group != message.group or line.ranks != message.ranks:
-                if line is not None:
-                    line.dropped.set()
-                line = _Line(f"areal-{self._token}-{next(self._numbers)}", message.ranks)
-                self._lines[message.engine] = line
-            line.busy = True
+            if len(self._threads) >= self._max_sends:
+                return SendsNothing(f"{self._max_sends} sends are under way")
+            group = self._groups.get(message.engine)
+            if group is None or group.busy or group.name != message.group or group.ranks != message.ranks:
+                if group is not None:
+                    group.dropped.set()
+                group = _Group(f"areal-{self._token}-{next(self._numbers)}", message.ranks)
+                self._groups[message.engine] = group
+            group.busy = True
             copy.users += 1
             thread = threading.Thread(
-                target=self._send, args=(message.engine, line, copy), name="weights-send", daemon=True
+                target=self._send, args=(message.engine, group, copy), name="weights-send", daemon=True
             )
             self._threads.add(thread)
         thread.start()
         return SendsTensors(
-            line.group, HOST, store.port, self.backend, copy.buckets, int(self._limit_s * 1000)
+            group.name, HOST, store.port, self.backend, copy.buckets, int(self._limit_s * 1000)
         )
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Send nothing more. What is under way gets a moment; engines load the snapshot otherwise."""
         with self._lock:
             self._closing = True
@@ -172,21 +184,21 @@ class Sender:
         for thread in threads:
             thread.join(max(0.0, until_s - time.monotonic()))
         with self._lock:
-            for line in self._lines.values():
-                line.dropped.set()
-            self._lines.clear()
+            for group in self._groups.values():
+                group.dropped.set()
+            self._groups.clear()
             self._copy = self._store = None
 
     # --- one send: on a thread of its own ------------------------------------------------------------
 
-    def _send(self, engine: str, line: _Line, copy: _Copy) -> None:
+    def _send(self, engine: str, group: _Group, copy: _Copy) -> None:
         begun_s, whole = time.monotonic(), False
         try:
-            if line.backend is None:
-                line.backend = self._meet(line)
+            if group.backend is None:
+                group.backend = self._meet(group)
             for bucket in copy.buckets:
                 tensors = [copy.tensors[name] for name in bucket.names]
-                self._broadcast(line, tensors)
+                self._broadcast(group, tensors)
                 metrics.SENT.labels("nccl", "publisher").inc(sum(tensor.nbytes for tensor in tensors))
                 failpoint("weights.bucket_sent")
             whole = True
@@ -201,16 +213,16 @@ class Sender:
         finally:
             with self._lock:
                 copy.users -= 1
-                line.busy = False
-                if not whole and self._lines.get(engine) is line:
-                    del self._lines[engine]
+                group.busy = False
+                if not whole and self._groups.get(engine) is group:
+                    del self._groups[engine]
                 self._threads.discard(threading.current_thread())
             if not whole:
                 # Closes its connections, so that the other side need not wait for its own time limit.
-                line.backend = None
+                group.backend = None
 
-    def _meet(self, line: _Line) -> Any:
-        """The group of `line`, formed as SGLang's `init_custom_process_group` does; waits for its members."""
+    def _meet(self, group: _Group) -> Any:
+        """The backend of `group`, formed as SGLang's `init_custom_process_group` does, once all are there."""
         meeting = self._store
         if meeting is None:
             raise RuntimeError("the trainer is ending")
@@ -220,27 +232,27 @@ class Sender:
             HOST, meeting.port, None, False, timeout=limit, wait_for_workers=False
         )
         place = "cuda" if self.backend == "nccl" else "cpu"
-        for prefix in (line.group, f"{line.group}/", f"{place}/"):
+        for prefix in (group.name, f"{group.name}/", f"{place}/"):
             store = dist.PrefixStore(prefix, store)
         if self.backend == "gloo":
-            return dist.ProcessGroupGloo(store, 0, 1 + line.ranks, limit)
-        return _nccl_group(store, 1 + line.ranks)
+            return dist.ProcessGroupGloo(store, 0, 1 + group.ranks, limit)
+        return _nccl_group(store, 1 + group.ranks)
 
-    def _broadcast(self, line: _Line, tensors: list[torch.Tensor]) -> None:
+    def _broadcast(self, group: _Group, tensors: list[torch.Tensor]) -> None:
         """Raises `RuntimeError` when the others have not taken them within the limit."""
         how = dist.BroadcastOptions()
         how.rootRank = 0
         if self.backend == "gloo":
-            for work in [line.backend.broadcast([tensor], how) for tensor in tensors]:
+            for work in [group.backend.broadcast([tensor], how) for tensor in tensors]:
                 work.wait()
             return
         with torch.cuda.device(self._device):
-            works = [line.backend.broadcast([tensor], how) for tensor in tensors]
+            works = [group.backend.broadcast([tensor], how) for tensor in tensors]
         until_s = time.monotonic() + self._limit_s
         # NCCL's own wait orders streams and returns at once: whether the bytes left is asked.
         while not all(work.is_completed() for work in works):
-            if line.dropped.is_set() or time.monotonic() > until_s:
-                line.backend.abort()
+            if group.dropped.is_set() or time.monotonic() > until_s:
+                group.backend.abort()
                 raise RuntimeError(f"the engine has not taken a bucket within {self._limit_s:g} s")
             time.sleep(POLL_S)
 

@@ -4,22 +4,29 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from areal_async.rpc.messages import VersionTag
-from areal_async.weights.shelf import MAX_HOLDS, MAX_PENDING, MAX_RECEIVERS, SILENT_MS, Retired, Shelf
+from areal_async.weights.retention import (
+    MAX_HOLDS,
+    MAX_PENDING,
+    MAX_RECEIVERS,
+    SILENT_MS,
+    RetentionPolicy,
+    Retired,
+)
 
 
 def tag(version: int, epoch: int = 1) -> VersionTag:
     return VersionTag(epoch, version)
 
 
-def shelf_with(*versions: int, keep: int = 2, evaluate: bool = False) -> Shelf:
-    shelf = Shelf(keep, hold_ms=1000)
+def shelf_with(*versions: int, keep: int = 2, evaluate: bool = False) -> RetentionPolicy:
+    shelf = RetentionPolicy(keep, hold_ms=1000)
     for version in versions:
         shelf.add(tag(version), evaluate=evaluate, final=False)
     return shelf
 
 
 def test_the_next_delta_starts_from_what_most_receivers_serve() -> None:
-    shelf = Shelf(2, hold_ms=1000, bases=True)
+    shelf = RetentionPolicy(2, hold_ms=1000, bases=True)
     assert shelf.base() is None
     shelf.add(tag(0), evaluate=False, final=False)
     assert shelf.base() is None
@@ -38,7 +45,7 @@ def test_the_next_delta_starts_from_what_most_receivers_serve() -> None:
 
 
 def test_a_base_in_use_stays_and_goes_when_its_receivers_move_on() -> None:
-    shelf = Shelf(2, hold_ms=1000, bases=True)
+    shelf = RetentionPolicy(2, hold_ms=1000, bases=True)
     for version in range(5):
         shelf.add(tag(version), evaluate=False, final=False)
     shelf.serves("slow", tag(0), 0)
@@ -54,7 +61,7 @@ def test_a_base_in_use_stays_and_goes_when_its_receivers_move_on() -> None:
 
 
 def test_what_workers_that_left_had_served_is_no_base_for_ever() -> None:
-    shelf = Shelf(2, hold_ms=1000, bases=True)
+    shelf = RetentionPolicy(2, hold_ms=1000, bases=True)
     for version in range(3):
         shelf.add(tag(version), evaluate=False, final=False)
     for gone in ("a", "b"):
@@ -81,7 +88,7 @@ def test_what_a_delta_is_being_made_of_stays() -> None:
 
 
 def test_nothing_is_unbounded_the_word_of_receivers_is_forgotten_in_time() -> None:
-    shelf = Shelf(2, hold_ms=1000, bases=True)
+    shelf = RetentionPolicy(2, hold_ms=1000, bases=True)
     for version in range(3):
         shelf.add(tag(version), evaluate=False, final=False)
     shelf.serves("first", tag(0), 0)
@@ -130,7 +137,7 @@ def test_the_work_of_an_evaluator_that_died_is_offered_again() -> None:
 
 
 def test_nothing_is_unbounded_an_evaluation_that_falls_behind_loses_the_oldest_but_never_the_ends() -> None:
-    shelf = Shelf(2, hold_ms=1000)
+    shelf = RetentionPolicy(2, hold_ms=1000)
     shelf.add(tag(0), evaluate=True, final=False)
     for version in range(1, 10):
         shelf.add(tag(version), evaluate=True, final=version == 9)
@@ -196,7 +203,7 @@ class Shelves(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shelf = Shelf(self.KEEP, self.HOLD_MS)
+        self.shelf = RetentionPolicy(self.KEEP, self.HOLD_MS)
         self.now_ms = 0
         self.version = 0
         self.on_disk: list[VersionTag] = []

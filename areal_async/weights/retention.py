@@ -38,7 +38,7 @@ class Retired(NamedTuple):
     reusable: bool
 
 
-class Shelf:
+class RetentionPolicy:
     """All times are milliseconds of one monotonic clock."""
 
     def __init__(self, keep: int, hold_ms: int, *, bases: bool = False) -> None:

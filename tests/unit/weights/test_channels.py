@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 import tempfile
-import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,14 +10,15 @@ import pytest
 import torch
 
 from areal_async.errors import SnapshotError, SnapshotSkipped
-from areal_async.rpc.messages import DeltaOffer, NoNews, SnapshotNotice, VersionTag
-from areal_async.rpc.secret import RunSecret
-from areal_async.weights import Publisher, Receiver
-from areal_async.weights.transport.inlet import Inlet, Place, should_skip
-from areal_async.weights.transport.outlet import Outlet
-from tests.unit.transport.world import PATIENCE_S, written
-
-SECRET = RunSecret(bytes(32))
+from areal_async.rpc.messages import NoNews, SnapshotNotice, VersionTag
+from areal_async.weights.channels.disk import DiskReader
+from areal_async.weights.channels.fetcher import SnapshotFetcher, should_skip
+from areal_async.weights.channels.host_cache import HostCache
+from areal_async.weights.channels.snapshot_server import SnapshotServer
+from areal_async.weights.offers import DeltaPolicy
+from areal_async.weights.publisher import Publisher
+from areal_async.weights.receiver import Receiver
+from tests.unit.weights.world import LIMIT_S, PATIENCE_S, SECRET, Held, until
 
 
 def tag(version, epoch=1):
@@ -38,21 +38,24 @@ def place():
 
 @pytest.fixture
 def publishers(place):
-    """Make publishers, by channel; closed at the end."""
+    """Make publishers, by channel; closed at the end. Those of `zmq` have their server in `.chunks`."""
     with ExitStack() as stack:
 
-        def make(channel="zmq", root="shm", **options):
-            outlet = Outlet("tcp://127.0.0.1:0", **options, access=SECRET) if channel == "zmq" else None
+        def make(channel="zmq", root="shm", deltas=None, **options):
+            end = None
+            if channel == "zmq":
+                end = SnapshotServer("tcp://127.0.0.1:0", job="j", access=SECRET, **options)
             made = Publisher(
                 place / root,
                 f"ipc://{place}/s",
                 job="j",
                 files={"config.json": b"{}"},
-                channel=channel,
+                channel=end,
                 node_id="trainer",
-                outlet=outlet,
+                deltas=deltas,
                 access=SECRET,
             )
+            made.chunks = end.chunks if end is not None else None
             made.start()
             stack.callback(made.close)
             return made
@@ -60,10 +63,19 @@ def publishers(place):
         yield make
 
 
-async def receiver(place, node, name="r", purpose="serve", apply_delta=None, **options):
-    where = Place(node, place / "nodes" / node, patience_s=PATIENCE_S, give_up_s=3, **options, access=SECRET)
-    inlet = Inlet(where, receiver=name, apply_delta=apply_delta)
-    made = Receiver(f"ipc://{place}/s", job="j", name=name, purpose=purpose, inlet=inlet, access=SECRET)
+async def receiver(place, node, name="r", purpose="serve", channel=None):
+    end = channel or SnapshotFetcher(
+        place / "nodes" / node,
+        node_id=node,
+        name=name,
+        job="j",
+        listen="tcp://127.0.0.1:0",
+        access=SECRET,
+        patience_s=PATIENCE_S,
+        give_up_s=3,
+    )
+    made = Receiver(f"ipc://{place}/s", job="j", name=name, purpose=purpose, channel=end, access=SECRET)
+    made.end = end
     await made.connect(10)
     return made
 
@@ -87,11 +99,11 @@ def test_receivers_on_other_hosts_get_the_snapshot_and_the_trainer_sends_it_once
         for _, snapshot in await asyncio.gather(*(take(r) for r in rs)):
             assert snapshot.tensors["w"][0] == 0
             assert snapshot.path.parent.parent == place / "nodes"
-        assert p._outlet.station.bytes_sent == size
+        assert p.chunks.bytes_sent == size
         p.publish(tag(1), weights(1))
         for _, snapshot in await asyncio.gather(*(take(r, tag(0)) for r in rs)):
             assert snapshot.tensors["w"][0] == 1
-        assert p._outlet.station.bytes_sent == 2 * size
+        assert p.chunks.bytes_sent == 2 * size
         for r in rs:
             await r.ack(tag(1))
             await r.close()
@@ -110,7 +122,7 @@ def test_a_receiver_on_the_trainers_host_reads_where_it_was_written(place, publi
         await r.close()
 
     asyncio.run(main())
-    assert p._outlet.station.bytes_sent == 0
+    assert p.chunks.bytes_sent == 0
 
 
 def test_one_process_per_host_fetches_and_the_others_find_it(place, publishers):
@@ -125,7 +137,7 @@ def test_one_process_per_host_fetches_and_the_others_find_it(place, publishers):
             await r.close()
 
     asyncio.run(main())
-    assert p._outlet.station.bytes_sent == size
+    assert p.chunks.bytes_sent == size
 
 
 def test_nothing_is_unbounded_a_host_keeps_the_newest_two_and_what_is_served(place, publishers):
@@ -189,33 +201,27 @@ def test_versions_are_true_what_was_damaged_here_is_refused_and_fetched_again(pl
 
 
 def test_a_fetch_under_way_is_skipped_for_a_newer_snapshot_once_and_then_finished(place, publishers):
-    p = publishers()
+    p = publishers(server=Held)
     p.publish(tag(0), weights(0))
-    stuck = threading.Event()
-    station = p._outlet.station
-    send = station._send_chunk
-
-    def held_back(fetcher, holding, index):
-        stuck.set()
 
     async def main():
         r = await receiver(place, "n")
-        station._send_chunk = held_back
+        p.chunks.limit = 0
         notice = await r.next(None, 5000)
         opening = asyncio.create_task(r.open(notice))
-        assert await asyncio.to_thread(stuck.wait, 10)
+        await until(lambda: p.chunks.asked > 0)
         p.publish(tag(1), weights(1))
         with pytest.raises(SnapshotSkipped, match="e1-v0 was skipped"):
-            await asyncio.wait_for(opening, 60)
+            await asyncio.wait_for(opening, LIMIT_S)
         newer = await r.next(notice.tag, 5000)
         assert newer.tag == tag(1)
-        stuck.clear()
+        asked = p.chunks.asked
         opening = asyncio.create_task(r.open(newer))
-        assert await asyncio.to_thread(stuck.wait, 10)
+        await until(lambda: p.chunks.asked > asked)
         p.publish(tag(2), weights(2))
         await r.next(newer.tag, 5000)  # told, and still it goes on
-        station._send_chunk = send
-        assert (await asyncio.wait_for(opening, 60)).tag == tag(1)
+        p.chunks.limit = 1 << 30
+        assert (await asyncio.wait_for(opening, LIMIT_S)).tag == tag(1)
         await r.ack(tag(1))
         notice, snapshot = await take(r, tag(1))
         assert snapshot.tag == tag(2)
@@ -258,7 +264,8 @@ def test_a_shared_directory_is_read_in_place_or_copied_once_per_host(place, publ
     p.publish(tag(0), weights(0))
 
     async def main():
-        rs = [await receiver(place, "n", f"r{i}", copy_from_disk=copy) for i in range(2)]
+        ends = [DiskReader(HostCache(place / "nodes" / "n") if copy else None) for _ in range(2)]
+        rs = [await receiver(place, "n", f"r{i}", channel=end) for i, end in enumerate(ends)]
         for _, snapshot in await asyncio.gather(*(take(r) for r in rs)):
             assert snapshot.tensors["w"][0] == 0
             assert snapshot.path.parent == (place / "nodes" / "n" if copy else place / "shared")
@@ -270,35 +277,58 @@ def test_a_shared_directory_is_read_in_place_or_copied_once_per_host(place, publ
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_a_delta_to_a_base_that_is_here_is_used_and_else_the_full_snapshot(place, publishers, works):
-    p = publishers()
-    p.publish(tag(0), weights(0))
-    applied = []
+# --- deltas between hosts -------------------------------------------------------------------------------
 
-    def apply_delta(base, delta, into):
-        applied.append((base.name, delta.name))
-        if not works:
-            raise SnapshotError("another base")
-        shutil.copytree(place / "shm" / "e1-v1", into)
+
+def sparse(version):
+    values = torch.rand(300_000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    values[:: 1000 + version] += version
+    return {"w": values, "ids": torch.arange(10)}
+
+
+def test_a_chain_of_deltas_crosses_hosts_at_a_fraction_of_the_bytes(place, publishers):
+    p = publishers(deltas=DeltaPolicy(anchor_every=4))
+    sent, offered = [], []
 
     async def main():
-        r = await receiver(place, "n", apply_delta=apply_delta)
-        notice, _ = await take(r)
-        await r.ack(notice.tag)
-        p.publish(tag(1), weights(1))
-        small = written(place / "deltas", version=1, mib=0.1)
-        path = small.path.rename(place / "deltas" / "e1-v1.delta")
-        p._outlet.offer(path, small.manifest_hash)
-        news = await r.next(tag(0), 5000)
-        offer = DeltaOffer(tag(0), str(path), small.manifest_hash, small.size_bytes)
-        snapshot = await r.open(
-            SnapshotNotice(*[getattr(news, f) for f in news.__struct_fields__][:-1], offer)
-        )
-        assert snapshot.tensors["w"][0] == 1
-        full = news.size_bytes
-        assert (r._inlet._station.bytes_received > 2 * full) == (not works)
+        r = await receiver(place, "n")
+        after = None
+        for version in range(6):
+            p.publish(tag(version), sparse(version))
+            news = await r.next(after, 20_000)
+            assert news.tag == tag(version)
+            before = p.chunks.bytes_sent
+            snapshot = await r.open(news)
+            assert torch.equal(snapshot.tensors["w"], sparse(version)["w"])
+            assert snapshot.path.parent == place / "nodes" / "n"
+            for name in ("model.safetensors", "manifest.json", "config.json"):
+                assert (snapshot.path / name).read_bytes() == (Path(news.path) / name).read_bytes()
+            sent.append(p.chunks.bytes_sent - before)
+            offered.append(news.delta is not None)
+            await r.ack(news.tag)
+            after = news.tag
         await r.close()
 
     asyncio.run(main())
-    assert applied == [("e1-v0", "e1-v1.delta")]
+    assert offered == [False, True, True, True, False, True]
+    assert all((n < 0.05 * sent[0]) == delta for n, delta in zip(sent, offered, strict=True))
+
+
+def test_versions_are_true_a_delta_that_cannot_be_used_is_replaced_by_the_full_snapshot(place, publishers):
+    p = publishers(deltas=DeltaPolicy())
+
+    async def main():
+        r = await receiver(place, "n")
+        p.publish(tag(0), sparse(0))
+        notice, first = await take(r)
+        await r.ack(notice.tag)
+        p.publish(tag(1), sparse(1))
+        news = await r.next(tag(0), 20_000)
+        assert news.delta is not None
+        model = first.path / "model.safetensors"  # the base is damaged after it was verified
+        model.write_bytes(model.read_bytes()[:-2] + b"\xff\xff")
+        assert torch.equal((await r.open(news)).tensors["w"], sparse(1)["w"])
+        assert r.end.bytes_received > notice.size_bytes + news.size_bytes
+        await r.close()
+
+    asyncio.run(main())

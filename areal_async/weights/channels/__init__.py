@@ -1,0 +1,156 @@
+"""Weights channels: how the files of a snapshot get from the publisher to the hosts of its receivers.
+
+`weights.channel` names one: `shm`, `zmq`, `disk` or `nccl`, an entry point of another package in the group
+`areal_async.channels`, or `path.py:name` (see `areal_async/registry.py`). A channel is a class with the
+members of `Channel`, usually derived from it. It is never instantiated; it makes two ends:
+
+    PublishingEnd   in the trainer, driven by `Publisher`: start, then for each version
+                    offer(tag, tensors)         before the snapshot is written
+                    add(directory, hash)        it is complete, and about to be announced
+                    remove(hash)                it is retired; may its bytes be overwritten?
+                    answer(message)             a request of a receiver, unknown to the publisher itself
+                    and close. `start`, `answer` and `close` run on the publisher's event loop, the others on
+                    the trainer's thread.
+    ReceivingEnd    in each process that serves or evaluates, driven by `Receiver` on its event loop:
+                    bring(notice, publisher, newer)   the directory's path on this host, once it is there
+                    served(tag), distrust(notice)     what became of it
+                    and close.
+
+The base classes are the ends of a channel whose files every receiver can read where the trainer wrote them.
+No end decides that a snapshot is true: `open_snapshot` hashes what `bring` returned, whatever the channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_async.config.base import Section
+from areal_async.config.errors import Mistake
+from areal_async.config.job import JobConfig
+from areal_async.registry import CHANNELS
+from areal_async.rpc.messages import Message, SnapshotNotice, VersionTag
+
+if TYPE_CHECKING:
+    import torch
+
+    from areal_async.rpc.client import Client
+    from areal_async.rpc.server import Answer
+    from areal_async.runtime.context import ServiceContext
+
+
+class PublishingEnd:
+    """The trainer's end. This one leaves the files where they are."""
+
+    async def start(self) -> None:
+        """Begin to serve. Raises `ArealError`."""
+
+    async def close(self) -> None:
+        """Leave no thread and no socket behind."""
+
+    def offer(self, tag: VersionTag, tensors: Mapping[str, torch.Tensor]) -> None:
+        """These tensors, on the trainer's device, are about to be published as `tag`; they may change as soon
+        as this returns."""
+
+    def add(self, directory: Path, manifest_hash: str) -> None:
+        """The complete `directory` (of a snapshot or of a delta) may be fetched from now on."""
+
+    def remove(self, manifest_hash: str) -> bool:
+        """It may be fetched no more; whether its files may be overwritten, since nobody reads them."""
+        return True
+
+    async def answer(self, message: Message) -> Answer | None:
+        """The answer to a receiver; None for a message that is not for this channel. Raises `FaultError`."""
+        return None
+
+
+class ReceivingEnd:
+    """The end of one receiver. This one reads where the trainer wrote."""
+
+    makes_deltas = False
+    """Whether the snapshot that was brought last is held here, so that the next can be made of it."""
+
+    async def bring(
+        self, notice: SnapshotNotice, publisher: Client, newer: Callable[[], Awaitable[bool]] | None
+    ) -> Path:
+        """The path of the announced snapshot on this host. `publisher` is the receiver's connection to it.
+
+        `newer()`, where given, returns True once a newer snapshot is announced: what is under way may then be
+        given up, with `SnapshotSkipped`. Raises `SnapshotError` for what cannot be brought."""
+        return Path(notice.path)
+
+    def served(self, tag: VersionTag, *, failed: bool = False) -> None:
+        """The receiver uses `tag` now, or `failed` to: files that it no longer needs may go."""
+
+    def distrust(self, notice: SnapshotNotice) -> None:
+        """What was brought did not open: the next try must not find it."""
+
+    async def close(self) -> None:
+        """Leave no socket behind."""
+
+
+class Channel:
+    """What a channel declares, and its ends. All members are static; the module that holds it must not import
+    torch, since a job file is checked with it."""
+
+    class Arguments(Section):
+        """The arguments of the channel, which the job file has in `weights.channel_args`."""
+
+    deltas = False
+    """Whether `weights.codec: auto` makes deltas: only where they save the bytes of a network."""
+    from_device = False
+    """Whether `offer` wants the tensors on the trainer's device."""
+
+    @staticmethod
+    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        """What is wrong with a job that uses this channel."""
+        yield from no_directory(job)
+
+    @staticmethod
+    def directory(job: JobConfig) -> Path | None:
+        """Where snapshots lie; None for the shared memory of the run. What is there is removed at the end."""
+        return None
+
+    @staticmethod
+    def publishing_end(ctx: ServiceContext) -> PublishingEnd:
+        return PublishingEnd()
+
+    @staticmethod
+    def receiving_end(ctx: ServiceContext, name: str) -> ReceivingEnd:
+        """`name` is that of the receiver."""
+        return ReceivingEnd()
+
+
+def channel_of(job: JobConfig) -> type[Channel]:
+    """The channel that the job names. Raises `PartError`; runs the file of one of the user's own."""
+    channel: type[Channel] = CHANNELS.find(job.weights.channel)
+    return channel
+
+
+def makes_deltas(job: JobConfig) -> bool:
+    """Whether the publisher of the job makes deltas."""
+    codec = job.weights.codec
+    return codec == "delta" or (codec == "auto" and channel_of(job).deltas)
+
+
+def no_directory(job: JobConfig) -> Iterator[Mistake]:
+    """The settings of `disk` do nothing on another channel."""
+    weights = job.weights
+    if weights.directory is not None or weights.copy_from_disk:
+        field = "directory" if weights.directory is not None else "copy_from_disk"
+        problem = f"with weights.channel = {weights.channel} this would do nothing"
+        yield Mistake(
+            f"weights.{field}", problem, "Remove it, or set weights.channel to disk", ("weights.channel",)
+        )
+
+
+def one_host(job: JobConfig) -> Iterator[Mistake]:
+    """Shared memory reaches the trainer's host alone."""
+    for name, node in job.weights.nodes.items():
+        if node != job.weights.node_id:
+            problem = (
+                f"{name} is on {node}, and shared memory reaches no other host than {job.weights.node_id}"
+            )
+            yield Mistake("weights.channel", problem, "Set it to zmq or disk", ("weights.nodes",))
+            return

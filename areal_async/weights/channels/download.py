@@ -1,0 +1,178 @@
+"""One snapshot on its way to this host, chunk by chunk, from the best source that delivers.
+
+One source is used at a time: the first of the list that was not left in this round. It is left when it has
+sent nothing for the patience, does not have the snapshot or cannot be reached. When all were left, a new
+round begins with all of them, and with twice the patience: a link may be slower than was thought. A chunk
+whose hash is wrong is fetched again from the publisher. With nothing from anybody for `give_up_s` the
+download fails; what was verified stays on disk for the next.
+
+At most `window_bytes` are asked for and not received: that is all that a source ever queues for a receiver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from areal_async.errors import ProtocolError, SnapshotError, WireError
+from areal_async.rpc.client import Client
+from areal_async.rpc.messages import GetChunk
+from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.log import get_logger
+from areal_async.weights import metrics
+from areal_async.weights.channels.chunk_server import MAX_ASKED
+from areal_async.weights.channels.chunks import PartialDownload
+
+log = get_logger("weights")
+
+MAX_PATIENCE_S = 60.0
+ROUND_PAUSE_S = 0.25
+"""Between two rounds: with no source that answers there is nothing to hurry for."""
+VERIFY_THREADS = 2
+"""Threads that verify and write chunks: one alone is slower than what a socket delivers."""
+
+
+class Download:
+    """Fills `partial` from `sources` (endpoints, best first); `origin` is the publisher's among them.
+    `client(endpoint)` makes the clients that it asks with."""
+
+    def __init__(
+        self,
+        partial: PartialDownload,
+        sources: Sequence[str],
+        *,
+        origin: str,
+        client: Callable[[str], Client],
+        patience_s: float = 5.0,
+        give_up_s: float = 60.0,
+        window_bytes: int = 16 << 20,
+    ) -> None:
+        self.partial = partial
+        self.bytes_received = 0
+        self._sources = list(sources)
+        self._origin = origin
+        self._client = client
+        self._patience_s = patience_s
+        self._give_up_s = give_up_s
+        chunk_bytes = partial.layout.table.chunk_bytes
+        self._credits = min(MAX_ASKED, max(4, window_bytes // chunk_bytes))
+        self._fed_s = time.monotonic()
+        self._active = ""
+        self._clients: dict[str, Client] = {}
+
+    @property
+    def starved_s(self) -> float:
+        """Seconds since the last chunk came."""
+        return time.monotonic() - self._fed_s
+
+    @property
+    def state(self) -> str:
+        """How far it is and what it waits for, for a person."""
+        share = f"{100 * self.partial.progress:.0f} % of {self.partial.final.name} are here"
+        return f"{share}; {self._active or 'no source'} has sent nothing for {self.starved_s:.0f} s"
+
+    async def run(self) -> Path:
+        """Download what is missing; the directory's path once it is complete. Raises `SnapshotError`."""
+        began_s = self._fed_s = time.monotonic()
+        async with AsyncExitStack() as stack:
+            stack.callback(self._end)
+            stack.push_async_callback(self._close_clients)
+            pool = stack.enter_context(ThreadPoolExecutor(VERIFY_THREADS, "weights-verify"))
+            patience_s, left = self._patience_s, set[str]()
+            while self.partial.missing:
+                source = next((name for name in self._sources if name not in left), "")
+                limit_s = min(patience_s, self._give_up_s - self.starved_s)
+                if limit_s <= 0:
+                    raise SnapshotError(f"no source sent anything for {self._give_up_s:g} s: {self.state}")
+                if source:
+                    left.add(source)
+                    await self._take_from(source, limit_s, pool)
+                else:
+                    left.clear()
+                    patience_s = min(MAX_PATIENCE_S, 2 * patience_s)
+                    await asyncio.sleep(ROUND_PAUSE_S)
+            self.partial.finish()
+        metrics.FETCH_SECONDS.observe(time.monotonic() - began_s)
+        return self.partial.final
+
+    async def _take_from(self, source: str, patience_s: float, pool: ThreadPoolExecutor) -> None:
+        """Take chunks until none is missing, or the source is to be left."""
+        self._active = source
+        wanted = iter(self.partial.missing)
+        reason = f"it has sent nothing for {patience_s:g} s"
+        try:
+            async with asyncio.timeout(patience_s) as limit:
+                client = await self._connected(source)
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(self._credits):
+                        group.create_task(self._take(client, source, wanted, limit, patience_s, pool))
+            return
+        except TimeoutError:
+            metrics.REFUSED.labels("late").inc()
+        except WireError as error:
+            reason = str(error)
+        except ExceptionGroup as group_error:
+            first = group_error.exceptions[0]
+            if not isinstance(first, WireError):
+                raise first from None
+            reason = str(first)
+        finally:
+            self._active = ""
+        log.warning("source left", source=source, snapshot=self.partial.final.name, reason=reason)
+        # What it was asked for it need not send any more.
+        if source in self._clients:
+            await self._clients.pop(source).close()
+
+    async def _take(
+        self,
+        client: Client,
+        source: str,
+        wanted: Iterator[int],
+        limit: asyncio.Timeout,
+        patience_s: float,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        """One credit: take one chunk after the other."""
+        loop = asyncio.get_running_loop()
+        for number in wanted:
+            data = await self._chunk(client, number, source)
+            if not limit.expired():
+                limit.reschedule(loop.time() + patience_s)
+            while not await loop.run_in_executor(pool, self.partial.put, number, data):
+                metrics.REFUSED.labels("hash").inc()
+                log.warning("chunk with a wrong hash", source=source, chunk=number)
+                if source == self._origin:
+                    raise SnapshotError(f"the publisher sent other bytes than chunk {number}'s")
+                source = self._origin
+                data = await self._chunk(await self._connected(source), number, source)
+            failpoint("weights.received")
+            self._fed_s = time.monotonic()
+            self.bytes_received += data.nbytes
+            self.partial.announce(number)
+
+    async def _chunk(self, client: Client, number: int, source: str) -> memoryview:
+        ask = GetChunk(self.partial.layout.table.manifest_hash, number)
+        _, attached = await client.exchange(ask, timeout_s=self._give_up_s)
+        if len(attached) != 1:
+            raise ProtocolError(f"{len(attached)} attachments came with a chunk")
+        metrics.RECEIVED.labels("zmq", "publisher" if source == self._origin else "peer").inc(
+            attached[0].nbytes
+        )
+        return attached[0]
+
+    async def _connected(self, source: str) -> Client:
+        if source not in self._clients:
+            self._clients[source] = self._client(source)
+        await self._clients[source].connect(self._give_up_s)
+        return self._clients[source]
+
+    async def _close_clients(self) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients.values()))
+
+    def _end(self) -> None:
+        if self.partial.missing or self.partial.directory != self.partial.final:
+            self.partial.abandon()

@@ -1,0 +1,186 @@
+"""The snapshots of one host, shared by the processes on it: complete directories `e<epoch>-v<version>`.
+
+Promises:
+- One process makes a snapshot, whoever claims it first; the others wait for it, with a deadline, and find it.
+  A claim ends with its process, and another goes on with what is there.
+- Kept are the newest `KEPT` and whatever a process holds (a hold, too, ends with its process). The rest, and
+  what was left unfinished, goes at the next `sweep`.
+
+Claims and holds are `flock`s on hidden files beside the directories. All methods but `obtain` are quick. One
+thread at a time may call them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import re
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from areal_async.errors import SnapshotError
+from areal_async.rpc.messages import VersionTag
+from areal_async.weights.channels.chunks import PARTIAL_PREFIX
+from areal_async.weights.manifest import MANIFEST_FILE, hash_of
+
+KEPT = 2
+CLAIM_PREFIX = ".claim-"
+HOLD_PREFIX = ".hold-"
+LOOK_S = 0.02
+"""Seconds between two looks whether another process has made it."""
+_NAME = re.compile(r"e(\d+)-v(\d+)(\.delta)?")
+
+
+class HostCache:
+    """`root` is the folder of this host's snapshots. It is made with the first of them."""
+
+    def __init__(self, root: Path, *, wait_s: float = 600.0) -> None:
+        """`wait_s` is the longest wait for another process of this host that makes a snapshot."""
+        self.root = root
+        self._wait_s = wait_s
+        self._holds: dict[str, int] = {}
+
+    def path(self, name: str) -> Path:
+        return self.root / name
+
+    async def obtain(self, name: str, manifest_hash: str, make: Callable[[], Awaitable[object]]) -> Path:
+        """The directory `name` with this manifest, which is held from now on; `make` puts it at its path
+        where it is missing. Raises `SnapshotError`, and whatever `make` does."""
+        self.hold(name)
+        deadline_s = time.monotonic() + self._wait_s
+        try:
+            while True:
+                if path := self.find(name, manifest_hash):
+                    return path
+                if (claim := self.claim(name)) is not None:
+                    try:
+                        if path := self.find(name, manifest_hash):
+                            return path
+                        await make()
+                    finally:
+                        os.close(claim)
+                    await asyncio.to_thread(self.sweep)
+                    if path := self.find(name, manifest_hash):
+                        return path
+                    raise SnapshotError(f"what came for {name} has another manifest than was announced")
+                if time.monotonic() > deadline_s:
+                    raise SnapshotError(
+                        f"another process of this host has not fetched {name} for {self._wait_s:g} s"
+                    )
+                await asyncio.sleep(LOOK_S)
+        except BaseException:
+            self.free(name)
+            raise
+
+    def find(self, name: str, manifest_hash: str) -> Path | None:
+        """The directory, when it is there with this manifest. One of another manifest is removed."""
+        path = self.path(name)
+        try:
+            if hash_of((path / MANIFEST_FILE).read_bytes()) == manifest_hash:
+                return path
+        except FileNotFoundError:
+            return None
+        self.discard(name)
+        return None
+
+    def hold(self, name: str) -> None:
+        """Keep it, once it is there, until `free`, or until this process ends."""
+        if name not in self._holds:
+            self.root.mkdir(parents=True, exist_ok=True)
+            fd = _lock(self.root / f"{HOLD_PREFIX}{name}", fcntl.LOCK_SH)
+            assert fd is not None
+            self._holds[name] = fd
+
+    def free(self, name: str) -> None:
+        if name in self._holds:
+            os.close(self._holds.pop(name))
+
+    def served(self, name: str, *, failed: bool = False) -> None:
+        """This process serves `name` now, and needs nothing older; where it `failed`, `name` alone goes."""
+        for held in self.held:
+            if held == name if failed else held != name and _tag_of(held) <= _tag_of(name):
+                self.free(held)
+
+    @property
+    def held(self) -> list[str]:
+        """Names of what this process holds."""
+        return [*self._holds]
+
+    def claim(self, name: str) -> int | None:
+        """The right to make `name`, until `os.close`; None while another process has it."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        return _lock(self.root / f"{CLAIM_PREFIX}{name}", fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def discard(self, name: str) -> None:
+        """Remove a directory that is not what it should be: the next try must not find it."""
+        doomed = self.root / f"{PARTIAL_PREFIX}{name}-discarded"
+        try:
+            os.rename(self.path(name), doomed)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Remove what nobody needs."""
+        names: dict[VersionTag, list[str]] = {}
+        for path in self.root.iterdir():
+            if _NAME.fullmatch(path.name):
+                names.setdefault(_tag_of(path.name), []).append(path.name)
+        for tag in sorted(names)[:-KEPT]:
+            for name in names[tag]:
+                self._remove(name)
+        for path in self.root.glob(f"{PARTIAL_PREFIX}*"):
+            name = path.name.removeprefix(PARTIAL_PREFIX).rpartition("-")[0]
+            claim = self.claim(name)
+            if claim is not None:  # otherwise somebody is filling it
+                shutil.rmtree(path, ignore_errors=True)
+                _end(self.root / f"{CLAIM_PREFIX}{name}", claim)
+
+    def close(self) -> None:
+        for name in self.held:
+            self.free(name)
+
+    def _remove(self, name: str) -> None:
+        hold = self.root / f"{HOLD_PREFIX}{name}"
+        held = _lock(hold, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if held is None:
+            return
+        claim = self.claim(name)
+        if claim is not None:
+            self.discard(name)
+            _end(self.root / f"{CLAIM_PREFIX}{name}", claim)
+        _end(hold, held)
+
+
+def _tag_of(name: str) -> VersionTag:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return VersionTag(int(match[1]), int(match[2]))
+
+
+def _lock(path: Path, how: int) -> int | None:
+    """A descriptor with the lock on the file that is at `path` now; None when another has it."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, how)
+            if os.fstat(fd).st_ino == os.stat(path).st_ino:
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except FileNotFoundError:
+            pass  # removed between our open and our lock: the lock is on nothing
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _end(path: Path, fd: int) -> None:
+    """Remove a lock's file and let go of the lock, in this order: whoever waits for it looks again."""
+    path.unlink(missing_ok=True)
+    os.close(fd)

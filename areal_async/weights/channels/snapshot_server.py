@@ -1,0 +1,156 @@
+"""The publisher's end of channel `zmq`: it serves the chunks, and says who fetches them from whom.
+
+A chunk table is made once per snapshot, in a thread of its own, at the first request, or as soon as the
+snapshot is published once somebody has asked for an earlier one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_async.errors import FaultError, SnapshotError
+from areal_async.rpc.endpoints import Access
+from areal_async.rpc.messages import FindSources, Message, Sources
+from areal_async.rpc.server import Answer
+from areal_async.weights.channels import PublishingEnd
+from areal_async.weights.channels.chunk_server import ChunkServer
+from areal_async.weights.channels.chunks import ChunkStore, build_table, encode_table
+
+MAX_SOURCES = 16
+"""Sources that one receiver is told of."""
+MAX_MEMBERS = 4096
+
+
+class RelayTree:
+    """Who fetches a snapshot from whom. Pure.
+
+    Receivers stand in line in the order in which they asked. The first fetches from the origin (the trainer),
+    each other from one before it: with a fan-out of 1 they form a chain, with k a tree in which each serves k
+    others. The origin sends every byte once, however many receive. In a chain every link carries it once,
+    too; chunks are passed on as they come, so n receivers take the time of one and n - 1 chunks more. A
+    fan-out of 0 has everyone fetch from the origin."""
+
+    def __init__(self, fan_out: int) -> None:
+        self._fan_out = fan_out
+        self._lines: dict[str, list[str]] = {}
+
+    def join(self, snapshot: str, endpoint: str, origin: str) -> list[str]:
+        """The sources of `endpoint`, best first; it takes its place in line at the first call."""
+        line = self._lines.setdefault(snapshot, [])
+        if endpoint not in line:
+            if len(line) >= MAX_MEMBERS:
+                return [origin]
+            line.append(endpoint)
+        return sources(line, line.index(endpoint), origin, self._fan_out)
+
+    def forget(self, snapshot: str) -> None:
+        self._lines.pop(snapshot, None)
+
+
+def sources(line: Sequence[str], me: int, origin: str, fan_out: int) -> list[str]:
+    """Where member `me` of `line` (endpoints, in order) fetches from, best first: its parent, its parent's
+    parents, the origin, then everybody else. Whoever is gone is stepped over, and receivers that hold all
+    chunks between them complete each other without an origin."""
+    if fan_out < 1:
+        return [origin]
+    ancestors: list[str] = []
+    at = me
+    while at > 0:
+        at = (at - 1) // fan_out
+        ancestors.append(line[at])
+    # The first in line are the first to be complete.
+    others = [member for member in line if member not in {*ancestors, line[me]}]
+    nearest = ancestors[: MAX_SOURCES - 1]
+    return [*nearest, origin, *others[: MAX_SOURCES - 1 - len(nearest)]]
+
+
+@dataclass
+class _Served:
+    directory: Path
+    manifest_hash: str
+    table: Future[bytes] | None = None
+
+
+class SnapshotServer(PublishingEnd):
+    """Serves chunks at `listen` for a publisher, on whose event loop it runs."""
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        job: str,
+        access: Access,
+        fan_out: int = 1,
+        server: type[ChunkServer] = ChunkServer,
+    ) -> None:
+        self.chunks = server(listen, job=job, source="publisher", access=access)
+        self._tree = RelayTree(fan_out)
+        self._served: dict[str, _Served] = {}
+        self._lock = threading.Lock()
+        self._asked = False
+        self._hasher = ThreadPoolExecutor(1, "weights-hash")
+
+    async def start(self) -> None:
+        await self.chunks.start()
+
+    async def close(self) -> None:
+        self._hasher.shutdown(cancel_futures=True)
+        await self.chunks.close()
+
+    def add(self, directory: Path, manifest_hash: str) -> None:
+        served = _Served(directory, manifest_hash)
+        with self._lock:
+            self._served[manifest_hash] = served
+            if self._asked:
+                self._table_of(served)
+
+    def remove(self, manifest_hash: str) -> bool:
+        with self._lock:
+            served = self._served.pop(manifest_hash, None)
+            self._tree.forget(manifest_hash)
+        # A table that is being made reads the files, too.
+        table = served.table if served is not None else None
+        quiet = table is None or table.cancel() or table.done()
+        return self.chunks.remove(manifest_hash) and quiet
+
+    async def answer(self, message: Message) -> Answer | None:
+        """Sources and chunk table for a receiver. Raises `FaultError("stale")` for a snapshot that is not
+        served any more."""
+        if not isinstance(message, FindSources):
+            return None
+        gone = "the snapshot is not given out any more: ask for the newest"
+        with self._lock:
+            self._asked = True
+            served = self._served.get(message.manifest_hash)
+            table = self._table_of(served) if served is not None else None
+        if table is None:
+            raise FaultError("stale", gone)
+        try:
+            data = await asyncio.shield(asyncio.wrap_future(table))
+        except SnapshotError as error:
+            raise FaultError("stale", f"{gone} ({error})") from error
+        except asyncio.CancelledError:
+            if table.cancelled():
+                raise FaultError("stale", gone) from None
+            raise
+        with self._lock:
+            origin = self.chunks.endpoint
+            found = self._tree.join(message.manifest_hash, message.endpoint, origin)
+        return Sources(found, origin), [data]
+
+    def _table_of(self, served: _Served) -> Future[bytes]:
+        if served.table is None:
+            served.table = self._hasher.submit(self._make_table, served)
+        return served.table
+
+    def _make_table(self, served: _Served) -> bytes:
+        table = build_table(served.directory, served.manifest_hash)
+        with self._lock:
+            if self._served.get(served.manifest_hash) is served:
+                self.chunks.add(ChunkStore(served.directory, table))
+        return encode_table(table)
