@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from areal_async.rpc.messages import BufferStats
+from areal_async.runtime.status import board
 from replay_buffer.errors import Trouble
 
 GAUGES = {
@@ -65,6 +66,7 @@ class BufferCollector(Collector):
 
     def show(self, stats: BufferStats, lost_writes: int) -> None:
         self._stats, self._lost_writes = stats, lost_writes
+        board.no_scores = stats.no_scores
 
     def unconfirmed_s(self) -> float:
         """For how long, at least, Redis has confirmed nothing of what it was sent; 0 when there is nothing.

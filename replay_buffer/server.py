@@ -46,7 +46,7 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.server import Answer, Peer, Server, by_type
 from areal_async.runtime.context import ServiceContext
-from areal_async.runtime.log import NO_SCORES, get_logger
+from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.trajectory import TrajectoryError, summarise
 from replay_buffer import metrics
@@ -103,7 +103,11 @@ class NoScoreLog:
                 said[kind] = (note.count, now_ms)
                 # In this order the line of a terminal ends with the long text.
                 self._say(
-                    NO_SCORES, kind=kind, count=note.count, episode_id=note.episode_id, message=note.message
+                    "verdicts without a score",
+                    kind=kind,
+                    count=note.count,
+                    episode_id=note.episode_id,
+                    message=note.message,
                 )
         self._said = said
 

@@ -16,6 +16,7 @@ from areal_async.errors import ArealError
 from areal_async.launch.registry import JobEntry, Owner, Registry, Service
 from areal_async.runtime.context import RunPlaces, ServiceContext
 from areal_async.runtime.log import get_logger
+from areal_async.runtime.status import board
 from reward_service import metrics
 
 log = get_logger("reward")
@@ -91,6 +92,9 @@ def why_waits(now: Service) -> metrics.Why:
 
 def _tell(now: Service) -> None:
     metrics.attached(now.workers_alive, why_waits(now))
+    board.waits(
+        "reward", "" if now.state in ("serving", "failed") else now.text or "the shared reward service"
+    )
     if now.state == "waiting":
         log.warning("waiting for a shared reward service", why=now.text)
     else:

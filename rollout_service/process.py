@@ -14,6 +14,7 @@ from areal_async.config.job import JobConfig
 from areal_async.config.rollout import SamplingSection
 from areal_async.errors import ArealError, RpcTimeout
 from areal_async.runtime.log import get_logger
+from areal_async.runtime.status import board
 from areal_async.trajectory import Sampling
 from areal_async.weights.receiver import Receiver
 from rollout_service.gateway import Gateway
@@ -74,5 +75,7 @@ async def connect(receiver: Receiver) -> None:
             await receiver.connect(CONNECT_WAIT_S)
         except RpcTimeout as error:
             log.info("waiting for the trainer's first snapshot", error=str(error))
+            board.waits("trainer", "the trainer's first snapshot")
         else:
+            board.waits("trainer", "")
             return

@@ -1,4 +1,5 @@
-"""The supervisor's control socket: what `areal-async scale` and `drain` ask, on a thread of its own.
+"""The supervisor's control socket: how the run stands, and what `areal-async scale` and `drain` ask, on a
+thread of its own.
 
 Promises: a request is carried out by the supervisor's own loop, one at a time; it is answered with what was
 done, or with why not; a worker that is to leave is named to the buffer, so that it is leased nothing more.
@@ -9,25 +10,30 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from areal_async.errors import FaultError, WireError
 from areal_async.rpc.client import Client
-from areal_async.rpc.messages import Drain, DrainWorker, Message, ScaleWorkers, WorkersChanged
+from areal_async.rpc.messages import (
+    DescribeRun,
+    Drain,
+    DrainWorker,
+    RunDescription,
+    ScaleWorkers,
+    WorkersChanged,
+)
 from areal_async.rpc.secret import RunSecret
-from areal_async.rpc.server import Peer, Server
+from areal_async.rpc.server import Peer
+from areal_async.runtime.control import ControlServer
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import exit_text
 
 BUFFER_WAIT_S = 10.0
-START_WAIT_S = 10.0
-LAST_ANSWERS_S = 0.05
-"""For answers that have just been given to go out."""
 MAX_ASKED = 64
 """Requests that wait for the supervisor's loop."""
 
@@ -76,23 +82,33 @@ def control_endpoint(socket_dir: Path) -> str:
 
 
 class ControlSocket:
-    """`start`, then `take` what is asked as often as the supervisor looks, then `stop`."""
+    """`start`, then `take` what is asked as often as the supervisor looks, then `stop`.
 
-    def __init__(self, job: str, socket_dir: Path, secret: RunSecret) -> None:
+    `describe` gives the status of the run as plain values; it is called on the socket's own thread."""
+
+    def __init__(
+        self,
+        job: str,
+        socket_dir: Path,
+        secret: RunSecret,
+        describe: Callable[[], dict[str, Any] | None] = lambda: None,
+    ) -> None:
         self._job = job
         self._secret = secret
         self._socket_dir = socket_dir
+        self._describe = describe
         self._asked: queue.Queue[Asked] = queue.Queue(MAX_ASKED)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping = asyncio.Event()
-        self._started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+        self._server = ControlServer(
+            control_endpoint(socket_dir),
+            service="supervisor",
+            job=job,
+            access=secret,
+            handlers={DescribeRun: self._described, ScaleWorkers: self._scale, DrainWorker: self._drain},
+        )
 
     def start(self) -> None:
         """Raises `EndpointError` where the socket cannot be served."""
-        self._loop = asyncio.new_event_loop()
-        self._thread.start()
-        self._started.result(START_WAIT_S)
+        self._server.start()
 
     def take(self) -> Iterator[Asked]:
         """What was asked since the last look."""
@@ -101,57 +117,41 @@ class ControlSocket:
                 yield self._asked.get_nowait()
 
     def stop(self) -> None:
-        if self._loop is not None:
-            with suppress(RuntimeError):  # it could not be served, and its loop has ended
-                self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(START_WAIT_S)
+        self._server.stop()
 
-    def _run(self) -> None:
-        assert self._loop is not None
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            self._loop.close()
+    async def _described(
+        self, peer: Peer, request: DescribeRun, attachments: list[memoryview]
+    ) -> RunDescription:
+        return RunDescription(self._describe())
 
-    async def _serve(self) -> None:
-        server = Server(
-            control_endpoint(self._socket_dir),
-            service="supervisor",
-            job=self._job,
-            access=self._secret,
-            handler=self._handle,
-        )
-        try:
-            await server.start()
-        except Exception as error:
-            self._started.set_exception(error)
-            return
-        self._started.set_result(None)
-        await self._stopping.wait()
-        await asyncio.sleep(LAST_ANSWERS_S)
-        await server.stop()
+    async def _scale(
+        self, peer: Peer, request: ScaleWorkers, attachments: list[memoryview]
+    ) -> WorkersChanged:
+        begun = await self._begin(request)
+        untold = [name for name in begun.leaving if not await self._tell_buffer(name)]
+        return WorkersChanged(_scaled_text(begun, request.limit_ms / 1000, untold), begun.workers)
 
-    async def _handle(self, peer: Peer, message: Message, attachments: list[memoryview]) -> Message:
-        if isinstance(message, DrainWorker) and message.outside:
-            return await self._drain_outside(message)
-        if not isinstance(message, ScaleWorkers | DrainWorker):
-            raise FaultError("invalid", f"the supervisor does not answer {type(message).__name__}")
-        log.info("asked to change the workers", request=repr(message))
-        asked = Asked(message)
+    async def _drain(self, peer: Peer, request: DrainWorker, attachments: list[memoryview]) -> WorkersChanged:
+        if request.outside:
+            return await self._drain_outside(request)
+        begun = await self._begin(request)
+        ((name, ending),) = begun.leaving.items()
+        await self._tell_buffer(name)
+        # Shielded: whoever waits for the same end must get it too.
+        ended = await asyncio.shield(asyncio.wrap_future(ending))
+        return WorkersChanged(_left_text(name, ended), begun.workers)
+
+    async def _begin(self, request: ScaleWorkers | DrainWorker) -> Begun:
+        """Have the supervisor's loop begin what is asked."""
+        log.info("asked to change the workers", request=repr(request))
+        asked = Asked(request)
         try:
             self._asked.put_nowait(asked)
         except queue.Full:
             raise FaultError("busy", "the supervisor has requests enough under way", 500) from None
-        begun = await asyncio.wrap_future(asked.begun)
-        untold = [name for name in begun.leaving if not await self._tell_buffer(name)]
-        if isinstance(message, DrainWorker):
-            (ending,) = begun.leaving.values()
-            # Shielded: whoever waits for the same end must get it too.
-            ended = await asyncio.shield(asyncio.wrap_future(ending))
-            return WorkersChanged(_left_text(message.worker, ended), begun.workers)
-        return WorkersChanged(_scaled_text(begun, message.limit_ms / 1000, untold), begun.workers)
+        return await asyncio.wrap_future(asked.begun)
 
-    async def _drain_outside(self, message: DrainWorker) -> Message:
+    async def _drain_outside(self, message: DrainWorker) -> WorkersChanged:
         if not await self._tell_buffer(message.worker):
             raise FaultError("unavailable", "the buffer does not answer; nothing was done")
         text = f"{message.worker} is leased nothing more; it ends once it has finished what it has"

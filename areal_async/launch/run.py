@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -32,9 +33,9 @@ from areal_async.runtime.context import Role
 from areal_async.runtime.events import close_events, open_events
 from areal_async.runtime.log import end_logging, setup_logging
 from areal_async.runtime.metrics import serve_metrics
+from areal_async.status.aggregator import StatusAggregator, self_check_text
 from areal_async.status.dropped import lost_in
-from areal_async.status.monitor import Monitor
-from areal_async.status.picture import Observer, self_check_text
+from areal_async.status.monitor import Monitor, StatusClients
 from areal_async.status.record import RunLog, as_it_became, read_run_log
 from areal_async.status.view import open_view
 
@@ -96,7 +97,7 @@ def _run(
     final: dict[str, Any] = {}
 
     def on_ending(ending: Ending) -> None:
-        observer.stopping = True
+        aggregator.stopping = True
         final["wall_s"] = time.monotonic() - started_s
         if ending.kind == "finished" and job.kind == "rl":
             monitor.look()
@@ -104,7 +105,11 @@ def _run(
 
     def on_restart(name: str, text: str) -> None:
         run_log.write("restart", service=name)
-        observer.tell(text, time.monotonic())
+        aggregator.tell(text, time.monotonic())
+
+    def describe() -> dict[str, Any] | None:
+        plain_values: dict[str, Any] | None = msgspec.to_builtins(monitor.newest)
+        return plain_values
 
     supervisor = Supervisor(
         job,
@@ -113,13 +118,14 @@ def _run(
         metrics_port=metrics_port,
         on_ending=on_ending,
         on_restart=on_restart,
+        describe=describe,
     )
-    observer = Observer(job, list(supervisor.phases()), started_s)
+    aggregator = StatusAggregator(job, list(supervisor.phases()), started_s)
     with open_view(console, plain=plain) as view:
         monitor = Monitor(
-            observer,
-            folders.run_dir,
-            endpoints=supervisor.endpoints,
+            aggregator,
+            folders.run_dir / "metrics.jsonl",
+            clients=lambda: StatusClients(folders.socket_dir, job.job, folders.secret),
             phases=supervisor.phases,
             show=view.show,
         )
@@ -128,7 +134,9 @@ def _run(
             ending = supervisor.run()
         finally:
             monitor.stop()
-    shares = [share for name in observer.names("rollout") if (share := observer.busy_while_training(name))]
+    shares = [
+        share for name in aggregator.names("rollout") if (share := aggregator.busy_while_training(name))
+    ]
     run_log.write(
         "end",
         ending=ending.kind,

@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import BufferStats
-from areal_async.status.picture import interval_of, steps_done
+from areal_async.status.aggregator import interval_of, steps_done
 from areal_async.status.record import held_out_name, lives_of
 
 Record = Mapping[str, Any]

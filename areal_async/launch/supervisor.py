@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 
@@ -57,7 +58,8 @@ class Supervisor:
 
     `on_serving` is called once all serve, `on_restart` with the name and a line of text when a service died
     and is to be started again, `on_ending` once when the end is decided and the services that did not cause
-    it still run; all must be quick."""
+    it still run; all must be quick. `describe` gives the status of the run as plain values for whoever asks
+    the control socket."""
 
     def __init__(
         self,
@@ -69,6 +71,7 @@ class Supervisor:
         on_serving: Callable[[], None] = lambda: None,
         on_ending: Callable[[Ending], None] = lambda ending: None,
         on_restart: Callable[[str, str], None] = lambda name, text: None,
+        describe: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
         self.job = job
         self.folders = folders
@@ -85,7 +88,7 @@ class Supervisor:
         self._told_ports: list[int] = []
         self._told_ending = False
         self._interrupted_s: float | None = None
-        self._socket = ControlSocket(job.job, folders.socket_dir, folders.secret)
+        self._socket = ControlSocket(job.job, folders.socket_dir, folders.secret, describe)
         self._modules = modules
         self._leaving: dict[str, Leaving] = {}
         """Workers that are being drained, and who waits for their end."""
@@ -94,8 +97,7 @@ class Supervisor:
         """Start everything, and return how it ended once nothing runs any more."""
         self._write_places()
         try:
-            if self.job.kind == "rl":
-                self._socket.start()
+            self._socket.start()
             with _caught_signals() as signals, selectors.DefaultSelector() as selector:
                 selector.register(signals, selectors.EVENT_READ)
                 self._apply(self.lifecycle.begin(time.monotonic()))
@@ -110,15 +112,6 @@ class Supervisor:
             self._sweep()
         assert self.lifecycle.ending is not None
         return self.lifecycle.ending
-
-    def endpoints(self) -> dict[str, int]:
-        """Metrics port of each service that serves now, by its name."""
-        states = self.lifecycle.states
-        return {
-            name: port
-            for name, port in list(self.metrics_ports.items())
-            if (state := states.get(name)) is not None and state.alive
-        }
 
     def phases(self) -> dict[str, str]:
         """Phase of each service, in words, by its name. May be called from another thread."""

@@ -424,6 +424,44 @@ class Stats(Request[BufferStats], frozen=True):
     pass
 
 
+# --- supervisor -> every service; anyone -> supervisor -----------------------------------------------
+
+ServiceState = Literal["starting", "serving", "draining"]
+
+
+class ServiceStatus(Message, frozen=True):
+    """What a service says of itself."""
+
+    name: str
+    pid: int
+    state: ServiceState
+    waiting_for: dict[str, str]
+    """What it waits for, in words, by what that is about; empty when it waits for nothing."""
+    figures: dict[str, dict[str, float]]
+    """Its Prometheus series: name → the values of its labels, joined by commas → value."""
+    notice: str = ""
+    """Its newest warning, error or news, in words."""
+    notices: int = 0
+    """How many there were: a greater number means that `notice` is new."""
+    no_scores: list[NoScore] = []
+    """The buffer's verdicts without a score, by kind."""
+
+
+class Status(Request[ServiceStatus], frozen=True):
+    """Ask any service, at its own endpoint, what it says of itself."""
+
+
+class RunDescription(Message, frozen=True):
+    """`status` has the fields of `areal_async.status.aggregator.RunStatus` as plain values; None until the
+    run is watched."""
+
+    status: dict[str, Any] | None = None
+
+
+class DescribeRun(Request[RunDescription], frozen=True):
+    """Ask the supervisor how the run stands."""
+
+
 # --- weights: receivers -> trainer -------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ SERVED_VARIABLE = "AREAL_ASYNC_SERVED_BEFORE"
 """Environment variable that the supervisor sets for a service that it starts again and that has served."""
 SOCKET_PATH_LIMIT = 107
 """Bytes in a unix socket path, without its ending NUL (`sockaddr_un.sun_path` holds 108)."""
-LONGEST_SOCKET_NAME = 24
+LONGEST_SOCKET_NAME = 32
 """Room that a socket folder must leave for the names in it."""
 
 
@@ -108,15 +108,17 @@ class ServiceContext:
 
     @property
     def has_served(self) -> bool:
-        """Whether `ready` has been called in a process of a supervisor."""
+        """Whether `ready` has been called."""
         return self._told.is_set()
 
     def ready(self) -> None:
         """Tell the supervisor that this service serves. A second call does nothing; so does a call in a
         process started by hand."""
-        if self.ready_fd is None or self._told.is_set():
+        if self._told.is_set():
             return
         self._told.set()
+        if self.ready_fd is None:
+            return
         line = json.dumps({"ready": self.name, "pid": os.getpid(), "metrics_port": self.metrics_port})
         os.write(self.ready_fd, line.encode() + b"\n")
         os.close(self.ready_fd)

@@ -35,13 +35,6 @@ REPEAT_S = 10.0
 """How often a line that goes on is written."""
 MOST_LINES = 256
 """Different lines that are kept in mind; the oldest is forgotten first."""
-SERVER_LOADS = "engine server loads"
-"""The event by which who watches the log knows what a process that starts is at; with the name of the
-`server`."""
-
-
-NO_SCORES = "verdicts without a score"
-"""The event with which the buffer says what rewards failed with: `kind`, `count`, `episode_id`, `message`."""
 
 
 class Logger:

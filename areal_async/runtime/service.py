@@ -32,6 +32,7 @@ from areal_async.runtime.events import open_events
 from areal_async.runtime.failpoint import arm_from_environment
 from areal_async.runtime.log import end_logging, get_logger, setup_logging
 from areal_async.runtime.metrics import start_metrics_server
+from areal_async.runtime.status import answer_status
 
 STOP_GRACE_S = 3.5
 """From the stop signal until the service's coroutine is cancelled."""
@@ -64,6 +65,8 @@ def run_service(
         if ctx.job.observe.event_log:
             open_events(ctx.run_dir, ctx.name)
         arm_from_environment(ctx.run_dir)
+        if supervisor_pid is not None:
+            answer_status(ctx)
         try:
             asyncio.run(_serve(ctx, main, supervisor_pid))
         finally:

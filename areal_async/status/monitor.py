@@ -1,42 +1,54 @@
-"""Watches a run from a thread: polls the services' metrics, follows `metrics.jsonl` and the logs, and reports
-a stall with the name of the starving edge.
+"""Watches a run from a thread: asks the services how they are, follows `metrics.jsonl`, and reports a stall
+with the name of the starving edge.
 
-Promises: costs the run little (one small HTTP request per service and poll, files read from where it left
-off); never ends a run by failing: what cannot be read now is read at the next poll.
+Promises: costs the run little (one small request per service and poll, and at most one under way; the file is
+read from where it left off); never ends a run by failing: what cannot be known now is asked at the next poll.
 """
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
+from areal_async.errors import ArealError
+from areal_async.rpc.client import Client
+from areal_async.rpc.endpoints import Access
+from areal_async.rpc.messages import ServiceStatus, Status
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import STALL
-from areal_async.status.picture import Observer, Picture
-from areal_async.status.samples import fetch_samples
+from areal_async.runtime.status import status_endpoint
+from areal_async.status.aggregator import RunStatus, StatusAggregator
 from areal_async.status.watchdog import Stall
 
 log = get_logger("watchdog")
 
 POLL_S = 0.5
+ANSWER_S = 5.0
+"""The longest that an answer is waited for before the service is asked anew."""
+LOOK_S = 2.0
+"""The longest that one look at everything takes."""
 REPORT_S = 30.0
 """How often a stall is logged while it lasts."""
 READ_LIMIT_BYTES = 1 << 20
 """Most of one file that one poll reads."""
+ASKED = frozenset({"starting", "serving", "draining"})
+"""Phases in which a service can answer."""
+
+Ask = Callable[[str], Awaitable[ServiceStatus]]
+"""Asks the service of this name. Raises ArealError."""
 
 
 class Tail:
-    """The lines appended to a file since the last look. A line is given once it has its end.
+    """The lines appended to a file since the last look. A line is given once it has its end."""
 
-    With `from_now`, what is in it already is passed over."""
-
-    def __init__(self, path: Path, *, from_now: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._offset = path.stat().st_size if from_now and path.exists() else 0
+        self._offset = 0
         self._rest = b""
 
     def lines(self) -> Iterator[str]:
@@ -52,104 +64,141 @@ class Tail:
             if line:
                 yield line.decode("utf-8", errors="replace")
 
+    def records(self) -> Iterator[dict[str, object]]:
+        """All lines up to the end that are JSON objects."""
+        while lines := list(self.lines()):
+            for line in lines:
+                with suppress(ValueError):
+                    record = json.loads(line)
+                    if isinstance(record, dict):
+                        yield record
+
+
+class StatusClients:
+    """Asks the services of one run, each over a connection that is kept. Belongs to one event loop."""
+
+    def __init__(self, socket_dir: Path, job: str, access: Access) -> None:
+        self._socket_dir = socket_dir
+        self._job = job
+        self._access = access
+        self._clients: dict[str, Client] = {}
+
+    async def ask(self, name: str) -> ServiceStatus:
+        """Raises ArealError where it does not answer within `ANSWER_S`."""
+        client = self._clients.get(name)
+        if client is None:
+            endpoint = status_endpoint(self._socket_dir, name)
+            client = Client(endpoint, job=self._job, role="supervisor", name="monitor", access=self._access)
+            try:
+                await client.connect(ANSWER_S)
+            except BaseException:
+                await client.close()
+                raise
+            self._clients[name] = client
+        try:
+            return await client.call(Status(), timeout_s=ANSWER_S)
+        except BaseException:
+            del self._clients[name]
+            await client.close()
+            raise
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+
 
 class Monitor:
-    """Feeds an `Observer` and hands each picture to `show`, until stopped."""
+    """Feeds a `StatusAggregator` and hands each status of the run to `show`, until stopped."""
 
     def __init__(
         self,
-        observer: Observer,
-        run_dir: Path,
+        aggregator: StatusAggregator,
+        run_log: Path,
         *,
-        endpoints: Callable[[], Mapping[str, int]],
+        clients: Callable[[], StatusClients],
         phases: Callable[[], Mapping[str, str]],
-        show: Callable[[Picture], None],
+        show: Callable[[RunStatus], None],
         poll_s: float = POLL_S,
     ) -> None:
-        self._observer = observer
-        self._endpoints = endpoints
+        self._aggregator = aggregator
+        self._records = Tail(run_log)
+        self._make_clients = clients
         self._phases = phases
         self._show = show
         self._poll_s = poll_s
-        self._records = Tail(run_dir / "metrics.jsonl")
-        # A resumed run adds to the logs of the one before, whose warnings are no news.
-        self._log_dir = run_dir / "logs"
-        self._logs: dict[str, Tail] = {}
-        self._follow_logs(phases())
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
         self._stall: Stall | None = None
         self._reported_s = 0.0
+        self.newest: RunStatus | None = None
+        """How the run stood at the last look."""
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Show the last picture and end the thread."""
-        self._stop.set()
-        self._thread.join(timeout=5.0)
+        """Show the last status and end the thread."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout=LOOK_S + ANSWER_S)
 
     def look(self) -> None:
-        """Poll everything once, now."""
-        with self._lock:
-            phases = self._phases()
-            self._observer.forget_all_but(phases)
-            self._observer.set_phases(phases)
-            self._follow_logs(phases)
-            # To the end: a picture of half the records would be of an earlier life.
-            while lines := list(self._records.lines()):
-                for line in lines:
-                    record = _parse(line)
-                    if record is not None:
-                        self._observer.feed_record(record)
-            for name, port in self._endpoints().items():
-                if port:
-                    try:
-                        samples = fetch_samples(port)
-                    except (OSError, http.client.HTTPException, ValueError):
-                        continue  # it starts, ends or is busy: there is a next poll
-                    self._observer.feed_samples(name, samples, time.monotonic())
-            for name, tail in self._logs.items():
-                for line in tail.lines():
-                    self._observer.feed_log_line(name, line, time.monotonic())
+        """Read and ask everything once, now, from another thread."""
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._look(LOOK_S), self._loop).result(2 * LOOK_S)
 
-    def _follow_logs(self, names: Iterable[str]) -> None:
-        """The logs of exactly these services, from now on."""
-        self._logs = {
-            name: self._logs.get(name) or Tail(self._log_dir / f"{name}.log", from_now=True) for name in names
-        }
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._watch())
 
-    def _report_stall(self, picture: Picture) -> None:
+    async def _watch(self) -> None:
+        self._clients = self._make_clients()
+        try:
+            while True:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), self._poll_s)
+                await self._look(0.0)
+                self.newest = self._aggregator.status(time.monotonic())
+                self._report_stall(self.newest)
+                self._show(self.newest)
+                if self._stop.is_set():
+                    return
+        finally:
+            for task in self._asking.values():
+                task.cancel()
+            await asyncio.gather(*self._asking.values(), return_exceptions=True)
+            await self._clients.close()
+
+    async def _look(self, wait_s: float) -> None:
+        """Take what there is; with `wait_s`, wait so long for answers."""
+        phases = self._phases()
+        self._aggregator.set_phases(phases)
+        for record in self._records.records():
+            self._aggregator.feed_record(record)
+        for name, phase in phases.items():
+            if phase in ASKED and (name not in self._asking or self._asking[name].done()):
+                self._asking[name] = asyncio.create_task(self._ask(name))
+        if wait_s and self._asking:
+            await asyncio.wait(self._asking.values(), timeout=wait_s)
+
+    async def _ask(self, name: str) -> None:
+        with suppress(ArealError):  # it starts, ends or is busy: there is a next poll
+            status = await self._clients.ask(name)
+            self._aggregator.feed_status(name, status, time.monotonic())
+
+    def _report_stall(self, status: RunStatus) -> None:
         """To the log when the edge changes and every `REPORT_S`, and as a metric."""
-        stall, told = picture.stall, self._stall
+        stall, told = status.stall, self._stall
         edge = stall.edge if stall is not None else None
         if told is not None and told.edge != edge:
             STALL.labels(told.edge).set(0)
             if stall is None:
                 log.info("training goes on", was_waiting_for=told.edge)
         if stall is not None:
-            STALL.labels(stall.edge).set(round(picture.stall_s, 3))
-            if told is None or told.edge != edge or picture.elapsed_s - self._reported_s >= REPORT_S:
-                self._reported_s = picture.elapsed_s
-                stalled_s = round(picture.stall_s, 1)
+            STALL.labels(stall.edge).set(round(status.stall_s, 3))
+            if told is None or told.edge != edge or status.elapsed_s - self._reported_s >= REPORT_S:
+                self._reported_s = status.elapsed_s
+                stalled_s = round(status.stall_s, 1)
                 log.warning("training stands still", edge=edge, stalled_s=stalled_s, detail=stall.detail)
         self._stall = stall
-
-    def _run(self) -> None:
-        while True:
-            last = self._stop.wait(self._poll_s)
-            self.look()
-            picture = self._observer.picture(time.monotonic())
-            self._report_stall(picture)
-            self._show(picture)
-            if last:
-                return
-
-
-def _parse(line: str) -> dict[str, object] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None

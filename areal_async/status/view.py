@@ -1,6 +1,6 @@
 """A run on the terminal: one panel that renews itself, or plain lines where there is no terminal.
 
-Drawing only: what is shown comes as a `Picture`.
+Drawing only: what is shown comes as a `RunStatus`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.status.picture import Picture, ServicePicture
+from areal_async.status.aggregator import RunStatus, ServiceActivity
+from areal_async.status.dropped import no_score_text
 
 PLAIN_EVERY_S = 5.0
 STALL_EVERY_S = 30.0
@@ -33,9 +34,9 @@ LABEL, DIM, GOOD, WARN = "bold", "bright_black", "green", "yellow"
 
 
 class View(Protocol):
-    """Shows pictures between entering and leaving; `say` prints a line that stays."""
+    """Shows a run between entering and leaving; `say` prints a line that stays."""
 
-    def show(self, picture: Picture) -> None: ...
+    def show(self, status: RunStatus) -> None: ...
 
     def say(self, text: str) -> None: ...
 
@@ -56,9 +57,9 @@ class LiveView:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=False)
 
-    def show(self, picture: Picture) -> None:
+    def show(self, status: RunStatus) -> None:
         width = max(MIN_WIDTH, min(MAX_WIDTH, self._console.width))
-        self._live.update(render(picture, width), refresh=True)
+        self._live.update(render(status, width), refresh=True)
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)
@@ -88,19 +89,19 @@ class PlainView:
         self._again_s = 0.0
         self._self_check = ""
 
-    def show(self, picture: Picture) -> None:
-        news = picture.stall.edge if picture.stall is not None else picture.message
-        again = picture.stall is not None and self._clock() >= self._again_s
+    def show(self, status: RunStatus) -> None:
+        news = status.stall.edge if status.stall is not None else status.message
+        again = status.stall is not None and self._clock() >= self._again_s
         if news and (news != self._news or again):
-            self.say(f"{clock_text(picture.elapsed_s)} {_message(picture)}")
+            self.say(f"{clock_text(status.elapsed_s)} {_message(status)}")
             self._again_s = self._clock() + STALL_EVERY_S
         self._news = news
-        if picture.self_check != self._self_check:
-            self._self_check = picture.self_check
-            self.say(f"{clock_text(picture.elapsed_s)} self-check {picture.self_check}")
+        if status.self_check != self._self_check:
+            self._self_check = status.self_check
+            self.say(f"{clock_text(status.elapsed_s)} self-check {status.self_check}")
         if self._clock() >= self._next_s:
             self._next_s = self._clock() + self._every_s
-            self.say(plain_line(picture))
+            self.say(plain_line(status))
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -114,47 +115,47 @@ class PlainView:
         pass
 
 
-def plain_line(picture: Picture) -> str:
-    """The picture as one line of text."""
-    if not picture.trained and (starting := _starting(picture.services)):
-        return f"{clock_text(picture.elapsed_s)} starting: {', '.join(starting)}"
-    parts = [clock_text(picture.elapsed_s), f"step {picture.step}/{picture.steps}"]
-    if picture.kind == "sft" and picture.loss is not None:
-        parts.append(f"loss {picture.loss:.3f}")
-    if picture.reward is not None:
-        parts.append(f"reward {picture.reward:.3f}")
-    if picture.accuracy is not None:
-        parts.append(f"held-out {picture.accuracy:.3f}")
-    if picture.staleness_mean is not None:
-        parts.append(f"staleness {picture.staleness_mean:.2f} max {picture.staleness_max}/{picture.bound}")
-    if picture.generated_per_s is not None:
-        parts.append(f"{picture.generated_per_s:,.0f} tokens/s")
+def plain_line(status: RunStatus) -> str:
+    """The status as one line of text."""
+    if not status.trained and (starting := _starting(status.services)):
+        return f"{clock_text(status.elapsed_s)} starting: {', '.join(starting)}"
+    parts = [clock_text(status.elapsed_s), f"step {status.step}/{status.steps}"]
+    if status.kind == "sft" and status.loss is not None:
+        parts.append(f"loss {status.loss:.3f}")
+    if status.reward is not None:
+        parts.append(f"reward {status.reward:.3f}")
+    if status.accuracy is not None:
+        parts.append(f"held-out {status.accuracy:.3f}")
+    if status.staleness_mean is not None:
+        parts.append(f"staleness {status.staleness_mean:.2f} max {status.staleness_max}/{status.bound}")
+    if status.generated_per_s is not None:
+        parts.append(f"{status.generated_per_s:,.0f} tokens/s")
     busy = [
         f"{service.name} {service.busy:.0%}" + (" (draining)" if service.phase == "draining" else "")
-        for service in picture.services
+        for service in status.services
         if service.busy is not None
     ]
     if busy:
         parts.append(f"busy {' '.join(busy)}")
-    if picture.dropped.text:
-        parts.append(f"dropped {picture.dropped.text}")
-    if picture.eta_s is not None:
-        parts.append(f"left {clock_text(picture.eta_s)}")
+    if status.dropped.text:
+        parts.append(f"dropped {status.dropped.text}")
+    if status.eta_s is not None:
+        parts.append(f"left {clock_text(status.eta_s)}")
     return " · ".join(parts)
 
 
-def render(picture: Picture, width: int) -> RenderableType:
-    """The picture as a panel of `width` columns."""
+def render(status: RunStatus, width: int) -> RenderableType:
+    """The status as a panel of `width` columns."""
     rows = Table.grid(padding=(0, 2), expand=False)
     rows.add_column(style=LABEL, no_wrap=True, min_width=9)
     rows.add_column()
-    for label, content in _rows(picture, width - 18):
+    for label, content in _rows(status, width - 18):
         rows.add_row(label, content)
-    parts: list[RenderableType] = [_progress(picture, width - 4), Text(), rows]
-    if message := _message(picture):
+    parts: list[RenderableType] = [_progress(status, width - 4), Text(), rows]
+    if message := _message(status):
         parts += [Text(), Text(_clip(f"! {message}", 2 * (width - 12)), style=WARN)]
-    title = Text.assemble(("areal-async", "bold"), f" · {picture.job}")
-    if picture.stopping:
+    title = Text.assemble(("areal-async", "bold"), f" · {status.job}")
+    if status.stopping:
         title.append(" · stopping", style=WARN)
     return Panel(
         Group(*parts), title=title, title_align="left", width=width, border_style="blue", padding=(0, 1)
@@ -180,20 +181,20 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(SPARKS[min(7, int((mean - low) / span * 8))] for mean in means)
 
 
-def _progress(picture: Picture, width: int) -> RenderableType:
-    share = picture.step / picture.steps if picture.steps else 0.0
-    starting = _starting(picture.services)
-    left = "" if picture.eta_s is None else f"  left {clock_text(picture.eta_s)}"
-    times = f"{share:>4.0%}  {clock_text(picture.elapsed_s)}{left}"
-    head = f"step {picture.step}/{picture.steps}"
-    if not picture.trained and starting:
-        head, times = f"starting {', '.join(starting)}", clock_text(picture.elapsed_s)
+def _progress(status: RunStatus, width: int) -> RenderableType:
+    share = status.step / status.steps if status.steps else 0.0
+    starting = _starting(status.services)
+    left = "" if status.eta_s is None else f"  left {clock_text(status.eta_s)}"
+    times = f"{share:>4.0%}  {clock_text(status.elapsed_s)}{left}"
+    head = f"step {status.step}/{status.steps}"
+    if not status.trained and starting:
+        head, times = f"starting {', '.join(starting)}", clock_text(status.elapsed_s)
     bar = Table.grid(padding=(0, 1), expand=False)
     bar.add_row(
         Text(head, style="bold", overflow="ellipsis", no_wrap=True),
         ProgressBar(
-            total=max(1, picture.steps),
-            completed=picture.step,
+            total=max(1, status.steps),
+            completed=status.step,
             width=max(10, width - len(head) - len(times) - 3),
             complete_style="blue",
             finished_style="green",
@@ -204,61 +205,61 @@ def _progress(picture: Picture, width: int) -> RenderableType:
     return bar
 
 
-def _rows(picture: Picture, width: int) -> list[tuple[str, RenderableType]]:
+def _rows(status: RunStatus, width: int) -> list[tuple[str, RenderableType]]:
     rows: list[tuple[str, RenderableType]] = []
-    if picture.kind == "sft":
-        rows.append(("loss", Text("–" if picture.loss is None else f"{picture.loss:.4f}")))
+    if status.kind == "sft":
+        rows.append(("loss", Text("–" if status.loss is None else f"{status.loss:.4f}")))
     else:
-        rows.append(("reward", _reward(picture, width)))
-    rows.append(("held-out", _accuracy(picture)))
-    if picture.kind == "rl":
-        rows.append(("tokens/s", _tokens(picture)))
-        rows.append(("staleness", _staleness(picture)))
-        rows.append(("groups", _groups(picture.groups)))
-        rows += _dropped(picture, width)
-    rows.append(("busy", _busy(picture.services, width)))
-    if picture.self_check:
-        rows.append(("self-check", Text(picture.self_check, overflow="ellipsis", no_wrap=True)))
+        rows.append(("reward", _reward(status, width)))
+    rows.append(("held-out", _accuracy(status)))
+    if status.kind == "rl":
+        rows.append(("tokens/s", _tokens(status)))
+        rows.append(("staleness", _staleness(status)))
+        rows.append(("groups", _groups(status.groups)))
+        rows += _dropped(status, width)
+    rows.append(("busy", _busy(status.services, width)))
+    if status.self_check:
+        rows.append(("self-check", Text(status.self_check, overflow="ellipsis", no_wrap=True)))
     return rows
 
 
-def _reward(picture: Picture, width: int) -> Text:
-    if picture.reward is None:
+def _reward(status: RunStatus, width: int) -> Text:
+    if status.reward is None:
         return Text("–", style=DIM)
-    recent = picture.rewards[-10:]
+    recent = status.rewards[-10:]
     text = Text.assemble((f"{sum(recent) / len(recent):.3f}", GOOD), "  ")
-    return text.append(sparkline(picture.rewards, min(60, width - 12)), style="blue")
+    return text.append(sparkline(status.rewards, min(60, width - 12)), style="blue")
 
 
-def _accuracy(picture: Picture) -> Text:
-    if picture.accuracy is None:
+def _accuracy(status: RunStatus) -> Text:
+    if status.accuracy is None:
         return Text("–", style=DIM)
     text = Text()
-    if picture.accuracy_start is not None and picture.accuracy_start != picture.accuracy:
-        text.append(f"{picture.accuracy_start:.3f} → ")
-    text.append(f"{picture.accuracy:.3f}", style=GOOD)
-    if picture.accuracy_interval is not None:
-        low, high = picture.accuracy_interval
+    if status.accuracy_start is not None and status.accuracy_start != status.accuracy:
+        text.append(f"{status.accuracy_start:.3f} → ")
+    text.append(f"{status.accuracy:.3f}", style=GOOD)
+    if status.accuracy_interval is not None:
+        low, high = status.accuracy_interval
         text.append(f" [{low:.3f}, {high:.3f}]", style=DIM)
-    unit = "step" if picture.kind == "sft" else "version"
-    return text.append(f"  at {unit} {picture.accuracy_version}", style=DIM)
+    unit = "step" if status.kind == "sft" else "version"
+    return text.append(f"  at {unit} {status.accuracy_version}", style=DIM)
 
 
-def _tokens(picture: Picture) -> Text:
-    shown = [("generated", picture.generated_per_s), ("trained", picture.trained_per_s)]
+def _tokens(status: RunStatus) -> Text:
+    shown = [("generated", status.generated_per_s), ("trained", status.trained_per_s)]
     text = Text(" · ".join(f"{value:,.0f} {what}" for what, value in shown if value is not None) or "–")
-    if picture.version is not None:
-        text.append(f"   version {picture.version}", style=DIM)
+    if status.version is not None:
+        text.append(f"   version {status.version}", style=DIM)
     return text
 
 
-def _staleness(picture: Picture) -> Text:
-    if picture.staleness_mean is None:
-        return Text(f"bound {picture.bound}", style=DIM)
-    over = picture.staleness_seen is not None and picture.staleness_seen > picture.bound
-    text = Text(f"mean {picture.staleness_mean:.2f} · max {picture.staleness_max} · largest seen ")
-    text.append(str(picture.staleness_seen), style="bold red" if over else GOOD)
-    return text.append(f" of {picture.bound} allowed")
+def _staleness(status: RunStatus) -> Text:
+    if status.staleness_mean is None:
+        return Text(f"bound {status.bound}", style=DIM)
+    over = status.staleness_seen is not None and status.staleness_seen > status.bound
+    text = Text(f"mean {status.staleness_mean:.2f} · max {status.staleness_max} · largest seen ")
+    text.append(str(status.staleness_seen), style="bold red" if over else GOOD)
+    return text.append(f" of {status.bound} allowed")
 
 
 def _groups(groups: Mapping[str, int]) -> Text:
@@ -268,21 +269,21 @@ def _groups(groups: Mapping[str, int]) -> Text:
     return Text(" · ".join(shown) or "–")
 
 
-def _dropped(picture: Picture, width: int) -> list[tuple[str, RenderableType]]:
+def _dropped(status: RunStatus, width: int) -> list[tuple[str, RenderableType]]:
     """What was lost and why; no row while nothing was."""
-    dropped = picture.dropped
+    dropped = status.dropped
     rows: list[tuple[str, RenderableType]] = []
     for text in filter(None, (dropped.groups_text, dropped.masked_text)):
         label = "dropped" if not rows else ""
         rows.append((label, Text(_clip(text, width), overflow="ellipsis", no_wrap=True)))
     newest = dropped.no_scores[-MAX_NO_SCORES:]
     for number, note in enumerate(reversed(newest)):
-        said = Text(_clip(note.text, width), style=WARN, overflow="ellipsis", no_wrap=True)
+        said = Text(_clip(no_score_text(note), width), style=WARN, overflow="ellipsis", no_wrap=True)
         rows.append(("no score" if not number else "", said))
     return rows
 
 
-def _busy(services: Sequence[ServicePicture], width: int) -> RenderableType:
+def _busy(services: Sequence[ServiceActivity], width: int) -> RenderableType:
     columns = 2 if width >= 62 else 1
     table = Table.grid(padding=(0, 3), expand=False)
     cells = [_busy_cell(service) for service in services[:MAX_SERVICES]]
@@ -293,7 +294,7 @@ def _busy(services: Sequence[ServicePicture], width: int) -> RenderableType:
     return table
 
 
-def _busy_cell(service: ServicePicture) -> Text:
+def _busy_cell(service: ServiceActivity) -> Text:
     text = Text(f"{service.name:<12.12}")
     if service.busy is None or service.phase != "serving":
         return text.append(service.phase, style=DIM)
@@ -302,20 +303,20 @@ def _busy_cell(service: ServicePicture) -> Text:
     return text.append(f" {service.busy:>4.0%}")
 
 
-def _message(picture: Picture) -> str:
+def _message(status: RunStatus) -> str:
     """The one thing to know now: a stall before all else."""
-    if picture.stall is None:
-        return picture.message
-    return f"stalled for {clock_text(picture.stall_s)}: {picture.stall.detail}"
+    if status.stall is None:
+        return status.message
+    return f"stalled for {clock_text(status.stall_s)}: {status.stall.detail}"
 
 
 def _clip(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
-def _starting(services: Sequence[ServicePicture]) -> list[str]:
+def _starting(services: Sequence[ServiceActivity]) -> list[str]:
     return [
-        f"{service.name} ({service.doing})" if service.doing else service.name
+        f"{service.name} (waits for {service.waiting_for})" if service.waiting_for else service.name
         for service in services
         if service.phase in ("waiting", "starting")
     ]

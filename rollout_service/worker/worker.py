@@ -33,6 +33,7 @@ from areal_async.rpc.client import Caller
 from areal_async.rpc.messages import Drain, Heartbeat, LeasedGroup, Leases, VersionTag
 from areal_async.runtime.events import record
 from areal_async.runtime.log import get_logger
+from areal_async.runtime.status import board
 from areal_async.trajectory import EpisodeBuilder, pack
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed
@@ -363,12 +364,14 @@ class Worker:
             elif self._draining:
                 self._draining = self.drained = False
                 metrics.DRAINING.set(0)
+                board.draining = False
 
     def _told_to_drain(self) -> None:
         if not self._draining:
             log.info("told to drain: no more leases", held=len(self._leases))
         self._draining = True
         metrics.DRAINING.set(1)
+        board.draining = True
         # One that is told to stop tells the buffer, and hears it from there.
         self.drained = self.drained or not self._stopping
         self._wake_drain.set()

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from areal_async.status.record import as_it_became
-from areal_async.status.samples import fetch_samples
+from tests.scrape import fetch_samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from areal_async.runtime.failpoint import VARIABLE
-from areal_async.status.samples import fetch_samples
 from areal_async.trajectory import unpack
 from tests.e2e.test_versions_are_true import model_of, recomputed_logprobs
+from tests.scrape import fetch_samples
 from trainer_service.data.recording import read_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]

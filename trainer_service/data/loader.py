@@ -16,6 +16,7 @@ import msgspec
 from areal_async.rpc.client import SyncCaller
 from areal_async.rpc.messages import Batch, BatchEpisode, Fetch, NextBatch, Waiting
 from areal_async.runtime.log import get_logger
+from areal_async.runtime.status import board
 from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks
 
@@ -47,6 +48,7 @@ class BatchLoader:
         while True:
             answer = self._round(epoch, step)
             if answer is None or isinstance(answer, Batch):
+                board.waits("batch", "")
                 return answer
             now_s = time.monotonic()
             if self._ranks.first and (answer.edge != edge or now_s - reported_s >= REPORT_S):
@@ -58,6 +60,7 @@ class BatchLoader:
                     detail=answer.detail,
                     waited_s=waited_s,
                 )
+                board.waits("batch", f"a batch ({answer.edge}: {answer.detail})")
                 edge, reported_s = answer.edge, now_s
 
     def _round(self, epoch: int, step: int) -> Batch | Waiting | None:

@@ -22,7 +22,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from areal_async.runtime.log import SERVER_LOADS, get_logger
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.status import board
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.http import keyed
 from rollout_service.engines.http.client import ServerClient
@@ -95,7 +96,9 @@ class ServerProcess:
         """Return once `serves()` is true. Raises `EngineError` when the server ends or `ready_s` passes
         first; what is left of it is killed then."""
         until_s = time.monotonic() + ready_s
-        log.info(SERVER_LOADS, server=self.name.removeprefix("the ").removesuffix(" server"))
+        server = self.name.removeprefix("the ")
+        log.info("engine server loads", server=server)
+        board.waits("server", f"its {server} to load")
         try:
             while not await serves():
                 if not self.alive():
@@ -111,6 +114,8 @@ class ServerProcess:
         except BaseException:
             self.kill()
             raise
+        finally:
+            board.waits("server", "")
 
     def kill(self) -> None:
         """Kill the whole group."""

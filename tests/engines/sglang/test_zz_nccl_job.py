@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from areal_async.runtime.failpoint import VARIABLE
-from areal_async.status.samples import fetch_samples
 from tests.e2e.conftest import nothing_is_left, running, workspace
 from tests.e2e.test_weights_channels import TOUGH, assert_versions_are_true, weights_in
+from tests.scrape import fetch_samples
 
 __all__ = ["nothing_is_left", "running", "workspace"]
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from areal_async.rpc.verdicts import Failure, Timeout
-from areal_async.runtime.log import NO_SCORES
 from replay_buffer.server import REPEAT_MS, NoScoreLog
 
 
@@ -12,7 +11,7 @@ def said_by():
     lines = []
 
     def say(event, *, kind, count, episode_id, message):
-        assert event == NO_SCORES
+        assert event == "verdicts without a score"
         lines.append((kind, count, message))
 
     return NoScoreLog(say), lines

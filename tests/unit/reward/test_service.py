@@ -18,7 +18,7 @@ from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import RunPlaces, ServicePlace
 from areal_async.runtime.service import STOPPED_STATUS
-from areal_async.status.samples import fetch_samples
+from tests.scrape import fetch_samples
 from tests.unit.reward.wire_buffer import DEADLINE_S, WireBuffer
 
 
@@ -130,7 +130,7 @@ def test_the_service_scores_over_a_restart_of_the_buffer_and_stops_clean(endpoin
     finish = play(buffer)
     process, told = start()
     assert served.wait(DEADLINE_S)
-    samples = fetch_samples(json.loads(told)["metrics_port"], timeout_s=5)
+    samples = fetch_samples(json.loads(told)["metrics_port"])
     assert samples['areal_reward_verdicts_total{kind="score",reward="arithmetic"}'] >= 300
     assert samples["areal_reward_workers_alive"] == 2
     assert samples['areal_busy_seconds_total{activity="score"}'] > 0

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_async.runtime.log import SERVER_LOADS
+from areal_async.runtime.status import board
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.http import process as process_module
 from rollout_service.engines.http.process import ServerProcess, free_port
@@ -65,9 +65,7 @@ def test_a_server_is_waited_for_and_ended_with_its_children(tmp_path: Path) -> N
         until(lambda pid=pid: is_gone(pid))
 
 
-def test_that_a_server_loads_is_told_to_who_watches_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_that_a_server_loads_is_said_to_who_asks_for_the_status(tmp_path: Path) -> None:
     async def body() -> None:
         process = server(tmp_path)
         try:
@@ -75,13 +73,15 @@ def test_that_a_server_loads_is_told_to_who_watches_the_log(
         finally:
             await process.stop()
 
+    waiting: list[dict[str, str]] = []
+
     async def served() -> bool:
+        waiting.append(board.status("rollout-0", serves=False).waiting_for)
         return True
 
-    with caplog.at_level("INFO"):
-        asyncio.run(body())
-    (told,) = [record for record in caplog.records if record.getMessage() == SERVER_LOADS]
-    assert told.__dict__["areal_fields"] == {"server": "test"}
+    asyncio.run(body())
+    assert waiting == [{"server": "its test server to load"}]
+    assert board.status("rollout-0", serves=False).waiting_for == {}
 
 
 def test_a_server_that_ends_early_shows_the_end_of_its_log(tmp_path: Path) -> None:

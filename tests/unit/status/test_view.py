@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from areal_async.status.dropped import Dropped, NoScoreText
-from areal_async.status.picture import Picture, ServicePicture
+from areal_async.rpc.messages import NoScore
+from areal_async.status.aggregator import RunStatus, ServiceActivity
+from areal_async.status.dropped import DropReport
 from areal_async.status.view import (
     LiveView,
     PlainView,
@@ -20,12 +21,12 @@ from areal_async.status.view import (
 from areal_async.status.watchdog import Stall
 
 SERVICES = tuple(
-    ServicePicture(name, "serving", share)
+    ServiceActivity(name, "serving", share)
     for name, share in (("buffer", 0.12), ("trainer", 0.81), ("reward", 0.08), ("rollout-0", 0.96))
 )
 
 
-def picture(**changes: Any) -> Picture:
+def status(**changes: Any) -> RunStatus:
     values: dict[str, Any] = {
         "job": "sums",
         "kind": "rl",
@@ -50,10 +51,10 @@ def picture(**changes: Any) -> Picture:
         "services": SERVICES,
         "message": "",
     }
-    return Picture(**(values | changes))
+    return RunStatus(**(values | changes))
 
 
-def drawn(shown: Picture, width: int = 100) -> str:
+def drawn(shown: RunStatus, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
     console.print(render(shown, width))
     assert isinstance(console.file, io.StringIO)
@@ -75,7 +76,7 @@ def drawn(shown: Picture, width: int = 100) -> str:
     ],
 )
 def test_the_panel_shows(figure: str) -> None:
-    assert figure in drawn(picture())
+    assert figure in drawn(status())
 
 
 @pytest.mark.parametrize("width", [60, 80, 110])
@@ -84,7 +85,7 @@ def test_the_panel_shows(figure: str) -> None:
     [
         {},
         {"message": "trainer: waiting for scored groups (" + "reward has no workers; " * 9 + ")"},
-        {"services": tuple(ServicePicture(f"rollout-{index}", "serving", 0.5) for index in range(40))},
+        {"services": tuple(ServiceActivity(f"rollout-{index}", "serving", 0.5) for index in range(40))},
         {
             "rewards": (),
             "reward": None,
@@ -99,17 +100,17 @@ def test_the_panel_shows(figure: str) -> None:
             "self_check": "passed: 1,512,000 log-probs of sglang, largest difference 3.1e-06 of 0.001 "
             "allowed, mean 4e-07",
         },
-        {"step": 0, "services": (ServicePicture("trainer", "starting"),), "stopping": True},
+        {"step": 0, "services": (ServiceActivity("trainer", "starting"),), "stopping": True},
     ],
 )
 def test_every_line_fits_the_terminal(width: int, changes: dict[str, Any]) -> None:
-    lines = drawn(picture(**changes), width).splitlines()
+    lines = drawn(status(**changes), width).splitlines()
     assert {len(line) for line in lines} == {width}
     assert len(lines) < 24
 
 
 def test_the_interval_and_the_self_check_have_a_place() -> None:
-    shown = picture(accuracy_interval=(0.59, 0.671), self_check="passed: 512 log-probs")
+    shown = status(accuracy_interval=(0.59, 0.671), self_check="passed: 512 log-probs")
     assert "0.380 → 0.630 [0.590, 0.671]  at version 100" in drawn(shown)
     assert "self-check  passed: 512 log-probs" in drawn(shown)
     console = Console(file=io.StringIO(), width=200)
@@ -121,19 +122,19 @@ def test_the_interval_and_the_self_check_have_a_place() -> None:
 
 
 def test_a_warning_is_shown() -> None:
-    text = drawn(picture(message="trainer: waiting for scored groups"))
+    text = drawn(status(message="trainer: waiting for scored groups"))
     assert "! trainer: waiting for scored groups" in text
 
 
 def test_what_still_starts_is_named() -> None:
-    services = (ServicePicture("buffer", "serving"), ServicePicture("trainer", "starting"))
-    starting = picture(step=0, services=services, trained=False)
+    services = (ServiceActivity("buffer", "serving"), ServiceActivity("trainer", "starting"))
+    starting = status(step=0, services=services, trained=False)
     assert "starting trainer" in drawn(starting)
     assert plain_line(starting) == "1:23 starting: trainer"
 
 
 def test_the_plain_line_has_it_all() -> None:
-    assert plain_line(picture()) == (
+    assert plain_line(status()) == (
         "1:23 · step 123/300 · reward 0.610 · held-out 0.630 · staleness 1.31 max 3/4 · 4,512 tokens/s · "
         "busy buffer 12% trainer 81% reward 8% rollout-0 96% · left 2:01"
     )
@@ -145,7 +146,7 @@ def test_plain_lines_come_every_few_seconds_and_warnings_at_once() -> None:
     with PlainView(console, every_s=5.0, clock=lambda: now_s) as view:
         for tick in range(24):
             now_s = tick * 0.5
-            view.show(picture(message="odd" if tick in (3, 4) else ""))
+            view.show(status(message="odd" if tick in (3, 4) else ""))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert sum("step 123/300" in line for line in lines) == 3
@@ -160,7 +161,7 @@ def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again() -> None:
             now_s = tick * 0.5
             edge = "reward" if tick < 70 else "rollout"
             stall = Stall(edge, f"trainer waits; {edge} has not answered for {now_s:.0f} s")
-            view.show(picture(elapsed_s=now_s, stall=stall, stall_s=now_s))
+            view.show(status(elapsed_s=now_s, stall=stall, stall_s=now_s))
     assert isinstance(console.file, io.StringIO)
     assert [line for line in console.file.getvalue().splitlines() if "stalled" in line] == [
         "0:00 stalled for 0:00: trainer waits; reward has not answered for 0 s",
@@ -170,8 +171,8 @@ def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again() -> None:
 
 
 def test_a_service_started_again_is_not_drawn_with_the_share_of_the_dead_one() -> None:
-    services = (ServicePicture("trainer", "starting", 0.8), ServicePicture("rollout-0", "silent", None))
-    text = drawn(picture(services=services))
+    services = (ServiceActivity("trainer", "starting", 0.8), ServiceActivity("rollout-0", "silent", None))
+    text = drawn(status(services=services))
     assert "80%" not in text
     assert "starting" in text
     assert "silent" in text
@@ -184,7 +185,7 @@ def test_the_live_view_is_for_terminals() -> None:
     view = open_view(terminal, plain=False)
     assert isinstance(view, LiveView)
     with view:
-        view.show(picture())
+        view.show(status())
         view.say("[not markup]")
     assert isinstance(terminal.file, io.StringIO)
     assert "[not markup]" in terminal.file.getvalue()
@@ -206,28 +207,30 @@ def test_times_and_sparks() -> None:
 
 
 def test_a_draining_worker_and_what_a_starting_one_is_at_are_shown() -> None:
-    draining = ServicePicture("rollout-1", "draining", 0.4)
-    assert "rollout-1   draining" in drawn(picture(services=(*SERVICES, draining)))
-    assert "rollout-1 40% (draining)" in plain_line(picture(services=(*SERVICES, draining)))
-    starting = ServicePicture("rollout-0", "starting", None, "its SGLang server loads")
-    shown = picture(services=(*SERVICES[:3], starting), trained=False)
-    assert "starting: rollout-0 (its SGLang server loads)" in plain_line(shown)
-    assert "starting rollout-0 (its SGLang server loads)" in drawn(shown)
+    draining = ServiceActivity("rollout-1", "draining", 0.4)
+    assert "rollout-1   draining" in drawn(status(services=(*SERVICES, draining)))
+    assert "rollout-1 40% (draining)" in plain_line(status(services=(*SERVICES, draining)))
+    starting = ServiceActivity("rollout-0", "starting", None, "its SGLang server to load")
+    shown = status(services=(*SERVICES[:3], starting), trained=False)
+    assert "starting: rollout-0 (waits for its SGLang server to load)" in plain_line(shown)
+    assert "starting rollout-0 (waits for its SGLang server to load)" in drawn(shown)
 
 
-LOST = Dropped(
+LOST = DropReport(
     groups={"verdict_error": 6, "overtaken": 3},
     masked={"timeout": 14},
     no_scores=(
-        NoScoreText("timeout", 14, "no answer within 0.5 s"),
-        NoScoreText("error:exception", 12, "ValueError: the grader lost its connection " + "x" * 200),
+        NoScore("timeout", 14, "no answer within 0.5 s", "e", age_ms=1),
+        NoScore(
+            "error:exception", 12, "ValueError: the grader lost its connection " + "x" * 200, "e", age_ms=1
+        ),
     ),
 )
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_panel_says_what_was_lost_and_why(width):
-    text = drawn(picture(dropped=LOST), width)
+    text = drawn(status(dropped=LOST), width)
     assert "9 groups (verdict_error 6, overtaken 3)" in text
     assert "14 episodes masked (timeout 14)" in text
     assert "error:exception ×12: ValueError: the grader lost" in text
@@ -236,11 +239,11 @@ def test_the_panel_says_what_was_lost_and_why(width):
 
 
 def test_nothing_is_said_of_losses_while_there_are_none():
-    assert "dropped" not in drawn(picture())
-    assert "dropped" not in plain_line(picture())
+    assert "dropped" not in drawn(status())
+    assert "dropped" not in plain_line(status())
 
 
 def test_the_plain_line_says_what_was_lost():
     assert "dropped 9 groups (verdict_error 6, overtaken 3), 14 episodes masked (timeout 14)" in plain_line(
-        picture(dropped=LOST)
+        status(dropped=LOST)
     )

@@ -1,49 +1,41 @@
-"""What a run looks like right now, worked out from its records, its services' metrics and their logs.
+"""How a run stands right now, worked out from its records and from what its services say of themselves.
 
-`Observer` is pure: it is fed and asked, with the time of each given. Everything in it is bounded.
+`StatusAggregator` is pure: it is fed and asked, with the time of each given. Everything in it is bounded.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from areal_async.config.job import JobConfig
-from areal_async.launch.failure import parse_log_line
-from areal_async.launch.lifecycle import DRAINING
-from areal_async.launch.registry import default_registry
-from areal_async.runtime.log import NO_SCORES, SERVER_LOADS
-from areal_async.status.dropped import Dropped, DropWatch
-from areal_async.status.samples import Samples, by_label
-from areal_async.status.track import Track
+from areal_async.rpc.messages import ServiceStatus
+from areal_async.status.dropped import DropReport, lost_in
+from areal_async.status.rates import BUSY, Figures, RateTracker, total
 from areal_async.status.watchdog import SILENT_S, Facts, Stall, find_stall
 
 RECENT_STEPS = 20
 HISTORY = 240
 MESSAGE_LIFE_S = 30.0
 """A warning older than this is not shown any more."""
-REWARD_WAITS = {
-    "no_service": "no shared reward service runs; start one with `areal-async reward up --registry {}`",
-    "starting": "the shared reward service starts the job's rewards",
-    "waiting": "the shared reward service does not serve the job yet; the log of reward says why",
-}
-"""What the words of `areal_reward_waits` mean; the braces are for the registry's folder."""
 
 
 @dataclass(frozen=True)
-class ServicePicture:
+class ServiceActivity:
+    """What one service does."""
+
     name: str
     phase: str
     busy: float | None = None
     """Share of the last seconds in its busiest activity, 0 to 1; None before it is known."""
-    doing: str = ""
-    """What a service that starts is at, where it says so."""
+    waiting_for: str = ""
+    """What it waits for, in words; empty when it waits for nothing."""
 
 
 @dataclass(frozen=True)
-class Picture:
+class RunStatus:
     """One moment of a run. None means not known (yet)."""
 
     job: str
@@ -66,7 +58,7 @@ class Picture:
     staleness_seen: int | None
     bound: int
     groups: Mapping[str, int]
-    services: tuple[ServicePicture, ...]
+    services: tuple[ServiceActivity, ...]
     message: str
     stall: Stall | None = None
     """Set while the trainer has computed nothing for `observe.stall_s`."""
@@ -75,59 +67,79 @@ class Picture:
     trained: bool = True
     """Whether a step was finished since the run was started or resumed."""
     accuracy_interval: tuple[float, float] | None = None
-    """Of `accuracy`, 95 %."""
+    """Ends of the 95 % interval of `accuracy`."""
     self_check: str = ""
     """The outcome of the trainer's self-check in words; empty before there is one."""
-    dropped: Dropped = field(default_factory=Dropped)
+    dropped: DropReport = field(default_factory=DropReport)
 
 
-class Observer:
+@dataclass
+class _Service:
+    phase: str = "waiting"
+    rates: RateTracker = field(default_factory=RateTracker)
+    status: ServiceStatus | None = None
+    """Its newest answer; None before there is one from the process that is there now."""
+    answered_s: float | None = None
+    """When it answered last; None since its phase changed."""
+
+    @property
+    def figures(self) -> Figures:
+        return self.status.figures if self.status is not None else {}
+
+    def waiting_for(self, subject: str | None = None) -> str:
+        """What it waits for of one subject, or of all."""
+        waits = self.status.waiting_for if self.status is not None else {}
+        return "; ".join(waits.values()) if subject is None else waits.get(subject, "")
+
+    def is_silent(self, now_s: float) -> bool:
+        """It serves, but does not answer: it is stopped, or stuck. What it said last is no longer so."""
+        return self.phase == "serving" and self.answered_s is not None and now_s - self.answered_s > SILENT_S
+
+
+class StatusAggregator:
     """Collects what is known of a run. Times `now_s` are of one monotonic clock."""
 
     def __init__(self, job: JobConfig, service_names: Sequence[str], started_s: float) -> None:
         self._job = job
         self._started_s = started_s
-        self._phases = dict.fromkeys(service_names, "waiting")
-        self._tracks = {name: Track() for name in service_names}
-        self._doing: dict[str, str] = {}
-        """What those that start are at."""
+        self._services = {name: _Service() for name in service_names}
         self._step: dict[str, Any] = {}
         self._rewards: deque[tuple[int, float]] = deque(maxlen=HISTORY)
         """Steps done, and the reward of the last of them."""
         self._done = 0
         self._furthest = 0
         self._trained = False
+        self._goes_on = False
+        """Whether the trainer is to go on from a checkpoint, and has not said from which step."""
         self._step_times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
         self._first_accuracy: tuple[int, float] | None = None
         self._last_accuracy: tuple[int, float] | None = None
         self._interval: tuple[float, float] | None = None
         self._self_check = ""
         self._staleness_seen: int | None = None
-        self._dropped = DropWatch()
-        self._message: tuple[float, str, bool] | None = None
-        """When it came, its text, and whether the next step makes it void."""
-        self._answered_s: dict[str, float] = {}
+        self._dropped = DropReport()
+        self._dropped_before = 0
+        """Groups that verdicts had dropped when the trainer was last seen to compute."""
+        self._message: tuple[float, str] | None = None
+        """When it came, and its text."""
         self._trainer_busy_s = -1.0
         self._computed_s: float | None = None
         """When the trainer was last seen to compute; None before it has served."""
         self.stopping = False
 
     def set_phases(self, phases: Mapping[str, str]) -> None:
+        """The services of the run now, each with its phase; whoever is not among them has left."""
+        for name in [name for name in self._services if name not in phases]:
+            del self._services[name]
         for name, phase in phases.items():
-            if phase != self._phases.get(name):
-                self._answered_s.pop(name, None)  # silence is counted from its first answer
-                self._doing.pop(name, None)
-                self._tracks.setdefault(name, Track())
+            service = self._services.setdefault(name, _Service())
+            if phase != service.phase:
+                service.answered_s = None  # silence is counted from its first answer
                 if phase == "starting":
-                    self._tracks[name].start_again()
-        self._phases.update(phases)
-
-    def forget_all_but(self, names: Collection[str]) -> None:
-        """These are the services of the run now: what is not among them has left."""
-        for name in [name for name in self._tracks if name not in names]:
-            del self._tracks[name], self._phases[name]
-            self._answered_s.pop(name, None)
-            self._doing.pop(name, None)
+                    self._goes_on = self._goes_on or (name == "trainer" and service.status is not None)
+                    service.status = None
+                    service.rates.start_again()
+            service.phase = phase
 
     def feed_record(self, record: Mapping[str, Any]) -> None:
         """One record of metrics.jsonl."""
@@ -136,6 +148,7 @@ class Observer:
             self._trained = False
             self._self_check = ""  # it speaks of the life before
             self._step_times.clear()
+            self._goes_on = True
         if kind in ("step", "sft"):
             self._trained = True
             self._step = {**self._step, **record}
@@ -146,8 +159,6 @@ class Observer:
                 self._step_times.clear()
                 while self._rewards and self._rewards[-1][0] >= self._done:
                     self._rewards.pop()
-            if self._message is not None and self._message[2]:
-                self._message = None
             if isinstance(record.get("time_s"), int | float):
                 self._step_times.append((self._done, record["time_s"]))
             if isinstance(record.get("reward_mean"), int | float):
@@ -164,139 +175,102 @@ class Observer:
         if kind == "self_check":
             self._self_check = self_check_text(record)
 
-    def feed_samples(self, name: str, samples: Samples, now_s: float) -> None:
-        """What the endpoint of service `name` said at `now_s`."""
-        if name not in self._tracks:
+    def feed_status(self, name: str, status: ServiceStatus, now_s: float) -> None:
+        """What service `name` said of itself at `now_s`."""
+        service = self._services.get(name)
+        if service is None:
             return  # it has just left, or joined since the last look at the phases
-        self._answered_s[name] = now_s
+        before, service.status, service.answered_s = service.status, status, now_s
+        service.rates.add(now_s, status.figures, self._done)
+        told = before.notices if before is not None and before.pid == status.pid else 0
+        if status.notices > told:
+            self.tell(f"{name}: {status.notice}", now_s)
         if name == "trainer":
-            spent = by_label(samples, "areal_busy_seconds_total", "activity")
-            busy_s = sum(seconds for _, seconds in spent)
+            busy_s = total(status.figures, BUSY)
             if busy_s != self._trainer_busy_s or self._computed_s is None:
                 self._trainer_busy_s, self._computed_s = busy_s, now_s
-                self._dropped.mark()
+                self._dropped_before = self._dropped.by_verdict
+            if self._goes_on and status.state == "serving":
+                self._goes_on = False
+                self._tell_steps_done_again(int(total(status.figures, "areal_trainer_version")), now_s)
         if name == "buffer":
-            self._dropped.feed_samples(samples)
-        self._tracks[name].add(now_s, samples, self._done)
+            transitions = status.figures.get("areal_buffer_transitions_total", {})
+            self._dropped = lost_in(transitions, status.no_scores)
 
-    def feed_log_line(self, name: str, line: str, now_s: float) -> None:
-        """A line of a service's log: warnings, errors and what it waits for are kept to be shown."""
-        if name == "trainer" and '"trainer opened"' in line:
-            self._tell_steps_done_again(line, now_s)
-            return
-        if self._phases.get(name) == "starting" and f'"{SERVER_LOADS}"' in line:
-            server = (parse_log_line(line) or {}).get("server", "engine")
-            self._doing[name] = f"its {server} server loads"
-            return
-        if '"warning"' not in line and '"error"' not in line and "waiting for" not in line:
-            return
-        record = parse_log_line(line)
-        if record is None:
-            return
-        if name == "buffer" and record["event"] == NO_SCORES:
-            self._dropped.feed_log(record)
-        shown = ("kind", "edge", "detail", "reason", "message", "group_id", "error")
-        extra = ", ".join(str(record[key]) for key in shown if record.get(key))
-        text = f"{name}: {record['event']}" + (f" ({extra})" if extra else "")
-        self._message = (now_s, text, record.get("level") not in ("warning", "error"))
-
-    def _tell_steps_done_again(self, line: str, now_s: float) -> None:
-        step = (parse_log_line(line) or {}).get("step")
-        if isinstance(step, int) and step < self._furthest:
-            # Some may be done already: the records are read before the logs.
+    def _tell_steps_done_again(self, step: int, now_s: float) -> None:
+        if step < self._furthest:
+            # Some may be done already: the records are read before the services are asked.
             again = f"steps to do again: {self._furthest - step}"
             self.tell(f"trainer goes on from the checkpoint of step {step}; {again}", now_s)
 
     def tell(self, text: str, now_s: float) -> None:
-        """Something to show that no log says."""
-        self._message = (now_s, text, False)
+        """Something to show for a while."""
+        self._message = (now_s, text)
 
     def busy_while_training(self, name: str) -> float | None:
         """Busy share of a service from the first to the last finished step."""
-        return self._tracks[name].busy_while_training()
+        return self._services[name].rates.busy_while_training()
 
     def names(self, prefix: str) -> list[str]:
-        return [name for name in self._tracks if name.startswith(prefix)]
+        return [name for name in self._services if name.startswith(prefix)]
 
     def idle_s(self, now_s: float) -> float:
         """Since the trainer was last seen to compute; 0 where that says nothing."""
-        at_work = self._computed_s is not None and self._phases.get("trainer") != "ended"
-        return (
-            now_s - self._computed_s
-            if at_work and self._computed_s is not None and not self.stopping
-            else 0.0
-        )
+        if self._computed_s is None or self.stopping or self._services["trainer"].phase == "ended":
+            return 0.0
+        return now_s - self._computed_s
 
     def stall(self, now_s: float) -> Stall | None:
         """The starving edge, when the trainer has computed nothing for `observe.stall_s`."""
-        job = self._job
-        reward = self._tracks["reward"].last if "reward" in self._tracks else {}
-        alive = reward.get("areal_reward_workers_alive")
+        job, services = self._job, self._services
+        rollouts = {name: services[name] for name in self.names("rollout")}
+        buffer, reward = services.get("buffer", _Service()), services.get("reward", _Service())
+        alive = reward.figures.get("areal_reward_workers_alive")
         facts = Facts(
             idle_s=self.idle_s(now_s),
-            phases=self._phases,
-            silent_s={name: now_s - at_s for name, at_s in self._answered_s.items()},
-            groups=self._groups(),
-            redis=self._redis_waited_for(),
-            version=_whole(self._tracks["trainer"].last.get("areal_trainer_version")),
-            weights=self._weights_waited_for(),
-            serving={
-                name: int(version)
-                for name in self.names("rollout")
-                if (version := self._tracks[name].last.get("areal_rollout_version")) is not None
+            phases={name: service.phase for name, service in services.items()},
+            silent_s={
+                name: now_s - service.answered_s
+                for name, service in services.items()
+                if service.answered_s is not None
             },
-            reward=next(
-                (
-                    REWARD_WAITS.get(why, why).format(job.reward.registry or default_registry())
-                    for why, on in by_label(reward, "areal_reward_waits", "why")
-                    if on
-                ),
-                "",
-            ),
-            workers_alive=None if alive is None else int(alive),
+            groups=self._groups(),
+            redis=buffer.waiting_for("redis") or _unconfirmed(buffer.figures),
+            version=_last(services["trainer"].figures, "areal_trainer_version"),
+            weights={
+                name: what for name, service in rollouts.items() if (what := service.waiting_for("weights"))
+            },
+            serving={
+                name: version
+                for name, service in rollouts.items()
+                if (version := _last(service.figures, "areal_rollout_version")) is not None
+            },
+            reward=reward.waiting_for("reward"),
+            workers_alive=None if alive is None else int(sum(alive.values())),
             workers=job.reward.workers,
             max_groups=job.buffer.max_groups,
             steps_left=job.trainer.steps - self._done,
-            dropped_by_verdict=self._dropped.by_verdict_since,
+            dropped_by_verdict=max(0, self._dropped.by_verdict - self._dropped_before),
             no_score=self._dropped.newest,
         )
         return find_stall(facts, job.observe.stall_s)
 
-    def _weights_waited_for(self) -> dict[str, str]:
-        return {
-            name: what
-            for name, track in self._tracks.items()
-            for what, waits in by_label(track.last, "areal_weights_waits", "what")
-            if waits and name.startswith("rollout")
-        }
-
-    def _redis_waited_for(self) -> str:
-        """Why the buffer cannot write just now, by its own metrics."""
-        buffer = self._tracks["buffer"].last if "buffer" in self._tracks else {}
-        for why, waits in by_label(buffer, "areal_buffer_waits_for_redis", "why"):
-            if waits:
-                return why
-        unconfirmed_s = buffer.get("areal_buffer_unconfirmed_seconds", 0.0)
-        return f"no write confirmed for {unconfirmed_s:.0f} s" if unconfirmed_s > SILENT_S else ""
-
     def _groups(self) -> dict[str, int]:
-        buffer = self._tracks["buffer"].last if "buffer" in self._tracks else {}
-        return {state: int(count) for state, count in by_label(buffer, "areal_buffer_groups", "state")}
+        buffer = self._services.get("buffer", _Service())
+        return {state: int(count) for state, count in buffer.figures.get("areal_buffer_groups", {}).items()}
 
-    def picture(self, now_s: float) -> Picture:
+    def status(self, now_s: float) -> RunStatus:
+        """How the run stands."""
         job, step = self._job, self._step
-        done, total = self._done, job.trainer.steps
-        message = ""
-        if self._message is not None and now_s - self._message[0] < MESSAGE_LIFE_S:
-            message = self._message[1]
+        done, steps = self._done, job.trainer.steps
         first, last = self._first_accuracy, self._last_accuracy
-        return Picture(
+        return RunStatus(
             job=job.job,
             kind=job.kind,
             elapsed_s=now_s - self._started_s,
-            step=min(done, total),
-            steps=total,
-            eta_s=self._eta_s(total - done),
+            step=min(done, steps),
+            steps=steps,
+            eta_s=self._eta_s(steps - done),
             version=step.get("version"),
             reward=step.get("reward_mean"),
             rewards=tuple(reward for _, reward in self._rewards),
@@ -311,16 +285,27 @@ class Observer:
             staleness_seen=self._staleness_seen,
             bound=job.buffer.max_staleness,
             groups=self._groups(),
-            services=tuple(self._service(name, now_s) for name in self._tracks),
-            message=message,
+            services=tuple(self._activity(name, now_s) for name in self._services),
+            message=self._shown(now_s),
             stall=self.stall(now_s),
             stall_s=self.idle_s(now_s),
             stopping=self.stopping,
             trained=self._trained,
             accuracy_interval=self._interval,
             self_check=self._self_check,
-            dropped=self._dropped.so_far(),
+            dropped=self._dropped,
         )
+
+    def _shown(self, now_s: float) -> str:
+        """The newest message, else what a service that serves waits for."""
+        if self._message is not None and now_s - self._message[0] < MESSAGE_LIFE_S:
+            return self._message[1]
+        waiting = (
+            f"{name} waits for {what}"
+            for name, service in self._services.items()
+            if service.phase == "serving" and not service.is_silent(now_s) and (what := service.waiting_for())
+        )
+        return next(waiting, "")
 
     def _eta_s(self, steps_left: int) -> float | None:
         if len(self._step_times) < 2:
@@ -329,22 +314,32 @@ class Observer:
         return max(0.0, (last_s - first_s) / (last - first) * steps_left) if last > first else None
 
     def _sum_rate(self, prefix: str, counter: str, now_s: float) -> float | None:
-        names = [name for name in self.names(prefix) if not self._is_silent(name, now_s)]
-        rates = [rate for name in names if (rate := self._tracks[name].rate(counter)) is not None]
+        services = [self._services[name] for name in self.names(prefix)]
+        rates = [
+            rate
+            for service in services
+            if not service.is_silent(now_s) and (rate := service.rates.rate(counter)) is not None
+        ]
         return sum(rates) if rates else None
 
-    def _service(self, name: str, now_s: float) -> ServicePicture:
-        if self._is_silent(name, now_s):
-            return ServicePicture(name, "silent")
-        phase = self._phases[name]
-        if phase == "serving" and self._tracks[name].last.get("areal_rollout_draining"):
-            phase = DRAINING  # on the buffer's word, without the supervisor's doing
-        return ServicePicture(name, phase, self._tracks[name].busy(), self._doing.get(name, ""))
+    def _activity(self, name: str, now_s: float) -> ServiceActivity:
+        service = self._services[name]
+        if service.is_silent(now_s):
+            return ServiceActivity(name, "silent")
+        phase = service.phase
+        if phase == "serving" and service.status is not None and service.status.state == "draining":
+            phase = "draining"  # on the buffer's word, without the supervisor's doing
+        return ServiceActivity(name, phase, service.rates.busy(), service.waiting_for())
 
-    def _is_silent(self, name: str, now_s: float) -> bool:
-        """It serves, but does not answer: it is stopped, or stuck. What it said last is no longer so."""
-        serves = self._phases[name] == "serving"
-        return serves and now_s - self._answered_s.get(name, now_s) > SILENT_S
+
+def _last(figures: Figures, name: str) -> int | None:
+    return int(total(figures, name)) if name in figures else None
+
+
+def _unconfirmed(figures: Figures) -> str:
+    """Why the buffer cannot write just now, where Redis has said nothing."""
+    silent_s = total(figures, "areal_buffer_unconfirmed_seconds")
+    return f"no write confirmed for {silent_s:.0f} s" if silent_s > SILENT_S else ""
 
 
 def steps_done(record: Mapping[str, Any]) -> int:

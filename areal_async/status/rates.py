@@ -1,4 +1,4 @@
-"""What one service has done, by the samples of its metrics: rates over the last seconds, busy shares."""
+"""What one service has done, by its figures over time: rates over the last seconds, busy shares. Pure."""
 
 from __future__ import annotations
 
@@ -6,31 +6,37 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from areal_async.status.samples import Samples, by_label
-
+Figures = Mapping[str, Mapping[str, float]]
+"""A service's series: name → the values of its labels, joined by commas → value."""
+BUSY = "areal_busy_seconds_total"
 RATE_WINDOW_S = 10.0
 """Rates and shares are over the last so many seconds."""
 IDLE_ACTIVITIES = frozenset({"wait", "idle"})
 
 
+def total(figures: Figures, name: str) -> float:
+    """The sum of a series over its labels; 0 for one that is not there."""
+    return sum(figures.get(name, {}).values())
+
+
 @dataclass
-class Track:
-    """Samples of one service over the rate window, and what it did from the first to the last finished step.
+class RateTracker:
+    """Figures of one service over the rate window, and what it did from the first to the last finished step.
 
     The counters of a process that was started again begin at 0: what the dead one had is in `earlier`."""
 
-    recent: deque[tuple[float, Samples]] = field(default_factory=lambda: deque(maxlen=64))
+    recent: deque[tuple[float, Figures]] = field(default_factory=lambda: deque(maxlen=64))
     steps_done: int = 0
-    first_step: tuple[float, Samples] | None = None
-    last_step: tuple[float, Samples] | None = None
+    first_step: tuple[float, Figures] | None = None
+    last_step: tuple[float, Figures] | None = None
     earlier: list[Spent] = field(default_factory=list)
 
-    def add(self, now_s: float, samples: Samples, steps_done: int) -> None:
-        self.recent.append((now_s, samples))
+    def add(self, now_s: float, figures: Figures, steps_done: int) -> None:
+        self.recent.append((now_s, figures))
         while len(self.recent) > 2 and now_s - self.recent[1][0] >= RATE_WINDOW_S:
             self.recent.popleft()
         if steps_done > self.steps_done:
-            self.steps_done, self.last_step = steps_done, (now_s, samples)
+            self.steps_done, self.last_step = steps_done, (now_s, figures)
             self.first_step = self.first_step or self.last_step
 
     def start_again(self) -> None:
@@ -41,7 +47,7 @@ class Track:
         self.first_step = self.last_step = None
 
     @property
-    def last(self) -> Samples:
+    def last(self) -> Figures:
         return self.recent[-1][1] if self.recent else {}
 
     def rate(self, name: str) -> float | None:
@@ -51,7 +57,7 @@ class Track:
         (first_s, first), (last_s, last) = self.recent[0], self.recent[-1]
         if name not in last or last_s <= first_s:
             return None
-        return max(0.0, last[name] - first.get(name, 0.0)) / (last_s - first_s)
+        return max(0.0, total(last, name) - total(first, name)) / (last_s - first_s)
 
     def busy(self) -> float | None:
         """Share of the window in the busiest activity."""
@@ -73,11 +79,9 @@ class Spent:
     seconds: Mapping[str, float]
 
     @classmethod
-    def between(cls, first: tuple[float, Samples], last: tuple[float, Samples]) -> Spent:
-        name = "areal_busy_seconds_total"
-        before = dict(by_label(first[1], name, "activity"))
-        after = by_label(last[1], name, "activity")
-        return cls(last[0] - first[0], {what: sum_s - before.get(what, 0.0) for what, sum_s in after})
+    def between(cls, first: tuple[float, Figures], last: tuple[float, Figures]) -> Spent:
+        before, after = first[1].get(BUSY, {}), last[1].get(BUSY, {})
+        return cls(last[0] - first[0], {what: sum_s - before.get(what, 0.0) for what, sum_s in after.items()})
 
     @classmethod
     def sum(cls, parts: Sequence[Spent]) -> Spent:

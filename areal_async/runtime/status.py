@@ -1,0 +1,123 @@
+"""What a service says of itself to whoever asks: the answer to the request `Status`.
+
+Promises: every service of a run answers at an endpoint of its own, from before its own code runs, and from a
+thread of its own, so that it answers while it computes; its figures are its Prometheus series at the moment
+of the question, so that the terminal and Grafana show the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import prometheus_client
+
+from areal_async.rpc.messages import NoScore, ServiceState, ServiceStatus, Status
+from areal_async.rpc.server import Peer
+from areal_async.runtime.context import ServiceContext
+from areal_async.runtime.control import ControlServer
+
+WAIT_GAUGES = {
+    "areal_buffer_waits_for_redis": "redis",
+    "areal_weights_waits": "weights",
+}
+"""Series that are 1 while the process waits, with the reason as their label, and what they are about."""
+NOTICE_FIELDS = ("kind", "edge", "detail", "reason", "message", "group_id", "error")
+"""Fields of a log record that a notice repeats."""
+
+
+def status_endpoint(socket_dir: Path, name: str) -> str:
+    return f"ipc://{socket_dir}/{name}.status"
+
+
+class StatusBoard:
+    """What this process wants said of it. Any thread may write."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        """Whether it finishes what it has and takes nothing more."""
+        self.no_scores: list[NoScore] = []
+        """Verdicts without a score by kind; the buffer's."""
+        self._waits: dict[str, str] = {}
+        self._notice = ""
+        self._notices = 0
+        self._lock = threading.Lock()
+
+    def waits(self, subject: str, what: str) -> None:
+        """Say that it waits for `what` of `subject`; nothing: it does not any more."""
+        with self._lock:
+            if what:
+                self._waits[subject] = what
+            else:
+                self._waits.pop(subject, None)
+
+    @contextmanager
+    def waiting(self, subject: str, what: str) -> Iterator[None]:
+        """The same for the time of a block."""
+        self.waits(subject, what)
+        try:
+            yield
+        finally:
+            self.waits(subject, "")
+
+    def tell(self, text: str) -> None:
+        """Say something that people should see once."""
+        with self._lock:
+            self._notice, self._notices = text, self._notices + 1
+
+    def status(self, name: str, *, serves: bool) -> ServiceStatus:
+        found = figures()
+        with self._lock:
+            waits = dict(self._waits)
+            notice, count = self._notice, self._notices
+        for series, subject in WAIT_GAUGES.items():
+            for why, on in found.get(series, {}).items():
+                if on and why:
+                    waits[subject] = why
+        state: ServiceState = "starting" if not serves else "draining" if self.draining else "serving"
+        return ServiceStatus(name, os.getpid(), state, waits, found, notice, count, self.no_scores)
+
+
+board = StatusBoard()
+
+
+def figures() -> dict[str, dict[str, float]]:
+    """This process's own series: name → the values of its labels, joined by commas → value. Without the
+    buckets of histograms."""
+    found: dict[str, dict[str, float]] = {}
+    for metric in prometheus_client.REGISTRY.collect():
+        if not metric.name.startswith("areal_"):
+            continue
+        for sample in metric.samples:
+            if not sample.name.endswith("_bucket"):
+                found.setdefault(sample.name, {})[",".join(sample.labels.values())] = sample.value
+    return found
+
+
+class NoticeHandler(logging.Handler):
+    """Puts warnings and errors of ours on the board."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fields = getattr(record, "areal_fields", {})
+        extra = ", ".join(str(fields[name]) for name in NOTICE_FIELDS if fields.get(name))
+        board.tell(record.getMessage() + (f" ({extra})" if extra else ""))
+
+
+def answer_status(ctx: ServiceContext) -> None:
+    """Answer `Status` for the service of `ctx`, as long as this process lives."""
+
+    async def answer(peer: Peer, request: Status, attachments: list[memoryview]) -> ServiceStatus:
+        return board.status(ctx.name, serves=ctx.has_served)
+
+    logging.getLogger("areal").addHandler(NoticeHandler())
+    endpoint = status_endpoint(ctx.socket_dir, ctx.name)
+    ControlServer(
+        endpoint, service=ctx.name, job=ctx.job.job, access=ctx.secret, handlers={Status: answer}
+    ).start()

@@ -1,0 +1,91 @@
+"""A service answers how it is, whatever its own loop is busy with."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from areal_async.config.job import JobConfig
+from areal_async.errors import PeerGone, RpcTimeout
+from areal_async.rpc.messages import ServiceStatus
+from areal_async.runtime.context import ServiceContext
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.metrics import busy
+from areal_async.runtime.status import StatusBoard, answer_status
+from areal_async.status.monitor import StatusClients
+
+
+@pytest.fixture
+def ctx(tmp_path: Path) -> ServiceContext:
+    job = JobConfig.model_validate(
+        {"job": "test", "model": tmp_path / "model", "tasks": {"train": tmp_path / "train.jsonl"}}
+    )
+    return ServiceContext.for_test(job, tmp_path, "rollout", "rollout-0")
+
+
+def ask(ctx: ServiceContext, name: str = "rollout-0") -> ServiceStatus:
+    async def once() -> ServiceStatus:
+        clients = StatusClients(ctx.socket_dir, ctx.job.job, ctx.secret)
+        try:
+            return await asyncio.wait_for(clients.ask(name), 30.0)
+        finally:
+            await clients.close()
+
+    return asyncio.run(once())
+
+
+def test_a_service_says_its_state_its_figures_and_its_newest_notice(ctx: ServiceContext) -> None:
+    answer_status(ctx)
+    before = ask(ctx)
+    assert (before.name, before.state) == ("rollout-0", "starting")
+    ctx.ready()
+    with busy("status_test"):
+        get_logger("test").warning("the disk is full", reason="of logs", other=3)
+        get_logger("test").info("nothing to be told of")
+        after = ask(ctx)
+    assert after.state == "serving"
+    assert (after.notice, after.notices) == ("the disk is full (of logs)", before.notices + 1)
+    assert after.figures["areal_busy_seconds_total"]["status_test"] >= 0
+    assert all(name.startswith("areal_") for name in after.figures)
+
+
+def test_a_service_whose_thread_is_held_up_answers(ctx: ServiceContext) -> None:
+    answer_status(ctx)
+    release, held = threading.Event(), threading.Event()
+
+    async def blocks() -> None:
+        held.set()
+        release.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(blocks(),))
+    thread.start()
+    held.wait()
+    try:
+        assert ask(ctx).name == "rollout-0"
+    finally:
+        release.set()
+        thread.join()
+
+
+def test_what_is_waited_for_is_said_by_subject_as_long_as_it_is() -> None:
+    said = StatusBoard()
+    said.waits("trainer", "the first snapshot")
+    with said.waiting("server", "its SGLang server to load"):
+        both = {"trainer": "the first snapshot", "server": "its SGLang server to load"}
+        assert said.status("rollout-0", serves=False).waiting_for == both
+    said.waits("trainer", "")
+    assert said.status("rollout-0", serves=True).waiting_for == {}
+
+
+def test_a_worker_that_drains_says_so() -> None:
+    said = StatusBoard()
+    said.draining = True
+    assert said.status("rollout-0", serves=True).state == "draining"
+
+
+def test_nobody_at_the_endpoint_is_an_error(ctx: ServiceContext) -> None:
+    with pytest.raises((RpcTimeout, PeerGone)):
+        ask(ctx, "rollout-7")

@@ -1,0 +1,346 @@
+"""What is worked out of a run's records and of what its services say of themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from areal_async.config.job import JobConfig
+from areal_async.errors import PeerGone
+from areal_async.rpc.messages import NoScore, ServiceStatus
+from areal_async.status.aggregator import MESSAGE_LIFE_S, RunStatus, StatusAggregator
+from areal_async.status.monitor import Monitor, Tail
+
+NAMES = ("buffer", "trainer", "rollout-0", "rollout-1")
+
+
+@pytest.fixture
+def aggregator(job: JobConfig) -> StatusAggregator:
+    return StatusAggregator(job, NAMES, started_s=100.0)
+
+
+def said(name: str, figures: Mapping[str, object] | None = None, **fields: object) -> ServiceStatus:
+    """A service's answer. A figure is a number, or numbers by label."""
+    plain = {
+        series: value if isinstance(value, dict) else {"": float(value)}  # type: ignore[arg-type]
+        for series, value in (figures or {}).items()
+    }
+    given = {"pid": 1, "state": "serving", "waiting_for": {}} | fields
+    return ServiceStatus(name=name, figures=plain, **given)  # type: ignore[arg-type]
+
+
+def busy(**seconds: float) -> dict[str, object]:
+    return {"areal_busy_seconds_total": seconds}
+
+
+def test_an_empty_run_has_an_empty_picture(aggregator: StatusAggregator) -> None:
+    status = aggregator.status(101.0)
+    assert (status.step, status.elapsed_s, status.eta_s, status.reward) == (0, 1.0, None, None)
+    assert status.bound == 4
+
+
+def test_records_make_progress_and_time_left(aggregator: StatusAggregator) -> None:
+    for step in range(30):
+        aggregator.feed_record(
+            {"kind": "step", "step": step, "version": step + 1, "time_s": 1000 + 2 * step, "reward_mean": 0.5}
+            | {"staleness_mean": 0.7, "staleness_max": 2 if step == 5 else 1}
+        )
+    status = aggregator.status(160.0)
+    assert (status.step, status.steps, status.version) == (30, 100, 30)
+    assert status.eta_s == pytest.approx(2 * 70)
+    assert (status.staleness_max, status.staleness_seen) == (1, 2)
+    assert len(status.rewards) == 30
+
+
+def test_held_out_accuracy_is_by_version_not_by_arrival(aggregator: StatusAggregator) -> None:
+    for version, accuracy in ((25, 0.5), (0, 0.3), (50, 0.6)):
+        aggregator.feed_record({"kind": "evaluation", "version": version, "accuracy": accuracy})
+    status = aggregator.status(101.0)
+    assert (status.accuracy_start, status.accuracy, status.accuracy_version) == (0.3, 0.6, 50)
+
+
+def test_the_interval_is_that_of_the_newest_version_and_the_self_check_is_told(
+    aggregator: StatusAggregator,
+) -> None:
+    assert (aggregator.status(101.0).accuracy_interval, aggregator.status(101.0).self_check) == (None, "")
+    for version, ends in ((50, (0.5, 0.7)), (25, (0.4, 0.6))):
+        record = {"kind": "evaluation", "version": version, "accuracy": 0.6, "mean": [0.6, *ends]}
+        aggregator.feed_record(record)
+    check = {"kind": "self_check", "step": 0, "n": 4096, "engine": "local", "max": 3.14e-6, "mean": 4e-7}
+    aggregator.feed_record(check | {"bound": 1e-3, "passed": True})
+    status = aggregator.status(101.0)
+    assert status.accuracy_interval == (0.5, 0.7)
+    assert status.self_check == (
+        "passed: 4,096 log-probs of local, largest difference 3.1e-06 of 0.001 allowed, mean 4e-07"
+    )
+    aggregator.feed_record(check | {"bound": 1e-3, "passed": False, "max": None})
+    assert "not finite" in aggregator.status(101.0).self_check
+
+
+def test_supervised_records_count_from_one(job: JobConfig) -> None:
+    aggregator = StatusAggregator(job.model_copy(update={"kind": "sft"}), ["trainer"], 0.0)
+    aggregator.feed_record({"kind": "sft", "step": 0, "accuracy": 0.0, "time_s": 10.0})
+    aggregator.feed_record({"kind": "sft", "step": 10, "loss": 2.0, "time_s": 15.0})
+    status = aggregator.status(5.0)
+    assert (status.step, status.loss, status.eta_s) == (10, 2.0, pytest.approx(45.0))
+
+
+def test_rates_and_busy_shares_are_of_the_last_seconds(aggregator: StatusAggregator) -> None:
+    for tick in range(41):
+        now_s = 100 + tick / 2
+        rate = 100 if tick <= 20 else 50
+        base = 0 if tick <= 20 else 500
+        for name in ("rollout-0", "rollout-1"):
+            spent = busy(generate=0.9 * tick / 2, load=0.1 * tick / 2, wait=1.0 * tick / 2)
+            tokens = {"areal_rollout_tokens_total": base + rate * tick / 2}
+            aggregator.feed_status(name, said(name, spent | tokens), now_s)
+    status = aggregator.status(120.0)
+    assert status.generated_per_s == pytest.approx(100.0)
+    shares = {service.name: service.busy for service in status.services}
+    assert shares["rollout-0"] == pytest.approx(0.9)
+    assert shares["trainer"] is None
+
+
+def test_busy_while_training_leaves_out_what_came_before_and_after(aggregator: StatusAggregator) -> None:
+    def feed(busy_s: float, now_s: float) -> None:
+        aggregator.feed_status("rollout-0", said("rollout-0", busy(generate=busy_s)), now_s)
+
+    feed(0.0, 100.0)
+    assert aggregator.busy_while_training("rollout-0") is None
+    aggregator.feed_record({"kind": "step", "step": 0})
+    feed(1.0, 150.0)
+    feed(2.0, 160.0)
+    assert aggregator.busy_while_training("rollout-0") is None
+    aggregator.feed_record({"kind": "step", "step": 1})
+    feed(41.0, 200.0)
+    feed(41.0, 900.0)
+    assert aggregator.busy_while_training("rollout-0") == pytest.approx(0.8)
+
+
+def test_busy_shares_and_rates_outlive_a_restart(aggregator: StatusAggregator) -> None:
+    phases = dict.fromkeys(NAMES, "serving")
+    aggregator.set_phases(phases)
+
+    def life(begin_s: float, busy_s: float, steps: range) -> None:
+        for at_s, share in ((begin_s, 0.0), (begin_s + 10, 1.0)):
+            aggregator.feed_record({"kind": "step", "step": steps[0] if share == 0 else steps[-1]})
+            figures = busy(generate=5 + busy_s * share) | {"areal_rollout_tokens_total": 100 * share}
+            aggregator.feed_status("rollout-0", said("rollout-0", figures), at_s)
+
+    life(100.0, 8.0, range(1, 5))
+    for phase in ("restarting", "starting", "serving"):
+        aggregator.set_phases(phases | {"rollout-0": phase})
+    assert aggregator.status(111.0).generated_per_s is None
+    life(200.0, 6.0, range(5, 9))
+    assert aggregator.busy_while_training("rollout-0") == pytest.approx((8.0 + 6.0) / 20)
+    assert aggregator.status(210.0).generated_per_s == pytest.approx(10.0)
+
+
+def test_steps_done_again_are_told_and_not_drawn_twice(aggregator: StatusAggregator) -> None:
+    def step(number: int, time_s: float) -> None:
+        record = {"kind": "step", "step": number, "time_s": time_s, "reward_mean": number / 10}
+        aggregator.feed_record(record)
+
+    for number in range(8):
+        step(number, 1000.0 + number)
+    aggregator.feed_status("trainer", said("trainer", pid=1), 109.0)
+    again = said("trainer", {"areal_trainer_version": 5}, pid=2)
+    aggregator.set_phases(dict.fromkeys(NAMES, "starting"))
+    aggregator.feed_status("trainer", again, 110.0)
+    told = aggregator.status(111.0).message
+    assert told == "trainer goes on from the checkpoint of step 5; steps to do again: 3"
+    step(5, 1020.0)
+    assert aggregator.status(111.0).eta_s is None
+    step(6, 1021.0)
+    status = aggregator.status(111.0)
+    assert status.rewards == (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    assert (status.step, status.eta_s) == (7, pytest.approx(93.0))
+
+
+def test_a_resumed_run_is_starting_until_it_trains(aggregator: StatusAggregator) -> None:
+    for number in range(3):
+        aggregator.feed_record({"kind": "step", "step": number, "time_s": 1000.0 + number})
+    assert aggregator.status(101.0).trained
+    check = {"kind": "self_check", "step": 0, "n": 9, "engine": "local", "max": 1e-6, "mean": 1e-7}
+    aggregator.feed_record({**check, "bound": 1e-3, "passed": True})
+    assert aggregator.status(101.0).self_check
+    aggregator.feed_record({"kind": "resume", "time_s": 9000.0})
+    status = aggregator.status(101.0)
+    assert (status.trained, status.step, status.eta_s) == (False, 3, None)
+    assert status.self_check == "", "the check of the life before says nothing of this one"
+    aggregator.feed_record({"kind": "step", "step": 3, "time_s": 9005.0})
+    assert aggregator.status(101.0).trained
+
+
+def test_what_a_silent_service_said_last_is_not_shown(aggregator: StatusAggregator) -> None:
+    aggregator.set_phases(dict.fromkeys(NAMES, "serving"))
+    for at_s, tokens in ((100.0, 0.0), (101.0, 50.0)):
+        answer = said("rollout-0", {"areal_rollout_tokens_total": tokens}, waiting_for={"a": "rain"})
+        aggregator.feed_status("rollout-0", answer, at_s)
+    assert aggregator.status(102.0).generated_per_s == pytest.approx(50.0)
+    assert aggregator.status(102.0).message == "rollout-0 waits for rain"
+    status = aggregator.status(107.0)
+    assert (status.generated_per_s, status.message) == (None, "")
+    assert {service.name: service.phase for service in status.services}["rollout-0"] == "silent"
+
+
+def test_the_last_notice_is_shown_for_a_while_and_then_what_is_waited_for(
+    aggregator: StatusAggregator,
+) -> None:
+    aggregator.set_phases(dict.fromkeys(NAMES, "serving"))
+    waits = {"batch": "a batch (reward: it has 0 of 4 workers)"}
+    for now_s, notices in ((110.0, 1), (112.0, 1), (139.0, 1)):
+        answer = said("trainer", waiting_for=waits, notice="the disk is nearly full", notices=notices)
+        aggregator.feed_status("trainer", answer, now_s)
+        assert aggregator.status(now_s).message == "trainer: the disk is nearly full"
+    waiting = "trainer waits for a batch (reward: it has 0 of 4 workers)"
+    assert aggregator.status(110.0 + MESSAGE_LIFE_S).message == waiting
+    aggregator.feed_status("trainer", said("trainer", notice="again", notices=2), 141.0)
+    assert aggregator.status(141.0).message == "trainer: again"
+    aggregator.feed_status("trainer", said("trainer", pid=2, notice="another life", notices=1), 142.0)
+    assert aggregator.status(142.0).message == "trainer: another life"
+
+
+def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "log")
+    assert list(tail.lines()) == []
+    with (tmp_path / "log").open("a") as file:
+        file.write("one\ntw")
+        file.flush()
+        assert list(tail.lines()) == ["one"]
+        file.write("o\n\nthree\n")
+        file.flush()
+        assert list(tail.lines()) == ["two", "three"]
+    assert list(tail.lines()) == []
+
+
+class Answers:
+    """In place of the clients: what each service answers, where it does."""
+
+    def __init__(self, **answers: ServiceStatus) -> None:
+        self.answers = answers
+
+    async def ask(self, name: str) -> ServiceStatus:
+        await asyncio.sleep(0)
+        if name not in self.answers:
+            raise PeerGone(f"{name} is not there")
+        return self.answers[name]
+
+    async def close(self) -> None: ...
+
+
+def test_a_monitor_shows_what_it_can_read_and_survives_what_it_cannot(job: JobConfig, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 4}\nnot json\n[1]\n')
+    shown: list[RunStatus] = []
+    monitor = Monitor(
+        StatusAggregator(job, ["trainer", "reward"], 0.0),
+        tmp_path / "metrics.jsonl",
+        clients=lambda: Answers(trainer=said("trainer", notice="odd", notices=1)),  # type: ignore[arg-type, return-value]
+        phases=lambda: {"trainer": "serving", "reward": "serving"},
+        show=shown.append,
+    )
+    monitor.start()
+    monitor.look()
+    monitor.stop()
+    assert (shown[-1].step, shown[-1].message) == (5, "trainer: odd")
+    assert monitor.newest == shown[-1]
+
+
+def test_workers_that_join_and_leave_are_shown_as_long_as_they_are_there(
+    aggregator: StatusAggregator,
+) -> None:
+    phases = dict.fromkeys(NAMES, "serving")
+    aggregator.set_phases(phases)
+    phases["rollout-2"] = "starting"
+    del phases["rollout-1"]
+    aggregator.set_phases(phases)
+    aggregator.feed_status("rollout-1", said("rollout-1"), 200.0)
+    status = aggregator.status(200.0)
+    assert [service.name for service in status.services] == ["buffer", "trainer", "rollout-0", "rollout-2"]
+    assert aggregator.names("rollout") == ["rollout-0", "rollout-2"]
+
+
+def test_a_worker_that_drains_is_shown_so_whoever_told_it_to(aggregator: StatusAggregator) -> None:
+    def shown() -> dict[str, str]:
+        return {service.name: service.phase for service in aggregator.status(103.0).services}
+
+    aggregator.set_phases(dict.fromkeys(NAMES, "serving") | {"rollout-0": "draining"})
+    aggregator.feed_status("rollout-1", said("rollout-1"), 102.0)
+    assert (shown()["rollout-0"], shown()["rollout-1"]) == ("draining", "serving")
+    aggregator.feed_status("rollout-1", said("rollout-1", state="draining"), 103.0)
+    assert shown()["rollout-1"] == "draining"
+
+
+def test_a_service_that_starts_says_what_it_waits_for(aggregator: StatusAggregator) -> None:
+    def waiting_for() -> str:
+        return next(s.waiting_for for s in aggregator.status(103.0).services if s.name == "rollout-0")
+
+    phases = dict.fromkeys(NAMES, "serving") | {"rollout-0": "starting"}
+    aggregator.set_phases(phases)
+    assert waiting_for() == ""
+    loads = said("rollout-0", state="starting", waiting_for={"server": "its SGLang server to load"})
+    aggregator.feed_status("rollout-0", loads, 102.0)
+    assert waiting_for() == "its SGLang server to load"
+    assert aggregator.status(103.0).message == "", "a service that starts is named where the start is shown"
+    aggregator.feed_status("rollout-0", said("rollout-0"), 103.0)
+    assert waiting_for() == ""
+
+
+def counted(**reasons: int) -> dict[str, object]:
+    return {"areal_buffer_transitions_total": {n.replace("__", ":"): float(c) for n, c in reasons.items()}}
+
+
+def test_what_was_dropped_and_masked_is_told_with_its_reasons(aggregator: StatusAggregator) -> None:
+    figures = counted(scored=9, dropped__overtaken=1, dropped__verdict_error=4, episode_masked__timeout=2)
+    no_scores = [
+        NoScore("timeout", 3, "no answer within 1 s", "e", age_ms=5),
+        NoScore("error:exception", 4, "ValueError: no", "e", age_ms=70),
+    ]
+    aggregator.feed_status("buffer", said("buffer", figures, no_scores=no_scores), 101.0)
+    dropped = aggregator.status(102.0).dropped
+    assert dropped.text == "5 groups (verdict_error 4, overtaken 1), 2 episodes masked (timeout 2)"
+    assert [note.kind for note in dropped.no_scores] == ["error:exception", "timeout"]
+    assert dropped.newest == "timeout ×3: no answer within 1 s"
+
+
+def test_a_stall_is_blamed_on_verdicts_since_the_trainer_last_computed(aggregator: StatusAggregator) -> None:
+    aggregator.set_phases(dict.fromkeys(NAMES, "serving"))
+    why = [NoScore("error:exception", 4, "ValueError: no", "e", age_ms=5)]
+    aggregator.feed_status("buffer", said("buffer", counted(dropped__verdict_error=50)), 100.0)
+    aggregator.feed_status("trainer", said("trainer", busy(train=1.0)), 100.0)
+    for now_s, dropped in ((100.5, 50), (1000.0, 50), (1000.0, 58)):
+        figures = counted(dropped__verdict_error=dropped)
+        aggregator.feed_status("buffer", said("buffer", figures, no_scores=why), now_s)
+        for name in NAMES[1:]:
+            aggregator.feed_status(name, said(name, busy(train=1.0)), now_s)
+        stall = aggregator.stall(now_s)
+        assert (stall is not None and "8 groups were dropped" in stall.detail) == (dropped == 58)
+    assert stall is not None
+    assert "ValueError: no" in stall.detail
+
+
+@pytest.mark.parametrize(
+    ("name", "subject", "what"),
+    [
+        ("reward", "reward", "no shared reward service runs"),
+        ("buffer", "redis", "Redis cannot write to its disk"),
+        ("rollout-0", "weights", "no chunk of version 3 has come for 9 s"),
+    ],
+)
+def test_a_stall_says_what_a_service_waits_for(
+    aggregator: StatusAggregator, name: str, subject: str, what: str
+) -> None:
+    names = (*NAMES, "reward")
+    aggregator.set_phases(dict.fromkeys(names, "serving"))
+    published = {"areal_trainer_version": 3.0, "areal_rollout_version": 2.0}
+    for now_s in (100.0, 1000.0):
+        for each in names:
+            waiting = {subject: what} if each == name else {}
+            answer = said(each, busy(train=1.0) | published, waiting_for=waiting)
+            aggregator.feed_status(each, answer, now_s)
+    stall = aggregator.stall(1000.0)
+    assert stall is not None
+    assert what in stall.detail
