@@ -16,28 +16,20 @@ from areal_async.config.redis_url import RedisUrl, host_port, parse_redis_url
 from replay_buffer.errors import StoreUnusable
 
 
-@dataclass(frozen=True)
-class Tls:
-    """Certificates as files; `ca_file` None means the system's authorities."""
-
-    ca_file: Path | None = None
-    cert_file: Path | None = None
-    key_file: Path | None = None
-    check_hostname: bool = True
-
-    def context(self) -> ssl.SSLContext:
-        """Raises `StoreUnusable` for files that hold no certificate or key."""
-        try:
-            context = ssl.create_default_context(cafile=self.ca_file)
-            context.check_hostname = self.check_hostname
-            if self.cert_file is not None:
-                context.load_cert_chain(self.cert_file, self.key_file, password=_no_passphrase)
-        except (OSError, ValueError) as error:
-            raise StoreUnusable(
-                f"the certificates of buffer.redis_tls cannot be used: {error}. Give PEM files, the key "
-                "without a passphrase and belonging to the certificate"
-            ) from error
-        return context
+def tls_context(tls: RedisTlsSection) -> ssl.SSLContext:
+    """Raises `StoreUnusable` for files that hold no certificate or key."""
+    try:
+        context = ssl.create_default_context(cafile=tls.ca_file)
+        context.check_hostname = tls.check_hostname
+        if tls.cert_file is not None:
+            # Without a password OpenSSL would ask for a passphrase at the terminal.
+            context.load_cert_chain(tls.cert_file, tls.key_file, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise StoreUnusable(
+            f"the certificates of buffer.redis_tls cannot be used: {error}. Give PEM files, the key without "
+            "a passphrase and belonging to the certificate"
+        ) from error
+    return context
 
 
 @dataclass(frozen=True)
@@ -50,7 +42,7 @@ class RedisServer:
     db: int = 0
     username: str = ""
     password: str = field(default="", repr=False)
-    tls: Tls | None = None
+    tls: RedisTlsSection | None = None
     hint: str = ""
     """Where to change what is wrong with logging in."""
 
@@ -100,7 +92,7 @@ class RedisAddress:
         host, port = at or (url.hosts[0] if url.hosts else ("", 0))
         password = url.password or _secret(self.login, "")
         hint = "buffer.redis_login.password_env or password_file, and the user in buffer.redis"
-        return RedisServer(host, port, url.path, url.db, url.username, password, self._tls(), hint)
+        return RedisServer(host, port, url.path, url.db, url.username, password, self._tls, hint)
 
     def sentinels(self) -> list[RedisServer]:
         """The Sentinels, with their own login."""
@@ -112,17 +104,15 @@ class RedisAddress:
                 port,
                 username=self.login.sentinel_username,
                 password=password,
-                tls=self._tls(),
+                tls=self._tls,
                 hint=hint,
             )
             for host, port in self.url.hosts
         ]
 
-    def _tls(self) -> Tls | None:
-        if not self.url.tls:
-            return None
-        tls = self.tls
-        return Tls(tls.ca_file, tls.cert_file, tls.key_file, tls.check_hostname)
+    @property
+    def _tls(self) -> RedisTlsSection | None:
+        return self.tls if self.url.tls else None
 
 
 def _secret(login: RedisLoginSection, prefix: str) -> str:
@@ -143,8 +133,3 @@ def _secret(login: RedisLoginSection, prefix: str) -> str:
     if not secret:
         raise StoreUnusable(f"the password file {path} (buffer.redis_login) is empty")
     return secret
-
-
-def _no_passphrase() -> str:
-    """Answers OpenSSL's question for a passphrase, which else goes to the terminal."""
-    return ""

@@ -19,7 +19,7 @@ from typing import Any
 import hiredis
 
 from replay_buffer.errors import StoreUnavailable, StoreUnusable, refusal
-from replay_buffer.redis.address import RedisAddress, RedisServer
+from replay_buffer.redis.address import RedisAddress, RedisServer, tls_context
 
 ANSWER_LIMIT_S = 20.0
 """Redis not answering for so long counts as gone."""
@@ -60,7 +60,7 @@ class RedisConnection(asyncio.Protocol):
                 if place.path:
                     _, pipe = await loop.create_unix_connection(cls, place.path)
                 else:
-                    secure = place.tls.context() if place.tls is not None else None
+                    secure = tls_context(place.tls) if place.tls is not None else None
                     _, pipe = await loop.create_connection(cls, place.host, place.port, ssl=secure)
                 try:
                     await pipe._greet(place)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import hiredis
@@ -21,37 +20,38 @@ from replay_buffer.redis.address import RedisServer
 from replay_buffer.redis.connection import RedisConnection
 from replay_buffer.redis.keys import Keys
 
-LOOK = ("hget", "hmget", "hgetall", "hexists", "ping", "time", "info")
-"""What both roles may do."""
-FRONT = (
-    *LOOK,
-    "hset",
-    "hdel",
-    "unlink",
-    "set",
-    "mget",
-    "exists",
-    "sadd",
-    "srem",
-    "smembers",
-    "evalsha",
-    "script|load",
-    "config|get",
-    "select",
-)
-READER = (*LOOK, "multi", "exec", "mget", "hlen", "hkeys", "hscan", "hstrlen", "exists", "type", "select")
-
 PROBE = "e:probe"
-"""Key that the trial writes to and deletes, beside those of the episodes."""
+"""The key that the trial writes to and deletes, beside those of the episodes."""
 NOTHING = "-no-such-field"
+KEY = object()
+"""Stands for the probe's key in a trial."""
 
-
-@dataclass(frozen=True)
-class Trial:
-    right: str
-    """As an ACL rule names it."""
-    command: tuple[Any, ...]
-    key: str = ""
+LOOK: dict[str, tuple[Any, ...]] = {
+    "hget": (KEY, NOTHING),
+    "hmget": (KEY, NOTHING),
+    "hgetall": (KEY,),
+    "hexists": (KEY, NOTHING),
+    "ping": (),
+    "time": (),
+    "info": ("server",),
+}
+"""The rights of both roles, as ACL rules name them, each with arguments to try it with."""
+FRONT = LOOK | {
+    "hset": (KEY, "a", 1),
+    "hdel": (KEY, "a"),
+    "unlink": (KEY,),
+    "set": (KEY, "a"),
+    "mget": (KEY,),
+    "exists": (KEY,),
+    "sadd": (KEY, "a"),
+    "srem": (KEY, "a"),
+    "smembers": (KEY,),
+    "evalsha": ("0" * 40, 1, KEY),
+    "script|load": ("return 1",),
+    "config|get": ("appendfsync",),
+    "select": (),
+}
+READER = (*LOOK, "multi", "exec", "mget", "hlen", "hkeys", "hscan", "hstrlen", "exists", "type", "select")
 
 
 def acl_rules(job: str, role: str, *, read_only_keys: bool = True) -> str:
@@ -65,12 +65,12 @@ def acl_rules(job: str, role: str, *, read_only_keys: bool = True) -> str:
     )
 
 
-async def check_rights(pipe: RedisConnection, place: RedisServer, keys: Keys) -> None:
+async def check_rights(redis: RedisConnection, place: RedisServer, keys: Keys) -> None:
     """Try every right that a front needs. Raises `StoreUnusable` naming all that are missing."""
-    trials = _trials(keys)
-    answers = await asyncio.gather(*[pipe.call(*trial.command) for trial in trials])
+    trials = list(_trials(keys))
+    answers = await asyncio.gather(*[redis.call(*command) for _, command, _ in trials])
     commands, patterns = [], []
-    for trial, answer in zip(trials, answers, strict=True):
+    for (right, _, key), answer in zip(trials, answers, strict=True):
         if not isinstance(answer, hiredis.ReplyError):
             continue
         text = str(answer)
@@ -81,12 +81,12 @@ async def check_rights(pipe: RedisConnection, place: RedisServer, keys: Keys) ->
         if not text.startswith("NOPERM"):
             continue  # at its memory limit, a Redis refuses the trial write, and the user may have the right
         if "keys" in text:
-            patterns.append(trial.key)
+            patterns.append(key)
         else:
-            commands.append(f"+{trial.right}")
+            commands.append(f"+{right}")
     if not (commands or patterns):
         return
-    missing = list(dict.fromkeys(commands)) + ([f"~{keys.prefix}*"] if patterns else [])
+    missing = sorted(set(commands)) + ([f"~{keys.prefix}*"] if patterns else [])
     about = f" (it cannot use {patterns[0]})" if patterns else ""
     raise StoreUnusable(
         f"the user {place.user!r} of Redis at {place} lacks rights{about}. Give them with: "
@@ -104,32 +104,18 @@ def moved(place: RedisServer, keys: Keys, answer: str) -> StoreUnusable:
     )
 
 
-def _trials(keys: Keys) -> list[Trial]:
+def _trials(keys: Keys) -> Iterator[tuple[str, list[Any], str]]:
+    """Each right with a harmless command that needs it, and the key that the command is about."""
     probe = keys.prefix + PROBE
-    held = (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches)
-    return [
-        Trial("ping", ("PING",)),
-        Trial("time", ("TIME",)),
-        Trial("info", ("INFO", "server")),
-        Trial("config|get", ("CONFIG", "GET", "appendfsync")),
-        Trial("script|load", ("SCRIPT", "LOAD", "return 1")),
-        Trial("evalsha", ("EVALSHA", "0" * 40, 1, probe), probe),
-        Trial("hset", ("HSET", probe, "a", 1), probe),
-        Trial("hget", ("HGET", probe, "a"), probe),
-        Trial("hmget", ("HMGET", probe, "a"), probe),
-        Trial("hexists", ("HEXISTS", probe, "a"), probe),
-        *(Trial("hdel", ("HDEL", key, NOTHING), key) for key in (*held, probe)),
-        *(Trial("hgetall", ("HGETALL", key), key) for key in (probe,)),
-        *(Trial("hget", ("HGET", key, NOTHING), key) for key in held),
-        Trial("unlink", ("UNLINK", probe), probe),
-        Trial("set", ("SET", probe, "a"), probe),
-        Trial("mget", ("MGET", probe), probe),
-        Trial("exists", ("EXISTS", probe), probe),
-        Trial("unlink", ("UNLINK", probe), probe),
-        Trial("sadd", ("SADD", probe, "a"), probe),
-        Trial("srem", ("SREM", probe, "a"), probe),
-        Trial("smembers", ("SMEMBERS", probe), probe),
-    ]
+    for right, arguments in FRONT.items():
+        if right == "select":
+            continue  # it is needed with a database in the URL alone, and asked for at the login
+        yield right, [*right.split("|"), *(probe if one is KEY else one for one in arguments)], probe
+        if right in ("hset", "set"):
+            yield "unlink", ["unlink", probe], probe
+    for key in (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches):
+        yield "hdel", ["hdel", key, NOTHING], key
+        yield "hget", ["hget", key, NOTHING], key
 
 
 def main(arguments: Sequence[str]) -> int:
