@@ -1,10 +1,23 @@
-"""What every run of the tests ends with: which tests were skipped, and what they would have needed."""
+"""What holds for all tests: a coroutine function is a test too, and a run ends with which tests were skipped
+and what they would have needed."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections import Counter
 
 import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

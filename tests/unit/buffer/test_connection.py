@@ -28,45 +28,35 @@ def test_answers_come_in_the_order_of_the_calls(redis_url, job_name):
     assert asyncio.run(run()) == list(range(1, 201))
 
 
-def test_an_error_is_an_answer_and_the_next_command_has_its_own(redis_url):
-    async def run():
-        pipe = await RedisConnection.open(redis_url)
-        wrong, right = pipe.call("NONSENSE"), pipe.call("PING")
-        assert isinstance(await wrong, hiredis.ReplyError)
-        assert await right == b"PONG"
-        pipe.close()
-
-    asyncio.run(run())
+async def test_an_error_is_an_answer_and_the_next_command_has_its_own(redis_url):
+    pipe = await RedisConnection.open(redis_url)
+    wrong, right = pipe.call("NONSENSE"), pipe.call("PING")
+    assert isinstance(await wrong, hiredis.ReplyError)
+    assert await right == b"PONG"
+    pipe.close()
 
 
-def test_a_lost_connection_fails_what_has_no_answer(redis_url):
-    async def run():
-        pipe = await RedisConnection.open(redis_url)
-        number = await pipe.call("CLIENT", "ID")
-        redis = connect(redis_url)
-        waiting = pipe.call("BLPOP", "never", 0)
-        await redis.client_kill_filter(_id=number)
-        await redis.aclose()
-        with pytest.raises(StoreUnavailable):
-            await waiting
-        with pytest.raises(StoreUnavailable, match="closed the connection"):
-            await pipe.call("PING")
-
-    asyncio.run(run())
+async def test_a_lost_connection_fails_what_has_no_answer(redis_url):
+    pipe = await RedisConnection.open(redis_url)
+    number = await pipe.call("CLIENT", "ID")
+    redis = connect(redis_url)
+    waiting = pipe.call("BLPOP", "never", 0)
+    await redis.client_kill_filter(_id=number)
+    await redis.aclose()
+    with pytest.raises(StoreUnavailable):
+        await waiting
+    with pytest.raises(StoreUnavailable, match="closed the connection"):
+        await pipe.call("PING")
 
 
-def test_a_redis_that_does_not_answer_is_given_up(redis_url, monkeypatch):
+async def test_a_redis_that_does_not_answer_is_given_up(redis_url, monkeypatch):
     monkeypatch.setattr(pipe_module, "ANSWER_LIMIT_S", 0.05)
-
-    async def run():
-        pipe = await RedisConnection.open(redis_url)
-        answered = pipe.call("PING")
-        silent = pipe.call("BLPOP", "never", 0)
-        assert await answered == b"PONG"
-        with pytest.raises(StoreUnavailable, match="has not answered"):
-            await silent
-
-    asyncio.run(run())
+    pipe = await RedisConnection.open(redis_url)
+    answered = pipe.call("PING")
+    silent = pipe.call("BLPOP", "never", 0)
+    assert await answered == b"PONG"
+    with pytest.raises(StoreUnavailable, match="has not answered"):
+        await silent
 
 
 def test_nobody_there_and_a_refused_login_are_clear_errors(redis_url, tmp_path):

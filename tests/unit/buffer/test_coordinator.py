@@ -105,77 +105,57 @@ def ledger(front):
     return meta, *map(dict, tables)
 
 
-def test_one_death_is_local_a_new_front_finds_the_ledger_as_it_was(a_front):
-    async def run():
-        async with a_front() as front:
-            groups = await some_life(front)
-            before = ledger(front)
-            orders = [list(front.index.ready), list(front.index.claimable), list(front.index.deadlines)]
-            revision = front.index.revision
-            blobs = await front.blobs([(groups[0].group_id, 1), (groups[3].group_id, 0)])
-        async with a_front() as again:
-            # The old front's last word is a write, and an outage that moves deadlines on; the rest stays.
-            assert again.index.revision in (revision + 1, revision + 2)
-            meta, held, leases, claims, batches = ledger(again)
-            assert (meta, held, batches) == (before[0], before[1], before[4])
-            assert set(leases) == set(before[2])
-            assert set(claims) == set(before[3])
-            assert [
-                list(again.index.ready),
-                list(again.index.claimable),
-                list(again.index.deadlines),
-            ] == orders
-            assert await again.blobs([(groups[0].group_id, 1), (groups[3].group_id, 0)]) == blobs
-            assert blobs == [b"b" * 10, None]
-            assert again.front_epoch == front.front_epoch + 1
-
-    asyncio.run(run())
+async def test_one_death_is_local_a_new_front_finds_the_ledger_as_it_was(a_front):
+    async with a_front() as front:
+        groups = await some_life(front)
+        before = ledger(front)
+        orders = [list(front.index.ready), list(front.index.claimable), list(front.index.deadlines)]
+        revision = front.index.revision
+        blobs = await front.blobs([(groups[0].group_id, 1), (groups[3].group_id, 0)])
+    async with a_front() as again:
+        # The old front's last word is a write, and an outage that moves deadlines on; the rest stays.
+        assert again.index.revision in (revision + 1, revision + 2)
+        meta, held, leases, claims, batches = ledger(again)
+        assert (meta, held, batches) == (before[0], before[1], before[4])
+        assert set(leases) == set(before[2])
+        assert set(claims) == set(before[3])
+        assert [
+            list(again.index.ready),
+            list(again.index.claimable),
+            list(again.index.deadlines),
+        ] == orders
+        assert await again.blobs([(groups[0].group_id, 1), (groups[3].group_id, 0)]) == blobs
+        assert blobs == [b"b" * 10, None]
+        assert again.front_epoch == front.front_epoch + 1
 
 
-def test_a_confirmed_reply_is_in_redis(a_front, redis_url, job_name):
-    async def run():
-        redis = connect(redis_url)
-        async with a_front() as front:
-            await front.execute(OpenedWith("t", 0))
-            (group,) = await lease(front)
-            ack = await put(front, group)
-            assert ack.stored == [0, 1]
-            assert await redis.hget(Keys(job_name).blobs(group.group_id), "1") == b"b" * 10
-        await redis.aclose()
-
-    asyncio.run(run())
+async def test_a_confirmed_reply_is_in_redis(a_front, redis_url, job_name):
+    redis = connect(redis_url)
+    async with a_front() as front:
+        await front.execute(OpenedWith("t", 0))
+        (group,) = await lease(front)
+        ack = await put(front, group)
+        assert ack.stored == [0, 1]
+        assert await redis.hget(Keys(job_name).blobs(group.group_id), "1") == b"b" * 10
+    await redis.aclose()
 
 
-def test_nothing_is_acknowledged_before_it_is_written(a_front, redis_url):
-    async def run():
-        redis = connect(redis_url)
-        async with a_front() as front:
-            await front.execute(OpenedWith("t", 0))
-            (group,) = await lease(front)
-            await redis.client_pause(300)
-            putting = asyncio.ensure_future(put(front, group))
-            asking = asyncio.ensure_future(front.execute(Stats()))
-            done, _ = await asyncio.wait({putting, asking}, timeout=0.1)
-            assert not done, "Redis has confirmed nothing yet"
-            assert (await putting).stored == [0, 1]
-            assert (await asking).reply.reasons["stored"] == 2
-        await redis.aclose()
-
-    asyncio.run(run())
+async def test_nothing_is_acknowledged_before_it_is_written(a_front, redis_url):
+    redis = connect(redis_url)
+    async with a_front() as front:
+        await front.execute(OpenedWith("t", 0))
+        (group,) = await lease(front)
+        await redis.client_pause(300)
+        putting = asyncio.ensure_future(put(front, group))
+        asking = asyncio.ensure_future(front.execute(Stats()))
+        done, _ = await asyncio.wait({putting, asking}, timeout=0.1)
+        assert not done, "Redis has confirmed nothing yet"
+        assert (await putting).stored == [0, 1]
+        assert (await asking).reply.reasons["stored"] == 2
+    await redis.aclose()
 
 
-def test_bytes_are_freed_with_their_group(a_front, redis_url, job_name):
-    async def run():
-        redis = connect(redis_url)
-        async with a_front(Rules(group_size=2, batch_groups=1, max_staleness=0)) as front:
-            await some_life_of_one_step(front)
-            keys = [key async for key in redis.scan_iter(f"areal:{{{job_name}}}:e:*")]
-            assert len(keys) == 1
-            await front.execute(checkpointed(1))
-            assert [key async for key in redis.scan_iter(f"areal:{{{job_name}}}:e:*")] == []
-            assert front.index.payload_bytes == 0
-        await redis.aclose()
-
+async def test_bytes_are_freed_with_their_group(a_front, redis_url, job_name):
     def checkpointed(step):
         from areal_async.rpc.messages import Checkpointed
 
@@ -189,227 +169,195 @@ def test_bytes_are_freed_with_their_group(a_front, redis_url, job_name):
         await front.execute(NextBatch(1, 0))
         await front.execute(Commit(1, 0))
 
-    asyncio.run(run())
+    redis = connect(redis_url)
+    async with a_front(Rules(group_size=2, batch_groups=1, max_staleness=0)) as front:
+        await some_life_of_one_step(front)
+        keys = [key async for key in redis.scan_iter(f"areal:{{{job_name}}}:e:*")]
+        assert len(keys) == 1
+        await front.execute(checkpointed(1))
+        assert [key async for key in redis.scan_iter(f"areal:{{{job_name}}}:e:*")] == []
+        assert front.index.payload_bytes == 0
+    await redis.aclose()
 
 
-def test_all_keys_of_a_job_share_a_hash_tag(a_front, redis_url, job_name):
-    async def run():
-        redis = connect(redis_url)
-        async with a_front() as front:
-            await some_life(front)
-            keys = [key.decode() async for key in redis.scan_iter(f"*{job_name}*")]
-            assert len(keys) > 5
-            assert all(key.startswith(f"areal:{{{job_name}}}:") for key in keys)
-            meta = await redis.hgetall(Keys(job_name).meta)
-            assert meta[b"schema"] == b"1"
-        await redis.aclose()
-
-    asyncio.run(run())
+async def test_all_keys_of_a_job_share_a_hash_tag(a_front, redis_url, job_name):
+    redis = connect(redis_url)
+    async with a_front() as front:
+        await some_life(front)
+        keys = [key.decode() async for key in redis.scan_iter(f"*{job_name}*")]
+        assert len(keys) > 5
+        assert all(key.startswith(f"areal:{{{job_name}}}:") for key in keys)
+        meta = await redis.hgetall(Keys(job_name).meta)
+        assert meta[b"schema"] == b"1"
+    await redis.aclose()
 
 
-def test_a_new_front_fences_the_old_one(a_front):
-    async def run():
-        async with a_front() as old:
-            await old.execute(OpenedWith("t", 0))
-            async with a_front() as new:
-                with pytest.raises(FaultError) as caught:
-                    await lease(old)
-                assert caught.value.kind == "unavailable"
-                assert isinstance(await asyncio.wait_for(asyncio.shield(old.ended), 60), StoreFenced)
-                assert len(await lease(new)) == 1
-
-    asyncio.run(run())
+async def test_a_new_front_fences_the_old_one(a_front):
+    async with a_front() as old:
+        await old.execute(OpenedWith("t", 0))
+        async with a_front() as new:
+            with pytest.raises(FaultError) as caught:
+                await lease(old)
+            assert caught.value.kind == "unavailable"
+            assert isinstance(await asyncio.wait_for(asyncio.shield(old.ended), 60), StoreFenced)
+            assert len(await lease(new)) == 1
 
 
-def test_a_write_failure_drops_the_index_and_the_front_recovers(a_front, redis_url, job_name):
+async def test_a_write_failure_drops_the_index_and_the_front_recovers(a_front, redis_url, job_name):
     """Somebody changes the ledger behind the front's back: nothing decided on the old state gets through."""
-
-    async def run():
-        redis = connect(redis_url)
-        async with a_front() as front:
-            await front.execute(OpenedWith("t", 0))
-            await lease(front)
-            before = ledger(front)
-            await redis.hincrby(Keys(job_name).meta, "revision", 5)
-            results = await asyncio.gather(*(lease(front) for _ in range(3)), return_exceptions=True)
-            assert [getattr(result, "kind", None) for result in results] == ["unavailable"] * 3
-            await until(lambda: front.index is not None)
-            assert ledger(front)[1] == before[1]
-            assert len(await lease(front)) == 1
-            assert not front.ended.done()
-        await redis.aclose()
-
-    asyncio.run(run())
+    redis = connect(redis_url)
+    async with a_front() as front:
+        await front.execute(OpenedWith("t", 0))
+        await lease(front)
+        before = ledger(front)
+        await redis.hincrby(Keys(job_name).meta, "revision", 5)
+        results = await asyncio.gather(*(lease(front) for _ in range(3)), return_exceptions=True)
+        assert [getattr(result, "kind", None) for result in results] == ["unavailable"] * 3
+        await until(lambda: front.index is not None)
+        assert ledger(front)[1] == before[1]
+        assert len(await lease(front)) == 1
+        assert not front.ended.done()
+    await redis.aclose()
 
 
-def test_decisions_in_flight_are_written_in_order(a_front):
-    async def run():
-        async with a_front(Rules(group_size=2, batch_groups=40, max_staleness=1)) as front:
-            await front.execute(OpenedWith("t", 0))
-            granted = await asyncio.gather(*(lease(front) for _ in range(60)))
-            ids = [groups[0].group_id for groups in granted]
-            assert ids == [f"cafe0123:{row}:0#0" for row in range(60)]
-            before = front.index.state()
-        async with a_front() as again:
-            assert set(again.index.groups) == set(ids)
-            assert again.index.meta == before[1]
-
-    asyncio.run(run())
+async def test_decisions_in_flight_are_written_in_order(a_front):
+    async with a_front(Rules(group_size=2, batch_groups=40, max_staleness=1)) as front:
+        await front.execute(OpenedWith("t", 0))
+        granted = await asyncio.gather(*(lease(front) for _ in range(60)))
+        ids = [groups[0].group_id for groups in granted]
+        assert ids == [f"cafe0123:{row}:0#0" for row in range(60)]
+        before = front.index.state()
+    async with a_front() as again:
+        assert set(again.index.groups) == set(ids)
+        assert again.index.meta == before[1]
 
 
-def test_a_poll_wakes_when_something_has_become_possible(a_front):
-    async def run():
-        async with a_front() as front:
-            await front.execute(OpenedWith("t", 0))
-            claiming = asyncio.ensure_future(
-                front.poll(Claim("s", 10), 60_000, "claim", lambda reply: not reply.items)
-            )
-            batching = asyncio.ensure_future(
-                front.poll(NextBatch(1, 0), 60_000, "batch", lambda reply: isinstance(reply, Waiting))
-            )
-            await asyncio.sleep(0)
-            groups = await lease(front, 2)
-            await put(front, groups[0])
-            items = (await asyncio.wait_for(claiming, 60)).reply.items
-            await put(front, groups[1])
-            items += (await front.execute(Claim("s", 10))).reply.items
-            verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
-            await front.execute(PutVerdicts("s", verdicts))
-            assert isinstance((await asyncio.wait_for(batching, 60)).reply, Batch)
-
-    asyncio.run(run())
+async def test_a_poll_wakes_when_something_has_become_possible(a_front):
+    async with a_front() as front:
+        await front.execute(OpenedWith("t", 0))
+        claiming = asyncio.ensure_future(
+            front.poll(Claim("s", 10), 60_000, "claim", lambda reply: not reply.items)
+        )
+        batching = asyncio.ensure_future(
+            front.poll(NextBatch(1, 0), 60_000, "batch", lambda reply: isinstance(reply, Waiting))
+        )
+        await asyncio.sleep(0)
+        groups = await lease(front, 2)
+        await put(front, groups[0])
+        items = (await asyncio.wait_for(claiming, 60)).reply.items
+        await put(front, groups[1])
+        items += (await front.execute(Claim("s", 10))).reply.items
+        verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
+        await front.execute(PutVerdicts("s", verdicts))
+        assert isinstance((await asyncio.wait_for(batching, 60)).reply, Batch)
 
 
-def test_a_poll_answers_empty_handed_when_its_wait_is_over_or_the_front_stops(a_front):
-    async def run():
-        async with a_front() as front:
-            reply = (await front.poll(Claim("s", 1), 20, "claim", lambda reply: True)).reply
-            assert reply.items == []
-            polling = asyncio.ensure_future(
-                front.poll(Lease("w", 1, VersionTag(9, 9)), 60_000, "lease", lambda reply: not reply.groups)
-            )
-            await asyncio.sleep(0)
-        assert isinstance((await asyncio.wait_for(polling, 60)).reply, Leases)
-
-    asyncio.run(run())
+async def test_a_poll_answers_empty_handed_when_its_wait_is_over_or_the_front_stops(a_front):
+    async with a_front() as front:
+        reply = (await front.poll(Claim("s", 1), 20, "claim", lambda reply: True)).reply
+        assert reply.items == []
+        polling = asyncio.ensure_future(
+            front.poll(Lease("w", 1, VersionTag(9, 9)), 60_000, "lease", lambda reply: not reply.groups)
+        )
+        await asyncio.sleep(0)
+    assert isinstance((await asyncio.wait_for(polling, 60)).reply, Leases)
 
 
-def test_a_claim_waits_a_moment_for_a_group_to_become_complete(a_front):
-    async def run():
-        async with a_front() as front:
-            await front.execute(OpenedWith("t", 0))
-            (group,) = await lease(front)
-            await put(front, group, (b"a",))
+async def test_a_claim_waits_a_moment_for_a_group_to_become_complete(a_front):
+    async with a_front() as front:
+        await front.execute(OpenedWith("t", 0))
+        (group,) = await lease(front)
+        await put(front, group, (b"a",))
 
-            def more_comes(index):
-                return not index.claimable_group
+        def more_comes(index):
+            return not index.claimable_group
 
-            claiming = asyncio.ensure_future(
-                front.poll(Claim("s", 10), 60_000, "claim", lambda reply: not reply.items, more_comes)
-            )
-            await asyncio.sleep(0)
-            arrival = (Arrival(1, 1, 8, 4, 0, 0, 1),)
-            await front.execute(StoreEpisodes(group.lease_id, group.group_id, arrival), (b"b",))
-            assert len((await claiming).reply.items) == 2
-
-    asyncio.run(run())
+        claiming = asyncio.ensure_future(
+            front.poll(Claim("s", 10), 60_000, "claim", lambda reply: not reply.items, more_comes)
+        )
+        await asyncio.sleep(0)
+        arrival = (Arrival(1, 1, 8, 4, 0, 0, 1),)
+        await front.execute(StoreEpisodes(group.lease_id, group.group_id, arrival), (b"b",))
+        assert len((await claiming).reply.items) == 2
 
 
-def test_deadlines_expire_when_nobody_asks(a_front):
-    async def run():
-        rules = Rules(group_size=2, batch_groups=2, max_staleness=1, lease_ms=30)
-        async with a_front(rules) as front:
-            await front.execute(OpenedWith("t", 0))
-            (group,) = await lease(front)
-            await until(lambda: not front.index.leases)
-            assert front.index.meta.counts["queued:lease_expired"] == 1
-            assert group.group_id in front.index.queue
-
-    asyncio.run(run())
+async def test_deadlines_expire_when_nobody_asks(a_front):
+    rules = Rules(group_size=2, batch_groups=2, max_staleness=1, lease_ms=30)
+    async with a_front(rules) as front:
+        await front.execute(OpenedWith("t", 0))
+        (group,) = await lease(front)
+        await until(lambda: not front.index.leases)
+        assert front.index.meta.counts["queued:lease_expired"] == 1
+        assert group.group_id in front.index.queue
 
 
-def test_an_outage_of_the_front_moves_deadlines_on(a_front):
+async def test_an_outage_of_the_front_moves_deadlines_on(a_front):
     """As after SIGSTOP: nobody could renew a lease meanwhile, so none expires for it."""
-
-    async def run():
-        shift = 0.0
-        rules = Rules(group_size=2, batch_groups=2, max_staleness=1, lease_ms=10_000)
-        async with a_front(rules, local=lambda: time.monotonic() + shift) as front:
-            await front.execute(OpenedWith("t", 0))
-            (group,) = await lease(front)
-            deadline_ms = front.index.leases[group.lease_id].deadline_ms
-            shift = 30.0
-            await front.execute(Expire())
-            moved_ms = front.index.leases[group.lease_id].deadline_ms - deadline_ms
-            assert 29_000 < moved_ms < 31_000
-
-    asyncio.run(run())
+    shift = 0.0
+    rules = Rules(group_size=2, batch_groups=2, max_staleness=1, lease_ms=10_000)
+    async with a_front(rules, local=lambda: time.monotonic() + shift) as front:
+        await front.execute(OpenedWith("t", 0))
+        (group,) = await lease(front)
+        deadline_ms = front.index.leases[group.lease_id].deadline_ms
+        shift = 30.0
+        await front.execute(Expire())
+        moved_ms = front.index.leases[group.lease_id].deadline_ms - deadline_ms
+        assert 29_000 < moved_ms < 31_000
 
 
-def test_a_front_that_starts_after_an_outage_moves_deadlines_on(a_front, redis_url, job_name):
-    async def run():
-        redis = connect(redis_url)
-        async with a_front() as front:
-            await front.execute(OpenedWith("t", 0))
-            (group,) = await lease(front)
-            deadline_ms = front.index.leases[group.lease_id].deadline_ms
-        await redis.hincrby(Keys(job_name).meta, "alive_ms", -60_000)
-        await redis.aclose()
-        async with a_front() as again:
-            assert again.index.leases[group.lease_id].deadline_ms >= deadline_ms + 60_000
-
-    asyncio.run(run())
+async def test_a_front_that_starts_after_an_outage_moves_deadlines_on(a_front, redis_url, job_name):
+    redis = connect(redis_url)
+    async with a_front() as front:
+        await front.execute(OpenedWith("t", 0))
+        (group,) = await lease(front)
+        deadline_ms = front.index.leases[group.lease_id].deadline_ms
+    await redis.hincrby(Keys(job_name).meta, "alive_ms", -60_000)
+    await redis.aclose()
+    async with a_front() as again:
+        assert again.index.leases[group.lease_id].deadline_ms >= deadline_ms + 60_000
 
 
-def test_a_planned_stop_is_an_outage_from_then_on_only(a_front, redis_url, job_name):
+async def test_a_planned_stop_is_an_outage_from_then_on_only(a_front, redis_url, job_name):
     """A front that had nothing to write for an hour was alive all the same: its successor must not take that
     hour for an outage."""
-
-    async def run():
-        redis = connect(redis_url)
-        async with a_front() as front:
-            await front.execute(OpenedWith("t", 0))
-            (group,) = await lease(front)
-            deadline_ms = front.index.leases[group.lease_id].deadline_ms
-            await redis.hincrby(Keys(job_name).meta, "alive_ms", -3_600_000)
-        await redis.aclose()
-        async with a_front() as again:
-            moved_ms = again.index.leases[group.lease_id].deadline_ms - deadline_ms
-            assert 0 <= moved_ms < 60_000
-
-    asyncio.run(run())
+    redis = connect(redis_url)
+    async with a_front() as front:
+        await front.execute(OpenedWith("t", 0))
+        (group,) = await lease(front)
+        deadline_ms = front.index.leases[group.lease_id].deadline_ms
+        await redis.hincrby(Keys(job_name).meta, "alive_ms", -3_600_000)
+    await redis.aclose()
+    async with a_front() as again:
+        moved_ms = again.index.leases[group.lease_id].deadline_ms - deadline_ms
+        assert 0 <= moved_ms < 60_000
 
 
-def test_a_front_without_anything_to_write_says_that_it_lives(a_front, redis_url, job_name, monkeypatch):
-    async def run():
-        monkeypatch.setattr(front_module, "ALIVE_MS", 20)
-        redis = connect(redis_url)
-        async with a_front():
-            key = Keys(job_name).meta
-            seen = set()
-            async with asyncio.timeout(60):
-                while len(seen) < 3:
-                    seen.add(await redis.hget(key, "alive_ms"))
-        await redis.aclose()
+async def test_a_front_without_anything_to_write_says_that_it_lives(
+    a_front, redis_url, job_name, monkeypatch
+):
+    monkeypatch.setattr(front_module, "ALIVE_MS", 20)
+    redis = connect(redis_url)
+    async with a_front():
+        key = Keys(job_name).meta
+        seen = set()
+        async with asyncio.timeout(60):
+            while len(seen) < 3:
+                seen.add(await redis.hget(key, "alive_ms"))
+    await redis.aclose()
 
-    asyncio.run(run())
 
-
-def test_another_schema_or_data_set_is_refused(a_front, redis_url, job_name):
-    async def run():
+async def test_another_schema_or_data_set_is_refused(a_front, redis_url, job_name):
+    async with a_front():
+        pass
+    with pytest.raises(StoreUnusable, match="begun with the data set cafe0123"):
+        async with a_front(dataset="other"):
+            pass
+    redis = connect(redis_url)
+    await redis.hset(Keys(job_name).meta, "schema", 99)
+    await redis.aclose()
+    with pytest.raises(StoreUnusable, match="has schema 99"):
         async with a_front():
             pass
-        with pytest.raises(StoreUnusable, match="begun with the data set cafe0123"):
-            async with a_front(dataset="other"):
-                pass
-        redis = connect(redis_url)
-        await redis.hset(Keys(job_name).meta, "schema", 99)
-        await redis.aclose()
-        with pytest.raises(StoreUnusable, match="has schema 99"):
-            async with a_front():
-                pass
-
-    asyncio.run(run())
 
 
 def test_a_redis_that_is_not_there_is_a_clear_error(a_front, tmp_path):
@@ -421,67 +369,57 @@ def test_a_redis_that_is_not_there_is_a_clear_error(a_front, tmp_path):
         asyncio.run(run())
 
 
-def test_a_ledger_that_is_gone_ends_the_front(a_front, redis_url, job_name):
-    async def run():
-        redis = connect(redis_url)
-        async with a_front() as front:
-            await front.execute(OpenedWith("t", 0))
-            await redis.delete(Keys(job_name).meta)
-            with pytest.raises(FaultError):
-                await lease(front)
-            error = await asyncio.wait_for(asyncio.shield(front.ended), 60)
-            assert isinstance(error, StoreFenced | StoreUnusable)
-        await redis.aclose()
-
-    asyncio.run(run())
+async def test_a_ledger_that_is_gone_ends_the_front(a_front, redis_url, job_name):
+    redis = connect(redis_url)
+    async with a_front() as front:
+        await front.execute(OpenedWith("t", 0))
+        await redis.delete(Keys(job_name).meta)
+        with pytest.raises(FaultError):
+            await lease(front)
+        error = await asyncio.wait_for(asyncio.shield(front.ended), 60)
+        assert isinstance(error, StoreFenced | StoreUnusable)
+    await redis.aclose()
 
 
-def test_acknowledged_writes_that_redis_lost_are_counted(a_front, redis_url, job_name):
-    async def run():
-        redis = connect(redis_url)
-        async with a_front() as front:
-            await some_life(front)
-            revision = front.index.revision
-            await redis.hset(Keys(job_name).meta, "revision", revision - 3)
-            with pytest.raises(FaultError):
-                await front.execute(OpenedWith("t", 1))
-            await until(lambda: front.index is not None)
-            assert front.lost_writes == 3
-        await redis.aclose()
-
-    asyncio.run(run())
+async def test_acknowledged_writes_that_redis_lost_are_counted(a_front, redis_url, job_name):
+    redis = connect(redis_url)
+    async with a_front() as front:
+        await some_life(front)
+        revision = front.index.revision
+        await redis.hset(Keys(job_name).meta, "revision", revision - 3)
+        with pytest.raises(FaultError):
+            await front.execute(OpenedWith("t", 1))
+        await until(lambda: front.index is not None)
+        assert front.lost_writes == 3
+    await redis.aclose()
 
 
-def test_a_front_whose_own_opening_was_lost_is_not_fenced_by_its_older_self(a_front, redis_url, job_name):
-    async def run():
-        redis = connect(redis_url)
-        async with a_front() as front:
-            await some_life(front)
-            epoch, revision = front.front_epoch, front.index.revision
-            # Redis goes back to before this front took over, as after a failover.
-            await redis.hset(Keys(job_name).meta, mapping={"front": epoch - 1, "revision": revision - 3})
-            for client in await redis.client_list():
-                if client["cmd"] != "client|list" and client["cmd"] != "client":
-                    await redis.client_kill_filter(_id=client["id"])
-            with pytest.raises(FaultError):
-                await front.execute(OpenedWith("t", 1))
-            await until(lambda: front.index is not None)
-            assert front.lost_writes == 3
-            assert front.front_epoch == epoch + 1
-        await redis.aclose()
+async def test_a_front_whose_own_opening_was_lost_is_not_fenced_by_its_older_self(
+    a_front, redis_url, job_name
+):
+    redis = connect(redis_url)
+    async with a_front() as front:
+        await some_life(front)
+        epoch, revision = front.front_epoch, front.index.revision
+        # Redis goes back to before this front took over, as after a failover.
+        await redis.hset(Keys(job_name).meta, mapping={"front": epoch - 1, "revision": revision - 3})
+        for client in await redis.client_list():
+            if client["cmd"] != "client|list" and client["cmd"] != "client":
+                await redis.client_kill_filter(_id=client["id"])
+        with pytest.raises(FaultError):
+            await front.execute(OpenedWith("t", 1))
+        await until(lambda: front.index is not None)
+        assert front.lost_writes == 3
+        assert front.front_epoch == epoch + 1
+    await redis.aclose()
 
-    asyncio.run(run())
 
-
-def test_a_ledger_copy_is_the_same_from_any_front(a_front):
-    async def run():
-        async with a_front() as front:
-            await some_life(front)
-            copy = (await front.execute(ExportLedger(1, 1))).payload
-        async with a_front() as again:
-            assert (await again.execute(ExportLedger(1, 1))).payload == copy
-
-    asyncio.run(run())
+async def test_a_ledger_copy_is_the_same_from_any_front(a_front):
+    async with a_front() as front:
+        await some_life(front)
+        copy = (await front.execute(ExportLedger(1, 1))).payload
+    async with a_front() as again:
+        assert (await again.execute(ExportLedger(1, 1))).payload == copy
 
 
 def test_store_errors_are_errors_of_this_project():
@@ -490,57 +428,49 @@ def test_store_errors_are_errors_of_this_project():
     assert issubclass(StoreError, ArealError)
 
 
-def test_a_failed_job_wakes_its_trainer_and_a_buffer_that_begins_lifts_the_failure(a_front):
+async def test_a_failed_job_wakes_its_trainer_and_a_buffer_that_begins_lifts_the_failure(a_front):
     rules = Rules(group_size=1, batch_groups=1, max_staleness=1, on_error=VerdictPolicy(0, "fail_job"))
-
-    async def run():
-        async with a_front(rules) as front:
-            await front.execute(OpenedWith("t", 0))
-            (group,) = await lease(front)
-            await put(front, group, (b"a" * 10,))
-            waiting = asyncio.create_task(
-                front.poll(NextBatch(1, 0), 30_000, "batch", lambda reply: isinstance(reply, Waiting))
-            )
-            (item,) = (await front.execute(Claim("s", 9))).reply.items
-            verdict = EpisodeVerdict(item.episode_id, item.claim_id, Failure("exception", "no grader"))
-            await front.execute(PutVerdicts("s", [verdict]))
-            async with asyncio.timeout(60):
-                reply = (await waiting).reply
-            assert isinstance(reply, Fault)
-            assert (reply.kind, FaultError.of(reply).restart_helps) == ("failed", False)
-            assert "no grader" in reply.message
-            assert (await front.execute(Claim("s", 9))).reply.items == []
-        async with a_front(rules) as front:
-            (item,) = (await front.execute(Claim("s", 9))).reply.items
-            assert (item.episode_id, item.tries) == (f"{group.group_id}.0", 0)
-
-    asyncio.run(run())
+    async with a_front(rules) as front:
+        await front.execute(OpenedWith("t", 0))
+        (group,) = await lease(front)
+        await put(front, group, (b"a" * 10,))
+        waiting = asyncio.create_task(
+            front.poll(NextBatch(1, 0), 30_000, "batch", lambda reply: isinstance(reply, Waiting))
+        )
+        (item,) = (await front.execute(Claim("s", 9))).reply.items
+        verdict = EpisodeVerdict(item.episode_id, item.claim_id, Failure("exception", "no grader"))
+        await front.execute(PutVerdicts("s", [verdict]))
+        async with asyncio.timeout(60):
+            reply = (await waiting).reply
+        assert isinstance(reply, Fault)
+        assert (reply.kind, FaultError.of(reply).restart_helps) == ("failed", False)
+        assert "no grader" in reply.message
+        assert (await front.execute(Claim("s", 9))).reply.items == []
+    async with a_front(rules) as front:
+        (item,) = (await front.execute(Claim("s", 9))).reply.items
+        assert (item.episode_id, item.tries) == (f"{group.group_id}.0", 0)
 
 
-def test_masked_episodes_and_rewards_of_parts_are_found_by_a_new_front(a_front):
+async def test_masked_episodes_and_rewards_of_parts_are_found_by_a_new_front(a_front):
     rules = Rules(
         group_size=2, batch_groups=1, max_staleness=1, on_abstain=VerdictPolicy(0, "mask"), min_scored=1
     )
-
-    async def run():
-        async with a_front(rules) as front:
-            await front.execute(OpenedWith("t", 0))
-            (group,) = await lease(front)
-            await put(front, group)
-            first, second = (await front.execute(Claim("s", 9))).reply.items
-            scored = Score(1.0, {"format": 1.0}, Parts({1: 0.5}, {"main": 2.0}, [0.5] * 8))
-            verdicts = [
-                EpisodeVerdict(first.episode_id, first.claim_id, Abstain("no idea")),
-                EpisodeVerdict(second.episode_id, second.claim_id, scored),
-            ]
-            await front.execute(PutVerdicts("s", verdicts))
-            before = ledger(front)
-            assert await front.blobs([(group.group_id, 0), (group.group_id, 1)]) == [None, b"b" * 10]
-        async with a_front(rules) as front:
-            assert ledger(front) == before
-            reply = (await front.execute(NextBatch(1, 0))).reply
-            ((held,),) = [batched.episodes for batched in reply.groups]
-            assert (held.sample, held.parts) == (1, scored.parts)
-            assert front.index.meta.no_scores["abstain"].message == "no idea"
-
-    asyncio.run(run())
+    async with a_front(rules) as front:
+        await front.execute(OpenedWith("t", 0))
+        (group,) = await lease(front)
+        await put(front, group)
+        first, second = (await front.execute(Claim("s", 9))).reply.items
+        scored = Score(1.0, {"format": 1.0}, Parts({1: 0.5}, {"main": 2.0}, [0.5] * 8))
+        verdicts = [
+            EpisodeVerdict(first.episode_id, first.claim_id, Abstain("no idea")),
+            EpisodeVerdict(second.episode_id, second.claim_id, scored),
+        ]
+        await front.execute(PutVerdicts("s", verdicts))
+        before = ledger(front)
+        assert await front.blobs([(group.group_id, 0), (group.group_id, 1)]) == [None, b"b" * 10]
+    async with a_front(rules) as front:
+        assert ledger(front) == before
+        reply = (await front.execute(NextBatch(1, 0))).reply
+        ((held,),) = [batched.episodes for batched in reply.groups]
+        assert (held.sample, held.parts) == (1, scored.parts)
+        assert front.index.meta.no_scores["abstain"].message == "no idea"

@@ -75,31 +75,27 @@ def test_it_is_set_up_for_the_tier_and_listens_on_no_port(folder, durability, ao
     assert not (folder / "redis").exists()
 
 
-def test_it_asks_for_a_password_that_no_command_line_variable_or_file_tells(folder):
+async def test_it_asks_for_a_password_that_no_command_line_variable_or_file_tells(folder):
     """Whoever may look at the process and its files (another user: the command line) learns nothing."""
     password = "0123456789abcdef" * 4
-
-    async def run():
-        server = EmbeddedRedis(folder / "data", folder / "redis", "always", password=password)
-        await server.start()
-        try:
-            for wrong in (f"unix://{folder}/redis", f"unix://:guess@{folder}/redis"):
-                redis = connect(wrong)
-                for command in ("PING", "SET k v", "CONFIG GET requirepass", "SHUTDOWN NOSAVE"):
-                    with pytest.raises(RedisError, match=r"Authentication|username-password"):
-                        await redis.execute_command(*command.split())
-                await redis.aclose()
-            redis = connect(server.url)
-            assert await redis.set("key", "value")
+    server = EmbeddedRedis(folder / "data", folder / "redis", "always", password=password)
+    await server.start()
+    try:
+        for wrong in (f"unix://{folder}/redis", f"unix://:guess@{folder}/redis"):
+            redis = connect(wrong)
+            for command in ("PING", "SET k v", "CONFIG GET requirepass", "SHUTDOWN NOSAVE"):
+                with pytest.raises(RedisError, match=r"Authentication|username-password"):
+                    await redis.execute_command(*command.split())
             await redis.aclose()
-            proc = Path(f"/proc/{server.pid}")
-            shown = [proc / "cmdline", proc / "environ", *(p for p in folder.rglob("*") if p.is_file())]
-            assert not [path for path in shown if password.encode() in path.read_bytes()]
-            assert {oct(path.stat().st_mode & 0o077) for path in folder.rglob("*")} == {"0o0"}
-        finally:
-            await server.stop()
-
-    asyncio.run(run())
+        redis = connect(server.url)
+        assert await redis.set("key", "value")
+        await redis.aclose()
+        proc = Path(f"/proc/{server.pid}")
+        shown = [proc / "cmdline", proc / "environ", *(p for p in folder.rglob("*") if p.is_file())]
+        assert not [path for path in shown if password.encode() in path.read_bytes()]
+        assert {oct(path.stat().st_mode & 0o077) for path in folder.rglob("*")} == {"0o0"}
+    finally:
+        await server.stop()
 
 
 def test_what_was_written_is_there_after_a_kill_and_a_start(folder):
@@ -176,7 +172,7 @@ def test_the_tier_memory_survives_an_end_in_order(folder):
     assert asyncio.run(run()) == b"value"
 
 
-def test_it_ends_with_its_parent_and_a_new_one_waits_for_that(folder):
+async def test_it_ends_with_its_parent_and_a_new_one_waits_for_that(folder):
     """However the parent dies, no server is left, and two never use the same files."""
     code = (
         "import asyncio, sys; from pathlib import Path\n"
@@ -191,31 +187,23 @@ def test_it_ends_with_its_parent_and_a_new_one_waits_for_that(folder):
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.kill()
-
-    async def run():
-        server = EmbeddedRedis(folder / "data", folder / "redis", "everysec")
-        await server.start()
-        assert ended(pid, 0.0), "the new one waited for the lock"
-        await server.stop()
-
-    asyncio.run(run())
+    server = EmbeddedRedis(folder / "data", folder / "redis", "everysec")
+    await server.start()
+    assert ended(pid, 0.0), "the new one waited for the lock"
+    await server.stop()
     parent.wait()
     parent.stdout.close()
 
 
-def test_a_second_server_on_the_same_files_is_refused(folder, monkeypatch):
+async def test_a_second_server_on_the_same_files_is_refused(folder, monkeypatch):
     monkeypatch.setattr(embedded, "LOCK_LIMIT_S", 0.1)
-
-    async def run():
-        first = EmbeddedRedis(folder / "data", folder / "redis", "memory")
-        await first.start()
-        try:
-            with pytest.raises(StoreUnusable, match="another redis-server still uses"):
-                await EmbeddedRedis(folder / "data", folder / "other", "memory").start()
-        finally:
-            await first.stop()
-
-    asyncio.run(run())
+    first = EmbeddedRedis(folder / "data", folder / "redis", "memory")
+    await first.start()
+    try:
+        with pytest.raises(StoreUnusable, match="another redis-server still uses"):
+            await EmbeddedRedis(folder / "data", folder / "other", "memory").start()
+    finally:
+        await first.stop()
 
 
 def test_a_socket_path_that_is_too_long_is_refused_with_the_way_out(tmp_path):

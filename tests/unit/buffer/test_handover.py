@@ -108,66 +108,59 @@ def a_worker(buffer: LedgerBuffer, engine: GatedEngine, name: str) -> Worker:
     return Worker(buffer, engine, workflow, render, job=job, name=name, timing=WorkerTiming(drain_s=0.3))
 
 
-def test_trained_effectively_once_what_a_stopped_worker_stored_is_not_generated_again(drive) -> None:
+async def test_trained_effectively_once_what_a_stopped_worker_stored_is_not_generated_again(drive) -> None:
     """`SIGTERM` sets the stop signal. Samples 0 and 1 are stored by then, 2 finishes within the grace, 3 does
     not."""
-
-    async def main() -> None:
-        ledger = drive(group_size=4, batch_groups=2, max_staleness=0)
-        buffer, first, second = LedgerBuffer(ledger), GatedEngine(), GatedEngine()
-        for sample in (0, 1):
-            first.gates[sample].set()
-        stops = asyncio.Event(), asyncio.Event()
-        async with asyncio.timeout(DEADLINE_S):
-            running = asyncio.ensure_future(a_worker(buffer, first, "rollout-0").run(stops[0]))
-            await buffer.until(lambda: ledger.count("stored") == 4)
-            other = asyncio.ensure_future(a_worker(buffer, second, "rollout-1").run(stops[1]))
-            stops[0].set()
-            await buffer.until(lambda: ledger.count("worker_drains"))
-            first.gates[2].set()
-            await running
-            assert ledger.count("stored") == 6
-            assert ledger.count("queued:drained") == 2
-            for gate in second.gates.values():
-                gate.set()
-            await buffer.until(lambda: ledger.count("generated") == 2)
-            stops[1].set()
-            await other
-        assert sorted(second.seen) == [f"cafe0123:{row}:0#0.3" for row in (0, 1)]
-        assert len(first.seen) == 8
-        assert ledger.count("stored") == 8
-        assert not [reason for reason in ledger.index.meta.counts if reason.startswith("refused")]
-        ledger.judge(ledger.claim())
-        assert len(ledger.batch().groups) == 2
-
-    asyncio.run(main())
+    ledger = drive(group_size=4, batch_groups=2, max_staleness=0)
+    buffer, first, second = LedgerBuffer(ledger), GatedEngine(), GatedEngine()
+    for sample in (0, 1):
+        first.gates[sample].set()
+    stops = asyncio.Event(), asyncio.Event()
+    async with asyncio.timeout(DEADLINE_S):
+        running = asyncio.ensure_future(a_worker(buffer, first, "rollout-0").run(stops[0]))
+        await buffer.until(lambda: ledger.count("stored") == 4)
+        other = asyncio.ensure_future(a_worker(buffer, second, "rollout-1").run(stops[1]))
+        stops[0].set()
+        await buffer.until(lambda: ledger.count("worker_drains"))
+        first.gates[2].set()
+        await running
+        assert ledger.count("stored") == 6
+        assert ledger.count("queued:drained") == 2
+        for gate in second.gates.values():
+            gate.set()
+        await buffer.until(lambda: ledger.count("generated") == 2)
+        stops[1].set()
+        await other
+    assert sorted(second.seen) == [f"cafe0123:{row}:0#0.3" for row in (0, 1)]
+    assert len(first.seen) == 8
+    assert ledger.count("stored") == 8
+    assert not [reason for reason in ledger.index.meta.counts if reason.startswith("refused")]
+    ledger.judge(ledger.claim())
+    assert len(ledger.batch().groups) == 2
 
 
-def test_groups_are_whole_a_worker_aborts_what_its_groups_deadline_gave_up(drive) -> None:
-    async def main() -> None:
-        ledger = drive(
-            group_size=4,
-            batch_groups=1,
-            max_staleness=0,
-            lease_ms=100,
-            group_policy="deadline_partial",
-            group_deadline_ms=50,
-            min_samples=1,
-        )
-        buffer, engine = LedgerBuffer(ledger), GatedEngine()
-        engine.gates[0].set()
-        stop = asyncio.Event()
-        worker = a_worker(buffer, engine, "rollout-0")
-        async with asyncio.timeout(DEADLINE_S):
-            running = asyncio.ensure_future(worker.run(stop))
-            await buffer.until(lambda: ledger.count("stored") == 1)
-            ledger.now_ms += 50
-            await buffer.until(lambda: ledger.count("absent") == 3)
-            while worker._running:  # noqa: ASYNC110 - cancelled episodes end in the next rounds of the loop
-                await asyncio.sleep(0)
-            stop.set()
-            await running
-        assert ledger.count("queued:drained") == 0
-        assert ledger.count("generated:deadline") == 1
-
-    asyncio.run(main())
+async def test_groups_are_whole_a_worker_aborts_what_its_groups_deadline_gave_up(drive) -> None:
+    ledger = drive(
+        group_size=4,
+        batch_groups=1,
+        max_staleness=0,
+        lease_ms=100,
+        group_policy="deadline_partial",
+        group_deadline_ms=50,
+        min_samples=1,
+    )
+    buffer, engine = LedgerBuffer(ledger), GatedEngine()
+    engine.gates[0].set()
+    stop = asyncio.Event()
+    worker = a_worker(buffer, engine, "rollout-0")
+    async with asyncio.timeout(DEADLINE_S):
+        running = asyncio.ensure_future(worker.run(stop))
+        await buffer.until(lambda: ledger.count("stored") == 1)
+        ledger.now_ms += 50
+        await buffer.until(lambda: ledger.count("absent") == 3)
+        while worker._running:  # noqa: ASYNC110 - cancelled episodes end in the next rounds of the loop
+            await asyncio.sleep(0)
+        stop.set()
+        await running
+    assert ledger.count("queued:drained") == 0
+    assert ledger.count("generated:deadline") == 1

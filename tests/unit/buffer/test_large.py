@@ -105,172 +105,143 @@ async def until(condition, limit_s=10.0):
         await asyncio.sleep(0.001)
 
 
-def test_one_death_is_local_large_episodes_come_back_as_they_were(a_front, folder, redis_url, job_name):
+async def test_one_death_is_local_large_episodes_come_back_as_they_were(a_front, folder, redis_url, job_name):
     blobs = episodes()
-
-    async def run():
-        async with a_front(folder) as front:
-            group = await opened(front)
-            first = await put(front, group, [memoryview(blob) for blob in blobs[:4]])
-            second = await put(front, group, blobs[4:], first=4)
-            assert [*first.stored, *second.stored] == list(range(len(SIZES)))
-            assert await held(front, group) == blobs
-            assert (await front.execute(Stats())).reply.payload_bytes == sum(SIZES)
-            assert len(files(folder)) == (2 if folder else 0)
-        async with a_front(folder) as front:
-            assert await held(front, group) == blobs
-        redis = connect(redis_url)
-        assert int(await redis.scard(Keys(job_name).staged)) == 0
-        in_hash = await redis.hvals(Keys(job_name).blobs(group.group_id))
-        await redis.aclose()
-        assert max(map(len, in_hash)) < KEY_BYTES
-
-    asyncio.run(run())
+    async with a_front(folder) as front:
+        group = await opened(front)
+        first = await put(front, group, [memoryview(blob) for blob in blobs[:4]])
+        second = await put(front, group, blobs[4:], first=4)
+        assert [*first.stored, *second.stored] == list(range(len(SIZES)))
+        assert await held(front, group) == blobs
+        assert (await front.execute(Stats())).reply.payload_bytes == sum(SIZES)
+        assert len(files(folder)) == (2 if folder else 0)
+    async with a_front(folder) as front:
+        assert await held(front, group) == blobs
+    redis = connect(redis_url)
+    assert int(await redis.scard(Keys(job_name).staged)) == 0
+    in_hash = await redis.hvals(Keys(job_name).blobs(group.group_id))
+    await redis.aclose()
+    assert max(map(len, in_hash)) < KEY_BYTES
 
 
-def test_nothing_is_unbounded_large_episodes_are_freed_with_their_group(a_front, folder, redis_url, job_name):
-    async def run():
-        async with a_front(folder) as front:
-            group = await opened(front)
-            await put(front, group, episodes())
-            items = (await front.execute(Claim("s", 100))).reply.items
-            verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
-            await front.execute(PutVerdicts("s", verdicts))
-            await front.execute(NextBatch(1, 0))
-            await front.execute(Commit(1, 0))
-            assert await held(front, group) == episodes()
-            await front.execute(Checkpointed(1, 1))
-            assert await held(front, group) == [None] * len(SIZES)
-            await until(lambda: not files(folder))
-            names = await keys_of(redis_url, job_name)
-            assert [name.rpartition(":")[2] for name in names] == ["meta"]
+async def test_nothing_is_unbounded_large_episodes_are_freed_with_their_group(
+    a_front, folder, redis_url, job_name
+):
+    async with a_front(folder) as front:
+        group = await opened(front)
+        await put(front, group, episodes())
+        items = (await front.execute(Claim("s", 100))).reply.items
+        verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
+        await front.execute(PutVerdicts("s", verdicts))
+        await front.execute(NextBatch(1, 0))
+        await front.execute(Commit(1, 0))
+        assert await held(front, group) == episodes()
+        await front.execute(Checkpointed(1, 1))
+        assert await held(front, group) == [None] * len(SIZES)
+        await until(lambda: not files(folder))
+        names = await keys_of(redis_url, job_name)
+        assert [name.rpartition(":")[2] for name in names] == ["meta"]
 
-    asyncio.run(run())
 
-
-def test_trained_effectively_once_what_a_crash_left_half_done_is_removed_and_put_again(
+async def test_trained_effectively_once_what_a_crash_left_half_done_is_removed_and_put_again(
     a_front, folder, redis_url, job_name
 ):
     blobs = episodes()
-
-    async def run():
-        async with a_front(folder) as front:
-            group = await opened(front)
-            # As if it had died after the bytes were there and before the ledger knew of them.
-            if folder is not None:
-                await front._store.put_on_shelf(blobs)
-                assert len(files(folder)) == 1
-            redis = connect(redis_url)
-            await redis.sadd(Keys(job_name).staged, "1.7:2")
-            await redis.set(Keys(job_name).chunk("1.7", 0), b"left over")
-            await redis.aclose()
-        async with a_front(folder) as front:
-            assert files(folder) == []
-            names = await keys_of(redis_url, job_name)
-            assert not [name for name in names if ":b:" in name or "staged" in name]
-            assert await held(front, group) == [None] * len(SIZES)
-            assert len((await put(front, group, blobs)).stored) == len(SIZES)
-            assert await held(front, group) == blobs
-
-    asyncio.run(run())
+    async with a_front(folder) as front:
+        group = await opened(front)
+        # As if it had died after the bytes were there and before the ledger knew of them.
+        if folder is not None:
+            await front._store.put_on_shelf(blobs)
+            assert len(files(folder)) == 1
+        redis = connect(redis_url)
+        await redis.sadd(Keys(job_name).staged, "1.7:2")
+        await redis.set(Keys(job_name).chunk("1.7", 0), b"left over")
+        await redis.aclose()
+    async with a_front(folder) as front:
+        assert files(folder) == []
+        names = await keys_of(redis_url, job_name)
+        assert not [name for name in names if ":b:" in name or "staged" in name]
+        assert await held(front, group) == [None] * len(SIZES)
+        assert len((await put(front, group, blobs)).stored) == len(SIZES)
+        assert await held(front, group) == blobs
 
 
-def test_a_put_that_is_refused_or_repeated_leaves_nothing(a_front, folder, redis_url, job_name):
-    async def run():
-        async with a_front(folder) as front:
-            group = await opened(front)
-            blobs = episodes()
-            await put(front, group, blobs)
-            kept, names = files(folder), await keys_of(redis_url, job_name)
-            assert len((await put(front, group, episodes(seed=1))).stored) == len(SIZES)
-            zombie = msgspec.structs.replace(group, lease_id="L0.0")
-            assert {refusal.reason for refusal in (await put(front, zombie, blobs)).refused} == {"lease_lost"}
-            await until(lambda: files(folder) == kept)
-            assert await keys_of(redis_url, job_name) == names
-            assert await held(front, group) == blobs
-
-    asyncio.run(run())
+async def test_a_put_that_is_refused_or_repeated_leaves_nothing(a_front, folder, redis_url, job_name):
+    async with a_front(folder) as front:
+        group = await opened(front)
+        blobs = episodes()
+        await put(front, group, blobs)
+        kept, names = files(folder), await keys_of(redis_url, job_name)
+        assert len((await put(front, group, episodes(seed=1))).stored) == len(SIZES)
+        zombie = msgspec.structs.replace(group, lease_id="L0.0")
+        assert {refusal.reason for refusal in (await put(front, zombie, blobs)).refused} == {"lease_lost"}
+        await until(lambda: files(folder) == kept)
+        assert await keys_of(redis_url, job_name) == names
+        assert await held(front, group) == blobs
 
 
-def test_a_ledger_write_without_the_chunks_it_refers_to_is_refused_whole(a_front, redis_url, job_name):
-    async def run():
-        async with a_front(None) as front:
-            keys = Keys(job_name)
-            commands = Commands(keys)
-            commands.add("EXISTS", keys.chunk("9.9", 0))
-            commands.add("HSET", keys.groups, ("g", b"x"))
-            with pytest.raises(StoreUnavailable, match="does not hold"):
-                await front._store._writer.submit(front.index.revision, commands)
-            redis = connect(redis_url)
-            assert not await redis.hexists(keys.groups, "g")
-            await redis.aclose()
-
-    asyncio.run(run())
+async def test_a_ledger_write_without_the_chunks_it_refers_to_is_refused_whole(a_front, redis_url, job_name):
+    async with a_front(None) as front:
+        keys = Keys(job_name)
+        commands = Commands(keys)
+        commands.add("EXISTS", keys.chunk("9.9", 0))
+        commands.add("HSET", keys.groups, ("g", b"x"))
+        with pytest.raises(StoreUnavailable, match="does not hold"):
+            await front._store._writer.submit(front.index.revision, commands)
+        redis = connect(redis_url)
+        assert not await redis.hexists(keys.groups, "g")
+        await redis.aclose()
 
 
-def test_a_chunk_that_redis_refuses_fails_the_write(a_front, job_name):
-    async def run():
-        async with a_front(None) as front:
-            commands = Commands(Keys(job_name))
-            refused = front._store._writer.submit(front.index.revision, commands, [("SET", "only a key")])
-            with pytest.raises(StoreUnavailable, match="Redis refused"):
-                await refused
-
-    asyncio.run(run())
+async def test_a_chunk_that_redis_refuses_fails_the_write(a_front, job_name):
+    async with a_front(None) as front:
+        commands = Commands(Keys(job_name))
+        refused = front._store._writer.submit(front.index.revision, commands, [("SET", "only a key")])
+        with pytest.raises(StoreUnavailable, match="Redis refused"):
+            await refused
 
 
-def test_nothing_is_unbounded_a_full_disk_loses_nothing(a_front, tmp_path, monkeypatch):
-    async def run():
-        folder = tmp_path / "episodes"
-        async with a_front(folder) as front:
-            group = await opened(front)
-            full = OSError(errno.ENOSPC, "No space left on device")
-            with monkeypatch.context() as patched:
-                patched.setattr(os, "writev", lambda *_: (_ for _ in ()).throw(full))
-                with pytest.raises(FaultError, match="No space left") as failed:
-                    await put(front, group, episodes())
-                assert failed.value.kind == "unavailable"
-            assert files(folder) == []
-            assert len((await put(front, group, episodes())).stored) == len(SIZES)
-
-    asyncio.run(run())
-
-
-def test_episodes_whose_file_is_gone_are_found_counted_and_tried_again(a_front, tmp_path):
+async def test_nothing_is_unbounded_a_full_disk_loses_nothing(a_front, tmp_path, monkeypatch):
     folder = tmp_path / "episodes"
-
-    async def run():
-        async with a_front(folder) as front:
-            group = await opened(front)
-            await put(front, group, episodes())
-        (name,) = files(folder)
-        os.truncate(folder / name, FILE_BYTES)  # what a machine without power may leave
-        async with a_front(folder) as front:
-            stats = (await front.execute(Stats())).reply
-            assert stats.reasons["dropped:bytes_lost"] == 1
-            assert stats.reasons["bytes_lost"] == 3
-            again = (await front.execute(Lease("w", 1, VersionTag(1, 0)))).reply.groups[0]
-            assert (again.task.task_id, again.attempt) == (group.task.task_id, group.attempt + 1)
-            await until(lambda: not files(folder))
-
-    asyncio.run(run())
+    async with a_front(folder) as front:
+        group = await opened(front)
+        full = OSError(errno.ENOSPC, "No space left on device")
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "writev", lambda *_: (_ for _ in ()).throw(full))
+            with pytest.raises(FaultError, match="No space left") as failed:
+                await put(front, group, episodes())
+            assert failed.value.kind == "unavailable"
+        assert files(folder) == []
+        assert len((await put(front, group, episodes())).stored) == len(SIZES)
 
 
-def test_a_message_under_way_survives_a_reopening(tmp_path):
+async def test_episodes_whose_file_is_gone_are_found_counted_and_tried_again(a_front, tmp_path):
+    folder = tmp_path / "episodes"
+    async with a_front(folder) as front:
+        group = await opened(front)
+        await put(front, group, episodes())
+    (name,) = files(folder)
+    os.truncate(folder / name, FILE_BYTES)  # what a machine without power may leave
+    async with a_front(folder) as front:
+        stats = (await front.execute(Stats())).reply
+        assert stats.reasons["dropped:bytes_lost"] == 1
+        assert stats.reasons["bytes_lost"] == 3
+        again = (await front.execute(Lease("w", 1, VersionTag(1, 0)))).reply.groups[0]
+        assert (again.task.task_id, again.attempt) == (group.task.task_id, group.attempt + 1)
+        await until(lambda: not files(folder))
+
+
+async def test_a_message_under_way_survives_a_reopening(tmp_path):
     """Redis may be lost and found between a file and its ledger write."""
-
-    async def run():
-        shelf = BlobFiles(tmp_path, "memory")
-        await shelf.open([])
-        (ref,), name = await shelf.write([b"x" * FILE_BYTES])
-        await shelf.open([])
-        assert files(tmp_path) == [name]
-        shelf.settled(name, used=False)
-        await until(lambda: not files(tmp_path))
-        assert await shelf.read([ref]) == [None]
-        await shelf.close()
-
-    asyncio.run(run())
+    shelf = BlobFiles(tmp_path, "memory")
+    await shelf.open([])
+    (ref,), name = await shelf.write([b"x" * FILE_BYTES])
+    await shelf.open([])
+    assert files(tmp_path) == [name]
+    shelf.settled(name, used=False)
+    await until(lambda: not files(tmp_path))
+    assert await shelf.read([ref]) == [None]
+    await shelf.close()
 
 
 def test_a_file_is_flushed_as_its_tier_says(tmp_path, monkeypatch):
@@ -296,37 +267,31 @@ def test_a_file_is_flushed_as_its_tier_says(tmp_path, monkeypatch):
     assert asyncio.run(run("always")) == (1, True)
 
 
-def test_a_freed_file_stays_while_redis_may_still_lose_that_it_was_freed(tmp_path, monkeypatch):
-    async def run():
-        shelf = BlobFiles(tmp_path, "everysec")
-        await shelf.open([])
-        placed, name = await shelf.write([b"x" * FILE_BYTES])
-        shelf.settled(name, used=True)
-        shelf.remove([name])
-        assert files(tmp_path) == [name]
-        assert await shelf.open([(("g", 0), placed[0])]) == []  # it was lost: the file is wanted again
-        monkeypatch.setattr(shelf_module, "GRACE_S", 0.001)
-        shelf.remove([name])
-        await until(lambda: not files(tmp_path))
-        await shelf.close()
-
-    asyncio.run(run())
+async def test_a_freed_file_stays_while_redis_may_still_lose_that_it_was_freed(tmp_path, monkeypatch):
+    shelf = BlobFiles(tmp_path, "everysec")
+    await shelf.open([])
+    placed, name = await shelf.write([b"x" * FILE_BYTES])
+    shelf.settled(name, used=True)
+    shelf.remove([name])
+    assert files(tmp_path) == [name]
+    assert await shelf.open([(("g", 0), placed[0])]) == []  # it was lost: the file is wanted again
+    monkeypatch.setattr(shelf_module, "GRACE_S", 0.001)
+    shelf.remove([name])
+    await until(lambda: not files(tmp_path))
+    await shelf.close()
 
 
-def test_episodes_of_one_message_share_a_file_and_each_begins_on_a_page(tmp_path):
-    async def run():
-        shelf = BlobFiles(tmp_path, "memory")
-        await shelf.open([])
-        blobs = episodes(sizes=(FILE_BYTES + 1, 5, FILE_BYTES))
-        placed, name = await shelf.write(blobs)
-        assert placed[1] == blobs[1]
-        refs = [part for part in placed if isinstance(part, BlobRef)]
-        assert [ref.name for ref in refs] == [name, name]
-        assert all(ref.at % ALIGN_BYTES == 0 for ref in refs)
-        assert [bytes(part) for part in await shelf.read(refs)] == [blobs[0], blobs[2]]
-        await shelf.close()
-
-    asyncio.run(run())
+async def test_episodes_of_one_message_share_a_file_and_each_begins_on_a_page(tmp_path):
+    shelf = BlobFiles(tmp_path, "memory")
+    await shelf.open([])
+    blobs = episodes(sizes=(FILE_BYTES + 1, 5, FILE_BYTES))
+    placed, name = await shelf.write(blobs)
+    assert placed[1] == blobs[1]
+    refs = [part for part in placed if isinstance(part, BlobRef)]
+    assert [ref.name for ref in refs] == [name, name]
+    assert all(ref.at % ALIGN_BYTES == 0 for ref in refs)
+    assert [bytes(part) for part in await shelf.read(refs)] == [blobs[0], blobs[2]]
+    await shelf.close()
 
 
 def test_a_file_is_free_when_its_last_episode_is():

@@ -31,43 +31,42 @@ def test_the_mark_outlives_its_process(tmp_path):
     assert ConfirmedRevision(tmp_path / "buffer" / "confirmed").read() == 1 << 40
 
 
-def test_a_new_front_notices_what_redis_has_lost_and_ends_the_claims(redis_url, job_name, counted_tasks):
-    async def run():
-        confirmed = []
-        clock = RedisClock(time.monotonic)
-        first = Coordinator(
-            Store(redis_url, job_name, "cafe0123", "everysec", clock),
-            RULES,
-            counted_tasks(),
-            clock,
-            on_confirmed=confirmed.append,
-        )
-        await first.start()
-        await first.execute(OpenedWith("t", 0))
-        (group,) = (await first.execute(Lease("w", 1, VersionTag(1, 0)))).reply.groups
-        arrivals = tuple(Arrival(i, 1, 8, 4, 0, 0, 1) for i in range(2))
-        await first.execute(StoreEpisodes(group.lease_id, group.group_id, arrivals), (b"a", b"b"))
-        assert (await first.execute(Claim("s", 10))).reply.items
-        assert confirmed == sorted(confirmed)
-        assert confirmed[-1] == first.index.revision
-        await first.stop()
-        # The claim is still in Redis, as it is when the verdicts for it are among what was lost.
-        second = Coordinator(
-            Store(redis_url, job_name, "cafe0123", "everysec", clock, confirmed=confirmed[-1] + 3),
-            RULES,
-            counted_tasks(),
-            clock,
-        )
-        await second.start()
-        try:
-            assert second.lost_writes == 3
-            assert not second.index.claims
-            states = [episode.state for episode in second.index.groups[group.group_id].episodes]
-            assert states == [EpisodeState.STORED] * 2
-        finally:
-            await second.stop()
-
-    asyncio.run(run())
+async def test_a_new_front_notices_what_redis_has_lost_and_ends_the_claims(
+    redis_url, job_name, counted_tasks
+):
+    confirmed = []
+    clock = RedisClock(time.monotonic)
+    first = Coordinator(
+        Store(redis_url, job_name, "cafe0123", "everysec", clock),
+        RULES,
+        counted_tasks(),
+        clock,
+        on_confirmed=confirmed.append,
+    )
+    await first.start()
+    await first.execute(OpenedWith("t", 0))
+    (group,) = (await first.execute(Lease("w", 1, VersionTag(1, 0)))).reply.groups
+    arrivals = tuple(Arrival(i, 1, 8, 4, 0, 0, 1) for i in range(2))
+    await first.execute(StoreEpisodes(group.lease_id, group.group_id, arrivals), (b"a", b"b"))
+    assert (await first.execute(Claim("s", 10))).reply.items
+    assert confirmed == sorted(confirmed)
+    assert confirmed[-1] == first.index.revision
+    await first.stop()
+    # The claim is still in Redis, as it is when the verdicts for it are among what was lost.
+    second = Coordinator(
+        Store(redis_url, job_name, "cafe0123", "everysec", clock, confirmed=confirmed[-1] + 3),
+        RULES,
+        counted_tasks(),
+        clock,
+    )
+    await second.start()
+    try:
+        assert second.lost_writes == 3
+        assert not second.index.claims
+        states = [episode.state for episode in second.index.groups[group.group_id].episodes]
+        assert states == [EpisodeState.STORED] * 2
+    finally:
+        await second.stop()
 
 
 @pytest.fixture
@@ -165,21 +164,17 @@ def test_a_front_that_dies_before_it_tells_leaves_the_telling_to_the_next(a_stor
     assert asyncio.run(run()).lost_writes == 57
 
 
-def test_of_two_fronts_with_one_epoch_the_newer_one_has_the_job(a_store, redis_url, job_name):
+async def test_of_two_fronts_with_one_epoch_the_newer_one_has_the_job(a_store, redis_url, job_name):
     """Redis has lost the older one's opening, so that the newer one was given the same epoch."""
-
-    async def run():
-        async with meta_of(redis_url, job_name) as change:
-            older, newer = a_store(), a_store()
+    async with meta_of(redis_url, job_name) as change:
+        older, newer = a_store(), a_store()
+        await older.open(nothing_fails)
+        await change(front=0, owner="who was before")
+        assert (await newer.open(nothing_fails)).front_epoch == older.front_epoch
+        with pytest.raises(StoreFenced):
             await older.open(nothing_fails)
-            await change(front=0, owner="who was before")
-            assert (await newer.open(nothing_fails)).front_epoch == older.front_epoch
-            with pytest.raises(StoreFenced):
-                await older.open(nothing_fails)
-            await older.close()
-            await newer.close()
-
-    asyncio.run(run())
+        await older.close()
+        await newer.close()
 
 
 def test_an_attempt_that_arrives_late_takes_nothing_over(a_store, redis_url, job_name):
@@ -203,17 +198,13 @@ def test_an_attempt_that_arrives_late_takes_nothing_over(a_store, redis_url, job
     assert held == epoch
 
 
-def test_a_front_is_not_fenced_by_an_attempt_of_its_own_to_come_back(redis_url, job_name):
+async def test_a_front_is_not_fenced_by_an_attempt_of_its_own_to_come_back(redis_url, job_name):
     """The attempt got through, and its answer was lost."""
-
-    async def run():
-        store = Store(redis_url, job_name, "cafe0123", "everysec", RedisClock(time.monotonic))
-        opened = await store.open(lambda error: None)
-        redis = connect(redis_url)
-        await redis.hincrby(Keys(job_name).meta, "front", 1)
-        again = await store.open(lambda error: None)
-        assert again.front_epoch == opened.front_epoch + 2
-        await store.close()
-        await redis.aclose()
-
-    asyncio.run(run())
+    store = Store(redis_url, job_name, "cafe0123", "everysec", RedisClock(time.monotonic))
+    opened = await store.open(lambda error: None)
+    redis = connect(redis_url)
+    await redis.hincrby(Keys(job_name).meta, "front", 1)
+    again = await store.open(lambda error: None)
+    assert again.front_epoch == opened.front_epoch + 2
+    await store.close()
+    await redis.aclose()

@@ -117,280 +117,233 @@ async def score(client, verdict=None):
     return claims.items, blobs
 
 
-def test_a_step_over_the_wire(context, blob, job_name, collector):
-    async def run():
-        async with serving(context()) as client:
-            opened = await client.call(OpenTrainer("trainer", 0))
-            tag = VersionTag(opened.epoch, 0)
-            leases = await client.call(Lease("rollout-0", 2, tag))
-            assert [group.task.prompt for group in leases.groups] == ["0+1=", "1+1="]
-            assert (
-                await client.call(Heartbeat("rollout-0", [g.lease_id for g in leases.groups], tag))
-            ).lost == []
-            assert isinstance(await client.call(NextBatch(opened.epoch, 0)), Waiting)
-            await generate(client, blob, job_name, leases.groups)
-            items, blobs = await score(client)
-            assert {item.task.ground_truth for item in items} == {1, 2}
-            batch = await client.call(NextBatch(opened.epoch, 0, wait_ms=5000))
-            assert isinstance(batch, Batch)
-            ids = [episode.episode_id for group in batch.groups for episode in group.episodes]
-            _, fetched = await client.exchange(Fetch(ids[::-1]))
-            by_id = dict(zip((item.episode_id for item in items), map(bytes, blobs), strict=True))
-            assert [bytes(part) for part in fetched] == [by_id[id_] for id_ in ids[::-1]]
-            await client.call(Commit(opened.epoch, 0))
-            _, (copy,) = await client.exchange(ExportLedger(opened.epoch, 1))
-            assert len(copy) > 0
-            await client.call(Checkpointed(opened.epoch, 1))
-            stats = await client.call(Stats())
-            assert (stats.v_train, stats.episodes_trained, stats.payload_bytes) == (1, 4, 0)
-            assert stats.reasons["committed"] == 2
-            with pytest.raises(FaultError, match="is not held here"):
-                await client.exchange(Fetch(ids))
-
-    asyncio.run(run())
+async def test_a_step_over_the_wire(context, blob, job_name, collector):
+    async with serving(context()) as client:
+        opened = await client.call(OpenTrainer("trainer", 0))
+        tag = VersionTag(opened.epoch, 0)
+        leases = await client.call(Lease("rollout-0", 2, tag))
+        assert [group.task.prompt for group in leases.groups] == ["0+1=", "1+1="]
+        assert (
+            await client.call(Heartbeat("rollout-0", [g.lease_id for g in leases.groups], tag))
+        ).lost == []
+        assert isinstance(await client.call(NextBatch(opened.epoch, 0)), Waiting)
+        await generate(client, blob, job_name, leases.groups)
+        items, blobs = await score(client)
+        assert {item.task.ground_truth for item in items} == {1, 2}
+        batch = await client.call(NextBatch(opened.epoch, 0, wait_ms=5000))
+        assert isinstance(batch, Batch)
+        ids = [episode.episode_id for group in batch.groups for episode in group.episodes]
+        _, fetched = await client.exchange(Fetch(ids[::-1]))
+        by_id = dict(zip((item.episode_id for item in items), map(bytes, blobs), strict=True))
+        assert [bytes(part) for part in fetched] == [by_id[id_] for id_ in ids[::-1]]
+        await client.call(Commit(opened.epoch, 0))
+        _, (copy,) = await client.exchange(ExportLedger(opened.epoch, 1))
+        assert len(copy) > 0
+        await client.call(Checkpointed(opened.epoch, 1))
+        stats = await client.call(Stats())
+        assert (stats.v_train, stats.episodes_trained, stats.payload_bytes) == (1, 4, 0)
+        assert stats.reasons["committed"] == 2
+        with pytest.raises(FaultError, match="is not held here"):
+            await client.exchange(Fetch(ids))
 
 
-def test_waiting_calls_are_answered_as_soon_as_they_can_be(context, blob, job_name, collector):
-    async def run():
-        async with serving(context()) as client:
-            epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
-            tag = VersionTag(epoch, 0)
-            batching = asyncio.create_task(client.call(NextBatch(epoch, 0, wait_ms=30_000)))
-            scoring = asyncio.create_task(score(client))
-            leases = await client.call(Lease("rollout-0", 4, tag))
-            await generate(client, blob, job_name, leases.groups[:2])
-            items, _ = await scoring
-            while len(items) < 4:
-                more, _ = await score(client)
-                items += more
-            assert isinstance(await asyncio.wait_for(batching, 60), Batch)
-            leasing = asyncio.create_task(client.call(Lease("rollout-1", 1, tag, wait_ms=30_000)))
-            await client.call(Release("rollout-0", leases.groups[2].lease_id, "test"))
-            assert len((await asyncio.wait_for(leasing, 60)).groups) == 1
-
-    asyncio.run(run())
+async def test_waiting_calls_are_answered_as_soon_as_they_can_be(context, blob, job_name, collector):
+    async with serving(context()) as client:
+        epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
+        tag = VersionTag(epoch, 0)
+        batching = asyncio.create_task(client.call(NextBatch(epoch, 0, wait_ms=30_000)))
+        scoring = asyncio.create_task(score(client))
+        leases = await client.call(Lease("rollout-0", 4, tag))
+        await generate(client, blob, job_name, leases.groups[:2])
+        items, _ = await scoring
+        while len(items) < 4:
+            more, _ = await score(client)
+            items += more
+        assert isinstance(await asyncio.wait_for(batching, 60), Batch)
+        leasing = asyncio.create_task(client.call(Lease("rollout-1", 1, tag, wait_ms=30_000)))
+        await client.call(Release("rollout-0", leases.groups[2].lease_id, "test"))
+        assert len((await asyncio.wait_for(leasing, 60)).groups) == 1
 
 
-def test_a_worker_that_gets_nothing_is_told_why(context, collector):
-    async def run():
-        async with serving(context()) as client:
-            epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
-            await client.call(Lease("rollout-0", 100, VersionTag(epoch, 0)))
-            reply = await client.call(Lease("rollout-0", 1, VersionTag(epoch, 0), wait_ms=20))
-            assert "4 groups are outstanding and at most 4 may be" in reply.reason
-
-    asyncio.run(run())
+async def test_a_worker_that_gets_nothing_is_told_why(context, collector):
+    async with serving(context()) as client:
+        epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
+        await client.call(Lease("rollout-0", 100, VersionTag(epoch, 0)))
+        reply = await client.call(Lease("rollout-0", 1, VersionTag(epoch, 0), wait_ms=20))
+        assert "4 groups are outstanding and at most 4 may be" in reply.reason
 
 
-def test_a_newer_lease_request_of_a_worker_ends_the_wait_of_its_older_one(context, collector):
+async def test_a_newer_lease_request_of_a_worker_ends_the_wait_of_its_older_one(context, collector):
     """A worker that serves a new version asks again beside its waiting request, which is of no use then."""
-
-    async def run():
-        async with serving(context()) as client:
-            while (await client.call(Lease("w0", 4, VersionTag(0, 0)))).groups:
-                pass  # until there is no more room
-            older = asyncio.create_task(client.call(Lease("w0", 1, VersionTag(0, 0), wait_ms=20_000)))
-            other = asyncio.create_task(client.call(Lease("w1", 1, VersionTag(0, 0), wait_ms=20_000)))
-            await client.call(
-                Stats()
-            )  # both requests were sent before this one, and wait by the time it is answered
-            newer = asyncio.create_task(client.call(Lease("w0", 1, VersionTag(0, 1), wait_ms=20_000)))
-            answer = await asyncio.wait_for(older, 60)
-            assert not answer.groups
-            assert answer.reason
-            assert not other.done()
-            assert not newer.done()
-            for waiting in (other, newer):
-                waiting.cancel()
-            await asyncio.gather(other, newer, return_exceptions=True)
-
-    asyncio.run(run())
+    async with serving(context()) as client:
+        while (await client.call(Lease("w0", 4, VersionTag(0, 0)))).groups:
+            pass  # until there is no more room
+        older = asyncio.create_task(client.call(Lease("w0", 1, VersionTag(0, 0), wait_ms=20_000)))
+        other = asyncio.create_task(client.call(Lease("w1", 1, VersionTag(0, 0), wait_ms=20_000)))
+        await client.call(
+            Stats()
+        )  # both requests were sent before this one, and wait by the time it is answered
+        newer = asyncio.create_task(client.call(Lease("w0", 1, VersionTag(0, 1), wait_ms=20_000)))
+        answer = await asyncio.wait_for(older, 60)
+        assert not answer.groups
+        assert answer.reason
+        assert not other.done()
+        assert not newer.done()
+        for waiting in (other, newer):
+            waiting.cancel()
+        await asyncio.gather(other, newer, return_exceptions=True)
 
 
-def test_a_worker_that_drains_has_its_waiting_request_answered_and_its_missing_samples_leased_on(
+async def test_a_worker_that_drains_has_its_waiting_request_answered_and_its_missing_samples_leased_on(
     context, blob, job_name, collector
 ):
-    async def run():
-        async with serving(context()) as client:
-            tag = VersionTag((await client.call(OpenTrainer("trainer", 0))).epoch, 0)
-            groups = (await client.call(Lease("w0", 4, tag))).groups
-            waiting = asyncio.create_task(client.call(Lease("w0", 1, tag, wait_ms=20_000)))
-            other = asyncio.create_task(client.call(Lease("w1", 1, tag, wait_ms=20_000)))
-            await put(
-                client, groups[0].lease_id, groups[0].group_id, {1: blob(job_name, groups[0].group_id, 1)}
-            )
-            await client.call(Drain("w0", "it is moved"))
-            answer = await asyncio.wait_for(waiting, 60)
-            assert (answer.groups, answer.drain) == ([], True)
-            assert "it is moved" in answer.reason
-            assert (await client.call(Heartbeat("w0", [groups[0].lease_id], tag))).drain
-            await client.call(Release("w0", groups[0].lease_id, "drained"))
-            (handed_over,) = (await asyncio.wait_for(other, 60)).groups
-            assert (handed_over.group_id, handed_over.missing) == (groups[0].group_id, [0])
-            await client.call(Arrived("w0"))
-            assert not (await client.call(Heartbeat("w0", [], tag))).drain
-
-    asyncio.run(run())
+    async with serving(context()) as client:
+        tag = VersionTag((await client.call(OpenTrainer("trainer", 0))).epoch, 0)
+        groups = (await client.call(Lease("w0", 4, tag))).groups
+        waiting = asyncio.create_task(client.call(Lease("w0", 1, tag, wait_ms=20_000)))
+        other = asyncio.create_task(client.call(Lease("w1", 1, tag, wait_ms=20_000)))
+        await put(client, groups[0].lease_id, groups[0].group_id, {1: blob(job_name, groups[0].group_id, 1)})
+        await client.call(Drain("w0", "it is moved"))
+        answer = await asyncio.wait_for(waiting, 60)
+        assert (answer.groups, answer.drain) == ([], True)
+        assert "it is moved" in answer.reason
+        assert (await client.call(Heartbeat("w0", [groups[0].lease_id], tag))).drain
+        await client.call(Release("w0", groups[0].lease_id, "drained"))
+        (handed_over,) = (await asyncio.wait_for(other, 60)).groups
+        assert (handed_over.group_id, handed_over.missing) == (groups[0].group_id, [0])
+        await client.call(Arrived("w0"))
+        assert not (await client.call(Heartbeat("w0", [], tag))).drain
 
 
-def test_group_deadlines_hold_over_the_wire(context, blob, job_name, collector):
+async def test_group_deadlines_hold_over_the_wire(context, blob, job_name, collector):
     """groups_are_whole: a partial group reaches the trainer as what it is, by Redis's clock."""
-
-    async def run():
-        partial = {"policy": "deadline_partial", "deadline_s": 0.2, "min_samples": 1}
-        async with serving(context(group=partial, batch_groups=1)) as client:
-            tag = VersionTag((await client.call(OpenTrainer("trainer", 0))).epoch, 0)
-            (group,) = (await client.call(Lease("w0", 1, tag))).groups
-            await put(client, group.lease_id, group.group_id, {1: blob(job_name, group.group_id, 1)})
-            await score(client)
-            batch = await client.call(NextBatch(tag.epoch, 0, wait_ms=10_000))
-            assert [e.sample for e in batch.groups[0].episodes] == [1]
-            assert (await client.call(Heartbeat("w0", [group.lease_id], tag))).lost == [group.lease_id]
-            late = await put(client, group.lease_id, group.group_id, {0: blob(job_name, group.group_id, 0)})
-            assert [refusal.reason for refusal in late.refused] == ["given_up"]
-            figures = await client.call(Stats())
-            assert figures.episodes["ABSENT"] == 1
-            assert figures.reasons["absent"] == 1
-
-    asyncio.run(run())
+    partial = {"policy": "deadline_partial", "deadline_s": 0.2, "min_samples": 1}
+    async with serving(context(group=partial, batch_groups=1)) as client:
+        tag = VersionTag((await client.call(OpenTrainer("trainer", 0))).epoch, 0)
+        (group,) = (await client.call(Lease("w0", 1, tag))).groups
+        await put(client, group.lease_id, group.group_id, {1: blob(job_name, group.group_id, 1)})
+        await score(client)
+        batch = await client.call(NextBatch(tag.epoch, 0, wait_ms=10_000))
+        assert [e.sample for e in batch.groups[0].episodes] == [1]
+        assert (await client.call(Heartbeat("w0", [group.lease_id], tag))).lost == [group.lease_id]
+        late = await put(client, group.lease_id, group.group_id, {0: blob(job_name, group.group_id, 0)})
+        assert [refusal.reason for refusal in late.refused] == ["given_up"]
+        figures = await client.call(Stats())
+        assert figures.episodes["ABSENT"] == 1
+        assert figures.reasons["absent"] == 1
 
 
-def test_a_planned_stop_of_the_buffer_answers_who_waits_and_hands_over_to_the_next(
+async def test_a_planned_stop_of_the_buffer_answers_who_waits_and_hands_over_to_the_next(
     context, blob, job_name, collector
 ):
-    async def run():
-        ctx = context()
-        async with serving(ctx) as client:
-            tag = VersionTag((await client.call(OpenTrainer("trainer", 0))).epoch, 0)
-            groups = (await client.call(Lease("w0", 4, tag))).groups
-            await generate(client, blob, job_name, groups[:1])
-            leasing = asyncio.create_task(client.call(Lease("w1", 1, tag, wait_ms=30_000)))
-            batching = asyncio.create_task(client.call(NextBatch(tag.epoch, 0, wait_ms=30_000)))
-            await client.call(Stats())
-            ctx.stop.set()
-            answer = await asyncio.wait_for(leasing, 60)
-            assert answer.groups == []
-            assert isinstance(await asyncio.wait_for(batching, 60), Waiting)
-        async with serving(context()) as client:
-            kept = await client.call(Heartbeat("w0", [group.lease_id for group in groups[1:]], tag))
-            assert kept.lost == []
-            await generate(client, blob, job_name, groups[1:2])
-            items, _ = await score(client)
-            assert len(items) == 4
-
-    asyncio.run(run())
+    ctx = context()
+    async with serving(ctx) as client:
+        tag = VersionTag((await client.call(OpenTrainer("trainer", 0))).epoch, 0)
+        groups = (await client.call(Lease("w0", 4, tag))).groups
+        await generate(client, blob, job_name, groups[:1])
+        leasing = asyncio.create_task(client.call(Lease("w1", 1, tag, wait_ms=30_000)))
+        batching = asyncio.create_task(client.call(NextBatch(tag.epoch, 0, wait_ms=30_000)))
+        await client.call(Stats())
+        ctx.stop.set()
+        answer = await asyncio.wait_for(leasing, 60)
+        assert answer.groups == []
+        assert isinstance(await asyncio.wait_for(batching, 60), Waiting)
+    async with serving(context()) as client:
+        kept = await client.call(Heartbeat("w0", [group.lease_id for group in groups[1:]], tag))
+        assert kept.lost == []
+        await generate(client, blob, job_name, groups[1:2])
+        items, _ = await score(client)
+        assert len(items) == 4
 
 
-def test_blobs_that_are_not_what_they_are_said_to_be_are_refused(context, blob, job_name, collector):
-    async def run():
-        async with serving(context()) as client:
-            epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
-            (group,) = (await client.call(Lease("rollout-0", 1, VersionTag(epoch, 0)))).groups
-            wrong = {
-                "another sample": blob(job_name, group.group_id, 1),
-                "another group": blob(job_name, "cafe:1:0#0", 0),
-                "another job": blob("other", group.group_id, 0),
-                "no episode": b"nonsense" * 20,
-                "altered": blob(job_name, group.group_id, 0)[:-1] + b"!",
-            }
-            for what, data in wrong.items():
-                ack = await put(client, group.lease_id, group.group_id, {0: data})
-                assert ack.stored == [], what
-                assert ack.refused[0].reason.startswith("invalid"), what
-            assert (await client.call(Stats())).reasons["refused:invalid"] == len(wrong)
-
-    asyncio.run(run())
+async def test_blobs_that_are_not_what_they_are_said_to_be_are_refused(context, blob, job_name, collector):
+    async with serving(context()) as client:
+        epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
+        (group,) = (await client.call(Lease("rollout-0", 1, VersionTag(epoch, 0)))).groups
+        wrong = {
+            "another sample": blob(job_name, group.group_id, 1),
+            "another group": blob(job_name, "cafe:1:0#0", 0),
+            "another job": blob("other", group.group_id, 0),
+            "no episode": b"nonsense" * 20,
+            "altered": blob(job_name, group.group_id, 0)[:-1] + b"!",
+        }
+        for what, data in wrong.items():
+            ack = await put(client, group.lease_id, group.group_id, {0: data})
+            assert ack.stored == [], what
+            assert ack.refused[0].reason.startswith("invalid"), what
+        assert (await client.call(Stats())).reasons["refused:invalid"] == len(wrong)
 
 
-def test_a_message_that_makes_no_sense_is_invalid(context, job_name, collector):
-    async def run():
-        ctx = context()
-        async with serving(ctx) as client:
-            raw = Client(ctx.buffer_endpoint, job=job_name, role="test", name="raw", access=ctx.secret)
-            async with raw:
-                for message in (PutEpisodes("l", "g", [0, 1]), WaitSnapshot("r", "serve")):
-                    with pytest.raises(FaultError) as caught:
-                        await raw.call(message, timeout_s=5, attachments=[b"x"])
-                    assert caught.value.kind == "invalid"
-            with pytest.raises(FaultError, match="is not an episode id"):
-                await client.exchange(Fetch(["nonsense"]))
-
-    asyncio.run(run())
+async def test_a_message_that_makes_no_sense_is_invalid(context, job_name, collector):
+    ctx = context()
+    async with serving(ctx) as client:
+        raw = Client(ctx.buffer_endpoint, job=job_name, role="test", name="raw", access=ctx.secret)
+        async with raw:
+            for message in (PutEpisodes("l", "g", [0, 1]), WaitSnapshot("r", "serve")):
+                with pytest.raises(FaultError) as caught:
+                    await raw.call(message, timeout_s=5, attachments=[b"x"])
+                assert caught.value.kind == "invalid"
+        with pytest.raises(FaultError, match="is not an episode id"):
+            await client.exchange(Fetch(["nonsense"]))
 
 
-def test_a_failed_reward_drops_its_group_counted(context, blob, job_name, collector):
-    async def run():
-        async with serving(context()) as client:
-            epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
-            leases = await client.call(Lease("rollout-0", 1, VersionTag(epoch, 0)))
-            await generate(client, blob, job_name, leases.groups)
-            claims, _ = await client.exchange(Claim("reward-0", 1))
-            item = claims.items[0]
-            await client.call(
-                PutVerdicts(
-                    "reward-0", [EpisodeVerdict(item.episode_id, item.claim_id, Failure("ValueError", "no"))]
-                )
+async def test_a_failed_reward_drops_its_group_counted(context, blob, job_name, collector):
+    async with serving(context()) as client:
+        epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
+        leases = await client.call(Lease("rollout-0", 1, VersionTag(epoch, 0)))
+        await generate(client, blob, job_name, leases.groups)
+        claims, _ = await client.exchange(Claim("reward-0", 1))
+        item = claims.items[0]
+        await client.call(
+            PutVerdicts(
+                "reward-0", [EpisodeVerdict(item.episode_id, item.claim_id, Failure("ValueError", "no"))]
             )
-            stats = await client.call(Stats())
-            assert stats.reasons["dropped:verdict_error"] == 1
-            assert stats.episodes_dropped == 2
+        )
+        stats = await client.call(Stats())
+        assert stats.reasons["dropped:verdict_error"] == 1
+        assert stats.episodes_dropped == 2
 
-    asyncio.run(run())
 
-
-def test_one_death_is_local_a_service_started_again_goes_on(context, blob, job_name, collector):
+async def test_one_death_is_local_a_service_started_again_goes_on(context, blob, job_name, collector):
     """The client does not notice more than a pause."""
-
-    async def run():
-        ctx = context()
-        async with serving(ctx) as client:
-            epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
-            leases = await client.call(Lease("rollout-0", 2, VersionTag(epoch, 0)))
-            await generate(client, blob, job_name, leases.groups)
-        async with serving(context()) as client:
-            await score(client)
-            assert isinstance(await client.call(NextBatch(epoch, 0, wait_ms=5000)), Batch)
-
-    asyncio.run(run())
+    ctx = context()
+    async with serving(ctx) as client:
+        epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
+        leases = await client.call(Lease("rollout-0", 2, VersionTag(epoch, 0)))
+        await generate(client, blob, job_name, leases.groups)
+    async with serving(context()) as client:
+        await score(client)
+        assert isinstance(await client.call(NextBatch(epoch, 0, wait_ms=5000)), Batch)
 
 
-def test_its_own_redis_starts_and_ends_with_it(context, collector):
-    async def run():
-        ctx = context(redis="embedded")
-        async with serving(ctx) as client:
-            assert (await client.call(Stats())).v_train == 0
-            assert (ctx.socket_dir / "redis").exists()
-        assert not (ctx.socket_dir / "redis").exists()
-        assert (ctx.run_dir / "buffer" / "appendonly.aof").exists() or (
-            ctx.run_dir / "buffer" / "appendonlydir"
-        ).exists()
-
-    asyncio.run(run())
+async def test_its_own_redis_starts_and_ends_with_it(context, collector):
+    ctx = context(redis="embedded")
+    async with serving(ctx) as client:
+        assert (await client.call(Stats())).v_train == 0
+        assert (ctx.socket_dir / "redis").exists()
+    assert not (ctx.socket_dir / "redis").exists()
+    assert (ctx.run_dir / "buffer" / "appendonly.aof").exists() or (
+        ctx.run_dir / "buffer" / "appendonlydir"
+    ).exists()
 
 
-def test_a_redis_that_dies_is_started_again(context, blob, job_name, collector):
+async def test_a_redis_that_dies_is_started_again(context, blob, job_name, collector):
     """With tier always nothing acknowledged is lost, and the calls meanwhile only wait."""
-
-    async def run():
-        ctx = context(redis="embedded", durability="always")
-        async with serving(ctx) as client:
-            epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
-            leases = await client.call(Lease("rollout-0", 2, VersionTag(epoch, 0)))
-            await generate(client, blob, job_name, leases.groups)
-            (redis,) = (
-                p for p in psutil.Process().children() if str(ctx.socket_dir) in " ".join(p.cmdline())
-            )
-            redis.kill()
-            await score(client)
-            batch = await client.call(NextBatch(epoch, 0, wait_ms=5000))
-            assert isinstance(batch, Batch)
-            ids = [e.episode_id for g in batch.groups for e in g.episodes]
-            assert len((await client.exchange(Fetch(ids)))[1]) == 4
-
-    asyncio.run(run())
+    ctx = context(redis="embedded", durability="always")
+    async with serving(ctx) as client:
+        epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
+        leases = await client.call(Lease("rollout-0", 2, VersionTag(epoch, 0)))
+        await generate(client, blob, job_name, leases.groups)
+        (redis,) = (p for p in psutil.Process().children() if str(ctx.socket_dir) in " ".join(p.cmdline()))
+        redis.kill()
+        await score(client)
+        batch = await client.call(NextBatch(epoch, 0, wait_ms=5000))
+        assert isinstance(batch, Batch)
+        ids = [e.episode_id for g in batch.groups for e in g.episodes]
+        assert len((await client.exchange(Fetch(ids)))[1]) == 4
 
 
-def test_the_blocking_client_has_the_same_calls(context, blob, job_name, collector):
+async def test_the_blocking_client_has_the_same_calls(context, blob, job_name, collector):
     """As the trainer uses it: from a thread of its own."""
     results = []
 
@@ -420,12 +373,9 @@ def test_the_blocking_client_has_the_same_calls(context, blob, job_name, collect
             client.call(Checkpointed(opened.epoch, 1))
             results.append(client.call(Stats()))
 
-    async def run():
-        ctx = context()
-        async with serving(ctx):
-            await asyncio.to_thread(trainer, ctx)
-
-    asyncio.run(run())
+    ctx = context()
+    async with serving(ctx):
+        await asyncio.to_thread(trainer, ctx)
     assert results[0].episodes_trained == 4
 
 
@@ -446,27 +396,24 @@ def test_a_redis_that_cannot_be_used_ends_the_service_with_one_paragraph(context
     assert "\n" not in str(caught.value)
 
 
-def test_a_second_front_ends_the_first_service(context, collector, redis_url, job_name):
-    async def run():
-        ctx = context()
-        service = asyncio.create_task(main(ctx))
-        client = Client(
-            ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=5.0, access=ctx.secret
-        )
-        await client.connect()
-        await client.call(OpenTrainer("trainer", 0))
-        (group,) = (await client.call(Lease("w", 1, VersionTag(1, 0)))).groups
-        dataset_hash = group.task.task_id.partition(":")[0]
-        thief = Store(redis_url, job_name, dataset_hash, "everysec", RedisClock())
-        await thief.open(lambda error: None)
-        asking = asyncio.create_task(client.call(Lease("w", 1, VersionTag(1, 0))))
-        with pytest.raises(ArealError, match="taken over this job"):
-            await asyncio.wait_for(service, 60)
-        asking.cancel()
-        await client.close()
-        await thief.close()
-
-    asyncio.run(run())
+async def test_a_second_front_ends_the_first_service(context, collector, redis_url, job_name):
+    ctx = context()
+    service = asyncio.create_task(main(ctx))
+    client = Client(
+        ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=5.0, access=ctx.secret
+    )
+    await client.connect()
+    await client.call(OpenTrainer("trainer", 0))
+    (group,) = (await client.call(Lease("w", 1, VersionTag(1, 0)))).groups
+    dataset_hash = group.task.task_id.partition(":")[0]
+    thief = Store(redis_url, job_name, dataset_hash, "everysec", RedisClock())
+    await thief.open(lambda error: None)
+    asking = asyncio.create_task(client.call(Lease("w", 1, VersionTag(1, 0))))
+    with pytest.raises(ArealError, match="taken over this job"):
+        await asyncio.wait_for(service, 60)
+    asking.cancel()
+    await client.close()
+    await thief.close()
 
 
 def test_the_figures_are_served_to_prometheus(context, blob, job_name, collector):
@@ -508,20 +455,17 @@ def test_before_the_first_figures_there_are_no_series():
     assert prometheus_client.generate_latest(registry) == b""
 
 
-def test_a_redis_that_confirms_nothing_shows_in_the_metrics():
-    async def scenario():
-        loop = asyncio.get_running_loop()
-        writes, now_s = [loop.create_future()], 100.0
-        collector = metrics.BufferCollector(lambda: writes[-1], lambda: now_s)
-        assert collector.unconfirmed_s() == 0.0
-        now_s = 107.0
-        writes.append(loop.create_future())
-        assert collector.unconfirmed_s() == 7.0
-        writes[0].set_result(None)
-        assert collector.unconfirmed_s() == 0.0, "the second one is new"
-        now_s = 109.0
-        assert collector.unconfirmed_s() == 2.0
-        writes[1].set_result(None)
-        assert collector.unconfirmed_s() == 0.0
-
-    asyncio.run(scenario())
+async def test_a_redis_that_confirms_nothing_shows_in_the_metrics():
+    loop = asyncio.get_running_loop()
+    writes, now_s = [loop.create_future()], 100.0
+    collector = metrics.BufferCollector(lambda: writes[-1], lambda: now_s)
+    assert collector.unconfirmed_s() == 0.0
+    now_s = 107.0
+    writes.append(loop.create_future())
+    assert collector.unconfirmed_s() == 7.0
+    writes[0].set_result(None)
+    assert collector.unconfirmed_s() == 0.0, "the second one is new"
+    now_s = 109.0
+    assert collector.unconfirmed_s() == 2.0
+    writes[1].set_result(None)
+    assert collector.unconfirmed_s() == 0.0

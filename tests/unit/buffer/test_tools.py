@@ -177,87 +177,67 @@ def test_a_run_says_the_same_of_itself_while_it_is_alive_and_after(workplace, bl
     assert json.loads(as_json(ended))["stats"]["v_train"] == 0
 
 
-def test_looking_at_a_run_that_has_ended_leaves_its_files_as_they_are_and_nothing_beside_them(
+async def test_looking_at_a_run_that_has_ended_leaves_its_files_as_they_are_and_nothing_beside_them(
     workplace, blob, tmp_path, monkeypatch
 ):
     place = workplace()
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-
-    async def run():
-        async with place.serving() as client:
-            await fill(client, blob)
-        before = place.digest()
-        async with open_reader(find_run(place.folder)) as reader:
-            look = await reader.look()
-            await reader.blobs(next(iter(look.index.groups.values())))
-        assert place.digest() == before
-        assert not list((tmp_path / "tmp").iterdir())
-
-    asyncio.run(run())
+    async with place.serving() as client:
+        await fill(client, blob)
+    before = place.digest()
+    async with open_reader(find_run(place.folder)) as reader:
+        look = await reader.look()
+        await reader.blobs(next(iter(look.index.groups.values())))
+    assert place.digest() == before
+    assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_looking_at_a_run_that_is_alive_takes_nothing_over(workplace, blob):
+async def test_looking_at_a_run_that_is_alive_takes_nothing_over(workplace, blob):
     place = workplace()
-
-    async def run():
-        async with place.serving() as client:
-            await fill(client, blob)
-            looks = []
-            for _ in range(2):
-                async with open_reader(find_run(place.folder)) as reader:
-                    looks.append(await reader.look())
-            assert looks[0].front_epoch == looks[1].front_epoch == 1
-            assert looks[0].index.groups == looks[1].index.groups
-            group = next(g for g in looks[1].index.groups.values() if g.missing)
-            leases = await client.call(Heartbeat("rollout-0", list(group.leases), VersionTag(1, 0)))
-            assert leases.lost == [], "the front still serves, and may write"
-
-    asyncio.run(run())
-
-
-def test_files_with_a_torn_end_are_read_up_to_it_and_stay_torn(workplace, blob):
-    place = workplace()
-
-    async def run():
-        async with place.serving() as client:
-            await fill(client, blob)
-        log = max((place.folder / "buffer").rglob("*.aof"), key=lambda path: path.stat().st_size)
-        with log.open("ab") as file:
-            file.write(b"*3\r\n$4\r\nHSET\r\n$9\r\nareal:")
-        before = place.digest()
-        report = await report_ended(find_run(place.folder))
-        assert report.stats.groups["SCORED"] == 2
-        assert place.digest() == before
-
-    asyncio.run(run())
-
-
-def test_the_memory_tier_can_be_looked_at_once_redis_ended_in_order(workplace, blob):
-    place = workplace(durability="memory")
-
-    async def run():
-        async with place.serving() as client:
-            await fill(client, blob)
-        assert (await report_ended(find_run(place.folder))).stats.groups["SCORED"] == 2
-
-    asyncio.run(run())
-
-
-def test_a_ledger_of_another_schema_is_refused_by_name(workplace, blob):
-    place = workplace()
-
-    async def run():
-        async with place.serving() as client:
-            await fill(client, blob)
-            redis = connect(f"unix://:{place.ctx.secret.token('redis')}@{place.ctx.socket_dir}/redis")
-            await redis.hset("areal:{sums}:meta", "schema", 9)
-            await redis.aclose()
+    async with place.serving() as client:
+        await fill(client, blob)
+        looks = []
+        for _ in range(2):
             async with open_reader(find_run(place.folder)) as reader:
-                with pytest.raises(StoreUnusable, match="has schema 9, this version reads 1"):
-                    await reader.look()
+                looks.append(await reader.look())
+        assert looks[0].front_epoch == looks[1].front_epoch == 1
+        assert looks[0].index.groups == looks[1].index.groups
+        group = next(g for g in looks[1].index.groups.values() if g.missing)
+        leases = await client.call(Heartbeat("rollout-0", list(group.leases), VersionTag(1, 0)))
+        assert leases.lost == [], "the front still serves, and may write"
 
-    asyncio.run(run())
+
+async def test_files_with_a_torn_end_are_read_up_to_it_and_stay_torn(workplace, blob):
+    place = workplace()
+    async with place.serving() as client:
+        await fill(client, blob)
+    log = max((place.folder / "buffer").rglob("*.aof"), key=lambda path: path.stat().st_size)
+    with log.open("ab") as file:
+        file.write(b"*3\r\n$4\r\nHSET\r\n$9\r\nareal:")
+    before = place.digest()
+    report = await report_ended(find_run(place.folder))
+    assert report.stats.groups["SCORED"] == 2
+    assert place.digest() == before
+
+
+async def test_the_memory_tier_can_be_looked_at_once_redis_ended_in_order(workplace, blob):
+    place = workplace(durability="memory")
+    async with place.serving() as client:
+        await fill(client, blob)
+    assert (await report_ended(find_run(place.folder))).stats.groups["SCORED"] == 2
+
+
+async def test_a_ledger_of_another_schema_is_refused_by_name(workplace, blob):
+    place = workplace()
+    async with place.serving() as client:
+        await fill(client, blob)
+        redis = connect(f"unix://:{place.ctx.secret.token('redis')}@{place.ctx.socket_dir}/redis")
+        await redis.hset("areal:{sums}:meta", "schema", 9)
+        await redis.aclose()
+        async with open_reader(find_run(place.folder)) as reader:
+            with pytest.raises(StoreUnusable, match="has schema 9, this version reads 1"):
+                await reader.look()
 
 
 def test_a_run_without_files_of_a_buffer_is_refused(workplace):
@@ -267,47 +247,39 @@ def test_a_run_without_files_of_a_buffer_is_refused(workplace):
         asyncio.run(report_ended(find_run(place.folder)))
 
 
-def test_files_that_a_server_still_has_open_are_not_copied(workplace, blob):
+async def test_files_that_a_server_still_has_open_are_not_copied(workplace, blob):
     place = workplace()
-
-    async def run():
-        async with place.serving() as client:
-            await fill(client, blob)
-            place.is_alive(False)
-            with pytest.raises(RunFolderError, match="Try again in a moment"):
-                await report_ended(find_run(place.folder))
-
-    asyncio.run(run())
+    async with place.serving() as client:
+        await fill(client, blob)
+        place.is_alive(False)
+        with pytest.raises(RunFolderError, match="Try again in a moment"):
+            await report_ended(find_run(place.folder))
 
 
-def test_peek_lists_groups_and_opens_one_and_an_episode_of_it(workplace, blob):
+async def test_peek_lists_groups_and_opens_one_and_an_episode_of_it(workplace, blob):
     place = workplace()
-
-    async def run():
-        async with place.serving() as client:
-            stored = await fill(client, blob)
-        async with open_reader(find_run(place.folder)) as reader:
-            look = await reader.look()
-            listing = text_of(table_of(chosen(look.index, None), look.now_ms))
-            assert "0.125 (0 … 0.25)" in listing
-            assert "1 missing, 1 stored" in listing
-            assert len(chosen(look.index, state_of("scored"))) == 2
-            name = next(iter(stored))
-            group, sample = find(look, name)
-            assert "VERDICT" in text_of(group_page(look, group))
-            page = text_of(episode_page(look, group, sample, (await reader.blobs(group))[sample]))
-            assert "3 sampled" in page
-            assert "mean -0.5" in page
-            assert "ground truth" in page
-            half = next(g for g in look.index.groups.values() if len(g.missing) == 1)
-            assert "rollout-0" in text_of(group_page(look, half))
-            assert "not held" in text_of(episode_page(look, half, half.missing[0], None))
-            with pytest.raises(NotFound, match=f"Did you mean {group.group_id}"):
-                find(look, group.group_id[:-1])
-            with pytest.raises(NotFound, match="it has 2, counted from 0"):
-                find(look, f"{group.group_id}.7")
-
-    asyncio.run(run())
+    async with place.serving() as client:
+        stored = await fill(client, blob)
+    async with open_reader(find_run(place.folder)) as reader:
+        look = await reader.look()
+        listing = text_of(table_of(chosen(look.index, None), look.now_ms))
+        assert "0.125 (0 … 0.25)" in listing
+        assert "1 missing, 1 stored" in listing
+        assert len(chosen(look.index, state_of("scored"))) == 2
+        name = next(iter(stored))
+        group, sample = find(look, name)
+        assert "VERDICT" in text_of(group_page(look, group))
+        page = text_of(episode_page(look, group, sample, (await reader.blobs(group))[sample]))
+        assert "3 sampled" in page
+        assert "mean -0.5" in page
+        assert "ground truth" in page
+        half = next(g for g in look.index.groups.values() if len(g.missing) == 1)
+        assert "rollout-0" in text_of(group_page(look, half))
+        assert "not held" in text_of(episode_page(look, half, half.missing[0], None))
+        with pytest.raises(NotFound, match=f"Did you mean {group.group_id}"):
+            find(look, group.group_id[:-1])
+        with pytest.raises(NotFound, match="it has 2, counted from 0"):
+            find(look, f"{group.group_id}.7")
 
 
 def test_an_unknown_state_is_refused_with_those_that_there_are():

@@ -33,17 +33,15 @@ def cluster(servers, wait):
     return nodes
 
 
-def test_a_ledger_lives_on_the_node_that_owns_its_slot_and_all_its_keys_are_there(cluster, a_life, job_name):
+async def test_a_ledger_lives_on_the_node_that_owns_its_slot_and_all_its_keys_are_there(
+    cluster, a_life, job_name
+):
     slot = key_slot(f"areal:{{{job_name}}}:meta".encode())
     owner, other = cluster if slot < SLOTS // 2 else cluster[::-1]
-
-    async def run():
-        async with a_life(owner.url) as life:
-            await life.train()
-            for group in (await life.lease()).groups:
-                await life.put(group)
-
-    asyncio.run(run())
+    async with a_life(owner.url) as life:
+        await life.train()
+        for group in (await life.lease()).groups:
+            await life.put(group)
     keys = owner.admin.keys("*")
     assert len(keys) >= 4
     assert {key_slot(key) for key in keys} == {slot}

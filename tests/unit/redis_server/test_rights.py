@@ -24,15 +24,12 @@ def users(binary, servers, job_name):
     return make
 
 
-def test_the_rights_of_the_front_are_enough_for_a_whole_life(users, a_life, job_name):
-    async def run():
-        async with a_life(users("front", acl_rules(job_name, "front"))) as life:
-            await life.train()
-            await life.store.used_bytes()
-        async with a_life(users("front", acl_rules(job_name, "front")), step=1) as life:
-            assert life.front.front_epoch == 2
-
-    asyncio.run(run())
+async def test_the_rights_of_the_front_are_enough_for_a_whole_life(users, a_life, job_name):
+    async with a_life(users("front", acl_rules(job_name, "front"))) as life:
+        await life.train()
+        await life.store.used_bytes()
+    async with a_life(users("front", acl_rules(job_name, "front")), step=1) as life:
+        assert life.front.front_epoch == 2
     # Not one refusal, not even of something that does not matter.
     assert users.server.admin.execute_command("ACL", "LOG") == []
 
@@ -79,16 +76,12 @@ def test_the_front_of_one_job_cannot_touch_another_jobs_keys(users, a_life, job_
             client.execute_command(*forbidden)
 
 
-def test_a_reader_can_read_and_nothing_else(users, a_life, job_name):
+async def test_a_reader_can_read_and_nothing_else(users, a_life, job_name):
     version = int(users.server.admin.info()["redis_version"].split(".")[0])
     rules = acl_rules(job_name, "reader", read_only_keys=version >= 7)
-
-    async def run():
-        async with a_life(f"unix://{users.server.socket}") as life:
-            for group in (await life.lease()).groups:
-                await life.put(group)
-
-    asyncio.run(run())
+    async with a_life(f"unix://{users.server.socket}") as life:
+        for group in (await life.lease()).groups:
+            await life.put(group)
     users("reader", rules)
     client = redis_sync.Redis(
         unix_socket_path=str(users.server.socket), username="reader", password="pass", protocol=2

@@ -49,66 +49,54 @@ def trio(servers, wait):
     return master, replica, sentinel
 
 
-def test_a_failover_is_followed_and_what_it_lost_is_counted(trio, a_life, wait):
+async def test_a_failover_is_followed_and_what_it_lost_is_counted(trio, a_life, wait):
     master, replica, sentinel = trio
     address = RedisAddress.parse(f"sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/ours")
-
-    async def run():
-        async with a_life(address) as life:
-            await life.train()
-            front = life.front
-            # From here on the replica hears nothing: what the master acknowledges dies with it.
-            offset = master.admin.info("replication")["master_repl_offset"]
-            await wait.happens(
-                lambda: replica.admin.info("replication")["slave_repl_offset"] >= offset,
-                what="replication",
-            )
-            replica.admin.replicaof("127.0.0.1", 1)
-            lost = (await life.lease()).groups
-            await life.put(lost[0])
-            confirmed = front.index.revision
-            master.kill()
-            await wait.happens(
-                lambda: replica.admin.info("replication")["role"] == "master", 20, "the failover"
-            )
-            # Whoever asks is told to ask again until the front has the new master.
-            for _ in range(2):
-                with pytest.raises(FaultError, match="Redis"):
-                    await life.lease()
-            await wait.happens(lambda: front.index is not None, 20, "the recovery")
-            assert front.lost_writes > 0
-            assert front.index.revision < confirmed + 3
-            assert lost[0].group_id not in front.index.groups
-            await life.train()  # the same tasks again, from the cursor of the ledger that survived
-            assert front.index.meta.v_train == 2
-
-    asyncio.run(run())
+    async with a_life(address) as life:
+        await life.train()
+        front = life.front
+        # From here on the replica hears nothing: what the master acknowledges dies with it.
+        offset = master.admin.info("replication")["master_repl_offset"]
+        await wait.happens(
+            lambda: replica.admin.info("replication")["slave_repl_offset"] >= offset,
+            what="replication",
+        )
+        replica.admin.replicaof("127.0.0.1", 1)
+        lost = (await life.lease()).groups
+        await life.put(lost[0])
+        confirmed = front.index.revision
+        master.kill()
+        await wait.happens(lambda: replica.admin.info("replication")["role"] == "master", 20, "the failover")
+        # Whoever asks is told to ask again until the front has the new master.
+        for _ in range(2):
+            with pytest.raises(FaultError, match="Redis"):
+                await life.lease()
+        await wait.happens(lambda: front.index is not None, 20, "the recovery")
+        assert front.lost_writes > 0
+        assert front.index.revision < confirmed + 3
+        assert lost[0].group_id not in front.index.groups
+        await life.train()  # the same tasks again, from the cursor of the ledger that survived
+        assert front.index.meta.v_train == 2
 
 
-def test_a_front_leaves_a_master_that_the_sentinels_have_replaced(trio, a_life, wait):
+async def test_a_front_leaves_a_master_that_the_sentinels_have_replaced(trio, a_life, wait):
     """An old master that is cut off from its Sentinels, but not from the front, still takes writes."""
     _, replica, sentinel = trio
     address = RedisAddress.parse(f"sentinel://127.0.0.1:{sentinel.port}/ours")
+    async with a_life(address) as life:
+        await life.train()
+        old = life.store._place
+        sentinel.admin.execute_command("SENTINEL", "FAILOVER", "ours")
+        await wait.happens(lambda: replica.admin.info("replication")["role"] == "master", 20, "the failover")
 
-    async def run():
-        async with a_life(address) as life:
-            await life.train()
-            old = life.store._place
-            sentinel.admin.execute_command("SENTINEL", "FAILOVER", "ours")
-            await wait.happens(
-                lambda: replica.admin.info("replication")["role"] == "master", 20, "the failover"
-            )
+        async def followed():
+            while life.store._place == old:
+                await life.store.follow()
+                await asyncio.sleep(0.05)
 
-            async def followed():
-                while life.store._place == old:
-                    await life.store.follow()
-                    await asyncio.sleep(0.05)
-
-            await asyncio.wait_for(followed(), 60)
-            await wait.happens(lambda: life.front.index is not None, 20, "the recovery")
-            await life.train()
-
-    asyncio.run(run())
+        await asyncio.wait_for(followed(), 60)
+        await wait.happens(lambda: life.front.index is not None, 20, "the recovery")
+        await life.train()
 
 
 def test_a_service_that_no_sentinel_knows_is_named(trio, a_life):

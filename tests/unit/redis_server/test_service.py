@@ -22,7 +22,7 @@ from replay_buffer.server import main as serve
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-def test_the_service_logs_in_as_the_job_file_says_and_acknowledges_its_tier(
+async def test_the_service_logs_in_as_the_job_file_says_and_acknowledges_its_tier(
     servers, tmp_path, job_name, monkeypatch
 ):
     monkeypatch.setattr(metrics, "register", metrics.BufferCollector)
@@ -41,20 +41,16 @@ def test_the_service_logs_in_as_the_job_file_says_and_acknowledges_its_tier(
     content = {"job": job_name, "model": str(tmp_path), "tasks": {"train": str(tmp_path / "tasks.jsonl")}}
     job = JobConfig.model_validate(content | {"buffer": buffer})
     ctx = ServiceContext.for_test(job, tmp_path, "buffer", "buffer")
-
-    async def run():
-        service = asyncio.create_task(serve(ctx))
-        client = Client(
-            ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=10.0, access=ctx.secret
-        )
-        await client.connect()
-        epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
-        assert (await client.call(Lease("w", 1, VersionTag(epoch, 0)))).groups
-        await client.close()
-        ctx.stop.set()
-        await asyncio.wait_for(service, 60)
-
-    asyncio.run(run())
+    service = asyncio.create_task(serve(ctx))
+    client = Client(
+        ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=10.0, access=ctx.secret
+    )
+    await client.connect()
+    epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
+    assert (await client.call(Lease("w", 1, VersionTag(epoch, 0)))).groups
+    await client.close()
+    ctx.stop.set()
+    await asyncio.wait_for(service, 60)
 
 
 @pytest.mark.parametrize(

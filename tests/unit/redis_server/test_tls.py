@@ -90,16 +90,13 @@ def secure(new_redis, servers, authority, folder):
     return address
 
 
-def test_a_ledger_lives_behind_tls_with_a_client_certificate_and_a_login(secure, a_life):
-    async def run():
-        async with a_life(secure()) as life:
-            batches = [await life.train() for _ in range(2)]
-            assert [len(batch.groups) for batch in batches] == [2, 2]
-            assert life.front.index.meta.v_train == 2
-        async with a_life(secure("127.0.0.1", check_hostname=False), step=2) as life:
-            assert life.front.front_epoch == 2
-
-    asyncio.run(run())
+async def test_a_ledger_lives_behind_tls_with_a_client_certificate_and_a_login(secure, a_life):
+    async with a_life(secure()) as life:
+        batches = [await life.train() for _ in range(2)]
+        assert [len(batch.groups) for batch in batches] == [2, 2]
+        assert life.front.index.meta.v_train == 2
+    async with a_life(secure("127.0.0.1", check_hostname=False), step=2) as life:
+        assert life.front.front_epoch == 2
 
 
 def test_a_certificate_that_is_not_trusted_is_refused_by_both_sides(secure, authority, a_life):

@@ -50,12 +50,9 @@ async def ask(port: int) -> int:
     return attachments[0].nbytes
 
 
-def test_who_knows_the_secret_comes_through_with_large_messages(socket_dir: Path) -> None:
-    async def main() -> None:
-        async with behind_a_door(socket_dir) as (port, _):
-            assert await ask(port) == 5_000_000
-
-    asyncio.run(main())
+async def test_who_knows_the_secret_comes_through_with_large_messages(socket_dir: Path) -> None:
+    async with behind_a_door(socket_dir) as (port, _):
+        assert await ask(port) == 5_000_000
 
 
 @pytest.mark.parametrize(
@@ -68,52 +65,43 @@ def test_who_knows_the_secret_comes_through_with_large_messages(socket_dir: Path
         b"\x02" + struct.pack(">Q", 1 << 20),
     ],
 )
-def test_no_more_than_a_handshake_is_taken_of_a_stranger(socket_dir: Path, frame: bytes) -> None:
-    async def main() -> None:
-        async with behind_a_door(socket_dir) as (port, server):
-            before = psutil.Process().memory_info().rss
-            for _ in range(20):
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                with contextlib.suppress(ConnectionError):
-                    writer.write(GREETING + frame)
-                    for _ in range(64):
-                        writer.write(bytes(1 << 20))
-                        await writer.drain()
-                    await reader.read()
-                writer.close()
-            assert psutil.Process().memory_info().rss - before < 64 << 20
-            assert server.counters.malformed == server.counters.unknown == 0
-            assert await ask(port) == 5_000_000
-
-    asyncio.run(main())
+async def test_no_more_than_a_handshake_is_taken_of_a_stranger(socket_dir: Path, frame: bytes) -> None:
+    async with behind_a_door(socket_dir) as (port, server):
+        before = psutil.Process().memory_info().rss
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            with contextlib.suppress(ConnectionError):
+                writer.write(GREETING + frame)
+                for _ in range(64):
+                    writer.write(bytes(1 << 20))
+                    await writer.drain()
+                await reader.read()
+            writer.close()
+        assert psutil.Process().memory_info().rss - before < 64 << 20
+        assert server.counters.malformed == server.counters.unknown == 0
+        assert await ask(port) == 5_000_000
 
 
-def test_a_crowd_that_says_nothing_takes_no_more_than_its_room(
+async def test_a_crowd_that_says_nothing_takes_no_more_than_its_room(
     socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door_module, "MOST_CONNECTIONS", 20)
-
-    async def main() -> None:
-        async with behind_a_door(socket_dir) as (port, _):
-            crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
-            assert await ask(port) == 5_000_000
-            taken = [c for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and c.raddr]
-            assert len([c for c in taken if c.status == psutil.CONN_ESTABLISHED]) <= 20
-            for _, writer in crowd:
-                writer.close()
-
-    asyncio.run(main())
-
-
-def test_who_does_not_come_to_the_point_is_let_go(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "HANDSHAKE_S", 0.2)
-
-    async def main() -> None:
-        async with behind_a_door(socket_dir) as (port, _):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(GREETING)
-            with contextlib.suppress(ConnectionError):
-                await asyncio.wait_for(reader.read(), 20)  # it ends: that is all
+    async with behind_a_door(socket_dir) as (port, _):
+        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
+        assert await ask(port) == 5_000_000
+        taken = [c for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and c.raddr]
+        assert len([c for c in taken if c.status == psutil.CONN_ESTABLISHED]) <= 20
+        for _, writer in crowd:
             writer.close()
 
-    asyncio.run(main())
+
+async def test_who_does_not_come_to_the_point_is_let_go(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door_module, "HANDSHAKE_S", 0.2)
+    async with behind_a_door(socket_dir) as (port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GREETING)
+        with contextlib.suppress(ConnectionError):
+            await asyncio.wait_for(reader.read(), 20)  # it ends: that is all
+        writer.close()

@@ -58,32 +58,25 @@ def test_a_missing_directory_is_named(socket_dir: Path) -> None:
         asyncio.run(server(f"ipc://{socket_dir}/absent/s").start())
 
 
-def test_a_served_address_is_not_taken_over(endpoint: str) -> None:
-    async def main() -> None:
-        first = server(endpoint)
-        await first.start()
-        with pytest.raises(EndpointError, match="another process already serves"):
-            await server(first.endpoint).start()
-        async with Client(first.endpoint, job="j", role="r", name="n", access=SECRET) as client:
-            await client.call(Arrived("t"), timeout_s=5)
-        await first.stop()
-
-    asyncio.run(main())
+async def test_a_served_address_is_not_taken_over(endpoint: str) -> None:
+    first = server(endpoint)
+    await first.start()
+    with pytest.raises(EndpointError, match="another process already serves"):
+        await server(first.endpoint).start()
+    async with Client(first.endpoint, job="j", role="r", name="n", access=SECRET) as client:
+        await client.call(Arrived("t"), timeout_s=5)
+    await first.stop()
 
 
-def test_a_file_left_by_a_killed_server_is_replaced(ipc: str) -> None:
+async def test_a_file_left_by_a_killed_server_is_replaced(ipc: str) -> None:
     path = ipc.removeprefix("ipc://")
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)
     assert os.path.exists(path)
-
-    async def main() -> None:
-        fresh = server(ipc)
-        await fresh.start()
-        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-        async with Client(ipc, job="j", role="r", name="n", access=SECRET) as client:
-            await client.call(Arrived("t"), timeout_s=5)
-        await fresh.stop()
-
-    asyncio.run(main())
+    fresh = server(ipc)
+    await fresh.start()
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    async with Client(ipc, job="j", role="r", name="n", access=SECRET) as client:
+        await client.call(Arrived("t"), timeout_s=5)
+    await fresh.stop()
     assert not os.path.exists(path)

@@ -107,7 +107,7 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def test_nothing_is_pickled_a_pickle_on_the_socket_is_refused(ipc: str, tmp_path: Path) -> None:
+async def test_nothing_is_pickled_a_pickle_on_the_socket_is_refused(ipc: str, tmp_path: Path) -> None:
     bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
     seen: list[bytes] = []
 
@@ -135,17 +135,14 @@ def test_nothing_is_pickled_a_pickle_on_the_socket_is_refused(ipc: str, tmp_path
         context.destroy(linger=0)
         return replies
 
-    async def main() -> None:
-        server = Server(ipc, service="t", job="j", handler=handle, access=SECRET)
-        await server.start()
-        welcome, *refused, ok = await asyncio.to_thread(attack, server.endpoint)
-        assert isinstance(welcome, Welcome)
-        assert [isinstance(reply, Fault) and reply.kind for reply in refused] == ["invalid", "invalid"]
-        assert ok == Ok()
-        assert server.counters.malformed == 3
-        await server.stop()
-
-    asyncio.run(main())
+    server = Server(ipc, service="t", job="j", handler=handle, access=SECRET)
+    await server.start()
+    welcome, *refused, ok = await asyncio.to_thread(attack, server.endpoint)
+    assert isinstance(welcome, Welcome)
+    assert [isinstance(reply, Fault) and reply.kind for reply in refused] == ["invalid", "invalid"]
+    assert ok == Ok()
+    assert server.counters.malformed == 3
+    await server.stop()
     assert seen == [bomb]  # an attachment is bytes to us, whatever they spell
     with pytest.raises(SnapshotError):
         unseal(bomb)

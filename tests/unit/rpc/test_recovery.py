@@ -84,7 +84,7 @@ class Wire:
         self.context.term()  # ends `let_in`
 
 
-def test_a_repeated_request_runs_once(ipc: str) -> None:
+async def test_a_repeated_request_runs_once(ipc: str) -> None:
     release, started = asyncio.Event(), asyncio.Event()
     runs = 0
 
@@ -95,80 +95,73 @@ def test_a_repeated_request_runs_once(ipc: str) -> None:
         await release.wait()
         return Fault("invalid", str(runs))
 
-    async def main() -> None:
-        server = Server(ipc, service="t", job="j", handler=handle, access=SECRET)
-        await server.start()
-        wire = Wire(ipc)
-        await wire.hello()
-        for _ in range(3):
-            await wire.ask(2, Arrived("t"))
-        await asyncio.wait_for(started.wait(), 60)
-        await wire.ask(1, Hello(SCHEMA, "j", "r", "n"))
-        assert (await wire.reply())[1] == 1  # everything before it has arrived
-        assert server.counters.joined == 2
-        release.set()
-        assert await wire.reply() == (Kind.REPLY, 2, Fault("invalid", "1"))
+    server = Server(ipc, service="t", job="j", handler=handle, access=SECRET)
+    await server.start()
+    wire = Wire(ipc)
+    await wire.hello()
+    for _ in range(3):
         await wire.ask(2, Arrived("t"))
-        assert await wire.reply() == (Kind.REPLY, 2, Fault("invalid", "1"))
-        assert (runs, server.counters.replayed) == (1, 1)
-        # A reconnected client has a new connection and the same memory.
-        again = Wire(ipc)
-        await again.ask(3, Arrived("t"))
-        assert (await again.reply())[0] == Kind.WHO
-        await again.hello()
-        await again.ask(2, Arrived("t"))
-        assert await again.reply() == (Kind.REPLY, 2, Fault("invalid", "1"))
-        assert runs == 1
-        # Once the client has said it has the reply, a late duplicate is dropped.
-        await again.ask(4, Arrived("t"), floor=3)
-        assert (await again.reply())[1] == 4
-        await again.ask(2, Arrived("t"))
-        await again.ask(4, Arrived("t"))
-        assert (await again.reply())[1] == 4
-        assert runs == 2
-        wire.close()
-        again.close()
-        await server.stop()
+    await asyncio.wait_for(started.wait(), 60)
+    await wire.ask(1, Hello(SCHEMA, "j", "r", "n"))
+    assert (await wire.reply())[1] == 1  # everything before it has arrived
+    assert server.counters.joined == 2
+    release.set()
+    assert await wire.reply() == (Kind.REPLY, 2, Fault("invalid", "1"))
+    await wire.ask(2, Arrived("t"))
+    assert await wire.reply() == (Kind.REPLY, 2, Fault("invalid", "1"))
+    assert (runs, server.counters.replayed) == (1, 1)
+    # A reconnected client has a new connection and the same memory.
+    again = Wire(ipc)
+    await again.ask(3, Arrived("t"))
+    assert (await again.reply())[0] == Kind.WHO
+    await again.hello()
+    await again.ask(2, Arrived("t"))
+    assert await again.reply() == (Kind.REPLY, 2, Fault("invalid", "1"))
+    assert runs == 1
+    # Once the client has said it has the reply, a late duplicate is dropped.
+    await again.ask(4, Arrived("t"), floor=3)
+    assert (await again.reply())[1] == 4
+    await again.ask(2, Arrived("t"))
+    await again.ask(4, Arrived("t"))
+    assert (await again.reply())[1] == 4
+    assert runs == 2
+    wire.close()
+    again.close()
+    await server.stop()
 
-    asyncio.run(main())
 
-
-def test_a_lost_reply_is_asked_for_again(ipc: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lost_reply_is_asked_for_again(ipc: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "RESEND_AFTER_S", 0.05)
     monkeypatch.setattr(client_module, "SWEEP_S", 0.02)
-
-    async def main() -> None:
-        router = Wire(ipc, zmq.ROUTER)
-        client = Client(ipc, job="j", role="r", name="n", access=SECRET)
-        connecting = asyncio.create_task(client.connect(10))
-        identity, head = await router.receive()
-        _, _, _, _, uid, hello, _ = HEADER.unpack_from(head)
-        await router.send([identity, *write_frames(Kind.REPLY, uid, hello, 0, Welcome(SCHEMA, "t"), ())])
-        await connecting
-        call = asyncio.create_task(client.call(Arrived("t"), timeout_s=10))
-        requests = [(await router.receive())[1] for _ in range(3)]
-        assert requests[0] == requests[1] == requests[2]
-        request = HEADER.unpack_from(requests[0])[5]
-        await router.send([identity, *write_frames(Kind.REPLY, uid, request, 0, Ok(), ())])
-        assert await call == Ok()
-        # A reply that cannot be read fails the call at once, with its type.
-        call = asyncio.create_task(client.call(Arrived("t"), timeout_s=10))
+    router = Wire(ipc, zmq.ROUTER)
+    client = Client(ipc, job="j", role="r", name="n", access=SECRET)
+    connecting = asyncio.create_task(client.connect(10))
+    identity, head = await router.receive()
+    _, _, _, _, uid, hello, _ = HEADER.unpack_from(head)
+    await router.send([identity, *write_frames(Kind.REPLY, uid, hello, 0, Welcome(SCHEMA, "t"), ())])
+    await connecting
+    call = asyncio.create_task(client.call(Arrived("t"), timeout_s=10))
+    requests = [(await router.receive())[1] for _ in range(3)]
+    assert requests[0] == requests[1] == requests[2]
+    request = HEADER.unpack_from(requests[0])[5]
+    await router.send([identity, *write_frames(Kind.REPLY, uid, request, 0, Ok(), ())])
+    assert await call == Ok()
+    # A reply that cannot be read fails the call at once, with its type.
+    call = asyncio.create_task(client.call(Arrived("t"), timeout_s=10))
+    head = (await router.receive())[1]
+    while HEADER.unpack_from(head)[5] == request:
         head = (await router.receive())[1]
-        while HEADER.unpack_from(head)[5] == request:
-            head = (await router.receive())[1]
-        request = HEADER.unpack_from(head)[5]
-        await router.send([identity, b"noise"])
-        await router.send([identity, HEADER.pack(b"AA", 1, Kind.REPLY, 0, uid, request, 0) + b"\xc1"])
-        with pytest.raises(ProtocolError):
-            await call
-        assert client.malformed == 2
-        await client.close()
-        router.close()
-
-    asyncio.run(main())
+    request = HEADER.unpack_from(head)[5]
+    await router.send([identity, b"noise"])
+    await router.send([identity, HEADER.pack(b"AA", 1, Kind.REPLY, 0, uid, request, 0) + b"\xc1"])
+    with pytest.raises(ProtocolError):
+        await call
+    assert client.malformed == 2
+    await client.close()
+    router.close()
 
 
-def test_a_client_outlives_a_restart_of_its_server(ipc: str) -> None:
+async def test_a_client_outlives_a_restart_of_its_server(ipc: str) -> None:
     runs: list[str] = []
     asked = asyncio.Event()
 
@@ -182,43 +175,37 @@ def test_a_client_outlives_a_restart_of_its_server(ipc: str) -> None:
 
         return Server(ipc, service=name, job="j", handler=handle, front_epoch=len(name), access=SECRET)
 
-    async def main() -> None:
-        first = serve("first")
-        await first.start()
-        client = Client(ipc, job="j", role="r", name="n", access=SECRET)
-        await client.connect(5)
-        calls = [asyncio.create_task(client.call(Arrived("t"), timeout_s=30)) for _ in range(5)]
-        await asyncio.wait_for(asked.wait(), 60)
-        await first.stop(grace_s=0)
-        with pytest.raises(RpcTimeout, match="there is no connection"):
-            await client.call(Commit(1, 1), timeout_s=0.5)
-        second = serve("second!")
-        await second.start()
-        assert [(await call) for call in calls] == [Ok()] * 5
-        assert runs.count("second!") == 5
-        assert client.welcome == Welcome(SCHEMA, "second!", 7)
-        assert client.reconnects == 1
-        await client.close()
-        await second.stop()
-
-    asyncio.run(main())
+    first = serve("first")
+    await first.start()
+    client = Client(ipc, job="j", role="r", name="n", access=SECRET)
+    await client.connect(5)
+    calls = [asyncio.create_task(client.call(Arrived("t"), timeout_s=30)) for _ in range(5)]
+    await asyncio.wait_for(asked.wait(), 60)
+    await first.stop(grace_s=0)
+    with pytest.raises(RpcTimeout, match="there is no connection"):
+        await client.call(Commit(1, 1), timeout_s=0.5)
+    second = serve("second!")
+    await second.start()
+    assert [(await call) for call in calls] == [Ok()] * 5
+    assert runs.count("second!") == 5
+    assert client.welcome == Welcome(SCHEMA, "second!", 7)
+    assert client.reconnects == 1
+    await client.close()
+    await second.stop()
 
 
-def test_a_server_of_another_job_at_the_same_address_ends_the_calls(ipc: str) -> None:
-    async def main() -> None:
-        first = Server(ipc, service="t", job="j", handler=answer_ok, access=SECRET)
-        await first.start()
-        client = Client(ipc, job="j", role="r", name="n", access=SECRET)
-        await client.connect(5)
-        await first.stop()
-        other = Server(ipc, service="t", job="other", handler=answer_ok, access=SECRET)
-        await other.start()
-        with pytest.raises(FaultError, match="schema"):
-            await client.call(Arrived("t"), timeout_s=20)
-        await client.close()
-        await other.stop()
-
-    asyncio.run(main())
+async def test_a_server_of_another_job_at_the_same_address_ends_the_calls(ipc: str) -> None:
+    first = Server(ipc, service="t", job="j", handler=answer_ok, access=SECRET)
+    await first.start()
+    client = Client(ipc, job="j", role="r", name="n", access=SECRET)
+    await client.connect(5)
+    await first.stop()
+    other = Server(ipc, service="t", job="other", handler=answer_ok, access=SECRET)
+    await other.start()
+    with pytest.raises(FaultError, match="schema"):
+        await client.call(Arrived("t"), timeout_s=20)
+    await client.close()
+    await other.stop()
 
 
 SERVE = """
@@ -346,57 +333,47 @@ def test_nothing_a_peer_sends_ends_the_server(messages: list[list[bytes]], greet
     asyncio.run(main())
 
 
-def test_a_connection_cannot_speak_for_another_client(ipc: str) -> None:
-    async def main() -> None:
-        server = Server(ipc, service="t", job="j", handler=answer_ok, access=SECRET)
-        await server.start()
-        wire = Wire(ipc)
-        await wire.hello()
-        await wire.ask(2, Arrived("t"), client=6)
-        await wire.ask(3, Arrived("t"))
-        assert (await wire.reply())[1] == 3
-        assert server.counters.malformed == 1
-        wire.close()
-        await server.stop()
-
-    asyncio.run(main())
+async def test_a_connection_cannot_speak_for_another_client(ipc: str) -> None:
+    server = Server(ipc, service="t", job="j", handler=answer_ok, access=SECRET)
+    await server.start()
+    wire = Wire(ipc)
+    await wire.hello()
+    await wire.ask(2, Arrived("t"), client=6)
+    await wire.ask(3, Arrived("t"))
+    assert (await wire.reply())[1] == 3
+    assert server.counters.malformed == 1
+    wire.close()
+    await server.stop()
 
 
-def test_nothing_is_unbounded_remembered_replies_are_limited_in_bytes(ipc: str) -> None:
+async def test_nothing_is_unbounded_remembered_replies_are_limited_in_bytes(ipc: str) -> None:
     async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
         return Ok(), [bytes(10_000)]
 
-    async def main() -> None:
-        server = Server(ipc, service="t", job="j", handler=handle, cached_bytes=25_000, access=SECRET)
-        await server.start()
-        wire = Wire(ipc)
-        await wire.hello()
-        for request in range(2, 12):
-            await wire.ask(request, Arrived("t"))
-            assert (await wire.reply())[1] == request
-        assert server._book.size_bytes <= 25_000
-        await wire.send(write_frames(Kind.BYE, 5, 99, 0, None, ()))
-        await wire.ask(100, Arrived("t"))
-        assert (await wire.reply())[0] == Kind.WHO
-        assert server._book.size_bytes == 0
-        wire.close()
-        await server.stop()
-
-    asyncio.run(main())
+    server = Server(ipc, service="t", job="j", handler=handle, cached_bytes=25_000, access=SECRET)
+    await server.start()
+    wire = Wire(ipc)
+    await wire.hello()
+    for request in range(2, 12):
+        await wire.ask(request, Arrived("t"))
+        assert (await wire.reply())[1] == request
+    assert server._book.size_bytes <= 25_000
+    await wire.send(write_frames(Kind.BYE, 5, 99, 0, None, ()))
+    await wire.ask(100, Arrived("t"))
+    assert (await wire.reply())[0] == Kind.WHO
+    assert server._book.size_bytes == 0
+    wire.close()
+    await server.stop()
 
 
-def test_the_ipc_file_of_a_killed_server_does_not_stop_the_next(socket_dir: Path) -> None:
+async def test_the_ipc_file_of_a_killed_server_does_not_stop_the_next(socket_dir: Path) -> None:
     process, endpoint = spawn(f"ipc://{socket_dir}/s")
     process.kill()
     process.wait()
     assert process.stdout is not None
     process.stdout.close()
     assert (socket_dir / "s").exists()
-
-    async def main() -> None:
-        server = Server(endpoint, service="t", job="j", handler=answer_ok, access=SECRET)
-        await server.start()
-        await server.stop()
-
-    asyncio.run(main())
+    server = Server(endpoint, service="t", job="j", handler=answer_ok, access=SECRET)
+    await server.start()
+    await server.stop()
     assert not (socket_dir / "s").exists()

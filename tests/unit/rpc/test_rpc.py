@@ -52,69 +52,54 @@ async def pair(endpoint: str, handle: Handle, **server_options: Any):  # type: i
         await server.stop(grace_s=0.05)
 
 
-def test_a_call_reaches_the_handler_and_its_reply_comes_back(endpoint: str) -> None:
-    async def main() -> None:
-        async with pair(endpoint, echo) as (_, client):
-            blobs = [b"small", b"", os.urandom(200_000)]
-            reply, attachments = await client.exchange(Fetch([]), timeout_s=5, attachments=blobs)
-            assert reply == Fetched(["rollout", "rollout-0", "Fetch"])
-            assert [bytes(a) for a in attachments] == blobs
-
-    asyncio.run(main())
+async def test_a_call_reaches_the_handler_and_its_reply_comes_back(endpoint: str) -> None:
+    async with pair(endpoint, echo) as (_, client):
+        blobs = [b"small", b"", os.urandom(200_000)]
+        reply, attachments = await client.exchange(Fetch([]), timeout_s=5, attachments=blobs)
+        assert reply == Fetched(["rollout", "rollout-0", "Fetch"])
+        assert [bytes(a) for a in attachments] == blobs
 
 
-def test_a_reply_that_does_not_belong_to_the_request_is_a_protocol_error(ipc: str) -> None:
-    async def main() -> None:
-        async with pair(ipc, echo) as (_, client):
-            with pytest.raises(ProtocolError, match="answered Commit with Fetched"):
-                await client.call(Commit(1, 1))
-
-    asyncio.run(main())
+async def test_a_reply_that_does_not_belong_to_the_request_is_a_protocol_error(ipc: str) -> None:
+    async with pair(ipc, echo) as (_, client):
+        with pytest.raises(ProtocolError, match="answered Commit with Fetched"):
+            await client.call(Commit(1, 1))
 
 
-def test_a_request_without_a_handler_of_its_type_is_refused_by_name(ipc: str) -> None:
-    async def main() -> None:
-        async with pair(ipc, by_type("buffer", {Fetch: echo})) as (_, client):
-            assert await client.call(Fetch([])) == Fetched(["rollout", "rollout-0", "Fetch"])
-            with pytest.raises(FaultError, match="invalid: the buffer does not answer Commit"):
-                await client.call(Commit(1, 1))
-
-    asyncio.run(main())
+async def test_a_request_without_a_handler_of_its_type_is_refused_by_name(ipc: str) -> None:
+    async with pair(ipc, by_type("buffer", {Fetch: echo})) as (_, client):
+        assert await client.call(Fetch([])) == Fetched(["rollout", "rollout-0", "Fetch"])
+        with pytest.raises(FaultError, match="invalid: the buffer does not answer Commit"):
+            await client.call(Commit(1, 1))
 
 
-def test_the_welcome_names_service_and_front_epoch(ipc: str) -> None:
-    async def main() -> None:
-        async with pair(ipc, echo, front_epoch=7) as (_, client):
-            assert client.welcome == Welcome(SCHEMA, "test", 7)
-
-    asyncio.run(main())
+async def test_the_welcome_names_service_and_front_epoch(ipc: str) -> None:
+    async with pair(ipc, echo, front_epoch=7) as (_, client):
+        assert client.welcome == Welcome(SCHEMA, "test", 7)
 
 
-def test_many_concurrent_calls_each_get_their_own_reply(endpoint: str) -> None:
+async def test_many_concurrent_calls_each_get_their_own_reply(endpoint: str) -> None:
     async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
         assert isinstance(message, Fetch)
         if int(message.episode_ids[0]) % 3 == 0:
             await asyncio.sleep(0)
         return Fetched(message.episode_ids), [bytes(attachments[0]) * 2]
 
-    async def main() -> None:
-        async with pair(endpoint, handle) as (server, client):
+    async with pair(endpoint, handle) as (server, client):
 
-            async def one(step: int) -> None:
-                reply, attachments = await client.exchange(
-                    Fetch([str(step)]), timeout_s=20, attachments=[str(step).encode()]
-                )
-                assert reply == Fetched([str(step)])
-                assert bytes(attachments[0]).decode() == str(step) * 2
+        async def one(step: int) -> None:
+            reply, attachments = await client.exchange(
+                Fetch([str(step)]), timeout_s=20, attachments=[str(step).encode()]
+            )
+            assert reply == Fetched([str(step)])
+            assert bytes(attachments[0]).decode() == str(step) * 2
 
-            await asyncio.gather(*(one(step) for step in range(2000)))
-            assert server.counters.requests == 2000
-
-    asyncio.run(main())
+        await asyncio.gather(*(one(step) for step in range(2000)))
+        assert server.counters.requests == 2000
 
 
 @pytest.mark.parametrize("kind", ["invalid", "fenced", "stale", "internal"])
-def test_a_fault_of_the_handler_is_raised_typed_and_not_retried(ipc: str, kind: Any) -> None:
+async def test_a_fault_of_the_handler_is_raised_typed_and_not_retried(ipc: str, kind: Any) -> None:
     calls = 0
 
     async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
@@ -122,17 +107,14 @@ def test_a_fault_of_the_handler_is_raised_typed_and_not_retried(ipc: str, kind: 
         calls += 1
         raise FaultError(kind, "no", 5)
 
-    async def main() -> None:
-        async with pair(ipc, handle) as (_, client):
-            with pytest.raises(FaultError) as caught:
-                await client.call(Arrived("t"), timeout_s=5)
-            assert (caught.value.kind, caught.value.message, caught.value.retry_after_ms) == (kind, "no", 5)
-
-    asyncio.run(main())
+    async with pair(ipc, handle) as (_, client):
+        with pytest.raises(FaultError) as caught:
+            await client.call(Arrived("t"), timeout_s=5)
+        assert (caught.value.kind, caught.value.message, caught.value.retry_after_ms) == (kind, "no", 5)
     assert calls == 1
 
 
-def test_an_error_of_the_handler_is_answered_internal_and_the_server_goes_on(ipc: str) -> None:
+async def test_an_error_of_the_handler_is_answered_internal_and_the_server_goes_on(ipc: str) -> None:
     async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
         if isinstance(message, Commit):
             raise KeyError("lost")
@@ -140,19 +122,16 @@ def test_an_error_of_the_handler_is_answered_internal_and_the_server_goes_on(ipc
             return BufferStats({}, {"bad": object()}, {}, 0, 0, 0, 0, 0)  # type: ignore[dict-item]
         return Ok()
 
-    async def main() -> None:
-        async with pair(ipc, handle) as (_, client):
-            with pytest.raises(FaultError, match="internal: KeyError: 'lost'"):
-                await client.call(Commit(1, 1), timeout_s=5)
-            with pytest.raises(FaultError, match="internal: BufferStats cannot be encoded"):
-                await client.call(Fetch([]), timeout_s=5)
-            assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
-
-    asyncio.run(main())
+    async with pair(ipc, handle) as (_, client):
+        with pytest.raises(FaultError, match="internal: KeyError: 'lost'"):
+            await client.call(Commit(1, 1), timeout_s=5)
+        with pytest.raises(FaultError, match="internal: BufferStats cannot be encoded"):
+            await client.call(Fetch([]), timeout_s=5)
+        assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
 
 
 @pytest.mark.parametrize("kind", ["busy", "unavailable"])
-def test_busy_and_unavailable_are_retried_inside_the_deadline(ipc: str, kind: Any) -> None:
+async def test_busy_and_unavailable_are_retried_inside_the_deadline(ipc: str, kind: Any) -> None:
     refusals = 3
 
     async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
@@ -162,19 +141,16 @@ def test_busy_and_unavailable_are_retried_inside_the_deadline(ipc: str, kind: An
             raise FaultError(kind, "not now", 1)
         return Ok()
 
-    async def main() -> None:
-        async with pair(ipc, handle) as (_, client):
-            assert (await client.call(Arrived("t"), timeout_s=10)) == Ok()
-            assert refusals == 0
-            with pytest.raises(RpcTimeout, match="not now") as caught:
-                await client.call(Commit(1, 1), timeout_s=0.1)
-            assert caught.value.last_fault is not None
-            assert caught.value.last_fault.kind == kind
-
-    asyncio.run(main())
+    async with pair(ipc, handle) as (_, client):
+        assert (await client.call(Arrived("t"), timeout_s=10)) == Ok()
+        assert refusals == 0
+        with pytest.raises(RpcTimeout, match="not now") as caught:
+            await client.call(Commit(1, 1), timeout_s=0.1)
+        assert caught.value.last_fault is not None
+        assert caught.value.last_fault.kind == kind
 
 
-def test_a_call_ends_at_its_deadline_and_the_late_reply_is_ignored(ipc: str) -> None:
+async def test_a_call_ends_at_its_deadline_and_the_late_reply_is_ignored(ipc: str) -> None:
     release = asyncio.Event()
 
     async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
@@ -182,21 +158,18 @@ def test_a_call_ends_at_its_deadline_and_the_late_reply_is_ignored(ipc: str) -> 
             await release.wait()
         return Claims([]) if isinstance(message, Claim) else Ok()
 
-    async def main() -> None:
-        async with pair(ipc, handle) as (_, client):
-            loop = asyncio.get_running_loop()
-            begin = loop.time()
-            with pytest.raises(RpcTimeout, match="Claim"):
-                await client.call(Claim("s", 1), timeout_s=0.1)
-            assert loop.time() - begin >= 0.1
-            release.set()
-            for _ in range(10):
-                assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
-
-    asyncio.run(main())
+    async with pair(ipc, handle) as (_, client):
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        with pytest.raises(RpcTimeout, match="Claim"):
+            await client.call(Claim("s", 1), timeout_s=0.1)
+        assert loop.time() - begin >= 0.1
+        release.set()
+        for _ in range(10):
+            assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
 
 
-def test_nothing_is_unbounded_a_peer_with_too_many_requests_is_told_busy(ipc: str) -> None:
+async def test_nothing_is_unbounded_a_peer_with_too_many_requests_is_told_busy(ipc: str) -> None:
     running, most = 0, 0
 
     async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
@@ -208,17 +181,14 @@ def test_nothing_is_unbounded_a_peer_with_too_many_requests_is_told_busy(ipc: st
         running -= 1
         return Ok()
 
-    async def main() -> None:
-        async with pair(ipc, handle, max_in_flight_per_peer=4) as (server, client):
-            await asyncio.gather(*(client.call(Arrived("t"), timeout_s=30) for _ in range(200)))
-            assert most <= 4
-            assert server.counters.busy > 0
-            assert server.counters.requests == 200
-
-    asyncio.run(main())
+    async with pair(ipc, handle, max_in_flight_per_peer=4) as (server, client):
+        await asyncio.gather(*(client.call(Arrived("t"), timeout_s=30) for _ in range(200)))
+        assert most <= 4
+        assert server.counters.busy > 0
+        assert server.counters.requests == 200
 
 
-def test_nothing_is_unbounded_calls_beyond_the_clients_limit_wait_in_line(ipc: str) -> None:
+async def test_nothing_is_unbounded_calls_beyond_the_clients_limit_wait_in_line(ipc: str) -> None:
     release, both = asyncio.Event(), asyncio.Event()
     running = 0
 
@@ -230,71 +200,59 @@ def test_nothing_is_unbounded_calls_beyond_the_clients_limit_wait_in_line(ipc: s
         await release.wait()
         return Ok()
 
-    async def main() -> None:
-        server = Server(ipc, service="test", job="j", handler=handle, access=SECRET)
-        await server.start()
-        async with Client(ipc, job="j", role="r", name="n", max_in_flight=2, access=SECRET) as client:
-            first = [asyncio.create_task(client.call(Arrived("t"), timeout_s=20)) for _ in range(2)]
-            await asyncio.wait_for(both.wait(), 60)
-            with pytest.raises(RpcTimeout):
-                await client.call(Arrived("t"), timeout_s=0.05)
-            assert running == 2
-            release.set()
-            await asyncio.gather(*first)
-            assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
-        await server.stop()
-
-    asyncio.run(main())
+    server = Server(ipc, service="test", job="j", handler=handle, access=SECRET)
+    await server.start()
+    async with Client(ipc, job="j", role="r", name="n", max_in_flight=2, access=SECRET) as client:
+        first = [asyncio.create_task(client.call(Arrived("t"), timeout_s=20)) for _ in range(2)]
+        await asyncio.wait_for(both.wait(), 60)
+        with pytest.raises(RpcTimeout):
+            await client.call(Arrived("t"), timeout_s=0.05)
+        assert running == 2
+        release.set()
+        await asyncio.gather(*first)
+        assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
+    await server.stop()
 
 
-def test_another_schema_or_job_is_refused_at_hello(ipc: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        server = Server(ipc, service="buffer", job="j", handler=echo, access=SECRET)
-        await server.start()
-        stranger = Client(ipc, job="other", role="r", name="n", access=SECRET)
-        with pytest.raises(FaultError, match=r"schema: buffer here belongs to job 'j', not to 'other'"):
-            await stranger.connect(5)
-        with pytest.raises(FaultError, match="schema"):
-            await stranger.call(Arrived("t"), timeout_s=5)
-        await stranger.close()
-        old = Client(ipc, job="j", role="r", name="old", access=SECRET)
-        old._hello = Hello(SCHEMA + 1, "j", "r", "old")
-        with pytest.raises(FaultError, match=f"old speaks schema {SCHEMA + 1}, buffer speaks {SCHEMA}"):
-            await old.connect(5)
-        await old.close()
-        assert server.counters.requests == 0
-        await server.stop()
-
-    asyncio.run(main())
+async def test_another_schema_or_job_is_refused_at_hello(ipc: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(ipc, service="buffer", job="j", handler=echo, access=SECRET)
+    await server.start()
+    stranger = Client(ipc, job="other", role="r", name="n", access=SECRET)
+    with pytest.raises(FaultError, match=r"schema: buffer here belongs to job 'j', not to 'other'"):
+        await stranger.connect(5)
+    with pytest.raises(FaultError, match="schema"):
+        await stranger.call(Arrived("t"), timeout_s=5)
+    await stranger.close()
+    old = Client(ipc, job="j", role="r", name="old", access=SECRET)
+    old._hello = Hello(SCHEMA + 1, "j", "r", "old")
+    with pytest.raises(FaultError, match=f"old speaks schema {SCHEMA + 1}, buffer speaks {SCHEMA}"):
+        await old.connect(5)
+    await old.close()
+    assert server.counters.requests == 0
+    await server.stop()
 
 
-def test_connecting_to_nobody_says_so_in_time(endpoint: str) -> None:
-    async def main() -> None:
-        client = Client(endpoint.replace(":0", ":1"), job="j", role="r", name="n", access=SECRET)
-        with pytest.raises(RpcTimeout, match="nobody answered"):
-            await client.connect(0.2)
-        with pytest.raises(RpcTimeout, match="no connection"):
-            await client.call(Arrived("t"), timeout_s=0.1)
-        await client.close()
-
-    asyncio.run(main())
+async def test_connecting_to_nobody_says_so_in_time(endpoint: str) -> None:
+    client = Client(endpoint.replace(":0", ":1"), job="j", role="r", name="n", access=SECRET)
+    with pytest.raises(RpcTimeout, match="nobody answered"):
+        await client.connect(0.2)
+    with pytest.raises(RpcTimeout, match="no connection"):
+        await client.call(Arrived("t"), timeout_s=0.1)
+    await client.close()
 
 
-def test_a_client_may_come_before_its_server(ipc: str) -> None:
-    async def main() -> None:
-        client = Client(ipc, job="j", role="r", name="n", access=SECRET)
-        connecting = asyncio.create_task(client.connect(20))
-        await asyncio.sleep(0)
-        server = Server(ipc, service="test", job="j", handler=echo, access=SECRET)
-        await server.start()
-        assert (await connecting).service == "test"
-        await client.close()
-        await server.stop()
-
-    asyncio.run(main())
+async def test_a_client_may_come_before_its_server(ipc: str) -> None:
+    client = Client(ipc, job="j", role="r", name="n", access=SECRET)
+    connecting = asyncio.create_task(client.connect(20))
+    await asyncio.sleep(0)
+    server = Server(ipc, service="test", job="j", handler=echo, access=SECRET)
+    await server.start()
+    assert (await connecting).service == "test"
+    await client.close()
+    await server.stop()
 
 
-def test_calls_of_a_closed_client_end_with_peer_gone(ipc: str) -> None:
+async def test_calls_of_a_closed_client_end_with_peer_gone(ipc: str) -> None:
     started = asyncio.Event()
 
     async def never(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
@@ -302,64 +260,55 @@ def test_calls_of_a_closed_client_end_with_peer_gone(ipc: str) -> None:
         await asyncio.Event().wait()
         return Ok()
 
-    async def main() -> None:
-        server = Server(ipc, service="test", job="j", handler=never, access=SECRET)
-        await server.start()
-        client = Client(ipc, job="j", role="r", name="n", max_in_flight=1, access=SECRET)
+    server = Server(ipc, service="test", job="j", handler=never, access=SECRET)
+    await server.start()
+    client = Client(ipc, job="j", role="r", name="n", max_in_flight=1, access=SECRET)
+    with pytest.raises(PeerGone):
+        await client.call(Arrived("t"), timeout_s=1)
+    await client.connect(5)
+    running = asyncio.create_task(client.call(Arrived("t"), timeout_s=20))
+    in_line = asyncio.create_task(client.call(Arrived("t"), timeout_s=20))
+    await asyncio.wait_for(started.wait(), 60)
+    await client.close()
+    for call in (running, in_line):
         with pytest.raises(PeerGone):
-            await client.call(Arrived("t"), timeout_s=1)
-        await client.connect(5)
-        running = asyncio.create_task(client.call(Arrived("t"), timeout_s=20))
-        in_line = asyncio.create_task(client.call(Arrived("t"), timeout_s=20))
+            await call
+    with pytest.raises(PeerGone):
+        await client.call(Arrived("t"), timeout_s=1)
+    await server.stop(grace_s=0)
+
+
+async def test_a_cancelled_call_leaves_the_client_in_order(ipc: str) -> None:
+    started, release = asyncio.Event(), asyncio.Event()
+
+    async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
+        if isinstance(message, Commit):
+            started.set()
+            await release.wait()
+        return Ok()
+
+    async with pair(ipc, handle) as (_, client):
+        call = asyncio.create_task(client.call(Commit(1, 1), timeout_s=20))
         await asyncio.wait_for(started.wait(), 60)
-        await client.close()
-        for call in (running, in_line):
-            with pytest.raises(PeerGone):
-                await call
-        with pytest.raises(PeerGone):
-            await client.call(Arrived("t"), timeout_s=1)
-        await server.stop(grace_s=0)
-
-    asyncio.run(main())
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        release.set()
+        for _ in range(100):
+            assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
 
 
-def test_a_cancelled_call_leaves_the_client_in_order(ipc: str) -> None:
-    async def main() -> None:
-        started, release = asyncio.Event(), asyncio.Event()
-
-        async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
-            if isinstance(message, Commit):
-                started.set()
-                await release.wait()
-            return Ok()
-
-        async with pair(ipc, handle) as (_, client):
-            call = asyncio.create_task(client.call(Commit(1, 1), timeout_s=20))
-            await asyncio.wait_for(started.wait(), 60)
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            release.set()
-            for _ in range(100):
-                assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
-
-    asyncio.run(main())
-
-
-def test_a_message_that_cannot_be_sent_fails_its_own_call_only(
+async def test_a_message_that_cannot_be_sent_fails_its_own_call_only(
     ipc: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with pair(ipc, echo) as (_, client):
-            monkeypatch.setattr(frames, "MAX_ATTACHMENTS", 2)
-            with pytest.raises(ProtocolError, match="3 attachments"):
-                await client.call(Fetch([]), timeout_s=5, attachments=[b""] * 3)
-            await client.call(Fetch([]), timeout_s=5)
-
-    asyncio.run(main())
+    async with pair(ipc, echo) as (_, client):
+        monkeypatch.setattr(frames, "MAX_ATTACHMENTS", 2)
+        with pytest.raises(ProtocolError, match="3 attachments"):
+            await client.call(Fetch([]), timeout_s=5, attachments=[b""] * 3)
+        await client.call(Fetch([]), timeout_s=5)
 
 
-def test_the_server_stops_in_time_and_answers_what_it_cuts_short(ipc: str) -> None:
+async def test_the_server_stops_in_time_and_answers_what_it_cuts_short(ipc: str) -> None:
     started = asyncio.Event()
 
     async def never(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
@@ -367,15 +316,12 @@ def test_the_server_stops_in_time_and_answers_what_it_cuts_short(ipc: str) -> No
         await asyncio.Event().wait()
         return Ok()
 
-    async def main() -> None:
-        async with pair(ipc, never) as (server, client):
-            call = asyncio.create_task(client.call(Arrived("t"), timeout_s=5))
-            await asyncio.wait_for(started.wait(), 60)
-            await asyncio.wait_for(server.stop(grace_s=0.05), 60)
-            with pytest.raises(RpcTimeout, match="unavailable: test stops"):
-                await call
-
-    asyncio.run(main())
+    async with pair(ipc, never) as (server, client):
+        call = asyncio.create_task(client.call(Arrived("t"), timeout_s=5))
+        await asyncio.wait_for(started.wait(), 60)
+        await asyncio.wait_for(server.stop(grace_s=0.05), 60)
+        with pytest.raises(RpcTimeout, match="unavailable: test stops"):
+            await call
 
 
 def descriptors() -> int:
@@ -413,7 +359,7 @@ def test_a_failed_start_leaves_nothing_either(ipc: str) -> None:
     assert descriptors() == before
 
 
-def test_the_blocking_client_keeps_the_same_promises(endpoint: str) -> None:
+async def test_the_blocking_client_keeps_the_same_promises(endpoint: str) -> None:
     refusals = 2
 
     async def handle(peer: Peer, message: Message, attachments: Sequence[memoryview]) -> Answer:
@@ -448,11 +394,8 @@ def test_the_blocking_client_keeps_the_same_promises(endpoint: str) -> None:
         with pytest.raises(PeerGone):
             client.call(Claim("s", 1), timeout_s=30)
 
-    async def main() -> None:
-        server = Server(endpoint, service="test", job="j", handler=handle, access=SECRET)
-        await server.start()
-        await asyncio.to_thread(use, server.endpoint)
-        await server.stop(grace_s=0)
-
-    asyncio.run(main())
+    server = Server(endpoint, service="test", job="j", handler=handle, access=SECRET)
+    await server.start()
+    await asyncio.to_thread(use, server.endpoint)
+    await server.stop(grace_s=0)
     assert not [t.name for t in threading.enumerate() if t.name.startswith("rpc-")]

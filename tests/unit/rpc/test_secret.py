@@ -60,26 +60,23 @@ def test_a_pipe_or_a_link_in_its_place_is_refused_and_not_waited_for(tmp_path: P
         RunSecret.read(tmp_path)
 
 
-def test_only_who_has_the_secret_is_heard(endpoint: str) -> None:
-    async def main() -> None:
-        secret = RunSecret.generate()
-        server = Server(endpoint, service="t", job="j", handler=answer_ok, access=secret)
-        await server.start()
-        stranger = Client(server.endpoint, job="j", role="r", name="n", access=RunSecret.generate())
-        # Over TCP each end finds out that the other is not who it should be; over ipc the server says so.
-        with pytest.raises((EndpointError, RpcTimeout)):
-            await stranger.connect(0.5)
-        await stranger.close()
-        context = zmq.Context()
-        anonymous = context.socket(zmq.DEALER)
-        anonymous.connect(server.endpoint)
-        anonymous.send_multipart(write_frames(Kind.REQUEST, 5, 1, 0, Hello(SCHEMA, "j", "r", "n"), ()))
-        assert not await asyncio.to_thread(anonymous.poll, 300)
-        context.destroy(linger=0)
-        async with Client(server.endpoint, job="j", role="r", name="n", access=secret) as friend:
-            assert (await friend.call(Arrived("t"), timeout_s=10)) == Ok()
-        # Nothing of the others was received: not even to be counted as malformed or unknown.
-        assert (server.counters.requests, server.counters.malformed, server.counters.unknown) == (1, 0, 0)
-        await server.stop()
-
-    asyncio.run(main())
+async def test_only_who_has_the_secret_is_heard(endpoint: str) -> None:
+    secret = RunSecret.generate()
+    server = Server(endpoint, service="t", job="j", handler=answer_ok, access=secret)
+    await server.start()
+    stranger = Client(server.endpoint, job="j", role="r", name="n", access=RunSecret.generate())
+    # Over TCP each end finds out that the other is not who it should be; over ipc the server says so.
+    with pytest.raises((EndpointError, RpcTimeout)):
+        await stranger.connect(0.5)
+    await stranger.close()
+    context = zmq.Context()
+    anonymous = context.socket(zmq.DEALER)
+    anonymous.connect(server.endpoint)
+    anonymous.send_multipart(write_frames(Kind.REQUEST, 5, 1, 0, Hello(SCHEMA, "j", "r", "n"), ()))
+    assert not await asyncio.to_thread(anonymous.poll, 300)
+    context.destroy(linger=0)
+    async with Client(server.endpoint, job="j", role="r", name="n", access=secret) as friend:
+        assert (await friend.call(Arrived("t"), timeout_s=10)) == Ok()
+    # Nothing of the others was received: not even to be counted as malformed or unknown.
+    assert (server.counters.requests, server.counters.malformed, server.counters.unknown) == (1, 0, 0)
+    await server.stop()

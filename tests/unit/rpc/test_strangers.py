@@ -76,7 +76,7 @@ async def rpc(endpoint: str) -> AsyncIterator[tuple[str, Server]]:
         await server.stop()
 
 
-def test_who_shows_nothing_or_the_wrong_thing_is_let_go_before_anything_is_taken(endpoint: str) -> None:
+async def test_who_shows_nothing_or_the_wrong_thing_is_let_go_before_anything_is_taken(endpoint: str) -> None:
     parts = b"".join(b"\x01\x04part" for _ in range(100))
     null = (greeting(b"NULL"), command(b"READY", b"\x0bSocket-Type\0\0\0\6DEALER"), parts)
     wrong = (greeting(b"PLAIN"), command(b"HELLO", b"\3run\5wrong"), parts)
@@ -84,56 +84,43 @@ def test_who_shows_nothing_or_the_wrong_thing_is_let_go_before_anything_is_taken
     skipped = (greeting(b"PLAIN"), command(b"INITIATE", b""), parts)
     curve = (greeting(b"CURVE"), command(b"HELLO", b"\1\0" + bytes(198)), parts)
     noise = (random.Random(1).randbytes(4096),)
-
-    async def main() -> None:
-        async with rpc(endpoint) as (served, server):
-            for pieces in (null, wrong, empty, skipped, curve, noise):
-                assert await asyncio.to_thread(refused, served, *pieces), pieces[:2]
-            async with Client(served, job="j", role="r", name="n", access=SECRET) as client:
-                assert (await client.call(Arrived("t"), timeout_s=20)) == Ok()
-            assert (server.counters.requests, server.counters.malformed, server.counters.unknown) == (1, 0, 0)
-
-    asyncio.run(main())
+    async with rpc(endpoint) as (served, server):
+        for pieces in (null, wrong, empty, skipped, curve, noise):
+            assert await asyncio.to_thread(refused, served, *pieces), pieces[:2]
+        async with Client(served, job="j", role="r", name="n", access=SECRET) as client:
+            assert (await client.call(Arrived("t"), timeout_s=20)) == Ok()
+        assert (server.counters.requests, server.counters.malformed, server.counters.unknown) == (1, 0, 0)
 
 
-def test_a_chunk_server_holds_no_more_of_a_stranger_than_its_smallest_message() -> None:
+async def test_a_chunk_server_holds_no_more_of_a_stranger_than_its_smallest_message() -> None:
     """Before the handshake too: a frame that says it is longer ends the connection at once."""
-
-    async def main() -> None:
-        server = ChunkServer("tcp://127.0.0.1:0", job="j", source="publisher", access=SECRET)
-        await server.start()
-        try:
-            for size in (MAX_ASKED_BYTES + 1, 1 << 30, (1 << 63) - 1):
-                announced = b"\x06" + struct.pack(">Q", size)
-                assert await asyncio.to_thread(refused, server.endpoint, greeting(b"CURVE"), announced)
-        finally:
-            await server.close()
-
-    asyncio.run(main())
+    server = ChunkServer("tcp://127.0.0.1:0", job="j", source="publisher", access=SECRET)
+    await server.start()
+    try:
+        for size in (MAX_ASKED_BYTES + 1, 1 << 30, (1 << 63) - 1):
+            announced = b"\x06" + struct.pack(">Q", size)
+            assert await asyncio.to_thread(refused, server.endpoint, greeting(b"CURVE"), announced)
+    finally:
+        await server.close()
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_ten_thousand_malformed_messages_cost_a_server_nothing(endpoint: str, known: bool) -> None:
-    async def main() -> None:
-        async with rpc(endpoint) as (served, server):
-            async with Client(served, job="j", role="r", name="n", access=SECRET) as client:
+async def test_ten_thousand_malformed_messages_cost_a_server_nothing(endpoint: str, known: bool) -> None:
+    async with rpc(endpoint) as (served, server):
+        async with Client(served, job="j", role="r", name="n", access=SECRET) as client:
+            await asyncio.to_thread(flood, served, SECRET if known else None, MESSAGES, greeted=known, seed=1)
+            before = psutil.Process().memory_info().rss
+            for seed in range(2, 5):
                 await asyncio.to_thread(
-                    flood, served, SECRET if known else None, MESSAGES, greeted=known, seed=1
+                    flood, served, SECRET if known else None, MESSAGES, greeted=known, seed=seed
                 )
-                before = psutil.Process().memory_info().rss
-                for seed in range(2, 5):
-                    await asyncio.to_thread(
-                        flood, served, SECRET if known else None, MESSAGES, greeted=known, seed=seed
-                    )
-                assert (await client.call(Arrived("t"), timeout_s=60)) == Ok()
-                assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
-            assert (server.counters.malformed > MESSAGES) is known
-            assert len(server._sessions) <= 8
-
-    asyncio.run(main())
+            assert (await client.call(Arrived("t"), timeout_s=60)) == Ok()
+            assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
+        assert (server.counters.malformed > MESSAGES) is known
+        assert len(server._sessions) <= 8
 
 
-def test_a_peer_that_leaves_in_the_middle_of_a_message_leaves_nothing(endpoint: str) -> None:
+async def test_a_peer_that_leaves_in_the_middle_of_a_message_leaves_nothing(endpoint: str) -> None:
     def leave(served: str) -> None:
         for _ in range(50):
             context = zmq.Context()
@@ -143,14 +130,11 @@ def test_a_peer_that_leaves_in_the_middle_of_a_message_leaves_nothing(endpoint: 
                 sock.send(bytes(64 << 10), zmq.SNDMORE)
             context.destroy(linger=0)
 
-    async def main() -> None:
-        async with rpc(endpoint) as (served, _):
-            await asyncio.to_thread(leave, served)
-            before = psutil.Process().memory_info().rss
-            await asyncio.to_thread(leave, served)
-            await asyncio.to_thread(leave, served)
-            assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
-            async with Client(served, job="j", role="r", name="n", access=SECRET) as client:
-                assert (await client.call(Arrived("t"), timeout_s=60)) == Ok()
-
-    asyncio.run(main())
+    async with rpc(endpoint) as (served, _):
+        await asyncio.to_thread(leave, served)
+        before = psutil.Process().memory_info().rss
+        await asyncio.to_thread(leave, served)
+        await asyncio.to_thread(leave, served)
+        assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
+        async with Client(served, job="j", role="r", name="n", access=SECRET) as client:
+            assert (await client.call(Arrived("t"), timeout_s=60)) == Ok()

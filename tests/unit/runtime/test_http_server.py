@@ -342,7 +342,7 @@ def test_a_request_with_two_ends_is_refused_and_nothing_after_it_is_heard(length
     run(body)
 
 
-def test_a_process_out_of_descriptors_tries_again_later(monkeypatch, caplog):
+async def test_a_process_out_of_descriptors_tries_again_later(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("areal_async.runtime.http_server.REST_S", 0.2)
 
@@ -355,18 +355,15 @@ def test_a_process_out_of_descriptors_tries_again_later(monkeypatch, caplog):
                 raise OSError(errno.EMFILE, "Too many open files")
             return super().accept()
 
-    async def main():
-        listening = Starved(socket.AF_INET, socket.SOCK_STREAM)
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        listening.setblocking(False)
-        async with serving(listening) as (server, _app):
-            client = await Client.of(server, GET)
-            assert await client.answer() == (200, b"fine")
-            assert listening.tries < 10
-        assert sum("accept" in record.getMessage() for record in caplog.records) <= 2
-
-    asyncio.run(main())
+    listening = Starved(socket.AF_INET, socket.SOCK_STREAM)
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    listening.setblocking(False)
+    async with serving(listening) as (server, _app):
+        client = await Client.of(server, GET)
+        assert await client.answer() == (200, b"fine")
+        assert listening.tries < 10
+    assert sum("accept" in record.getMessage() for record in caplog.records) <= 2
 
 
 def test_pipelined_requests_are_answered_in_order():
@@ -378,20 +375,17 @@ def test_pipelined_requests_are_answered_in_order():
     run(body)
 
 
-def test_the_end_of_a_server_ends_its_connections():
-    async def main():
-        async with serving() as (server, app):
-            idle = await Client.of(server)
-            held = await Client.of(server, b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
-            await until(lambda: app.held == 1)
-            await server.close(grace_s=0.05)
-            await server.close()
-            await idle.closed()
-            await held.closed()
-            with pytest.raises(OSError, match="Connect call failed"):
-                await Client.of(server)
-
-    asyncio.run(main())
+async def test_the_end_of_a_server_ends_its_connections():
+    async with serving() as (server, app):
+        idle = await Client.of(server)
+        held = await Client.of(server, b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
+        await until(lambda: app.held == 1)
+        await server.close(grace_s=0.05)
+        await server.close()
+        await idle.closed()
+        await held.closed()
+        with pytest.raises(OSError, match="Connect call failed"):
+            await Client.of(server)
 
 
 def test_an_address_beyond_loopback_needs_a_token():
