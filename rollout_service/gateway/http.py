@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Protocol
@@ -18,31 +17,23 @@ from typing import Any, Protocol
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from areal_async.runtime.http_server import BodyTooLong, ServerFull, connection_of, read_body
 from rollout_service import metrics
-from rollout_service.gateway import anthropic, jsontext, openai_chat, openai_text
-from rollout_service.gateway.calls import Answer, Ask, Ids
-from rollout_service.gateway.errors import ApiError
-from rollout_service.gateway.fields import flag, whole
-from rollout_service.gateway.forms import (
-    broken,
-    broken_off,
-    count,
-    encoded,
-    event,
-    no_route,
-    refused,
-    sse,
-    style_of,
-)
+from rollout_service.gateway import jsontext
+from rollout_service.gateway.anthropic import MessagesFormat
+from rollout_service.gateway.errors import ApiError, Style
+from rollout_service.gateway.openai import ChatFormat, TextFormat
+from rollout_service.gateway.requests import Ids, WireFormat, encoded, server_sent
 from rollout_service.gateway.session import GatewayCall, Session
+from rollout_service.gateway.template import ChatTemplate
 
 MODEL_ID = "policy"
+SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/models")
 
 
 class Sessions(Protocol):
@@ -62,10 +53,17 @@ class Sessions(Protocol):
 def make_app(sessions: Sessions) -> Starlette:
     """The ASGI application. Each route exists twice: the second has the API key in its path."""
     pages = Pages(sessions)
+
+    def calls(path: str, kind: Callable[[dict[str, Any], ChatTemplate, int], WireFormat]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return await pages.call(request, kind)
+
+        return Route(path, endpoint, methods=["POST"])
+
     routes = [
-        Route("/v1/chat/completions", pages.chat, methods=["POST"]),
-        Route("/v1/completions", pages.completions, methods=["POST"]),
-        Route("/v1/messages", pages.messages, methods=["POST"]),
+        calls("/v1/chat/completions", ChatFormat),
+        calls("/v1/completions", TextFormat),
+        calls("/v1/messages", MessagesFormat),
         Route("/v1/messages/count_tokens", pages.count_tokens, methods=["POST"]),
         Route("/v1/models", pages.models, methods=["GET"]),
         Route("/v1/models/{model}", pages.model, methods=["GET"]),
@@ -76,110 +74,55 @@ def make_app(sessions: Sessions) -> Starlette:
     )
 
 
-@dataclass(slots=True)
-class Told:
-    """What a call says on its way, for the one client that streams it."""
+class CallStream:
+    """What a call tells on its way, for the one client that streams it: the number of prompt tokens, then
+    the index and the newest ids of an answer, again and again."""
 
-    queue: asyncio.Queue[tuple[int, Ids] | int]
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[tuple[int, Ids] | int] = asyncio.Queue()
 
-    def begun(self, prompt_tokens: int) -> None:
-        self.queue.put_nowait(prompt_tokens)
+    def started(self, prompt_tokens: int) -> None:
+        self._queue.put_nowait(prompt_tokens)
 
-    def grown(self, index: int, ids: Ids) -> None:
-        self.queue.put_nowait((index, ids))
+    def sampled(self, index: int, ids: Ids) -> None:
+        self._queue.put_nowait((index, ids))
+
+    async def first(self) -> tuple[int, tuple[int, Ids]]:
+        """Number of prompt tokens, and what was sampled first."""
+        prompt_tokens = 0
+        while isinstance(item := await self._queue.get(), int):
+            prompt_tokens = item
+        return prompt_tokens, item
+
+    async def next(self, task: asyncio.Task[GatewayCall]) -> tuple[int, Ids] | None:
+        """What was sampled next; None when the call has ended and all of it was told."""
+        getting = asyncio.ensure_future(self._queue.get())
+        try:
+            await asyncio.wait((getting, task), return_when=asyncio.FIRST_COMPLETED)
+            item = getting.result() if getting.done() else None
+            return item if isinstance(item, tuple) else None
+        finally:
+            getting.cancel()
 
 
 class Pages:
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
 
-    # --- routes --------------------------------------------------------------------------------------
-
-    async def chat(self, request: Request) -> Response:
+    async def call(
+        self, request: Request, kind: Callable[[dict[str, Any], ChatTemplate, int], WireFormat]
+    ) -> Response:
+        """A call in the words of `kind`, whole or streamed."""
         session, body, digest = await self._read(request)
-        ask = openai_chat.parse_ask(body, most=self._sessions.max_calls)
-        stream, with_usage = openai_chat.streaming(body)
-        logprobs = flag(body, "logprobs")
-        template = session.paths.template
-        if not stream:
-            done = await self._whole(request, session, [ask], digest)
-            if isinstance(done, Response):
-                return done
-            body = openai_chat.reply(ask, done.answers[0], template, logprobs=logprobs)
-            return self._reply(request, session, done, body)
-        chunks: list[openai_chat.Chunks] = []
-
-        def begin(id: str, created_s: int, _: int) -> Iterator[bytes]:
-            chunks.append(openai_chat.Chunks(ask, id, created_s))
-            return map(sse, chunks[0].begin())
-
-        def delta(index: int, text: str) -> Iterator[bytes]:
-            yield sse(chunks[0].delta(index, text))
-
-        def finish(answers: list[Answer], rests: list[str]) -> Iterator[bytes]:
-            yield from map(
-                sse,
-                chunks[0].finish(answers[0], rests, template, logprobs=logprobs, with_usage=with_usage),
-            )
-            yield b"data: [DONE]\n\n"
-
-        return await self._streamed(request, session, [ask], digest, begin, delta, finish)
-
-    async def completions(self, request: Request) -> Response:
-        session, body, digest = await self._read(request)
-        asks = openai_text.parse_asks(body, most=self._sessions.max_calls)
-        stream, with_usage = openai_chat.streaming(body)
-        logprobs = whole(body, "logprobs", low=0) is not None
-        template = session.paths.template
-        if not stream:
-            done = await self._whole(request, session, asks, digest)
-            if isinstance(done, Response):
-                return done
-            body = openai_text.reply(asks, done.answers, template, logprobs=logprobs)
-            return self._reply(request, session, done, body)
-        chunks: list[openai_text.Chunks] = []
-
-        def begin(id: str, created_s: int, _: int) -> Iterator[bytes]:
-            chunks.append(openai_text.Chunks(asks[0], id, created_s))
-            return iter(())
-
-        def delta(index: int, text: str) -> Iterator[bytes]:
-            yield sse(chunks[0].delta(index, text))
-
-        def finish(answers: list[Answer], rests: list[str]) -> Iterator[bytes]:
-            yield from map(
-                sse, chunks[0].finish(answers, rests, template, logprobs=logprobs, with_usage=with_usage)
-            )
-            yield b"data: [DONE]\n\n"
-
-        return await self._streamed(request, session, asks, digest, begin, delta, finish)
-
-    async def messages(self, request: Request) -> Response:
-        session, body, digest = await self._read(request)
-        ask = anthropic.parse_ask(body)
-        if not flag(body, "stream"):
-            done = await self._whole(request, session, [ask], digest)
-            if isinstance(done, Response):
-                return done
-            return self._reply(request, session, done, anthropic.reply(ask, done.answers[0]))
-        events: list[anthropic.Events] = []
-
-        def begin(id: str, _: int, prompt_tokens: int) -> Iterator[bytes]:
-            events.append(anthropic.Events(ask, id))
-            return map(event, events[0].begin(prompt_tokens))
-
-        def delta(_: int, text: str) -> Iterator[bytes]:
-            return map(event, events[0].delta(text))
-
-        def finish(answers: list[Answer], rests: list[str]) -> Iterator[bytes]:
-            return map(event, events[0].finish(answers[0], rests[0]))
-
-        return await self._streamed(request, session, [ask], digest, begin, delta, finish)
+        form = kind(body, session.tree.template, self._sessions.max_calls)
+        if form.stream:
+            return await self._streamed(request, session, form, digest)
+        return await self._whole(request, session, form, digest)
 
     async def count_tokens(self, request: Request) -> Response:
         session, body, _ = await self._read(request)
-        ask = anthropic.parse_ask(body, counting=True)
-        return JSONResponse({"input_tokens": session.count_tokens(ask)})
+        form = MessagesFormat(body, session.tree.template, 1, counting=True)
+        return JSONResponse({"input_tokens": session.count_tokens(form.requests[0])})
 
     async def models(self, request: Request) -> Response:
         session = self._session(request)
@@ -231,25 +174,21 @@ class Pages:
         route = request.url.path.rpartition("/v1/")[2]
         return session, body, hashlib.blake2b(route.encode() + b"\0" + raw, digest_size=16).digest()
 
-    async def _whole(
-        self, request: Request, session: Session, asks: Sequence[Ask], digest: bytes
-    ) -> GatewayCall | Response:
-        """The call; or, when the client has gone, a response that nobody reads."""
+    async def _whole(self, request: Request, session: Session, form: WireFormat, digest: bytes) -> Response:
         key = request.headers.get("idempotency-key")
-        task, own = session.start(asks, key=key, body=digest)
+        task, own = session.start(form.requests, key=key, body=digest)
         gone = asyncio.ensure_future(_gone(request))
         try:
             await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                return Response(status_code=499)
-            return _outcome(task)
+                return Response(status_code=499)  # for nobody
+            call = _outcome(task)
         finally:
             gone.cancel()
             await _let_go(task, own)
-
-    def _reply(self, request: Request, session: Session, call: GatewayCall, body: dict[str, Any]) -> Response:
-        """`body` is made into bytes here: what cannot be sent is not recorded."""
-        return WholeReply(encoded(body), partial(self._sent, request, session, call))
+        # It is made into bytes here: what cannot be sent is not recorded.
+        content = encoded(form.reply(call.completions))
+        return WholeReply(content, partial(self._sent, request, session, call))
 
     async def _sent(self, request: Request, session: Session, call: GatewayCall) -> None:
         """All of a reply but its empty end is on its way."""
@@ -260,21 +199,14 @@ class Pages:
             metrics.GATEWAY_CALLS.labels("abandoned").inc()
 
     async def _streamed(
-        self,
-        request: Request,
-        session: Session,
-        asks: Sequence[Ask],
-        digest: bytes,
-        begin: Callable[[str, int, int], Iterator[bytes]],
-        delta: Callable[[int, str], Iterator[bytes]],
-        finish: Callable[[list[Answer], list[str]], Iterator[bytes]],
+        self, request: Request, session: Session, form: WireFormat, digest: bytes
     ) -> Response:
         """Nothing is sent before something is sampled: until then an error still has its status."""
-        told = Told(asyncio.Queue())
+        stream = CallStream()
         key = request.headers.get("idempotency-key")
-        task, own = session.start(asks, key=key, body=digest, begun=told.begun, grown=told.grown)
+        task, own = session.start(form.requests, key=key, body=digest, listener=stream)
         gone = asyncio.ensure_future(_gone(request))
-        first = asyncio.ensure_future(_first_piece(told.queue))
+        first = asyncio.ensure_future(stream.first())
         try:
             await asyncio.wait((task, gone, first), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -288,37 +220,38 @@ class Pages:
         finally:
             gone.cancel()
             first.cancel()
-        growing = [session.growing(ask) for ask in asks for _ in range(ask.n)]
+        texts = [session.stream_text(asked) for asked in form.requests for _ in range(asked.n)]
 
         async def body() -> AsyncIterator[bytes]:
             if first.done() and not first.cancelled():
-                prompt_tokens, told_first = first.result()
-                piece: tuple[int, Ids] | None = told_first
-                for part in begin(asks[0].id, asks[0].created_s, prompt_tokens):
+                prompt_tokens, piece = first.result()
+                asked = form.requests[0]
+                for part in form.begin(asked.id, asked.created_s, prompt_tokens):
                     yield part
-                while piece is not None:
-                    index, ids = piece
-                    if text := growing[index].grow(ids):
-                        for part in delta(index, text):
+                following: tuple[int, Ids] | None = piece
+                while following is not None:
+                    index, ids = following
+                    if text := texts[index].grow(ids):
+                        for part in form.delta(index, text):
                             yield part
-                    piece = await _next_piece(told.queue, task)
+                    following = await stream.next(task)
                 try:
                     call = _outcome(task)
                 except ApiError as error:
-                    for part in broken_off(error, style_of(request)):
-                        yield part
+                    style = style_of(request)
+                    yield server_sent(error.body(style), "error" if style == "anthropic" else "")
                     return
             else:
                 call = task.result()
-                tokens = sum(answer.prompt_tokens for answer in call.answers)
-                for part in begin(call.answers[0].id, call.answers[0].created_s, tokens):
+                tokens = sum(completion.prompt_tokens for completion in call.completions)
+                for part in form.begin(call.completions[0].id, call.completions[0].created_s, tokens):
                     yield part
-            contents = [choice.content for answer in call.answers for choice in answer.choices]
-            rests = [one.rest(content) for one, content in zip(growing, contents, strict=True)]
-            yield b"".join(finish(call.answers, rests))
+            contents = [choice.content for one in call.completions for choice in one.choices]
+            rests = [one.rest(content) for one, content in zip(texts, contents, strict=True)]
+            yield b"".join(form.finish(call.completions, rests))
             await self._sent(request, session, call)
 
-        return Events(body(), lambda: _let_go(task, own))
+        return EventStream(body(), lambda: _let_go(task, own))
 
 
 class WholeReply(Response):
@@ -337,7 +270,7 @@ class WholeReply(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class Events(StreamingResponse):
+class EventStream(StreamingResponse):
     """Server-sent events; `let_go` is called when they have ended, in whatever way."""
 
     def __init__(self, content: AsyncIterator[bytes], let_go: Callable[[], Awaitable[None]]) -> None:
@@ -371,31 +304,50 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _first_piece(queue: asyncio.Queue[tuple[int, Ids] | int]) -> tuple[int, tuple[int, Ids]]:
-    """Number of prompt tokens, and what was sampled first."""
-    prompt_tokens = 0
-    while isinstance(item := await queue.get(), int):
-        prompt_tokens = item
-    return prompt_tokens, item
-
-
-async def _next_piece(
-    queue: asyncio.Queue[tuple[int, Ids] | int], task: asyncio.Task[GatewayCall]
-) -> tuple[int, Ids] | None:
-    """What was sampled next; None when the call has ended and all of it was told."""
-    getting = asyncio.ensure_future(queue.get())
-    try:
-        await asyncio.wait((getting, task), return_when=asyncio.FIRST_COMPLETED)
-        if getting.done():
-            item = getting.result()
-            return item if isinstance(item, tuple) else None
-        return None
-    finally:
-        getting.cancel()
-
-
 def _model(request: Request, session: Session, name: str) -> dict[str, Any]:
     if style_of(request) == "anthropic":
         created = datetime.fromtimestamp(0, UTC).isoformat().replace("+00:00", "Z")
         return {"type": "model", "id": name, "display_name": session.job, "created_at": created}
     return {"id": name, "object": "model", "created": 0, "owned_by": session.job}
+
+
+# --- either API's words ------------------------------------------------------------------------------
+
+
+def style_of(request: Request) -> Style:
+    path = request.url.path
+    anthropic_call = "/v1/messages" in path or "anthropic-version" in request.headers
+    return "anthropic" if anthropic_call else "openai"
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    style = style_of(request)
+    count(request, error.status)
+    kind = f"call refused with {error.status}"
+    connection_of(request).fault(kind, path=route(request), reason=error.message)
+    headers = {"retry-after": "1"} if error.status == 429 else None
+    return JSONResponse(error.body(style), error.status_in(style), headers)
+
+
+async def no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {route(request)} is not served here; served are {', '.join(SERVED)}"
+    return await refused(request, ApiError(error.status_code, what, code="not_found"))
+
+
+async def broken(request: Request, error: Exception) -> Response:
+    """The server logs the error, which goes on to it."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # for nobody
+    return await refused(request, ApiError(500, "the gateway failed; its log has the reason"))
+
+
+def route(request: Request) -> str:
+    """The path without a key in it: keys stay out of logs and errors."""
+    path = request.url.path
+    return "/v1/" + path.partition("/v1/")[2] if "/v1/" in path else "this path"
+
+
+def count(request: Request, status: int) -> None:
+    metrics.GATEWAY_CALLS.labels("ok" if status == 200 else str(status)).inc()

@@ -23,18 +23,18 @@ MAX_KEY_CHARS = 255
 
 
 @dataclass(frozen=True, slots=True)
-class _Known(Generic[T]):
+class _Entry(Generic[T]):
     body: bytes
-    """Digest of what was asked."""
+    """Digest of what was asked for."""
     task: asyncio.Task[T]
 
 
-class Once(Generic[T]):
-    """Of one session."""
+class IdempotencyCache(Generic[T]):
+    """Remembers the calls of one session."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._known: OrderedDict[str, _Known[T]] = OrderedDict()
+        self._known: OrderedDict[str, _Entry[T]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -56,7 +56,7 @@ class Once(Generic[T]):
             return known.task, False
         self._make_room()
         task = asyncio.ensure_future(execute())
-        self._known[key] = _Known(body, task)
+        self._known[key] = _Entry(body, task)
         task.add_done_callback(lambda done: self._ended(key, done))
         return task, True
 

@@ -19,9 +19,9 @@ from areal_async.runtime.http_server import HttpLimits, HttpServer, listen
 from areal_async.runtime.log import get_logger
 from areal_async.trajectory import EpisodeBuilder
 from rollout_service import metrics
+from rollout_service.gateway.conversation import ConversationTree
 from rollout_service.gateway.errors import ApiError, GatewayError
 from rollout_service.gateway.http import make_app
-from rollout_service.gateway.paths import Paths
 from rollout_service.gateway.session import ENDED, Session
 from rollout_service.gateway.template import ChatTemplate
 
@@ -62,20 +62,21 @@ class Gateway:
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         # Nothing of an episode's paths may hold its builder, or they would stay for ever.
-        self._paths: WeakKeyDictionary[EpisodeBuilder, Paths] = WeakKeyDictionary()
-        self._server: HttpServer | None = None
+        self._trees: WeakKeyDictionary[EpisodeBuilder, ConversationTree] = WeakKeyDictionary()
+        self.server: HttpServer | None = None
+        """The HTTP server, once it listens."""
         self.address = ""
 
     @asynccontextmanager
     async def session(self, episode: Context) -> AsyncIterator[Session]:
         """Access for an episode, until the block ends. Raises `GatewayError` when the port is taken."""
         self._start()
-        paths = self._paths.get(episode.builder)
-        if paths is None:
-            paths = self._paths[episode.builder] = Paths(self._template)
+        tree = self._trees.get(episode.builder)
+        if tree is None:
+            tree = self._trees[episode.builder] = ConversationTree(self._template)
         session = Session(
             episode,
-            paths,
+            tree,
             self._section,
             job=self._job,
             address=self.address,
@@ -100,8 +101,8 @@ class Gateway:
         """End every session and the server."""
         for session in list(self._sessions.values()):
             await session.close()
-        if self._server is not None:
-            await self._server.close()
+        if self.server is not None:
+            await self.server.close()
 
     # --- who may call --------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class Gateway:
     # --- the server ----------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        if self._server is not None:
+        if self.server is not None:
             return
         section = self._section
         try:
@@ -141,9 +142,9 @@ class Gateway:
             held_bytes=BODIES_AT_ONCE * section.max_body_bytes,
             answer_s=section.call_timeout_s + ANSWER_GRACE_S,
         )
-        self._server = HttpServer(make_app(self), listening, limits, name="gateway")
-        self._server.start()
-        self.address = self._server.url
+        self.server = HttpServer(make_app(self), listening, limits, name="gateway")
+        self.server.start()
+        self.address = self.server.url
         log.info("gateway serves", address=self.address)
 
 

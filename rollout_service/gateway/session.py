@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -26,13 +26,21 @@ from rollout_service.engines.base import (
     RequestError,
 )
 from rollout_service.engines.streaming import generate_telling
-from rollout_service.gateway.calls import Answer, Ask, Choice, Conversation, Ids, Message, ToolCall
+from rollout_service.gateway.conversation import ConversationTree, Plan, check_room
 from rollout_service.gateway.errors import ApiError, GatewayError, unsupported
-from rollout_service.gateway.idempotency import Once
-from rollout_service.gateway.paths import Paths, Plan, check_room
-from rollout_service.gateway.streaming import GrowingText
-from rollout_service.gateway.template import Said, canonical
-from rollout_service.gateway.toolcalls import MARKERS, Called, parse
+from rollout_service.gateway.idempotency import IdempotencyCache
+from rollout_service.gateway.requests import (
+    Choice,
+    Completion,
+    CompletionRequest,
+    Conversation,
+    Ids,
+    Message,
+    ToolCall,
+)
+from rollout_service.gateway.streaming import StreamedText
+from rollout_service.gateway.template import SampledText, canonical
+from rollout_service.gateway.toolcalls import MARKERS, ParsedCall, parse
 from rollout_service.workflows.branch import call_seed
 
 if TYPE_CHECKING:
@@ -40,14 +48,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Begun = Callable[[int], None]
-"""Told the number of prompt tokens before anything is sampled."""
-Grown = Callable[[int, Ids], None]
-"""Told the index of an answer and its newest ids."""
-
 CALLS_FROM = 1 << 48
 """Seeds of calls are numbered from here on, apart from those of `ctx.generate` and `ctx.fork`."""
 ENDED = "the episode of this API key has ended"
+
+
+class CallListener(Protocol):
+    """Hears of a call on its way."""
+
+    def started(self, prompt_tokens: int) -> None:
+        """Nothing is sampled yet."""
+        ...
+
+    def sampled(self, index: int, ids: Ids) -> None:
+        """The newest ids of an answer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +71,7 @@ class _SampledAnswer:
 
     sampling: Sampling
     result: GenerateResult
-    said: Said
+    said: SampledText
     choice: Choice
 
 
@@ -64,7 +79,7 @@ class _SampledAnswer:
 class GatewayCall:
     """The answers of one call, and what recording them takes."""
 
-    answers: list[Answer]
+    completions: list[Completion]
     sampled: list[tuple[Plan, list[_SampledAnswer]]]
     """For each prompt of the call."""
     recorded: bool = False
@@ -76,7 +91,7 @@ class Session:
     def __init__(
         self,
         episode: Context,
-        paths: Paths,
+        tree: ConversationTree,
         section: GatewaySection,
         *,
         job: str,
@@ -88,14 +103,14 @@ class Session:
         self.origin = address
         """`http://127.0.0.1:PORT`."""
         self.job = job
-        self.paths = paths
+        self.tree = tree
         self._episode = episode
         self._section = section
         self._max_model_len = max_model_len
         self._trains = trains
         self._running = 0
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._once: Once[GatewayCall] = Once(section.idempotency_keys)
+        self._idempotent: IdempotencyCache[GatewayCall] = IdempotencyCache(section.idempotency_keys)
         self._ended = False
         self._broken: Exception | None = None
 
@@ -119,6 +134,11 @@ class Session:
         return f"{self.origin}/session/{self.api_key}"
 
     @property
+    def running(self) -> int:
+        """Answers in the making."""
+        return self._running
+
+    @property
     def builder(self) -> EpisodeBuilder:
         """The episode, for rewards, anchors, metadata and texts."""
         return self._episode.builder
@@ -126,48 +146,47 @@ class Session:
     @property
     def calls(self) -> int:
         """Calls recorded in the episode."""
-        return self.paths.calls
+        return self.tree.calls
 
     # --- for the server ------------------------------------------------------------------------------
 
     def start(
         self,
-        asks: Sequence[Ask],
+        requests: Sequence[CompletionRequest],
         *,
         key: str | None = None,
         body: bytes = b"",
-        begun: Begun | None = None,
-        grown: Grown | None = None,
+        listener: CallListener | None = None,
     ) -> tuple[asyncio.Task[GatewayCall], bool]:
-        """The task that answers `asks`, and whether it is this caller's alone, to be cancelled when the
-        caller is gone. With an idempotency `key` it is shared. `begun` and `grown` are told what happens if
-        the answers are sampled for this caller. Raises `ApiError`."""
+        """The task that answers `requests`, and whether it is this caller's alone, to be cancelled when the
+        caller is gone. With an idempotency `key` it is shared. `listener` hears of it if the answers are
+        sampled for this caller. Raises `ApiError`."""
         self.check_open()
 
         def execute() -> Coroutine[Any, Any, GatewayCall]:
-            return self._all(asks, begun, grown)
+            return self._all(requests, listener)
 
         if key is None:
             task = asyncio.ensure_future(execute())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             return task, True
-        return self._once.call(key, body, execute)[0], False
+        return self._idempotent.call(key, body, execute)[0], False
 
     def check_open(self) -> None:
         if self._ended:
             raise ApiError(401, ENDED, code="invalid_api_key")
 
-    def count_tokens(self, ask: Ask) -> int:
-        """Tokens that the engine would be given for `ask`. Raises `ApiError`."""
-        return len(self.paths.plan(ask.prompt).ids)
+    def count_tokens(self, asked: CompletionRequest) -> int:
+        """Tokens that the engine would be given for `asked`. Raises `ApiError`."""
+        return len(self.tree.plan(asked.prompt).ids)
 
-    def growing(self, ask: Ask) -> GrowingText:
-        """What may be told of an answer to `ask` while it is sampled."""
-        stop = self._episode.sampling.stop if ask.wishes.stop is None else ask.wishes.stop
-        tools = ask.parse_tools and isinstance(ask.prompt, Conversation)
-        template = self.paths.template
-        return GrowingText(template, stop, MARKERS[template.format] if tools else ())
+    def stream_text(self, asked: CompletionRequest) -> StreamedText:
+        """What may be told of an answer to `asked` while it is sampled."""
+        stop = self._episode.sampling.stop if asked.overrides.stop is None else asked.overrides.stop
+        tools = asked.parse_tools and isinstance(asked.prompt, Conversation)
+        template = self.tree.template
+        return StreamedText(template, stop, MARKERS[template.format] if tools else ())
 
     async def close(self) -> None:
         """End every call, and the key."""
@@ -175,7 +194,7 @@ class Session:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._once.close()
+        await self._idempotent.close()
 
     def check_whole(self) -> None:
         """Raises `GatewayError` when an answer that the agent was sent is not in the episode."""
@@ -186,9 +205,9 @@ class Session:
 
     # --- a call --------------------------------------------------------------------------------------
 
-    async def _all(self, asks: Sequence[Ask], begun: Begun | None, grown: Grown | None) -> GatewayCall:
-        """Every ask, or an error."""
-        n = sum(ask.n for ask in asks)
+    async def _all(self, requests: Sequence[CompletionRequest], listener: CallListener | None) -> GatewayCall:
+        """Every request answered, or an error."""
+        n = sum(asked.n for asked in requests)
         if self._running + n > self._section.max_calls:
             raise ApiError(
                 429,
@@ -199,7 +218,7 @@ class Session:
         self._running += n
         try:
             async with asyncio.timeout(self._section.call_timeout_s):
-                return await self._sampled(asks, begun, grown)
+                return await self._sampled(requests, listener)
         except TimeoutError:
             raise ApiError(
                 504,
@@ -215,79 +234,85 @@ class Session:
         finally:
             self._running -= n
 
-    async def _sampled(self, asks: Sequence[Ask], begun: Begun | None, grown: Grown | None) -> GatewayCall:
-        plans = [self.paths.plan(ask.prompt) for ask in asks]
+    async def _sampled(
+        self, requests: Sequence[CompletionRequest], listener: CallListener | None
+    ) -> GatewayCall:
+        plans = [self.tree.plan(asked.prompt) for asked in requests]
         for plan in plans:
             check_room(plan, self._max_model_len)
-        wanted = [(plan, self._sampling(ask)) for ask, plan in zip(asks, plans, strict=True)]
-        if begun is not None:
-            begun(sum(len(plan.ids) for plan in plans))
+        wanted = [(plan, self._sampling(asked)) for asked, plan in zip(requests, plans, strict=True)]
+        if listener is not None:
+            listener.started(sum(len(plan.ids) for plan in plans))
         work: list[Coroutine[Any, Any, GenerateResult]] = []
         for plan, samplings in wanted:
             for sampling in samplings:
-                work.append(self._one(plan, sampling, len(work), grown))
+                work.append(self._one(plan, sampling, len(work), listener))
         results = await every(work)
         if any(result.finish_reason == "abort" for result in results):
             raise ApiError(503, "the engine ended the request", code="engine_unavailable")
         rest = iter(results)
         call = GatewayCall([], [])
-        for ask, (plan, samplings) in zip(asks, wanted, strict=True):
-            sampled = [self._told(ask, sampling, next(rest)) for sampling in samplings]
+        for asked, (plan, samplings) in zip(requests, wanted, strict=True):
+            sampled = [self._shown(asked, sampling, next(rest)) for sampling in samplings]
             call.sampled.append((plan, sampled))
             choices = tuple(one.choice for one in sampled)
-            call.answers.append(Answer(ask.id, ask.created_s, len(plan.ids), choices))
+            call.completions.append(Completion(asked.id, asked.created_s, len(plan.ids), choices))
         return call
 
-    async def _one(self, plan: Plan, sampling: Sampling, index: int, grown: Grown | None) -> GenerateResult:
-        number, self.paths.requests = self.paths.requests, self.paths.requests + 1
+    async def _one(
+        self, plan: Plan, sampling: Sampling, index: int, listener: CallListener | None
+    ) -> GenerateResult:
+        number, self.tree.requests = self.tree.requests, self.tree.requests + 1
         request = self._episode.request(f"gateway-{number}", plan.ids, sampling)
         engine = self._episode.engine
-        if grown is None:
+        if listener is None:
             return await engine.generate(request)
-        return await generate_telling(engine, request, partial(grown, index))
+        return await generate_telling(engine, request, partial(listener.sampled, index))
 
-    def _sampling(self, ask: Ask) -> list[Sampling]:
+    def _sampling(self, asked: CompletionRequest) -> list[Sampling]:
         """Parameters of each of the answers asked for. Raises `ApiError` for what must not be trained on."""
-        wishes, job, episode = ask.wishes, self._episode.sampling, self._episode
+        overrides, job, episode = asked.overrides, self._episode.sampling, self._episode
         changes: dict[str, Any] = {}
         if self._section.sampling == "agent":
-            named = {"temperature": wishes.temperature, "top_p": wishes.top_p, "top_k": wishes.top_k}
+            named = {"temperature": overrides.temperature, "top_p": overrides.top_p, "top_k": overrides.top_k}
             changes = {name: value for name, value in named.items() if value is not None}
             if self._trains:
                 _check_trainable(changes)
-        if wishes.stop is not None:
-            changes["stop"] = wishes.stop
-        if wishes.max_tokens is not None:
-            changes["max_new_tokens"] = min(wishes.max_tokens, job.max_new_tokens)
-        number = CALLS_FROM + self.paths.requests
-        if wishes.seed is not None:
+        if overrides.stop is not None:
+            changes["stop"] = overrides.stop
+        if overrides.max_tokens is not None:
+            changes["max_new_tokens"] = min(overrides.max_tokens, job.max_new_tokens)
+        number = CALLS_FROM + self.tree.requests
+        if overrides.seed is not None:
             # The episode's own seed stays part of it: the samples of a group must differ.
-            number = (1 << 63) + wishes.seed % (1 << 63)
+            number = (1 << 63) + overrides.seed % (1 << 63)
         base = call_seed(episode.seed, episode.sample, episode.attempt, number)
         return [
             msgspec.structs.replace(job, **changes, seed=call_seed(base, choice, 0, 0))
-            for choice in range(ask.n)
+            for choice in range(asked.n)
         ]
 
-    def _told(self, ask: Ask, sampling: Sampling, result: GenerateResult) -> _SampledAnswer:
+    def _shown(self, asked: CompletionRequest, sampling: Sampling, result: GenerateResult) -> _SampledAnswer:
         """What the agent is told."""
-        template, ids = self.paths.template, result.token_ids
+        template, ids = self.tree.template, result.token_ids
         end = template.end_of(ids, result.finish_reason)
         body = template.body(ids[:-1] if end else ids)
         stops = [(at, stop) for stop in sampling.stop if (at := body.find(stop)) >= 0]
         stopped = min(stops)[1] if stops and result.finish_reason == "stop" and not end else None
-        content, called = result.text, tuple[Called, ...]()
-        if ask.parse_tools and isinstance(ask.prompt, Conversation):
-            parsed = parse(body[: min(stops)[0]] if stops else body, template.format, ask.prompt.tools)
+        content, called = result.text, tuple[ParsedCall, ...]()
+        if asked.parse_tools and isinstance(asked.prompt, Conversation):
+            parsed = parse(body[: min(stops)[0]] if stops else body, template.format, asked.prompt.tools)
             if parsed.calls:
                 content, called = parsed.text if parsed.text.strip() else "", parsed.calls
         written = tuple((call.name, canonical(call.arguments)) for call in called)
         calls = tuple(
-            ToolCall(ask.tool_id_prefix + secrets.token_hex(12), name, arguments)
+            ToolCall(asked.tool_id_prefix + secrets.token_hex(12), name, arguments)
             for name, arguments in written
         )
         choice = Choice(content, calls, result.finish_reason, stopped, ids, result.logprobs)
-        return _SampledAnswer(sampling, result, Said(template.decode(ids), content, written, end), choice)
+        return _SampledAnswer(
+            sampling, result, SampledText(template.decode(ids), content, written, end), choice
+        )
 
     # --- a call that the agent was sent --------------------------------------------------------------
 
@@ -306,15 +331,15 @@ class Session:
             raise
 
     def _record(self, plan: Plan, sampled: Sequence[_SampledAnswer]) -> None:
-        before = sum(self.paths.roots.values())
+        before = sum(self.tree.roots.values())
         asked, results = [one.sampling for one in sampled], [one.result for one in sampled]
-        segments = self.paths.record(self.builder, plan, asked, results)
-        if sum(self.paths.roots.values()) > before and plan.root is not None:
+        segments = self.tree.record(self.builder, plan, asked, results)
+        if sum(self.tree.roots.values()) > before and plan.root is not None:
             metrics.GATEWAY_ROOTS.labels(plan.root).inc()
         for segment, one in zip(segments, sampled, strict=True):
             choice = one.choice
             self.builder.text(response=choice.content)
-            self.paths.remember(
+            self.tree.remember(
                 plan,
                 segment,
                 choice.token_ids,

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout_service.gateway.calls import Ids
+from rollout_service.gateway.requests import Ids
 from rollout_service.gateway.template import ChatTemplate
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
 
 
-class GrowingText:
-    """Of one answer."""
+class StreamedText:
+    """Lets out the text of one answer."""
 
     def __init__(self, template: ChatTemplate, stop: Sequence[str], markers: Sequence[str]) -> None:
         self._template = template

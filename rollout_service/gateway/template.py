@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rollout_service.gateway.calls import Conversation, Ids, Message
 from rollout_service.gateway.errors import ApiError
+from rollout_service.gateway.requests import Conversation, Ids, Message
 from rollout_service.gateway.toolcalls import MARKERS, Format, format_of, parse
 
 _SENTINEL = "areal-turn-7f3a"
@@ -29,7 +29,7 @@ _SENTINEL = "areal-turn-7f3a"
 
 
 @dataclass(frozen=True, slots=True)
-class Prompted:
+class RenderedPrompt:
     """A conversation as the engine is given it."""
 
     text: str
@@ -45,7 +45,7 @@ class Prompted:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SampledText:
     """An answer: as it was sampled, and as the agent was told it."""
 
     raw: str
@@ -125,7 +125,7 @@ class ChatTemplate:
 
     # --- rendering -----------------------------------------------------------------------------------
 
-    def prompt(self, asked: Conversation) -> Prompted:
+    def prompt(self, asked: Conversation) -> RenderedPrompt:
         """Raises `ApiError` for a conversation that the template refuses."""
         if asked.tools and self.format == "none":
             raise ApiError(400, "the model's chat template has no tools", param="tools")
@@ -133,11 +133,16 @@ class ChatTemplate:
         try:
             before = self._render(asked, asked.messages, opened=False)
         except ApiError:
-            return Prompted(text, None)
-        return Prompted(text, before if text.startswith(before) else None)
+            return RenderedPrompt(text, None)
+        return RenderedPrompt(text, before if text.startswith(before) else None)
 
     def continuation(
-        self, asked: Conversation, rendered: Prompted, upto: int, given: Prompted, said: Said
+        self,
+        asked: Conversation,
+        rendered: RenderedPrompt,
+        upto: int,
+        given: RenderedPrompt,
+        said: SampledText,
     ) -> str | None:
         """The text after the ids of an answer that is message `upto - 1` of `asked`, which `rendered` is of;
         `given` is what that answer was sampled from. None when the template does not render the history as
@@ -153,7 +158,7 @@ class ChatTemplate:
         tail = self._tail(past[len(given.before) :], given.header, said)
         return None if tail is None else tail + rendered.text[len(past) :]
 
-    def _tail(self, turn: str, header: str, said: Said) -> str | None:
+    def _tail(self, turn: str, header: str, said: SampledText) -> str | None:
         """What of a rendered turn comes after the sampled ids."""
         if turn.startswith(header + said.raw):
             return turn[len(header) + len(said.raw) :]

@@ -22,21 +22,23 @@ Format = Literal["hermes", "xml", "mistral", "llama", "none"]
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class ParsedCall:
+    """A tool call that the model wrote."""
+
     name: str
     arguments: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
-    """`text` is what stands before the first call; all of it when there is none."""
+class ParsedText:
+    """What the model said: `text` is what stands before the first call; all of it when there is none."""
 
     text: str
-    calls: tuple[Called, ...] = ()
+    calls: tuple[ParsedCall, ...] = ()
 
 
 Tools = Sequence[dict[str, Any]]
-_Parser = Callable[[str, Tools], Parsed | None]
+_Parser = Callable[[str, Tools], ParsedText | None]
 
 
 def format_of(chat_template: str) -> Format:
@@ -64,13 +66,13 @@ MARKERS: dict[Format, tuple[str, ...]] = {
 """Where a tool call begins: text from the first of these on is not streamed before it is complete."""
 
 
-def parse(text: str, family: Format, tools: Tools = ()) -> Parsed:
+def parse(text: str, family: Format, tools: Tools = ()) -> ParsedText:
     """What the model said and which tools it called. `tools` give the types of `xml` parameters."""
     parser = _PARSERS.get(family)
-    return (parser(text, tools) if parser else None) or Parsed(text)
+    return (parser(text, tools) if parser else None) or ParsedText(text)
 
 
-def _object(text: str, key: str) -> Called | None:
+def _object(text: str, key: str) -> ParsedCall | None:
     """A call as a JSON object with `name` and, under `key`, its arguments."""
     try:
         value = jsontext.loads(text)
@@ -79,30 +81,30 @@ def _object(text: str, key: str) -> Called | None:
     return _called(value, key)
 
 
-def _called(value: Any, key: str) -> Called | None:
+def _called(value: Any, key: str) -> ParsedCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get(key, {})
-    return Called(value["name"], arguments) if isinstance(arguments, dict) else None
+    return ParsedCall(value["name"], arguments) if isinstance(arguments, dict) else None
 
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 
-def _hermes(text: str, tools: Tools) -> Parsed | None:
+def _hermes(text: str, tools: Tools) -> ParsedText | None:
     blocks = _BLOCK.findall(text)
     calls = [_object(block, "arguments") for block in blocks]
     whole = [call for call in calls if call is not None]
     if not blocks or len(whole) < len(calls):
         return None
-    return Parsed(text[: text.find("<tool_call>")], tuple(whole))
+    return ParsedText(text[: text.find("<tool_call>")], tuple(whole))
 
 
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
-def _xml(text: str, tools: Tools) -> Parsed | None:
+def _xml(text: str, tools: Tools) -> ParsedText | None:
     found = _FUNCTION.findall(text)
     if not found or len(found) < text.count("<function="):
         return None
@@ -113,9 +115,9 @@ def _xml(text: str, tools: Tools) -> Parsed | None:
         values = {
             key.strip(): _typed(value, declared.get(key.strip())) for key, value in _PARAMETER.findall(body)
         }
-        calls.append(Called(name.strip(), values))
+        calls.append(ParsedCall(name.strip(), values))
     start = min(at for marker in MARKERS["xml"] if (at := text.find(marker)) >= 0)
-    return Parsed(text[:start], tuple(calls))
+    return ParsedText(text[:start], tuple(calls))
 
 
 def _typed(text: str, declared: Any) -> Any:
@@ -128,7 +130,7 @@ def _typed(text: str, declared: Any) -> Any:
         return text
 
 
-def _mistral(text: str, tools: Tools) -> Parsed | None:
+def _mistral(text: str, tools: Tools) -> ParsedText | None:
     before, marker, rest = text.partition("[TOOL_CALLS]")
     if not marker:
         return None
@@ -138,10 +140,10 @@ def _mistral(text: str, tools: Tools) -> Parsed | None:
         return None
     values = value if isinstance(value, list) else [value]
     calls = [call for item in values if (call := _called(item, "arguments")) is not None]
-    return Parsed(before, tuple(calls)) if values and len(calls) == len(values) else None
+    return ParsedText(before, tuple(calls)) if values and len(calls) == len(values) else None
 
 
-def _llama(text: str, tools: Tools) -> Parsed | None:
+def _llama(text: str, tools: Tools) -> ParsedText | None:
     before, marker, rest = text.partition("<|python_tag|>")
     if not marker:
         before, rest = "", text
@@ -158,7 +160,7 @@ def _llama(text: str, tools: Tools) -> Parsed | None:
             return None
         calls.append(call)
         rest = rest[end:].lstrip().removeprefix(";").lstrip()
-    return Parsed(before, tuple(calls)) if calls else None
+    return ParsedText(before, tuple(calls)) if calls else None
 
 
 _PARSERS: dict[Format, _Parser] = {"hermes": _hermes, "xml": _xml, "mistral": _mistral, "llama": _llama}

@@ -214,7 +214,7 @@ def test_an_answer_whose_client_left_as_it_was_made_is_not_recorded(stream: bool
         engine = Late(tokenizer, ["late{END}", "early{END}"])
         async with serving(engine, tokenizer) as (gateway, ctx, session), client_of(session) as http:
             engine.client = await asyncio.to_thread(raw_client, session, CHAT | {"stream": stream})
-            await until(lambda: engine.log and not session._tasks and not gateway._server.state.tasks)
+            await until(lambda: engine.log and not session.running and not gateway.server.state.tasks)
             assert session.calls == 0
             assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
             assert session.calls == 1
@@ -237,7 +237,7 @@ def test_an_answer_is_recorded_when_its_last_byte_has_left(reads: bool, tokenize
             async with ctx.gateway() as session:
                 body = CHAT | {"logprobs": True, "n": 8}
                 client = await asyncio.to_thread(raw_client, session, body, receive_bytes=4096)
-                server = gateway._server
+                server = gateway.server
                 await until(lambda: any(c.transport.get_write_buffer_size() for c in server.connections))
                 assert session.calls == 0, "some of it is still here"
                 if reads:
@@ -255,7 +255,7 @@ def test_an_idempotent_answer_is_recorded_when_somebody_is_sent_it(tokenizer: An
     async def main() -> None:
         engine = Scripted(tokenizer, ["one{END}"])
         async with serving(engine, tokenizer) as (gateway, _, session), client_of(session) as http:
-            held, server = asyncio.Event(), gateway._server
+            held, server = asyncio.Event(), gateway.server
 
             async def hold(_: Any) -> None:
                 await held.wait()

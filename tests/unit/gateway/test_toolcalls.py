@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_service.gateway.streaming import GrowingText
+from rollout_service.gateway.streaming import StreamedText
 from rollout_service.gateway.template import ChatTemplate
-from rollout_service.gateway.toolcalls import MARKERS, Called, Parsed, format_of, parse
+from rollout_service.gateway.toolcalls import MARKERS, ParsedCall, ParsedText, format_of, parse
 from tests.unit.gateway.fakes import CALLS, KEEPING, encoded, make_tokenizer
 
-ADD = Called("add", {"a": 1})
+ADD = ParsedCall("add", {"a": 1})
 TOOLS: Any = [
     {
         "function": {
@@ -41,37 +41,37 @@ def test_the_family_is_read_off_the_template(template: str, family: str) -> None
 @pytest.mark.parametrize(
     ("family", "text", "parsed"),
     [
-        ("hermes", "hi", Parsed("hi")),
+        ("hermes", "hi", ParsedText("hi")),
         (
             "hermes",
             'so <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
             '<tool_call>{"name": "b"}</tool_call>',
-            Parsed("so ", (ADD, Called("b", {}))),
+            ParsedText("so ", (ADD, ParsedCall("b", {}))),
         ),
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}', Parsed("", (ADD,))),
-        ("hermes", '<tool_call>{"name": "add", "argu', Parsed('<tool_call>{"name": "add", "argu')),
-        ("hermes", '<tool_call>{"name": 1}</tool_call>', Parsed('<tool_call>{"name": 1}</tool_call>')),
-        ("hermes", "<tool_call>[]</tool_call>", Parsed("<tool_call>[]</tool_call>")),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}', ParsedText("", (ADD,))),
+        ("hermes", '<tool_call>{"name": "add", "argu', ParsedText('<tool_call>{"name": "add", "argu')),
+        ("hermes", '<tool_call>{"name": 1}</tool_call>', ParsedText('<tool_call>{"name": 1}</tool_call>')),
+        ("hermes", "<tool_call>[]</tool_call>", ParsedText("<tool_call>[]</tool_call>")),
         (
             "xml",
             "ok\n<tool_call>\n<function=f>\n<parameter=s>\n12\n</parameter>\n<parameter=n>\n12\n</parameter>\n"
             "</function>\n</tool_call>",
-            Parsed("ok\n", (Called("f", {"s": "12", "n": 12}),)),
+            ParsedText("ok\n", (ParsedCall("f", {"s": "12", "n": 12}),)),
         ),
-        ("xml", "<tool_call><function=f>", Parsed("<tool_call><function=f>")),
-        ("mistral", 'a[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', Parsed("a", (ADD,))),
-        ("mistral", "[TOOL_CALLS] nothing", Parsed("[TOOL_CALLS] nothing")),
-        ("llama", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', Parsed("", (ADD,))),
+        ("xml", "<tool_call><function=f>", ParsedText("<tool_call><function=f>")),
+        ("mistral", 'a[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', ParsedText("a", (ADD,))),
+        ("mistral", "[TOOL_CALLS] nothing", ParsedText("[TOOL_CALLS] nothing")),
+        ("llama", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', ParsedText("", (ADD,))),
         (
             "llama",
             '{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 1}}',
-            Parsed("", (ADD, ADD)),
+            ParsedText("", (ADD, ADD)),
         ),
-        ("llama", '{"answer": 3}', Parsed('{"answer": 3}')),
-        ("none", "<tool_call>{}</tool_call>", Parsed("<tool_call>{}</tool_call>")),
+        ("llama", '{"answer": 3}', ParsedText('{"answer": 3}')),
+        ("none", "<tool_call>{}</tool_call>", ParsedText("<tool_call>{}</tool_call>")),
     ],
 )
-def test_calls_are_parsed_and_malformed_ones_are_text(family: Any, text: str, parsed: Parsed) -> None:
+def test_calls_are_parsed_and_malformed_ones_are_text(family: Any, text: str, parsed: ParsedText) -> None:
     assert parse(text, family, TOOLS) == parsed
 
 
@@ -91,7 +91,7 @@ def test_what_is_streamed_is_a_beginning_of_what_is_said(
         body = body.partition("##")[0]
     parsed = parse(body, "hermes")
     content = parsed.text if parsed.text.strip() or not parsed.calls else ""
-    growing, told, at = GrowingText(TEMPLATE, stop, MARKERS["hermes"]), "", 0
+    growing, told, at = StreamedText(TEMPLATE, stop, MARKERS["hermes"]), "", 0
     for size in [*cuts, len(ids)]:
         told += growing.grow(ids[at : at + size])
         at += size

@@ -11,6 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -18,15 +19,18 @@ import numpy as np
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service.engines.base import GenerateResult
 from rollout_service.gateway import jsontext
-from rollout_service.gateway.calls import Conversation, Ids, Message, Root
 from rollout_service.gateway.errors import ApiError
-from rollout_service.gateway.template import ChatTemplate, Prompted, Said, canonical
+from rollout_service.gateway.requests import Conversation, Ids, Message
+from rollout_service.gateway.template import ChatTemplate, RenderedPrompt, SampledText, canonical
 
 Key = bytes
+Root = Literal["new", "history", "template"]
+"""Why a path begins: a conversation that goes on with nothing we said; messages that we did not say so;
+the template renders what we said in another way now."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RecordedAnswer:
     """A recorded answer."""
 
     segment: int
@@ -34,8 +38,8 @@ class Turn:
     """Ids up to and including the answer."""
     depth: int
     """Answers before it on its path."""
-    given: Prompted
-    said: Said
+    given: RenderedPrompt
+    said: SampledText
     tool_ids: tuple[str, ...] = ()
 
 
@@ -45,9 +49,9 @@ class Plan:
 
     ids: Ids
     """All ids, from the root."""
-    parent: Turn | None
+    parent: RecordedAnswer | None
     kind: SegmentKind
-    given: Prompted
+    given: RenderedPrompt
     root: Root | None
     """Why this begins a path; None when it goes on with `parent`."""
     keys: tuple[Key, ...] = ()
@@ -55,8 +59,9 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Paths:
-    """Of one episode, over all its sessions. It does not hold the episode's builder, whose life it has."""
+class ConversationTree:
+    """The recorded answers of one episode, over all its sessions. It does not hold the
+    episode's builder, whose life it has."""
 
     template: ChatTemplate
     calls: int = 0
@@ -64,8 +69,8 @@ class Paths:
     requests: int = 0
     """Begun."""
     roots: Counter[str] = field(default_factory=Counter)
-    _turns: dict[Key, list[Turn]] = field(default_factory=dict)
-    _texts: list[tuple[str, Turn]] = field(default_factory=list)
+    _turns: dict[Key, list[RecordedAnswer]] = field(default_factory=dict)
+    _texts: list[tuple[str, RecordedAnswer]] = field(default_factory=list)
     """Answers to plain prompts, with prompt and answer as text."""
     _prompts: dict[tuple[int, bytes], int] = field(default_factory=dict)
     """Segment of a parent's segment (-1: a root) and the ids after it."""
@@ -100,7 +105,7 @@ class Paths:
     def _plan_plain(self, prompt: str | tuple[int, ...]) -> Plan:
         """A plain prompt goes on from the longest recorded answer that it begins with, text or ids."""
         if isinstance(prompt, str):
-            given = Prompted(prompt, None)
+            given = RenderedPrompt(prompt, None)
             found = [(text, turn) for text, turn in self._texts if prompt.startswith(text)]
             if found:
                 text, turn = max(found, key=lambda item: len(item[0]))
@@ -110,7 +115,7 @@ class Paths:
             root: Root = "history" if any(_goes_on(prompt, turn) for _, turn in self._texts) else "new"
             return Plan(self.template.prompt_ids(prompt), None, SegmentKind.PROMPT, given, root)
         ids = np.asarray(prompt, np.int32)
-        given = Prompted(self.template.decode(ids), None)
+        given = RenderedPrompt(self.template.decode(ids), None)
         begins = [turn for _, turn in self._texts if _begins_with(ids, turn.path)]
         if begins:
             turn = max(begins, key=lambda turn: len(turn.path))
@@ -164,11 +169,11 @@ class Paths:
         return segments
 
     def remember(
-        self, plan: Plan, segment: int, ids: Ids, said: Said, reply: Message, tool_ids: tuple[str, ...]
+        self, plan: Plan, segment: int, ids: Ids, said: SampledText, reply: Message, tool_ids: tuple[str, ...]
     ) -> None:
         """That an answer may be gone on from, once the agent has been told it."""
         depth = 0 if plan.parent is None else plan.parent.depth + 1
-        turn = Turn(segment, np.concatenate((plan.ids, ids)), depth, plan.given, said, tool_ids)
+        turn = RecordedAnswer(segment, np.concatenate((plan.ids, ids)), depth, plan.given, said, tool_ids)
         if plan.keys:
             self._turns.setdefault(linked(plan.keys[-1], reply), []).append(turn)
         else:
@@ -206,14 +211,14 @@ def _arguments(value: object) -> str:
     return canonical(value)
 
 
-def _best(known: Sequence[Turn], message: Message) -> Turn:
+def _best(known: Sequence[RecordedAnswer], message: Message) -> RecordedAnswer:
     """Of answers that read the same, the one whose tool calls have these ids; else the newest."""
     ids = tuple(call.get("id", "") for call in message.get("tool_calls", ()))
     same = [turn for turn in known if ids and turn.tool_ids == ids]
     return (same or known)[-1]
 
 
-def _goes_on(prompt: str, turn: Turn) -> bool:
+def _goes_on(prompt: str, turn: RecordedAnswer) -> bool:
     """Whether a plain prompt was meant to go on from an answer, which it does not do word by word."""
     return prompt != turn.given.text and prompt.startswith(turn.given.text)
 
