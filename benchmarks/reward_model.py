@@ -33,13 +33,12 @@ from transformers.utils import logging as transformers_logging
 
 from areal_async.config.reward import RewardSection
 from areal_async.quickstart.model import CHARACTERS, make_tokenizer
+from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Score, Verdict
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.backend import RewardModel
-from reward_service.backends.reward_model.batching import cut_by_tokens
-from reward_service.backends.reward_model.worker import Row, Scorer
+from reward_service.backends.reward_model.scorer import Scorer, TokenizedText, cut_by_tokens
 from reward_service.sdk import RewardInput
-from reward_service.spec import RewardSpec
 
 
 def write_random_model(directory: Path, layers: int, hidden: int) -> None:
@@ -67,7 +66,9 @@ def make_texts(n: int, shortest: int, longest: int) -> list[str]:
     return ["".join(rng.choices(CHARACTERS, k=length)) for length in lengths]
 
 
-def bare(scorer: Scorer, rows: Sequence[Row], batch: int, tokens: int, *, ordered: bool) -> list[float]:
+def bare(
+    scorer: Scorer, rows: Sequence[TokenizedText], batch: int, tokens: int, *, ordered: bool
+) -> list[float]:
     """Scores of all rows, in batches of at most `batch` texts and `tokens` tokens."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids)) if ordered else range(len(rows))
     found = [0.0] * len(rows)
@@ -121,12 +122,11 @@ def measure(options: argparse.Namespace, directory: str) -> dict[str, Any]:
         "dtype": options.dtype,
         "max_batch": options.batch,
         "max_batch_tokens": options.tokens,
-        "max_wait_ms": 2.0,
     }
     arguments = RewardModelArguments.model_validate(settings)
     scorer = Scorer(arguments)
     texts = make_texts(options.texts, options.shortest, options.longest)
-    rows = [row for row in scorer.tokenize([(text, "") for text in texts]) if isinstance(row, Row)]
+    rows = [row for row in scorer.tokenize([(text, "") for text in texts]) if isinstance(row, TokenizedText)]
     inputs = [RewardInput(response=text) for text in texts]
     best: dict[str, float] = {}
 

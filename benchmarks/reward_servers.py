@@ -24,12 +24,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from areal_async.config.reward import RewardSection
+from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Score, Verdict
 from reward_service.backends import Backend
 from reward_service.backends.remote.backend import RemoteBackend
-from reward_service.pool import Pool
+from reward_service.pool.pool import WorkerPool
 from reward_service.sdk import RewardInput
-from reward_service.spec import RewardSpec
 
 SERVERS = Path(__file__).parents[1] / "examples" / "reward_servers"
 REWARD = """
@@ -90,7 +90,7 @@ async def at_a_server(url: str, batch: int, calls: int) -> tuple[float, list[flo
 
 
 async def in_the_pool(reward: str, calls: int) -> tuple[float, list[float]]:
-    async with Pool([RewardSpec(reward)], workers=1) as pool:
+    async with WorkerPool([RewardSpec(reward)], workers=1) as pool:
         return await measure(pool, calls)
 
 

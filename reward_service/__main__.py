@@ -11,7 +11,6 @@ from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.service import run_service
 from reward_service import metrics
-from reward_service.attached import attach
 from reward_service.router import Router
 from reward_service.sdk import RewardLoadError
 from reward_service.server import RewardServer
@@ -37,12 +36,7 @@ async def _rewards(ctx: ServiceContext) -> AsyncIterator[Router]:
 
 
 async def main(ctx: ServiceContext) -> None:
-    """Rewards, connection, loops; `RewardServer.run` says what ends it. Or nothing of it, where a shared
-    service does it."""
-    section = ctx.job.reward
-    if section.service == "shared":
-        await attach(ctx)
-        return
+    """Serve the job: start its rewards, connect to its buffer, and run the loops of `RewardServer`."""
     async with _rewards(ctx) as router:
         metrics.watch(router)
         async with Client(

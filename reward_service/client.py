@@ -7,11 +7,11 @@ from collections.abc import Hashable, Sequence
 from typing import Self
 
 from areal_async.config.reward import RewardSection
+from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Verdict
 from reward_service.backends import Call, OnVerdicts
 from reward_service.router import Router
 from reward_service.sdk import RewardInput
-from reward_service.spec import RewardSpec
 
 
 class LocalScorer:

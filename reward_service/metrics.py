@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Protocol
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from reward_service.spec import RewardSpec
+from areal_async.rewards import RewardSpec
 
 VERDICTS = Counter(
     "areal_reward_verdicts",
@@ -54,15 +54,6 @@ QUEUED = Gauge("areal_reward_queued_calls", "Calls that wait for a scoring proce
 WORKERS_ALIVE = Gauge("areal_reward_workers_alive", "Scoring processes that are ready for calls.")
 WORKERS_BUSY = Gauge("areal_reward_workers_busy", "Scoring processes that have a call.")
 RENEWED = Counter("areal_reward_workers_renewed", "Scoring processes renewed between calls.", ["reason"])
-RELOADS = Counter(
-    "areal_reward_reloads", "New versions of a reward's file: taken, or refused.", ["reward", "outcome"]
-)
-Why = Literal["", "no_service", "starting", "waiting"]
-WAITS = Gauge(
-    "areal_reward_waits",
-    "1 while a job waits for its shared reward service: no_service, starting, waiting.",
-    ["why"],
-)
 OVERDUE = Counter(
     "areal_reward_overdue_calls", "Calls that a remote reward or a model never answered.", ["reward"]
 )
@@ -119,24 +110,11 @@ def failed(label: str, kind: str) -> None:
     ERRORS.labels(label, kind).inc()
 
 
-def attached(workers_alive: int, why: Why) -> None:
-    """In the reward process of a job that a shared service serves: what that has, and why the job waits."""
-    WORKERS_ALIVE.set(workers_alive)
-    WAITS.clear()
-    if why:
-        WAITS.labels(why).set(1)
-
-
 def watch(working: Working) -> None:
     """Have the gauges of the processes show `working` from now on."""
     WORKERS_ALIVE.set_function(lambda: working.alive)
     WORKERS_BUSY.set_function(lambda: working.busy)
     QUEUED.set_function(lambda: working.queued)
-
-
-def reloaded(spec: RewardSpec, outcome: str) -> None:
-    """`taken` or `refused`."""
-    RELOADS.labels(spec.label, outcome).inc()
 
 
 def cache_lookup(spec: RewardSpec, *, hit: bool) -> None:
@@ -152,9 +130,44 @@ JUDGE_REQUESTS = Counter(
 JUDGE_TOKENS = Counter(
     "areal_reward_judge_tokens", "Tokens of prompts and replies, as the judge's server counts them."
 )
-MODEL_BATCH = Histogram(
-    "areal_reward_model_batch_texts",
-    "Texts that a reward model computed together.",
-    buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+REMOTE_REQUESTS = Counter(
+    "areal_reward_remote_requests",
+    "Requests to a reward server, by how they ended: ok, gone, late, broken, refused.",
+    ["server", "outcome"],
 )
-MODEL_DEATHS = Counter("areal_reward_model_deaths", "Processes of a reward model that ended unasked.")
+REMOTE_REQUEST_SECONDS = Histogram(
+    "areal_reward_remote_request_seconds",
+    "From sending a request to its answer.",
+    ["server"],
+    buckets=(1e-3, 1e-2, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
+REMOTE_READY = Gauge(
+    "areal_reward_remote_ready", "Whether a reward server may get requests now: 1, else 0.", ["server"]
+)
+_users: dict[str, list[Callable[[], bool]]] = {}
+
+
+def watch_ready(url: str, ready: Callable[[], bool]) -> None:
+    """Have the gauge show whether the server at `url` is ready to one of those who ask it."""
+    users = _users.setdefault(url, [])
+    users.append(ready)
+    REMOTE_READY.labels(url).set_function(lambda: float(any(ready() for ready in users)))
+
+
+def unwatch_ready(url: str, ready: Callable[[], bool]) -> None:
+    """`ready` counts no longer; a server that nobody asks any more is not shown."""
+    users = _users[url]
+    users.remove(ready)
+    if not users:
+        del _users[url]
+        REMOTE_READY.remove(url)
+
+
+REMOTE_BREAKS = Counter(
+    "areal_reward_remote_breaks",
+    "Times that a server was left alone for failing again and again.",
+    ["server"],
+)
+REMOTE_RESENT = Counter(
+    "areal_reward_remote_resent_calls", "Calls that were sent again, by cause.", ["cause"]
+)

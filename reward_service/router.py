@@ -16,15 +16,14 @@ from typing import Self
 
 from areal_async.config.reward import RewardSection
 from areal_async.config.rewardcheck import part_of, runs_in_pool
+from areal_async.rewards import RewardSpec, Routing
 from areal_async.rpc.verdicts import Failure, Timeout, Verdict
 from areal_async.runtime.log import get_logger
 from reward_service import metrics
 from reward_service.backends import Backend, BackendReward, Call, OnVerdicts
-from reward_service.crew import Limits
-from reward_service.pool import Pool
-from reward_service.programs import own_file
+from reward_service.pool.pool import WorkerPool
+from reward_service.pool.workers import WorkerLimits
 from reward_service.sdk import RewardLoadError
-from reward_service.spec import RewardSpec, Routing
 
 log = get_logger("reward")
 
@@ -33,39 +32,22 @@ GRACE_S = 5.0
 LOOK_S = 0.25
 
 
-def limits_of(section: RewardSection) -> Limits:
-    """When workers are renewed, as a job says."""
-    return Limits(section.recycle_calls, section.worker_memory_mb << 20, section.reload)
-
-
 class Router:
     """`async with Router(job.reward) as router: await router.submit(spec, calls, on_verdicts)`.
 
-    Entering starts what is needed and raises `RewardLoadError` when a reward cannot be loaded. With `shared`
-    the built-in rewards run in that pool and only those of the job's own get one here. `job` is whose turn
-    the calls in a shared pool count for."""
+    Entering starts what is needed and raises `RewardLoadError` when a reward cannot be loaded."""
 
-    def __init__(
-        self,
-        section: RewardSection,
-        *,
-        workers: int | None = None,
-        shared: Pool | None = None,
-        job: str = "",
-    ) -> None:
+    def __init__(self, section: RewardSection, *, workers: int | None = None) -> None:
         self.routing = Routing(section)
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
         """Done when a reward of the job can be scored no longer."""
+        self.pool: WorkerPool | None = None
+        """Of the rewards that are functions."""
         self._section = section
         self._workers = workers or section.workers
-        self._shared = shared
-        self._job = job
-        self._pools: dict[str, Pool] = {}
+        self._backends: dict[str, WatchedBackend] = {}
         """By the key of the reward."""
-        self._backends: dict[str, Watched] = {}
         self._stack = AsyncExitStack()
-        self.own: Pool | None = None
-        """The pool of this router itself."""
 
     @property
     def specs(self) -> list[RewardSpec]:
@@ -73,19 +55,18 @@ class Router:
 
     async def __aenter__(self) -> Self:
         try:
-            own: list[RewardSpec] = []
+            functions: list[RewardSpec] = []
             for spec in self.specs:
                 part = part_of(spec.name)
-                if part is not None and not runs_in_pool(part):
-                    await self._add_backend(spec, part)
-                elif self._shared is not None and own_file(spec.name) is None:
-                    await self._share(spec, self._shared)
+                if part is None or runs_in_pool(part):
+                    functions.append(spec)
                 else:
-                    own.append(spec)
-            if own:
-                pool = Pool(own, workers=self._workers, limits=limits_of(self._section))
-                self.own = await self._stack.enter_async_context(pool)
-                self._pools |= {spec.key: pool for spec in own}
+                    await self._add_backend(spec, part)
+            if functions:
+                section = self._section
+                limits = WorkerLimits(section.recycle_calls, section.worker_memory_mb << 20)
+                pool = WorkerPool(functions, workers=self._workers, limits=limits)
+                self.pool = await self._stack.enter_async_context(pool)
                 pool.broken.add_done_callback(self._break)
         except BaseException:
             await self._stack.aclose()
@@ -97,53 +78,45 @@ class Router:
 
     async def submit(self, spec: RewardSpec, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
         """Queue calls; waits while the queue of what scores them is full. `on_verdicts` must not raise."""
-        if (pool := self._pools.get(spec.key)) is not None:
-            await pool.submit(calls, on_verdicts, spec=spec, job=self._job)
+        if (watched := self._backends.get(spec.key)) is not None:
+            await watched.submit(calls, on_verdicts)
         else:
-            await self._backends[spec.key].submit(calls, on_verdicts)
+            await self._the_pool.submit(calls, on_verdicts, spec=spec)
 
     def capacity(self, spec: RewardSpec) -> int:
         """Calls of a reward that are worked on at once."""
-        if (backend := self._backends.get(spec.key)) is not None:
-            return backend.backend.capacity
-        pool = self._pools[spec.key]
-        # The workers of a shared pool are shared: each job holds work for its part of them.
-        return pool.capacity if pool is self.own else max(1, pool.capacity // max(1, pool.jobs))
+        watched = self._backends.get(spec.key)
+        return self._the_pool.capacity if watched is None else watched.backend.capacity
 
     def call_seconds(self, spec: RewardSpec) -> float:
         """Recent mean duration of a call of a reward, in seconds."""
-        backend = self._backends.get(spec.key)
-        if backend is None:
-            return self._pools[spec.key].call_seconds_of(spec, self._job)
-        return backend.backend.call_seconds
+        watched = self._backends.get(spec.key)
+        return self._the_pool.call_seconds_of(spec) if watched is None else watched.backend.call_seconds
 
     @property
     def alive(self) -> int:
-        """What is ready to score now, workers of the pools and places of the backends together."""
-        pools = {id(pool): pool.alive for pool in self._pools.values()}
-        return sum(pools.values()) + sum(entry.backend.alive for entry in self._backends.values())
+        """What is ready to score now, workers of the pool and places of the backends together."""
+        pool = 0 if self.pool is None else self.pool.alive
+        return pool + sum(watched.backend.alive for watched in self._backends.values())
 
     @property
     def busy(self) -> int:
-        """Workers of the router's own pool that have a call."""
-        return self.own.busy if self.own is not None else 0
+        """Workers of the pool that have a call."""
+        return 0 if self.pool is None else self.pool.busy
 
     @property
     def queued(self) -> int:
-        return self.own.queued if self.own is not None else 0
+        return 0 if self.pool is None else self.pool.queued
+
+    @property
+    def _the_pool(self) -> WorkerPool:
+        assert self.pool is not None
+        return self.pool
 
     async def _add_backend(self, spec: RewardSpec, part: type[BackendReward]) -> None:
         backend = await self._stack.enter_async_context(part.make(spec, self._section))
-        self._backends[spec.key] = await self._stack.enter_async_context(Watched(spec, backend))
+        self._backends[spec.key] = await self._stack.enter_async_context(WatchedBackend(spec, backend))
         backend.broken.add_done_callback(self._break)
-
-    async def _share(self, spec: RewardSpec, shared: Pool) -> None:
-        await shared.add(spec, job=self._job)
-        self._stack.callback(shared.discard, spec, job=self._job)
-        self._pools[spec.key] = shared
-        shared.broken.add_done_callback(self._break)
-        # The pool outlives the router, which it would keep in memory.
-        self._stack.callback(shared.broken.remove_done_callback, self._break)
 
     def _break(self, broken: asyncio.Future[RewardLoadError]) -> None:
         if not broken.cancelled() and not self.broken.done():
@@ -151,7 +124,7 @@ class Router:
 
 
 @dataclass(eq=False)
-class Asked:
+class OpenCall:
     """A call that a backend has and has not answered."""
 
     index: int
@@ -164,13 +137,13 @@ class Asked:
     answered: bool = field(default=False)
 
 
-class Watched:
+class WatchedBackend:
     """A backend, and the deadlines of what it was given."""
 
     def __init__(self, spec: RewardSpec, backend: Backend) -> None:
         self.backend = backend
         self._spec = spec
-        self._asked: set[Asked] = set()
+        self._asked: set[OpenCall] = set()
         self._watch: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -185,10 +158,10 @@ class Watched:
 
     async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
         now_s = time.monotonic()
-        batch: list[Asked] = []
+        batch: list[OpenCall] = []
         for index, call in enumerate(calls):
             episodes = len(call) if isinstance(call, list) else 1
-            asked = Asked(index, episodes, on_verdicts, now_s, len(self._asked))
+            asked = OpenCall(index, episodes, on_verdicts, now_s, len(self._asked))
             self._asked.add(asked)
             batch.append(asked)
         self._put_off(batch)
@@ -198,7 +171,7 @@ class Watched:
 
         await self.backend.submit(calls, take)
 
-    def _put_off(self, batch: Sequence[Asked]) -> None:
+    def _put_off(self, batch: Sequence[OpenCall]) -> None:
         """Set deadlines, or move them on, by what calls take the backend now: it may learn that only from
         the calls themselves."""
         capacity = max(1, self.backend.capacity)
@@ -208,7 +181,7 @@ class Watched:
             rounds = math.ceil((asked.ahead + 1) / capacity)
             asked.deadline_s = max(asked.deadline_s, asked.since_s + rounds * round_s + beyond_s)
 
-    def _answer(self, asked: Asked, verdicts: list[Verdict], elapsed_ms: float) -> None:
+    def _answer(self, asked: OpenCall, verdicts: list[Verdict], elapsed_ms: float) -> None:
         if asked.answered:
             log.info("verdicts came too late", reward=self._spec.name)
             return

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from areal_async.errors import FaultError, RpcTimeout
+from areal_async.rewards import RewardSpec
 from areal_async.rpc.client import Caller
 from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutVerdicts, VerdictAck
 from areal_async.rpc.verdicts import Failure, Score, Verdict, VerdictKind, kind_of
@@ -34,10 +35,8 @@ from areal_async.trajectory import TrajectoryError, unpack
 from reward_service import metrics
 from reward_service.backends import Call
 from reward_service.intake import Load, episodes_to_claim
-from reward_service.outbox import portion
 from reward_service.router import Router
 from reward_service.sdk import RewardInput
-from reward_service.spec import RewardSpec
 
 log = get_logger("reward")
 
@@ -50,6 +49,12 @@ SEND_PAUSE_S = 0.005
 RETRY_PAUSE_S = 0.5
 STOP_LIMIT_S = 2.0
 """For calls under way and verdicts unsent when the service is told to stop."""
+MAX_VERDICTS = 512
+"""Verdicts in one message, unless one claim has more."""
+MAX_BYTES = 16 << 20
+"""A message is ended by the verdict that brings it here; the wire takes four times as much."""
+VALUE_BYTES = 9
+"""A float in msgpack."""
 
 
 class Held:
@@ -351,3 +356,24 @@ def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:
         truncated=bool(header.calls) and header.calls[-1].finish_reason == "length",
         blob=blob,
     )
+
+
+def portion(waiting: Sequence[EpisodeVerdict]) -> int:
+    """The length of the next message, 0 only where nothing waits.
+
+    Verdicts of one claim that follow each other stay together: of a group that is judged as one, half would
+    be masked or dropped before the other half says that it is to be judged again."""
+    size_bytes = 0
+    for index, verdict in enumerate(waiting):
+        full = index >= MAX_VERDICTS or size_bytes >= MAX_BYTES
+        if full and verdict.claim_id != waiting[index - 1].claim_id:
+            return index
+        size_bytes += _size_bytes(verdict)
+    return len(waiting)
+
+
+def _size_bytes(item: EpisodeVerdict) -> int:
+    """About: what can be large is counted."""
+    parts = item.verdict.parts if isinstance(item.verdict, Score) else None
+    values = 0 if parts is None else len(parts.units) + 2 * (len(parts.segments) + len(parts.agents))
+    return len(item.episode_id) + len(item.claim_id) + VALUE_BYTES * values

@@ -35,7 +35,6 @@ PATH_FIELDS = (
     "evaluation.server.environment",
     "weights.key_file",
     "weights.directory",
-    "reward.registry",
 )
 CODE_FIELDS = ("rollout.workflow",)
 """Fields that may hold `path.py:name`."""

@@ -1,6 +1,5 @@
 """`reward`: how episodes are scored."""
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -65,15 +64,6 @@ class RewardSection(Section):
     """Scoring processes."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Deadline of one call, in seconds; past it its process is killed and the verdict is `timeout`."""
-    service: Literal["own", "shared"] = "own"
-    """`own`: a reward service that starts and ends with the job. `shared`: one that serves several jobs
-    (`areal-async reward up`, docs/reward-service.md); the job waits until it is there."""
-    registry: Path | None = None
-    """Folder in which jobs and shared services find each other; else what the environment variable
-    AREAL_ASYNC_REGISTRY says, else one of this user on this machine."""
-    reload: bool = True
-    """Take a reward's file anew when it has changed, between two calls; a version that cannot be loaded
-    changes nothing."""
     recycle_calls: int = Field(default=0, ge=0)
     """Calls after which a scoring process is renewed, for rewards that leak; 0: never for their number."""
     worker_memory_mb: int = Field(default=4096, ge=0, le=1 << 24)

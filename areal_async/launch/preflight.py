@@ -164,12 +164,10 @@ def _check_redis(job: JobConfig) -> list[Mistake]:
 
 
 def _check_sandbox(job: JobConfig) -> list[Mistake]:
-    """A shared reward service looks at its own machine."""
     found: dict[tuple[str, str], tuple[str, str]] = {}
     mistakes = []
     for field, arguments in programs_run(job):
-        of_worker = field.startswith("rollout")
-        if arguments.get("sandbox") == "none" or (job.reward.service == "shared" and not of_worker):
+        if arguments.get("sandbox") == "none":
             continue
         where = (arguments.get("remote") or "", arguments.get("token_env") or "")
         if where not in found:

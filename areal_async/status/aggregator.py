@@ -245,7 +245,6 @@ class StatusAggregator:
                 for name, service in rollouts.items()
                 if (version := _last(service.figures, "areal_rollout_version")) is not None
             },
-            reward=reward.waiting_for("reward"),
             workers_alive=None if alive is None else int(sum(alive.values())),
             workers=job.reward.workers,
             max_groups=job.buffer.max_groups,

@@ -40,8 +40,6 @@ class Facts:
     """Version that each rollout worker samples from."""
     weights: Mapping[str, str] = field(default_factory=dict)
     """What a rollout worker waits for whose next snapshot does not come, in words."""
-    reward: str = ""
-    """What the job waits for before a shared service scores it; empty when it does not."""
     workers_alive: int | None = None
     """Scoring processes of the reward service; None when it does not say."""
     workers: int = 0
@@ -130,8 +128,6 @@ def _behind(facts: Facts, workers: Sequence[str]) -> str:
 def _reward_missing(facts: Facts) -> str:
     if why := _missing(facts, "reward"):
         return why.replace("reward ", "reward_service ", 1)
-    if facts.reward:
-        return facts.reward
     if facts.workers_alive == 0:
         return f"reward_service has 0 of {facts.workers} workers alive"
     return ""

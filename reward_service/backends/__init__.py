@@ -63,6 +63,8 @@ class BackendReward:
     scopes: ClassVar[tuple[str, ...]] = ("episode",)
     implementation: ClassVar[str]
     """`module:Class` of the `Backend`, which is made with `(spec, section)`."""
+    worker_class: ClassVar[str] = ""
+    """`module:Class` of what a pool's worker makes, where the backend is a pool: see `LoadReward`."""
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:

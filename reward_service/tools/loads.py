@@ -14,8 +14,8 @@ import msgspec
 
 from areal_async.launch.contents import RewardTrial
 from areal_async.rewards import RewardSpec
-from reward_service.channel import Load
-from reward_service.pool_worker import load_program
+from reward_service.pool.protocol import LoadReward
+from reward_service.pool.worker import load
 from reward_service.sdk import RewardLoadError
 
 
@@ -24,7 +24,7 @@ def problem_of(spec: RewardSpec) -> str:
     path, _, _ = spec.name.rpartition(":")
     try:
         source = Path(path).read_bytes() if path.endswith(".py") else None
-        load_program(Load(0, spec.name, dict(spec.args), spec.scope, source))
+        load(LoadReward(0, spec.name, dict(spec.args), spec.scope, source))
     except RewardLoadError as error:
         return "" if error.may_pass else str(error)
     except BaseException as error:  # a file may raise anything, SystemExit too

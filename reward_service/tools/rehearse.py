@@ -29,7 +29,7 @@ from areal_async.config.load import apply_overrides, load_job
 from areal_async.config.reward import RewardSection
 from areal_async.config.rewardcheck import reward_file_mistakes, scope_in_file, section_mistakes
 from reward_service.client import LocalScorer
-from reward_service.process import PRINTED
+from reward_service.processes import on_print
 from reward_service.tools.findings import Findings, Judged, summed_up
 from reward_service.tools.page import draw, plain
 from reward_service.tools.samples import Sample, Samples, read_samples
@@ -37,16 +37,6 @@ from reward_service.tools.samples import Sample, Samples, read_samples
 CHUNK = 512
 """Answers handed to the pool between two looks at the progress bar."""
 COMMAND_LINE = "the command line"
-
-
-class Prints(logging.Handler):
-    """Shows what the reward prints, on standard error. What else the pool logs is in the findings."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage() == PRINTED:
-            fields = getattr(record, "areal_fields", {})
-            for line in str(fields.get("text", "")).splitlines():
-                print(f"printed: {plain(line)}", file=sys.stderr, flush=True)
 
 
 def main(request: RehearsalRequest) -> int:
@@ -107,18 +97,21 @@ def target(request: RehearsalRequest) -> tuple[RewardSection, Path]:
 
 @contextmanager
 def shown_prints() -> Iterator[None]:
-    """What rewards print is shown meanwhile, and nothing else of the log."""
-    logger, prints = logging.getLogger("areal"), Prints()
-    level, propagate = logger.level, logger.propagate
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    logger.addHandler(prints)
+    """Show what rewards print on standard error, and nothing of the log: the findings say the rest."""
+    logger = logging.getLogger("areal")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    token = on_print.set(_show)
     try:
         yield
     finally:
-        logger.removeHandler(prints)
-        logger.propagate = propagate
+        on_print.reset(token)
         logger.setLevel(level)
+
+
+def _show(pid: int, text: str) -> None:
+    for line in text.splitlines():
+        print(f"printed: {plain(line)}", file=sys.stderr, flush=True)
 
 
 async def judge(

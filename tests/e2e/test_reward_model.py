@@ -39,7 +39,7 @@ def job_file(workspace):
 
 
 def model_process(service: psutil.Process) -> psutil.Process:
-    return next(p for p in service.children() if "reward_service.backends.reward_model.worker" in p.cmdline())
+    return next(p for p in service.children() if "reward_service.pool.worker" in p.cmdline())
 
 
 def test_a_job_learns_what_its_reward_model_likes(job_file, running, workspace, nothing_is_left):

@@ -24,11 +24,11 @@ import msgspec
 from pydantic import ValidationError
 
 from areal_async.config.reward import RewardSection
+from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Timeout, Verdict
 from areal_async.runtime.log import get_logger
 from reward_service import metrics
 from reward_service.backends import Call, OnVerdicts
-from reward_service.backends.inbox import Inbox
 from reward_service.backends.judge import JudgeArguments
 from reward_service.backends.judge.endpoint import Endpoint, Reply, Trouble, advice
 from reward_service.backends.judge.grades import LONGEST_REPLY, NoGrade, Parser, verdict_of
@@ -38,7 +38,6 @@ from reward_service.backends.judge.servers import Server, Servers
 from reward_service.backends.templates import MissingText, fill
 from reward_service.metrics import cache_lookup
 from reward_service.sdk import RewardInput, RewardLoadError
-from reward_service.spec import RewardSpec
 
 log = get_logger("judge")
 
@@ -88,7 +87,8 @@ class Judge:
         self._slots = asyncio.Semaphore(given.max_in_flight)
         self._replies = Replies(given.cache_entries, given.cache_file)
         self._flights: dict[bytes, Flight] = {}
-        self._inbox: Inbox[tuple[int, Call, OnVerdicts]] = Inbox(MAX_QUEUED)
+        self._waiting: asyncio.Queue[tuple[int, Call, OnVerdicts]] = asyncio.Queue(MAX_QUEUED)
+        self._closed = False
         self._runners: list[asyncio.Task[None]] = []
         self._endpoint: Endpoint | None = None
         self._call_s = 1.0
@@ -154,13 +154,12 @@ class Judge:
 
     async def __aexit__(self, *_: object) -> None:
         """Ends what is under way; every call left gets its verdict."""
-        waiting = self._inbox.close()
+        self._closed = True
         flights = [flight.task for flight in self._flights.values()]
         for task in [*self._runners, *flights]:
             task.cancel()
         await asyncio.gather(*self._runners, *flights, return_exceptions=True)
-        for index, call, on_verdicts in waiting:
-            on_verdicts(index, _closed(call), 0.0)
+        self._refuse_waiting()
         if self._endpoint is not None:
             await self._endpoint.close()
             self._endpoint = None
@@ -171,8 +170,15 @@ class Judge:
         for index, call in enumerate(calls):
             self._requests_last = max(1, self._requests_of(call))
             self._requests_open += self._requests_of(call)
-            if not await self._inbox.put((index, call, on_verdicts)):
-                on_verdicts(index, _closed(call), 0.0)
+            await self._waiting.put((index, call, on_verdicts))
+            if self._closed:
+                self._refuse_waiting()
+
+    def _refuse_waiting(self) -> None:
+        """Give what waits its verdict; whoever waited for room comes here too."""
+        while not self._waiting.empty():
+            index, call, on_verdicts = self._waiting.get_nowait()
+            on_verdicts(index, _closed(call), 0.0)
 
     def _requests_of(self, call: Call) -> int:
         return self._arguments.votes * (len(call) if isinstance(call, list) else 1)
@@ -215,7 +221,7 @@ class Judge:
 
     async def _run(self) -> None:
         while True:
-            index, call, on_verdicts = await self._inbox.get()
+            index, call, on_verdicts = await self._waiting.get()
             flights: list[Flight] = []
             began_s = time.monotonic()
             inputs = call if isinstance(call, list) else [call]

@@ -25,11 +25,13 @@ import msgspec
 from pydantic import ValidationError
 
 from areal_async.config.reward import RewardSection
+from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Timeout, Verdict
 from areal_async.runtime.log import get_logger
 from areal_async.trajectory import TrajectoryError
+from reward_service import metrics
 from reward_service.backends import Call, OnVerdicts
-from reward_service.backends.remote import RemoteArguments, metrics
+from reward_service.backends.remote import RemoteArguments
 from reward_service.backends.remote.answers import read_verdicts
 from reward_service.backends.remote.backoff import pause_s
 from reward_service.backends.remote.balance import choose
@@ -43,7 +45,6 @@ from reward_service.backends.remote.transport import Transport
 from reward_service.backends.remote.zeromq import ZmqTransport
 from reward_service.checking import clip
 from reward_service.sdk import RewardInput, RewardLoadError
-from reward_service.spec import RewardSpec
 
 log = get_logger("reward")
 
@@ -361,7 +362,7 @@ class RemoteBackend:
             for call in batch:
                 call.fail("pool", "the connection to the reward servers was closed")
             return
-        metrics.RESENT.labels(cause).inc(len(batch))
+        metrics.REMOTE_RESENT.labels(cause).inc(len(batch))
         self._queue.extendleft(reversed(batch))
         self._news.set()
 

@@ -20,7 +20,8 @@ import msgspec
 
 from areal_async.config.reward import Scope
 from areal_async.runtime.log import get_logger
-from reward_service.backends.remote import ANSWER_GRACE_S, metrics
+from reward_service import metrics
+from reward_service.backends.remote import ANSWER_GRACE_S
 from reward_service.backends.remote.backoff import pause_s
 from reward_service.backends.remote.balance import Load
 from reward_service.backends.remote.breaker import Breaker
@@ -169,8 +170,8 @@ class Replica:
             elapsed_s = time.monotonic() - began_s
             if outcome in ("ok", "late"):
                 self.pace.note(elapsed_s, len(inputs))
-            metrics.REQUESTS.labels(self.url, outcome).inc()
-            metrics.REQUEST_SECONDS.labels(self.url).observe(elapsed_s)
+            metrics.REMOTE_REQUESTS.labels(self.url, outcome).inc()
+            metrics.REMOTE_REQUEST_SECONDS.labels(self.url).observe(elapsed_s)
             self._changed()
 
     def _request(self, inputs: list[msgspec.Raw]) -> Request:
@@ -199,7 +200,7 @@ class Replica:
         ):
             self._lose(str(error))
         if self.breaker.failed(time.monotonic()):
-            metrics.BREAKS.labels(self.url).inc()
+            metrics.REMOTE_BREAKS.labels(self.url).inc()
             log.warning(
                 "reward server fails and is left alone for a while", server=self.url, error=str(error)
             )

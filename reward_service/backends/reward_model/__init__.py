@@ -41,8 +41,6 @@ class RewardModelArguments(Section):
     """Most texts computed together."""
     max_batch_tokens: int = Field(default=16384, ge=1)
     """Most tokens computed together, padding included; a single longer text goes alone."""
-    max_wait_ms: float = Field(default=5.0, ge=0)
-    """How long an idle model waits for company for a text."""
     max_tokens: int = Field(default=4096, ge=1)
     """Longest text, in tokens of the reward model; less where the model can read less."""
     on_long: Literal["fail", "cut"] = "fail"
@@ -83,6 +81,7 @@ class RewardModelReward(BackendReward):
 
     Arguments = RewardModelArguments
     implementation = "reward_service.backends.reward_model.backend:RewardModel"
+    worker_class = "reward_service.backends.reward_model.scorer:ModelFunction"
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:

@@ -112,7 +112,6 @@ def own_job(tmp_path: Path, reward: dict[str, Any]) -> JobConfig:
 
 
 def test_code_in_routes_and_arguments_is_found_from_the_folder_of_the_job_file(tmp_path):
-    reward = {"routes": [{"name": "own.py:many"}], "registry": "here"}
+    reward = {"routes": [{"name": "own.py:many"}]}
     job = job_from_mapping(mapping(reward), source="job.yaml", base=tmp_path, files=False)
     assert job.reward.routes[0].name == f"{tmp_path}/own.py:many"
-    assert job.reward.registry == tmp_path / "here"

@@ -5,44 +5,13 @@ import asyncio
 import pytest
 
 from areal_async.config.job import JobConfig
-from areal_async.launch.registry import JobEntry, Owner
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.service import restart_may_help
 from reward_service import __main__ as own
-from reward_service import serving
 from reward_service.sdk import RewardLoadError
-from reward_service.serving import Serving
 
 LIMIT_S = 60.0
 JOB = {"job": "j", "model": "m", "tasks": {"train": "t.jsonl"}, "reward": {"name": "arithmetic"}}
-
-
-class Attempts(Serving):
-    """Each attempt to serve ends with the next error; after them it serves."""
-
-    def __init__(self, *errors):
-        super().__init__(JobEntry("run", "j", "nowhere", Owner.of(1)), None)
-        self.errors = list(errors)
-        self.states = []
-
-    async def _serve(self):
-        self.states.append((self.state.state, self.state.text))
-        if self.errors:
-            raise self.errors.pop(0)
-
-
-def test_a_shared_service_waits_for_a_reward_that_is_away_and_says_so(monkeypatch):
-    monkeypatch.setattr(serving, "AGAIN_S", 0.01)
-    away = RewardLoadError("no server", may_pass=True)
-    attempts = Attempts(away, away)
-    asyncio.run(asyncio.wait_for(attempts.run(), LIMIT_S))
-    assert attempts.states == [("starting", ""), ("waiting", "no server"), ("waiting", "no server")]
-
-
-def test_a_shared_service_does_not_wait_for_what_must_be_corrected():
-    attempts = Attempts(RewardLoadError("a wrong name"), RewardLoadError("asked twice"))
-    asyncio.run(asyncio.wait_for(attempts.run(), LIMIT_S))
-    assert (attempts.state.state, attempts.state.text) == ("failed", "a wrong name")
 
 
 @pytest.mark.parametrize("may_pass", [True, False])

@@ -1,12 +1,28 @@
 """The pure parts: how much is claimed, how calls are dealt out, what is done about a slow one."""
 
+import asyncio
+import itertools
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reward_service.dispatch import Pace, Progress, State, next_action
+from areal_async.rewards import RewardSpec
+from areal_async.rpc.messages import EpisodeVerdict
+from areal_async.rpc.verdicts import Parts, Score
+from reward_service.frames import FrameError, FrameReader, framed
 from reward_service.intake import MAX_CLAIM, MAX_PENDING, MAX_PENDING_BYTES, Load, episodes_to_claim
+from reward_service.pool.protocol import Marker
+from reward_service.pool.queue import (
+    FairQueue,
+    LatencyEstimate,
+    PooledReward,
+    QueuedCall,
+    WorkerView,
+    next_action,
+)
+from reward_service.server import MAX_BYTES, MAX_VERDICTS, VALUE_BYTES, portion
 
 
 def load(**changes):
@@ -57,7 +73,7 @@ def test_nothing_is_unbounded_in_what_is_claimed(given_load):
 
 
 def test_batches_follow_the_pace_of_the_calls():
-    pace = Pace()
+    pace = LatencyEstimate()
     for _ in range(500):
         pace.note(1e-5)
     assert pace.batch == 256
@@ -67,14 +83,14 @@ def test_batches_follow_the_pace_of_the_calls():
 
 
 def test_batches_are_small_while_nothing_is_known_of_a_reward():
-    pace = Pace(first_guess_s=1e-5)
+    pace = LatencyEstimate(first_guess_s=1e-5)
     assert pace.batch == 1
     pace.note(1e-5)
     assert pace.batch == 4
 
 
 def test_a_short_queue_is_spread_over_all_workers():
-    pace = Pace(first_guess_s=1e-5)
+    pace = LatencyEstimate(first_guess_s=1e-5)
     for _ in range(100):
         pace.note(1e-5)
     assert pace.share(queued=10, workers=4) == 3
@@ -82,15 +98,8 @@ def test_a_short_queue_is_spread_over_all_workers():
     assert pace.share(queued=10_000, workers=4) == 256
 
 
-def test_progress_is_a_change_of_the_running_call():
-    progress = Progress()
-    assert progress.saw(7, 1.0)
-    assert not progress.saw(7, 2.0)
-    assert progress.moved_s == 1.0
-
-
 def state(**changes):
-    return State(**{"running_for_s": 0.01, "still_for_s": 0.01, "waiting": 5, **changes})
+    return WorkerView(**{"running_for_s": 0.01, "still_for_s": 0.01, "waiting": 5, **changes})
 
 
 def test_only_a_call_past_its_deadline_is_killed():
@@ -108,3 +117,117 @@ def test_calls_are_recalled_only_from_behind_a_slow_one():
     assert next_action(state(running_for_s=0.2), 10.0) == "recall"
     assert next_action(state(running_for_s=0.2, waiting=1), 10.0) == "nothing"
     assert next_action(state(running_for_s=0.01), 10.0) == "nothing"
+
+
+# --- turns -------------------------------------------------------------------------------------------
+
+
+def queue_of(n):
+    """A queue and `n` rewards that it holds."""
+    rewards = {number: PooledReward(number, RewardSpec("exact_match")) for number in range(n)}
+    return FairQueue(rewards), list(rewards.values())
+
+
+def push(queue, *rewards):
+    for reward in rewards:
+        queue.push(QueuedCall(reward, 0, [b""], lambda index, verdicts, elapsed_ms: None))
+
+
+def turns(queue, n, cost_s=lambda reward: 1.0):
+    """The rewards that had the next `n` turns; each of them goes on waiting."""
+
+    async def run():
+        order = []
+        for _ in range(n):
+            reward = queue.next()
+            queue.pop(reward)
+            reward.used_s += cost_s(reward)
+            push(queue, reward)
+            order.append(reward)
+        return order
+
+    return asyncio.run(run())
+
+
+@given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=6))
+@settings(derandomize=True, max_examples=60, deadline=None)
+def test_rewards_have_equal_time_whatever_their_calls_cost(costs_s):
+    queue, rewards = queue_of(len(costs_s))
+    push(queue, *rewards)
+    turns(queue, 3000, lambda reward: costs_s[reward.number])
+    had = [reward.used_s for reward in rewards]
+    assert max(had) - min(had) <= 3 * max(costs_s)
+
+
+def test_a_reward_that_had_nothing_to_do_does_not_make_up_for_it():
+    queue, (busy, away) = queue_of(2)
+    push(queue, busy)
+    turns(queue, 1000)
+    push(queue, away)
+    assert sum(reward is away for reward in turns(queue, 20)) in (10, 11)
+
+
+def test_what_is_taken_back_does_not_count_as_used():
+    queue, (one, other) = queue_of(2)
+    push(queue, one, other)
+    one.used_s += 5.0
+    one.used_s -= 5.0
+    other.used_s += 1.0
+    assert queue.next() is one
+
+
+# --- what travels --------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=50), max_size=8), st.lists(st.integers(0, 400), max_size=8))
+@settings(derandomize=True)
+def test_frames_survive_any_cutting_of_the_stream(payloads, cuts):
+    stream = b"".join(framed(payload) for payload in payloads)
+    reader = FrameReader(limit=1000)
+    edges = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
+    read = []
+    for start, end in itertools.pairwise(edges):
+        read += reader.feed(stream[start:end])
+    assert read == payloads
+
+
+def test_a_frame_above_the_limit_is_refused_before_its_bytes_are_awaited():
+    with pytest.raises(FrameError):
+        FrameReader(limit=10).feed((11).to_bytes(4, "little"))
+
+
+def test_the_marker_is_seen_through_its_descriptor():
+    ours = Marker.create()
+    theirs = Marker(ours.fd)
+    assert ours.running() == (0, 0)
+    theirs.begin(7, 12345)
+    assert ours.running() == (7, 12345)
+    ours.recall(9)
+    assert theirs.recalled == 9
+    ours.close()
+
+
+def of_claims(*sizes: int, parts: Parts | None = None) -> list[EpisodeVerdict]:
+    """So many verdicts of one claim after the other."""
+    return [
+        EpisodeVerdict(f"g{claim}.{sample}", f"C{claim}", Score(1.0, parts=parts))
+        for claim, size in enumerate(sizes)
+        for sample in range(size)
+    ]
+
+
+def test_everything_goes_while_it_is_little():
+    assert portion([]) == 0
+    assert portion(of_claims(3, 4)) == 7
+    assert portion(of_claims(MAX_VERDICTS)) == MAX_VERDICTS
+
+
+def test_a_message_ends_between_two_claims():
+    assert portion(of_claims(*[1] * (MAX_VERDICTS + 9))) == MAX_VERDICTS
+    assert portion(of_claims(MAX_VERDICTS - 2, 8, 1)) == MAX_VERDICTS + 6
+    assert portion(of_claims(MAX_VERDICTS + 40, 1)) == MAX_VERDICTS + 40
+
+
+def test_a_message_is_bounded_in_bytes():
+    large = Parts(units=[0.5] * (MAX_BYTES // VALUE_BYTES // 2 + 1))
+    assert portion(of_claims(1, 1, 1, 1, parts=large)) == 2

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from areal_async.config.reward import RewardSection
+from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Score, Timeout
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from reward_service.client import LocalScorer
-from reward_service.pool import Pool
+from reward_service.pool.pool import WorkerPool
+from reward_service.pool.workers import WorkerLimits
 from reward_service.sdk import RewardInput, RewardLoadError
-from reward_service.spec import RewardSpec
 
 FILE = Path(__file__).with_name("kinds.py")
 
@@ -165,7 +166,20 @@ def test_a_reward_may_return_an_error_of_its_own_and_name_the_sandbox():
     assert long.kind == "return_type"
 
 
-# --- rewards and jobs that come and go -----------------------------------------------------------------
+# --- rewards that come and go --------------------------------------------------------------------------
+
+
+async def ask(pool, spec, inputs):
+    verdicts, done = {}, asyncio.Event()
+
+    def take(index, of_call, elapsed_ms):
+        verdicts[index] = of_call[0]
+        if len(verdicts) == len(inputs):
+            done.set()
+
+    await pool.submit(inputs, take, spec=spec)
+    await asyncio.wait_for(done.wait(), 60)
+    return [verdicts[index] for index in range(len(inputs))]
 
 
 def test_rewards_are_added_to_a_pool_that_runs_and_one_that_does_not_load_spoils_nothing(tmp_path):
@@ -174,65 +188,53 @@ def test_rewards_are_added_to_a_pool_that_runs_and_one_that_does_not_load_spoils
 
     async def run():
         spec = RewardSpec(f"{FILE}:scaled", {"scale": 2.0})
-        async with Pool([], workers=2, strict=False) as pool:
-            await pool.add(spec, job="a")
-            await pool.add(spec, job="b")
+        async with WorkerPool([], workers=2, strict=False) as pool:
+            await pool.add(spec)
             with pytest.raises(RewardLoadError, match="RuntimeError: no"):
-                await pool.add(RewardSpec(f"{bad}:f"), job="b")
-            verdicts = await ask(pool, spec, texts(1, 2, 3), job="a")
-            assert pool.jobs == 2
-            pool.discard(spec, job="a")
-            verdicts += await ask(pool, spec, texts(4), job="b")
-            pool.discard(spec, job="b")
-            assert pool.jobs == 0
-            return verdicts
+                await pool.add(RewardSpec(f"{bad}:f"))
+            return await ask(pool, spec, texts(1, 2, 3))
 
-    assert asyncio.run(run()) == [Score(2.0), Score(4.0), Score(6.0), Score(8.0)]
+    assert asyncio.run(run()) == [Score(2.0), Score(4.0), Score(6.0)]
 
 
-async def ask(pool, spec, inputs, job=""):
-    verdicts, done = {}, asyncio.Event()
-
-    def take(index, of_call, elapsed_ms):
-        verdicts[index] = of_call[0]
-        if len(verdicts) == len(inputs):
-            done.set()
-
-    await pool.submit(inputs, take, spec=spec, job=job)
-    await asyncio.wait_for(done.wait(), 60)
-    return [verdicts[index] for index in range(len(inputs))]
-
-
-def test_loading_a_reward_behind_a_slow_call_costs_that_call_nothing(monkeypatch):
+def test_loading_a_reward_behind_a_slow_call_costs_that_call_nothing():
     async def run():
         slow, other = RewardSpec(f"{FILE}:held", timeout_s=30.0), RewardSpec(f"{FILE}:scaled", {"scale": 2.0})
-        async with Pool([], workers=1, strict=False) as pool:
-            await pool.add(slow, job="a")
-            monkeypatch.setattr("reward_service.crew.START_LIMIT_S", 1.5)
+        async with WorkerPool([slow], workers=1, strict=False, limits=WorkerLimits(start_s=2.5)) as pool:
             given = RewardInput(response="1", extra_info={"seconds": 4.0})
-            under_way = asyncio.create_task(ask(pool, slow, [given], job="a"))
+            under_way = asyncio.create_task(ask(pool, slow, [given]))
             while not pool.busy:
                 await asyncio.to_thread(time.sleep, 0.001)
-            await pool.add(other, job="b")
-            return await under_way, await ask(pool, other, texts(1), job="b")
+            await pool.add(other)
+            return await under_way, await ask(pool, other, texts(1))
 
     assert asyncio.run(run()) == ([Score(1.0)], [Score(2.0)])
 
 
-def test_a_job_that_leaves_takes_its_waiting_calls_with_it():
+def test_a_reward_that_is_discarded_takes_its_waiting_calls_with_it():
     async def run():
-        spec = RewardSpec(f"{FILE}:held", timeout_s=30.0)
-        async with Pool([], workers=1, strict=False) as pool:
-            await pool.add(spec, job="leaves")
-            await pool.add(spec, job="stays")
+        leaves, stays = RewardSpec(f"{FILE}:held", timeout_s=30.0), RewardSpec(f"{FILE}:held", timeout_s=29.0)
+        async with WorkerPool([leaves, stays], workers=1, strict=False) as pool:
             gone = []
             slow = [RewardInput(response="1", extra_info={"seconds": 0.2}) for _ in range(20)]
-            await pool.submit(slow, lambda i, verdicts, ms: gone.append(verdicts[0]), spec=spec, job="leaves")
-            pool.discard(spec, job="leaves")
+            await pool.submit(slow, lambda i, verdicts, ms: gone.append(verdicts[0]), spec=leaves)
+            pool.discard(leaves)
             refused = [verdict for verdict in gone if isinstance(verdict, Failure)]
-            stayed = await ask(pool, spec, texts(1, 2), job="stays")
-            return len(refused), stayed
+            return len(refused), await ask(pool, stays, texts(1, 2))
 
     refused, stayed = asyncio.run(run())
     assert refused >= 10
     assert stayed == [Score(1.0), Score(2.0)]
+
+
+def test_a_reward_of_quick_calls_is_not_held_up_by_one_of_slow_calls():
+    async def run():
+        slow, quick = RewardSpec(f"{FILE}:held", timeout_s=30.0), RewardSpec(f"{FILE}:held", timeout_s=29.0)
+        async with WorkerPool([slow, quick], workers=1) as pool:
+            ended = []
+            given = [RewardInput(response="1", extra_info={"seconds": 0.1}) for _ in range(100)]
+            await pool.submit(given, lambda *_: ended.append("slow"), spec=slow)
+            await ask(pool, quick, [RewardInput(response="1")] * 100)
+            return len(ended)
+
+    assert asyncio.run(run()) < 10

@@ -9,11 +9,11 @@ import time
 import psutil
 import pytest
 
+from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from reward_service.client import LocalScorer
-from reward_service.pool import Pool
+from reward_service.pool.pool import WorkerPool
 from reward_service.sdk import RewardInput, RewardLoadError
-from reward_service.spec import RewardSpec
 
 
 def score(section, inputs, workers=1):
@@ -144,7 +144,7 @@ def test_verdicts_are_final_for_a_crowd_in_which_some_misbehave(section, call):
 def test_an_elapsed_time_comes_with_each_verdict(section, call):
     async def run():
         seen = {}
-        async with Pool([RewardSpec(section().name, timeout_s=0.5)], workers=1) as pool:
+        async with WorkerPool([RewardSpec(section().name, timeout_s=0.5)], workers=1) as pool:
             all_done = asyncio.Event()
 
             def take(index, verdicts, elapsed_ms):
@@ -173,7 +173,7 @@ def test_a_good_call_is_not_run_again_when_nothing_dies(section, call, tmp_path)
 
 def test_quick_calls_behind_a_slow_one_go_to_an_idle_worker(section, call):
     async def run():
-        async with Pool([RewardSpec(section().name, timeout_s=600.0)], workers=2) as pool:
+        async with WorkerPool([RewardSpec(section().name, timeout_s=600.0)], workers=2) as pool:
             first = asyncio.Event()
             ended = []
 
@@ -282,8 +282,7 @@ def test_a_reward_that_kills_its_process_on_import_ends_the_start(tmp_path, sect
         score(section().model_copy(update={"name": f"{file}:f"}), [])
 
 
-def test_a_reward_that_can_be_loaded_no_longer_ends_the_pool_with_verdicts(tmp_path, section, monkeypatch):
-    monkeypatch.setattr("reward_service.crew.RELOAD_LIMIT_S", 0.0)
+def test_a_reward_that_can_be_loaded_no_longer_ends_the_pool_with_verdicts(tmp_path, section):
     file, needed = tmp_path / "fragile.py", tmp_path / "needed"
     needed.touch()
     file.write_text(
@@ -298,10 +297,7 @@ def test_a_reward_that_can_be_loaded_no_longer_ends_the_pool_with_verdicts(tmp_p
     assert "FileNotFoundError" in others[0].message
 
 
-def test_verdicts_are_final_for_calls_that_come_back_to_a_pool_that_has_given_up(
-    tmp_path, section, monkeypatch
-):
-    monkeypatch.setattr("reward_service.crew.RELOAD_LIMIT_S", 0.0)
+def test_verdicts_are_final_for_calls_that_come_back_to_a_pool_that_has_given_up(tmp_path, section):
     file, needed = tmp_path / "fragile.py", tmp_path / "needed"
     needed.touch()
     file.write_text(

@@ -1,9 +1,7 @@
 """From tasks to what scores them: pools, backends that do well or ill, and the service over both."""
 
 import asyncio
-import gc
 import time
-import weakref
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from reward_service import router
 from reward_service.backends.remote import RemoteReward
 from reward_service.client import LocalScorer
-from reward_service.pool import Pool
 from reward_service.router import Router
 from reward_service.sdk import RewardInput, RewardLoadError
 from reward_service.server import RewardServer
@@ -219,29 +216,6 @@ def test_a_backend_that_can_score_no_more_ends_the_service(response, error):
 
     with pytest.raises(error):
         serve({"name": "remote"}, drive)
-
-
-def test_a_shared_pool_keeps_nothing_of_a_job_that_has_gone():
-    async def run():
-        async with Pool([], workers=1, strict=False) as pool:
-            routes = [{"name": "arithmetic", "data_source": "a"}]
-            section = RewardSection.model_validate({"name": "exact_match", "routes": routes})
-            gone = []
-            for number in range(3):
-                entered = Router(section, shared=pool, job=f"j{number}")
-                async with entered:
-                    gone.append(weakref.ref(entered))
-                del entered
-            await asyncio.sleep(0)
-            gc.collect()
-            left = [one() for one in gone]
-            async with Router(section, shared=pool, job="last") as last:
-                pool.broken.set_result(RewardLoadError("no more"))
-                async with asyncio.timeout(LIMIT_S):
-                    assert str(await last.broken) == "no more"
-            return left
-
-    assert asyncio.run(run()) == [None] * 3
 
 
 class Slow(Distant):

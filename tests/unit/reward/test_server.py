@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from areal_async.errors import FaultError, RpcTimeout
+from areal_async.rewards import RewardSpec
 from areal_async.rpc.messages import ClaimedEpisode, Claims, Refusal, Task, VerdictAck
 from areal_async.rpc.verdicts import Failure, Score, Timeout
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
@@ -17,7 +18,6 @@ from reward_service.backends.remote.host.desk import _count
 from reward_service.router import Router
 from reward_service.sdk import RewardLoadError
 from reward_service.server import Held, RewardServer
-from reward_service.spec import RewardSpec
 from tests.callers import FakeCaller
 
 DEADLINE_S = 30.0
@@ -272,8 +272,7 @@ def test_a_fault_that_no_retry_cures_ends_the_service(section):
         serve(section(), drive)
 
 
-def test_a_reward_that_cannot_be_loaded_again_ends_the_service(section, tmp_path, monkeypatch):
-    monkeypatch.setattr("reward_service.crew.RELOAD_LIMIT_S", 0.0)
+def test_a_reward_that_cannot_be_loaded_again_ends_the_service(section, tmp_path):
     file, needed = tmp_path / "fragile.py", tmp_path / "needed"
     needed.touch()
     file.write_text(

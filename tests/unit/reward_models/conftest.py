@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 
 from areal_async.config.reward import RewardSection
+from areal_async.rewards import RewardSpec
 from reward_service.backends.judge.backend import GREETING, Judge
 from reward_service.sdk import RewardInput
-from reward_service.spec import RewardSpec
 
 DEADLINE_S = 30.0
 

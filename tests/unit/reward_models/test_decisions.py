@@ -17,7 +17,7 @@ from reward_service.backends.judge.limits import MINUTE_S, Budget, Window, sprea
 from reward_service.backends.judge.replies import Replies
 from reward_service.backends.judge.servers import Servers
 from reward_service.backends.reward_model import RewardModelArguments
-from reward_service.backends.reward_model.batching import WINDOW, choose_batch, cut_by_tokens, is_due
+from reward_service.backends.reward_model.scorer import cut_by_tokens
 from reward_service.backends.templates import MissingText, fill
 from reward_service.sdk import RewardInput
 
@@ -238,36 +238,12 @@ def test_a_request_given_up_counts_only_against_a_server_that_answered_nobody():
 LENGTHS = st.lists(st.integers(0, 5000), min_size=1, max_size=300)
 
 
-@hypothesis_given(LENGTHS, st.integers(1, 32))
-def test_a_batch_is_full_when_it_can_be_and_holds_the_oldest(lengths, most):
-    chosen = choose_batch(lengths, most)
-    assert chosen == sorted(set(chosen))
-    assert chosen[0] == 0
-    assert len(chosen) == min(len(lengths), most)
-    assert chosen[-1] < WINDOW * most
-
-
-def test_texts_of_like_length_go_together():
-    lengths = [10, 900, 12, 880, 11, 910]
-    assert choose_batch(lengths, 3) == [0, 2, 4]
-    assert choose_batch(lengths[1:2] + lengths[3:4] + lengths[5:], 3) == [0, 1, 2]
-
-
 @hypothesis_given(LENGTHS, st.integers(1, 20000))
 def test_parts_of_a_batch_hold_every_text_once_within_the_tokens(lengths, most):
     parts = cut_by_tokens(lengths, most)
     assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
     for part in parts:
         assert len(part) == 1 or len(part) * max(lengths[index] for index in part) <= most
-
-
-def test_a_batch_is_made_when_it_is_full_or_when_nobody_else_comes():
-    settings = {"max_batch": 8, "max_wait_s": 0.01}
-    assert is_due(8, 0.0, idle=False, **settings)
-    assert is_due(1, 0.01, idle=True, **settings)
-    assert not is_due(7, 0.005, idle=True, **settings)
-    assert not is_due(7, 5.0, idle=False, **settings)
-    assert not is_due(0, 5.0, idle=True, **settings)
 
 
 # --- templates, replies, headers, arguments ---------------------------------------------------------

@@ -6,10 +6,10 @@ import time
 import pytest
 from aiohttp import web
 
+from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
-from reward_service.router import Watched
+from reward_service.router import WatchedBackend
 from reward_service.sdk import RewardLoadError
-from reward_service.spec import RewardSpec
 from tests.unit.reward_models.conftest import (
     DEADLINE_S,
     JudgeServer,
@@ -272,7 +272,7 @@ def test_waiting_for_the_tokens_of_long_prompts_is_no_timeout(monkeypatch):
         async with JudgeServer(answer) as server:
             judge = judge_of(server.url, tokens_per_minute=2000, max_tokens=10, timeout_s=0.5)
             spec = RewardSpec("judge", timeout_s=0.5)
-            async with judge, Watched(spec, judge) as watched:
+            async with judge, WatchedBackend(spec, judge) as watched:
                 before = judge.capacity, judge.patience_s
                 calls = [given(f"{n}: " + "long " * 250) for n in range(12)]
                 return await score(watched, calls), before, seen, (judge.capacity, judge.patience_s)

@@ -8,10 +8,10 @@ import psutil
 import pytest
 
 from areal_async.config.reward import RewardSection
-from areal_async.rpc.verdicts import Score, Timeout
+from areal_async.rewards import RewardSpec
+from areal_async.rpc.verdicts import Score
 from reward_service.backends.reward_model.backend import START_LIMIT_S, RewardModel
 from reward_service.sdk import RewardInput, RewardLoadError
-from reward_service.spec import RewardSpec
 from tests.unit.reward_models.conftest import score
 from tests.unit.reward_models.tiny import bare_scores, write_reward_model
 
@@ -46,19 +46,18 @@ def test_verdicts_are_final_and_true_whatever_becomes_of_the_process(directory):
     async def work():
         found, calls = {}, inputs(300)
         async with model(directory, max_batch=16, timeout_s=1.5) as backend:
-            assert backend.alive == backend.capacity == 32
+            assert backend.alive == backend.capacity == 16
             found["calls"] = await score(backend, calls)
-            found["groups"] = await score(backend, [calls[:3], calls[3:50]])
-            first = backend.pid
+            [first] = backend.pids
             # Stopped, the process is one that computes for ever.
             os.kill(first, signal.SIGSTOP)
             found["hung"] = await score(backend, calls[:40])
-            second = backend.pid
+            [second] = backend.pids
             scoring = asyncio.create_task(score(backend, calls))
             await asyncio.wait([scoring], timeout=0.02)
             os.kill(second, signal.SIGKILL)
             found["killed"] = await scoring
-            third = backend.pid
+            [third] = backend.pids
             os.kill(third, signal.SIGSTOP)
             scoring = asyncio.create_task(score(backend, calls))
             await asyncio.wait([scoring], timeout=0.02)
@@ -69,12 +68,8 @@ def test_verdicts_are_final_and_true_whatever_becomes_of_the_process(directory):
 
     found = run(work())
     assert values(found["calls"]) == pytest.approx(expected, abs=1e-4)
-    assert values([verdict for group in found["groups"] for verdict in group]) == pytest.approx(
-        expected[:50], abs=1e-4
-    )
-    late = [verdict for verdict in found["hung"] if verdict == Timeout(1500)]
-    assert len(late) == 16  # the batch that it had begun, and no other
-    assert all(isinstance(verdict, Score) for verdict in found["hung"] if verdict not in late)
+    # What was stopped and what was killed is computed again: nobody is to blame for it twice.
+    assert values(found["hung"]) == pytest.approx(expected[:40], abs=1e-4)
     assert values(found["killed"]) == pytest.approx(expected, abs=1e-4)
     assert {verdict.kind for verdict in found["closed"]} == {"pool"}
 
@@ -93,15 +88,6 @@ def test_a_model_that_cannot_be_loaded_is_said_before_the_job_begins(tmp_path):
                 pass
 
     run(work())
-
-
-def test_a_template_that_needs_more_than_the_task_has_is_an_error_of_the_input(directory):
-    async def work():
-        backend = model(directory, template="{response}{extra_info.rubric}")
-        return await score(backend, inputs(1))
-
-    (found,) = run(work())
-    assert found.kind == "input"
 
 
 def test_a_call_may_wait_for_the_model_to_be_loaded_again(directory):

@@ -8,7 +8,7 @@ import torch
 
 from areal_async.rpc.verdicts import Failure, Score
 from reward_service.backends.reward_model import RewardModelArguments
-from reward_service.backends.reward_model.worker import Scorer, Unusable
+from reward_service.backends.reward_model.scorer import Scorer, Unusable
 from tests.unit.reward_models.tiny import bare_scores, write_encoder, write_reward_model
 
 torch.set_num_threads(1)

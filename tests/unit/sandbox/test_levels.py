@@ -20,6 +20,7 @@ from prometheus_client import REGISTRY
 from areal_async.config.advice import advise
 from areal_async.config.job import JobConfig
 from areal_async.config.sandbox import CodeStdioArguments, SandboxLevel
+from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Score
 from reward_service.sandbox import CompilerMissing, Limits, Program, Sandbox, SandboxError
 from reward_service.sandbox.isolation import seccomp
@@ -27,7 +28,6 @@ from reward_service.sandbox.languages import installed, language
 from reward_service.sandbox.program import Level
 from reward_service.sdk import RewardInput
 from reward_service.server import Held
-from reward_service.spec import RewardSpec
 from reward_service.verifiers import run_cases
 from reward_service.verifiers.code_stdio import code_stdio
 from reward_service.verifiers.run_cases import Settings

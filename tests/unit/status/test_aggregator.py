@@ -325,7 +325,6 @@ def test_a_stall_is_blamed_on_verdicts_since_the_trainer_last_computed(aggregato
 @pytest.mark.parametrize(
     ("name", "subject", "what"),
     [
-        ("reward", "reward", "no shared reward service runs"),
         ("buffer", "redis", "Redis cannot write to its disk"),
         ("rollout-0", "weights", "no chunk of version 3 has come for 9 s"),
     ],

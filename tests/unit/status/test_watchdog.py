@@ -41,11 +41,6 @@ def test_the_message_names_the_reward_service_and_its_dead_workers():
         ({"phases": {"trainer": "starting"}}, "trainer", "trainer is starting"),
         ({"silent_s": {"trainer": 31.0}}, "trainer", "not answered for 31 s"),
         ({"phases": {"reward": "restarting"}, "groups": {"generated": 1}}, "reward", "reward_service died"),
-        (
-            {"reward": "no shared reward service runs", "workers_alive": 0, "groups": {"generated": 9}},
-            "reward",
-            "trainer waits for scored groups; no shared reward service runs",
-        ),
         ({"groups": {"generated": 9, "leased": 2}}, "reward", "9 generated groups are not scored"),
         (
             {"phases": {"rollout-0": "restarting", "rollout-1": "restarting"}},

@@ -24,7 +24,7 @@ from reward_service.backends.remote.host.http import http_server, tls_of
 from reward_service.backends.remote.host.offers import Offer, read_offers, version_of
 from reward_service.backends.remote.host.zeromq import ZmqServer
 from reward_service.backends.remote.schema import Limits
-from reward_service.pool import Pool
+from reward_service.pool.pool import WorkerPool
 
 DRAIN_LIMIT_S = 5.0
 """For requests under way when the server is told to end."""
@@ -59,7 +59,7 @@ async def serve(request: ServeRequest) -> None:
         if listening is not None:
             stack.callback(listening.close)
         # Not strict: arguments of one client that do not fit must not end the service of the others.
-        pool = await stack.enter_async_context(Pool([], workers=request.workers, strict=False))
+        pool = await stack.enter_async_context(WorkerPool([], workers=request.workers, strict=False))
         limits = Limits(max_inputs=request.batch, max_in_flight=max(8, 2 * request.workers))
         desk = Desk(
             pool,

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Score, Verdict, kind_of
 from reward_service import metrics
 from reward_service.backends import Call
@@ -34,9 +35,8 @@ from reward_service.backends.remote.schema import (
     Status,
 )
 from reward_service.backends.remote.transport import Form
-from reward_service.pool import Pool
+from reward_service.pool.pool import WorkerPool
 from reward_service.sdk import RewardLoadError
-from reward_service.spec import RewardSpec
 
 MOST_VARIANTS = 32
 """Sets of arguments that are loaded at a time, besides those in use."""
@@ -59,7 +59,7 @@ class Desk:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: WorkerPool,
         offers: Sequence[Offer],
         *,
         name: str,
@@ -234,12 +234,12 @@ class Desk:
             return self._use(spec)
         async with self._loading:
             if spec.key not in self._specs:
-                await self._pool.add(spec, job="")
+                await self._pool.add(spec)
                 self._specs[spec.key] = spec
             self._use(spec)
             unused = [key for key in self._specs if not self._users.get(key)]
             for key in unused[: max(0, len(self._specs) - MOST_VARIANTS)]:
-                self._pool.discard(self._specs.pop(key), job="")
+                self._pool.discard(self._specs.pop(key))
             return spec
 
     def _use(self, spec: RewardSpec) -> RewardSpec:

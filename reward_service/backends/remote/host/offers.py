@@ -14,10 +14,10 @@ from typing import Any
 from areal_async.config.reward import Scope
 from areal_async.config.rewardcheck import marked_scope, part_of, runs_in_pool, scopes_of
 from areal_async.registry import REWARDS
+from areal_async.rewards import RewardSpec
 from reward_service.backends.remote.schema import Extra, RewardInfo
-from reward_service.programs import own_file
+from reward_service.pool.queue import own_file
 from reward_service.sdk import RewardLoadError
-from reward_service.spec import RewardSpec
 
 LOCKED = ("parts", "of", "remote", "token_env", "sandbox", "live_objects", "dataset_args")
 """Arguments of built-in rewards that name code to run, an address to send a secret to, the variable that

@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
-from reward_service.backends.remote import metrics
+from reward_service import metrics
 from reward_service.sdk import RewardInput, RewardLoadError
 
 
@@ -332,7 +332,7 @@ def test_an_input_that_json_cannot_carry_is_an_error_of_that_input(scripted, bac
 
 def shown():
     """Servers whose readiness the metrics show."""
-    return {s.labels["server"]: s.value for m in metrics.READY.collect() for s in m.samples}
+    return {s.labels["server"]: s.value for m in metrics.REMOTE_READY.collect() for s in m.samples}
 
 
 def test_a_server_is_shown_until_the_last_who_asks_it_leaves_and_nothing_is_kept(scripted, backend):

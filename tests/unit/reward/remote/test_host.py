@@ -28,7 +28,7 @@ from reward_service.backends.remote.host.http import http_server
 from reward_service.backends.remote.host.offers import read_offers
 from reward_service.backends.remote.host.zeromq import ZmqServer
 from reward_service.backends.remote.schema import Limits
-from reward_service.pool import Pool
+from reward_service.pool.pool import WorkerPool
 from reward_service.sdk import RewardInput, RewardLoadError
 
 FILE = Path(__file__).with_name("offered.py")
@@ -60,7 +60,7 @@ def host(tmp_path):
         offers = offers or read_offers([f"{FILE}:{name}" for name in names or ("behave",)], wants)
         gate = Gate(token)
         (tmp_path / "host-token").write_text(token or TOKEN)
-        async with Pool([], workers=1, strict=False) as pool:
+        async with WorkerPool([], workers=1, strict=False) as pool:
             desk = Desk(
                 pool,
                 offers,
@@ -144,13 +144,13 @@ def test_loading_for_one_client_is_within_its_deadline_and_delays_no_other(host,
 
     async def run():
         async with host("behave", "concise") as server:
-            add = Pool.add
+            add = WorkerPool.add
 
-            async def slowly(pool, spec, *, job):
+            async def slowly(pool, spec):
                 await loaded.wait()
-                await add(pool, spec, job=job)
+                await add(pool, spec)
 
-            monkeypatch.setattr(Pool, "add", slowly)
+            monkeypatch.setattr(WorkerPool, "add", slowly)
             fresh = {"reward": "concise", "args": {"most": 3}}
             first = asyncio.create_task(post(server.http, body("1", deadline_ms=1500, **fresh)))
             await until(lambda: server.desk.health().in_flight == 1, "the first request")

@@ -15,7 +15,7 @@ from reward_service.backends.remote.host.desk import Desk
 from reward_service.backends.remote.host.http import http_server, tls_of
 from reward_service.backends.remote.host.offers import read_offers
 from reward_service.backends.remote.schema import Limits
-from reward_service.pool import Pool
+from reward_service.pool.pool import WorkerPool
 from reward_service.sdk import RewardInput, RewardLoadError
 
 
@@ -36,7 +36,7 @@ def test_https_works_with_a_certificate_that_is_trusted_and_with_no_other(certif
 
     async def run():
         gate = Gate("t")
-        async with Pool([], workers=1, strict=False) as pool:
+        async with WorkerPool([], workers=1, strict=False) as pool:
             desk = Desk(
                 pool,
                 read_offers(["exact_match"]),

@@ -1,26 +1,26 @@
-"""One worker process of a reward pool, seen from the pool: started, spoken to, killed, reaped.
+"""A process that computes verdicts, seen from its owner: started, spoken to, killed, reaped.
 
-Promises: frames of the worker arrive in order, also those it sent just before it died; `on_exit` is called
-exactly once, after the last frame, with the whole process group killed and the process reaped. What the
-reward prints is logged up to a rate and its end kept for the cause of a death; it never blocks for long.
+Promises: frames of the process arrive in order, also those it sent just before it died; `on_exit` is called
+exactly once, after the last frame, with the whole process group killed and the process reaped. What it prints
+is logged up to a rate and its end kept for the cause of a death; printing never blocks it for long.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 
 import msgspec
 
 from areal_async.runtime.log import get_logger
-from reward_service.channel import MAX_REPORT_BYTES, FrameError, FrameReader, Marker, Order, framed
+from areal_async.runtime.process import ChildProcess
+from reward_service.frames import FrameError, FrameReader, framed
 
 log = get_logger("pool")
 
@@ -30,60 +30,77 @@ OUTPUT_TAIL_BYTES = 2000
 """The end of the output that is kept for the cause of a death."""
 OUTPUT_BYTES_PER_S = 4096
 """Output beyond this rate is dropped, with a count."""
-PRINTED = "reward printed"
-"""The event by which a tool knows what a reward prints."""
 OUTPUT_BURST_BYTES = 32 << 10
 
 
-class WorkerProcess:
-    """A running `python -m reward_service.pool_worker`. Needs the event loop it was made in."""
+def _log_print(pid: int, text: str) -> None:
+    log.info("reward printed", pid=pid, text=text)
 
-    def __init__(self, *, on_frame: Callable[[bytes], None], on_exit: Callable[[str], None]) -> None:
+
+on_print: ContextVar[Callable[[int, str], None]] = ContextVar("on_print", default=_log_print)
+"""What is done with the lines that a process prints; processes started in this context do it so."""
+
+
+class FramedProcess:
+    """A running `python -m MODULE --link-fd FD …`. Needs the event loop it was made in. Raises OSError."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str] = (),
+        *,
+        most_bytes: int,
+        on_frame: Callable[[bytes], None],
+        on_exit: Callable[[str], None],
+        environment: Mapping[str, str],
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """`most_bytes` bounds a frame of the process. Either callback runs in the loop; `on_frame` may raise
+        `FrameError` or `msgspec.DecodeError` for what breaks the protocol, which ends the process."""
         self._loop = asyncio.get_running_loop()
         self._on_frame = on_frame
         self._on_exit = on_exit
         self._fault = ""
-        self._frames = FrameReader(MAX_REPORT_BYTES)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._frames = FrameReader(most_bytes)
         self._unsent = bytearray()
         self.ended = asyncio.Event()
-        self.marker = Marker.create()
         self._link, theirs = socket.socketpair()
-        with theirs:
-            self._popen = subprocess.Popen(
-                _command(theirs.fileno(), self.marker.fd),
-                pass_fds=(theirs.fileno(), self.marker.fd),
-                # Its own group, so that what a reward starts dies with it; its own session, so that a
-                # Ctrl-C in the terminal reaches only the service, which then decides.
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=_environment(),
+        read_fd, write_fd = os.pipe()
+        link_fd = theirs.fileno()
+        command = [sys.executable, "-P", "-m", module, "--link-fd", str(link_fd), *arguments]
+        try:
+            # Unbuffered: prints before a crash are seen.
+            self._child = ChildProcess(
+                command,
+                environment={**environment, "PYTHONUNBUFFERED": "1"},
+                output=write_fd,
+                pass_fds=(link_fd, *pass_fds),
+                on_orphaned="kill",
             )
-        self.pid = self._popen.pid
-        assert self._popen.stdout is not None
-        self._output = Output(self._popen.stdout.fileno(), self.pid)
-        self._exit_fd = os.pidfd_open(self.pid)
+        except BaseException:
+            self._link.close()
+            os.close(read_fd)
+            raise
+        finally:
+            theirs.close()
+            os.close(write_fd)
+        self.pid = self._child.pid
+        self._output = ProcessOutput(read_fd, self.pid)
         self._link.setblocking(False)
         self._loop.add_reader(self._link, self._read)
-        self._loop.add_reader(self._output.fd, self._read_output)
-        self._loop.add_reader(self._exit_fd, self._exited)
+        self._loop.add_reader(read_fd, self._read_output)
+        self._life = asyncio.create_task(self._live(), name=f"process {self.pid}")
 
-    def order(self, order: Order) -> None:
-        """Send an order without waiting; what the socket does not take yet is kept and sent later."""
+    def send(self, payload: bytes) -> None:
+        """Send a frame without waiting; what the socket does not take yet is kept and sent later."""
         waiting = bool(self._unsent)
-        self._unsent += framed(self._encoder.encode(order))
+        self._unsent += framed(payload)
         if not waiting:
             self._write()
 
     def kill(self) -> None:
-        """Kill the whole process group; `on_exit` follows. Safe to repeat.
-
-        The process is not reaped before `_exited`, so its group id cannot be another's."""
-        if not self.ended.is_set():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        """Kill the whole process group; `on_exit` follows. Safe to repeat."""
+        self._child.kill()
 
     def memory_bytes(self) -> int:
         """Memory of the process itself that is in RAM; 0 once it has ended."""
@@ -93,17 +110,13 @@ class WorkerProcess:
         except (OSError, IndexError):
             return 0
 
-    def close(self) -> None:
-        """Free what outlives the exit: the marker. To be called after `on_exit`."""
-        self.marker.close()
-
     def _write(self) -> None:
         try:
             sent = self._link.send(self._unsent)
         except BlockingIOError:
             sent = 0
         except OSError:
-            # The worker has gone; its exit tells the rest.
+            # The process has gone; its exit tells the rest.
             self._unsent.clear()
             sent = 0
         del self._unsent[:sent]
@@ -127,7 +140,7 @@ class WorkerProcess:
             for payload in self._frames.feed(data):
                 self._on_frame(payload)
         except (FrameError, msgspec.DecodeError) as error:
-            self._fault = f"it broke the pool's protocol: {error}"
+            self._fault = f"it broke the protocol: {error}"
             self._loop.remove_reader(self._link)
             self.kill()
             return False
@@ -137,31 +150,29 @@ class WorkerProcess:
         if not self._output.read():
             self._loop.remove_reader(self._output.fd)
 
-    def _exited(self) -> None:
-        self.kill()
+    async def _live(self) -> None:
+        status = await self._child.wait()
         while not self._fault and self._read():
             pass
         self._read_output()
         self._output.finish()
-        for fd in (self._exit_fd, self._output.fd, self._link):
+        for fd in (self._output.fd, self._link):
             self._loop.remove_reader(fd)
         self._loop.remove_writer(self._link)
-        status = self._popen.wait()
-        assert self._popen.stdout is not None
-        self._popen.stdout.close()
         self._link.close()
-        os.close(self._exit_fd)
+        os.close(self._output.fd)
         self.ended.set()
         self._on_exit(self._fault or describe_exit(status, self._output.tail()))
 
 
-class Output:
-    """What a worker's standard output and error carry: logged up to a rate, the end kept."""
+class ProcessOutput:
+    """What a process prints to standard output and error: passed on up to a rate, the end kept."""
 
     def __init__(self, fd: int, pid: int) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
         self._pid = pid
+        self._show = on_print.get()
         self._end = b""
         self._line = b""
         self._allowance = float(OUTPUT_BURST_BYTES)
@@ -190,17 +201,17 @@ class Output:
         whole, newline, self._line = (self._line + data).rpartition(b"\n")
         if len(self._line) > OUTPUT_TAIL_BYTES:
             whole, self._line = whole + newline + self._line, b""
-        self._log(whole)
+        self._pass_on(whole)
         return True
 
     def finish(self) -> None:
-        """What stands in a line that was not ended."""
-        self._log(self._line)
+        """Pass on what stands in a line that was not ended."""
+        self._pass_on(self._line)
         self._line = b""
 
-    def _log(self, data: bytes) -> None:
+    def _pass_on(self, data: bytes) -> None:
         if text := data.decode("utf-8", "replace").rstrip():
-            log.info(PRINTED, pid=self._pid, text=text)
+            self._show(self._pid, text)
 
     def tail(self) -> str:
         """The last lines, as one."""
@@ -218,14 +229,3 @@ def describe_exit(status: int, output: str) -> str:
     else:
         how = f"exit status {status}"
     return f"{how}; last output: {output[-500:]}" if output else how
-
-
-def _command(link_fd: int, marker_fd: int) -> list[str]:
-    fds = ["--link-fd", str(link_fd), "--marker-fd", str(marker_fd)]
-    return [sys.executable, "-m", "reward_service.pool_worker", *fds, "--parent", str(os.getpid())]
-
-
-def _environment() -> dict[str, str]:
-    """Ours; with unbuffered output, so that prints before a crash are seen, and one thread per worker for
-    numerical libraries, since the pool is the parallelism."""
-    return {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}

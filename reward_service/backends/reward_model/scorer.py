@@ -1,48 +1,31 @@
-"""The process of a reward model: loads it, scores batches of texts, reports their verdicts in order.
+"""The function of the reward `reward_model`: loads a model, and scores batches of texts.
 
-Promises: every batch is answered with one verdict for each text; a text that cannot be scored costs the
-others of its batch nothing; a text's score does not depend on its company beyond rounding; nothing is
-unpickled and no code of the model's is run; the process dies with its owner. A device that no longer computes
-ends the process.
+Promises: one verdict for each text; a text that cannot be scored costs the others of its batch nothing; a
+text's score does not depend on its company beyond rounding; nothing is unpickled and no code of the model's
+is run. A device that no longer computes ends the process.
 
-Started by its owner as `python -m reward_service.backends.reward_model.worker`.
+Runs in a worker of a pool.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
-import queue
-import signal
-import socket
-import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import msgspec
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from areal_async.rpc.verdicts import Failure, Score, Verdict
-from areal_async.runtime.service import die_with_parent
 from reward_service.backends.reward_model import RewardModelArguments
-from reward_service.backends.reward_model.batching import cut_by_tokens
-from reward_service.backends.reward_model.protocol import (
-    Load,
-    Loaded,
-    LoadFailed,
-    Order,
-    Report,
-    Scored,
-    Texts,
-)
-from reward_service.channel import LENGTH, framed
+from reward_service.backends.templates import MissingText, fill
 from reward_service.checking import describe
+from reward_service.sdk import RewardInput, RewardLoadError
 
-AHEAD = 2
-"""Batches read and tokenized before their turn."""
 MOST_COMPONENTS = 64
 """Classes whose probabilities are components of the score; of a model with more, none are."""
 
@@ -52,7 +35,7 @@ class Unusable(Exception):
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenizedText:
     """One tokenized text."""
 
     ids: list[int]
@@ -98,14 +81,14 @@ class Scorer:
         ]
         self.max_tokens = min(limit for limit in limits if isinstance(limit, int) and limit > 0)
 
-    def tokenize(self, texts: Sequence[tuple[str, str]]) -> list[Row | Failure]:
-        """Safe to call beside `score`."""
-        return [self._row(prompt, response) for prompt, response in texts]
+    def tokenize(self, texts: Sequence[tuple[str, str] | Failure]) -> list[TokenizedText | Failure]:
+        """The tokens of each text: of prompt and response for a chat template, else of all and nothing."""
+        return [text if isinstance(text, Failure) else self._row(*text) for text in texts]
 
-    def score(self, rows: Sequence[Row | Failure]) -> list[Verdict]:
+    def score(self, rows: Sequence[TokenizedText | Failure]) -> list[Verdict]:
         """One verdict for each row, in order."""
         verdicts: list[Verdict] = [row if isinstance(row, Failure) else Failure("model", "") for row in rows]
-        good = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row)]
+        good = [(index, row) for index, row in enumerate(rows) if isinstance(row, TokenizedText)]
         for part in cut_by_tokens([len(row.ids) for _, row in good], self._arguments.max_batch_tokens):
             chosen = [good[at] for at in part]
             for (index, _), verdict in zip(chosen, self._together([row for _, row in chosen]), strict=True):
@@ -128,7 +111,7 @@ class Scorer:
                 return int(index)
         raise Unusable(f"reward.args.label is {asked!r}, and the model has the classes {shown}")
 
-    def _row(self, prompt: str, response: str) -> Row | Failure:
+    def _row(self, prompt: str, response: str) -> TokenizedText | Failure:
         try:
             if self._arguments.template == "chat":
                 messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
@@ -141,14 +124,14 @@ class Scorer:
             return Failure("input", "the text has no token")
         over = len(ids) - self.max_tokens
         if over <= 0:
-            return Row(ids)
+            return TokenizedText(ids)
         if self._arguments.on_long == "cut":
-            return Row(ids[over:], over)
+            return TokenizedText(ids[over:], over)
         return Failure(
             "input", f"the text has {len(ids)} tokens, and the reward model reads {self.max_tokens}"
         )
 
-    def _together(self, rows: Sequence[Row]) -> list[Verdict]:
+    def _together(self, rows: Sequence[TokenizedText]) -> list[Verdict]:
         try:
             values = self._forward([row.ids for row in rows])
         except Exception as error:  # memory, or one text that the model cannot compute
@@ -180,12 +163,17 @@ class Scorer:
 
     def _check_device(self) -> None:
         """After an error on a GPU nothing may work any more: then this process must not go on."""
-        if self.device != "cpu":
+        if self.device == "cpu":
+            return
+        try:
             if self.device.startswith("cuda"):
                 torch.cuda.empty_cache()
             torch.ones(2, device=self.device).sum().item()
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
 
-    def _verdict(self, row: Row, logits: list[float]) -> Verdict:
+    def _verdict(self, row: TokenizedText, logits: list[float]) -> Verdict:
         if not all(map(math.isfinite, logits)):
             return Failure("not_finite", f"the model's output is {logits[:4]}")
         components = {"cut_tokens": float(row.cut)} if row.cut else {}
@@ -203,70 +191,46 @@ class Scorer:
         return Score(shares[self.label], components)
 
 
-class Link:
-    """The socket to the owner."""
-
-    def __init__(self, fd: int) -> None:
-        os.set_inheritable(fd, False)
-        self._socket = socket.socket(fileno=fd)
-        self._socket.setblocking(True)
-        self._incoming = self._socket.makefile("rb")
-        self._decode = msgspec.msgpack.Decoder(Order).decode
-
-    def read(self) -> Order | None:
-        """None once the owner has closed its end."""
-        head = self._incoming.read(LENGTH.size)
-        if len(head) < LENGTH.size:
-            return None
-        (size,) = LENGTH.unpack(head)
-        payload = self._incoming.read(size)
-        return self._decode(payload) if len(payload) == size else None
-
-    def send(self, report: Report) -> None:
-        self._socket.sendall(framed(msgspec.msgpack.encode(report)))
+def cut_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices in parts whose size times the longest in them is at most `max_tokens`, short ones first; a
+    longer one alone."""
+    parts: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if parts and (len(parts[-1]) + 1) * lengths[index] <= max_tokens:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return parts
 
 
-def serve(link: Link, scorer: Scorer) -> None:
-    """Until the owner closes its end. Texts are tokenized while the ones before them are computed."""
-    waiting: queue.Queue[tuple[int, list[Row | Failure]] | None] = queue.Queue(AHEAD)
+class ModelFunction:
+    """The reward with its arguments: called with the inputs of a batch, at most `batch`."""
 
-    def read() -> None:
-        while isinstance(order := link.read(), Texts):
-            waiting.put((order.batch, scorer.tokenize(order.texts)))
-        waiting.put(None)
+    def __init__(self, **given: Any) -> None:
+        """Raises `RewardLoadError`."""
+        arguments = RewardModelArguments.model_validate(given)
+        self.batch = arguments.max_batch
+        self._template = arguments.template
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        torch.set_num_threads(arguments.threads)
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        try:
+            self._scorer = Scorer(arguments)
+        except Unusable as error:
+            raise RewardLoadError(f"the reward 'reward_model': {error}") from error
+        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+            why = f"the model {arguments.model} cannot be loaded: {describe(error)}"
+            raise RewardLoadError(f"the reward 'reward_model': {why}") from error
 
-    threading.Thread(target=read, daemon=True, name="read").start()
-    while (item := waiting.get()) is not None:
-        batch, rows = item
-        link.send(Scored(batch, scorer.score(rows)))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The process of a reward model (started by its owner).")
-    parser.add_argument("--link-fd", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    options = parser.parse_args()
-    die_with_parent(options.parent, signal.SIGKILL)
-    link = Link(options.link_fd)
-    order = link.read()
-    if not isinstance(order, Load):
-        return
-    arguments = RewardModelArguments.model_validate_json(order.arguments)
-    torch.set_num_threads(arguments.threads)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        scorer = Scorer(arguments)
-    except Unusable as error:
-        link.send(LoadFailed(str(error)))
-        return
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        link.send(LoadFailed(f"the model {arguments.model} cannot be loaded: {describe(error)}"))
-        return
-    link.send(Loaded(scorer.device, scorer.dtype, scorer.max_tokens))
-    serve(link, scorer)
-    os._exit(0)  # the reading thread, and what libraries left behind, must not keep the process
-
-
-if __name__ == "__main__":
-    main()
+    def __call__(self, inputs: Sequence[RewardInput]) -> list[Verdict]:
+        texts: list[tuple[str, str] | Failure] = []
+        for given in inputs:
+            if self._template == "chat":
+                texts.append((given.prompt, given.response))
+                continue
+            try:
+                texts.append((fill(self._template, given), ""))
+            except MissingText as error:
+                texts.append(Failure("input", str(error)))
+        return self._scorer.score(self._scorer.tokenize(texts))

@@ -1,0 +1,408 @@
+"""The workers of a pool: started, replaced when they die, renewed when they have grown or run long.
+
+Promises: a place whose process died is filled again, at growing intervals while that fails; a worker is
+renewed between its calls, and only once another is ready for them; a reward that was loaded before is tried
+again before it is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import msgspec
+
+from areal_async.runtime.log import get_logger
+from reward_service import metrics
+from reward_service.pool.protocol import (
+    MAX_REPORT_BYTES,
+    FinishedUnit,
+    ForgetReward,
+    Marker,
+    RewardLoaded,
+    RewardNotLoaded,
+    UnitsFinished,
+    WorkerOrder,
+    WorkerReport,
+)
+from reward_service.pool.queue import Invocation, PooledReward
+from reward_service.processes import FramedProcess
+
+log = get_logger("pool")
+
+MAX_FAILED_STARTS = 4
+"""Starts in a row that do not get ready before the pool gives up."""
+FIRST_PAUSE_S = 0.2
+RENEWAL_PAUSE_S = 10.0
+"""After a renewal that failed."""
+SOFT_SHARE = 0.75
+"""Of the memory limit beyond what loading took: a worker that has grown so far is renewed between calls."""
+
+
+@dataclass(frozen=True)
+class WorkerLimits:
+    """How long a worker may load, and when it is renewed."""
+
+    recycle_calls: int = 0
+    """After so many invocations; 0: never for their number."""
+    memory_bytes: int = 0
+    """Killed beyond this; 0: no limit."""
+    start_s: float = 60.0
+    """For loading the rewards."""
+    look_s: float = 0.5
+    """How often memory and the number of calls are looked at."""
+
+
+class WorkerOwner(Protocol):
+    """What the workers tell their pool."""
+
+    def on_ready(self) -> None:
+        """A worker can take work."""
+
+    def on_finished(self, slot: WorkerSlot, units: list[FinishedUnit]) -> None: ...
+
+    def on_lost(self, slot: WorkerSlot, cause: str) -> None:
+        """The process is gone, its last reports are in: settle what it had. The cause is in words."""
+
+    def on_unloadable(self, reward: PooledReward, message: str) -> None:
+        """A reward of the pool cannot be loaded."""
+
+    def on_hopeless(self, message: str) -> None:
+        """No worker can be kept running."""
+
+
+@dataclass(slots=True, eq=False)
+class WorkerSlot:
+    """The place of one worker, and what is known of it. After a death another process takes the place."""
+
+    process: FramedProcess | None = None
+    marker: Marker | None = None
+    loaded: bool = False
+    """The process has loaded every reward that it was started with."""
+    loading: set[int] = field(default_factory=set)
+    """Rewards that it was told to load and has said nothing about yet."""
+    rewards: set[int] = field(default_factory=set)
+    """Those that it has loaded."""
+    doomed: bool = False
+    """The process is being killed."""
+    leaving: bool = False
+    """It gets nothing more; once it has nothing left, the place goes."""
+    replaces: WorkerSlot | None = None
+    """The slot that leaves for this one once this one has loaded."""
+    inflight: dict[int, Invocation] = field(default_factory=dict)
+    """What the process was given and has not reported, by the number of its unit."""
+    inflight_bytes: int = 0
+    expected_s: float = 0.0
+    """How long what it has is expected to take."""
+    last_number: int = 0
+    seen: int = 0
+    """The unit that it was last seen to run."""
+    moved_s: float = 0.0
+    """When it was last seen to begin or report a unit, or was given one while idle."""
+    overdue: int | None = None
+    """The unit that the process was killed for; -1 when it began none."""
+    over_memory: bool = False
+    """It was killed for its memory."""
+    failed_starts: int = 0
+    trouble: str = ""
+    """Why it was killed while it loaded a reward."""
+    started_s: float = 0.0
+    loaded_bytes: int = 0
+    """Its memory when it had loaded."""
+    units_done: int = 0
+
+    @property
+    def ready(self) -> bool:
+        return self.loaded and not (self.doomed or self.leaving or self.loading or self.replaces)
+
+    @property
+    def taken(self) -> bool:
+        """It runs something that must have the worker for itself; it has nothing else then."""
+        return len(self.inflight) == 1 and next(iter(self.inflight.values())).suspect
+
+    def running(self) -> tuple[int, int]:
+        """The unit that it began last, and when (`time.monotonic_ns`)."""
+        return (0, 0) if self.marker is None else self.marker.running()
+
+    def order(self, order: WorkerOrder) -> None:
+        if self.process is not None:
+            self.process.send(msgspec.msgpack.encode(order))
+
+    def add(self, number: int, invocation: Invocation) -> None:
+        self.inflight[number] = invocation
+        self.inflight_bytes += invocation.size_bytes
+        self.expected_s += invocation.charged_s
+        self.last_number = number
+
+    def remove(self, number: int) -> Invocation | None:
+        invocation = self.inflight.pop(number, None)
+        if invocation is not None:
+            self.inflight_bytes -= invocation.size_bytes
+            self.expected_s = self.expected_s - invocation.charged_s if self.inflight else 0.0
+        return invocation
+
+    def kill(self) -> None:
+        self.doomed = True
+        if self.process is not None:
+            self.process.kill()
+
+
+class Workers:
+    """Keeps `count` places filled with processes that have the pool's rewards loaded. All methods belong to
+    one event loop."""
+
+    def __init__(
+        self, count: int, rewards: Mapping[int, PooledReward], limits: WorkerLimits, owner: WorkerOwner
+    ) -> None:
+        self.count = count
+        self.slots = [WorkerSlot() for _ in range(count)]
+        self.changed = asyncio.Event()
+        """Set whenever a process became ready or ended."""
+        self._rewards = rewards
+        self._limits = limits
+        self._owner = owner
+        self._reports = msgspec.msgpack.Decoder(WorkerReport)
+        self._started = False
+        self._closed = False
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._renew_after_s = 0.0
+        self._looked_s = 0.0
+
+    @property
+    def alive(self) -> int:
+        return sum(slot.ready for slot in self.slots)
+
+    async def start(self) -> None:
+        """Start every worker, and wait until all are ready or one cannot be. Raises TimeoutError after
+        the limit."""
+        for slot in self.slots:
+            self._start(slot)
+        async with asyncio.timeout(self._limits.start_s):
+            while self.alive < self.count and not self._closed:
+                self.changed.clear()
+                await self.changed.wait()
+        self._started = True
+
+    def halt(self) -> None:
+        """Start no process any more."""
+        self._closed = True
+        self.changed.set()
+        for task in list(self._restarts):
+            task.cancel()
+
+    def stop(self) -> None:
+        """Kill every process and start none any more."""
+        self.halt()
+        for slot in self.slots:
+            slot.kill()
+
+    async def ended(self) -> None:
+        """Wait until every process has ended."""
+        for slot in list(self.slots):
+            if slot.process is not None:
+                await slot.process.ended.wait()
+
+    async def load(self, reward: PooledReward) -> None:
+        """Have every worker that lacks it load one more reward, one worker after the other. Ends early when
+        that fails."""
+        for slot in list(self.slots):
+            if slot.process is None or slot.doomed or reward.broken or reward.number in slot.rewards:
+                continue
+            if reward.number not in slot.loading:
+                self._order_load(slot, reward)
+            while reward.number in slot.loading and slot.process is not None and not reward.broken:
+                self.changed.clear()
+                await self.changed.wait()
+
+    def forget(self, reward: PooledReward) -> None:
+        for slot in self.slots:
+            slot.rewards.discard(reward.number)
+            slot.order(ForgetReward(reward.number))
+
+    def look_after(self, now_s: float) -> None:
+        """End what loads for too long, and renew what is due; to be called often."""
+        for slot in self.slots:
+            if slot.loaded and slot.running()[0] in slot.inflight:
+                slot.started_s = now_s  # what it is to load waits behind a call, which has its own deadline
+            late = now_s - slot.started_s > self._limits.start_s
+            if late and slot.process is not None and (not slot.loaded or slot.loading):
+                slot.kill()
+        if now_s - self._looked_s < self._limits.look_s or self._closed:
+            return
+        self._looked_s = now_s
+        if now_s >= self._renew_after_s and not any(slot.replaces for slot in self.slots):
+            self._replace_used_up()
+
+    # --- a worker's life -----------------------------------------------------------------------------
+
+    def _start(self, slot: WorkerSlot) -> None:
+        slot.loaded = slot.doomed = slot.over_memory = False
+        slot.overdue, slot.trouble = None, ""
+        slot.units_done = slot.seen = 0
+        slot.loading, slot.rewards = set(), set()
+        slot.marker = Marker.create()
+        try:
+            slot.process = FramedProcess(
+                "reward_service.pool.worker",
+                ["--marker-fd", str(slot.marker.fd)],
+                most_bytes=MAX_REPORT_BYTES,
+                on_frame=lambda payload: self._on_frame(slot, payload),
+                on_exit=lambda cause: self._on_exit(slot, cause),
+                # One thread each for numerical libraries: the pool is the parallelism.
+                environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ},
+                pass_fds=(slot.marker.fd,),
+            )
+        except OSError:
+            slot.marker.close()
+            slot.marker = None
+            raise
+        slot.started_s = time.monotonic()
+        for reward in self._rewards.values():
+            if not reward.broken:
+                self._order_load(slot, reward)
+        if not slot.loading:
+            slot.loaded = True
+            self.changed.set()
+
+    def _order_load(self, slot: WorkerSlot, reward: PooledReward) -> None:
+        slot.loading.add(reward.number)
+        slot.started_s = time.monotonic()
+        slot.order(reward.load_order())
+
+    def _on_frame(self, slot: WorkerSlot, payload: bytes) -> None:
+        match self._reports.decode(payload):
+            case UnitsFinished(units):
+                slot.moved_s = time.monotonic()
+                slot.units_done += len(units)
+                self._owner.on_finished(slot, units)
+                self.end_if_done(slot)
+            case RewardLoaded(number, batch):
+                slot.loading.discard(number)
+                if (reward := self._rewards.get(number)) is not None:
+                    slot.rewards.add(number)
+                    reward.batch = batch
+                self._on_loaded(slot)
+            case RewardNotLoaded(number, message):
+                slot.loading.discard(number)
+                if (reward := self._rewards.get(number)) is not None:
+                    self._not_loaded(slot, reward, message)
+
+    def _on_loaded(self, slot: WorkerSlot) -> None:
+        if slot.loading or slot.doomed:
+            return
+        if not slot.loaded:
+            slot.loaded = True
+            slot.failed_starts = 0
+            slot.moved_s = time.monotonic()
+            slot.loaded_bytes = slot.process.memory_bytes() if slot.process is not None else 0
+            if 0 < self._limits.memory_bytes < slot.loaded_bytes:
+                self._too_large(slot)
+                return
+        for number in slot.rewards:
+            self._rewards[number].loaded_once = True
+        if slot.replaces is not None:
+            slot.replaces.leaving = True
+            self.end_if_done(slot.replaces)
+            slot.replaces = None
+        self.changed.set()
+        self._owner.on_ready()
+
+    def _too_large(self, slot: WorkerSlot) -> None:
+        message = (
+            f"once loaded it takes {slot.loaded_bytes >> 20} MiB, and reward.worker_memory_mb is "
+            f"{self._limits.memory_bytes >> 20}. Raise that, or load less."
+        )
+        slot.loaded = False
+        for reward in [self._rewards[number] for number in slot.rewards]:
+            self._not_loaded(slot, reward, f"the reward {reward.spec.name!r}: {message}")
+
+    def _not_loaded(self, slot: WorkerSlot, reward: PooledReward, message: str) -> None:
+        if slot.replaces is not None:
+            slot.kill()
+        elif slot.doomed:
+            return
+        elif self._started and reward.loaded_once and slot.failed_starts < MAX_FAILED_STARTS - 1:
+            # It may pass: what it imports may be half saved, or memory short.
+            log.warning("a reward was not loaded and is tried again", reward=reward.spec.name, cause=message)
+            slot.trouble = message
+            slot.loaded = False
+            slot.kill()
+        else:
+            self._owner.on_unloadable(reward, message)
+            if not self._closed:
+                self._on_loaded(slot)
+        self.changed.set()
+
+    def _on_exit(self, slot: WorkerSlot, cause: str) -> None:
+        if slot.over_memory:
+            cause = f"it grew beyond reward.worker_memory_mb = {self._limits.memory_bytes >> 20}"
+        slot.doomed = True
+        self._owner.on_lost(slot, cause)
+        assert slot.marker is not None
+        slot.marker.close()
+        slot.process = slot.marker = None
+        self.changed.set()
+        if slot.leaving or slot.replaces is not None:
+            self.slots.remove(slot)
+            if slot.replaces is not None and not self._closed:
+                self._renew_after_s = time.monotonic() + RENEWAL_PAUSE_S
+                log.warning("worker could not be renewed", cause=cause)
+            return
+        if not slot.loaded:
+            self._failed_to_start(slot, f"a worker ended while loading its rewards: {slot.trouble or cause}")
+        if not self._closed:
+            task = asyncio.create_task(self._restart(slot))
+            self._restarts.add(task)
+            task.add_done_callback(self._restarts.discard)
+
+    def _failed_to_start(self, slot: WorkerSlot, why: str) -> None:
+        slot.failed_starts += 1
+        if not self._closed and (not self._started or slot.failed_starts >= MAX_FAILED_STARTS):
+            self._owner.on_hopeless(why)
+
+    async def _restart(self, slot: WorkerSlot) -> None:
+        while not self._closed:
+            if slot.failed_starts:
+                await asyncio.sleep(FIRST_PAUSE_S * 2 ** (slot.failed_starts - 1))
+            try:
+                self._start(slot)
+                return
+            except OSError as error:
+                self._failed_to_start(slot, f"a worker process cannot be started: {error}")
+
+    # --- renewal -------------------------------------------------------------------------------------
+
+    def end_if_done(self, slot: WorkerSlot) -> None:
+        """End the process of a slot that is to leave and has nothing left to do."""
+        if slot.leaving and not slot.inflight and not slot.doomed:
+            slot.kill()
+
+    def _replace_used_up(self) -> None:
+        """Begin to replace a worker that has run enough calls or has grown too much."""
+        limits = self._limits
+        for slot in self.slots:
+            if not slot.ready or slot.process is None:
+                continue
+            reason: Literal["calls", "memory", ""] = ""
+            soft_bytes = slot.loaded_bytes + SOFT_SHARE * max(0, limits.memory_bytes - slot.loaded_bytes)
+            if limits.recycle_calls and slot.units_done >= limits.recycle_calls:
+                reason = "calls"
+            elif limits.memory_bytes and slot.process.memory_bytes() > soft_bytes:
+                reason = "memory"
+            if not reason:
+                continue
+            metrics.RENEWED.labels(reason).inc()
+            log.info("worker is renewed", pid=slot.process.pid, calls=slot.units_done, reason=reason)
+            successor = WorkerSlot(replaces=slot)
+            try:
+                self._start(successor)
+            except OSError as error:
+                self._renew_after_s = time.monotonic() + RENEWAL_PAUSE_S
+                log.warning("worker could not be renewed", cause=str(error))
+            else:
+                self.slots.append(successor)
+            return
