@@ -30,11 +30,10 @@ import torch
 from blake3 import blake3
 
 from areal_async.rpc.messages import VersionTag
-from areal_async.weights.comparison import write_delta
-from areal_async.weights.deltas import apply_delta
+from areal_async.weights.delta import apply_delta, write_delta
 from areal_async.weights.manifest import HASH_PREFIX
-from areal_async.weights.shards import MAX_THREADS, MappedFile
 from areal_async.weights.snapshot import SnapshotInfo, open_snapshot, write_snapshot
+from areal_async.weights.tensor_file import MAX_THREADS, MappedFile
 
 MB = 1 << 20
 TENSOR_BYTES = 16 * MB
@@ -138,7 +137,7 @@ def _publish_again(
 ) -> MappedFile:
     written: SnapshotInfo = rounds.take(
         name,
-        lambda: write_snapshot(root, VersionTag(1, version), tensors, reuse=spare, keep_mapped=True),
+        lambda: write_snapshot(root, VersionTag(1, version), tensors, reuse=spare),
     )
     assert written.mapped is not None
     return written.mapped
@@ -159,7 +158,6 @@ def measure_delta(root: Path, size_bytes: int, dtype: str, share: float, threads
     new = write_snapshot(root, VersionTag(1, 1), tensors)
     want = (new.path / "model.safetensors").read_bytes()
     (root / "node").mkdir()
-    spare: MappedFile | None = None
     delta: SnapshotInfo | None = None
     encode_s = apply_s = float("inf")
     exact = True
@@ -172,14 +170,10 @@ def measure_delta(root: Path, size_bytes: int, dtype: str, share: float, threads
         assert delta is not None
         assert compared.changed == changed
         began_s = time.perf_counter()
-        made = apply_delta(base.path, delta.path, root / "node" / "e1-v1", reuse=spare, keep_mapped=True)
+        made = apply_delta(base.path, delta.path, root / "node" / "e1-v1")
         apply_s = min(apply_s, time.perf_counter() - began_s)
         exact &= (made.path / "model.safetensors").read_bytes() == want
-        spare = made.mapped
-        assert spare is not None
-        _retire(root, made.path, spare)
-    if spare is not None:
-        spare.close()
+        shutil.rmtree(made.path)
     assert delta is not None
     return {
         "size_MB": size_bytes // MB,

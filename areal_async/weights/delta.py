@@ -1,271 +1,454 @@
-"""Lossless differences between two tensors of one shape. Pure; vector operations of numpy and zstandard.
+"""Deltas: what makes one published snapshot out of another; when one is made; making and applying it.
 
-    data, changed = encode(base, new)      # bytes; changed elements
-    apply(copy_of_base, data)              # in place: now bit for bit `new`
+Layout: `<root>/e<epoch>-v<version>.delta/` with `delta.bin` (the patches of all parts, in the manifest's
+order; see `delta_codec.py`), `target.json` (the manifest of the full snapshot, byte for byte), those files
+that travel along and are not in the base, and `manifest.json`, which names the base by tag and by the hash of
+its manifest.
 
-Elements of 2 and 4 bytes (bf16, fp16, fp32) are compared as unsigned integers, so the sign of zero, the
-payload of a NaN and denormals all count and all come back. A tensor is cut into blocks of `BLOCK_BYTES`; each
-block says by itself how it is coded:
-
-    SAME     nothing follows
-    GAPS     positions as distances between changed elements, then their values
-    BITMAP   positions as one bit per element, then the values
-    DENSE    values of all elements, no positions
-    WHOLE    the new bytes, for elements of another size
-
-A value is the difference new - base of the two integers, modulo their size: a weight that moved by one unit
-in the last place is +1 or -1 whatever its exponent. Differences are zigzag-coded (small ones of either sign
-become small) and split into byte planes, so what does not move compresses to almost nothing.
-
-Format of a block: u8 mode, u32 changed elements, u32 bytes of positions before and after compression, u32
-bytes of values after compression (little-endian), then both as zstandard frames. A tensor without any change
-is no bytes at all.
-
-Promises: memory is bounded by a few blocks whatever the tensor; hostile bytes end in `SnapshotError`: no size
-is believed before it is bounded by what the block can need, and no position outside the block is written.
+Promises:
+- `apply_delta` gives the new directory its name only when every hash of the full manifest matched what it
+  wrote, and the manifest itself is the one whose hash the delta names: what comes out is the published
+  snapshot, bit for bit, or nothing.
+- Another base than the one that the delta was made from is a `WrongBase`; anything else that is wrong, in
+  the delta or in the base, a `SnapshotError`. Either way the full snapshot is what helps.
+- Both work block by block, in a few threads: memory does not grow with the model.
+- `DeltaPublisher` makes deltas beside training: see there.
 """
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Callable, Iterator
-from enum import IntEnum
-from typing import Any, NamedTuple
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice
+from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
-import torch
-import zstandard
 
-from areal_async.errors import SnapshotError
-from areal_async.weights.layout import tensor_bytes
+from areal_async.errors import SnapshotError, WrongBase
+from areal_async.rpc.messages import DeltaOffer, VersionTag
+from areal_async.runtime.log import get_logger
+from areal_async.weights.delta_codec import Elements, Encoded, Reader, apply, blocks_of, encode
+from areal_async.weights.manifest import (
+    MANIFEST_FILE,
+    MANIFEST_SCHEMA,
+    MAX_MANIFEST_BYTES,
+    WRITING_PREFIX,
+    Manifest,
+    Part,
+    Patch,
+    Shard,
+    Sidecar,
+    delta_name,
+    directory_name,
+    hash_of,
+    unseal,
+)
+from areal_async.weights.snapshot import (
+    SnapshotInfo,
+    assemble,
+    check_files,
+    naming,
+    publish_directory,
+    read_manifest,
+)
+from areal_async.weights.tensor_file import Hashing, MappedFile, TensorFile, in_threads
 
-BLOCK_BYTES = 4 << 20
-"""Bytes of the tensor in one block."""
-LEVEL = 1
-GAPS_BELOW = 1 / 8
-"""Share of changed elements from which a bit per element is smaller than a byte per change."""
-DENSE_FROM = 0.6
-"""Share from which differences of 0 cost less than saying where they are."""
-LONG_GAP = 255
-"""A byte of this value adds 255 to the distance that the next bytes go on with."""
+DELTA_FILE = "delta.bin"
+TARGET_FILE = "target.json"
 ELEMENT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
-"""Of the dtypes (safetensors' words) that are coded element by element; others are coded whole."""
+"""Bytes of an element that is compared as one, by dtype (safetensors' words); of all others, each byte is."""
+BLOCKS_AT_ONCE = 16
+"""Blocks encoded before the first of them is written: what bounds the memory."""
+MAX_THREADS = 4
 
-_HEAD = struct.Struct("<BIIII")
-
-Elements = npt.NDArray[Any]
-Read = Callable[[int], bytes | memoryview]
-"""Exactly so many of the next bytes; `SnapshotError` when there are not so many."""
-
-
-class Mode(IntEnum):
-    SAME = 0
-    GAPS = 1
-    BITMAP = 2
-    DENSE = 3
-    WHOLE = 4
+log = get_logger("weights")
 
 
-class Encoded(NamedTuple):
-    data: bytes
+@dataclass(frozen=True)
+class DeltaStats:
+    """What two snapshots have in common. Counted are the elements of bf16, fp16 and fp32."""
+
+    tag: VersionTag
+    base: VersionTag
+    elements: int
     changed: int
-    """Elements that differ; of tensors coded whole, elements of 1 byte in blocks that differ."""
+    full_bytes: int
+    delta: SnapshotInfo | None
+    """None where it would have been too large, or the two hold other tensors."""
+
+    @property
+    def changed_share(self) -> float:
+        return self.changed / self.elements if self.elements else 0.0
+
+    @property
+    def delta_bytes(self) -> int | None:
+        return self.delta.size_bytes if self.delta is not None else None
 
 
-def encode(base: torch.Tensor, new: torch.Tensor) -> Encoded:
-    """What makes `base` into `new`. Raises `ValueError` unless both have one shape and dtype."""
-    if base.shape != new.shape or base.dtype != new.dtype:
-        raise ValueError(
-            f"a delta needs one shape and dtype, not {base.shape} {base.dtype} and {new.shape} {new.dtype}"
-        )
-    width = width_of(new.dtype)
-    old_bytes, new_bytes = (_flat(t.detach().cpu().contiguous()) for t in (base, new))
-    blocks = [encode_block(old_bytes[at:end], new_bytes[at:end], width) for at, end in blocks_of(new.nbytes)]
-    changed = sum(block.changed for block in blocks)
-    return Encoded(b"".join(block.data for block in blocks) if changed else b"", changed)
+# --- making one --------------------------------------------------------------------------------------
 
 
-def apply(target: torch.Tensor, data: bytes | memoryview) -> int:
-    """Turn `target`, a contiguous CPU tensor that holds the base, into the new tensor; returns how many
-    elements changed. Raises `SnapshotError`; `target` is then of no use."""
-    if not target.is_contiguous() or target.device.type != "cpu":
-        raise ValueError("a delta is applied to a contiguous tensor on the CPU")
-    if not len(data):
-        return 0
-    read = Reader(data)
-    flat = _flat(target.detach())
-    changed = sum(
-        apply_block(flat[at:end], read, width_of(target.dtype)) for at, end in blocks_of(flat.nbytes)
+def write_delta(
+    base: Path,
+    new: Path,
+    *,
+    below_bytes: int = 1 << 62,
+    threads: int = 1,
+    stop: Callable[[], bool] = lambda: False,
+) -> DeltaStats:
+    """Compare two full snapshots beside each other and write the delta between them beside `new`.
+
+    Both must stay as they are meanwhile. No delta is written that would reach `below_bytes`; the changed
+    elements are then counted all the same. `stop` is asked between blocks, and ends the work with an error.
+    Raises `SnapshotError`; nothing is left behind then.
+    """
+    with naming(new):
+        old, target = read_manifest(base), read_manifest(new)
+        full_bytes = sum(shard.size_bytes for shard in target.shards)
+        if not _alike(old, target):
+            return DeltaStats(target.tag, old.tag, 0, 0, full_bytes, None)
+        final = new.parent / delta_name(target.tag)
+        with _staging(final) as staging:
+            pairs = _pairs(base, new, old, target)
+            counts = _encode(staging / DELTA_FILE, pairs, below_bytes, threads, stop)
+            info = None
+            if counts.hash:
+                travelling = {sidecar.file: sidecar.hash for sidecar in old.sidecars}
+                fresh = [each for each in target.sidecars if travelling.get(each.file) != each.hash]
+                for sidecar in fresh:
+                    shutil.copyfile(new / sidecar.file, staging / sidecar.file)
+                sealed = (new / MANIFEST_FILE).read_bytes()
+                (staging / TARGET_FILE).write_bytes(sealed)
+                manifest = Manifest(
+                    MANIFEST_SCHEMA,
+                    target.tag,
+                    old.tag,
+                    "delta",
+                    [],
+                    [],
+                    [
+                        Sidecar(DELTA_FILE, sum(counts.sizes), counts.hash),
+                        Sidecar(TARGET_FILE, len(sealed), hash_of(sealed)),
+                        *fresh,
+                    ],
+                    {},
+                    base_hash=hash_of((base / MANIFEST_FILE).read_bytes()),
+                    target_hash=hash_of(sealed),
+                    patches=[
+                        Patch(part.tensor, part.file, size)
+                        for part, size in zip(target.parts, counts.sizes, strict=True)
+                    ],
+                )
+                info = publish_directory(staging, final, manifest)
+        elements = sum(pair.new.nbytes // pair.width for pair in pairs if pair.width > 1)
+        return DeltaStats(target.tag, old.tag, elements, counts.changed, full_bytes, info)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The bytes of one part in both snapshots; `same` by the hashes in the manifests."""
+
+    old: Elements
+    new: Elements
+    width: int
+    same: bool
+
+
+@dataclass
+class _Counts:
+    sizes: list[int]
+    """Bytes of each part's patch."""
+    changed: int = 0
+    hash: str = ""
+    """Of the file of patches; empty where it would have been too large."""
+
+
+def _pairs(base: Path, new: Path, old: Manifest, target: Manifest) -> list[_Pair]:
+    files = [
+        {shard.file: TensorFile(directory, shard, manifest) for shard in manifest.shards}
+        for directory, manifest in ((base, old), (new, target))
+    ]
+
+    def elements(side: int, part: Part) -> Elements:
+        return np.frombuffer(files[side][part.file].tensor_bytes(part.tensor), np.uint8)
+
+    return [
+        _Pair(elements(0, part), elements(1, part), _width(part), earlier.hash == part.hash)
+        for earlier, part in zip(old.parts, target.parts, strict=True)
+    ]
+
+
+def _encode(
+    path: Path, pairs: list[_Pair], below_bytes: int, threads: int, stop: Callable[[], bool]
+) -> _Counts:
+    """Write the patches of all parts to `path`, one after the other."""
+    counts, hashed, written = _Counts([0] * len(pairs)), Hashing(), 0
+    blocks = (
+        (i, pair, at, end)
+        for i, pair in enumerate(pairs)
+        if not pair.same
+        for at, end in blocks_of(pair.new.nbytes)
     )
-    if read.at != len(data):
-        raise SnapshotError("bytes follow the last block of a delta")
-    return changed
+
+    def work(block: tuple[int, _Pair, int, int]) -> tuple[int, Encoded]:
+        i, pair, at, end = block
+        old, new = pair.old[at:end], pair.new[at:end]
+        if written < below_bytes:
+            return i, encode(old, new, pair.width)
+        kind = f"<u{pair.width}"
+        return i, Encoded(b"", int(np.count_nonzero(old.view(kind) != new.view(kind))))
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="delta") as pool, path.open("wb") as file:
+        groups = iter(lambda: list(islice(blocks, BLOCKS_AT_ONCE)), [])
+        for i, block in chain.from_iterable(pool.map(work, group) for group in groups):
+            if stop():
+                raise SnapshotError("a delta of it is not wanted any more")
+            counts.changed += block.changed if pairs[i].width > 1 else 0
+            counts.sizes[i] += len(block.data)
+            written += len(block.data)
+            hashed.add(block.data)
+            file.write(block.data)
+    counts.hash = hashed.named() if written < below_bytes else ""
+    return counts
 
 
-def width_of(dtype: torch.dtype) -> int:
-    """Bytes of an element that is compared as one; 1 for tensors that are coded whole."""
-    return dtype.itemsize if dtype in (torch.bfloat16, torch.float16, torch.float32) else 1
+# --- applying one ------------------------------------------------------------------------------------
 
 
-def blocks_of(size_bytes: int) -> Iterator[tuple[int, int]]:
-    """[begin, end) in bytes of each block of a tensor."""
-    return ((at, min(at + BLOCK_BYTES, size_bytes)) for at in range(0, size_bytes, BLOCK_BYTES))
+def apply_delta(base: Path, delta: Path, into: Path, *, delta_hash: str | None = None) -> SnapshotInfo:
+    """Make the full snapshot directory `into` out of the verified one `base` and the delta directory `delta`.
+
+    `into` must be free. `open_snapshot` wants it to have the name of its tag; until then it may have any.
+    `delta_hash` is that of the delta's manifest as it was announced. Raises `WrongBase` and `SnapshotError`;
+    nothing is left behind then.
+    """
+    with naming(into):
+        manifest = read_manifest(delta, delta_hash)
+        if manifest.codec != "delta" or manifest.base is None:
+            raise SnapshotError(f"{delta.name} is no delta")
+        if into.exists():
+            raise SnapshotError("it is there already: a snapshot is written once")
+        check_files(delta, manifest)
+        target = _target_of(delta, manifest)
+        try:
+            old = read_manifest(base, manifest.base_hash)
+        except (OSError, SnapshotError) as error:
+            wanted = directory_name(manifest.base)
+            raise WrongBase(f"the delta needs {wanted} as its base, which {base} is not: {error}") from error
+        if not _alike(old, target):
+            raise WrongBase(f"{base.name} holds other tensors than {into.name}")
+        with _staging(into) as staging:
+            patches = _patches(delta / DELTA_FILE, manifest.patches)
+            for shard in target.shards:
+                _rebuild(base, staging, shard, target, patches)
+            for sidecar in target.sidecars:
+                own = any(entry.file == sidecar.file for entry in manifest.sidecars)
+                shutil.copyfile((delta if own else base) / sidecar.file, staging / sidecar.file)
+            check_files(staging, target, sealed=False)
+            return publish_directory(staging, into, target)
 
 
-def encode_block(base: Elements, new: Elements, width: int) -> Encoded:
-    """`base` and `new` are uint8 arrays of one length, a multiple of `width`, at most `BLOCK_BYTES`."""
-    if width == 1:
-        if np.array_equal(base, new):
-            return _block(Mode.SAME, 0)
-        return _block(Mode.WHOLE, new.nbytes, values=new.tobytes())
-    old, now = (array.view(f"<u{width}") for array in (base, new))
-    at = np.flatnonzero(old != now)
-    share = len(at) / max(len(now), 1)
-    if not len(at):
-        return _block(Mode.SAME, 0)
-    if share >= DENSE_FROM:
-        return _block(Mode.DENSE, len(at), values=_planes(now - old))
-    values = _planes(now[at] - old[at])
-    if share >= GAPS_BELOW:
-        bits = np.zeros(len(now), np.bool_)
-        bits[at] = True
-        return _block(Mode.BITMAP, len(at), np.packbits(bits).tobytes(), values)
-    return _block(Mode.GAPS, len(at), _gaps(at), values)
+def _rebuild(
+    base: Path,
+    staging: Path,
+    shard: Shard,
+    target: Manifest,
+    patches: Mapping[tuple[str, str], memoryview],
+) -> None:
+    """One file of the new snapshot: the base's bytes, patched, hashed and compared, tensor by tensor."""
+    source = TensorFile(base, shard, target)
+    mapped = MappedFile(staging / shard.file, shard.size_bytes)
+    mapped.write(0, source.header)
 
+    def make(part: Part) -> None:
+        begin, end = source.place(part.tensor)
+        patch = Reader(patches[part.file, part.tensor])
+        hashed = Hashing()
+        for at, stop in blocks_of(end - begin):
+            block = mapped.view(begin + at, begin + stop)
+            np.copyto(block, np.frombuffer(source.data[begin + at : begin + stop], np.uint8))
+            if patch.size_bytes:
+                apply(block, patch, _width(part))
+            hashed.add(block.data)
+        if patch.at != patch.size_bytes:
+            raise SnapshotError(f"bytes follow the patch of {part.tensor}")
+        if hashed.named() != part.hash:
+            raise SnapshotError(f"{part.tensor}, made of {base.name} and a delta, does not match its hash")
 
-def apply_block(target: Elements, read: Read, width: int) -> int:
-    """Change the block `target` (uint8) by the next block of `read`; returns how many elements changed."""
-    size = target.nbytes // width
-    code, changed, raw_positions, packed_positions, packed_values = _HEAD.unpack(read(_HEAD.size))
-    if code not in Mode._value2member_map_:
-        raise SnapshotError(f"a delta's block has the unknown mode {code}")
-    mode = Mode(code)
-    _check_head(mode, width, size, changed, raw_positions)
-    if mode is Mode.SAME:
-        if packed_positions or packed_values:
-            raise SnapshotError("an unchanged block has bytes")
-        return 0
-    positions = _unpack(read, packed_positions, raw_positions)
-    values = _unpack(read, packed_values, (size if mode in (Mode.DENSE, Mode.WHOLE) else changed) * width)
-    if mode is Mode.WHOLE:
-        target[:] = np.frombuffer(values, np.uint8)
-        return changed
-    elements = target.view(f"<u{width}")
-    differences = _from_planes(values, width)
-    if mode is Mode.DENSE:
-        elements += differences
-        return changed
-    at = _from_gaps(positions) if mode is Mode.GAPS else _from_bitmap(positions)
-    if len(at) != changed or at[-1] >= size:
-        raise SnapshotError("the positions of a block are not those of its changed elements")
-    elements[at] += differences
-    return changed
-
-
-class Reader:
-    """A `Read` over bytes in memory; `at` counts what was read."""
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._data = memoryview(data)
-        self.at = 0
-
-    def __call__(self, n: int) -> memoryview:
-        if n > len(self._data) - self.at:
-            raise SnapshotError("a delta ends before its time")
-        self.at += n
-        return self._data[self.at - n : self.at]
-
-
-# --- positions ---------------------------------------------------------------------------------------
-
-
-def _gaps(at: npt.NDArray[np.int64]) -> bytes:
-    """Elements between one changed element and the next, a byte each; longer ones in several bytes."""
-    gaps = np.diff(at, prepend=-1) - 1
-    longs = gaps // LONG_GAP
-    ends = np.cumsum(longs + 1)
-    out = np.full(int(ends[-1]), LONG_GAP, np.uint8)
-    out[ends - 1] = gaps - longs * LONG_GAP
-    return out.tobytes()
-
-
-def _from_gaps(data: bytes) -> npt.NDArray[np.int64]:
-    """Rising positions, by construction; the last byte must end a gap."""
-    gaps = np.frombuffer(data, np.uint8)
-    if not len(gaps) or gaps[-1] == LONG_GAP:
-        raise SnapshotError("the positions of a block end inside a gap")
-    ends = np.flatnonzero(gaps != LONG_GAP)
-    return np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(len(ends))
-
-
-def _from_bitmap(data: bytes) -> npt.NDArray[np.int64]:
-    return np.flatnonzero(np.unpackbits(np.frombuffer(data, np.uint8)))
-
-
-# --- values ------------------------------------------------------------------------------------------
-
-
-def _planes(differences: Elements) -> bytes:
-    """Zigzag, then the lowest bytes of all values, then the next ones, …"""
-    signed = differences.view(f"<i{differences.itemsize}")
-    zigzag = (signed << 1) ^ (signed >> (8 * signed.itemsize - 1))
-    return np.ascontiguousarray(zigzag.view(np.uint8).reshape(-1, signed.itemsize).T).tobytes()
-
-
-def _from_planes(data: bytes, width: int) -> Elements:
-    planes = np.frombuffer(data, np.uint8).reshape(width, -1)
-    zigzag = np.ascontiguousarray(planes.T).reshape(-1).view(f"<u{width}")
-    one = zigzag.dtype.type(1)
-    return (zigzag >> one) ^ (~(zigzag & one) + one)
-
-
-# --- bytes -------------------------------------------------------------------------------------------
-
-
-def _block(mode: Mode, changed: int, positions: bytes = b"", values: bytes = b"") -> Encoded:
-    compress = zstandard.ZstdCompressor(level=LEVEL).compress
-    packed_positions = compress(positions) if positions else b""
-    packed_values = compress(values) if values else b""
-    head = _HEAD.pack(mode, changed, len(positions), len(packed_positions), len(packed_values))
-    return Encoded(b"".join((head, packed_positions, packed_values)), changed)
-
-
-def _check_head(mode: Mode, width: int, size: int, changed: int, raw_positions: int) -> None:
-    """Bound everything that a block claims by what `size` elements can need."""
-    fitting = {
-        Mode.SAME: changed == 0 and raw_positions == 0,
-        Mode.GAPS: raw_positions >= changed and raw_positions <= changed + size // LONG_GAP,
-        Mode.BITMAP: raw_positions == math.ceil(size / 8),
-        Mode.DENSE: raw_positions == 0,
-        Mode.WHOLE: raw_positions == 0 and changed == size,
-    }[mode]
-    kind = mode is Mode.SAME or (mode is Mode.WHOLE) == (width == 1)
-    if not fitting or not kind or changed > size or (changed == 0) != (mode is Mode.SAME):
-        raise SnapshotError(
-            f"a delta's block of {size} elements cannot be {mode.name} with {changed} changed"
-        )
-
-
-def _unpack(read: Read, packed: int, raw: int) -> bytes:
-    """`raw` bytes out of a frame of `packed`. The frame's own word for its size is checked before anything is
-    allocated by it."""
-    if raw == 0 and packed == 0:
-        return b""
-    if packed > raw + raw // 128 + 128:
-        raise SnapshotError("a delta's frame is larger than what is in it")
-    data = read(packed)
     try:
-        if zstandard.frame_content_size(data) != raw:
-            raise SnapshotError("a delta's frame does not hold what its block says")
-        out = zstandard.ZstdDecompressor().decompress(data, max_output_size=raw, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise SnapshotError(f"a delta's frame is damaged: {error}") from error
-    if len(out) != raw:
-        raise SnapshotError("a delta's frame ends before its time")
-    return out
+        in_threads(make, source.parts.values(), shard.size_bytes)
+        mapped.flush()
+    finally:
+        mapped.close()
 
 
-def _flat(tensor: torch.Tensor) -> Elements:
-    return np.frombuffer(tensor_bytes(tensor), np.uint8) if tensor.numel() else np.empty(0, np.uint8)
+def _patches(path: Path, patches: list[Patch]) -> dict[tuple[str, str], memoryview]:
+    """(file, tensor) -> its part of the delta file."""
+    size = path.stat().st_size
+    if any(patch.size_bytes < 0 for patch in patches) or sum(p.size_bytes for p in patches) != size:
+        raise SnapshotError(f"the patches do not cover {path.name}")
+    data = memoryview(b"")
+    if size:
+        with path.open("rb") as file:
+            data = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+    ends = accumulate(patch.size_bytes for patch in patches)
+    return {
+        (patch.file, patch.tensor): data[end - patch.size_bytes : end]
+        for patch, end in zip(patches, ends, strict=True)
+    }
+
+
+def _target_of(delta: Path, manifest: Manifest) -> Manifest:
+    path = delta / TARGET_FILE
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise SnapshotError(f"{TARGET_FILE} is too large")
+    sealed = path.read_bytes()
+    if hash_of(sealed) != manifest.target_hash:
+        raise SnapshotError(f"{TARGET_FILE} is not the manifest that the delta names")
+    target = unseal(sealed)
+    if target.codec != "full" or target.tag != manifest.tag:
+        raise SnapshotError(f"{TARGET_FILE} is not the manifest of a full snapshot of the delta's tag")
+    assemble(target, None)
+    named = [(patch.file, patch.tensor) for patch in manifest.patches]
+    if named != [(part.file, part.tensor) for part in target.parts]:
+        raise SnapshotError("the patches are not those of the target's parts")
+    return target
+
+
+def _alike(old: Manifest, new: Manifest) -> bool:
+    """Whether both hold the same tensors at the same places of the same files."""
+    shape = [[(p.tensor, p.dtype, p.shape, p.offset, p.extent, p.file) for p in m.parts] for m in (old, new)]
+    return shape[0] == shape[1] and old.shards == new.shards and old.tied == new.tied
+
+
+def _width(part: Part) -> int:
+    return ELEMENT_BYTES.get(part.dtype, 1)
+
+
+@contextmanager
+def _staging(final: Path) -> Iterator[Path]:
+    """A directory to become `final`; what is left of it at the end is removed."""
+    staging = final.parent / f"{WRITING_PREFIX}{final.name}"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+# --- the publisher's ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeltaPolicy:
+    """When a delta is made and offered."""
+
+    below_share: float = 0.5
+    """A delta is offered only below this share of the full snapshot's bytes."""
+    anchor_every: int = 50
+    """Every so many versions there is none; 0 means that there always is."""
+
+
+class DeltaPublisher:
+    """The publisher's deltas: made beside training, offered to whoever holds the base.
+
+    A delta is made by a thread of its own from two published directories, so a publication waits for nothing
+    and the trainer may change its tensors meanwhile. At most one is being made; a version published while the
+    thread is busy gets none (deltas that are slower than steps must not queue up behind them). Every
+    `anchor_every` versions there is none either: then all receivers take the full snapshot, so what a
+    receiver has built up out of deltas has a bounded history.
+
+    Everything here is called under the publisher's `lock`, which the thread takes too once it is done. It
+    then calls `on_done(base, new)`: both directories are not read any more. `write` is `write_delta`."""
+
+    def __init__(
+        self,
+        policy: DeltaPolicy,
+        lock: threading.Condition,
+        on_done: Callable[[VersionTag, VersionTag], None],
+        write: Callable[..., DeltaStats] = write_delta,
+    ) -> None:
+        self._policy = policy
+        self._lock = lock
+        self._on_done = on_done
+        self._write = write
+        self._offers: dict[VersionTag, DeltaOffer] = {}
+        self._making: tuple[VersionTag, VersionTag] | None = None
+        self._since_anchor = 0
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-delta")
+        self.stats: DeltaStats | None = None
+        """Of the newest version that was compared with its base."""
+
+    def begin(self, base: SnapshotInfo | None, new: SnapshotInfo) -> bool:
+        """`new` is published. Whether a delta against `base` is being made from now on."""
+        self._since_anchor += 1
+        if base is None or self._since_anchor == self._policy.anchor_every:
+            self._since_anchor = 0
+            return False
+        if self._making is not None:
+            log.debug("no delta: the last one is still being made", version=new.tag.version)
+            return False
+        self._making = (base.tag, new.tag)
+        self._pool.submit(self._make, base, new)
+        return True
+
+    def pending(self, tag: VersionTag | None, holds: VersionTag | None) -> bool:
+        """Whether a delta from `holds` to `tag` is being made."""
+        return tag is not None and self._making == (holds, tag)
+
+    def get(self, tag: VersionTag, holds: VersionTag | None) -> DeltaOffer | None:
+        """The delta to `tag` for a receiver of `holds`."""
+        offer = self._offers.get(tag)
+        return offer if offer is not None and offer.base == holds else None
+
+    def withdraw(self, tag: VersionTag) -> DeltaOffer | None:
+        """`tag` is retired: its delta, if it has one, is not offered any more."""
+        return self._offers.pop(tag, None)
+
+    def close(self) -> None:
+        """Wait until nothing is written any more; what is half made is not finished. Not under the lock."""
+        self._stop.set()
+        self._pool.shutdown()
+
+    def _make(self, base: SnapshotInfo, new: SnapshotInfo) -> None:
+        stats: DeltaStats | None = None
+        try:
+            stats = self._write(
+                base.path,
+                new.path,
+                below_bytes=int(new.size_bytes * self._policy.below_share),
+                threads=max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2)),
+                stop=self._stop.is_set,
+            )
+        except SnapshotError as error:
+            if not self._stop.is_set():
+                log.warning("no delta", version=new.tag.version, error=str(error))
+        finally:
+            with self._lock:
+                if stats is not None:
+                    self._note(stats)
+                self._making = None
+                self._on_done(base.tag, new.tag)
+
+    def _note(self, stats: DeltaStats) -> None:
+        if (delta := stats.delta) is not None:
+            path, size = str(delta.path), delta.size_bytes
+            self._offers[stats.tag] = DeltaOffer(stats.base, path, delta.manifest_hash, size)
+        if stats.elements:
+            self.stats = stats
+        log.debug(
+            "delta made" if delta is not None else "no delta: it would be too large",
+            snapshot=directory_name(stats.tag),
+            base=directory_name(stats.base),
+            changed_share=round(stats.changed_share, 6),
+            delta_bytes=stats.delta_bytes or 0,
+            full_bytes=stats.full_bytes,
+        )

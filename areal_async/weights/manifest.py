@@ -104,6 +104,11 @@ def hash_of(data: bytes | memoryview) -> str:
     return HASH_PREFIX + blake3(data).hexdigest()
 
 
+def hash_of_file(path: Path) -> str:
+    """`hash_of` all bytes of a file, which is mapped, not read."""
+    return HASH_PREFIX + blake3().update_mmap(path).hexdigest()
+
+
 def seal(manifest: Manifest) -> bytes:
     inner = msgspec.json.encode(manifest)
     return msgspec.json.encode(_Sealed(hash_of(inner), msgspec.Raw(inner)))

@@ -3,7 +3,7 @@
 Promises:
 - `publish` returns when the snapshot is complete on disk and every waiting receiver is being told.
 - Receivers are served by a thread of its own: a training step does not delay them, nor they it.
-- Deltas are made by another thread, out of what is published already (`offers.py`): a snapshot is announced
+- Deltas are made by another thread, out of what is published already (`delta.py`): a snapshot is announced
   in full at once, and only receivers that can use the delta being made wait for it.
 - Memory is bounded by the retention rules of `shelf.py`; old allocations are filled again where nobody
   reads them.
@@ -38,11 +38,11 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.runtime.context import ServiceContext
 from areal_async.weights.channels import PublishingEnd, channel_of, makes_deltas
+from areal_async.weights.delta import DeltaPolicy, DeltaPublisher, DeltaStats, write_delta
 from areal_async.weights.manifest import SPARE_FILE, directory_name, remove_snapshots
-from areal_async.weights.offers import DeltaPolicy, DeltaPublisher, DeltaStats
 from areal_async.weights.retention import RetentionPolicy, Retired
-from areal_async.weights.shards import MappedFile
 from areal_async.weights.snapshot import SnapshotInfo, write_snapshot
+from areal_async.weights.tensor_file import MappedFile
 
 MAX_WAIT_MS = 60_000
 MAX_ACKS = 1024
@@ -70,6 +70,7 @@ class Publisher:
         deltas: DeltaPolicy | None = None,
         channel: PublishingEnd | None = None,
         node_id: str = "",
+        delta_writer: Callable[..., DeltaStats] = write_delta,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.endpoint = endpoint
@@ -88,7 +89,9 @@ class Publisher:
         self._finished = False
         self._closing = False
         self._lock = threading.Condition()
-        self._offers = DeltaPublisher(deltas, self._lock, self._delta_done) if deltas is not None else None
+        self._offers = (
+            DeltaPublisher(deltas, self._lock, self._delta_done, delta_writer) if deltas is not None else None
+        )
         self._server = Server(endpoint, service="weights", job=job, access=access, handler=self._handle)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -105,7 +108,7 @@ class Publisher:
         """What the newest version that was compared with its base had changed; None before the first, and
         where no deltas are made."""
         with self._lock:
-            return self._offers.measured if self._offers is not None else None
+            return self._offers.stats if self._offers is not None else None
 
     def start(self) -> None:
         """Serve. What an earlier publisher left under `root` is removed. Raises `EndpointError`."""
@@ -148,7 +151,6 @@ class Publisher:
             files=self._files,
             tied=self._tied,
             reuse=spare,
-            keep_mapped=True,
         )
         self._channel.add(written.path, written.manifest_hash)
         with self._lock:

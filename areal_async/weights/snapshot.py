@@ -18,8 +18,10 @@ It does not promise durability over a power loss (nothing is fsynced: snapshots 
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,17 +38,18 @@ from areal_async.weights.manifest import (
     MAX_MANIFEST_BYTES,
     WRITING_PREFIX,
     Manifest,
+    Part,
     Sidecar,
     check_file_name,
     directory_name,
     files_of,
     hash_of,
+    hash_of_file,
     name_of,
     seal,
     unseal,
 )
-from areal_async.weights.parts import assemble
-from areal_async.weights.shards import CHUNK_BYTES, Hashing, MappedFile, fill_shard, read_shard
+from areal_async.weights.tensor_file import DTYPE_OF, MappedFile, TensorFile, write_tensors
 
 MODEL_FILE = "model.safetensors"
 
@@ -62,7 +65,7 @@ class SnapshotInfo:
     weights_hash: str = ""
     """Of names, shapes and bytes of all tensors alone: equal for equal weights, whatever their tag."""
     mapped: MappedFile | None = field(default=None, compare=False, repr=False)
-    """The writer's mapping of the model file, where it was asked for."""
+    """The writer's mapping of the model file."""
 
 
 class Snapshot:
@@ -94,22 +97,19 @@ def write_snapshot(
     *,
     files: Mapping[str, bytes | Path] | None = None,
     tied: Mapping[str, str] | None = None,
-    reuse: Path | MappedFile | None = None,
-    keep_mapped: bool = False,
+    reuse: MappedFile | None = None,
 ) -> SnapshotInfo:
     """Write `tensors` and `files` as the snapshot `tag` under `root`.
 
     `tied` maps names that share another tensor's data to that tensor; tensors of `tensors` that share all
-    their memory are found by themselves and go under the first name. `reuse` is a retired model file nobody
-    reads any more, or better its mapping: that allocation is filled again, which in shared memory is several
-    times faster than a new one; it is used up, whatever happens. `keep_mapped` leaves the new file's
-    mapping open, in `SnapshotInfo.mapped`.
+    their memory are found by themselves and go under the first name. `reuse` is the mapping of a retired
+    model file that nobody reads any more: that allocation is filled again, which in shared memory is several
+    times faster than a new one; it is used up, whatever happens. `SnapshotInfo.mapped` is the next to reuse.
 
     Raises `SnapshotError` for what cannot be stored, for a tag that is there already and when the space ends.
     """
     final = root / directory_name(tag)
     staging = root / f"{WRITING_PREFIX}{final.name}"
-    spare = reuse if isinstance(reuse, MappedFile) else None
     if final.exists():
         raise SnapshotError(f"{final} is there already: a snapshot is written once")
     try:
@@ -118,15 +118,13 @@ def write_snapshot(
         staging.mkdir(parents=True)
         kept, all_tied = _untie(tensors, tied or {})
         if reuse is not None:
-            os.rename(reuse.path if isinstance(reuse, MappedFile) else reuse, staging / MODEL_FILE)
-        shard, parts, mapped = fill_shard(staging / MODEL_FILE, kept, reuse=spare)
-        if not keep_mapped:
-            mapped.close()
+            os.rename(reuse.path, staging / MODEL_FILE)
+        shard, parts, mapped = write_tensors(staging / MODEL_FILE, kept, reuse=reuse)
         sidecars = [write_sidecar(staging, name, content) for name, content in (files or {}).items()]
         manifest = Manifest(MANIFEST_SCHEMA, tag, None, "full", parts, [shard], sidecars, all_tied)
         written = publish_directory(staging, final, manifest)
         mapped.path = final / MODEL_FILE
-        return replace(written, mapped=mapped if keep_mapped else None)
+        return replace(written, mapped=mapped)
     except OSError as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise SnapshotError(f"snapshot {final.name} cannot be written under {root}: {error}") from error
@@ -161,7 +159,7 @@ def open_snapshot(path: Path, *, manifest_hash: str | None = None, tensors: bool
             return Snapshot(manifest.tag, path, manifest, _read(path, manifest))
         assemble(manifest, None)
         for shard in manifest.shards:
-            read_shard(path, shard, manifest, private=False)
+            TensorFile(path, shard, manifest).verify()
         return Snapshot(manifest.tag, path, manifest)
 
 
@@ -193,8 +191,71 @@ def check_files(path: Path, manifest: Manifest, *, sealed: bool = True) -> None:
 
 
 def _read(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
-    pieces = {shard.file: read_shard(path, shard, manifest, private=True) for shard in manifest.shards}
-    return assemble(manifest, pieces)
+    return assemble(
+        manifest, {shard.file: TensorFile(path, shard, manifest).read() for shard in manifest.shards}
+    )
+
+
+def assemble(
+    manifest: Manifest, pieces: Mapping[str, Mapping[str, torch.Tensor]] | None
+) -> dict[str, torch.Tensor]:
+    """All tensors of a snapshot by name, from `pieces[file][tensor]`; without pieces the manifest alone is
+    checked, and no tensor is returned.
+
+    A tensor that is one part shares the piece's memory; tied names share their tensor. Raises `SnapshotError`
+    unless the parts of each tensor cover it exactly once.
+    """
+    by_tensor: defaultdict[str, list[Part]] = defaultdict(list)
+    files = {shard.file for shard in manifest.shards}
+    for part in manifest.parts:
+        if part.file not in files:
+            raise SnapshotError(f"a part of {part.tensor} is in {part.file}, which is not in the snapshot")
+        by_tensor[part.tensor].append(part)
+    for name, parts in by_tensor.items():
+        _check_cover(name, parts)
+    for alias, name in manifest.tied.items():
+        if name not in by_tensor or alias in by_tensor:
+            raise SnapshotError(f"{alias} cannot be tied to {name}")
+    tensors: dict[str, torch.Tensor] = {}
+    if pieces is None:
+        return tensors
+    for name, parts in by_tensor.items():
+        if len(parts) == 1:
+            tensors[name] = pieces[parts[0].file][name]
+        else:
+            whole = torch.empty(parts[0].shape, dtype=DTYPE_OF[parts[0].dtype])
+            for part in parts:
+                box = tuple(slice(o, o + e) for o, e in zip(part.offset, part.extent, strict=True))
+                whole[box] = pieces[part.file][name]
+            tensors[name] = whole
+    for alias, name in manifest.tied.items():
+        tensors[alias] = tensors[name]
+    return tensors
+
+
+def _check_cover(name: str, parts: list[Part]) -> None:
+    first = parts[0]
+    for part in parts:
+        if part.shape != first.shape or part.dtype != first.dtype:
+            raise SnapshotError(f"the parts of {name} disagree about its shape or dtype")
+        if not len(part.shape) == len(part.offset) == len(part.extent):
+            raise SnapshotError(f"a part of {name} has another number of dimensions")
+        for size, offset, extent in zip(part.shape, part.offset, part.extent, strict=True):
+            if offset < 0 or extent < 0 or offset + extent > size:
+                raise SnapshotError(f"a part of {name} lies outside of it")
+    # Boxes inside the tensor that do not overlap and have as many elements as it: they cover it.
+    for i, one in enumerate(parts):
+        if any(_overlap(one, other) for other in parts[:i]):
+            raise SnapshotError(f"two parts of {name} overlap")
+    if sum(math.prod(part.extent) for part in parts) != math.prod(first.shape):
+        raise SnapshotError(f"the parts of {name} do not cover it")
+
+
+def _overlap(one: Part, other: Part) -> bool:
+    return all(
+        max(a, b) < min(a + da, b + db)
+        for a, da, b, db in zip(one.offset, one.extent, other.offset, other.extent, strict=True)
+    )
 
 
 @contextmanager
@@ -218,14 +279,8 @@ def write_sidecar(directory: Path, name: str, content: bytes | Path) -> Sidecar:
 
 
 def _check_sidecar(path: Path, sidecar: Sidecar) -> None:
-    hashed, size = Hashing(), 0
-    with open(path / sidecar.file, "rb") as file:
-        while data := file.read(CHUNK_BYTES):
-            hashed.add(data)
-            size += len(data)
-            if size > sidecar.size_bytes:
-                break
-    if size != sidecar.size_bytes or hashed.named() != sidecar.hash:
+    file = path / sidecar.file
+    if file.stat().st_size != sidecar.size_bytes or hash_of_file(file) != sidecar.hash:
         raise SnapshotError(f"{sidecar.file} does not match its hash")
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from areal_async.rpc.messages import Batch
 from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunLog
-from areal_async.weights.offers import DeltaStats
+from areal_async.weights.delta import DeltaStats
 from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics
 from trainer_service.data.plan import figures_of

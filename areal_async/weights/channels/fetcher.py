@@ -28,7 +28,7 @@ from areal_async.weights.channels.chunk_server import ChunkServer
 from areal_async.weights.channels.chunks import PartialDownload, decode_table
 from areal_async.weights.channels.download import Download
 from areal_async.weights.channels.host_cache import HostCache
-from areal_async.weights.deltas import apply_delta
+from areal_async.weights.delta import apply_delta
 from areal_async.weights.manifest import DELTA_SUFFIX, directory_name
 
 log = get_logger("weights")

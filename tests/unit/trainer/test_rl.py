@@ -17,7 +17,7 @@ from areal_async.rpc.messages import NoNews, VersionTag, Waiting
 from areal_async.rpc.secret import RunSecret
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.weights.channels import PublishingEnd
-from areal_async.weights.offers import DeltaPolicy
+from areal_async.weights.delta import DeltaPolicy
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
 from areal_async.weights.snapshot import open_snapshot

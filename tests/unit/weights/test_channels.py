@@ -15,7 +15,7 @@ from areal_async.weights.channels.disk import DiskReader
 from areal_async.weights.channels.fetcher import SnapshotFetcher, should_skip
 from areal_async.weights.channels.host_cache import HostCache
 from areal_async.weights.channels.snapshot_server import SnapshotServer
-from areal_async.weights.offers import DeltaPolicy
+from areal_async.weights.delta import DeltaPolicy
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
 from tests.unit.weights.world import LIMIT_S, PATIENCE_S, SECRET, Held, until

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from areal_async.errors import SnapshotError
 from areal_async.rpc.messages import VersionTag
-from areal_async.weights import layout, shards
-from areal_async.weights.manifest import MANIFEST_SCHEMA, Manifest, Part, directory_name, seal, unseal
-from areal_async.weights.shards import write_shard
-from areal_async.weights.snapshot import MODEL_FILE, open_snapshot, publish_directory, write_snapshot
+from areal_async.weights import tensor_file
+from areal_async.weights.manifest import MANIFEST_SCHEMA, Manifest, Part, seal, unseal
+from areal_async.weights.snapshot import MODEL_FILE, open_snapshot, write_snapshot
+from tests.unit.weights.world import in_boxes
 
 TAG = VersionTag(2, 5)
 
@@ -22,7 +22,7 @@ TAG = VersionTag(2, 5)
 def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 2, (3, 5), generator=generator)
-    tensors = {str(dtype): values.to(dtype) for dtype in layout.DTYPES}
+    tensors = {str(dtype): values.to(dtype) for dtype in tensor_file.DTYPES}
     tensors |= {
         "scalar": torch.tensor(3.5),
         "empty": torch.empty(0, 4),
@@ -47,7 +47,9 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
 shapes = st.lists(st.integers(0, 5), max_size=3)
 
 
-@given(st.lists(st.tuples(shapes, st.sampled_from(list(layout.DTYPES))), max_size=6), st.integers(0, 2**31))
+@given(
+    st.lists(st.tuples(shapes, st.sampled_from(list(tensor_file.DTYPES))), max_size=6), st.integers(0, 2**31)
+)
 @settings(max_examples=50, deadline=None)
 def test_any_set_of_tensors_comes_back(
     tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[list[int], torch.dtype]], seed: int
@@ -162,32 +164,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("old_size", [10, 5000])
-def test_an_old_allocation_is_filled_again(tmp_path: Path, old_size: int) -> None:
-    old = write_snapshot(tmp_path, VersionTag(2, 4), {"a": torch.full((old_size,), 7.0)})
-    inode = os.stat(old.path / MODEL_FILE).st_ino
-    new = write_snapshot(tmp_path, TAG, {"a": torch.arange(100.0)}, reuse=old.path / MODEL_FILE)
-    assert os.stat(new.path / MODEL_FILE).st_ino == inode
-    assert torch.equal(open_snapshot(new.path).tensors["a"], torch.arange(100.0))
-    with pytest.raises(SnapshotError):
-        open_snapshot(old.path)
-
-
 # --- tensors in several parts ----------------------------------------------------------------------------
-
-
-def sharded(root: Path, boxes: dict[str, tuple[list[int], list[int]]], whole: torch.Tensor) -> Path:
-    """A snapshot of tensor `w`, one file per box (extent, offset)."""
-    staging = root / "staging"
-    staging.mkdir()
-    shards, parts = [], []
-    for file, (extent, offset) in boxes.items():
-        piece = whole[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))]
-        shard, part = write_shard(staging / file, {"w": piece}, {"w": (list(whole.shape), offset)})
-        shards.append(shard)
-        parts += part
-    manifest = Manifest(MANIFEST_SCHEMA, TAG, VersionTag(2, 4), "full", parts, shards, [], {"alias": "w"})
-    return publish_directory(staging, root / directory_name(TAG), manifest).path
 
 
 def test_a_tensor_in_parts_is_put_together(tmp_path: Path) -> None:
@@ -197,10 +174,9 @@ def test_a_tensor_in_parts_is_put_together(tmp_path: Path) -> None:
         "b.safetensors": ([1, 4], [0, 2]),
         "c.safetensors": ([3, 4], [1, 2]),
     }
-    snapshot = open_snapshot(sharded(tmp_path, boxes, whole))
+    snapshot = open_snapshot(in_boxes(tmp_path, TAG, boxes, whole).path)
     assert torch.equal(snapshot.tensors["w"], whole)
     assert snapshot.tensors["alias"] is snapshot.tensors["w"]
-    assert snapshot.manifest.base == VersionTag(2, 4)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +191,7 @@ def test_a_tensor_in_parts_is_put_together(tmp_path: Path) -> None:
 def test_parts_that_do_not_cover_a_tensor_exactly_once_are_refused(
     tmp_path: Path, boxes: dict[str, tuple[list[int], list[int]]], problem: str
 ) -> None:
-    path = sharded(tmp_path, boxes, torch.randn(4, 6))
+    path = in_boxes(tmp_path, TAG, boxes, torch.randn(4, 6)).path
     with pytest.raises(SnapshotError, match=problem):
         open_snapshot(path)
 
@@ -226,7 +202,7 @@ def test_a_kept_mapping_is_filled_again_at_whatever_size(tmp_path: Path) -> None
     for version, n in enumerate((1000, 1000, 10, 3000)):
         values = torch.arange(float(n)) + version
         tag = VersionTag(1, version)
-        written = write_snapshot(tmp_path, tag, {"a": values}, reuse=mapped, keep_mapped=True)
+        written = write_snapshot(tmp_path, tag, {"a": values}, reuse=mapped)
         assert torch.equal(open_snapshot(written.path).tensors["a"], values)
         mapped = written.mapped
         assert mapped is not None
@@ -242,8 +218,8 @@ def test_a_kept_mapping_is_filled_again_at_whatever_size(tmp_path: Path) -> None
 def test_many_threads_write_and_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"{i}": torch.full((i * 1000,), i, dtype=torch.int32) for i in range(40)}
     alone = write_snapshot(tmp_path / "alone", TAG, state)
-    monkeypatch.setattr(shards, "THREADS_FROM_BYTES", 0)
-    monkeypatch.setattr(shards, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(tensor_file, "THREADS_FROM_BYTES", 0)
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 4096)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     together = write_snapshot(tmp_path / "together", TAG, state)
     assert together.manifest_hash == alone.manifest_hash
@@ -302,7 +278,7 @@ def test_noise_is_no_manifest_and_no_header(noise: bytes) -> None:
     with pytest.raises(SnapshotError):
         unseal(noise)
     with pytest.raises(SnapshotError):
-        layout.parse_header(noise)
+        tensor_file.parse_header(noise)
 
 
 def test_a_manifest_has_one_form(tmp_path: Path) -> None:

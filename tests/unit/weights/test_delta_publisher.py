@@ -16,10 +16,7 @@ from areal_async.errors import SnapshotError
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import AckSnapshot, NoNews, SnapshotNotice, VersionTag, WaitSnapshot
 from areal_async.rpc.secret import RunSecret
-from areal_async.weights import offers
-from areal_async.weights.comparison import write_delta
-from areal_async.weights.deltas import apply_delta
-from areal_async.weights.offers import DeltaPolicy
+from areal_async.weights.delta import DeltaPolicy, apply_delta, write_delta
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo, open_snapshot
 
@@ -55,10 +52,8 @@ class Gate:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    gate = Gate()
-    monkeypatch.setattr(offers, "write_delta", gate)
-    return gate
+def gate() -> Gate:
+    return Gate()
 
 
 @pytest.fixture
@@ -71,7 +66,12 @@ def place() -> Iterator[Path]:
 @pytest.fixture
 def publisher(place: Path, gate: Gate) -> Iterator[Publisher]:
     made = Publisher(
-        place / "shm", f"ipc://{place}/s", job="j", deltas=DeltaPolicy(anchor_every=5), access=SECRET
+        place / "shm",
+        f"ipc://{place}/s",
+        job="j",
+        deltas=DeltaPolicy(anchor_every=5),
+        delta_writer=gate,
+        access=SECRET,
     )
     made.start()
     yield made

@@ -1,0 +1,167 @@
+"""Lossless differences between two byte arrays of one size. Pure; vector operations of numpy and zstandard.
+
+    data, changed = encode(base, new, width)        # bytes; how many elements changed
+    apply(copy_of_base, Reader(data), width)        # in place: now bit for bit `new`
+
+Elements of `width` bytes are compared as unsigned integers, so the sign of zero, the payload of a NaN and
+denormals all count and all come back. What is larger than `BLOCK_BYTES` is cut into blocks; each says by
+itself how the positions of its changed elements are coded: as distances between them (`GAPS`), or as one bit
+per element (`BITMAP`). A value is the difference new - base of the two integers, modulo their size: a weight
+that moved by one unit in the last place is +1 or -1 whatever its exponent. Differences are zigzag-coded
+(small ones of either sign become small) and split into byte planes, so what does not move compresses to
+almost nothing.
+
+Format of a block: u8 mode, u32 changed elements, u32 bytes of positions before and after compression, u32
+bytes of values after compression (little-endian), then both as zstandard frames; only the head where nothing
+changed.
+
+Promises: hostile bytes end in `SnapshotError`: no size is believed before it is bounded by what the block can
+need, and no position outside the block is written.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from areal_async.errors import SnapshotError
+
+BLOCK_BYTES = 4 << 20
+LEVEL = 1
+GAPS_BELOW = 1 / 8
+"""Share of changed elements from which a bit per element is as small as a byte per change."""
+LONG_GAP = 255
+"""A byte of this value adds 255 to the distance that the next bytes go on with."""
+
+_HEAD = struct.Struct("<BIIII")
+
+Elements = npt.NDArray[Any]
+
+
+class Mode(IntEnum):
+    GAPS = 1
+    BITMAP = 2
+
+
+class Encoded(NamedTuple):
+    data: bytes
+    changed: int
+    """Elements that differ."""
+
+
+class Reader:
+    """Bytes in memory, read from the front; `at` counts what was read."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = memoryview(data)
+        self.size_bytes = len(self._data)
+        self.at = 0
+
+    def read(self, n: int) -> memoryview:
+        """Exactly the next `n` bytes. Raises `SnapshotError` when there are not so many."""
+        if n > self.size_bytes - self.at:
+            raise SnapshotError("a delta ends before its time")
+        self.at += n
+        return self._data[self.at - n : self.at]
+
+
+def blocks_of(size_bytes: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) in bytes of each block of `size_bytes`."""
+    return ((at, min(at + BLOCK_BYTES, size_bytes)) for at in range(0, size_bytes, BLOCK_BYTES))
+
+
+def encode(base: Elements, new: Elements, width: int) -> Encoded:
+    """One block that makes `base` into `new`: uint8 arrays of one length, a multiple of `width`."""
+    old, now = (array.view(f"<u{width}") for array in (base, new))
+    at = np.flatnonzero(old != now)
+    if not len(at):
+        return Encoded(_HEAD.pack(Mode.GAPS, 0, 0, 0, 0), 0)
+    if len(at) < GAPS_BELOW * len(now):
+        mode, positions = Mode.GAPS, _gaps(at)
+    else:
+        mode, positions = Mode.BITMAP, np.packbits(old != now).tobytes()
+    compress = zstandard.ZstdCompressor(level=LEVEL).compress
+    packed_positions, packed_values = compress(positions), compress(_planes(now[at] - old[at]))
+    head = _HEAD.pack(mode, len(at), len(positions), len(packed_positions), len(packed_values))
+    return Encoded(b"".join((head, packed_positions, packed_values)), len(at))
+
+
+def apply(target: Elements, source: Reader, width: int) -> int:
+    """Change the block `target` (uint8) by the next block of `source`; returns how many elements changed.
+    Raises `SnapshotError`; `target` is then of no use."""
+    size = target.nbytes // width
+    mode, changed, raw_positions, packed_positions, packed_values = _HEAD.unpack(source.read(_HEAD.size))
+    fits = (mode == Mode.GAPS and changed <= raw_positions <= changed + size // LONG_GAP) or (
+        mode == Mode.BITMAP and raw_positions == math.ceil(size / 8)
+    )
+    if not fits or changed > size:
+        raise SnapshotError(
+            f"a delta's block of {size} elements cannot have {changed} changed so (mode {mode})"
+        )
+    if not changed:
+        if raw_positions or packed_positions or packed_values:
+            raise SnapshotError("an unchanged block has bytes")
+        return 0
+    positions = np.frombuffer(_unpack(source, packed_positions, raw_positions), np.uint8)
+    values = _unpack(source, packed_values, changed * width)
+    at = _from_gaps(positions) if mode == Mode.GAPS else np.flatnonzero(np.unpackbits(positions))
+    if len(at) != changed or at[-1] >= size:
+        raise SnapshotError("the positions of a block are not those of its changed elements")
+    target.view(f"<u{width}")[at] += _from_planes(values, width)
+    return int(changed)
+
+
+def _gaps(at: npt.NDArray[np.int64]) -> bytes:
+    """Elements between one changed element and the next, a byte each; longer ones in several bytes."""
+    gaps = np.diff(at, prepend=-1) - 1
+    longs = gaps // LONG_GAP
+    ends = np.cumsum(longs + 1)
+    out = np.full(int(ends[-1]), LONG_GAP, np.uint8)
+    out[ends - 1] = gaps - longs * LONG_GAP
+    return out.tobytes()
+
+
+def _from_gaps(gaps: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Rising positions, by construction; the last byte must end a gap."""
+    if gaps[-1] == LONG_GAP:
+        raise SnapshotError("the positions of a block end inside a gap")
+    ends = np.flatnonzero(gaps != LONG_GAP)
+    return np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(len(ends))
+
+
+def _planes(differences: Elements) -> bytes:
+    """Zigzag, then the lowest bytes of all values, then the next ones, …"""
+    signed = differences.view(f"<i{differences.itemsize}")
+    zigzag = (signed << 1) ^ (signed >> (8 * signed.itemsize - 1))
+    return np.ascontiguousarray(zigzag.view(np.uint8).reshape(-1, signed.itemsize).T).tobytes()
+
+
+def _from_planes(data: bytes, width: int) -> Elements:
+    planes = np.frombuffer(data, np.uint8).reshape(width, -1)
+    zigzag = np.ascontiguousarray(planes.T).reshape(-1).view(f"<u{width}")
+    one = zigzag.dtype.type(1)
+    return (zigzag >> one) ^ (~(zigzag & one) + one)
+
+
+def _unpack(source: Reader, packed: int, raw: int) -> bytes:
+    """`raw` bytes out of a frame of `packed`. The frame's own word for its size is checked before anything is
+    allocated by it."""
+    if packed > raw + raw // 128 + 128:
+        raise SnapshotError("a delta's frame is larger than what is in it")
+    data = source.read(packed)
+    try:
+        if zstandard.frame_content_size(data) != raw:
+            raise SnapshotError("a delta's frame does not hold what its block says")
+        out = zstandard.ZstdDecompressor().decompress(data, max_output_size=raw, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise SnapshotError(f"a delta's frame is damaged: {error}") from error
+    if len(out) != raw:
+        raise SnapshotError("a delta's frame ends before its time")
+    return out
