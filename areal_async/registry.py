@@ -55,7 +55,7 @@ class Registry:
         self.kind = kind
         self.leading = leading
         self.coroutine = coroutine
-        self.group = f"areal_async.{kind}s"
+        self.group = f"areal_async.{kind}{'es' if kind.endswith('s') else 's'}"
         self._table = built_in
 
     @cached_property
@@ -253,7 +253,8 @@ ENVIRONMENTS = Registry("environment", "rollout_service.environments:BUILT_IN")
 TOOLS = Registry("tool", "rollout_service.workflows.tools:BUILT_IN")
 REWARDS = Registry("reward", "reward_service.sdk:BUILT_IN", leading=1)
 ADVANTAGES = Registry("advantage", "trainer_service.algorithms:ADVANTAGES", leading=2)
-LOSSES = Registry("loss", "trainer_service.algorithms:LOSSES")
-CORRECTIONS = Registry("correction", "trainer_service.algorithms:CORRECTIONS")
+LOSSES = Registry("loss", "trainer_service.algorithms:LOSSES", leading=2)
+CORRECTIONS = Registry("correction", "trainer_service.algorithms:CORRECTIONS", leading=2)
+NORMALISERS = Registry("normaliser", "trainer_service.algorithms:NORMALISERS", leading=3)
 BACKENDS = Registry("backend", "trainer_service.backends:BUILT_IN")
 CHANNELS = Registry("channel", "areal_async.weights:CHANNELS")

@@ -12,6 +12,8 @@ class TrainerError(ArealError):
 class ObjectiveError(TrainerError):
     """A combination of objective parts that is wrong; the message says why and what to change."""
 
+    restart_helps = False
+
 
 class BatchError(TrainerError):
     """A batch that cannot be trained: its bytes do not match its manifest, or it is the wrong shape."""
@@ -25,6 +27,12 @@ class UntrainableEpisode(BatchError):
 
 class StalenessViolation(TrainerError):
     """A unit older than the bound reached the trainer. Fatal: the buffer's own check has failed."""
+
+    restart_helps = False
+
+
+class SelfCheckError(TrainerError):
+    """The engine's log-probs are not those of the trainer's weights. Sampling again would not change it."""
 
     restart_helps = False
 

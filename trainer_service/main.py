@@ -14,9 +14,10 @@ from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunLog
 from areal_async.weights.publisher import make_publisher
-from trainer_service.backends.fsdp.backend import POLICY, FsdpBackend
+from trainer_service.backends.base import TrainingBackend
 from trainer_service.checkpoint import newest_usable
 from trainer_service.files import companion_files
+from trainer_service.loop.learner import load_backend
 from trainer_service.loop.rl import RlTrainer
 from trainer_service.loop.sft import SftTrainer
 from trainer_service.ranks import Ranks, join_ranks
@@ -66,15 +67,7 @@ def train(ctx: ServiceContext) -> None:
     with ExitStack() as stack:
         ranks = join_ranks(0, 1, device=section.device)
         stack.callback(ranks.leave)
-        dtype = torch.bfloat16 if section.dtype == "bfloat16" else torch.float32
-        minibatches = section.minibatches if ctx.job.kind == "rl" else 1
-        backend = FsdpBackend(
-            {POLICY: ctx.job.model},
-            section.optimizer,
-            ranks,
-            dtype=dtype,
-            total_updates=section.steps * minibatches,
-        )
+        backend = load_backend(ctx.job, ranks)
         run_log = stack.enter_context(RunLog(ctx.run_log))
         log.info("model loaded", model=str(ctx.job.model), ranks=ranks.world, dtype=section.dtype)
         if ctx.job.kind == "sft":
@@ -85,7 +78,9 @@ def train(ctx: ServiceContext) -> None:
         log.info("training ends", finished=finished)
 
 
-def _rl(ctx: ServiceContext, ranks: Ranks, backend: FsdpBackend, run_log: RunLog, stack: ExitStack) -> bool:
+def _rl(
+    ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunLog, stack: ExitStack
+) -> bool:
     files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
     restored = newest_usable(ctx.run_dir / "checkpoints", job=ctx.job.job)
     if restored is not None:
@@ -118,6 +113,6 @@ def _rl(ctx: ServiceContext, ranks: Ranks, backend: FsdpBackend, run_log: RunLog
     return trainer.run(name=ctx.name, ready=ctx.ready, restored=restored)
 
 
-def _sft(ctx: ServiceContext, ranks: Ranks, backend: FsdpBackend, run_log: RunLog) -> bool:
+def _sft(ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunLog) -> bool:
     trainer = SftTrainer(ctx.job, ranks, backend, run_dir=ctx.run_dir, run_log=run_log, stopping=ctx.stopping)
     return trainer.run()

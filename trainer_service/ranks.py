@@ -14,8 +14,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -47,9 +49,13 @@ dist.Backend.register_backend(ALONE, _NoPeers, extended_api=True, devices=["cpu"
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among the ranks. Made by `join_ranks`; ended by `leave`."""
+    """This process's place among the ranks. Made by `join_ranks`; ended by `leave`.
+
+    Who trains which rows is said by `data_rank` alone: ranks that share a model's layers or tensors will have
+    one in common."""
 
     rank: int
+    """Index of this process among all of the trainer, below `world`."""
     world: int
     device: torch.device
     mesh: DeviceMesh
@@ -57,6 +63,16 @@ class Ranks:
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Index of the share of each batch that this rank trains, below `data_ranks`."""
+        return self.rank
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of shares into which each batch is dealt."""
+        return self.world
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank; the others pass None."""
@@ -95,6 +111,19 @@ class Ranks:
         tensor = torch.tensor([value], dtype=torch.int64)
         self.sum(tensor)
         return int(tensor)
+
+    def concatenate(self, columns: NDArray[np.float64]) -> NDArray[np.float64]:
+        """All ranks' arrays f64 [k, n] side by side in the order of the ranks, f64 [k, Σ n]."""
+        if self.world == 1:
+            return columns
+        counts = torch.zeros(self.world, dtype=torch.int64)
+        counts[self.rank] = columns.shape[1]
+        self.sum(counts)
+        start = int(counts[: self.rank].sum())
+        whole = torch.zeros(columns.shape[0], int(counts.sum()), dtype=torch.float64)
+        whole[:, start : start + columns.shape[1]] = torch.from_numpy(columns)
+        self.sum(whole)
+        return whole.numpy()
 
     def barrier(self) -> None:
         self.largest(0)

@@ -74,10 +74,6 @@ def replay(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A new folder to keep model and figures in.")
     ] = None,
-    source: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="BATCHES.PARQUET", help="Batches from an export, not the run's own."),
-    ] = None,
 ) -> None:
     """Train on the recorded batches again, with no generation, and compare bit by bit."""
     become(
@@ -86,6 +82,5 @@ def replay(
             overrides=list(overrides or ()),
             steps=steps,
             out=str(out) if out is not None else None,
-            source=str(source) if source is not None else None,
         )
     )

@@ -70,8 +70,6 @@ class ReplayRequest(Request, frozen=True):
     steps: str | None = None
     out: str | None = None
     """Folder to keep the replay in; None keeps nothing."""
-    source: str | None = None
-    """A parquet export to take the batches from; None for those in the run folder."""
 
 
 class RehearsalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -64,12 +64,6 @@ def _sampling_is_the_policy(job: JobConfig) -> Iterator[Mistake]:
         )
 
 
-def _groups_have_a_baseline(job: JobConfig) -> Iterator[Mistake]:
-    if job.rollout.group_size == 1 and job.trainer.objective.advantage == "grpo":
-        problem = "the grpo advantage of a group of one episode is always zero, so nothing is learned"
-        yield Mistake("rollout.group_size", problem, "Set it to 2 or more", ("trainer.objective.advantage",))
-
-
 def _a_group_fits_a_worker(job: JobConfig) -> Iterator[Mistake]:
     n, limit = job.rollout.group_size, job.rollout.max_concurrent
     if n > limit:
@@ -230,10 +224,6 @@ def _group_policy_is_whole(job: JobConfig) -> Iterator[Mistake]:
         problem = f"a group has {n} samples (rollout.group_size), so none would ever be enough"
         fix = f"Set it to {n} or less"
         yield Mistake("buffer.group.min_samples", problem, fix, (*policy, "rollout.group_size"))
-    elif group.min_samples == 1 and job.trainer.objective.advantage == "grpo" and n > 1:
-        problem = "the grpo advantage of a group cut down to one episode is zero, so nothing is learned of it"
-        fix = "Set it to 2 or more"
-        yield Mistake("buffer.group.min_samples", problem, fix, (*policy, "trainer.objective.advantage"))
 
 
 def _groups_come_of_age(job: JobConfig) -> Iterator[Mistake]:
@@ -242,35 +232,6 @@ def _groups_come_of_age(job: JobConfig) -> Iterator[Mistake]:
         problem = f"{age_s:g} s is not above buffer.group.deadline_s = {deadline_s:g}, which would never come"
         fix = f"Set it above {deadline_s:g}, or remove one of the two"
         yield Mistake("buffer.max_age_s", problem, fix, ("buffer.group.deadline_s",))
-
-
-def _stale_units_are_corrected(job: JobConfig) -> Iterator[Mistake]:
-    objective, bound = job.trainer.objective, job.buffer.max_staleness
-    if bound > 0 and objective.correction == "none" and not objective.allow_uncorrected:
-        yield Mistake(
-            "trainer.objective.correction",
-            f"`none` with buffer.max_staleness = {bound} trains on stale units as if they were fresh",
-            "Set it to decoupled, or max_staleness to 0, or trainer.objective.allow_uncorrected to true "
-            "for an experiment",
-            ("buffer.max_staleness", "trainer.objective.allow_uncorrected"),
-        )
-
-
-def _prox_reuse_needs_one_minibatch(job: JobConfig) -> Iterator[Mistake]:
-    if job.trainer.objective.prox == "reuse" and job.trainer.minibatches > 1:
-        yield Mistake(
-            "trainer.objective.prox",
-            f"`reuse` is wrong with trainer.minibatches = {job.trainer.minibatches}: after the first update "
-            "the current policy is no longer the one the step started from",
-            "Set it to recompute, or trainer.minibatches to 1",
-            ("trainer.minibatches",),
-        )
-
-
-def _rl_has_an_rl_loss(job: JobConfig) -> Iterator[Mistake]:
-    if job.trainer.objective.loss == "sft":
-        problem = "`sft` ignores rewards, so an rl job would learn from wrong answers too"
-        yield Mistake("trainer.objective.loss", problem, "Set it to ppo, or `kind` to sft", ("kind",))
 
 
 def _minibatches_hold_groups(job: JobConfig) -> Iterator[Mistake]:
@@ -282,11 +243,6 @@ def _minibatches_hold_groups(job: JobConfig) -> Iterator[Mistake]:
             f"Set it to {groups} or less",
             ("buffer.batch_groups",),
         )
-
-
-def _one_rank(job: JobConfig) -> Iterator[Mistake]:
-    if job.trainer.ranks > 1:
-        yield Mistake("trainer.ranks", "this version trains on one rank", "Set it to 1")
 
 
 def _held_out_is_held_out(job: JobConfig) -> Iterator[Mistake]:
@@ -344,10 +300,9 @@ def _evaluation_engine_is_its_own(job: JobConfig) -> Iterator[Mistake]:
         )
 
 
-ANY_KIND: tuple[Rule, ...] = (part_mistakes, _redis_url, _held_out_is_held_out, _one_rank, _ports_are_usable)
+ANY_KIND: tuple[Rule, ...] = (part_mistakes, _redis_url, _held_out_is_held_out, _ports_are_usable)
 SFT_ONLY: tuple[Rule, ...] = (_stop_accuracy_is_measured,)
 RL_ONLY: tuple[Rule, ...] = (
-    _groups_have_a_baseline,
     reward_mistakes,
     _a_group_fits_a_worker,
     _sampling_is_the_policy,
@@ -358,9 +313,6 @@ RL_ONLY: tuple[Rule, ...] = (
     _group_policy_is_whole,
     _groups_come_of_age,
     _minibatches_hold_groups,
-    _rl_has_an_rl_loss,
-    _stale_units_are_corrected,
-    _prox_reuse_needs_one_minibatch,
     _evaluation_engine_is_its_own,
     hosts_can_be_reached,
 )

@@ -36,7 +36,11 @@ PATH_FIELDS = (
     "weights.key_file",
     "weights.directory",
 )
-CODE_FIELDS = ("rollout.workflow",)
+CODE_FIELDS = (
+    "rollout.workflow",
+    "trainer.backend",
+    *(f"trainer.objective.{part}" for part in ("advantage", "loss", "correction", "normaliser")),
+)
 """Fields that may hold `path.py:name`."""
 
 

@@ -41,6 +41,7 @@ def named_parts(job: JobConfig) -> Iterator[NamedPart]:
     yield _in_section(registry.BACKENDS, job.trainer, "trainer", "backend")
     objective = job.trainer.objective
     yield _in_section(registry.LOSSES, objective, "trainer.objective", "loss")
+    yield _in_section(registry.NORMALISERS, objective, "trainer.objective", "normaliser")
     if job.kind != "rl":
         return
     yield _in_section(registry.ADVANTAGES, objective, "trainer.objective", "advantage")

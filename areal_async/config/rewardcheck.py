@@ -93,7 +93,7 @@ def reward_mistakes(job: JobConfig) -> Iterator[Mistake]:
     another rule's matter (`config/parts.py`)."""
     yield from _how_it_is_asked(job.reward)
     yield from _environment_is_there(job)
-    yield from _masking_leaves_a_baseline(job)
+    yield from _masked_groups_can_go_on(job)
 
 
 def section_mistakes(reward: RewardSection) -> Iterator[Mistake]:
@@ -214,17 +214,13 @@ def _environment_is_there(job: JobConfig) -> Iterator[Mistake]:
             yield Mistake(f"{field}.name", problem, fix, involved)
 
 
-def _masking_leaves_a_baseline(job: JobConfig) -> Iterator[Mistake]:
-    """A group with one episode masked must be able to have `reward.min_scored` scores, and a baseline."""
+def _masked_groups_can_go_on(job: JobConfig) -> Iterator[Mistake]:
+    """A group with one episode masked must be able to have `reward.min_scored` scores."""
     reward, size = job.reward, job.rollout.group_size
     names = ("on_timeout", "on_error", "on_abstain")
     masks = [f"reward.{name}.then" for name in names if getattr(reward, name).then == "mask"]
     if not masks or size == 1:
         return  # of groups of one episode another rule speaks
-    if reward.min_scored == 1 and job.trainer.objective.advantage == "grpo":
-        problem = "the grpo advantage of a group of which one episode is left is zero, so nothing is learned"
-        involved = ("rollout.group_size", "trainer.objective.advantage", *masks)
-        yield Mistake("reward.min_scored", problem, "Set it to 2 or more", involved)
     if reward.min_scored >= size:
         yield Mistake(
             "reward.min_scored",

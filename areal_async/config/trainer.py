@@ -1,6 +1,6 @@
 """`trainer`: back end, optimizer, objective and batch shape."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -31,27 +31,36 @@ class OptimizerSection(Section):
 
 
 class ObjectiveSection(Section):
-    """advantage × loss × correction × KL × normaliser (see docs/objectives.md)."""
+    """advantage × loss × correction × normaliser (see docs/objectives.md). Each is a built-in part, an
+    installed one, or `path.py:name` of your own."""
 
-    advantage: Literal["grpo"] = "grpo"
-    """`grpo`: the reward less its group's mean, over its group's standard deviation."""
-    loss: Literal["ppo", "sft"] = "ppo"
-    """`ppo`: the clipped ratio loss; `sft`: the log-likelihood (for `kind: sft`)."""
+    advantage: str = Field(default="grpo", min_length=1)
+    """`grpo`: the reward less its group's mean, over its group's standard deviation; or one of your own."""
+    advantage_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the advantage."""
+    loss: str = Field(default="ppo", min_length=1)
+    """`ppo`: the clipped ratio loss; `sft`: the log-likelihood (for `kind: sft`); or one of your own."""
+    loss_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the loss beside `clip_low` and `clip_high`."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is clipped below 1 - this."""
+    """The ratio is clipped below 1 - this, by a loss that has a parameter of this name."""
     clip_high: float = Field(default=0.2, gt=0)
-    """The ratio is clipped above 1 + this."""
-    correction: Literal["decoupled", "none"] = "decoupled"
-    """What makes up for stale samples: `decoupled` weighs each token by exp(prox - behaviour)."""
+    """The ratio is clipped above 1 + this, by a loss that has a parameter of this name."""
+    correction: str = Field(default="decoupled", min_length=1)
+    """What makes up for stale samples: `decoupled` weighs each token by exp(prox - behaviour); `none`; or
+    one of your own."""
+    correction_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the correction beside its `cap`."""
     correction_cap: float = Field(default=5.0, gt=0)
-    """C: that weight is truncated at it."""
+    """C: a correction with a parameter `cap` truncates its weight at it."""
     prox: Literal["recompute", "reuse"] = "recompute"
     """Where proximal log-probs come from: a forward pass of their own, or `reuse` of the update's own forward
     pass, which is right with one minibatch per step."""
     allow_uncorrected: bool = False
     """Allow `correction: none` with stale samples, for an experiment."""
-    normaliser: Literal["token", "sequence"] = "token"
-    """Mean over all tokens of the update, or over episodes of the mean over each one's tokens."""
+    normaliser: str = Field(default="token", min_length=1)
+    """`token`: mean over all tokens of the update; `sequence`: mean over episodes of the mean over each one's
+    tokens; or one of your own."""
 
 
 class SelfCheckSection(Section):
@@ -65,8 +74,8 @@ class SelfCheckSection(Section):
 
 
 class TrainerSection(Section):
-    backend: Literal["fsdp"] = "fsdp"
-    """What holds and updates the weights: torch FSDP2."""
+    backend: str = Field(default="fsdp", min_length=1)
+    """What holds and updates the weights: `fsdp` is torch FSDP2."""
     ranks: int = Field(default=1, ge=1, le=65_536)
     """Training processes; this version trains on one."""
     steps: int = Field(default=100, ge=1, le=100_000_000)

@@ -5,23 +5,22 @@ ship    pack (one blob), encode (frames)  inspect     summarise, Episode.path, E
 train   training_rows → Row              refuse      TrajectoryError and its kinds, untrainable
 """
 
-from areal_async.trajectory.blob import EpisodeSummary, pack, summarise, unpack
 from areal_async.trajectory.builder import EpisodeBuilder, anchor_of
 from areal_async.trajectory.check import Facts, check
-from areal_async.trajectory.codec import decode, encode
+from areal_async.trajectory.codec import EpisodeSummary, decode, encode, pack, summarise, unpack
 from areal_async.trajectory.episode import Episode
 from areal_async.trajectory.errors import (
+    DEFAULT_LIMITS,
     CodecError,
     InvariantError,
+    Limits,
     SchemaError,
     SizeError,
     TrajectoryError,
 )
 from areal_async.trajectory.header import TRAJECTORY_SCHEMA, Agent, Call, Header, Media, Sampling
-from areal_async.trajectory.limits import DEFAULT_LIMITS, Limits
-from areal_async.trajectory.rows import Row, training_rows
+from areal_async.trajectory.rows import Row, training_rows, untrainable
 from areal_async.trajectory.tables import SegmentFlag, SegmentKind, Segments, Units
-from areal_async.trajectory.trainable import untrainable
 
 __all__ = [
     "DEFAULT_LIMITS",

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.trajectory.coerce import Floats, Ints, epoch_runs, floats, ints, mask_bytes
 from areal_async.trajectory.episode import Episode
-from areal_async.trajectory.errors import InvariantError
+from areal_async.trajectory.errors import DEFAULT_LIMITS, InvariantError, Limits
 from areal_async.trajectory.header import Agent, Call, FinishReason, Header, LogprobsOf, Media, Sampling
-from areal_async.trajectory.limits import DEFAULT_LIMITS, Limits
 from areal_async.trajectory.tables import (
     F32,
     I32,
@@ -30,6 +28,9 @@ from areal_async.trajectory.tables import (
     Segments,
     Units,
 )
+
+Ints = Sequence[int] | NDArray[Any]
+Floats = Sequence[float] | NDArray[Any]
 
 
 def anchor_of(key: str | bytes) -> int:
@@ -92,7 +93,7 @@ class EpisodeBuilder:
         """Add a segment that no policy sampled (a tool's answer, an environment's); returns its index."""
         if kind == SegmentKind.SAMPLED:
             raise InvariantError("a sampled segment is added with sampled()")
-        tokens = ints(ids, "ids")
+        tokens = _ints(ids, "ids")
         n = len(tokens)
         segment = self._add(kind, n, parent, agent, turn)
         self._token_id += tokens
@@ -123,19 +124,19 @@ class EpisodeBuilder:
         `mask` (0/1 per unit) leaves units out of training; by default all are trained. A masked-out unit that
         was not sampled (forced text) has version -1.
         """
-        tokens = ints(ids, "ids")
+        tokens = _ints(ids, "ids")
         n = len(tokens)
-        probs = floats(logprobs, "logprobs")
+        probs = _floats(logprobs, "logprobs")
         if isinstance(versions, (int, np.integer)):
-            vers = ints((int(versions),), "versions") * n
+            vers = _ints((int(versions),), "versions") * n
         else:
-            vers = ints(versions, "versions")
-        bits = b"\x01" * n if mask is None else mask_bytes(mask)
+            vers = _ints(versions, "versions")
+        bits = b"\x01" * n if mask is None else _mask_bytes(mask)
         if not n == len(probs) == len(vers) == len(bits):
             raise InvariantError(
                 f"{n} ids, {len(probs)} logprobs, {len(vers)} versions, {len(bits)} mask values do not match"
             )
-        runs = epoch_runs(epoch, bits)
+        runs = _epoch_runs(epoch, bits)
         if policy is None:
             policy = self._agents[agent].policy if 0 <= agent < len(self._agents) else 0
         start = len(self._token_id)
@@ -168,7 +169,7 @@ class EpisodeBuilder:
 
     def column(self, name: str, segment: int, values: Floats) -> None:
         """Set an optional f32 column for the units of one segment; elsewhere it is NaN (unknown)."""
-        data = floats(values, name)
+        data = _floats(values, name)
         if len(data) != self._length[self._index(segment)]:
             raise InvariantError(f"column {name}: {len(data)} values for {self._length[segment]} units")
         self._columns.setdefault(name, {})[segment] = data
@@ -254,3 +255,64 @@ class EpisodeBuilder:
         if not 0 <= segment < len(self._parent):
             raise InvariantError(f"there is no segment {segment}")
         return segment
+
+
+# What a caller hands in, as typed columns. Nothing is cut to fit: a float is no token id, and a value beyond
+# 32 bits is refused.
+
+
+def _epoch_runs(epoch: int | Ints, bits: bytes) -> list[tuple[int, int]]:
+    """Runs (first unit, epoch) over the units of a segment whose bit is 1."""
+    if isinstance(epoch, (int, np.integer)):
+        first = bits.find(1)
+        return [(first, int(epoch))] if first >= 0 else []
+    epochs = _ints(epoch, "epoch")
+    if len(epochs) != len(bits):
+        raise InvariantError(f"{len(bits)} ids and {len(epochs)} epochs do not match")
+    units = np.flatnonzero(np.frombuffer(bits, U8))
+    values = np.frombuffer(epochs.tobytes(), I32)[units]
+    changes = np.ones(len(units), np.bool_)
+    np.not_equal(values[1:], values[:-1], out=changes[1:])
+    return list(zip(units[changes].tolist(), values[changes].tolist(), strict=True))
+
+
+def _ints(values: Ints, what: str) -> array[int]:
+    """Values as i32; a float, or what does not fit, is refused rather than cut."""
+    out = array("i")
+    try:
+        if not isinstance(values, np.ndarray):
+            if isinstance(values, (bytes, bytearray, memoryview)):
+                values = list(values)  # array() would read bytes as raw memory
+            return array("i", values)
+        if values.dtype.kind not in "iub" or values.ndim != 1:
+            raise InvariantError(f"{what}: a 1-D integer array is needed, not {values.dtype} {values.shape}")
+        if values.dtype != I32:
+            narrow = values.astype(I32)
+            if not np.array_equal(narrow, values):
+                raise InvariantError(f"{what}: a value does not fit 32 bits")
+            values = narrow
+        out.frombytes(values.tobytes())
+    except (TypeError, OverflowError) as error:
+        raise InvariantError(f"{what}: {error}") from error
+    return out
+
+
+def _floats(values: Floats, what: str) -> array[float]:
+    """Values as f32."""
+    out = array("f")
+    try:
+        if not isinstance(values, np.ndarray):
+            return array("f", values)
+        if values.dtype.kind != "f" or values.ndim != 1:
+            raise InvariantError(f"{what}: a 1-D float array is needed, not {values.dtype} {values.shape}")
+        out.frombytes(values.astype(F32, copy=False).tobytes())
+    except (TypeError, OverflowError) as error:
+        raise InvariantError(f"{what}: {error}") from error
+    return out
+
+
+def _mask_bytes(mask: Ints) -> bytes:
+    try:
+        return bytes(_ints(mask, "mask").tolist())
+    except ValueError as error:
+        raise InvariantError(f"mask: {error}") from error

@@ -27,9 +27,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.trajectory.errors import InvariantError, SchemaError, SizeError
+from areal_async.trajectory.errors import (
+    DEFAULT_LIMITS,
+    MAX_NAME_CHARS,
+    InvariantError,
+    Limits,
+    SchemaError,
+    SizeError,
+)
 from areal_async.trajectory.header import TRAJECTORY_SCHEMA, Call, Header, Media
-from areal_async.trajectory.limits import DEFAULT_LIMITS, MAX_NAME_CHARS, Limits
 from areal_async.trajectory.tables import (
     COLUMN_DTYPES,
     CORE_COLUMNS,

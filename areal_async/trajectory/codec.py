@@ -1,13 +1,20 @@
-"""An episode as frames: a msgpack head and raw little-endian arrays. `docs/trajectory.md` is the format.
+"""An episode as frames (a msgpack head and raw little-endian arrays), and the frames in one aligned blob:
+what the buffer stores and every service passes on. `docs/trajectory.md` is the format.
 
 Reading trusts nothing: whatever the bytes are, the outcome is a valid Episode or a TrajectoryError. The
 arrays of a decoded episode are read-only views of the frames (a frame whose memory is not aligned for its
 type is copied).
+
+The blob (little-endian): magic `ATRJ`, u16 schema, u16 frames, u64 size, u32 CRC-32 of everything after the
+prefix, u32 zero; then per frame u64 offset and u64 size; then the frames, each at the next multiple of 8.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import struct
+import zlib
 from collections.abc import Sequence
 
 import msgspec
@@ -15,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.trajectory.episode import Episode
-from areal_async.trajectory.errors import CodecError, SizeError
-from areal_async.trajectory.header import Header
-from areal_async.trajectory.limits import DEFAULT_LIMITS, Limits
+from areal_async.trajectory.errors import DEFAULT_LIMITS, CodecError, Limits, SchemaError, SizeError
+from areal_async.trajectory.header import TRAJECTORY_SCHEMA, Header
+from areal_async.trajectory.rows import untrainable
 from areal_async.trajectory.tables import (
     COLUMN_DTYPES,
     F32,
@@ -40,8 +47,15 @@ SEGMENT_BYTES = I64.itemsize + len(TABLE_COLUMNS) * I32.itemsize + F32.itemsize
 _TABLE_WIDTH = len(TABLE_COLUMNS)
 _DTYPE_NAMES = {dtype: name for name, dtype in COLUMN_DTYPES.items()}
 
+MAGIC = b"ATRJ"
+ALIGNMENT = 8
 
-class Head(msgspec.Struct, frozen=True):
+_PREFIX = struct.Struct("<4sHHQII")
+_FRAME_BYTES = 16
+_PADDING = [bytes(-size % ALIGNMENT) for size in range(ALIGNMENT)]
+
+
+class EpisodeHead(msgspec.Struct, frozen=True):
     """The first frame: the header, and the sizes that the other frames must have.
 
     `columns` describes the optional frames in order: (name, element type, width); width 0 is one plain value
@@ -55,7 +69,7 @@ class Head(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Head)
+_decoder = msgspec.msgpack.Decoder(EpisodeHead)
 
 
 def encode(episode: Episode, *, limits: Limits = DEFAULT_LIMITS) -> list[memoryview]:
@@ -63,7 +77,7 @@ def encode(episode: Episode, *, limits: Limits = DEFAULT_LIMITS) -> list[memoryv
 
     Raises CodecError when metadata does not fit msgpack, SizeError when the head is too long.
     """
-    return [_bytes_of(part) for part in parts_of(episode, limits)]
+    return [_bytes_of(part) for part in _parts_of(episode, limits)]
 
 
 def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT_LIMITS) -> Episode:
@@ -98,13 +112,13 @@ def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT_LIMITS) -> Epis
     return Episode(head.header, segments, units, limits=limits)
 
 
-def parts_of(episode: Episode, limits: Limits) -> list[bytes | NDArray]:
+def _parts_of(episode: Episode, limits: Limits) -> list[bytes | NDArray]:
     """The frames as what `bytes.join` takes, in order."""
     segments, units = episode.segments, episode.units
     columns = units.columns
     specs = [(n, _DTYPE_NAMES[c.dtype], c.shape[1] if c.ndim == 2 else 0) for n, c in columns.items()]
     try:
-        head = _encoder.encode(Head(episode.header, len(segments), len(units), specs))
+        head = _encoder.encode(EpisodeHead(episode.header, len(segments), len(units), specs))
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise CodecError(f"the header does not fit msgpack: {error}") from error
     if len(head) > limits.head_bytes:
@@ -122,7 +136,7 @@ def _bytes_of(part: bytes | NDArray) -> memoryview:
     return part.data.cast("B") if part.size else memoryview(b"")
 
 
-def _decode_head(frame: Buffer, limits: Limits) -> Head:
+def _decode_head(frame: Buffer, limits: Limits) -> EpisodeHead:
     if len(frame) > limits.head_bytes:
         raise SizeError(f"a head of {len(frame)} bytes, the limit is {limits.head_bytes}")
     try:
@@ -131,7 +145,7 @@ def _decode_head(frame: Buffer, limits: Limits) -> Head:
         raise CodecError(f"unreadable head: {error}") from error
 
 
-def _optional_columns(head: Head, frames: Sequence[Buffer], limits: Limits) -> dict[str, NDArray]:
+def _optional_columns(head: EpisodeHead, frames: Sequence[Buffer], limits: Limits) -> dict[str, NDArray]:
     columns: dict[str, NDArray] = {}
     for (name, dtype_name, width), frame in zip(head.columns, frames[CORE_FRAMES:], strict=True):
         dtype = COLUMN_DTYPES.get(dtype_name)
@@ -159,3 +173,110 @@ def _array(frame: Buffer, dtype: np.dtype, shape: tuple[int, ...], start: int = 
     if flags.aligned and not flags.writeable:
         return array
     return frozen(array if flags.aligned else array.copy())
+
+
+class EpisodeSummary(msgspec.Struct, frozen=True):
+    """What the buffer needs to know of an episode. Versions and epoch are over units with mask 1 (or -1)."""
+
+    job: str
+    task_id: str
+    episode_id: str
+    group_id: str
+    sample: int
+    attempt: int
+    n_units: int
+    n_sampled: int
+    min_version: int
+    max_version: int
+    min_epoch: int
+    size_bytes: int
+    untrainable: str
+    """Why no unit of it may be trained (see `untrainable`); empty when they may be."""
+
+
+def pack(episode: Episode, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
+    """The blob of an episode. SizeError above `limits`, CodecError when metadata does not fit msgpack."""
+    parts = _parts_of(episode, limits)
+    table = _table_of(len(parts))
+    offset = _PREFIX.size + table.size
+    spans: list[int] = []
+    body: list[object] = [b""]
+    for part in parts:
+        size = len(part) if isinstance(part, bytes) else part.nbytes
+        padding = _PADDING[size % ALIGNMENT]
+        spans += (offset, size)
+        body += (part, padding)
+        offset += size + len(padding)
+    if offset > limits.blob_bytes:
+        raise SizeError(f"a blob of {offset} bytes, the limit is {limits.blob_bytes}")
+    body[0] = table.pack(*spans)
+    rest = b"".join(body)  # type: ignore[arg-type]
+    return _PREFIX.pack(MAGIC, TRAJECTORY_SCHEMA, len(parts), offset, zlib.crc32(rest), 0) + rest
+
+
+def unpack(buffer: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Episode:
+    """The episode of a blob, or a TrajectoryError. Its arrays are views that keep `buffer` alive."""
+    return decode(_frames(buffer, limits), limits=limits)
+
+
+def summarise(buffer: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> EpisodeSummary:
+    """Validate a blob as `unpack` does and say what it holds."""
+    episode = unpack(buffer, limits=limits)
+    header = episode.header
+    return EpisodeSummary(
+        header.job,
+        header.task_id,
+        header.episode_id,
+        header.group_id,
+        header.sample,
+        header.attempt,
+        len(episode.units),
+        episode.n_sampled,
+        episode.min_version,
+        episode.max_version,
+        episode.min_epoch,
+        memoryview(buffer).nbytes,
+        untrainable(episode),
+    )
+
+
+@functools.cache
+def _table_of(n_frames: int) -> struct.Struct:
+    """The frame table: (u64 offset, u64 size) per frame."""
+    return struct.Struct(f"<{2 * n_frames}Q")
+
+
+def _frames(buffer: Buffer, limits: Limits) -> list[memoryview]:
+    """The frames of a blob whose prefix, frame table and checksum hold."""
+    view = memoryview(buffer).toreadonly()
+    if view.itemsize != 1 or view.ndim != 1:
+        view = view.cast("B")
+    size = len(view)
+    if size < _PREFIX.size:
+        raise CodecError(f"{size} bytes are not an episode")
+    if size > limits.blob_bytes:
+        raise SizeError(f"a blob of {size} bytes, the limit is {limits.blob_bytes}")
+    magic, schema, n_frames, declared, crc, zero = _PREFIX.unpack_from(view)
+    if magic != MAGIC:
+        raise CodecError("the bytes do not start with the magic of an episode")
+    if schema != TRAJECTORY_SCHEMA:
+        raise SchemaError(f"a blob of schema {schema}, this process reads {TRAJECTORY_SCHEMA}")
+    if declared != size or zero:
+        raise CodecError(f"the blob says {declared} bytes and has {size}")
+    body_at = _PREFIX.size + n_frames * _FRAME_BYTES
+    if not CORE_FRAMES <= n_frames <= CORE_FRAMES + limits.columns or size < body_at:
+        raise CodecError(f"a blob of {size} bytes cannot hold {n_frames} frames")
+    if zlib.crc32(view[_PREFIX.size :]) != crc:
+        raise CodecError("the checksum does not match: the bytes were altered")
+    spans = _table_of(n_frames).unpack_from(view, _PREFIX.size)
+    expected = body_at
+    frames = []
+    for i in range(0, 2 * n_frames, 2):
+        offset, length = spans[i], spans[i + 1]
+        if offset != expected or length > size - offset:
+            raise CodecError(f"frame {i // 2} is not where the blob has room for it")
+        frames.append(view[offset : offset + length])
+        expected = offset + length + len(_PADDING[length % ALIGNMENT])
+    if expected != size:
+        raise CodecError(f"{size - expected} bytes follow the last frame")
+    return frames

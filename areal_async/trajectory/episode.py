@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.trajectory.check import check
+from areal_async.trajectory.errors import DEFAULT_LIMITS, Limits
 from areal_async.trajectory.header import Header
-from areal_async.trajectory.limits import DEFAULT_LIMITS, Limits
 from areal_async.trajectory.tables import Segments, Units
 
 

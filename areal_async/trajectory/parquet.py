@@ -1,14 +1,12 @@
 """Episodes as a parquet file: one row each, for data frames, and nothing is lost on the way.
 
 Columns that people ask for stand beside `blob`, the episode's codec blob: what reads the file back takes that
-one. Rows of a batch export are in the order of training, and the file's metadata has, for each step, what was
-recorded of it. Written in row groups, so memory does not grow with the file, which gets its name once it is
-whole.
+one. Written in row groups, so memory does not grow with the file, which gets its name once it is whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,51 +17,15 @@ import pyarrow.parquet as pq
 
 from areal_async.errors import ArealError
 from areal_async.rpc.verdicts import Parts
-from areal_async.trajectory.blob import unpack
+from areal_async.trajectory.codec import unpack
+from areal_async.trajectory.episode import Episode
 from areal_async.trajectory.tables import SegmentKind
 
-SCHEMA = 1
 KEY = b"areal_async.export"
+"""Key of the file's metadata that marks an export: `{"schema": 1, "job": …}`."""
+SCHEMA = 1
 ROW_GROUP_BYTES = 32 << 20
 ROW_GROUP_ROWS = 4096
-
-_SEGMENT = ("kind", "parent", "agent", "turn", "offset", "length", "flags")
-COLUMNS = pa.schema(
-    [
-        ("episode_id", pa.string()),
-        ("group_id", pa.string()),
-        ("task_id", pa.string()),
-        ("sample", pa.int32()),
-        ("attempt", pa.int32()),
-        ("data_source", pa.string()),
-        ("group_state", pa.string()),
-        ("episode_state", pa.string()),
-        ("steps", pa.list_(pa.int64())),
-        ("min_version", pa.int32()),
-        ("max_version", pa.int32()),
-        ("epochs", pa.list_(pa.struct([("first_unit", pa.int32()), ("epoch", pa.int32())]))),
-        ("n_units", pa.int32()),
-        ("n_sampled", pa.int32()),
-        ("reward", pa.float64()),
-        ("components", pa.map_(pa.string(), pa.float64())),
-        ("segment_rewards", pa.map_(pa.int32(), pa.float64())),
-        ("agent_rewards", pa.map_(pa.string(), pa.float64())),
-        ("unit_rewards", pa.list_(pa.float64())),
-        ("prompt_text", pa.string()),
-        ("response_text", pa.string()),
-        ("token_ids", pa.list_(pa.int32())),
-        ("mask", pa.list_(pa.uint8())),
-        ("logprobs", pa.list_(pa.float32())),
-        ("versions", pa.list_(pa.int32())),
-        ("segments", pa.list_(pa.struct([("kind", pa.string()), *((n, pa.int32()) for n in _SEGMENT[1:])]))),
-        ("header", pa.string()),
-        ("blob", pa.binary()),
-    ]
-)
-
-
-PARTS = ("segment_rewards", "agent_rewards", "unit_rewards")
-"""Columns of the rewards of parts of an episode."""
 
 
 class ExportError(ArealError):
@@ -85,53 +47,85 @@ class ExportedEpisode:
     task_id: str = ""
     group_id: str = ""
     episode_id: str = ""
-    sample: int = 0
-    n_units: int = 0
-    n_sampled: int = 0
-    min_version: int = -1
-    max_version: int = -1
-    """What the file says of the episode; filled in when it is read."""
+    """The ids that the file has of the episode; filled in when it is read."""
 
 
-class StepFacts(msgspec.Struct, frozen=True):
-    """A recorded step: its manifest but for the episodes, and what training it came to."""
-
-    step: int
-    epoch: int
-    max_staleness: int
-    episodes: int
-    """Rows of the file that are its batch."""
-    losses: list[float]
-    grad_norms: list[float]
-    weights_hash: str = ""
+def _segments(episode: Episode) -> list[dict[str, Any]]:
+    table = episode.segments
+    return [
+        {name: int(getattr(table, name)[index]) for name in _SEGMENT[1:]}
+        | {"kind": SegmentKind(int(table.kind[index])).name.lower()}
+        for index in range(len(table))
+    ]
 
 
-class Facts(msgspec.Struct, frozen=True):
-    """What a file says of itself. `steps` is empty unless it holds whole batches."""
+_SEGMENT = ("kind", "parent", "agent", "turn", "offset", "length", "flags")
+_EPOCHS = pa.list_(pa.struct([("first_unit", pa.int32()), ("epoch", pa.int32())]))
+_SEGMENTS = pa.list_(pa.struct([("kind", pa.string()), *((name, pa.int32()) for name in _SEGMENT[1:])]))
+_REWARDS = pa.map_(pa.string(), pa.float64())
 
-    schema: int
-    job: str
-    steps: list[StepFacts] = []
+COLUMNS: dict[str, tuple[pa.DataType, Callable[[ExportedEpisode, Episode], Any]]] = {
+    "episode_id": (pa.string(), lambda row, episode: episode.episode_id),
+    "group_id": (pa.string(), lambda row, episode: episode.header.group_id),
+    "task_id": (pa.string(), lambda row, episode: episode.header.task_id),
+    "sample": (pa.int32(), lambda row, episode: episode.header.sample),
+    "attempt": (pa.int32(), lambda row, episode: episode.header.attempt),
+    "data_source": (pa.string(), lambda row, episode: row.data_source),
+    "group_state": (pa.string(), lambda row, episode: row.group_state),
+    "episode_state": (pa.string(), lambda row, episode: row.episode_state),
+    "steps": (pa.list_(pa.int64()), lambda row, episode: row.steps),
+    "min_version": (pa.int32(), lambda row, episode: episode.min_version),
+    "max_version": (pa.int32(), lambda row, episode: episode.max_version),
+    "epochs": (
+        _EPOCHS,
+        lambda row, episode: [{"first_unit": unit, "epoch": epoch} for unit, epoch in episode.header.epochs],
+    ),
+    "n_units": (pa.int32(), lambda row, episode: episode.n_units),
+    "n_sampled": (pa.int32(), lambda row, episode: episode.n_sampled),
+    "reward": (pa.float64(), lambda row, episode: row.reward),
+    "components": (_REWARDS, lambda row, episode: list(row.components.items())),
+    "segment_rewards": (
+        pa.map_(pa.int32(), pa.float64()),
+        lambda row, episode: list(row.parts.segments.items()) if row.parts else [],
+    ),
+    "agent_rewards": (_REWARDS, lambda row, episode: list(row.parts.agents.items()) if row.parts else []),
+    "unit_rewards": (pa.list_(pa.float64()), lambda row, episode: row.parts.units if row.parts else []),
+    "prompt_text": (pa.string(), lambda row, episode: episode.header.prompt_text),
+    "response_text": (pa.string(), lambda row, episode: episode.header.response_text),
+    "token_ids": (pa.list_(pa.int32()), lambda row, episode: episode.units.token_id),
+    "mask": (pa.list_(pa.uint8()), lambda row, episode: episode.units.mask),
+    "logprobs": (pa.list_(pa.float32()), lambda row, episode: episode.units.logprob),
+    "versions": (pa.list_(pa.int32()), lambda row, episode: episode.units.version),
+    "segments": (_SEGMENTS, lambda row, episode: _segments(episode)),
+    # Whatever msgpack can hold and JSON cannot is shown as its text: the blob has it as it was.
+    "header": (pa.string(), lambda row, episode: msgspec.json.encode(episode.header, enc_hook=repr).decode()),
+    "blob": (pa.binary(), lambda row, episode: row.blob),
+}
+"""Each column's name, type and value."""
 
 
 class EpisodeWriter:
     """`with EpisodeWriter(path, job) as file: file.add(…)`. Raises `ExportError`; then nothing is left."""
 
-    def __init__(self, path: Path, job: str, *, overwrite: bool = False) -> None:
+    def __init__(
+        self, path: Path, job: str, *, overwrite: bool = False, row_group_bytes: int = ROW_GROUP_BYTES
+    ) -> None:
         if path.exists() and not overwrite:
             raise ExportError(f"{path} exists: give another name, or add --overwrite to replace it.")
         self.path = path
         self.rows = 0
         self.held_bytes = 0
-        """Of the episodes that wait for their row group to be full."""
-        self._job = job
-        self._steps: list[StepFacts] = []
+        """Bytes of the episodes that wait for their row group to be full."""
+        self._row_group_bytes = row_group_bytes
+        self._schema = pa.schema([(name, kind) for name, (kind, _) in COLUMNS.items()]).with_metadata(
+            {KEY: msgspec.json.encode({"schema": SCHEMA, "job": job})}
+        )
         self._unfinished = path.with_name(f".{path.name}.tmp")
-        self._columns: dict[str, list[Any]] = {name: [] for name in COLUMNS.names}
+        self._waiting: list[dict[str, Any]] = []
 
     def __enter__(self) -> EpisodeWriter:
         try:
-            self._writer = pq.ParquetWriter(self._unfinished, COLUMNS, compression="zstd")
+            self._writer = pq.ParquetWriter(self._unfinished, self._schema, compression="zstd")
         except OSError as error:
             raise ExportError(f"{self.path} cannot be written: {error}. Give another path.") from error
         return self
@@ -140,8 +134,6 @@ class EpisodeWriter:
         try:
             if error is None:
                 self._flush()
-                facts = msgspec.json.encode(Facts(SCHEMA, self._job, self._steps))
-                self._writer.add_key_value_metadata({KEY: facts})
             self._writer.close()
             if error is None:
                 self._unfinished.replace(self.path)
@@ -152,108 +144,43 @@ class EpisodeWriter:
 
     def add(self, exported: ExportedEpisode) -> None:
         """One row. Raises `TrajectoryError` for a blob that is no episode."""
-        row = _row(exported)
-        for name, values in self._columns.items():
-            values.append(row[name])
+        episode = unpack(exported.blob)
+        self._waiting.append({name: value(exported, episode) for name, (_, value) in COLUMNS.items()})
         self.rows += 1
         self.held_bytes += len(exported.blob)
-        if self.held_bytes >= ROW_GROUP_BYTES or len(self._columns["blob"]) >= ROW_GROUP_ROWS:
+        if self.held_bytes >= self._row_group_bytes or len(self._waiting) >= ROW_GROUP_ROWS:
             self._flush()
 
-    def step(self, facts: StepFacts) -> None:
-        """The last `facts.episodes` rows are the batch of this step."""
-        self._steps.append(facts)
-
     def _flush(self) -> None:
-        if not self._columns["blob"]:
+        if not self._waiting:
             return
-        arrays = [pa.array(self._columns[field.name], type=field.type) for field in COLUMNS]
         try:
-            self._writer.write_table(pa.Table.from_arrays(arrays, schema=COLUMNS))
+            self._writer.write_table(pa.Table.from_pylist(self._waiting, schema=self._schema))
         except OSError as error:
             raise ExportError(f"{self.path} cannot be written: {error}. Is the disk full?") from error
-        self._columns = {name: [] for name in COLUMNS.names}
-        self.held_bytes = 0
-
-
-def read_facts(path: Path) -> Facts:
-    """What the export at `path` says of itself. Raises `ExportError` for a file that is none."""
-    with _open(path) as file:
-        metadata = file.metadata.metadata or {}
-    if KEY not in metadata:
-        raise ExportError(f"{path} was not written by `areal-async buffer export`.")
-    try:
-        facts = msgspec.json.decode(metadata[KEY], type=Facts)
-    except msgspec.DecodeError as error:
-        raise ExportError(f"{path} is damaged: {error}") from error
-    if facts.schema != SCHEMA:
-        raise ExportError(f"{path} has schema {facts.schema}; this version reads {SCHEMA}. Export it again.")
-    return facts
+        self._waiting, self.held_bytes = [], 0
 
 
 def read_episodes(path: Path) -> Iterator[ExportedEpisode]:
-    """The rows in order, a few at a time."""
-    names = [name for name in ExportedEpisode.__dataclass_fields__ if name in COLUMNS.names]
-    with _open(path) as file:
-        # Exports of earlier versions have no columns for the rewards of parts.
-        parts = [name for name in PARTS if name in file.schema_arrow.names]
-        try:
+    """The rows of an export in order, a few at a time. Raises `ExportError` for a file that is none."""
+    try:
+        with pq.ParquetFile(path) as file:
+            if KEY not in (file.metadata.metadata or {}):
+                raise ExportError(f"{path} was not written by `areal-async buffer export`.")
+            names = [name for name in ExportedEpisode.__dataclass_fields__ if name in COLUMNS]
+            # Exports of earlier versions have no columns for the rewards of parts.
+            parts = [name for name in _PARTS if name in file.schema_arrow.names]
             for batch in file.iter_batches(batch_size=256, columns=names + parts):
                 for row in batch.to_pylist():
-                    found = _parts(*(row.pop(name, None) for name in PARTS))
+                    found = _parts(*(row.pop(name, None) for name in _PARTS))
                     yield ExportedEpisode(**row | {"components": dict(row["components"] or ())}, parts=found)
-        except (pa.ArrowException, OSError) as error:
-            raise ExportError(f"{path} is damaged: {error}") from error
-
-
-def _open(path: Path) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(path)
-    except (OSError, pa.ArrowException) as error:
+    except (pa.ArrowException, OSError) as error:
         raise ExportError(f"{path} cannot be read as parquet: {error}".replace("\n", " ")) from error
+
+
+_PARTS = ("segment_rewards", "agent_rewards", "unit_rewards")
 
 
 def _parts(segments: Any, agents: Any, units: Any) -> Parts | None:
     found = Parts(dict(segments or ()), dict(agents or ()), units or [])
     return found if found != Parts() else None
-
-
-def _row(exported: ExportedEpisode) -> dict[str, Any]:
-    episode = unpack(exported.blob)
-    header, segments, units = episode.header, episode.segments, episode.units
-    parts = exported.parts or Parts()
-    return {
-        "episode_id": episode.episode_id,
-        "group_id": header.group_id,
-        "task_id": header.task_id,
-        "sample": header.sample,
-        "attempt": header.attempt,
-        "data_source": exported.data_source,
-        "group_state": exported.group_state,
-        "episode_state": exported.episode_state,
-        "steps": exported.steps,
-        "min_version": episode.min_version,
-        "max_version": episode.max_version,
-        "epochs": [{"first_unit": first, "epoch": epoch} for first, epoch in header.epochs],
-        "n_units": episode.n_units,
-        "n_sampled": episode.n_sampled,
-        "reward": exported.reward,
-        "components": list(exported.components.items()),
-        "segment_rewards": list(parts.segments.items()),
-        "agent_rewards": list(parts.agents.items()),
-        "unit_rewards": parts.units,
-        "prompt_text": header.prompt_text,
-        "response_text": header.response_text,
-        "token_ids": units.token_id,
-        "mask": units.mask,
-        "logprobs": units.logprob,
-        "versions": units.version,
-        "segments": [
-            {name: int(getattr(segments, name)[index]) for name in _SEGMENT[1:]}
-            | {"kind": SegmentKind(int(segments.kind[index])).name.lower()}
-            for index in range(len(segments))
-        ],
-        # Whatever msgpack can hold and JSON cannot is shown as its text: the blob has it as it was.
-        "header": msgspec.json.encode(header, enc_hook=repr).decode(),
-        "blob": exported.blob,
-    }

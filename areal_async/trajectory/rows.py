@@ -1,4 +1,5 @@
-"""Training rows: the root-to-leaf paths of an episode, each sampled unit trained once."""
+"""Training rows: the root-to-leaf paths of an episode, each sampled unit trained once, and whether what they
+train was sampled from what is trained."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.trajectory.episode import Episode
-from areal_async.trajectory.errors import SizeError
-from areal_async.trajectory.limits import DEFAULT_LIMITS, Limits
+from areal_async.trajectory.errors import DEFAULT_LIMITS, Limits, SizeError
+from areal_async.trajectory.header import Call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,3 +139,33 @@ def _row(episode: Episode, path: list[int], owned: int, offset: list[int], lengt
         tuple(path),
         tuple(length[s] for s in path),
     )
+
+
+def untrainable(episode: Episode) -> str:
+    """Which call of the episode has units to train (mask 1) that were not sampled from what is trained, and
+    how they were; empty when there is none. Units with mask 0 are context, sampled in whatever way.
+
+    The trainer weighs each unit by softmax(logits / temperature) of the weights that it trains, at the
+    temperature of the call that sampled the unit. A unit that was drawn otherwise, greedily or from a cut
+    distribution, or whose log-prob is of another temperature, would get a ratio of two different
+    distributions: a wrong weight, silently."""
+    offset, length, mask = episode.segments.offset, episode.segments.length, episode.units.mask
+    for call in episode.header.calls:
+        how = _other_than_trained(call)
+        first = offset[call.segment]
+        if how and mask[first : first + length[call.segment]].any():
+            return f"segment {call.segment} of episode {episode.episode_id} was sampled {how}"
+    return ""
+
+
+def _other_than_trained(call: Call) -> str:
+    sampling = call.sampling
+    if sampling.temperature <= 0:
+        return "greedily (temperature 0)"
+    if sampling.top_p != 1:
+        return f"with top_p {sampling.top_p:g}"
+    if sampling.top_k != 0:
+        return f"with top_k {sampling.top_k}"
+    if call.logprobs_of == "raw" and sampling.temperature != 1:
+        return f"at temperature {sampling.temperature:g}, but its log-probs are those of temperature 1"
+    return ""

@@ -9,9 +9,9 @@ from torch import tensor
 
 from areal_async.config.trainer import ObjectiveSection
 from trainer_service.algorithms import advantages, corrections, losses, normalisers
-from trainer_service.algorithms.objective import Objective
+from trainer_service.algorithms.objective import Objective, UnitTerms
 from trainer_service.algorithms.statistics import StepStatistics
-from trainer_service.data.units import UnitTable
+from trainer_service.data.microbatch import UnitTable
 from trainer_service.errors import ObjectiveError
 
 NAN = float("nan")
@@ -21,7 +21,7 @@ def close(actual, expected, atol=1e-6):
     torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=atol, rtol=0)
 
 
-def units(behaviour, *, episode, advantage, mask=None, version=None):
+def units(behaviour, *, episode, advantage, mask=None, version=None, prox=None):
     n = len(behaviour)
     return UnitTable(
         behaviour=tensor(behaviour),
@@ -30,6 +30,7 @@ def units(behaviour, *, episode, advantage, mask=None, version=None):
         group=torch.zeros(n, dtype=torch.int64),
         advantage=tensor(advantage),
         mask=torch.ones(n, dtype=torch.bool) if mask is None else tensor(mask, dtype=torch.bool),
+        computed={} if prox is None else {"prox": prox},
     )
 
 
@@ -70,24 +71,26 @@ def test_ppo_by_hand():
     advantage = [2.0, -1.0, 1.0, -2.0, 3.0, -1.0]
     prox = tensor([-1.0, -2.0, -0.5, -3.0, -1.0, -1.0])
     logp = (prox + tensor(ratio).log()).requires_grad_()
-    out = losses.ppo(logp, prox, tensor(advantage), clip_low=0.2, clip_high=0.3)
-    close(out.loss, [-2.6, 1.5, -0.5, 1.6, -3.3, 1.0])
-    assert out.clipped_high.tolist() == [True, False, False, False, False, False]
-    assert out.clipped_low.tolist() == [False, False, False, True, False, False]
-    out.loss.sum().backward()
+    u = units([0.0] * 6, episode=[0] * 6, advantage=advantage, prox=prox)
+    loss, shares = losses.ppo(logp, u, clip_low=0.2, clip_high=0.3)
+    close(loss, [-2.6, 1.5, -0.5, 1.6, -3.3, 1.0])
+    assert shares["clip_high"].tolist() == [True, False, False, False, False, False]
+    assert shares["clip_low"].tolist() == [False, False, False, True, False, False]
+    loss.sum().backward()
     close(logp.grad, [0.0, 1.5, -0.5, 0.0, -3.3, 1.0])
 
 
 def test_ppo_clamps_the_exponent():
     logp = tensor([0.0, -500.0], requires_grad=True)
-    loss = losses.ppo(logp, tensor([-500.0, 0.0]), tensor([-1.0, 1.0]), 0.2, 0.2).loss
+    u = units([0.0, 0.0], episode=[0, 0], advantage=[-1.0, 1.0], prox=tensor([-500.0, 0.0]))
+    loss, _ = losses.ppo(logp, u)
     close(loss / tensor([exp(20), exp(-20)]), [1.0, -1.0], atol=1e-5)
     loss.sum().backward()
     assert torch.isfinite(logp.grad).all()
 
 
 def test_sft_is_the_negative_log_prob():
-    close(losses.sft(tensor([-0.5, -2.0])), [0.5, 2.0])
+    close(losses.sft(tensor([-0.5, -2.0]), None), [0.5, 2.0])
 
 
 # --- correction --------------------------------------------------------------------------------------
@@ -98,8 +101,8 @@ def test_the_behaviour_weight_by_hand():
     weight = corrections.behaviour_weight(prox, tensor([0.0, log(4.0), -1.0]))
     close(weight, [2.0, 0.25, 1.0])
     assert not weight.requires_grad
-    close(corrections.decoupled(weight, cap=1.5), [1.5, 0.25, 1.0])
-    close(corrections.none(weight), [1.0, 1.0, 1.0])
+    close(corrections.decoupled(weight, None, cap=1.5)[0], [1.5, 0.25, 1.0])
+    close(corrections.none(weight, None), [1.0, 1.0, 1.0])
 
 
 # --- normaliser --------------------------------------------------------------------------------------
@@ -124,7 +127,7 @@ def test_decoupled_ppo_by_hand():
     objective = Objective(ObjectiveSection(correction_cap=1.2))
     terms = objective.terms(logp, prox, u)
     close(terms.loss, [-1.2 * 1.2, 0.9 * 0.5])
-    assert terms.truncated.tolist() == [True, False]
+    assert terms.shares["truncated"].tolist() == [True, False]
     (terms.loss * objective.coefficients(u, tensor([1, 1]))).sum().backward()
     close(logp.grad, [0.0, 0.9 * 0.5 / 2])
 
@@ -168,7 +171,7 @@ def test_a_masked_unit_counts_nowhere(normaliser, parts, mask):
         terms = objective.terms(logp, prox, u)
         loss = (terms.loss * objective.coefficients(u, counts)).sum()
         loss.backward()
-        statistics = StepStatistics(0, 0)
+        statistics = StepStatistics(0, 0, objective.shares)
         statistics.add(terms, u)
         return loss.detach(), logp.grad, statistics.report()
 
@@ -195,10 +198,12 @@ def test_statistics_by_hand_split_by_staleness():
     # step 5: staleness 0, 0, 2; w = 1, 2, 1/2
     u = units([0.0, -log(2.0), log(2.0)], episode=[0, 0, 1], advantage=[1.0, 1.0, -1.0], version=[5, 5, 3])
     terms = objective.terms(tensor([log(1.5), 0.0, log(0.5)]), torch.zeros(3), u)
-    statistics = StepStatistics(5, 4)
+    statistics = StepStatistics(5, 4, objective.shares)
+    columns = ("behaviour", "version", "episode", "group", "advantage", "mask")
     for part in (slice(0, 1), slice(1, 3)):
-        cut = UnitTable(**{name: getattr(u, name)[part] for name in UnitTable.__dataclass_fields__})
-        statistics.add(type(terms)(*(getattr(terms, f)[part] for f in type(terms).__dataclass_fields__)), cut)
+        cut = UnitTable(**{name: getattr(u, name)[part] for name in columns})
+        shares = {name: share[part] for name, share in terms.shares.items()}
+        statistics.add(UnitTerms(terms.loss[part], terms.weight[part], shares), cut)
     report = statistics.report()
     assert report["units"] == 3
     assert report["w_mean"] == pytest.approx(3.5 / 3)

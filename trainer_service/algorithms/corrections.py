@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from trainer_service.algorithms.losses import ratio_of
+from trainer_service.algorithms.parts import correction
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer_service.data.microbatch import UnitTable
 
 
 def behaviour_weight(prox: Tensor, behaviour: Tensor) -> Tensor:
@@ -13,13 +18,15 @@ def behaviour_weight(prox: Tensor, behaviour: Tensor) -> Tensor:
     return ratio_of(prox.detach().float() - behaviour.float())
 
 
-def decoupled(weight: Tensor, cap: float) -> Tensor:
+@correction(columns=("prox",), shares=("truncated",))
+def decoupled(weight: Tensor, units: UnitTable, *, cap: float = 5.0) -> tuple[Tensor, dict[str, Tensor]]:
     """min(w, cap): the decoupled PPO objective weighs a loss whose ratio is taken against the proximal policy
     by how likely that policy was to sample the unit. Source: Hilton et al. 2022, "Batch size-invariance for
     policy optimization", eq. 5; Fu et al. 2025, "AReaL"."""
-    return weight.clamp(max=cap)
+    return weight.clamp(max=cap), {"truncated": weight > cap}
 
 
-def none(weight: Tensor) -> Tensor:
+@correction(corrects=False)
+def none(weight: Tensor, units: UnitTable) -> Tensor:
     """1 everywhere: only right for units that the current weights sampled."""
-    return torch.ones_like(weight)
+    return weight.new_ones(weight.shape)

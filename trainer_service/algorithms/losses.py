@@ -1,11 +1,15 @@
-"""Losses: one number per unit, from log-probs and advantages."""
+"""Losses: one number per unit, from its log-prob."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from trainer_service.algorithms.parts import loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer_service.data.microbatch import UnitTable
 
 EXPONENT_LIMIT = 20.0
 """Log-ratios are clamped to ± this before exp: e^20 is far outside any clip range and still finite."""
@@ -16,29 +20,24 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp()
 
 
-class PpoLoss(NamedTuple):
-    loss: Tensor
-    """f32 [S]"""
-    clipped_low: Tensor
-    """bool [S]: the lower clip decides, and the unit has no gradient."""
-    clipped_high: Tensor
-    """bool [S]: likewise the upper."""
-
-
-def ppo(logp: Tensor, prox: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> PpoLoss:
+@loss(columns=("prox", "advantage"), shares=("clip_low", "clip_high"))
+def ppo(
+    logp: Tensor, units: UnitTable, *, clip_low: float = 0.2, clip_high: float = 0.2
+) -> tuple[Tensor, dict[str, Tensor]]:
     """max(-A ρ, -A clip(ρ, 1 - clip_low, 1 + clip_high)) with ρ = exp(logp - prox).
 
-    All f32 [S]; gradients flow through `logp` only. Source: Schulman et al. 2017, eq. 7, with the two clip
-    ranges of Yu et al. 2025, "DAPO".
+    logp f32 [S] -> f32 [S], and the units that have no gradient because the lower or the upper clip decides.
+    Source: Schulman et al. 2017, eq. 7, with the two clip ranges of Yu et al. 2025, "DAPO".
     """
-    rho = ratio_of(logp - prox.detach())
-    loss = torch.maximum(-advantage * rho, -advantage * rho.clamp(1 - clip_low, 1 + clip_high))
-    with torch.no_grad():
-        clipped_low = (advantage < 0) & (rho < 1 - clip_low)
-        clipped_high = (advantage > 0) & (rho > 1 + clip_high)
-    return PpoLoss(loss, clipped_low, clipped_high)
+    rho, advantage = ratio_of(logp - units["prox"]), units.advantage
+    clipped = -advantage * rho.clamp(1 - clip_low, 1 + clip_high)
+    return (-advantage * rho).maximum(clipped), {
+        "clip_low": (advantage < 0) & (rho < 1 - clip_low),
+        "clip_high": (advantage > 0) & (rho > 1 + clip_high),
+    }
 
 
-def sft(logp: Tensor) -> Tensor:
+@loss(supervised=True)
+def sft(logp: Tensor, units: UnitTable) -> Tensor:
     """-logp: cross-entropy on the units themselves. f32 [S] -> f32 [S]."""
     return -logp

@@ -7,7 +7,10 @@ result depends neither on how rows were packed nor on who trains them.
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def token(mask: Tensor, episode: Tensor, units_of_episode: Tensor) -> Tensor:

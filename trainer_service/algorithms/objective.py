@@ -1,27 +1,27 @@
-"""advantage × loss × correction × normaliser, chosen by name.
+"""The objective of a job: the parts that its section names, put together.
 
-Each part is a pure function; this module looks them up, refuses the combinations that are wrong and says
-why, and puts them together. Formulas: docs/objectives.md.
+Formulas: docs/objectives.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from areal_async.config.job import JobConfig
 from areal_async.config.trainer import ObjectiveSection
-from trainer_service.algorithms import advantages, corrections, losses, normalisers
-from trainer_service.data.units import UnitTable, masked
+from areal_async.registry import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISERS
+from trainer_service.algorithms.corrections import behaviour_weight
+from trainer_service.algorithms.parts import COLUMNS, Advantage, Correction, Loss, ObjectivePart, UnitPart
+from trainer_service.data.microbatch import UnitTable
 from trainer_service.errors import ObjectiveError
 
-ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"grpo": advantages.grpo}
-NORMALISERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "token": normalisers.token,
-    "sequence": normalisers.sequence,
-}
+P = TypeVar("P", bound=ObjectivePart)
 
 
 @dataclass(frozen=True)
@@ -31,53 +31,106 @@ class UnitTerms:
     loss: Tensor
     """f32: weighted, not yet normalised; 0 where masked."""
     weight: Tensor
-    """f32: exp(prox - beh) before truncation; 1 where masked."""
-    truncated: Tensor
-    """bool: the correction's cap decided."""
-    clipped_low: Tensor
-    clipped_high: Tensor
+    """f32: exp(prox - beh) before the correction; 1 where masked."""
+    shares: Mapping[str, Tensor]
+    """bool: by name, the units that the loss or the correction counts."""
 
 
-@dataclass(frozen=True)
 class Objective:
-    """The composition that a section names. Raises `ObjectiveError` for parts that contradict each other;
-    what depends on the rest of the job (minibatches, staleness) is checked when the job file is read."""
+    """The composition that a section names. Raises `PartError` for a part that cannot be loaded and
+    `ObjectiveError` for parts that contradict each other, or `job` where one is given."""
 
-    section: ObjectiveSection
-
-    def __post_init__(self) -> None:
-        if self.section.loss == "sft" and self.section.correction != "none":
+    def __init__(self, section: ObjectiveSection, job: JobConfig | None = None) -> None:
+        self._advantage = _part(Advantage, ADVANTAGES.find(section.advantage))
+        self._loss = _part(Loss, LOSSES.find(section.loss))
+        self._correction = _part(Correction, CORRECTIONS.find(section.correction))
+        self._normaliser: Callable[..., Tensor] = NORMALISERS.find(section.normaliser)
+        clips = {"clip_low": section.clip_low, "clip_high": section.clip_high}
+        self._advantage_args = section.advantage_args
+        self._loss_args = _taken(self._loss, clips) | section.loss_args
+        self._correction_args = (
+            _taken(self._correction, {"cap": section.correction_cap}) | section.correction_args
+        )
+        for name, part in ((section.loss, self._loss), (section.correction, self._correction)):
+            if missing := set(part.columns) - set(COLUMNS):
+                raise ObjectiveError(
+                    f"trainer.objective: {name} needs the columns {sorted(missing)}, and there are none but "
+                    f"{', '.join(COLUMNS)}."
+                )
+        if self._loss.supervised and self._correction.corrects:
             raise ObjectiveError(
-                f"trainer.objective: loss sft has no behaviour policy to correct for, so correction "
-                f"{self.section.correction} would silently do nothing; set correction: none."
+                f"trainer.objective: loss {section.loss} has no behaviour policy to correct for, so "
+                f"correction {section.correction} would silently do nothing; set correction: none."
             )
-
-    @property
-    def wants_prox(self) -> bool:
+        if job is not None:
+            self._check(job)
+        self.supervised = self._loss.supervised
+        """Whether there is neither a behaviour policy nor an advantage."""
+        self.shares = (*self._loss.shares, *self._correction.shares)
+        """Names of the shares that every micro-batch has."""
+        self.wants_prox = section.prox == "recompute" and "prox" in {
+            *self._loss.columns,
+            *self._correction.columns,
+        }
         """Whether a forward pass with the weights at the start of the step is needed."""
-        return self.section.loss == "ppo" and self.section.prox == "recompute"
+
+    def _check(self, job: JobConfig) -> None:
+        """What the parts declare, which nobody has asked those of a user's file before."""
+        for part, arguments, name in (
+            (self._advantage, self._advantage_args, "advantage"),
+            (self._loss, self._loss_args, "loss"),
+            (self._correction, self._correction_args, "correction"),
+        ):
+            for mistake in part.check_job(job, arguments, f"trainer.objective.{name}_args"):
+                raise ObjectiveError(f"{mistake.field}: {mistake.problem}. {mistake.fix}.")
 
     def advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """float [E], i64 [E] -> f32 [E]; over whole groups."""
-        return ADVANTAGES[self.section.advantage](rewards, groups)
+        found: Tensor = self._advantage(rewards, groups, **self._advantage_args)
+        return found
 
     def coefficients(self, units: UnitTable, units_of_episode: Tensor) -> Tensor:
         """f32 [S]: see `normalisers`."""
-        return NORMALISERS[self.section.normaliser](units.mask, units.episode, units_of_episode)
+        return self._normaliser(units.mask, units.episode, units_of_episode)
 
     def terms(self, logp: Tensor, prox: Tensor | None, units: UnitTable) -> UnitTerms:
         """logp f32 [S] with gradient; prox f32 [S], or None to reuse `logp` (detached)."""
         mask = units.mask
         logp = masked(logp.float(), mask)
         prox = logp.detach() if prox is None else masked(prox.detach().float(), mask)
-        behaviour = masked(units.behaviour, mask)
-        advantage = masked(units.advantage, mask)
-        never = torch.zeros_like(mask)
-        if self.section.loss == "sft":
-            return UnitTerms(losses.sft(logp), torch.ones_like(behaviour), never, never, never)
-        weight = corrections.behaviour_weight(prox, behaviour)
-        cap = self.section.correction_cap
-        decoupled = self.section.correction == "decoupled"
-        effective = corrections.decoupled(weight, cap) if decoupled else corrections.none(weight)
-        loss, low, high = losses.ppo(logp, prox, advantage, self.section.clip_low, self.section.clip_high)
-        return UnitTerms(loss * effective, weight, (weight > cap) & mask if decoupled else never, low, high)
+        behaviour, advantage = masked(units.behaviour, mask), masked(units.advantage, mask)
+        units = replace(units, behaviour=behaviour, advantage=advantage, computed={"prox": prox})
+        loss, shares = _with_shares(self._loss, logp, units, self._loss_args)
+        if self.supervised:
+            return UnitTerms(loss, torch.ones_like(behaviour), shares)
+        weight = behaviour_weight(prox, behaviour)
+        effective, more = _with_shares(self._correction, weight, units, self._correction_args)
+        return UnitTerms(loss * effective.detach(), weight, shares | more)
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` with 0 where the mask is off. Done before any arithmetic, so that a NaN or an infinity of a
+    masked unit reaches neither a sum nor a gradient."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def _part(kind: type[P], found: Any) -> P:
+    """What was found as a part of its kind: a plain function declares nothing."""
+    return found if isinstance(found, kind) else kind(found)
+
+
+def _taken(part: ObjectivePart, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those fields of the section that the part has a parameter for."""
+    parameters = inspect.signature(part).parameters
+    return {name: value for name, value in fields.items() if name in parameters}
+
+
+def _with_shares(
+    part: UnitPart, values: Tensor, units: UnitTable, arguments: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the part returns, with exactly the shares that it declares."""
+    result = part(values, units, **arguments)
+    found, shares = result if isinstance(result, tuple) else (result, {})
+    if set(shares) != set(part.shares):
+        raise ObjectiveError(f"a part declares the shares {part.shares}, but returns {tuple(shares)}.")
+    return found, shares

@@ -1,4 +1,4 @@
-"""What the correction and the clip did in a step, split by staleness.
+"""What the correction and the loss did in a step, split by staleness.
 
 Sums over units are kept in fp64, one row per staleness 0 … η, so micro-batches and ranks add up exactly;
 figures are derived once, at the end of the step. With w = exp(prox - beh) before truncation:
@@ -10,23 +10,25 @@ figures are derived once, at the end of the step. With w = exp(prox - beh) befor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from trainer_service.algorithms.objective import UnitTerms
-from trainer_service.data.units import UnitTable
+from trainer_service.data.microbatch import UnitTable
 
-COLUMNS = ("count", "w", "w_squared", "chi2", "kl", "truncated", "clipped_low", "clipped_high")
+SUMS = ("count", "w", "w_squared", "chi2", "kl")
 
 
 class StepStatistics:
-    """Accumulates over the micro-batches of a step that starts from version `step`."""
+    """Accumulates over the micro-batches of a step that starts from version `step`. `shares` names what else
+    is counted of the units."""
 
-    def __init__(self, step: int, max_staleness: int) -> None:
+    def __init__(self, step: int, max_staleness: int, shares: Sequence[str] = ()) -> None:
         self._step = step
-        self._sums = torch.zeros(max_staleness + 1, len(COLUMNS), dtype=torch.float64)
+        self._shares = tuple(shares)
+        self._sums = torch.zeros(max_staleness + 1, len(SUMS) + len(self._shares), dtype=torch.float64)
         self._extremes = torch.full((max_staleness + 1, 2), -torch.inf, dtype=torch.float64)
         """Columns: largest w, largest -w."""
 
@@ -45,9 +47,7 @@ class StepStatistics:
                 w.square(),
                 (w - 1).square(),
                 torch.xlogy(w, w) - w + 1,
-                terms.truncated[mask].double().cpu(),
-                terms.clipped_low[mask].double().cpu(),
-                terms.clipped_high[mask].double().cpu(),
+                *(terms.shares[name][mask].double().cpu() for name in self._shares),
             ],
             dim=1,
         )
@@ -62,29 +62,26 @@ class StepStatistics:
 
     def report(self) -> dict[str, object]:
         """Figures over all units, and under `by_staleness` the same for each staleness that occurred."""
-        figures: dict[str, object] = dict(_figures(self._sums.sum(0), self._extremes.amax(0)))
+        figures: dict[str, object] = dict(self._figures(self._sums.sum(0), self._extremes.amax(0)))
         figures["by_staleness"] = {
-            str(staleness): _figures(self._sums[staleness], self._extremes[staleness])
+            str(staleness): self._figures(self._sums[staleness], self._extremes[staleness])
             for staleness in range(self._sums.shape[0])
             if self._sums[staleness, 0] > 0
         }
         return figures
 
-
-def _figures(sums: Tensor, extremes: Tensor) -> dict[str, float]:
-    total = dict(zip(COLUMNS, sums.tolist(), strict=True))
-    count = total["count"]
-    if count == 0:
-        return {"units": 0}
-    return {
-        "units": int(count),
-        "w_mean": total["w"] / count,
-        "w_max": float(extremes[0]),
-        "w_min": -float(extremes[1]),
-        "ess": total["w"] ** 2 / (count * total["w_squared"]),
-        "chi2": total["chi2"] / count,
-        "kl_prox_beh": total["kl"] / count,
-        "truncated_share": total["truncated"] / count,
-        "clip_low_share": total["clipped_low"] / count,
-        "clip_high_share": total["clipped_high"] / count,
-    }
+    def _figures(self, sums: Tensor, extremes: Tensor) -> dict[str, float]:
+        total = dict(zip((*SUMS, *self._shares), sums.tolist(), strict=True))
+        count = total["count"]
+        if count == 0:
+            return {"units": 0}
+        return {
+            "units": int(count),
+            "w_mean": total["w"] / count,
+            "w_max": float(extremes[0]),
+            "w_min": -float(extremes[1]),
+            "ess": total["w"] ** 2 / (count * total["w_squared"]),
+            "chi2": total["chi2"] / count,
+            "kl_prox_beh": total["kl"] / count,
+            **{f"{name}_share": total[name] / count for name in self._shares},
+        }

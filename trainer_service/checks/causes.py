@@ -1,21 +1,26 @@
 """Why an engine's log-probs differ from the trainer's: the usual mistakes, tried out one by one.
 
-Called only after a failed self-check, by all ranks together: it costs one more forward pass over the units,
-and nothing is trained after it. A cause is named first when assuming it makes most of the difference go away.
+Called only after a failed log-prob check, by all ranks together; it costs forward passes over one micro-batch
+for each temperature that is tried. A cause is named first when assuming it makes most of the difference go
+away.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_service.backends.base import Backend
-from trainer_service.checks.logprobs import Compared, micro_batches, scaled_logits
-from trainer_service.data.microbatch import TrainingRow
+from trainer_service.backends.base import POLICY, TrainingBackend
+from trainer_service.data.microbatch import TrainingRow, build_micro_batch, plan_passes
 from trainer_service.ranks import Ranks
+
+if TYPE_CHECKING:
+    from trainer_service.checks.logprobs import ComparedUnits
 
 TEMPERATURES = tuple(float(t) for t in np.geomspace(0.25, 4.0, 33))
 """Factors on the stated temperature that are tried; 1 is among them."""
@@ -26,17 +31,18 @@ ONE_TOKEN = 0.8
 
 
 def likely_causes(
-    backend: Backend,
+    backend: TrainingBackend,
     ranks: Ranks,
     rows: Sequence[TrainingRow],
-    compared: Compared,
+    compared: ComparedUnits,
     *,
     micro_batch_tokens: int,
     bound: float,
     dtypes: tuple[str, str],
     eos_ids: Sequence[int] = (),
 ) -> tuple[str, ...]:
-    """Causes in words, the likeliest first; the same on every rank."""
+    """Causes in words, the likeliest first; the same on every rank. `rows` are this rank's, `compared` the
+    units of all."""
     by_factor = _by_temperature(backend, ranks, rows, micro_batch_tokens)
     stated = by_factor[TEMPERATURES.index(1.0)]
     best = int(by_factor.argmin())
@@ -46,16 +52,16 @@ def likely_causes(
             f"temperature: they fit logits divided by {TEMPERATURES[best]:.3g} times the temperature that "
             "the engine states (does it return raw log-probs, or apply the temperature twice?)"
         )
-    shift = _shift(ranks, compared)
+    shift = _shift(compared)
     if shift:
         found.append(
             f"positions: they fit the log-probs of the unit {'before' if shift < 0 else 'after'} (the "
             "engine's answer is cut or aligned wrongly)"
         )
-    constant = _constant(ranks, compared)
+    constant = _constant(compared)
     if constant is not None:
         found.append(f"a constant: every log-prob is {constant:+.4g} nats off")
-    token = _one_token(ranks, compared, bound)
+    token = _one_token(compared, bound)
     if token is not None:
         what = "an end-of-sequence id" if token in eos_ids else "one id"
         found.append(
@@ -76,64 +82,45 @@ def likely_causes(
 
 
 def _by_temperature(
-    backend: Backend, ranks: Ranks, rows: Sequence[TrainingRow], micro_batch_tokens: int
+    backend: TrainingBackend, ranks: Ranks, rows: Sequence[TrainingRow], micro_batch_tokens: int
 ) -> NDArray[np.float64]:
-    """Mean difference per factor of `TEMPERATURES` over all ranks' units."""
-    sums = torch.zeros(len(TEMPERATURES) + 1, dtype=torch.float64)
-    for batch, _ in micro_batches(ranks, rows, micro_batch_tokens):
-        with torch.no_grad():
-            logits = scaled_logits(backend, batch)
-        for place, factor in enumerate(TEMPERATURES):
-            mine = torch.log_softmax(logits / factor, -1).gather(1, batch.target[:, None])[:, 0]
-            sums[place] += (mine - batch.units.behaviour).abs().double().sum().cpu()
-        sums[-1] += len(batch.target)
+    """Mean difference per factor of `TEMPERATURES` over the first micro-batches of all ranks."""
+    batch = build_micro_batch(plan_passes(rows, ranks, micro_batch_tokens)[0], device=ranks.device)
+    tried = [replace(batch, temperature=batch.temperature * factor) for factor in TEMPERATURES]
+    gaps = [(logp - batch.units.behaviour).abs().double().sum() for logp in backend.logprobs(POLICY, tried)]
+    sums = torch.stack(gaps).cpu()
     ranks.sum(sums)
-    return (sums[:-1] / sums[-1].clamp(min=1)).numpy()
+    mean: NDArray[np.float64] = (sums / max(1, ranks.total(len(batch.target)))).numpy()
+    return mean
 
 
-def _shift(ranks: Ranks, compared: Compared) -> int:
+def _shift(compared: ComparedUnits) -> int:
     """-1 or +1 when the engine's log-probs are rather those of the unit before or after; else 0."""
     same_row = (np.diff(compared.episode) == 0) & (np.diff(compared.position) == 1)
-    pairs = [
-        np.abs(compared.behaviour[1:] - compared.trainer[:-1])[same_row],
-        np.abs(compared.behaviour[:-1] - compared.trainer[1:])[same_row],
-    ]
-    sums = torch.tensor(
-        [*(_total(pair) for pair in pairs), _total(compared.difference[1:][same_row]), float(same_row.sum())],
-        dtype=torch.float64,
-    )
-    ranks.sum(sums)
-    before, after, unshifted, n = sums.tolist()
-    if n and min(before, after) <= EXPLAINED * unshifted:
+    before = _total(np.abs(compared.behaviour[1:] - compared.trainer[:-1])[same_row])
+    after = _total(np.abs(compared.behaviour[:-1] - compared.trainer[1:])[same_row])
+    unshifted = _total(np.abs(compared.behaviour - compared.trainer)[1:][same_row])
+    if same_row.any() and min(before, after) <= EXPLAINED * unshifted:
         return -1 if before <= after else 1
     return 0
 
 
-def _constant(ranks: Ranks, compared: Compared) -> float | None:
+def _constant(compared: ComparedUnits) -> float | None:
     """What is added to every log-prob, if the differences are all alike."""
     signed = compared.behaviour - compared.trainer
     signed = signed[np.isfinite(signed)]
-    sums = torch.tensor([signed.sum(), np.square(signed).sum(), len(signed)], dtype=torch.float64)
-    ranks.sum(sums)
-    total, squares, n = sums.tolist()
-    if n < 2:
+    if len(signed) < 2:
         return None
-    mean = total / n
-    spread = max(0.0, squares / n - mean * mean) ** 0.5
-    return mean if spread <= 0.1 * abs(mean) else None
+    mean = float(signed.mean())
+    return mean if float(signed.std()) <= 0.1 * abs(mean) else None
 
 
-def _one_token(ranks: Ranks, compared: Compared, bound: float) -> int | None:
+def _one_token(compared: ComparedUnits, bound: float) -> int | None:
     """The id that most units above the bound have in common, when others of the batch are well."""
-    bad = compared.token[compared.difference > bound]
-    size = ranks.largest(int(compared.token.max(initial=0)) + 1)
-    counts = torch.from_numpy(np.bincount(bad, minlength=size))
-    ranks.sum(counts)
-    every = torch.from_numpy(np.bincount(compared.token, minlength=size))
-    ranks.sum(every)
+    counts = np.bincount(compared.token[compared.difference > bound], minlength=1)
     token = int(counts.argmax())
-    common = float(counts[token]) >= ONE_TOKEN * float(counts.sum()) > 0
-    return token if common and float(every[token]) < ONE_TOKEN * float(every.sum()) else None
+    common = counts[token] >= ONE_TOKEN * counts.sum() > 0
+    return token if common and (compared.token == token).mean() < ONE_TOKEN else None
 
 
 def _total(values: NDArray[np.float64]) -> float:

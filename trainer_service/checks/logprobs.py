@@ -1,49 +1,54 @@
-"""The first-batch self-check: are the engine's log-probs those of the weights that it says sampled?
+"""The log-prob check of the first batch: are the engine's log-probs those of the weights that it names?
 
 For the first batch that holds units of the very version the trainer starts the step from, it recomputes
 their behaviour log-probs with its own forward pass, at the temperature of each call, and compares. Every
 gradient rests on the two being equal.
 
-Promises: it runs before any gradient of the batch; it costs one forward pass over the units compared and
-none where there are none; all ranks come to the same verdict; what cannot be compared is counted, by reason,
-and never passed off as compared.
+Promises: it runs once in the life of a trainer process, before any gradient of the batch; it costs one
+forward pass over the units compared, and a look at the manifest where there are none; all ranks come to the
+same verdict; what cannot be compared is counted, by reason, and never passed off as compared.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
+from pathlib import Path
 
+import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from areal_async.config.engines import declared_engine
+from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import BatchEpisode
-from areal_async.trajectory import Episode, Row, training_rows, unpack
-from trainer_service.backends.base import Backend
-from trainer_service.data.microbatch import MicroBatch, TrainingRow, build_micro_batch, row_of
-from trainer_service.data.packing import pack
-from trainer_service.data.rows import POLICY, call_temperatures
-from trainer_service.errors import TrainerError
+from areal_async.runtime.log import get_logger
+from areal_async.status.record import RunLog
+from areal_async.trajectory import Episode, Row, unpack
+from trainer_service import metrics
+from trainer_service.backends.base import POLICY, TrainingBackend
+from trainer_service.checks.causes import likely_causes
+from trainer_service.data.microbatch import TrainingRow, build_micro_batch, plan_passes
+from trainer_service.data.plan import StepPlan
+from trainer_service.data.rows import cut_rows
+from trainer_service.errors import SelfCheckError
+from trainer_service.files import room_for
 from trainer_service.ranks import Ranks
 
 MEAN_SHARE = 0.05
 """The mean difference must stay below this share of the bound: rounding scatters, an error is everywhere."""
 QUANTILES = (0.5, 0.9, 0.99)
+OTHER_VERSION = "another version"
+KEPT_KV = "kept KV of another version"
 
-
-class SelfCheckError(TrainerError):
-    """The engine's log-probs are not those of the trainer's weights. Sampling again would not change it."""
-
-    restart_helps = False
+log = get_logger("trainer")
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Units of this rank, in one order: arrays of one length n."""
+class ComparedUnits:
+    """Units with both log-probs, in the order of their rows: arrays of one length n."""
 
     episode: NDArray[np.int64]
     """Index into the batch's episodes."""
@@ -51,36 +56,15 @@ class Compared:
     """Place of the unit in its row."""
     token: NDArray[np.int64]
     behaviour: NDArray[np.float64]
+    """The engine's log-prob."""
     trainer: NDArray[np.float64]
 
     @property
     def difference(self) -> NDArray[np.float64]:
-        """Absolute, in nats; what is not finite counts as infinite."""
+        """Absolute, in nats; what is not finite counts as the largest float32."""
         with np.errstate(invalid="ignore"):
             gap = np.abs(self.behaviour - self.trainer)
-        return np.where(np.isnan(gap), np.inf, gap)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the comparison found; the same on every rank."""
-
-    n: int
-    max: float
-    mean: float
-    quantiles: tuple[float, ...]
-    """Of `QUANTILES`."""
-    bound: float
-    skipped: Mapping[str, int]
-    """Reason -> units of the batch that could not be compared."""
-    worst: tuple[int, int, int, float, float] = (0, 0, 0, 0.0, 0.0)
-    """Episode index, position, token id, the engine's log-prob, the trainer's."""
-    causes: tuple[str, ...] = field(default=())
-    """Likely ones, the likeliest first; only after a failure."""
-
-    @property
-    def passed(self) -> bool:
-        return self.max <= self.bound and self.mean <= MEAN_SHARE * self.bound
+        return np.nan_to_num(gap, nan=np.inf).clip(max=float(np.finfo(np.float32).max))
 
 
 def bound_for(engine: str, engine_dtype: str, trainer_dtype: str) -> float:
@@ -104,37 +88,26 @@ def rows_to_compare(
     With `kv_is_kept`, units after one of another version are left out: their log-probs are approximate by
     the engine's own account. What is left out is added to `skipped`."""
     if entry.max_version < version:
-        skipped["another version"] += entry.n_sampled
+        skipped[OTHER_VERSION] += entry.n_sampled
         return []
     episode = unpack(blob)
     epoch_of_unit = _epochs(episode)
-    temperature = call_temperatures(episode)
     offsets = episode.segments.offset
-    found = []
-    for row in training_rows(episode):
-        unit = np.concatenate(
-            [np.arange(offsets[s], offsets[s] + n) for s, n in zip(row.path, row.lengths, strict=True)]
-        )
+
+    def comparable(row: Row) -> NDArray[np.bool_]:
+        spans = (np.arange(offsets[s], offsets[s] + n) for s, n in zip(row.path, row.lengths, strict=True))
+        same = (row.versions == version) & np.isin(epoch_of_unit[np.concatenate([*spans])], list(epochs))
         sampled = row.mask.astype(bool)
-        same = (row.versions == version) & np.isin(epoch_of_unit[unit], list(epochs))
-        kept = sampled & same
-        skipped["another version"] += int((sampled & ~same).sum())
+        kept: NDArray[np.bool_] = sampled & same
+        skipped[OTHER_VERSION] += int((sampled & ~same).sum())
         if kv_is_kept:
             # Versions of all units before, those that other rows train included.
-            foreign = (row.versions >= 0) & ~same
-            approximate = kept & (np.cumsum(foreign) > 0)
-            skipped["kept KV of another version"] += int(approximate.sum())
+            approximate = kept & (np.cumsum((row.versions >= 0) & ~same) > 0)
+            skipped[KEPT_KV] += int(approximate.sum())
             kept &= ~approximate
-        per_token = temperature if isinstance(temperature, float) else _per_token(row, temperature, 1.0)
-        cut = row_of(index, row.token_ids, kept.astype(np.uint8), row.logprobs, row.versions, per_token)
-        if cut is not None:
-            found.append(cut)
-    return found
+        return kept
 
-
-def _per_token(row: Row, by_segment: Mapping[int, float], default: float) -> NDArray[np.float32]:
-    values = [by_segment.get(segment, default) for segment in row.path]
-    return np.repeat(np.asarray(values, np.float32), row.lengths)
+    return cut_rows(episode, index, comparable)
 
 
 def _epochs(episode: Episode) -> NDArray[np.int64]:
@@ -145,98 +118,194 @@ def _epochs(episode: Episode) -> NDArray[np.int64]:
     return epochs
 
 
-def compare(backend: Backend, ranks: Ranks, rows: Sequence[TrainingRow], micro_batch_tokens: int) -> Compared:
-    """Recompute the log-probs of the rows' units; all ranks call it."""
-    parts = []
-    for batch, chosen in micro_batches(ranks, rows, micro_batch_tokens):
-        logprobs = torch.log_softmax(scaled_logits(backend, batch), -1).gather(1, batch.target[:, None])
-        parts.append(
-            Compared(
-                episode=batch.units.episode.cpu().numpy(),
-                position=_joined([row.position for row in chosen], np.int64),
-                token=batch.target.cpu().numpy(),
-                behaviour=batch.units.behaviour.double().cpu().numpy(),
-                trainer=logprobs[:, 0].double().cpu().numpy(),
+def compare(
+    backend: TrainingBackend, ranks: Ranks, rows: Sequence[TrainingRow], budget: int
+) -> ComparedUnits:
+    """Recompute the log-probs of the rows' units in passes of at most `budget` tokens. All ranks call it, and
+    get the units of all."""
+    passes = plan_passes(rows, ranks, budget)
+    batches = [build_micro_batch(chosen, device=ranks.device) for chosen in passes]
+    found = [np.zeros((5, 0))]
+    for chosen, batch, logprobs in zip(passes, batches, backend.logprobs(POLICY, batches), strict=True):
+        columns = (batch.units.episode, batch.target, batch.units.behaviour, logprobs)
+        episode, token, behaviour, trainer = (column.double().cpu().numpy() for column in columns)
+        positions = np.concatenate([np.zeros(0), *(row.position for row in chosen)])
+        found.append(np.stack([episode, positions, token, behaviour, trainer]))
+    episode, position, token, behaviour, trainer = ranks.concatenate(np.concatenate(found, axis=1))
+    return ComparedUnits(
+        episode.astype(np.int64), position.astype(np.int64), token.astype(np.int64), behaviour, trainer
+    )
+
+
+@dataclass(frozen=True)
+class CheckOutcome:
+    """What the comparison found; the same on every rank. Its fields are those of its record in the log."""
+
+    n: int
+    max: float
+    mean: float
+    quantiles: tuple[float, ...]
+    """The quantiles `QUANTILES` of the difference."""
+    bound: float
+    passed: bool
+    skipped: Mapping[str, int]
+    """Reason -> units of the batch that could not be compared."""
+    engine: str
+    dtype: str
+    """The engine's."""
+    trainer_dtype: str
+    causes: tuple[str, ...] = ()
+    """Likely causes, the likeliest first; only after a failure."""
+
+    def describe(self, compared: ComparedUnits, *, episode_ids: Sequence[str], step: int) -> str:
+        """The failure in words, for a person who has to find what is wrong."""
+        quantiles = ", ".join(
+            f"{q:.0%} {value:.3g}" for q, value in zip(QUANTILES, self.quantiles, strict=True)
+        )
+        skipped = "; not compared: " + ", ".join(f"{n} {why}" for why, n in self.skipped.items())
+        causes = " ".join(f"({number}) {cause}." for number, cause in enumerate(self.causes, start=1))
+        at = int(compared.difference.argmax())
+        return (
+            f"the self-check of step {step} failed: the log-probs that the {self.engine} engine "
+            f"({self.dtype}) gave with {self.n} units are not those of the trainer's same version "
+            f"({self.trainer_dtype}). Largest difference {self.max:.4g} nats, mean {self.mean:.3g}, "
+            f"quantiles {quantiles}; allowed are {self.bound:g} and a mean of {MEAN_SHARE * self.bound:g}"
+            f"{skipped if self.skipped else ''}. Worst unit: episode {episode_ids[compared.episode[at]]}, "
+            f"position {compared.position[at]}, token id {compared.token[at]}: engine "
+            f"{compared.behaviour[at]:.5g}, trainer {compared.trainer[at]:.5g}. Nothing was trained. Likely "
+            f"causes: {causes} Set trainer.self_check.bound if such a difference is expected here, or "
+            "trainer.self_check.action to warn to train all the same."
+        )
+
+
+class LogprobCheck:
+    """One rank's part of it; all ranks make the same calls. `run_log` exists on rank 0 only."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        ranks: Ranks,
+        backend: TrainingBackend,
+        *,
+        run_log: RunLog | None,
+        files: Mapping[str, bytes | Path],
+    ) -> None:
+        """`files` are those of the model's directory; its config.json names the end-of-sequence ids."""
+        self._job = job
+        self._ranks = ranks
+        self._backend = backend
+        self._run_log = run_log
+        self._eos_ids = _eos_ids(files)
+        self._waited = False
+        self.done = False
+
+    def check(
+        self,
+        step: int,
+        plan: StepPlan,
+        blobs: Mapping[str, memoryview],
+        *,
+        epoch: int,
+        same_as: Sequence[int],
+    ) -> None:
+        """Compare what version `step` sampled of this batch, if anything; afterwards do nothing.
+
+        `epoch` is the trainer's, `same_as` earlier ones that published this version with the very same
+        weights (rank 0's are taken). Raises `SelfCheckError` above the bound where the job says stop."""
+        if self.done:
+            return
+        epochs = msgspec.msgpack.decode(
+            self._ranks.broadcast_bytes(msgspec.msgpack.encode([epoch, *same_as])), type=list[int]
+        )
+        trainer = self._job.trainer
+        skipped: Counter[str] = Counter()
+        rows = [
+            row
+            for index in plan.indices_of(self._ranks.data_rank)
+            for row in rows_to_compare(
+                blobs[plan.episodes[index].episode_id],
+                plan.episodes[index],
+                index,
+                version=step,
+                epochs=epochs,
+                kv_is_kept=self._job.rollout.update_mode == "keep",
+                skipped=skipped,
             )
+        ]
+        if not self._ranks.total(len(rows)):
+            if self._ranks.first and not self._waited:
+                log.info("self-check waits for a batch with units of the version it starts from", step=step)
+            self._waited = True
+            return
+        compared = compare(self._backend, self._ranks, rows, trainer.micro_batch_tokens)
+        self.done = True
+        outcome = self._outcome(rows, compared, skipped)
+        if self._ranks.first:
+            self._report(step, epoch, outcome)
+        if outcome.passed:
+            return
+        words = outcome.describe(
+            compared, episode_ids=[episode.episode_id for episode in plan.episodes], step=step
         )
-    return Compared(
-        *(
-            np.concatenate([getattr(part, name) for part in parts])
-            for name in ("episode", "position", "token", "behaviour", "trainer")
+        if trainer.self_check.action == "stop":
+            raise SelfCheckError(words)
+        if self._ranks.first:
+            log.warning("self-check failed, training goes on as trainer.self_check.action says", why=words)
+
+    def _outcome(
+        self, rows: Sequence[TrainingRow], compared: ComparedUnits, skipped: Counter[str]
+    ) -> CheckOutcome:
+        rollout, trainer = self._job.rollout, self._job.trainer
+        bound = trainer.self_check.bound or bound_for(rollout.engine, rollout.dtype, trainer.dtype)
+        totals = {why: self._ranks.total(skipped[why]) for why in (OTHER_VERSION, KEPT_KV)}
+        gaps = compared.difference
+        passed = bool(gaps.max() <= bound and gaps.mean() <= MEAN_SHARE * bound)
+        causes: tuple[str, ...] = ()
+        if not passed:
+            causes = likely_causes(
+                self._backend,
+                self._ranks,
+                rows,
+                compared,
+                micro_batch_tokens=trainer.micro_batch_tokens,
+                bound=bound,
+                dtypes=(rollout.dtype, trainer.dtype),
+                eos_ids=self._eos_ids,
+            )
+        return CheckOutcome(
+            n=len(gaps),
+            max=float(gaps.max()),
+            mean=float(gaps.mean()),
+            quantiles=tuple(float(q) for q in np.quantile(gaps, QUANTILES)),
+            bound=bound,
+            passed=passed,
+            skipped={why: count for why, count in totals.items() if count},
+            engine=rollout.engine,
+            dtype=rollout.dtype,
+            trainer_dtype=trainer.dtype,
+            causes=causes,
         )
-    )
+
+    def _report(self, step: int, epoch: int, outcome: CheckOutcome) -> None:
+        if self._run_log is not None:
+            with room_for("the record of the self-check", self._run_log.path.parent):
+                record = {field.name: getattr(outcome, field.name) for field in fields(outcome)}
+                self._run_log.write("self_check", step=step, epoch=epoch, **record)
+        metrics.SELF_CHECK.set(outcome.max)
+        log.info(
+            "self-check",
+            n=outcome.n,
+            max=outcome.max,
+            mean=outcome.mean,
+            bound=outcome.bound,
+            passed=outcome.passed,
+            skipped=dict(outcome.skipped),
+        )
 
 
-def micro_batches(
-    ranks: Ranks, rows: Sequence[TrainingRow], micro_batch_tokens: int
-) -> list[tuple[MicroBatch, list[TrainingRow]]]:
-    """This rank's passes, as many as on any other rank, each with its rows in the order of its units."""
-    lengths = [row.packed_length for row in rows]
-    needed = max(1, len(pack(lengths, micro_batch_tokens)))
-    plan = pack(lengths, micro_batch_tokens, at_least=ranks.largest(needed))
-    n_episodes = max((row.episode for row in rows), default=-1) + 1
-    none = np.zeros(n_episodes, np.int64), np.zeros(n_episodes, np.float32)
-    made = []
-    for indices in plan:
-        chosen = [rows[index] for index in indices]
-        batch = build_micro_batch(chosen, groups=none[0], advantages=none[1], device=ranks.device)
-        made.append((batch, chosen))
-    return made
-
-
-def scaled_logits(backend: Backend, batch: MicroBatch) -> Tensor:
-    """f32 [S, V]: logits / temperature."""
-    return backend.logits(POLICY, batch) / batch.temperature[:, None]
-
-
-def outcome_of(ranks: Ranks, compared: Compared, bound: float, skipped: Mapping[str, int]) -> Outcome:
-    """The verdict over all ranks."""
-    mine = compared.difference
-    counts = torch.zeros(ranks.world, dtype=torch.int64)
-    counts[ranks.rank] = len(mine)
-    ranks.sum(counts)
-    offset = int(counts[: ranks.rank].sum())
-    every = torch.zeros(int(counts.sum()), dtype=torch.float64)
-    every[offset : offset + len(mine)] = torch.from_numpy(np.minimum(mine, np.finfo(np.float32).max))
-    ranks.sum(every)
-    gaps = every.numpy()
-    worst = int(gaps.argmax())
-    place = torch.zeros(5, dtype=torch.float64)
-    if offset <= worst < offset + len(mine):
-        at = worst - offset
-        values = [getattr(compared, name)[at] for name in ("episode", "position", "token")]
-        place = torch.tensor([*map(float, values), compared.behaviour[at], compared.trainer[at]])
-        place = place.double()
-    ranks.sum(place)
-    return Outcome(
-        n=len(gaps),
-        max=float(gaps[worst]),
-        mean=float(gaps.mean()),
-        quantiles=tuple(float(q) for q in np.quantile(gaps, QUANTILES)),
-        bound=bound,
-        skipped={reason: count for reason, count in skipped.items() if count},
-        worst=(int(place[0]), int(place[1]), int(place[2]), float(place[3]), float(place[4])),
-    )
-
-
-def describe(outcome: Outcome, *, engine: str, dtypes: tuple[str, str], episode_id: str, step: int) -> str:
-    """The failure in words, for a person who has to find what is wrong."""
-    _, position, token, behaviour, trainer = outcome.worst
-    quantiles = ", ".join(
-        f"{q:.0%} {value:.3g}" for q, value in zip(QUANTILES, outcome.quantiles, strict=True)
-    )
-    skipped = "; not compared: " + ", ".join(f"{n} {why}" for why, n in outcome.skipped.items())
-    causes = " ".join(f"({number}) {cause}." for number, cause in enumerate(outcome.causes, start=1))
-    return (
-        f"the self-check of step {step} failed: the log-probs that the {engine} engine ({dtypes[0]}) gave "
-        f"with {outcome.n} units are not those of the trainer's same version ({dtypes[1]}). Largest "
-        f"difference {outcome.max:.4g} nats, mean {outcome.mean:.3g}, quantiles {quantiles}; allowed are "
-        f"{outcome.bound:g} and a mean of {MEAN_SHARE * outcome.bound:g}{skipped if outcome.skipped else ''}."
-        f" Worst unit: episode {episode_id}, position {position}, token id {token}: engine {behaviour:.5g}, "
-        f"trainer {trainer:.5g}. Nothing was trained. Likely causes: {causes} Set trainer.self_check.bound "
-        "if such a difference is expected here, or trainer.self_check.action to warn to train all the same."
-    )
-
-
-def _joined(parts: Sequence[NDArray], dtype: type[np.generic]) -> NDArray:
-    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
+def _eos_ids(files: Mapping[str, bytes | Path]) -> list[int]:
+    config = files.get("config.json")
+    if config is None:
+        return []
+    named = json.loads(config if isinstance(config, bytes) else config.read_bytes()).get("eos_token_id")
+    return named if isinstance(named, list) else [] if named is None else [int(named)]

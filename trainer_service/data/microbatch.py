@@ -7,17 +7,21 @@ episode or group a unit belongs to is written beside it: nothing is ever inferre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer_service.backends.fsdp.attention import Runs, runs_of
-from trainer_service.data.units import UnitTable
+from trainer_service.data.packing import pack
 from trainer_service.errors import BatchError
+from trainer_service.ranks import Ranks
+
+Runs = list[tuple[int, int]]
+"""`(count, length)` of each stretch of neighbouring rows of equal length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,40 @@ def row_of(
     )
 
 
+def runs_of(lengths: Sequence[int]) -> Runs:
+    """The runs of rows of these lengths, in order; zero lengths are not allowed."""
+    if any(length < 1 for length in lengths):
+        raise ValueError("a packed sequence holds at least one token")
+    return [(sum(1 for _ in same), length) for length, same in groupby(lengths)]
+
+
+@dataclass(frozen=True)
+class UnitTable:
+    """S sampled units of one micro-batch, in any order, with their columns. `episode` and `group` are indices
+    into the step's batch: what belongs together is said by them, never by a unit's position."""
+
+    behaviour: Tensor
+    """f32 [S]: log-prob recorded by the engine that sampled the unit."""
+    version: Tensor
+    """i64 [S]: version of the weights that sampled it."""
+    episode: Tensor
+    """i64 [S]"""
+    group: Tensor
+    """i64 [S]"""
+    advantage: Tensor
+    """f32 [S]"""
+    mask: Tensor
+    """bool [S]: False leaves the unit out of the loss, of its gradient and of every count."""
+    computed: Mapping[str, Tensor] = field(default_factory=dict)
+    """f32 [S] each: columns that the trainer computes, `units["prox"]` among them."""
+
+    def __len__(self) -> int:
+        return self.mask.shape[0]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.computed[name]
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """One packed forward pass of T tokens with S sampled units. T ≥ 1 and S may be 0 (an empty pass)."""
@@ -90,62 +128,58 @@ class MicroBatch:
         return self.input_ids.shape[1]
 
 
+def plan_passes(rows: Sequence[TrainingRow], ranks: Ranks, budget: int) -> list[list[TrainingRow]]:
+    """This rank's rows, dealt to forward passes of at most `budget` tokens: at least one pass, and as many as
+    on any other rank. All ranks call it."""
+    lengths = [row.packed_length for row in rows]
+    needed = max(1, len(pack(lengths, budget)))
+    plan = pack(lengths, budget, at_least=ranks.largest(needed))
+    return [[rows[index] for index in indices] for indices in plan]
+
+
 def build_micro_batch(
     rows: Sequence[TrainingRow],
     *,
-    groups: NDArray[np.int64],
-    advantages: NDArray[np.float32],
+    groups: NDArray[np.int64] | None = None,
+    advantages: NDArray[np.float32] | None = None,
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
-    """Pack rows in the given order. `groups` i64 [E] and `advantages` f32 [E] are of the batch's episodes.
+    """Pack rows in the given order. `groups` i64 [E] and `advantages` f32 [E] are of the batch's episodes;
+    without them both columns are 0.
 
     No rows make the pass of one token and no unit that a rank short of work runs."""
-    if not rows:
-        return _to_tensors(np.zeros(1, np.int64), np.zeros(1, np.int64), [1], (), groups, advantages, device)
-    lengths = [row.packed_length for row in rows]
-    ids = np.concatenate([row.token_ids[:-1] for row in rows]).astype(np.int64)
-    starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
-    positions = np.arange(len(ids)) - np.repeat(starts, lengths)
-    return _to_tensors(ids, positions, lengths, rows, groups, advantages, device, starts)
-
-
-def _to_tensors(
-    ids: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    lengths: Sequence[int],
-    rows: Sequence[TrainingRow],
-    groups: NDArray[np.int64],
-    advantages: NDArray[np.float32],
-    device: torch.device | str,
-    starts: NDArray[np.int64] | None = None,
-) -> MicroBatch:
+    lengths = [row.packed_length for row in rows] or [1]
+    ids = _joined([row.token_ids[:-1] for row in rows] or [np.zeros(1)])
+    starts = np.cumsum([0, *lengths[:-1]])
     counts = [len(row.position) for row in rows]
     episode = np.repeat(np.array([row.episode for row in rows], np.int64), counts)
-    offsets = np.repeat(starts, counts) if starts is not None else np.zeros(0, np.int64)
-    place = _joined([row.position for row in rows], np.int64) - 1 + offsets
-    target = _joined([row.token_ids[row.position] for row in rows], np.int64)
+    offsets = np.repeat(starts[: len(rows)], counts)
+    none = np.zeros(len(episode))
 
-    def tensor(array: NDArray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    def tensor(array: NDArray, dtype: type[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
+
+    def column(name: str, dtype: type[np.generic]) -> Tensor:
+        return tensor(_joined([getattr(row, name) for row in rows]), dtype)
 
     units = UnitTable(
-        behaviour=tensor(_joined([row.behaviour for row in rows], np.float32)),
-        version=tensor(_joined([row.version for row in rows], np.int64)),
-        episode=tensor(episode),
-        group=tensor(groups[episode]),
-        advantage=tensor(advantages[episode]),
+        behaviour=column("behaviour", np.float32),
+        version=column("version", np.int64),
+        episode=tensor(episode, np.int64),
+        group=tensor(none if groups is None else groups[episode], np.int64),
+        advantage=tensor(none if advantages is None else advantages[episode], np.float32),
         mask=torch.ones(len(episode), dtype=torch.bool, device=device),
     )
     return MicroBatch(
-        input_ids=tensor(ids)[None],
-        position_ids=tensor(positions)[None],
+        input_ids=tensor(ids, np.int64)[None],
+        position_ids=tensor(np.arange(len(ids)) - np.repeat(starts, lengths), np.int64)[None],
         runs=runs_of(lengths),
-        predict=tensor(place),
-        target=tensor(target),
-        temperature=tensor(_joined([row.temperature for row in rows], np.float32)),
+        predict=column("position", np.int64) - 1 + tensor(offsets, np.int64),
+        target=tensor(_joined([row.token_ids[row.position] for row in rows]), np.int64),
+        temperature=column("temperature", np.float32),
         units=units,
     )
 
 
-def _joined(parts: Sequence[NDArray], dtype: type[np.generic]) -> NDArray:
-    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
+def _joined(parts: Sequence[NDArray]) -> NDArray:
+    return np.concatenate(parts) if parts else np.zeros(0)

@@ -16,7 +16,7 @@ from trainer_service.errors import BatchError, DivergenceError, StalenessViolati
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """A step as every rank sees it. E episodes, in manifest order."""
 
     episodes: list[BatchEpisode]
@@ -25,7 +25,11 @@ class Plan:
     advantages: NDArray[np.float32]
     """f32 [E]"""
     shares: list[list[list[int]]]
-    """[minibatch][rank] -> indices of its episodes."""
+    """[minibatch][data rank] -> indices of its episodes."""
+
+    def indices_of(self, data_rank: int) -> list[int]:
+        """The episodes of one share of the step, in the order of training."""
+        return [index for share in self.shares for index in share[data_rank]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class BatchFigures:
 
 def plan_step(
     batch: Batch, objective: Objective, *, step: int, max_staleness: int, minibatches: int, ranks: int
-) -> Plan:
+) -> StepPlan:
     """Check the manifest of `step`, take advantages over whole groups and deal its episodes out.
 
     Groups may differ in size: a partial group has the samples that came by its deadline. Deterministic:
@@ -94,7 +98,7 @@ def plan_step(
                 f"the advantage of episode {episode.episode_id} of step {step} is {advantage} (its reward is "
                 f"{episode.reward}): the step is not trained. Bound what the reward returns."
             )
-    return Plan(
+    return StepPlan(
         episodes=episodes,
         groups=groups.astype(np.int64),
         advantages=advantages.numpy(),

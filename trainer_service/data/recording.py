@@ -8,15 +8,18 @@ each blob is, the manifest as the buffer gave it, and the losses).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from areal_async.rpc.messages import Batch
+from areal_async.rpc.messages import Batch, BatchEpisode
+from areal_async.status.record import as_it_became, read_run_log
+from areal_async.trajectory import TrajectoryError, summarise
 from trainer_service.errors import BatchError
 from trainer_service.files import room_for
+from trainer_service.published import hashes_of
 
 SCHEMA = 1
 
@@ -25,7 +28,7 @@ class RankRecord(msgspec.Struct, frozen=True):
     schema: int
     batch: Batch
     losses: list[float]
-    """Of each minibatch."""
+    """The loss of each minibatch."""
     grad_norms: list[float]
     blobs: dict[str, tuple[int, int]]
     """Episode id -> (offset, size) in the rank's file of blobs."""
@@ -39,7 +42,7 @@ class RecordedStep:
     blobs: Mapping[str, bytes]
     """Episode id -> codec blob."""
     weights_hash: str = ""
-    """Of the weights that the step made; empty where that is not known."""
+    """Hash of the weights that the step made; empty where that is not known."""
 
 
 def write_step(
@@ -71,37 +74,58 @@ def write_step(
         unfinished.replace(folder / f"step-{rank}.msgpack")
 
 
-def recorded_steps(root: Path) -> list[int]:
-    """The steps that are recorded under `root`, ascending."""
-    found = (path.parent.name.removeprefix("step-") for path in root.glob("step-*/step-0.msgpack"))
-    return sorted(int(name) for name in found if name.isdecimal())
+class Recording:
+    """The recorded steps of a run, from its folder. Raises `BatchError` when there is none.
+
+    Promise: a step is given out only if each of its episodes is, byte for byte, what the buffer had stored
+    (the codec's checksum) and what the step's manifest says of it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._root = run_dir / "batches"
+        found = (path.parent.name.removeprefix("step-") for path in self._root.glob("step-*/step-0.msgpack"))
+        self.steps = sorted(int(name) for name in found if name.isdecimal())
+        """What is recorded, ascending."""
+        if not self.steps:
+            raise BatchError(
+                f"{run_dir} has no recorded batches: set trainer.record_batches: true and run the job again."
+            )
+        self._hashes = hashes_of(run_dir)
+        for record in as_it_became(read_run_log(run_dir / "metrics.jsonl")):
+            if record.get("kind") == "step" and record.get("weights_hash"):
+                self._hashes[record["version"]] = record["weights_hash"]
+
+    def read(self, step: int) -> RecordedStep:
+        """A step, verified, with the hash of the weights that it made as far as the run has written it down.
+        Raises `BatchError`."""
+        found = read_step(self._root, step)
+        for group in found.batch.groups:
+            for entry in group.episodes:
+                _verify(step, entry, found.blobs[entry.episode_id])
+        return replace(found, weights_hash=self._hashes.get(step + 1, ""))
 
 
-def read_results(root: Path, step: int) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of a recorded step. Raises `BatchError`."""
-    path = root / f"step-{step:06d}" / "step-0.msgpack"
+def _verify(step: int, entry: BatchEpisode, blob: bytes) -> None:
+    damaged = f"the recording of step {step} is damaged:"
     try:
-        record = _decode(path)
-    except (OSError, msgspec.DecodeError) as error:
-        raise BatchError(f"recorded step {path.parent} cannot be read: {error}") from error
-    return record.losses, record.grad_norms
-
-
-def _decode(path: Path) -> RankRecord:
-    record = msgspec.msgpack.decode(path.read_bytes(), type=RankRecord)
-    if record.schema != SCHEMA:
-        raise BatchError(f"{path} has schema {record.schema}; this version reads {SCHEMA}")
-    return record
+        found = summarise(blob)
+    except TrajectoryError as error:
+        raise BatchError(f"{damaged} episode {entry.episode_id}: {error}") from error
+    fields = ("episode_id", "n_units", "n_sampled", "min_version", "max_version")
+    named, held = ([getattr(source, field) for field in fields] for source in (entry, found))
+    if named != held:
+        raise BatchError(f"{damaged} its manifest says {named} of an episode that is {held}")
 
 
 def read_step(root: Path, step: int) -> RecordedStep:
-    """A recorded step with the blobs of all ranks. Raises `BatchError`."""
+    """A recorded step with the blobs of all ranks, as it was written. Raises `BatchError`."""
     folder = root / f"step-{step:06d}"
     blobs: dict[str, bytes] = {}
     records = []
     try:
         for path in sorted(folder.glob("step-*.msgpack")):
-            record = _decode(path)
+            record = msgspec.msgpack.decode(path.read_bytes(), type=RankRecord)
+            if record.schema != SCHEMA:
+                raise BatchError(f"{path} has schema {record.schema}; this version reads {SCHEMA}")
             rank = path.stem.removeprefix("step-")
             data = (folder / f"episodes-{rank}.bin").read_bytes()
             blobs |= {name: data[start : start + size] for name, (start, size) in record.blobs.items()}

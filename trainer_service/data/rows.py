@@ -6,7 +6,7 @@ manifest and the buffer say. A violation is fatal. So is a unit that was not sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 from areal_async.rpc.messages import BatchEpisode
 from areal_async.trajectory import Episode, Row, TrajectoryError, training_rows, unpack, untrainable
+from trainer_service.backends.base import POLICY
 from trainer_service.data.microbatch import TrainingRow, row_of
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
-
-POLICY = "policy"
 
 
 def rows_of_episode(blob: Any, entry: BatchEpisode, index: int, lowest_version: int = 0) -> list[TrainingRow]:
@@ -28,7 +27,6 @@ def rows_of_episode(blob: Any, entry: BatchEpisode, index: int, lowest_version: 
     `UntrainableEpisode` when a unit to train was not sampled from what is trained."""
     try:
         episode = unpack(blob)
-        rows = training_rows(episode)
     except TrajectoryError as error:
         raise BatchError(f"episode {entry.episode_id} cannot be read: {error}") from error
     found = (episode.episode_id, episode.n_sampled, episode.min_version, episode.max_version)
@@ -42,12 +40,22 @@ def rows_of_episode(blob: Any, entry: BatchEpisode, index: int, lowest_version: 
             f"{why}: that is no sample of what is trained, and the importance ratios would be wrong. The "
             "buffer must never let this through; the step is not trained."
         )
+    return cut_rows(episode, index, lambda row: row.mask & (row.versions >= lowest_version))
+
+
+def cut_rows(episode: Episode, index: int, mask_of: Callable[[Row], NDArray]) -> list[TrainingRow]:
+    """The rows of an episode with those units to train that `mask_of` (bool or u8 [T] of a row) leaves; a row
+    without any is left out. `index` is the episode's place in the manifest."""
     temperature = call_temperatures(episode)
+    try:
+        rows = training_rows(episode)
+    except TrajectoryError as error:
+        raise BatchError(f"episode {episode.episode_id} cannot be read: {error}") from error
     cut = (
         row_of(
             index,
             row.token_ids,
-            row.mask & (row.versions >= lowest_version),
+            mask_of(row),
             row.logprobs,
             row.versions,
             temperature if isinstance(temperature, float) else _per_token(temperature, row),

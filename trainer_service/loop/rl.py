@@ -7,7 +7,7 @@ the state goes to disk together with the buffer's ledger of the same commit; onl
 the bytes.
 
 Promises: `staleness_is_bounded` (a unit above η ends the trainer, on every rank); no gradient before the
-self-check of the engine's log-probs (`firstbatch.py`); each step is one publication; waiting and computing
+check of the engine's log-probs (`checks/logprobs.py`); each step is one publication; waiting and computing
 are timed apart. A trainer that is started again goes on from the newest checkpoint, or from version 0, under
 a new epoch: the buffer gives it the batches since then in their order, and is told of each redone version
 whether its weights are those that it was before.
@@ -24,7 +24,7 @@ import torch
 
 from areal_async.config.job import JobConfig
 from areal_async.rpc.client import SyncCaller
-from areal_async.rpc.messages import Batch, Checkpointed, Commit, ExportLedger, OpenTrainer, VersionTag
+from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, OpenTrainer, VersionTag
 from areal_async.runtime.events import record as record_event
 from areal_async.runtime.events import recording
 from areal_async.runtime.failpoint import failpoint
@@ -35,19 +35,15 @@ from areal_async.weights.channels import channel_of
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics
-from trainer_service.algorithms.objective import Objective
-from trainer_service.backends.base import Backend
+from trainer_service.backends.base import POLICY, TrainingBackend
 from trainer_service.checkpoint import Checkpoint, Checkpoints
-from trainer_service.data import recording as record
+from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.loader import BatchLoader
-from trainer_service.data.microbatch import TrainingRow
-from trainer_service.data.plan import Plan, plan_step
-from trainer_service.data.rows import check_staleness, rows_of_episode
+from trainer_service.data.recording import write_step
 from trainer_service.errors import TrainerError
 from trainer_service.files import room_for, write_model
-from trainer_service.firstbatch import FirstBatchCheck
+from trainer_service.loop.learner import Learner
 from trainer_service.loop.report import report_step, weights_figures
-from trainer_service.loop.step import StepResult, train_step
 from trainer_service.published import PublishedVersions
 from trainer_service.ranks import Ranks
 
@@ -65,7 +61,7 @@ class RlTrainer:
         self,
         job: JobConfig,
         ranks: Ranks,
-        backend: Backend,
+        backend: TrainingBackend,
         buffer: SyncCaller,
         *,
         run_dir: Path,
@@ -79,8 +75,8 @@ class RlTrainer:
         self._backend = backend
         self._buffer = buffer
         self._loader = BatchLoader(buffer, ranks, stopping)
-        self._objective = Objective(job.trainer.objective)
-        self._self_check = FirstBatchCheck(job, ranks, backend, run_log=run_log, files=files)
+        check = LogprobCheck(job, ranks, backend, run_log=run_log, files=files)
+        self._learner = Learner(job, ranks, backend, check=check)
         self._run_dir = run_dir
         self._files = files
         self._publisher = publisher
@@ -160,12 +156,20 @@ class RlTrainer:
             )
         failpoint("trainer.after_batch")
         wait_s = time.monotonic() - begun_s
-        plan = self._plan(batch, step)
+        plan = self._learner.plan(batch, step)
         fetch_s = time.monotonic()
-        blobs = self._fetch(plan)
+        blobs = self._loader.fetch(self._learner.episodes_of(plan))
         wait_s += time.monotonic() - fetch_s
-        with busy("train"):
-            result = self._train(batch, step, plan, blobs)
+        result = self._learner.train(batch, plan, blobs, epoch=self._epoch, same_as=self._same_as)
+        if self._job.trainer.record_batches:
+            write_step(
+                self._run_dir / "batches",
+                batch,
+                blobs,
+                losses=result.losses,
+                grad_norms=result.grad_norms,
+                rank=self._ranks.rank,
+            )
         trained_s = time.monotonic()
         record_event("trained", epoch=self._epoch, step=step)
         failpoint("trainer.after_train")
@@ -190,70 +194,10 @@ class RlTrainer:
             self._checkpoint(done)
         return True
 
-    def _plan(self, batch: Batch, step: int) -> Plan:
-        with busy("train"):
-            return plan_step(
-                batch,
-                self._objective,
-                step=step,
-                max_staleness=self._job.buffer.max_staleness,
-                minibatches=self._job.trainer.minibatches,
-                ranks=self._ranks.world,
-            )
-
-    def _fetch(self, plan: Plan) -> dict[str, memoryview]:
-        """This rank's episodes. A wait for the buffer, and no work: it must not look like training."""
-        return self._loader.fetch(
-            [plan.episodes[index] for share in plan.shares for index in share[self._ranks.rank]]
-        )
-
-    def _train(self, batch: Batch, step: int, plan: Plan, blobs: dict[str, memoryview]) -> StepResult:
-        eta = self._job.buffer.max_staleness
-        minibatches = self._rows(plan, blobs, batch.lowest_version)
-        check_staleness([row for rows in minibatches for row in rows], step=step, max_staleness=eta)
-        self._self_check.check(step, plan, blobs, epoch=self._epoch, same_as=self._same_as)
-        result = train_step(
-            self._backend,
-            self._objective,
-            self._ranks,
-            minibatches,
-            step=step,
-            max_staleness=eta,
-            names=[episode.episode_id for episode in plan.episodes],
-            groups=plan.groups,
-            advantages=plan.advantages,
-            micro_batch_tokens=self._job.trainer.micro_batch_tokens,
-        )
-        if self._job.trainer.record_batches:
-            record.write_step(
-                self._run_dir / "batches",
-                batch,
-                blobs,
-                losses=result.losses,
-                grad_norms=result.grad_norms,
-                rank=self._ranks.rank,
-            )
-        return result
-
-    def _rows(
-        self, plan: Plan, blobs: Mapping[str, memoryview], lowest_version: int
-    ) -> list[list[TrainingRow]]:
-        """This rank's rows of each minibatch."""
-        return [
-            [
-                row
-                for index in share[self._ranks.rank]
-                for row in rows_of_episode(
-                    blobs[plan.episodes[index].episode_id], plan.episodes[index], index, lowest_version
-                )
-            ]
-            for share in plan.shares
-        ]
-
     def _publish(self, version: int) -> None:
         """Give out the weights as `version`; pinned for evaluation where the job asks for it."""
         with busy("publish"):
-            tensors = self._backend.tensors("policy", on_cpu=not channel_of(self._job).from_device)
+            tensors = self._backend.export(POLICY, on_cpu=not channel_of(self._job).from_device)
             if self._publisher is None:
                 return
             every, last = self._job.evaluation.every_steps, self._job.trainer.steps
@@ -316,7 +260,7 @@ class RlTrainer:
             log.info("checkpoint written", step=step, folder=str(folder))
 
     def _export(self) -> None:
-        tensors = self._backend.tensors("policy")
+        tensors = self._backend.export(POLICY)
         if self._ranks.first:
             with room_for("the trained model", self._run_dir):
                 write_model(self._run_dir / "model", tensors, self._files)

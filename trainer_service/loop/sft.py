@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,12 @@ from areal_async.status.record import RunLog
 from areal_async.tasks import TaskTable, pass_order, read_tasks
 from trainer_service import metrics
 from trainer_service.algorithms.objective import Objective
-from trainer_service.backends.base import Backend
-from trainer_service.data.microbatch import TrainingRow, row_of
+from trainer_service.backends.base import POLICY, TrainingBackend
+from trainer_service.data.microbatch import TrainingRow, build_micro_batch, plan_passes, row_of
 from trainer_service.data.packing import deal_episodes
 from trainer_service.errors import BatchError, ModelError
 from trainer_service.files import companion_files, write_model
-from trainer_service.loop.step import pack_rows, train_step
+from trainer_service.loop.step import train_step
 from trainer_service.ranks import Ranks
 
 log = get_logger("trainer")
@@ -45,7 +46,7 @@ class SftTrainer:
         self,
         job: JobConfig,
         ranks: Ranks,
-        backend: Backend,
+        backend: TrainingBackend,
         *,
         run_dir: Path,
         run_log: RunLog | None,
@@ -95,7 +96,7 @@ class SftTrainer:
             metrics.TOKENS.inc(tokens)
         if step % self._job.sft.evaluate_every:
             self._write(step, accuracy=self.accuracy())
-        tensors = self._backend.tensors("policy")
+        tensors = self._backend.export(POLICY)
         if self._ranks.first:
             files = companion_files(self._job.model, self._job.trainer.dtype)
             write_model(self._run_dir / "model", tensors, files)
@@ -106,32 +107,25 @@ class SftTrainer:
         if not self._held_out:
             return None
         with busy("evaluate"):
-            mine = self._held_out[self._ranks.rank :: self._ranks.world]
-            n = len(mine)
-            rows = [_renumbered(row, index) for index, row in enumerate(mine)]
-            ignored = np.zeros(n, np.int64)
-            wrong = np.zeros(n, np.bool_)
-            for batch in pack_rows(
-                rows,
-                self._ranks,
-                groups=ignored,
-                advantages=ignored.astype(np.float32),
-                micro_batch_tokens=self._job.trainer.micro_batch_tokens,
-            ):
-                missed = ~self._backend.greedy("policy", batch)
-                wrong[batch.units.episode[missed].cpu().numpy()] = True
+            mine = self._held_out[self._ranks.data_rank :: self._ranks.data_ranks]
+            rows = [replace(row, episode=index) for index, row in enumerate(mine)]
+            wrong = np.zeros(len(mine), np.bool_)
+            passes = plan_passes(rows, self._ranks, self._job.trainer.micro_batch_tokens)
+            batches = [build_micro_batch(chosen, device=self._ranks.device) for chosen in passes]
+            for batch, right in zip(batches, self._backend.greedy(POLICY, batches), strict=True):
+                wrong[batch.units.episode[~right].cpu().numpy()] = True
             return 1.0 - self._ranks.total(int(wrong.sum())) / len(self._held_out)
 
     def _one_step(self, indices: Sequence[int], step: int) -> tuple[float, float, int]:
         """(loss, gradient norm, tokens trained on) of one optimizer step on these examples."""
-        chosen = [_renumbered(self._train[index], place) for place, index in enumerate(indices)]
-        mine = deal_episodes([len(row.token_ids) for row in chosen], self._ranks.world)[self._ranks.rank]
+        chosen = [replace(self._train[index], episode=place) for place, index in enumerate(indices)]
+        shares = deal_episodes([len(row.token_ids) for row in chosen], self._ranks.data_ranks)
         n = len(chosen)
         result = train_step(
             self._backend,
             self._objective,
             self._ranks,
-            [[chosen[place] for place in mine]],
+            [[chosen[place] for place in shares[self._ranks.data_rank]]],
             step=0,
             max_staleness=0,
             names=[f"example {index}" for index in indices],
@@ -195,7 +189,3 @@ def _example(tokenizer: Any, table: TaskTable, index: int, task: Task) -> Traini
     row = row_of(index, ids, mask, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
     assert row is not None
     return row
-
-
-def _renumbered(row: TrainingRow, episode: int) -> TrainingRow:
-    return TrainingRow(episode, row.token_ids, row.position, row.behaviour, row.version, row.temperature)

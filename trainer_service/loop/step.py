@@ -17,15 +17,13 @@ from torch import Tensor
 
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.statistics import StepStatistics
-from trainer_service.backends.base import Backend
-from trainer_service.data.microbatch import MicroBatch, TrainingRow, build_micro_batch
-from trainer_service.data.packing import pack
+from trainer_service.backends.base import POLICY, TrainingBackend
+from trainer_service.data.microbatch import MicroBatch, TrainingRow, build_micro_batch, plan_passes
 from trainer_service.errors import DivergenceError
 from trainer_service.ranks import Ranks
 
-POLICY = "policy"
 MOST_NAMED = 5
-"""Episodes that an error names."""
+"""Largest number of episodes that an error names."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,13 @@ class StepResult:
     losses: list[float]
     """The objective's value of each minibatch, before its update."""
     grad_norms: list[float]
-    """Before clipping."""
+    """Gradient norm of each minibatch before clipping."""
     statistics: dict[str, object]
-    """See `objectives.statistics`; empty for a loss without correction."""
+    """See `algorithms.statistics`; empty for a supervised loss."""
     packed_tokens: int
     """Tokens of one pass over the step's rows."""
     micro_batches: int
-    """Of this rank."""
+    """Forward passes with gradient on this rank."""
 
     @property
     def loss(self) -> float:
@@ -53,7 +51,7 @@ class StepResult:
 
 
 def train_step(
-    backend: Backend,
+    backend: TrainingBackend,
     objective: Objective,
     ranks: Ranks,
     minibatches: Sequence[Sequence[TrainingRow]],
@@ -72,14 +70,17 @@ def train_step(
     minibatch, when its loss or the log-prob of a unit that it trains is not finite.
     """
     packed = [
-        pack_rows(rows, ranks, groups=groups, advantages=advantages, micro_batch_tokens=micro_batch_tokens)
+        [
+            build_micro_batch(chosen, groups=groups, advantages=advantages, device=ranks.device)
+            for chosen in plan_passes(rows, ranks, micro_batch_tokens)
+        ]
         for rows in minibatches
     ]
-    proximal: list[list[Tensor | None]] = [[None] * len(batches) for batches in packed]
-    if objective.wants_prox:
-        with torch.no_grad():
-            proximal = [[backend.logprobs(POLICY, batch) for batch in batches] for batches in packed]
-    statistics = StepStatistics(step, max_staleness)
+    proximal: list[Sequence[Tensor | None]] = [
+        backend.logprobs(POLICY, batches) if objective.wants_prox else [None] * len(batches)
+        for batches in packed
+    ]
+    statistics = StepStatistics(step, max_staleness, objective.shares)
     losses, norms = [], []
     for number, (batches, prox) in enumerate(zip(packed, proximal, strict=True)):
         loss, faulty = _accumulate(backend, objective, ranks, batches, prox, len(groups), statistics)
@@ -88,39 +89,17 @@ def train_step(
         losses.append(loss)
         norms.append(backend.update())
     statistics.reduce(ranks.sum, ranks.max)
-    tokens = torch.tensor([sum(batch.n_tokens for batches in packed for batch in batches)])
-    ranks.sum(tokens)
     return StepResult(
         losses=losses,
         grad_norms=norms,
-        statistics=statistics.report() if objective.section.loss != "sft" else {},
-        packed_tokens=int(tokens),
+        statistics={} if objective.supervised else statistics.report(),
+        packed_tokens=ranks.total(sum(batch.n_tokens for batches in packed for batch in batches)),
         micro_batches=sum(map(len, packed)),
     )
 
 
-def pack_rows(
-    rows: Sequence[TrainingRow],
-    ranks: Ranks,
-    *,
-    groups: NDArray[np.int64],
-    advantages: NDArray[np.float32],
-    micro_batch_tokens: int,
-) -> list[MicroBatch]:
-    """This rank's micro-batches of one minibatch: at least one, and as many as on any other rank."""
-    lengths = [row.packed_length for row in rows]
-    needed = max(1, len(pack(lengths, micro_batch_tokens)))
-    plan = pack(lengths, micro_batch_tokens, at_least=ranks.largest(needed))
-    return [
-        build_micro_batch(
-            [rows[index] for index in indices], groups=groups, advantages=advantages, device=ranks.device
-        )
-        for indices in plan
-    ]
-
-
 def _accumulate(
-    backend: Backend,
+    backend: TrainingBackend,
     objective: Objective,
     ranks: Ranks,
     batches: Sequence[MicroBatch],
@@ -136,16 +115,19 @@ def _accumulate(
     ranks.sum(units_of_episode)
     total = torch.zeros((), dtype=torch.float64)
     faulty = torch.zeros(n_episodes, dtype=torch.int64, device=ranks.device)
-    for index, (batch, prox) in enumerate(zip(batches, proximal, strict=True)):
-        logp = backend.logprobs(POLICY, batch)
-        terms = objective.terms(logp, prox, batch.units)
-        loss = (terms.loss * objective.coefficients(batch.units, units_of_episode)).sum()
-        backend.backward(loss, last=index + 1 == len(batches))
+
+    def loss_of(index: int, logp: Tensor) -> Tensor:
+        units, prox = batches[index].units, proximal[index]
+        terms = objective.terms(logp, prox, units)
+        loss = (terms.loss * objective.coefficients(units, units_of_episode)).sum()
         # An infinite log-prob does not show in the loss: exponents are clamped.
         finite = terms.loss.isfinite() & logp.isfinite() & (logp if prox is None else prox).isfinite()
-        faulty.index_add_(0, batch.units.episode, (batch.units.mask & ~finite).long())
-        statistics.add(terms, batch.units)
-        total += loss.detach().double().cpu()
+        faulty.index_add_(0, units.episode, (units.mask & ~finite).long())
+        statistics.add(terms, units)
+        total.add_(loss.detach().double().cpu())
+        return loss
+
+    backend.forward_backward(batches, loss_of)
     ranks.sum(total)
     ranks.sum(faulty)
     return float(total), {episode: int(faulty[episode]) for episode in faulty.nonzero()[:, 0].tolist()}

@@ -1,4 +1,4 @@
-"""`areal-async buffer export --batches`: recorded batches as a parquet file that can be replayed."""
+"""`areal-async buffer export --batches`: recorded batches as a parquet file."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from rich.console import Console
 from areal_async.cli.tools import ExportRequest, run_tool, step_range
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.launch.runs import find_run
-from areal_async.trajectory.parquet import EpisodeWriter
+from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode
+from trainer_service.data.recording import Recording
 from trainer_service.errors import BatchError
-from trainer_service.recordings import FolderRecording, exported_rows, facts_of
 
 
 def main(request: ExportRequest) -> None:
-    """Write the file, one step in memory at a time, and say what is in it."""
+    """Write the file, one step in memory at a time and in the order of training, and say what is in it."""
     if request.state is not None:
         mistake = Mistake("--state", "recorded batches have no states: they are trained", "Leave it out")
         raise ConfigError("the command line", [mistake])
     wanted = step_range(request.steps)
     run = find_run(Path(request.run))
-    recording = FolderRecording(run.folder)
+    recording = Recording(run.folder)
     steps = [step for step in recording.steps if step in wanted]
     if not steps:
         raise BatchError(
@@ -32,9 +32,20 @@ def main(request: ExportRequest) -> None:
     with EpisodeWriter(out, run.job.job, overwrite=request.overwrite) as file:
         for step in steps:
             recorded = recording.read(step)
-            for row in exported_rows(recorded):
-                file.add(row)
-            file.step(facts_of(recorded))
+            for group in recorded.batch.groups:
+                for entry in group.episodes:
+                    file.add(
+                        ExportedEpisode(
+                            blob=recorded.blobs[entry.episode_id],
+                            data_source=group.data_source,
+                            group_state="TRAINED",
+                            episode_state="VERDICT",
+                            steps=[step],
+                            reward=entry.reward,
+                            components=entry.components,
+                            parts=entry.parts,
+                        )
+                    )
     size_kib = out.stat().st_size / 1024
     text = f"{file.rows} episodes of {len(steps)} steps in {out} ({size_kib:.0f} KiB)."
     Console(soft_wrap=True).print(text, highlight=False)

@@ -35,7 +35,7 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import RunPlaces, ServiceContext
 from areal_async.trajectory import unpack
-from areal_async.trajectory.parquet import read_episodes, read_facts
+from areal_async.trajectory.parquet import read_episodes
 from replay_buffer import metrics
 from replay_buffer.errors import StoreUnusable
 from replay_buffer.server import main
@@ -302,7 +302,6 @@ def test_what_is_exported_comes_back_as_the_same_episodes(workplace, blob, tmp_p
 
     stored, request = asyncio.run(run())
     rows = list(read_episodes(out))
-    assert read_facts(out).job == "sums"
     assert {row.episode_id: row.blob for row in rows} == stored
     assert all(unpack(row.blob) == unpack(stored[row.episode_id]) for row in rows)
     assert sorted(row.reward for row in rows if row.reward is not None) == [0, 0.25, 0.5, 0.75]

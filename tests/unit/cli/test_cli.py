@@ -82,7 +82,7 @@ def test_the_commands_and_their_options_are_these() -> None:
         "stats": ["--json", "--watch", "run"],
         "peek": ["--limit", "--state", "name", "run"],
         "export": ["--batches", "--overwrite", "--state", "--steps", "out", "run"],
-        "replay": ["--from", "--out", "--steps", "overrides", "run"],
+        "replay": ["--out", "--steps", "overrides", "run"],
     }
 
 

@@ -34,8 +34,8 @@ from areal_async.config.errors import ConfigError
         (["export", "R", "o.parquet", "--steps", "1:2"], ExportRequest("R", "o.parquet", steps="1:2")),
         (["export", "R", "o.parquet", "--batches"], ExportRequest("R", "o.parquet", batches=True)),
         (
-            ["replay", "R", "trainer.optimizer.lr=1", "--from", "b.parquet", "--out", "D"],
-            ReplayRequest("R", overrides=["trainer.optimizer.lr=1"], source="b.parquet", out="D"),
+            ["replay", "R", "trainer.optimizer.lr=1", "--out", "D"],
+            ReplayRequest("R", overrides=["trainer.optimizer.lr=1"], out="D"),
         ),
     ],
 )

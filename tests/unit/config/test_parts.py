@@ -56,6 +56,7 @@ def test_every_part_that_a_job_names_is_asked(tmp_path: Path) -> None:
         "trainer.objective.advantage",
         "trainer.objective.loss",
         "trainer.objective.correction",
+        "trainer.objective.normaliser",
         "weights.channel",
     }
 

@@ -22,7 +22,7 @@ def test_an_export_loads_with_transformers(model_dir, untied_model_dir, tmp_path
         {"policy": source}, OptimizerSection(), join_ranks(0, 1), dtype=getattr(torch, dtype), total_updates=1
     )
     for _ in range(2):  # the second replaces the first
-        write_model(tmp_path / "model", backend.tensors("policy"), companion_files(source, dtype))
+        write_model(tmp_path / "model", backend.export("policy"), companion_files(source, dtype))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", use_safetensors=True)
     assert model.dtype == getattr(torch, dtype)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied

@@ -62,9 +62,8 @@ def test_updates_equal_those_of_the_plain_model(model_dir, untied_model_dir, tie
     for step in range(5):
         rows = _rows(step, temperature=0.7)
         halves = [_batch(rows[:3]), _batch(rows[3:])]
-        for index, half in enumerate(halves):
-            logp = backend.logprobs("policy", half)
-            backend.backward((logp * half.units.advantage).sum(), last=index == 1)
+        weights = [half.units.advantage for half in halves]
+        backend.forward_backward(halves, lambda index, logp, by=weights: (logp * by[index]).sum())
         norm = backend.update()
 
         logp = _plain_logprobs(model, rows)
@@ -75,7 +74,7 @@ def test_updates_equal_those_of_the_plain_model(model_dir, untied_model_dir, tie
         adamw.step()
         adamw.zero_grad()
         assert norm == pytest.approx(float(want_norm), rel=1e-4)
-    tensors = backend.tensors("policy")
+    tensors = backend.export("policy")
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(tensors[name], parameter.detach(), atol=2e-5, rtol=1e-4)
     assert set(tensors) == {name for name, _ in model.named_parameters()}
@@ -87,7 +86,7 @@ def test_buffers_that_no_file_holds_are_filled(model_dir):
     with torch.no_grad():
         rows = _rows()
         torch.testing.assert_close(
-            _backend(model_dir).logprobs("policy", _batch(rows)),
+            _backend(model_dir).logprobs("policy", [_batch(rows)])[0],
             _plain_logprobs(model, rows),
             atol=1e-5,
             rtol=0,
@@ -98,7 +97,7 @@ def test_greedy_marks_the_arg_max(model_dir):
     rows = _rows()
     backend = _backend(model_dir)
     batch = _batch(rows)
-    hits = backend.greedy("policy", batch)
+    (hits,) = backend.greedy("policy", [batch])
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     for row, mine in zip(rows, hits.split([len(row.position) for row in rows]), strict=True):
         with torch.no_grad():
@@ -112,12 +111,11 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_fp32_weights(model_dir):
     half = _backend(model_dir, dtype=torch.bfloat16)
     full = _backend(model_dir)
     batch = _batch(_rows())
-    with torch.no_grad():
-        low, exact = half.logprobs("policy", batch), full.logprobs("policy", batch)
+    (low,), (exact,) = half.logprobs("policy", [batch]), full.logprobs("policy", [batch])
     assert low.dtype == torch.float32
     assert 0 < (low - exact).abs().max() < 0.2
-    assert {t.dtype for t in half.tensors("policy").values()} == {torch.bfloat16}
-    half.backward(half.logprobs("policy", batch).sum(), last=True)
+    assert {t.dtype for t in half.export("policy").values()} == {torch.bfloat16}
+    half.forward_backward([batch], lambda index, logp: logp.sum())
     half.update()
     assert {shard.dtype for shard in half._shards.values()} == {torch.float32}
 
@@ -130,32 +128,25 @@ def test_named_models_other_than_the_policy_are_frozen(model_dir, untied_model_d
         dtype=torch.float32,
         total_updates=100,
     )
-    before = {name: t.clone() for name, t in backend.tensors("ref").items()}
+    before = {name: t.clone() for name, t in backend.export("ref").items()}
     batch = _batch(_rows())
-    loss = backend.logprobs("policy", batch).sum() - backend.logprobs("ref", batch).sum()
-    backend.backward(loss, last=True)
+    (ref,) = backend.logprobs("ref", [batch])
+    backend.forward_backward([batch], lambda index, logp: logp.sum() - ref.sum())
     backend.update()
-    assert all(torch.equal(t, before[name]) for name, t in backend.tensors("ref").items())
+    assert all(torch.equal(t, before[name]) for name, t in backend.export("ref").items())
 
 
 def test_an_empty_pass_adds_nothing(model_dir):
-    backend = _backend(model_dir)
-    rows = _rows()
-
-    def norm(*parts):
-        for index, part in enumerate(parts):
-            backend.backward(backend.logprobs("policy", part).sum(), last=index + 1 == len(parts))
-        backend.updates = 0
-        for parameter in backend._models["policy"].parameters():
-            assert parameter.grad is not None
-        gradients = [p.grad.to_local().clone() for p in backend._models["policy"].parameters()]
-        for parameter in backend._models["policy"].parameters():
-            parameter.grad = None
-        return gradients
-
-    empty = build_micro_batch([], groups=np.arange(6), advantages=np.zeros(6, np.float32))
-    for a, b in zip(norm(_batch(rows)), norm(_batch(rows), empty), strict=True):
-        assert torch.equal(a, b)
+    """The weights after an update with it are those without."""
+    one, other = _backend(model_dir), _backend(model_dir)
+    empty = build_micro_batch([])
+    norms = []
+    for backend, batches in ((one, [_batch(_rows())]), (other, [_batch(_rows()), empty])):
+        backend.forward_backward(batches, lambda index, logp: logp.sum())
+        norms.append(backend.update())
+    assert norms[0] == norms[1]
+    for name, tensor in one.export("policy").items():
+        assert torch.equal(tensor, other.export("policy")[name])
 
 
 def test_training_goes_on_identically_after_a_checkpoint(model_dir, tmp_path):
@@ -163,7 +154,8 @@ def test_training_goes_on_identically_after_a_checkpoint(model_dir, tmp_path):
         norms = []
         for step in steps:
             batch = _batch(_rows(step))
-            backend.backward((backend.logprobs("policy", batch) * batch.units.advantage).sum(), last=True)
+            advantage = batch.units.advantage
+            backend.forward_backward([batch], lambda index, logp, by=advantage: (logp * by).sum())
             norms.append(backend.update())
         return norms
 
@@ -177,8 +169,8 @@ def test_training_goes_on_identically_after_a_checkpoint(model_dir, tmp_path):
     second.load(tmp_path, updates=3)
     assert torch.equal(torch.rand(3), drawn)
     assert train(second, range(3, 6)) == want
-    for name, tensor in first.tensors("policy").items():
-        assert torch.equal(tensor, second.tensors("policy")[name])
+    for name, tensor in first.export("policy").items():
+        assert torch.equal(tensor, second.export("policy")[name])
 
 
 def test_a_checkpoint_of_another_model_is_refused(model_dir, make_model, tmp_path):

@@ -1,11 +1,9 @@
 """The trainer as a service: the real wire to a stand-in buffer, the real weights plane, whole jobs."""
 
 import asyncio
-import importlib.util
 import json
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -15,13 +13,10 @@ from areal_async.errors import FaultError
 from areal_async.rpc.server import Server
 from areal_async.runtime.context import ServiceContext
 from areal_async.status.record import read_run_log
+from tests.unit.trainer import rank_process
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.data.recording import read_step, write_step
 from trainer_service.main import main
-
-spec = importlib.util.spec_from_file_location("rank_process", Path(__file__).with_name("rank_process.py"))
-rank_process = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(rank_process)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Two ranks compute what one does, and each reads the other's checkpoint."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +9,12 @@ from safetensors.torch import load_file
 
 from areal_async.config.trainer import ObjectiveSection
 from areal_async.status.record import read_run_log
+from tests.unit.trainer import rank_process
 from trainer_service.algorithms.objective import Objective
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.data.packing import pack
 from trainer_service.data.plan import plan_step
 from trainer_service.data.recording import read_step, write_step
-
-SCRIPT = Path(__file__).with_name("rank_process.py")
-spec = importlib.util.spec_from_file_location("rank_process", SCRIPT)
-rank_process = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(rank_process)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +69,7 @@ except RuntimeError:
 
 def test_one_rank_alone_opens_no_socket(tmp_path, model_dir, batches):
     """A listener of gloo's, to which any user of the machine may connect, can end the process."""
-    command = [sys.executable, "-c", ALONE, SCRIPT, model_dir, batches, tmp_path / "out"]
+    command = [sys.executable, "-c", ALONE, rank_process.__file__, model_dir, batches, tmp_path / "out"]
     ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
     assert ended.stdout.splitlines() == ["[]", "no collective"], ended.stderr
 
@@ -98,7 +93,9 @@ def _same_training(one, two):
 def test_two_ranks_match_one(tmp_path, model_dir, batches, one_rank):
     arguments = [str(path) for path in (tmp_path / "meet", model_dir, batches, tmp_path / "two")]
     ranks = [
-        subprocess.Popen([sys.executable, str(SCRIPT), str(rank), "2", *arguments], stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, rank_process.__file__, str(rank), "2", *arguments], stderr=subprocess.PIPE
+        )
         for rank in range(2)
     ]
     try:

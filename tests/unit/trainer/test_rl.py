@@ -1,7 +1,6 @@
 """The loop around the steps: publications, records, waiting, stopping, and what ends it."""
 
 import asyncio
-import importlib.util
 import json
 import threading
 from contextlib import closing
@@ -21,18 +20,15 @@ from areal_async.weights.delta import DeltaPolicy
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
 from areal_async.weights.snapshot import open_snapshot
-from trainer_service.backends.fsdp.backend import FsdpBackend
+from tests.unit.trainer import rank_process
 from trainer_service.data.recording import read_step, write_step
 from trainer_service.errors import BatchError, StalenessViolation
 from trainer_service.files import companion_files
+from trainer_service.loop.learner import Learner, load_backend
 from trainer_service.loop.rl import RlTrainer
 from trainer_service.ranks import join_ranks
 
 SECRET = RunSecret(bytes(32))
-
-spec = importlib.util.spec_from_file_location("rank_process", Path(__file__).with_name("rank_process.py"))
-rank_process = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(rank_process)
 
 
 @pytest.fixture
@@ -57,13 +53,11 @@ def _trainer(model, out, buffer, *, publisher=None, stopping=None, changes=None)
     job = rank_process.job_of(model, out, minibatches=1, micro_batch_tokens=8192)
     if changes:
         job = JobConfig.model_validate({**job.model_dump(mode="json"), **changes})
-    backend = FsdpBackend(
-        {"policy": model}, job.trainer.optimizer, join_ranks(0, 1), dtype=torch.float32, total_updates=100
-    )
+    ranks = join_ranks(0, 1)
     return RlTrainer(
         job,
-        join_ranks(0, 1),
-        backend,
+        ranks,
+        load_backend(job, ranks),
         buffer,
         run_dir=out,
         files=companion_files(model, "float32"),
@@ -71,6 +65,13 @@ def _trainer(model, out, buffer, *, publisher=None, stopping=None, changes=None)
         run_log=RunLog(out / "metrics.jsonl"),
         stopping=stopping or threading.Event(),
     )
+
+
+def _learner(model, out):
+    job = rank_process.job_of(model, out, minibatches=1, micro_batch_tokens=8192)
+    ranks = join_ranks(0, 1)
+    backend = load_backend(job, ranks)
+    return backend, Learner(job, ranks, backend)
 
 
 def test_each_version_is_published_before_its_step_is_committed(tmp_path, model_dir, batches):
@@ -255,13 +256,12 @@ def test_staleness_is_bounded_whatever_the_manifest_says(tmp_path, model_dir, ma
         for group in batch.groups
     ]
     lie = msgspec.structs.replace(batch, groups=hidden)
-    trainer = _trainer(model_dir, tmp_path, rank_process.RecordedBuffer(tmp_path / "batches"))
+    backend, learner = _learner(model_dir, tmp_path)
     with pytest.raises(StalenessViolation, match=r"outside 0 … 2"):
-        trainer._plan(batch, 5)
-    plan = trainer._plan(lie, 5)
+        learner.plan(batch, 5)
     with pytest.raises(BatchError, match=r"the bytes fetched hold"):
-        trainer._train(lie, 5, plan, trainer._fetch(plan))
-    assert trainer._backend.updates == 0
+        learner.train(lie, learner.plan(lie, 5), {name: memoryview(blob) for name, blob in blobs.items()})
+    assert backend.updates == 0
 
 
 def test_a_unit_of_a_version_to_come_ends_the_trainer_before_a_gradient(tmp_path, model_dir, make_batch):
@@ -273,12 +273,10 @@ def test_a_unit_of_a_version_to_come_ends_the_trainer_before_a_gradient(tmp_path
     ]
     early = msgspec.structs.replace(batch, step=5, groups=groups)
     assert any(e.max_version == 6 for group in groups for e in group.episodes)
-    trainer = _trainer(model_dir, tmp_path, rank_process.RecordedBuffer(tmp_path / "batches"))
-    plan = trainer._plan(early, 5)
-    fetched = {episode.episode_id: memoryview(blobs[episode.episode_id]) for episode in plan.episodes}
+    backend, learner = _learner(model_dir, tmp_path)
     with pytest.raises(StalenessViolation, match="which is not published yet"):
-        trainer._train(early, 5, plan, fetched)
-    assert trainer._backend.updates == 0
+        learner.train(early, learner.plan(early, 5), {name: memoryview(blob) for name, blob in blobs.items()})
+    assert backend.updates == 0
 
 
 def test_a_wait_is_reported_with_its_edge_and_a_stop_ends_it(tmp_path, model_dir, monkeypatch, capsys):

@@ -3,7 +3,7 @@
 import pytest
 
 from areal_async.config.trainer import OptimizerSection
-from trainer_service.schedule import learning_rate
+from trainer_service.backends.base import learning_rate
 
 
 def rates(total: int = 11, **settings) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -20,16 +19,13 @@ from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from tests.unit.trainer import rank_process
 from trainer_service.backends.fsdp.backend import FsdpBackend
-from trainer_service.checks.logprobs import SelfCheckError, bound_for
+from trainer_service.checks.logprobs import bound_for
 from trainer_service.data.recording import write_step
+from trainer_service.errors import SelfCheckError
 from trainer_service.loop.rl import RlTrainer
 from trainer_service.ranks import join_ranks
-
-SCRIPT = Path(__file__).with_name("rank_process.py")
-spec = importlib.util.spec_from_file_location("rank_process", SCRIPT)
-rank_process = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(rank_process)
 
 Lie = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 """(logits [n, V], ids [n], honest log-probs [n]) -> what the engine says."""
@@ -289,7 +285,7 @@ def test_two_ranks_come_to_one_verdict(tmp_path, model_dir):
         out = tmp_path / name
         batches = episodes(model_dir, out, lie=lie)
         meeting = out / "meeting"
-        command = [sys.executable, str(SCRIPT)]
+        command = [sys.executable, rank_process.__file__]
         ranks = [
             subprocess.Popen(
                 [*command, str(rank), "2", str(meeting), str(model_dir), str(batches), str(out)],

@@ -52,7 +52,7 @@ def _step(folder, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, lr=
         advantages=plan.advantages,
         micro_batch_tokens=budget,
     )
-    return result, backend.tensors("policy")
+    return result, backend.export("policy")
 
 
 def _same(a, b):
@@ -126,10 +126,18 @@ class Broken(FsdpBackend):
 
     value, episodes, with_gradient = float("nan"), (3, 9), True
 
-    def logprobs(self, model, batch):
-        logp = super().logprobs(model, batch)
-        wrong = torch.isin(batch.units.episode, torch.tensor(self.episodes))
-        return torch.where(wrong, self.value, logp) if self.with_gradient == logp.requires_grad else logp
+    def logprobs(self, model, batches):
+        found = super().logprobs(model, batches)
+        return found if self.with_gradient else [*map(self._spoilt, batches, found)]
+
+    def forward_backward(self, batches, loss_of):
+        def spoilt(index, logp):
+            return loss_of(index, self._spoilt(batches[index], logp) if self.with_gradient else logp)
+
+        super().forward_backward(batches, spoilt)
+
+    def _spoilt(self, batch, logp):
+        return torch.where(torch.isin(batch.units.episode, torch.tensor(self.episodes)), self.value, logp)
 
 
 def _broken(folder, kind=Broken, **attributes):
@@ -158,7 +166,7 @@ def test_a_log_prob_that_is_not_finite_ends_training_before_the_update(
     """Of the current weights or the proximal ones; the episodes are named, and those before them trained."""
     batch, blobs = make_batch(0)
     backend, train = _broken(model_dir, value=value, with_gradient=with_gradient)
-    before = {name: tensor.clone() for name, tensor in backend.tensors("policy").items()}
+    before = {name: tensor.clone() for name, tensor in backend.export("policy").items()}
     with pytest.raises(DivergenceError) as caught:
         train(batch, blobs)
     words = str(caught.value)
@@ -168,7 +176,7 @@ def test_a_log_prob_that_is_not_finite_ends_training_before_the_update(
         assert f"{episodes[index].episode_id} ({episodes[index].n_sampled})" in words
     assert backend.updates == 0
     assert caught.value.restart_helps is False
-    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.tensors("policy").items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.export("policy").items())
 
 
 def test_the_minibatches_before_the_faulty_one_are_trained(model_dir, make_batch):
@@ -181,8 +189,8 @@ def test_the_minibatches_before_the_faulty_one_are_trained(model_dir, make_batch
 
 def test_a_gradient_that_is_not_finite_ends_training(model_dir, make_batch):
     class Exploding(FsdpBackend):
-        def backward(self, loss, *, last):
-            super().backward(loss * float("inf"), last=last)
+        def forward_backward(self, batches, loss_of):
+            super().forward_backward(batches, lambda index, logp: loss_of(index, logp) * float("inf"))
 
     backend, train = _broken(model_dir, Exploding)
     with pytest.raises(DivergenceError, match=r"the gradient's norm is .* trainer\.optimizer\.lr"):

@@ -9,8 +9,6 @@ lengths are spread: K different lengths hold at least K (K + 1) / 2 tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,17 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from trainer_service.data.microbatch import Runs
+
 PACKED_ATTENTION = "areal_packed"
 """The name under which transformers finds it (`model.set_attn_implementation`)."""
-
-Runs = list[tuple[int, int]]
-
-
-def runs_of(lengths: Sequence[int]) -> Runs:
-    """`(count, length)` of each stretch of equal lengths, in order; zero lengths are not allowed."""
-    if any(length < 1 for length in lengths):
-        raise ValueError("a packed sequence holds at least one token")
-    return [(sum(1 for _ in same), length) for length, same in groupby(lengths)]
 
 
 def packed_attention(

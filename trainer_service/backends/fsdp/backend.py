@@ -10,10 +10,9 @@ without a dispatch through DTensor for every one of its operations.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -22,19 +21,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from areal_async.config.trainer import OptimizerSection
+from trainer_service.backends.base import POLICY, learning_rate
 from trainer_service.backends.fsdp.loading import load_sharded, tied_names
 from trainer_service.backends.fsdp.shards import read_shard, write_shard
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.errors import CheckpointError, DivergenceError
 from trainer_service.ranks import Ranks
-from trainer_service.schedule import learning_rate
 
-POLICY = "policy"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FsdpBackend:
-    """See `backends.base.Backend`. Models other than `policy` are frozen."""
+    """See `backends.base.TrainingBackend`. Models other than `policy` are frozen."""
 
     def __init__(
         self,
@@ -56,8 +54,7 @@ class FsdpBackend:
         for name, model in self._models.items():
             model.requires_grad_(name == POLICY)
             # The first forward of FSDP may move the local shards; the optimizer must see them after it.
-            with torch.no_grad():
-                self.logprobs(name, _empty_batch(ranks.device))
+            self.logprobs(name, [build_micro_batch([], device=ranks.device)])
         self._shards = {
             name: nn.Parameter(_local(parameter))
             for name, parameter in self._models[POLICY].named_parameters()
@@ -73,17 +70,28 @@ class FsdpBackend:
         )
         self.updates = 0
 
-    def logprobs(self, model: str, batch: MicroBatch) -> Tensor:
+    @torch.no_grad()
+    def logprobs(self, model: str, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        return [self._logprobs(model, batch) for batch in batches]
+
+    @torch.no_grad()
+    def greedy(self, model: str, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        return [self._logits(model, batch).argmax(-1) == batch.target for batch in batches]
+
+    def forward_backward(
+        self, batches: Sequence[MicroBatch], loss_of: Callable[[int, Tensor], Tensor]
+    ) -> None:
+        root = self._models[POLICY]
+        assert isinstance(root, FSDPModule)
+        for index, batch in enumerate(batches):
+            root.set_requires_gradient_sync(index + 1 == len(batches))
+            loss = loss_of(index, self._logprobs(POLICY, batch))
+            # FSDP takes the mean over ranks; the objective is a sum over them.
+            (loss * self._ranks.world).backward()
+
+    def _logprobs(self, model: str, batch: MicroBatch) -> Tensor:
         logits = self._logits(model, batch) / batch.temperature[:, None]
         return -F.cross_entropy(logits, batch.target, reduction="none")
-
-    @torch.no_grad()
-    def logits(self, model: str, batch: MicroBatch) -> Tensor:
-        return self._logits(model, batch)
-
-    @torch.no_grad()
-    def greedy(self, model: str, batch: MicroBatch) -> Tensor:
-        return self._logits(model, batch).argmax(-1) == batch.target
 
     def _logits(self, model: str, batch: MicroBatch) -> Tensor:
         """f32 [S, V]. With a cache, transformers would take the pack for one sequence: it must be off."""
@@ -96,13 +104,6 @@ class FsdpBackend:
         )
         logits: Tensor = out.logits[0].float()
         return logits
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        root = self._models[POLICY]
-        assert isinstance(root, FSDPModule)
-        root.set_requires_gradient_sync(last)
-        # FSDP takes the mean over ranks; the objective is a sum over them.
-        (loss * self._ranks.world).backward()
 
     def update(self) -> float:
         parameters = dict(self._models[POLICY].named_parameters())
@@ -143,7 +144,7 @@ class FsdpBackend:
         return float(squared.sqrt())
 
     @torch.no_grad()
-    def tensors(self, model: str, *, on_cpu: bool = True) -> dict[str, Tensor]:
+    def export(self, model: str, *, on_cpu: bool = True) -> dict[str, Tensor]:
         result = {}
         for name, parameter in self._models[model].named_parameters():
             assert isinstance(parameter, DTensor)
@@ -189,9 +190,3 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _rng_file(folder: Path, rank: int) -> Path:
     return folder / f"rng-{rank:05d}.safetensors"
-
-
-def _empty_batch(device: torch.device) -> MicroBatch:
-    return build_micro_batch(
-        [], groups=np.zeros(0, np.int64), advantages=np.zeros(0, np.float32), device=device
-    )

@@ -1,0 +1,142 @@
+"""Parts of the objective from outside the tree drive a training step; what they declare is held."""
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+from areal_async.config.load import load_job
+from areal_async.config.trainer import ObjectiveSection
+from areal_async.registry import ADVANTAGES
+from tests.unit.trainer import rank_process
+from trainer_service.algorithms.objective import Objective
+from trainer_service.errors import ObjectiveError
+from trainer_service.loop.learner import Learner, load_backend
+from trainer_service.ranks import join_ranks
+
+OWN = """
+from trainer_service.algorithms.parts import advantage, correction, loss
+
+@advantage(needs_group=3)
+def scaled(rewards, groups, *, scale=1.0):
+    return (scale * rewards).float()
+
+def undeclared(rewards, groups):
+    return rewards.float()
+
+@loss(columns=("advantage", "prox"), shares=("rewarded",))
+def reinforce(logp, units, *, clip_low, weight=1.0):
+    assert clip_low == 0.25
+    ratio = (logp - units["prox"]).exp()
+    return -weight * ratio * units.advantage, {"rewarded": units.advantage > 0}
+
+@loss(columns=("value",))
+def with_value(logp, units):
+    return logp
+
+@correction(columns=("prox",))
+def capped_at(weight, units, *, cap, floor=0.0):
+    return weight.clamp(floor, cap)
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return lambda name: f"{path}:{name}"
+
+
+def trained(model, out, make_batch, **objective):
+    """The result of one step with this objective."""
+    job = rank_process.job_of(model, out, minibatches=1, objective=objective)
+    ranks = join_ranks(0, 1)
+    learner = Learner(job, ranks, load_backend(job, ranks))
+    batch, blobs = make_batch(0)
+    views = {name: memoryview(blob) for name, blob in blobs.items()}
+    return learner.train(batch, learner.plan(batch, 0), views)
+
+
+def test_an_advantage_of_a_users_file_drives_a_step(model_dir, tmp_path, make_batch, own):
+    """A policy gradient on the bare rewards: its loss is twice as large at twice the scale."""
+    one, two = (
+        trained(model_dir, tmp_path, make_batch, advantage=own("scaled"), advantage_args={"scale": scale})
+        for scale in (1.0, 2.0)
+    )
+    assert two.loss == pytest.approx(2 * one.loss, rel=1e-5)
+    assert one.loss != trained(model_dir, tmp_path, make_batch).loss
+    undeclared = trained(model_dir, tmp_path, make_batch, advantage=own("undeclared"))
+    assert undeclared.loss == pytest.approx(one.loss, rel=1e-6)
+
+
+def test_an_advantage_of_an_installed_package_drives_a_step(model_dir, tmp_path, make_batch, monkeypatch):
+    folder = tmp_path / "site"
+    (folder / "outside").mkdir(parents=True)
+    (folder / "outside" / "__init__.py").write_text(OWN)
+    point = EntryPoint("scaled", "outside:scaled", "areal_async.advantages")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setitem(vars(ADVANTAGES), "installed", {"scaled": point})
+    result = trained(model_dir, tmp_path, make_batch, advantage="scaled")
+    assert result.loss < 0, "rewards are 0 or 1, and none is compared with others"
+
+
+def test_a_loss_and_a_correction_of_a_users_file_get_their_columns_and_arguments(
+    model_dir, tmp_path, make_batch, own
+):
+    result = trained(
+        model_dir,
+        tmp_path,
+        make_batch,
+        loss=own("reinforce"),
+        loss_args={"weight": 0.0},
+        clip_low=0.25,
+        correction=own("capped_at"),
+        correction_args={"floor": 0.5},
+    )
+    assert result.loss == 0
+    assert 0 < result.statistics["rewarded_share"] < 1
+    assert "clip_low_share" not in result.statistics
+
+
+def test_what_a_part_of_a_users_file_declares_is_held_when_the_trainer_starts(model_dir, tmp_path, own):
+    job = rank_process.job_of(model_dir, tmp_path, objective={"advantage": own("scaled")})
+    small = job.model_copy(update={"rollout": job.rollout.model_copy(update={"group_size": 2})})
+    Objective(job.trainer.objective, job)
+    with pytest.raises(ObjectiveError, match=r"rollout\.group_size: .* Set it to 3 or more"):
+        Objective(small.trainer.objective, small)
+    with pytest.raises(ObjectiveError, match=r"needs the columns \['value'\]"):
+        Objective(ObjectiveSection(loss=own("with_value")))
+
+
+def test_shares_are_those_that_are_declared(own):
+    objective = Objective(ObjectiveSection(loss=own("reinforce"), clip_low=0.25))
+    assert objective.shares == ("rewarded", "truncated")
+    assert objective.wants_prox
+    assert not Objective(ObjectiveSection(loss="sft", correction="none")).wants_prox
+
+
+def test_a_job_file_names_a_part_beside_itself(tmp_path, own):
+    (tmp_path / "job.yaml").write_text(
+        "job: a\nmodel: m\ntasks: {train: t.jsonl}\n"
+        "trainer: {objective: {advantage: 'own.py:scaled', advantage_args: {scale: 2}}}\n"
+    )
+    own("scaled")
+    objective = load_job(tmp_path / "job.yaml", files=False).trainer.objective
+    advantages = Objective(objective).advantages(torch.tensor([1.0, 3.0]), torch.tensor([0, 0]))
+    assert advantages.tolist() == [2.0, 6.0]
+
+
+def test_parts_are_read_without_torch():
+    code = (
+        "import sys\n"
+        "from areal_async import registry\n"
+        "for kind in ('ADVANTAGES', 'LOSSES', 'CORRECTIONS', 'NORMALISERS', 'BACKENDS'):\n"
+        "    parts = getattr(registry, kind)\n"
+        "    for name in parts.built_in:\n"
+        "        parts.find(name)\n"
+        "print('torch' in sys.modules)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout == "False\n", run.stderr
