@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rollout_service.replicas import Stall
+from rollout_service.replicas import UpdateStall
 
 Mode = Literal["keep", "recompute", "drain"]
 
@@ -24,7 +24,7 @@ class Window:
     tokens: float = 0.0
     requests: int = 0
     updates: int = 0
-    stalls: list[Stall] = field(default_factory=list)
+    stalls: list[UpdateStall] = field(default_factory=list)
     drain_waits_s: list[float] = field(default_factory=list)
     ratio: float | None = None
     """Throughput over the mean of that of the windows before and after."""

@@ -41,7 +41,7 @@ from rollout_service.engines.base import Engine, EngineError, EngineLost, Weight
 from rollout_service.gateway import Gateway
 from rollout_service.process import connect, make_gateway, make_renderer, prepare, sampling_of
 from rollout_service.replicas.replica import WATCH_S, StallDetector, end_engine, exchange
-from rollout_service.statistics import Sample, Statistics, statistics_of
+from rollout_service.statistics import ScoredSample, Statistics, statistics_of
 from rollout_service.worker.failures import within
 from rollout_service.worker.lease_client import unless_stopped
 from rollout_service.worker.weight_updates import SnapshotSource
@@ -52,7 +52,7 @@ log = get_logger("evaluator")
 WAIT_MS = 10_000
 RETRY_PAUSE_S = 0.5
 GIVE_UP_S = 600.0
-"""After the publisher was last heard of: time for a trainer to be started again and to load its state."""
+"""Longest silence of the publisher: a trainer that is started again has to load its state."""
 
 
 class EvaluationError(ArealError):
@@ -61,7 +61,7 @@ class EvaluationError(ArealError):
     restart_helps = False
 
 
-class Scorer(Protocol):
+class AnswerScorer(Protocol):
     async def score(
         self, inputs: Sequence[RewardInput], groups: Sequence[Hashable] | None = None
     ) -> list[Verdict]: ...
@@ -96,7 +96,7 @@ class Evaluator:
     def __init__(
         self,
         engine: Engine,
-        scorer: Scorer,
+        scorer: AnswerScorer,
         workflow: Workflow,
         render: Renderer,
         *,
@@ -148,7 +148,7 @@ class Evaluator:
             [answer.given for answer in answers], [answer.task for answer in answers]
         )
         scored = [
-            Sample(answer.task, answer.sample, verdict.value, answer.text)
+            ScoredSample(answer.task, answer.sample, verdict.value, answer.text)
             for answer, verdict in zip(answers, verdicts, strict=True)
             if isinstance(verdict, Score)
         ]
@@ -159,7 +159,7 @@ class Evaluator:
                 f"the first failure: {failures[0] if failures else 'the file has no tasks'}"
             )
         asked = Counter(task.data_source for task in tasks)
-        got: dict[str, list[Sample]] = {}
+        got: dict[str, list[ScoredSample]] = {}
         for sample in scored:
             got.setdefault(tasks[sample.task].data_source, []).append(sample)
         missing = {name: count * samples - len(got.get(name, ())) for name, count in sorted(asked.items())}
@@ -239,20 +239,27 @@ def engine_job(job: JobConfig) -> JobConfig:
 
 
 async def follow(
-    source: SnapshotSource, evaluator: Evaluator, tasks: Sequence[Task], run_log: RunLog
+    source: SnapshotSource,
+    evaluator: Evaluator,
+    tasks: Sequence[Task],
+    run_log: RunLog,
+    *,
+    retry_pause_s: float = RETRY_PAUSE_S,
+    give_up_s: float = GIVE_UP_S,
 ) -> None:
-    """Evaluate what is pinned, in order, until the final snapshot is done or none will come."""
+    """Evaluate what is pinned, in order, until the final snapshot is done or none will come. Raises
+    `EvaluationError` when the publisher was not heard of for `give_up_s`."""
     after: VersionTag | None = None
     heard_s = time.monotonic()
     while True:
         try:
             news = await source.next(after, WAIT_MS)
         except (RpcTimeout, FaultError) as error:
-            if time.monotonic() - heard_s > GIVE_UP_S:
+            if time.monotonic() - heard_s > give_up_s:
                 raise EvaluationError(
-                    f"the trainer was not heard of for {GIVE_UP_S:g} s, before its final snapshot: {error}"
+                    f"the trainer was not heard of for {give_up_s:g} s, before its final snapshot: {error}"
                 ) from error
-            await asyncio.sleep(RETRY_PAUSE_S)
+            await asyncio.sleep(retry_pause_s)
             continue
         heard_s = time.monotonic()
         if isinstance(news, SnapshotNotice):

@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ScoredSample:
     """One scored sample of a task."""
 
     task: int
@@ -56,7 +56,7 @@ class Figure:
 @dataclass(frozen=True, slots=True)
 class Statistics:
     tasks: int
-    """With at least one score."""
+    """Tasks with at least one score."""
     mean: Figure
     best: Figure
     maj: Figure
@@ -64,7 +64,7 @@ class Statistics:
     """Whether a score is neither 0 nor 1: then a mean of scores is no share of right answers."""
 
 
-def statistics_of(samples: Sequence[Sample], *, seed: int) -> Statistics:
+def statistics_of(samples: Sequence[ScoredSample], *, seed: int) -> Statistics:
     """Figures over the tasks of `samples` (at least one). The order of samples and tasks does not matter."""
     columns = per_task(samples)
     low, high = intervals(columns, seed=seed)
@@ -78,7 +78,7 @@ def statistics_of(samples: Sequence[Sample], *, seed: int) -> Statistics:
     return Statistics(len(columns), mean, best, maj, partial_credit)
 
 
-def per_task(samples: Sequence[Sample]) -> Floats:
+def per_task(samples: Sequence[ScoredSample]) -> Floats:
     """f64 [T, 3]: mean, best and maj of each task, in the order of the tasks' numbers."""
     if not samples:
         raise ValueError("statistics need at least one scored sample")

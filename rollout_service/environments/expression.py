@@ -6,9 +6,9 @@ import ast
 from fractions import Fraction
 
 LONGEST = 200
-"""Characters of an expression."""
+"""Most characters of an expression."""
 MOST_DIGITS = 60
-"""Of a value on the way: products of long numbers end there."""
+"""Most digits of a value on the way: products of long numbers end there."""
 NUMBERS = frozenset("0123456789.")
 
 

@@ -23,7 +23,7 @@ from rollout_service.environments.base import EnvironmentFailure, Step, level_se
 Place = tuple[int, int]
 
 MOVES: dict[str, Place] = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
-"""In order around the player: the neighbours of a move in this order are its two sides."""
+"""The moves in order around the player: the neighbours of a move in this order are its two sides."""
 WORD = re.compile(r"\b(left|right|up|down)\b", re.IGNORECASE)
 DRAWS = 10_000
 

@@ -26,8 +26,8 @@ KNOWN_ACTIONS = {
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 MARKED = re.compile(r"\x1b\[([0-9;]+)m([^\x1b]*)\x1b\[0m")
 BRACKETS = {"34": "()", "35": "{}"}
-"""Of what colour alone tells: blue (Taxi's passenger) and magenta (its destination). Anything with a coloured
-background (the player) gets square ones."""
+"""Brackets for what colour alone tells: blue (Taxi's passenger) and magenta (its destination). Anything with
+a coloured background (the player) gets square ones."""
 SEEDS = 2**31
 
 
@@ -112,7 +112,7 @@ class Gymnasium:
 
 
 def without_colours(text: str) -> str:
-    """With brackets in their place, inner ones first."""
+    """`text` with brackets in the place of colours, inner ones first."""
     before = ""
     while before != text:
         before, text = text, MARKED.sub(_bracketed, text)

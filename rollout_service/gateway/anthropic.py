@@ -11,12 +11,12 @@ from msgspec import Meta
 
 from rollout_service.gateway.errors import ApiError, bad, unsupported
 from rollout_service.gateway.requests import (
-    Choice,
-    Completion,
     CompletionRequest,
+    CompletionResult,
     Conversation,
     Message,
     Positive,
+    SampledChoice,
     SamplingOverrides,
     StopTexts,
     Temperature,
@@ -40,20 +40,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class ToolUse(msgspec.Struct, tag="tool_use", tag_field="type"):
+class ToolUseBlock(msgspec.Struct, tag="tool_use", tag_field="type"):
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ToolResult(msgspec.Struct, tag="tool_result", tag_field="type"):
+class ToolResultBlock(msgspec.Struct, tag="tool_result", tag_field="type"):
     tool_use_id: str
     content: str | list[TextPart] | None = None
 
 
 class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant"]
-    content: str | list[TextPart | ToolUse | ToolResult]
+    content: str | list[TextPart | ToolUseBlock | ToolResultBlock]
 
 
 class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True):
@@ -106,7 +106,7 @@ class MessagesFormat:
         self._model = body.model
         self._text_open = False
 
-    def reply(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def reply(self, completions: Sequence[CompletionResult]) -> dict[str, Any]:
         (completion,) = completions
         choice = completion.choices[0]
         blocks: list[dict[str, Any]] = []
@@ -127,7 +127,7 @@ class MessagesFormat:
             yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
         yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
 
-    def finish(self, completions: Sequence[Completion], rests: Sequence[str]) -> Iterator[bytes]:
+    def finish(self, completions: Sequence[CompletionResult], rests: Sequence[str]) -> Iterator[bytes]:
         (completion,) = completions
         choice = completion.choices[0]
         if rests[0] or not (self._text_open or choice.tool_calls):
@@ -200,9 +200,9 @@ def _messages(body: MessagesBody) -> list[Message]:
 
 def _assistant(blocks: list[Any], where: str, names: dict[str, str]) -> list[Message]:
     for at, block in enumerate(blocks):
-        if isinstance(block, ToolResult):
+        if isinstance(block, ToolResultBlock):
             raise unsupported(f"{where}[{at}]", "the assistant has no tool_result")
-    uses = [block for block in blocks if isinstance(block, ToolUse)]
+    uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
     names |= {use.id: use.name for use in uses}
     text = "\n".join(block.text for block in blocks if isinstance(block, TextPart))
     made: Message = {"role": "assistant", "content": text}
@@ -218,9 +218,9 @@ def _user(blocks: list[Any], where: str, names: dict[str, str]) -> list[Message]
     """Tools' answers become messages of their own; the text around them stays in its place."""
     made: list[Message] = []
     for at, block in enumerate(blocks):
-        if isinstance(block, ToolUse):
+        if isinstance(block, ToolUseBlock):
             raise unsupported(f"{where}[{at}]", "only the assistant uses tools")
-        if isinstance(block, ToolResult):
+        if isinstance(block, ToolResultBlock):
             result = {
                 "role": "tool",
                 "content": joined(block.content),
@@ -237,11 +237,11 @@ def _user(blocks: list[Any], where: str, names: dict[str, str]) -> list[Message]
     return made
 
 
-def _usage(completion: Completion) -> dict[str, int]:
+def _usage(completion: CompletionResult) -> dict[str, int]:
     return {"input_tokens": completion.prompt_tokens, "output_tokens": completion.completion_tokens}
 
 
-def _ending(choice: Choice) -> dict[str, str | None]:
+def _ending(choice: SampledChoice) -> dict[str, str | None]:
     reason = "end_turn" if choice.stop_sequence is None else "stop_sequence"
     if choice.tool_calls:
         reason = "tool_use"

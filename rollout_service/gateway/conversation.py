@@ -44,7 +44,7 @@ class RecordedAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CallPlan:
     """What the engine is to continue for one call, and where that hangs in the episode."""
 
     ids: Ids
@@ -55,7 +55,7 @@ class Plan:
     root: Root | None
     """Why this begins a path; None when it goes on with `parent`."""
     keys: tuple[Key, ...] = ()
-    """Of the conversation, message by message."""
+    """Keys of the conversation, message by message."""
 
 
 @dataclass(slots=True)
@@ -77,13 +77,13 @@ class ConversationTree:
 
     # --- before the call -----------------------------------------------------------------------------
 
-    def plan(self, prompt: Conversation | str | tuple[int, ...]) -> Plan:
+    def plan(self, prompt: Conversation | str | tuple[int, ...]) -> CallPlan:
         """Raises `ApiError` for what cannot be rendered."""
         if isinstance(prompt, Conversation):
             return self._plan_conversation(prompt)
         return self._plan_plain(prompt)
 
-    def _plan_conversation(self, asked: Conversation) -> Plan:
+    def _plan_conversation(self, asked: Conversation) -> CallPlan:
         rendered = self.template.prompt(asked)
         keys = chain(asked)
         root: Root = "new"
@@ -99,10 +99,10 @@ class ConversationTree:
                     new = self.template.ids(text, after=turn.said.end)
                     tools = any(message["role"] == "tool" for message in asked.messages[last:])
                     kind = SegmentKind.TOOL if tools else SegmentKind.ENVIRONMENT
-                    return Plan(np.concatenate((turn.path, new)), turn, kind, rendered, None, keys)
-        return Plan(self.template.ids(rendered.text), None, SegmentKind.PROMPT, rendered, root, keys)
+                    return CallPlan(np.concatenate((turn.path, new)), turn, kind, rendered, None, keys)
+        return CallPlan(self.template.ids(rendered.text), None, SegmentKind.PROMPT, rendered, root, keys)
 
-    def _plan_plain(self, prompt: str | tuple[int, ...]) -> Plan:
+    def _plan_plain(self, prompt: str | tuple[int, ...]) -> CallPlan:
         """A plain prompt goes on from the longest recorded answer that it begins with, text or ids."""
         if isinstance(prompt, str):
             given = RenderedPrompt(prompt, None)
@@ -111,24 +111,24 @@ class ConversationTree:
                 text, turn = max(found, key=lambda item: len(item[0]))
                 new = self.template.ids(prompt[len(text) :], after=turn.said.end)
                 ids = np.concatenate((turn.path, new))
-                return Plan(ids, turn, SegmentKind.ENVIRONMENT, given, None)
+                return CallPlan(ids, turn, SegmentKind.ENVIRONMENT, given, None)
             root: Root = "history" if any(_goes_on(prompt, turn) for _, turn in self._texts) else "new"
-            return Plan(self.template.prompt_ids(prompt), None, SegmentKind.PROMPT, given, root)
+            return CallPlan(self.template.prompt_ids(prompt), None, SegmentKind.PROMPT, given, root)
         ids = np.asarray(prompt, np.int32)
         given = RenderedPrompt(self.template.decode(ids), None)
         begins = [turn for _, turn in self._texts if _begins_with(ids, turn.path)]
         if begins:
             turn = max(begins, key=lambda turn: len(turn.path))
-            return Plan(ids, turn, SegmentKind.ENVIRONMENT, given, None)
+            return CallPlan(ids, turn, SegmentKind.ENVIRONMENT, given, None)
         root = "history" if any(_goes_on(given.text, turn) for _, turn in self._texts) else "new"
-        return Plan(ids, None, SegmentKind.PROMPT, given, root)
+        return CallPlan(ids, None, SegmentKind.PROMPT, given, root)
 
     # --- after the call ------------------------------------------------------------------------------
 
     def record(
         self,
         builder: EpisodeBuilder,
-        plan: Plan,
+        plan: CallPlan,
         sampling: Sequence[Sampling],
         results: Sequence[GenerateResult],
     ) -> list[int]:
@@ -169,7 +169,13 @@ class ConversationTree:
         return segments
 
     def remember(
-        self, plan: Plan, segment: int, ids: Ids, said: SampledText, reply: Message, tool_ids: tuple[str, ...]
+        self,
+        plan: CallPlan,
+        segment: int,
+        ids: Ids,
+        said: SampledText,
+        reply: Message,
+        tool_ids: tuple[str, ...],
     ) -> None:
         """That an answer may be gone on from, once the agent has been told it."""
         depth = 0 if plan.parent is None else plan.parent.depth + 1
@@ -212,7 +218,7 @@ def _arguments(value: object) -> str:
 
 
 def _best(known: Sequence[RecordedAnswer], message: Message) -> RecordedAnswer:
-    """Of answers that read the same, the one whose tool calls have these ids; else the newest."""
+    """The one of the answers that read the same whose tool calls have these ids; else the newest."""
     ids = tuple(call.get("id", "") for call in message.get("tool_calls", ()))
     same = [turn for turn in known if ids and turn.tool_ids == ids]
     return (same or known)[-1]
@@ -227,7 +233,7 @@ def _begins_with(ids: Ids, start: Ids) -> bool:
     return len(start) <= len(ids) and bool(np.array_equal(ids[: len(start)], start))
 
 
-def check_room(plan: Plan, max_model_len: int) -> None:
+def check_room(plan: CallPlan, max_model_len: int) -> None:
     """Raises `ApiError` for a prompt that leaves no room for an answer."""
     if len(plan.ids) >= max_model_len:
         raise ApiError(

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 MOST_LEVELS = 64
-"""Of objects and lists within one another; a tool's schema has a dozen."""
+"""Most objects and lists within one another; a tool's schema has a dozen."""
 
 
 def loads(text: str) -> Any:

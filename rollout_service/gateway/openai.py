@@ -11,12 +11,12 @@ from msgspec import Meta
 from rollout_service.gateway import jsontext
 from rollout_service.gateway.errors import bad
 from rollout_service.gateway.requests import (
-    Choice,
-    Completion,
     CompletionRequest,
+    CompletionResult,
     Conversation,
     Message,
     Positive,
+    SampledChoice,
     SamplingOverrides,
     StopText,
     StopTexts,
@@ -156,7 +156,7 @@ class _OpenAIFormat:
         self._logprobs = logprobs
         self._head: dict[str, Any] = {}
 
-    def reply(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def reply(self, completions: Sequence[CompletionResult]) -> dict[str, Any]:
         head = self._heading(completions[0].id, completions[0].created_s, self.kind)
         choices = [self._choice(index, choice) for index, choice in enumerate(_choices(completions))]
         return {**head, "choices": choices, "usage": usage(completions)}
@@ -168,7 +168,7 @@ class _OpenAIFormat:
     def delta(self, index: int, text: str) -> Iterator[bytes]:
         yield self._chunk(self._text_delta(index, text))
 
-    def finish(self, completions: Sequence[Completion], rests: Sequence[str]) -> Iterator[bytes]:
+    def finish(self, completions: Sequence[CompletionResult], rests: Sequence[str]) -> Iterator[bytes]:
         for index, (choice, rest) in enumerate(zip(_choices(completions), rests, strict=True)):
             for last in self._last(index, choice, rest):
                 yield self._chunk(last)
@@ -182,14 +182,14 @@ class _OpenAIFormat:
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         return server_sent({**self._head, "choices": [choice]})
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: SampledChoice) -> dict[str, Any]:
         """One answer of a whole reply."""
         raise NotImplementedError
 
     def _text_delta(self, index: int, text: str) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _last(self, index: int, choice: Choice, rest: str) -> Iterator[dict[str, Any]]:
+    def _last(self, index: int, choice: SampledChoice, rest: str) -> Iterator[dict[str, Any]]:
         """What ends one answer of a stream."""
         raise NotImplementedError
 
@@ -219,7 +219,7 @@ class ChatFormat(_OpenAIFormat):
         for index in range(self.requests[0].n):
             yield self._chunk(_delta(index, {"role": "assistant", "content": "", "refusal": None}))
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: SampledChoice) -> dict[str, Any]:
         content = choice.content if choice.content or not choice.tool_calls else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if choice.tool_calls:
@@ -230,7 +230,7 @@ class ChatFormat(_OpenAIFormat):
     def _text_delta(self, index: int, text: str) -> dict[str, Any]:
         return _delta(index, {"content": text})
 
-    def _last(self, index: int, choice: Choice, rest: str) -> Iterator[dict[str, Any]]:
+    def _last(self, index: int, choice: SampledChoice, rest: str) -> Iterator[dict[str, Any]]:
         if rest:
             yield self._text_delta(index, rest)
         for i, call in enumerate(_called(choice)):
@@ -238,7 +238,7 @@ class ChatFormat(_OpenAIFormat):
         reason = _finish_reason(choice)
         yield _delta(index, {}) | {"finish_reason": reason, "logprobs": self._token_logprobs(choice)}
 
-    def _token_logprobs(self, choice: Choice) -> dict[str, Any] | None:
+    def _token_logprobs(self, choice: SampledChoice) -> dict[str, Any] | None:
         """Log-probs of every sampled token, the end token among them; alternatives are not known."""
         if not self._logprobs:
             return None
@@ -270,13 +270,13 @@ class TextFormat(_OpenAIFormat):
         super().__init__(body, requests, logprobs=body.logprobs is not None)
         self._template = template
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: SampledChoice) -> dict[str, Any]:
         return next(self._last(index, choice, choice.content))
 
     def _text_delta(self, index: int, text: str) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
-    def _last(self, index: int, choice: Choice, rest: str) -> Iterator[dict[str, Any]]:
+    def _last(self, index: int, choice: SampledChoice, rest: str) -> Iterator[dict[str, Any]]:
         logprobs = None
         if self._logprobs:
             tokens = [self._template.decode([token]) for token in choice.token_ids.tolist()]
@@ -358,7 +358,7 @@ def _prompts(given: str | list[Any]) -> list[str | tuple[int, ...]]:
     return prompts
 
 
-def _choices(completions: Sequence[Completion]) -> list[Choice]:
+def _choices(completions: Sequence[CompletionResult]) -> list[SampledChoice]:
     return [choice for completion in completions for choice in completion.choices]
 
 
@@ -366,18 +366,18 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _called(choice: Choice) -> list[dict[str, Any]]:
+def _called(choice: SampledChoice) -> list[dict[str, Any]]:
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in choice.tool_calls
     ]
 
 
-def _finish_reason(choice: Choice) -> str:
+def _finish_reason(choice: SampledChoice) -> str:
     return "tool_calls" if choice.tool_calls else choice.finish_reason
 
 
-def usage(completions: Sequence[Completion]) -> dict[str, Any]:
+def usage(completions: Sequence[CompletionResult]) -> dict[str, Any]:
     prompt = sum(completion.prompt_tokens for completion in completions)
     sampled = sum(completion.completion_tokens for completion in completions)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

@@ -71,7 +71,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampledChoice:
     """One answer: what the agent is told, and the units it stands for."""
 
     content: str
@@ -84,13 +84,13 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class CompletionResult:
     """The answers to one request."""
 
     id: str
     created_s: int
     prompt_tokens: int
-    choices: tuple[Choice, ...]
+    choices: tuple[SampledChoice, ...]
 
     @property
     def completion_tokens(self) -> int:
@@ -105,13 +105,13 @@ class WireFormat(Protocol):
     requests: list[CompletionRequest]
     stream: bool
 
-    def reply(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
+    def reply(self, completions: Sequence[CompletionResult]) -> dict[str, Any]: ...
 
     def begin(self, id: str, created_s: int, prompt_tokens: int) -> Iterator[bytes]: ...
 
     def delta(self, index: int, text: str) -> Iterator[bytes]: ...
 
-    def finish(self, completions: Sequence[Completion], rests: Sequence[str]) -> Iterator[bytes]: ...
+    def finish(self, completions: Sequence[CompletionResult], rests: Sequence[str]) -> Iterator[bytes]: ...
 
 
 # --- reading a body ----------------------------------------------------------------------------------

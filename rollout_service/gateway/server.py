@@ -36,7 +36,7 @@ CONNECTIONS = 1024
 BODIES_AT_ONCE = 64
 """So many of the longest requests are held at a time, or more of shorter ones."""
 ANSWER_GRACE_S = 60.0
-"""For an agent to take an answer that was made just within the deadline of its call."""
+"""Time for an agent to take an answer that was made just within the deadline of its call."""
 
 
 class Gateway:

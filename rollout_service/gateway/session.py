@@ -26,16 +26,16 @@ from rollout_service.engines.base import (
     RequestError,
 )
 from rollout_service.engines.streaming import generate_telling
-from rollout_service.gateway.conversation import ConversationTree, Plan, check_room
+from rollout_service.gateway.conversation import CallPlan, ConversationTree, check_room
 from rollout_service.gateway.errors import ApiError, GatewayError, unsupported
 from rollout_service.gateway.idempotency import IdempotencyCache
 from rollout_service.gateway.requests import (
-    Choice,
-    Completion,
     CompletionRequest,
+    CompletionResult,
     Conversation,
     Ids,
     Message,
+    SampledChoice,
     ToolCall,
 )
 from rollout_service.gateway.streaming import StreamedText
@@ -72,16 +72,16 @@ class _SampledAnswer:
     sampling: Sampling
     result: GenerateResult
     said: SampledText
-    choice: Choice
+    choice: SampledChoice
 
 
 @dataclass(slots=True)
 class GatewayCall:
     """The answers of one call, and what recording them takes."""
 
-    completions: list[Completion]
-    sampled: list[tuple[Plan, list[_SampledAnswer]]]
-    """For each prompt of the call."""
+    completions: list[CompletionResult]
+    sampled: list[tuple[CallPlan, list[_SampledAnswer]]]
+    """What was sampled for each prompt of the call."""
     recorded: bool = False
 
 
@@ -126,7 +126,8 @@ class Session:
 
     @property
     def keyed_openai_base_url(self) -> str:
-        """For an agent whose API key cannot be changed: the key is in the path, and any other is ignored."""
+        """The address for an agent whose API key cannot be changed: the key is in the path, and any other is
+        ignored."""
         return f"{self.keyed_anthropic_base_url}/v1"
 
     @property
@@ -256,11 +257,11 @@ class Session:
             sampled = [self._shown(asked, sampling, next(rest)) for sampling in samplings]
             call.sampled.append((plan, sampled))
             choices = tuple(one.choice for one in sampled)
-            call.completions.append(Completion(asked.id, asked.created_s, len(plan.ids), choices))
+            call.completions.append(CompletionResult(asked.id, asked.created_s, len(plan.ids), choices))
         return call
 
     async def _one(
-        self, plan: Plan, sampling: Sampling, index: int, listener: CallListener | None
+        self, plan: CallPlan, sampling: Sampling, index: int, listener: CallListener | None
     ) -> GenerateResult:
         number, self.tree.requests = self.tree.requests, self.tree.requests + 1
         request = self._episode.request(f"gateway-{number}", plan.ids, sampling)
@@ -309,7 +310,7 @@ class Session:
             ToolCall(asked.tool_id_prefix + secrets.token_hex(12), name, arguments)
             for name, arguments in written
         )
-        choice = Choice(content, calls, result.finish_reason, stopped, ids, result.logprobs)
+        choice = SampledChoice(content, calls, result.finish_reason, stopped, ids, result.logprobs)
         return _SampledAnswer(
             sampling, result, SampledText(template.decode(ids), content, written, end), choice
         )
@@ -330,7 +331,7 @@ class Session:
             self._broken = error
             raise
 
-    def _record(self, plan: Plan, sampled: Sequence[_SampledAnswer]) -> None:
+    def _record(self, plan: CallPlan, sampled: Sequence[_SampledAnswer]) -> None:
         before = sum(self.tree.roots.values())
         asked, results = [one.sampling for one in sampled], [one.result for one in sampled]
         segments = self.tree.record(self.builder, plan, asked, results)

@@ -33,9 +33,9 @@ class RenderedPrompt:
     """A conversation as the engine is given it."""
 
     text: str
-    """With the assistant's turn opened."""
+    """The rendering with the assistant's turn opened."""
     before: str | None
-    """Without it; None when the template does not merely append its opening."""
+    """The rendering without it; None when the template does not merely append its opening."""
 
     @property
     def header(self) -> str:

@@ -48,7 +48,7 @@ class ReplicaGone(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
+class UpdateStall:
     """Seconds of one update in which an engine sampled nothing."""
 
     pause_s: float = 0.0
@@ -64,12 +64,12 @@ class Stall:
 class Exchanges(Protocol):
     """An engine that exchanges its weights in a way of its own, such as part by part."""
 
-    async def exchange(self, snapshot: Weights) -> Stall:
+    async def exchange(self, snapshot: Weights) -> UpdateStall:
         """Serve `snapshot`. Returns the longest stall of any request. Raises `EngineError`."""
         ...
 
 
-async def exchange(engine: Engine | Exchanges, snapshot: Weights) -> Stall:
+async def exchange(engine: Engine | Exchanges, snapshot: Weights) -> UpdateStall:
     """Have `engine` serve `snapshot`, in its own way if it has one. Raises `EngineError`; then the old
     weights are in place, or the engine is lost."""
     if isinstance(engine, Exchanges):
@@ -79,7 +79,7 @@ async def exchange(engine: Engine | Exchanges, snapshot: Weights) -> Stall:
 
 async def pause_load_resume(
     engine: Engine, snapshot: Weights, loaded: Callable[[], None] = lambda: None
-) -> Stall:
+) -> UpdateStall:
     """`exchange` in three steps: resumed also when the load fails. The first error is the one raised: that of
     a resume after it is most often its consequence, and only logged. `loaded` is called before any unit of
     the new weights is sampled."""
@@ -97,7 +97,7 @@ async def pause_load_resume(
         raise
     loaded_s = time.monotonic()
     await engine.resume()
-    return Stall(paused_s - began_s, loaded_s - paused_s, time.monotonic() - loaded_s)
+    return UpdateStall(paused_s - began_s, loaded_s - paused_s, time.monotonic() - loaded_s)
 
 
 # --- whether an engine works -------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class StallDetector:
 # --- one replica -------------------------------------------------------------------------------------
 
 
-class Phase(Enum):
+class ReplicaPhase(Enum):
     STARTING = "starting"
     SERVING = "serving"
     LOST = "lost"
@@ -151,7 +151,7 @@ class Phase(Enum):
     GONE = "gone"
 
 
-class Replica:
+class EngineReplica:
     """`make(index)` gives its engines, one after the other."""
 
     def __init__(
@@ -164,7 +164,7 @@ class Replica:
     ) -> None:
         self.index = index
         self.engine = make(index)
-        self.phase = Phase.STARTING
+        self.phase = ReplicaPhase.STARTING
         self.given = 0
         """Requests that it was given and that have not ended."""
         self.updating = False
@@ -183,7 +183,7 @@ class Replica:
 
     @property
     def serves(self) -> bool:
-        return self.phase is Phase.SERVING
+        return self.phase is ReplicaPhase.SERVING
 
     @property
     def has_room(self) -> bool:
@@ -191,7 +191,7 @@ class Replica:
 
     def serve(self) -> None:
         """Its engine has started, and has been given nothing."""
-        self.phase, self._served_s = Phase.SERVING, self._clock()
+        self.phase, self._served_s = ReplicaPhase.SERVING, self._clock()
         self._detector = StallDetector(self._stuck_s, self._clock)
         self._most_requests = most_requests(self.engine.stats().capacity)
         self.given, self.updating = 0, False
@@ -204,7 +204,7 @@ class Replica:
             self._recorded = tag
             record("served", replica=self.index, epoch=tag.epoch, version=tag.version)
 
-    async def exchange(self, snapshot: Weights) -> Stall:
+    async def exchange(self, snapshot: Weights) -> UpdateStall:
         """Serve `snapshot`; it gets no requests meanwhile where others can take them."""
         self.updating = True
         try:
@@ -240,7 +240,7 @@ class Replica:
         """Its engine is dead. To be followed by `revive`."""
         stats = self.engine.stats()
         self._before = self._before[0] + stats.tokens_total, self._before[1] + stats.requests_total
-        self.phase, self.error = Phase.LOST, error
+        self.phase, self.error = ReplicaPhase.LOST, error
         metrics.ENGINE_DEATHS.inc()
 
     async def revive(self, fetch: Fetch) -> None:
@@ -250,7 +250,7 @@ class Replica:
             pause_s = self._restarts.died(self._clock(), served_s=self._served_s)
             deaths = len(self._restarts.deaths_s)
             if pause_s is None:
-                self.phase = Phase.GONE
+                self.phase = ReplicaPhase.GONE
                 raise ReplicaGone(
                     f"replica {self.index} died {deaths} times within "
                     f"{self._restarts.policy.window_s:.0f} s (supervisor.restarts), the last time with: "

@@ -41,9 +41,9 @@ from rollout_service.replicas.placement import Aborted, AdmissionQueue, PrefixAf
 from rollout_service.replicas.replica import (
     FETCH_PAUSE_S,
     WATCH_S,
+    EngineReplica,
     Fetch,
-    Replica,
-    Stall,
+    UpdateStall,
     exchange,
     retried,
 )
@@ -76,7 +76,7 @@ class ReplicaSet:
         snapshot that a restarted engine starts with. `on_serving(share)` is called with the share of the
         replicas that serves whenever that changes, `on_exchange(going_on)` at the beginning and at the end of
         each exchange of weights."""
-        self.replicas = [Replica(index, make, restarts, stuck_s, clock) for index in range(count)]
+        self.replicas = [EngineReplica(index, make, restarts, stuck_s, clock) for index in range(count)]
         self._on_serving = on_serving
         self._on_exchange = on_exchange
         self._order = order
@@ -85,7 +85,7 @@ class ReplicaSet:
             self._fetch = lambda: retried(newest, fetch_pause_s)
         self._watch_s = watch_s
         self._affinity = PrefixAffinity()
-        self._queue = AdmissionQueue(self._admit, Replica.give_back)
+        self._queue = AdmissionQueue(self._admit, EngineReplica.give_back)
         self._updating = asyncio.Lock()
         """Held while weights are exchanged, and while a restarted engine catches up."""
         self._newest: Weights | None = None
@@ -156,7 +156,7 @@ class ReplicaSet:
 
     # --- updates -------------------------------------------------------------------------------------
 
-    async def exchange(self, snapshot: Weights) -> Stall:
+    async def exchange(self, snapshot: Weights) -> UpdateStall:
         """Serve `snapshot` on every replica that lives; returns the stall of the slowest. An engine that is
         lost in it is none of the others' business; any other error is raised when all are done."""
         self._on_exchange(True)
@@ -171,22 +171,22 @@ class ReplicaSet:
                     results = await asyncio.gather(*updates, return_exceptions=True)
                     if errors := [result for result in results if isinstance(result, BaseException)]:
                         raise errors[0]
-                    stalls = [result for result in results if isinstance(result, Stall)]
+                    stalls = [result for result in results if isinstance(result, UpdateStall)]
                 self._newest = snapshot
-            return max(stalls, key=lambda stall: stall.total_s, default=Stall())
+            return max(stalls, key=lambda stall: stall.total_s, default=UpdateStall())
         finally:
             self._on_exchange(False)
 
-    async def _exchange_one(self, replica: Replica, snapshot: Weights) -> Stall:
+    async def _exchange_one(self, replica: EngineReplica, snapshot: Weights) -> UpdateStall:
         engine = replica.engine
         if not replica.serves:
-            return Stall()  # lost while others were updated
+            return UpdateStall()  # lost while others were updated
         try:
             return await replica.exchange(snapshot)
         except EngineError as error:
             if not self._was_lost(replica, engine, error):
                 raise
-            return Stall()
+            return UpdateStall()
         finally:
             self._queue.admit_waiting()
 
@@ -235,14 +235,14 @@ class ReplicaSet:
                 if self._queue:
                     self._queue.admit_waiting()
 
-    async def _replica_for(self, request: GenerateRequest) -> Replica:
+    async def _replica_for(self, request: GenerateRequest) -> EngineReplica:
         """The replica of a request, which then counts as given to it."""
         if self._stopping or self._failed is not None:
             raise self._failed or EngineError("the engine has stopped")
         replica = None if self._queue else self._admit(request)
         return await self._queue.wait(request) if replica is None else replica
 
-    def _admit(self, request: GenerateRequest) -> Replica | None:
+    def _admit(self, request: GenerateRequest) -> EngineReplica | None:
         """The replica that takes a request now, None where it must wait."""
         serving = [replica for replica in self.replicas if replica.serves]
         if len(self.replicas) == 1:  # reading its load for each request would cost more than it says
@@ -261,7 +261,7 @@ class ReplicaSet:
 
     # --- deaths --------------------------------------------------------------------------------------
 
-    def _was_lost(self, replica: Replica, engine: Engine, error: EngineError) -> bool:
+    def _was_lost(self, replica: EngineReplica, engine: Engine, error: EngineError) -> bool:
         """Whether `error` means that `engine` is gone, so that what it was doing may be done again."""
         if self._stopping or self._failed is not None:
             return False
@@ -272,7 +272,7 @@ class ReplicaSet:
         self._lose(replica, error)
         return True
 
-    def _lose(self, replica: Replica, error: EngineError) -> None:
+    def _lose(self, replica: EngineReplica, error: EngineError) -> None:
         log.warning("engine lost", replica=replica.index, running=replica.given, error=str(error))
         replica.lose(error)
         self._affinity.forget(replica.index)
@@ -281,7 +281,7 @@ class ReplicaSet:
         self._revivals.add(task)
         task.add_done_callback(self._revivals.discard)
 
-    async def _revive(self, replica: Replica) -> None:
+    async def _revive(self, replica: EngineReplica) -> None:
         try:
             while True:
                 await replica.revive(self._snapshot)
@@ -302,7 +302,7 @@ class ReplicaSet:
         self._serving_changed()
         self._queue.admit_waiting()
 
-    async def _catch_up(self, replica: Replica) -> None:
+    async def _catch_up(self, replica: EngineReplica) -> None:
         """Have a restarted engine serve, once it has what the set serves or newer weights."""
         async with self._updating:
             while replica.engine.version < self._served().tag:

@@ -35,7 +35,7 @@ FALL = 0.8
 USED_SHARE = 0.9
 """The limit counts as used when so much of it runs."""
 QUEUE_SHARE = 0.1
-"""Of the requests running: a longer queue in the engine is pressure."""
+"""Share of the running requests: a longer queue in the engine is pressure."""
 KV_FULL = 0.95
 KV_CALM = 0.85
 """No rise above it: the requests that run still grow."""

@@ -68,7 +68,7 @@ class LeaseUpload:
 
     @property
     def whole(self) -> bool:
-        """With its last sample stored, a group has ended its lease by itself."""
+        """Whether the last sample is stored: then the group has ended its lease by itself."""
         return self.stored >= self.samples
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rollout_service.gateway import Session
 
 MAX_OUTPUT_BYTES = 1 << 20
-"""Of a command's answer; and the most of its complaints that is read."""
+"""Most bytes of a command's answer, and of its complaints."""
 PIPES_S = 5.0
 """How long the end of a killed command's pipes may take."""
 TOLD_CHARS = 2000

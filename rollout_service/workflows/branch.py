@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from areal_async.trajectory import SegmentKind
-from rollout_service.workflows.turns import Rewritten
 
 if TYPE_CHECKING:
     from rollout_service.workflows.context import Context
@@ -29,49 +28,26 @@ class Branch:
         self._anchor: str | bytes | None = None
 
     async def generate(
-        self,
-        prompt: Prompt | None = None,
-        *,
-        agent: int = 0,
-        turn: int = 0,
-        rewritten: Rewritten = "error",
-        train: bool = True,
-        **sampling: Any,
+        self, prompt: Prompt | None = None, *, agent: int = 0, turn: int = 0, train: bool = True, **how: Any
     ) -> Reply:
         """As `ctx.generate`, from where the branch is."""
+        rewritten = how.pop("rewritten", "error")
         if prompt is not None:
             self.observe(SegmentKind.ENVIRONMENT, prompt, agent=agent, turn=turn, rewritten=rewritten)
         anchor, self._anchor = self._anchor, None
         seed = self._next_seed()
-        reply = await self._ctx.sampled(self.segment, agent, turn, seed, sampling, anchor, train=train)
+        reply = await self._ctx.sampled(self.segment, agent, turn, seed, how, anchor, train=train)
         self.segment = reply.segment
         return reply
 
-    def observe(
-        self,
-        kind: SegmentKind,
-        content: Prompt,
-        *,
-        agent: int = 0,
-        turn: int = 0,
-        rewritten: Rewritten = "error",
-    ) -> int:
+    def observe(self, kind: SegmentKind, content: Prompt, **how: Any) -> int:
         """As `ctx.observe`, from where the branch is."""
-        self.segment = self._ctx.observe(
-            kind, content, parent=self.segment, agent=agent, turn=turn, rewritten=rewritten
-        )
+        self.segment = self._ctx.observe(kind, content, parent=self.segment, **how)
         return self.segment
 
-    async def tool(
-        self,
-        name: str | Tool,
-        arguments: str | Mapping[str, Any],
-        *,
-        turn: int = 0,
-        show: Callable[[str], Prompt] | None = None,
-    ) -> ToolReply:
+    async def tool(self, name: str | Tool, arguments: str | Mapping[str, Any], **how: Any) -> ToolReply:
         """As `ctx.tool`, from where the branch is."""
-        reply = await self._ctx.tool(name, arguments, parent=self.segment, turn=turn, show=show)
+        reply = await self._ctx.tool(name, arguments, parent=self.segment, **how)
         self.segment = reply.segment
         return reply
 

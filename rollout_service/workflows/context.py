@@ -24,7 +24,7 @@ from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateR
 from rollout_service.workflows.blocking import BlockingCalls
 from rollout_service.workflows.branch import Branch, call_seed
 from rollout_service.workflows.render import Ids, Prompt, Renderer, Reply, is_chat
-from rollout_service.workflows.tools import Answer, Tool, ToolReply, run_tool
+from rollout_service.workflows.tools import Tool, ToolAnswer, ToolReply, run_tool
 from rollout_service.workflows.turns import Chat, Rewritten, TemplateRewrites, TurnError, continuation
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ REWARD = "reward"
 FORK_SEEDS = 2**32
 """Seeds of branches are numbered from here on: those of calls come before."""
 MAX_BRANCHES = 1024
-"""Of one fork."""
+"""Most branches of one fork."""
 
 
 class EpisodeAborted(ArealError):
@@ -281,7 +281,7 @@ class Context:
 
     async def call_tool(
         self, name: str | Tool, arguments: str | Mapping[str, Any], *, timeout_s: float | None = None
-    ) -> Answer:
+    ) -> ToolAnswer:
         """Call a tool and count it, without adding anything to the episode. Raises nothing of the tool's."""
         resources = self.resources
         answer = await run_tool(

@@ -1,4 +1,4 @@
-"""From prompts to ids, and what a call of the engine came back with."""
+"""Prompts become ids; and what a call of the engine came back with."""
 
 from __future__ import annotations
 

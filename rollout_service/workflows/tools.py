@@ -58,7 +58,7 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolAnswer:
     """What a call gave. `error` says what went wrong, and is empty otherwise."""
 
     text: str
@@ -119,23 +119,23 @@ async def run_tool(
     blocking: BlockingCalls,
     timeout_s: float,
     output_chars: int,
-) -> Answer:
+) -> ToolAnswer:
     """Call a tool; text is its one argument, a mapping its named ones. Raises nothing of the tool's."""
     called = name if isinstance(name, Tool) else tools.get(name)
     if called is None:
         metrics.TOOL_CALLS.labels("unknown", "error").inc()
-        return Answer("", f"there is no tool {name!r:.100}. There are: {', '.join(tools)}")
+        return ToolAnswer("", f"there is no tool {name!r:.100}. There are: {', '.join(tools)}")
     given, named = ((arguments,), {}) if isinstance(arguments, str) else ((), dict(arguments))
     try:
         result = await _call(called, given, named, blocking, timeout_s)
-        answer = Answer(cut(result if isinstance(result, str) else _as_text(result), output_chars))
+        answer = ToolAnswer(cut(result if isinstance(result, str) else _as_text(result), output_chars))
         outcome = "ok"
     except (CallTimeout, TimeoutError) as error:
-        answer = Answer("", cut(str(error) or f"not back within {timeout_s:g} s", output_chars))
+        answer = ToolAnswer("", cut(str(error) or f"not back within {timeout_s:g} s", output_chars))
         outcome = "timeout"
     except Exception as error:  # the tool may be the user's: the model reads what went wrong
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        answer = Answer("", cut(text, output_chars))
+        answer = ToolAnswer("", cut(text, output_chars))
         outcome = "error"
     metrics.TOOL_CALLS.labels(called.name, outcome).inc()
     return answer

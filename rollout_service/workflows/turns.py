@@ -40,7 +40,7 @@ class Chat:
     tools: tuple[Mapping[str, Any], ...] = ()
 
     def said(self, text: str) -> Chat:
-        """With the model's reply; a reply in pieces is one message."""
+        """The conversation with the model's reply; a reply in pieces is one message."""
         if self.messages and self.messages[-1]["role"] == "assistant":
             last = {**self.messages[-1], "content": str(self.messages[-1]["content"]) + text}
             return replace(self, messages=(*self.messages[:-1], last))

@@ -19,7 +19,6 @@ from areal_async.rpc.messages import NoNews, SnapshotNotice, Task, VersionTag
 from areal_async.rpc.verdicts import Abstain, Score, Verdict
 from areal_async.runtime.context import ServiceContext
 from areal_async.status.record import RunLog
-from rollout_service import evaluator as evaluator_module
 from rollout_service.engines.base import EngineLost, EngineStats
 from rollout_service.engines.http.settings import attached_url
 from rollout_service.evaluator import EvaluationError, Evaluator, engine_job, follow
@@ -84,6 +83,8 @@ def run(
     tasks: list[Task],
     scorer: Any = None,
     workflow: Any = None,
+    *,
+    give_up_s: float = 600.0,
     **evaluation: Any,
 ) -> Any:
     scorer = scorer or Exact()
@@ -96,7 +97,8 @@ def run(
         )
         try:
             async with asyncio.timeout(60):
-                await follow(source, evaluator, tasks, RunLog(tmp_path / "metrics.jsonl"))
+                records = RunLog(tmp_path / "metrics.jsonl")
+                await follow(source, evaluator, tasks, records, retry_pause_s=0.005, give_up_s=give_up_s)
         finally:
             await engine.stop()
 
@@ -184,18 +186,13 @@ def test_a_torn_snapshot_is_passed_over_but_not_the_final_one(endless: Any, tmp_
         run(endless, tmp_path, Source(notice(2, final=True), weights={}), tasks)
 
 
-def test_a_trainer_that_is_gone_ends_the_evaluator_with_the_reason(
-    endless: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluator_module, "GIVE_UP_S", 0.02)
-    monkeypatch.setattr(evaluator_module, "RETRY_PAUSE_S", 0.005)
-
+def test_a_trainer_that_is_gone_ends_the_evaluator_with_the_reason(endless: Any, tmp_path: Path) -> None:
     class Gone(Source):
         async def next(self, after: VersionTag | None, wait_ms: int = 0) -> Any:
             raise RpcTimeout("nobody")
 
     with pytest.raises(EvaluationError, match="not heard of"):
-        run(endless, tmp_path, Gone(weights={}), [Task("a", "1+1=")])
+        run(endless, tmp_path, Gone(weights={}), [Task("a", "1+1=")], give_up_s=0.02)
 
 
 def test_several_samples_give_mean_best_and_majority_by_source_with_intervals(

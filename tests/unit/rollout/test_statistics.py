@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_service.statistics import Sample, intervals, per_task, statistics_of
+from rollout_service.statistics import ScoredSample, intervals, per_task, statistics_of
 
 SCORES = st.sampled_from([0.0, 0.25, 1.0])
 SAMPLES = st.lists(
@@ -17,10 +17,10 @@ SAMPLES = st.lists(
     min_size=1,
     max_size=40,
     unique_by=lambda one: one[:2],
-).map(lambda found: [Sample(*one) for one in found])
+).map(lambda found: [ScoredSample(*one) for one in found])
 
 
-def obvious(samples: list[Sample]) -> list[tuple[float, float, float]]:
+def obvious(samples: list[ScoredSample]) -> list[tuple[float, float, float]]:
     out = []
     for task in sorted({one.task for one in samples}):
         mine = sorted((one for one in samples if one.task == task), key=lambda one: one.sample)
@@ -34,18 +34,20 @@ def obvious(samples: list[Sample]) -> list[tuple[float, float, float]]:
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(SAMPLES)
-def test_figures_of_tasks_are_the_obvious_ones(samples: list[Sample]) -> None:
+def test_figures_of_tasks_are_the_obvious_ones(samples: list[ScoredSample]) -> None:
     np.testing.assert_allclose(per_task(samples), obvious(samples), atol=1e-12)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(SAMPLES, st.randoms(use_true_random=False))
-def test_neither_the_order_of_samples_nor_of_tasks_matters(samples: list[Sample], random: object) -> None:
+def test_neither_the_order_of_samples_nor_of_tasks_matters(
+    samples: list[ScoredSample], random: object
+) -> None:
     before = statistics_of(samples, seed=3)
     shuffled = samples[:]
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     assert statistics_of(shuffled, seed=3) == before
-    renamed = [Sample(100 - one.task, one.sample, one.score, one.answer) for one in samples]
+    renamed = [ScoredSample(100 - one.task, one.sample, one.score, one.answer) for one in samples]
     again = statistics_of(renamed, seed=3)
     for name in ("mean", "best", "maj"):
         mine, other = getattr(again, name), getattr(before, name)
@@ -57,7 +59,7 @@ def test_neither_the_order_of_samples_nor_of_tasks_matters(samples: list[Sample]
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(SAMPLES)
-def test_figures_are_ordered_and_intervals_hold_them(samples: list[Sample]) -> None:
+def test_figures_are_ordered_and_intervals_hold_them(samples: list[ScoredSample]) -> None:
     found = statistics_of(samples, seed=0)
     assert found.tasks == len({one.task for one in samples})
     assert found.mean.value <= found.best.value + 1e-12
@@ -72,20 +74,25 @@ def test_figures_are_ordered_and_intervals_hold_them(samples: list[Sample]) -> N
 
 
 def test_one_sample_of_each_task_makes_all_three_the_accuracy() -> None:
-    samples = [Sample(task, 0, float(task % 3 == 0), str(task)) for task in range(30)]
+    samples = [ScoredSample(task, 0, float(task % 3 == 0), str(task)) for task in range(30)]
     found = statistics_of(samples, seed=1)
     assert found.mean == found.best == found.maj
     assert found.mean.value == pytest.approx(1 / 3)
 
 
 def test_a_tie_goes_to_the_answer_that_came_first() -> None:
-    first = [Sample(0, 0, 0.0, "z"), Sample(0, 1, 1.0, "a"), Sample(0, 2, 1.0, "a"), Sample(0, 3, 0.0, "z")]
+    first = [
+        ScoredSample(0, 0, 0.0, "z"),
+        ScoredSample(0, 1, 1.0, "a"),
+        ScoredSample(0, 2, 1.0, "a"),
+        ScoredSample(0, 3, 0.0, "z"),
+    ]
     assert per_task(first)[0, 2] == 0.0
-    assert per_task([*first, Sample(0, 4, 1.0, "a")])[0, 2] == 1.0
+    assert per_task([*first, ScoredSample(0, 4, 1.0, "a")])[0, 2] == 1.0
 
 
 def test_a_task_with_fewer_scored_samples_weighs_as_much_as_another() -> None:
-    samples = [Sample(0, 0, 1.0, "a")] + [Sample(1, n, 0.0, "b") for n in range(8)]
+    samples = [ScoredSample(0, 0, 1.0, "a")] + [ScoredSample(1, n, 0.0, "b") for n in range(8)]
     assert statistics_of(samples, seed=0).mean.value == 0.5
 
 

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from rollout_service.workflows import tool
 from rollout_service.workflows.blocking import BlockingCalls, CallTimeout
 from rollout_service.workflows.tool_use import RequestedCall, json_calls, open_brackets, plain_call
-from rollout_service.workflows.tools import Answer, ToolError, calc, load_tools, run_tool
+from rollout_service.workflows.tools import ToolAnswer, ToolError, calc, load_tools, run_tool
 
 
-def call(function: Any, arguments: Any = "x", *, timeout_s: float = 5.0, output_chars: int = 100) -> Answer:
-    async def main() -> Answer:
+def call(
+    function: Any, arguments: Any = "x", *, timeout_s: float = 5.0, output_chars: int = 100
+) -> ToolAnswer:
+    async def main() -> ToolAnswer:
         called = function if isinstance(function, str) else tool(function)
         return await run_tool(
             {"calc": calc},
@@ -32,8 +34,8 @@ def call(function: Any, arguments: Any = "x", *, timeout_s: float = 5.0, output_
 
 
 def test_the_calculator_is_exact_and_says_what_it_cannot_do() -> None:
-    assert call("calc", "12*(3+4)") == Answer("84")
-    assert call("calc", {"expression": "1/3"}) == Answer("0.3333333333")
+    assert call("calc", "12*(3+4)") == ToolAnswer("84")
+    assert call("calc", {"expression": "1/3"}) == ToolAnswer("0.3333333333")
     assert "division by zero" in call("calc", "1/0").error
     assert "not an expression" in call("calc", "12+").error
     assert "There are: calc" in call("oven", "12").error
@@ -51,8 +53,8 @@ def test_a_tool_may_be_sync_or_async_and_answer_with_anything_json_can_hold() ->
         seen.append(threading.current_thread().name)
         return text
 
-    assert call(later) == Answer('{"said": "x", "n": [1, 2]}')
-    assert call(blocking) == Answer("x")
+    assert call(later) == ToolAnswer('{"said": "x", "n": [1, 2]}')
+    assert call(blocking) == ToolAnswer("x")
     assert seen == ["blocking-call"]
 
 
