@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from redis import Redis
 
 from areal_async.rpc.messages import (
     Batch,
@@ -292,6 +293,13 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     asyncio.run(server.start())
     yield server.url
     asyncio.run(server.stop())
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    """A client of that Redis, to look past the buffer at what is in it. It blocks."""
+    with Redis.from_url(redis_url, protocol=2) as client:
+        yield client
 
 
 @pytest.fixture

@@ -14,18 +14,15 @@ from replay_buffer.redis.connection import RedisConnection, _greetings
 from tests.redis_client import connect
 
 
-def test_answers_come_in_the_order_of_the_calls(redis_url, job_name):
-    async def run():
-        pipe = await RedisConnection.open(redis_url)
-        answers = await asyncio.gather(*(pipe.call("INCR", job_name) for _ in range(200)))
-        big = b"x" * (3 << 20)
-        await pipe.call("SET", job_name, memoryview(big))
-        assert await pipe.call("GET", job_name) == big
-        await pipe.call("DEL", job_name)
-        pipe.close()
-        return answers
-
-    assert asyncio.run(run()) == list(range(1, 201))
+async def test_answers_come_in_the_order_of_the_calls(redis_url, job_name):
+    pipe = await RedisConnection.open(redis_url)
+    answers = await asyncio.gather(*(pipe.call("INCR", job_name) for _ in range(200)))
+    big = b"x" * (3 << 20)
+    await pipe.call("SET", job_name, memoryview(big))
+    assert await pipe.call("GET", job_name) == big
+    await pipe.call("DEL", job_name)
+    pipe.close()
+    assert (answers) == list(range(1, 201))
 
 
 async def test_an_error_is_an_answer_and_the_next_command_has_its_own(redis_url):

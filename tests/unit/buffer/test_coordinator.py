@@ -11,6 +11,7 @@ import pytest
 from areal_async.errors import FaultError
 from areal_async.rpc.messages import (
     Batch,
+    Checkpointed,
     Claim,
     Commit,
     EpisodeVerdict,
@@ -27,7 +28,7 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score
 from replay_buffer import coordinator as front_module
 from replay_buffer.coordinator import Coordinator
-from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, StoreUnusable
+from replay_buffer.errors import StoreFenced, StoreUnavailable, StoreUnusable
 from replay_buffer.ledger.decide import Expire
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
@@ -35,7 +36,6 @@ from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.redis.keys import Keys
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
-from tests.redis_client import connect
 
 RULES = Rules(group_size=2, batch_groups=2, max_staleness=1)
 
@@ -129,67 +129,51 @@ async def test_one_death_is_local_a_new_front_finds_the_ledger_as_it_was(a_front
         assert again.front_epoch == front.front_epoch + 1
 
 
-async def test_a_confirmed_reply_is_in_redis(a_front, redis_url, job_name):
-    redis = connect(redis_url)
+async def test_a_confirmed_reply_is_in_redis(a_front, redis, job_name):
     async with a_front() as front:
         await front.execute(OpenedWith("t", 0))
         (group,) = await lease(front)
         ack = await put(front, group)
         assert ack.stored == [0, 1]
-        assert await redis.hget(Keys(job_name).blobs(group.group_id), "1") == b"b" * 10
-    await redis.aclose()
+        assert redis.hget(Keys(job_name).blobs(group.group_id), "1") == b"b" * 10
 
 
-async def test_nothing_is_acknowledged_before_it_is_written(a_front, redis_url):
-    redis = connect(redis_url)
+async def test_nothing_is_acknowledged_before_it_is_written(a_front, redis):
     async with a_front() as front:
         await front.execute(OpenedWith("t", 0))
         (group,) = await lease(front)
-        await redis.client_pause(300)
+        redis.client_pause(300)
         putting = asyncio.ensure_future(put(front, group))
         asking = asyncio.ensure_future(front.execute(Stats()))
         done, _ = await asyncio.wait({putting, asking}, timeout=0.1)
         assert not done, "Redis has confirmed nothing yet"
         assert (await putting).stored == [0, 1]
         assert (await asking).reply.reasons["stored"] == 2
-    await redis.aclose()
 
 
-async def test_bytes_are_freed_with_their_group(a_front, redis_url, job_name):
-    def checkpointed(step):
-        from areal_async.rpc.messages import Checkpointed
-
-        return Checkpointed(1, step)
-
-    async def some_life_of_one_step(front):
+async def test_bytes_are_freed_with_their_group(a_front, redis, job_name):
+    async with a_front(Rules(group_size=2, batch_groups=1, max_staleness=0)) as front:
         await front.execute(OpenedWith("t", 0))
         (group,) = await lease(front)
         await put(front, group)
         await judge(front)
         await front.execute(NextBatch(1, 0))
         await front.execute(Commit(1, 0))
-
-    redis = connect(redis_url)
-    async with a_front(Rules(group_size=2, batch_groups=1, max_staleness=0)) as front:
-        await some_life_of_one_step(front)
-        keys = [key async for key in redis.scan_iter(f"areal:{{{job_name}}}:e:*")]
+        keys = list(redis.scan_iter(f"areal:{{{job_name}}}:e:*"))
         assert len(keys) == 1
-        await front.execute(checkpointed(1))
-        assert [key async for key in redis.scan_iter(f"areal:{{{job_name}}}:e:*")] == []
+        await front.execute(Checkpointed(1, 1))
+        assert list(redis.scan_iter(f"areal:{{{job_name}}}:e:*")) == []
         assert front.index.payload_bytes == 0
-    await redis.aclose()
 
 
-async def test_all_keys_of_a_job_share_a_hash_tag(a_front, redis_url, job_name):
-    redis = connect(redis_url)
+async def test_all_keys_of_a_job_share_a_hash_tag(a_front, redis, job_name):
     async with a_front() as front:
         await some_life(front)
-        keys = [key.decode() async for key in redis.scan_iter(f"*{job_name}*")]
+        keys = [key.decode() for key in redis.scan_iter(f"*{job_name}*")]
         assert len(keys) > 5
         assert all(key.startswith(f"areal:{{{job_name}}}:") for key in keys)
-        meta = await redis.hgetall(Keys(job_name).meta)
+        meta = redis.hgetall(Keys(job_name).meta)
         assert meta[b"schema"] == b"1"
-    await redis.aclose()
 
 
 async def test_a_new_front_fences_the_old_one(a_front):
@@ -203,21 +187,19 @@ async def test_a_new_front_fences_the_old_one(a_front):
             assert len(await lease(new)) == 1
 
 
-async def test_a_write_failure_drops_the_index_and_the_front_recovers(a_front, redis_url, job_name):
+async def test_a_write_failure_drops_the_index_and_the_front_recovers(a_front, redis, job_name):
     """Somebody changes the ledger behind the front's back: nothing decided on the old state gets through."""
-    redis = connect(redis_url)
     async with a_front() as front:
         await front.execute(OpenedWith("t", 0))
         await lease(front)
         before = ledger(front)
-        await redis.hincrby(Keys(job_name).meta, "revision", 5)
+        redis.hincrby(Keys(job_name).meta, "revision", 5)
         results = await asyncio.gather(*(lease(front) for _ in range(3)), return_exceptions=True)
         assert [getattr(result, "kind", None) for result in results] == ["unavailable"] * 3
         await until(lambda: front.index is not None)
         assert ledger(front)[1] == before[1]
         assert len(await lease(front)) == 1
         assert not front.ended.done()
-    await redis.aclose()
 
 
 async def test_decisions_in_flight_are_written_in_order(a_front):
@@ -305,56 +287,46 @@ async def test_an_outage_of_the_front_moves_deadlines_on(a_front):
         assert 29_000 < moved_ms < 31_000
 
 
-async def test_a_front_that_starts_after_an_outage_moves_deadlines_on(a_front, redis_url, job_name):
-    redis = connect(redis_url)
+async def test_a_front_that_starts_after_an_outage_moves_deadlines_on(a_front, redis, job_name):
     async with a_front() as front:
         await front.execute(OpenedWith("t", 0))
         (group,) = await lease(front)
         deadline_ms = front.index.leases[group.lease_id].deadline_ms
-    await redis.hincrby(Keys(job_name).meta, "alive_ms", -60_000)
-    await redis.aclose()
+    redis.hincrby(Keys(job_name).meta, "alive_ms", -60_000)
     async with a_front() as again:
         assert again.index.leases[group.lease_id].deadline_ms >= deadline_ms + 60_000
 
 
-async def test_a_planned_stop_is_an_outage_from_then_on_only(a_front, redis_url, job_name):
+async def test_a_planned_stop_is_an_outage_from_then_on_only(a_front, redis, job_name):
     """A front that had nothing to write for an hour was alive all the same: its successor must not take that
     hour for an outage."""
-    redis = connect(redis_url)
     async with a_front() as front:
         await front.execute(OpenedWith("t", 0))
         (group,) = await lease(front)
         deadline_ms = front.index.leases[group.lease_id].deadline_ms
-        await redis.hincrby(Keys(job_name).meta, "alive_ms", -3_600_000)
-    await redis.aclose()
+        redis.hincrby(Keys(job_name).meta, "alive_ms", -3_600_000)
     async with a_front() as again:
         moved_ms = again.index.leases[group.lease_id].deadline_ms - deadline_ms
         assert 0 <= moved_ms < 60_000
 
 
-async def test_a_front_without_anything_to_write_says_that_it_lives(
-    a_front, redis_url, job_name, monkeypatch
-):
+async def test_a_front_without_anything_to_write_says_that_it_lives(a_front, redis, job_name, monkeypatch):
     monkeypatch.setattr(front_module, "ALIVE_MS", 20)
-    redis = connect(redis_url)
     async with a_front():
         key = Keys(job_name).meta
         seen = set()
         async with asyncio.timeout(60):
             while len(seen) < 3:
-                seen.add(await redis.hget(key, "alive_ms"))
-    await redis.aclose()
+                seen.add(await asyncio.to_thread(redis.hget, key, "alive_ms"))
 
 
-async def test_another_schema_or_data_set_is_refused(a_front, redis_url, job_name):
+async def test_another_schema_or_data_set_is_refused(a_front, redis, job_name):
     async with a_front():
         pass
     with pytest.raises(StoreUnusable, match="begun with the data set cafe0123"):
         async with a_front(dataset="other"):
             pass
-    redis = connect(redis_url)
-    await redis.hset(Keys(job_name).meta, "schema", 99)
-    await redis.aclose()
+    redis.hset(Keys(job_name).meta, "schema", 99)
     with pytest.raises(StoreUnusable, match="has schema 99"):
         async with a_front():
             pass
@@ -369,49 +341,41 @@ def test_a_redis_that_is_not_there_is_a_clear_error(a_front, tmp_path):
         asyncio.run(run())
 
 
-async def test_a_ledger_that_is_gone_ends_the_front(a_front, redis_url, job_name):
-    redis = connect(redis_url)
+async def test_a_ledger_that_is_gone_ends_the_front(a_front, redis, job_name):
     async with a_front() as front:
         await front.execute(OpenedWith("t", 0))
-        await redis.delete(Keys(job_name).meta)
+        redis.delete(Keys(job_name).meta)
         with pytest.raises(FaultError):
             await lease(front)
         error = await asyncio.wait_for(asyncio.shield(front.ended), 60)
         assert isinstance(error, StoreFenced | StoreUnusable)
-    await redis.aclose()
 
 
-async def test_acknowledged_writes_that_redis_lost_are_counted(a_front, redis_url, job_name):
-    redis = connect(redis_url)
+async def test_acknowledged_writes_that_redis_lost_are_counted(a_front, redis, job_name):
     async with a_front() as front:
         await some_life(front)
         revision = front.index.revision
-        await redis.hset(Keys(job_name).meta, "revision", revision - 3)
+        redis.hset(Keys(job_name).meta, "revision", revision - 3)
         with pytest.raises(FaultError):
             await front.execute(OpenedWith("t", 1))
         await until(lambda: front.index is not None)
         assert front.lost_writes == 3
-    await redis.aclose()
 
 
-async def test_a_front_whose_own_opening_was_lost_is_not_fenced_by_its_older_self(
-    a_front, redis_url, job_name
-):
-    redis = connect(redis_url)
+async def test_a_front_whose_own_opening_was_lost_is_not_fenced_by_its_older_self(a_front, redis, job_name):
     async with a_front() as front:
         await some_life(front)
         epoch, revision = front.front_epoch, front.index.revision
         # Redis goes back to before this front took over, as after a failover.
-        await redis.hset(Keys(job_name).meta, mapping={"front": epoch - 1, "revision": revision - 3})
-        for client in await redis.client_list():
+        redis.hset(Keys(job_name).meta, mapping={"front": epoch - 1, "revision": revision - 3})
+        for client in redis.client_list():
             if client["cmd"] != "client|list" and client["cmd"] != "client":
-                await redis.client_kill_filter(_id=client["id"])
+                redis.client_kill_filter(_id=client["id"])
         with pytest.raises(FaultError):
             await front.execute(OpenedWith("t", 1))
         await until(lambda: front.index is not None)
         assert front.lost_writes == 3
         assert front.front_epoch == epoch + 1
-    await redis.aclose()
 
 
 async def test_a_ledger_copy_is_the_same_from_any_front(a_front):
@@ -420,12 +384,6 @@ async def test_a_ledger_copy_is_the_same_from_any_front(a_front):
         copy = (await front.execute(ExportLedger(1, 1))).payload
     async with a_front() as again:
         assert (await again.execute(ExportLedger(1, 1))).payload == copy
-
-
-def test_store_errors_are_errors_of_this_project():
-    from areal_async.errors import ArealError
-
-    assert issubclass(StoreError, ArealError)
 
 
 async def test_a_failed_job_wakes_its_trainer_and_a_buffer_that_begins_lifts_the_failure(a_front):

@@ -53,19 +53,16 @@ def wait_until_dead(server: EmbeddedRedis, limit_s: float = 60.0) -> None:
     ("durability", "aof", "fsync"),
     [("memory", 0, "everysec"), ("everysec", 1, "everysec"), ("always", 1, "always")],
 )
-def test_it_is_set_up_for_the_tier_and_listens_on_no_port(folder, durability, aof, fsync):
-    async def run():
-        server = EmbeddedRedis(folder / "data", folder / "redis", durability)
-        await server.start()
-        redis = connect(server.url)
-        info = await redis.info()
-        settings = await redis.config_get("*")
-        await redis.aclose()
-        pid = server.pid
-        await server.stop()
-        return info, settings, pid
-
-    info, settings, pid = asyncio.run(run())
+async def test_it_is_set_up_for_the_tier_and_listens_on_no_port(folder, durability, aof, fsync):
+    server = EmbeddedRedis(folder / "data", folder / "redis", durability)
+    await server.start()
+    redis = connect(server.url)
+    info = await redis.info()
+    settings = await redis.config_get("*")
+    await redis.aclose()
+    pid = server.pid
+    await server.stop()
+    info, settings, pid = info, settings, pid
     assert info["aof_enabled"] == aof
     assert info["maxmemory_policy"] == "noeviction"
     assert settings["appendfsync"] == fsync
@@ -98,25 +95,22 @@ async def test_it_asks_for_a_password_that_no_command_line_variable_or_file_tell
         await server.stop()
 
 
-def test_what_was_written_is_there_after_a_kill_and_a_start(folder):
-    async def run():
-        server = EmbeddedRedis(folder / "data", folder / "redis", "always")
-        await server.start()
-        redis = connect(server.url)
-        await redis.set("key", "value")
-        await redis.aclose()
-        pid = server.pid
-        os.kill(pid, signal.SIGKILL)
-        wait_until_dead(server)
-        await server.start()
-        assert server.pid != pid
-        redis = connect(server.url)
-        value = await redis.get("key")
-        await redis.aclose()
-        await server.stop()
-        return value
-
-    assert asyncio.run(run()) == b"value"
+async def test_what_was_written_is_there_after_a_kill_and_a_start(folder):
+    server = EmbeddedRedis(folder / "data", folder / "redis", "always")
+    await server.start()
+    redis = connect(server.url)
+    await redis.set("key", "value")
+    await redis.aclose()
+    pid = server.pid
+    os.kill(pid, signal.SIGKILL)
+    wait_until_dead(server)
+    await server.start()
+    assert server.pid != pid
+    redis = connect(server.url)
+    value = await redis.get("key")
+    await redis.aclose()
+    await server.stop()
+    assert (value) == b"value"
 
 
 PAIR = "redis.call('HSET', KEYS[1], 'a', ARGV[1]) redis.call('HSET', KEYS[1], 'b', ARGV[1])"
@@ -124,7 +118,7 @@ PAIR = "redis.call('HSET', KEYS[1], 'a', ARGV[1]) redis.call('HSET', KEYS[1], 'b
 
 
 @pytest.mark.parametrize("lost_bytes", [1, 13, 15, 40, 60, 101], ids="without the last {} bytes".format)
-def test_half_a_transaction_at_the_end_of_the_log_never_comes_to_life(folder, lost_bytes):
+async def test_half_a_transaction_at_the_end_of_the_log_never_comes_to_life(folder, lost_bytes):
     """A power failure cuts the log inside a transaction; what was lost with it stays lost, also after another
     start, when newer writes lie behind it."""
 
@@ -140,36 +134,29 @@ def test_half_a_transaction_at_the_end_of_the_log_never_comes_to_life(folder, lo
         wait_until_dead(server)
         return found
 
-    async def run():
-        server = EmbeddedRedis(folder / "data", folder / "redis", "always")
-        await life(server, ("old", "1"), ("old", "2"))
-        logs = [*(folder / "data").glob("**/*.aof")]
-        log = max(logs, key=lambda path: path.stat().st_size)
-        os.truncate(log, log.stat().st_size - lost_bytes)
-        after_the_loss = await life(server, ("new", "3"))
-        return after_the_loss, await life(server)
-
-    after_the_loss, later = asyncio.run(run())
+    server = EmbeddedRedis(folder / "data", folder / "redis", "always")
+    await life(server, ("old", "1"), ("old", "2"))
+    logs = [*(folder / "data").glob("**/*.aof")]
+    log = max(logs, key=lambda path: path.stat().st_size)
+    os.truncate(log, log.stat().st_size - lost_bytes)
+    after_the_loss = await life(server, ("new", "3"))
+    after_the_loss, later = after_the_loss, await life(server)
     assert after_the_loss == {"old": {b"a": b"1", b"b": b"1"}, "new": {}}
     assert later == {"old": {b"a": b"1", b"b": b"1"}, "new": {b"a": b"3", b"b": b"3"}}
 
 
-def test_the_tier_memory_survives_an_end_in_order(folder):
+async def test_the_tier_memory_survives_an_end_in_order(folder):
     """As when the buffer service dies: its Redis is told to end, and a new one reads what it left."""
-
-    async def run():
-        server = EmbeddedRedis(folder / "data", folder / "redis", "memory")
-        await server.start()
-        redis = connect(server.url)
-        await redis.set("key", "value")
-        await server.stop()
-        await server.start()
-        value = await redis.get("key")
-        await redis.aclose()
-        await server.stop()
-        return value
-
-    assert asyncio.run(run()) == b"value"
+    server = EmbeddedRedis(folder / "data", folder / "redis", "memory")
+    await server.start()
+    redis = connect(server.url)
+    await redis.set("key", "value")
+    await server.stop()
+    await server.start()
+    value = await redis.get("key")
+    await redis.aclose()
+    await server.stop()
+    assert (value) == b"value"
 
 
 async def test_it_ends_with_its_parent_and_a_new_one_waits_for_that(folder):

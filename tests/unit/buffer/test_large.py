@@ -37,7 +37,6 @@ from replay_buffer.redis.keys import Commands, Keys
 from replay_buffer.redis.large import CHUNK_BYTES, FILE_BYTES, KEY_BYTES, BlobRef, Large
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
-from tests.redis_client import connect
 
 SIZES = (10, KEY_BYTES - 1, KEY_BYTES, 3 * CHUNK_BYTES + 7, FILE_BYTES, FILE_BYTES + 1)
 RULES = Rules(group_size=len(SIZES), batch_groups=1, max_staleness=1)
@@ -85,10 +84,8 @@ async def held(front, group):
     return [None if blob is None else bytes(blob) for blob in blobs]
 
 
-async def keys_of(redis_url, job_name):
-    redis = connect(redis_url)
-    names = sorted([name.decode() async for name in redis.scan_iter(f"areal:{{{job_name}}}:*", 1000)])
-    await redis.aclose()
+def keys_of(redis, job_name):
+    names = sorted([name.decode() for name in redis.scan_iter(f"areal:{{{job_name}}}:*", 1000)])
     return names
 
 
@@ -105,7 +102,7 @@ async def until(condition, limit_s=10.0):
         await asyncio.sleep(0.001)
 
 
-async def test_one_death_is_local_large_episodes_come_back_as_they_were(a_front, folder, redis_url, job_name):
+async def test_one_death_is_local_large_episodes_come_back_as_they_were(a_front, folder, redis, job_name):
     blobs = episodes()
     async with a_front(folder) as front:
         group = await opened(front)
@@ -117,15 +114,13 @@ async def test_one_death_is_local_large_episodes_come_back_as_they_were(a_front,
         assert len(files(folder)) == (2 if folder else 0)
     async with a_front(folder) as front:
         assert await held(front, group) == blobs
-    redis = connect(redis_url)
-    assert int(await redis.scard(Keys(job_name).staged)) == 0
-    in_hash = await redis.hvals(Keys(job_name).blobs(group.group_id))
-    await redis.aclose()
+    assert int(redis.scard(Keys(job_name).staged)) == 0
+    in_hash = redis.hvals(Keys(job_name).blobs(group.group_id))
     assert max(map(len, in_hash)) < KEY_BYTES
 
 
 async def test_nothing_is_unbounded_large_episodes_are_freed_with_their_group(
-    a_front, folder, redis_url, job_name
+    a_front, folder, job_name, redis
 ):
     async with a_front(folder) as front:
         group = await opened(front)
@@ -139,12 +134,12 @@ async def test_nothing_is_unbounded_large_episodes_are_freed_with_their_group(
         await front.execute(Checkpointed(1, 1))
         assert await held(front, group) == [None] * len(SIZES)
         await until(lambda: not files(folder))
-        names = await keys_of(redis_url, job_name)
+        names = keys_of(redis, job_name)
         assert [name.rpartition(":")[2] for name in names] == ["meta"]
 
 
 async def test_trained_effectively_once_what_a_crash_left_half_done_is_removed_and_put_again(
-    a_front, folder, redis_url, job_name
+    a_front, folder, job_name, redis
 ):
     blobs = episodes()
     async with a_front(folder) as front:
@@ -153,34 +148,32 @@ async def test_trained_effectively_once_what_a_crash_left_half_done_is_removed_a
         if folder is not None:
             await front._store.put_on_shelf(blobs)
             assert len(files(folder)) == 1
-        redis = connect(redis_url)
-        await redis.sadd(Keys(job_name).staged, "1.7:2")
-        await redis.set(Keys(job_name).chunk("1.7", 0), b"left over")
-        await redis.aclose()
+        redis.sadd(Keys(job_name).staged, "1.7:2")
+        redis.set(Keys(job_name).chunk("1.7", 0), b"left over")
     async with a_front(folder) as front:
         assert files(folder) == []
-        names = await keys_of(redis_url, job_name)
+        names = keys_of(redis, job_name)
         assert not [name for name in names if ":b:" in name or "staged" in name]
         assert await held(front, group) == [None] * len(SIZES)
         assert len((await put(front, group, blobs)).stored) == len(SIZES)
         assert await held(front, group) == blobs
 
 
-async def test_a_put_that_is_refused_or_repeated_leaves_nothing(a_front, folder, redis_url, job_name):
+async def test_a_put_that_is_refused_or_repeated_leaves_nothing(a_front, folder, job_name, redis):
     async with a_front(folder) as front:
         group = await opened(front)
         blobs = episodes()
         await put(front, group, blobs)
-        kept, names = files(folder), await keys_of(redis_url, job_name)
+        kept, names = files(folder), keys_of(redis, job_name)
         assert len((await put(front, group, episodes(seed=1))).stored) == len(SIZES)
         zombie = msgspec.structs.replace(group, lease_id="L0.0")
         assert {refusal.reason for refusal in (await put(front, zombie, blobs)).refused} == {"lease_lost"}
         await until(lambda: files(folder) == kept)
-        assert await keys_of(redis_url, job_name) == names
+        assert keys_of(redis, job_name) == names
         assert await held(front, group) == blobs
 
 
-async def test_a_ledger_write_without_the_chunks_it_refers_to_is_refused_whole(a_front, redis_url, job_name):
+async def test_a_ledger_write_without_the_chunks_it_refers_to_is_refused_whole(a_front, redis, job_name):
     async with a_front(None) as front:
         keys = Keys(job_name)
         commands = Commands(keys)
@@ -188,9 +181,7 @@ async def test_a_ledger_write_without_the_chunks_it_refers_to_is_refused_whole(a
         commands.add("HSET", keys.groups, ("g", b"x"))
         with pytest.raises(StoreUnavailable, match="does not hold"):
             await front._store._writer.submit(front.index.revision, commands)
-        redis = connect(redis_url)
-        assert not await redis.hexists(keys.groups, "g")
-        await redis.aclose()
+        assert not redis.hexists(keys.groups, "g")
 
 
 async def test_a_chunk_that_redis_refuses_fails_the_write(a_front, job_name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from contextlib import asynccontextmanager
 
@@ -98,70 +97,61 @@ def nothing_fails(error):
     raise AssertionError(error)
 
 
-def test_an_attempt_that_dies_between_its_steps_counts_for_nothing(a_store, redis_url, job_name, monkeypatch):
+async def test_an_attempt_that_dies_between_its_steps_counts_for_nothing(
+    a_store, redis_url, job_name, monkeypatch
+):
     """The job is taken over, and Redis goes away before its ledger is read: the next attempt finds the same
     writes missing."""
+    store = a_store()
+    async with meta_of(redis_url, job_name) as change:
+        await store.open(nothing_fails)
+        await change(revision=58)
+        await store.open(nothing_fails)
+        await change(revision=1)
+    read, dies = store_module.read_ledger, 3
 
-    async def run():
-        store = a_store()
-        async with meta_of(redis_url, job_name) as change:
+    async def gone(*arguments, **options):
+        nonlocal dies
+        dies -= 1
+        if dies >= 0:
+            raise StoreUnavailable("Connection reset by peer", "gone")
+        return await read(*arguments, **options)
+
+    monkeypatch.setattr(store_module, "read_ledger", gone)
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable):
             await store.open(nothing_fails)
-            await change(revision=58)
-            await store.open(nothing_fails)
-            await change(revision=1)
-        read, dies = store_module.read_ledger, 3
-
-        async def gone(*arguments, **options):
-            nonlocal dies
-            dies -= 1
-            if dies >= 0:
-                raise StoreUnavailable("Connection reset by peer", "gone")
-            return await read(*arguments, **options)
-
-        monkeypatch.setattr(store_module, "read_ledger", gone)
-        for _ in range(3):
-            with pytest.raises(StoreUnavailable):
-                await store.open(nothing_fails)
-        opened = await store.open(nothing_fails)
-        await store.close()
-        return opened
-
-    opened = asyncio.run(run())
+    opened = await store.open(nothing_fails)
+    await store.close()
+    opened = opened
     assert opened.revision == 1
     assert opened.lost_writes == 57
 
 
-def test_what_a_front_has_told_to_be_lost_is_not_told_again(
+async def test_what_a_front_has_told_to_be_lost_is_not_told_again(
     a_store, tmp_path, redis_url, job_name, counted_tasks
 ):
     """It dies before its first write; its successor finds Redis as it was left."""
-
-    async def run():
-        mark = ConfirmedRevision(tmp_path / "confirmed")
-        mark.write(58)
-        told = []
-        for _ in range(2):
-            clock = RedisClock(time.monotonic)
-            store = Store(redis_url, job_name, "cafe0123", "everysec", clock, confirmed=mark.read())
-            front = Coordinator(store, RULES, counted_tasks(), clock, on_confirmed=mark.write)
-            await front.start()
-            told.append(front.lost_writes)
-            await store.close()  # and no word more
-        return told
-
-    assert asyncio.run(run()) == [57, 0]
+    mark = ConfirmedRevision(tmp_path / "confirmed")
+    mark.write(58)
+    told = []
+    for _ in range(2):
+        clock = RedisClock(time.monotonic)
+        store = Store(redis_url, job_name, "cafe0123", "everysec", clock, confirmed=mark.read())
+        front = Coordinator(store, RULES, counted_tasks(), clock, on_confirmed=mark.write)
+        await front.start()
+        told.append(front.lost_writes)
+        await store.close()  # and no word more
+    assert (told) == [57, 0]
 
 
-def test_a_front_that_dies_before_it_tells_leaves_the_telling_to_the_next(a_store):
-    async def run():
-        first, second = a_store(confirmed=58), a_store(confirmed=58)
-        assert (await first.open(nothing_fails)).lost_writes == 57
-        await first.close()
-        opened = await second.open(nothing_fails)
-        await second.close()
-        return opened
-
-    assert asyncio.run(run()).lost_writes == 57
+async def test_a_front_that_dies_before_it_tells_leaves_the_telling_to_the_next(a_store):
+    first, second = a_store(confirmed=58), a_store(confirmed=58)
+    assert (await first.open(nothing_fails)).lost_writes == 57
+    await first.close()
+    opened = await second.open(nothing_fails)
+    await second.close()
+    assert (opened).lost_writes == 57
 
 
 async def test_of_two_fronts_with_one_epoch_the_newer_one_has_the_job(a_store, redis_url, job_name):
@@ -177,23 +167,19 @@ async def test_of_two_fronts_with_one_epoch_the_newer_one_has_the_job(a_store, r
         await newer.close()
 
 
-def test_an_attempt_that_arrives_late_takes_nothing_over(a_store, redis_url, job_name):
+async def test_an_attempt_that_arrives_late_takes_nothing_over(a_store, redis_url, job_name):
     """Redis stood still, and runs the script of an attempt after that of the one which followed it."""
-
-    async def run():
-        redis = connect(redis_url)
-        store = a_store()
-        await store.open(nothing_fails)
-        found = store.front_epoch
-        opened = await store.open(nothing_fails)
-        late = (found, found + 1, store._owner, SCHEMA, b"")
-        answer = await redis.eval(TAKE_SCRIPT, 1, Keys(job_name).meta, *late)
-        held = await redis.hmget(Keys(job_name).meta, "front", "owner")
-        await store.close()
-        await redis.aclose()
-        return answer, int(held[0]), opened.front_epoch
-
-    answer, held, epoch = asyncio.run(run())
+    redis = connect(redis_url)
+    store = a_store()
+    await store.open(nothing_fails)
+    found = store.front_epoch
+    opened = await store.open(nothing_fails)
+    late = (found, found + 1, store._owner, SCHEMA, b"")
+    answer = await redis.eval(TAKE_SCRIPT, 1, Keys(job_name).meta, *late)
+    held = await redis.hmget(Keys(job_name).meta, "front", "owner")
+    await store.close()
+    await redis.aclose()
+    answer, held, epoch = answer, int(held[0]), opened.front_epoch
     assert answer == [b"moved"]
     assert held == epoch
 

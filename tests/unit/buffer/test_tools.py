@@ -154,16 +154,12 @@ def figures(report) -> dict:
     return {name: value for name, value in stats.items() if name not in ("redis_bytes", "queue_age_ms")}
 
 
-def test_a_run_says_the_same_of_itself_while_it_is_alive_and_after(workplace, blob):
+async def test_a_run_says_the_same_of_itself_while_it_is_alive_and_after(workplace, blob):
     place = workplace()
-
-    async def run():
-        async with place.serving() as client:
-            await fill(client, blob)
-            live = await asyncio.to_thread(report_live, find_run(place.folder))
-        return live, await report_ended(find_run(place.folder))
-
-    live, ended = asyncio.run(run())
+    async with place.serving() as client:
+        await fill(client, blob)
+        live = await asyncio.to_thread(report_live, find_run(place.folder))
+    live, ended = live, await report_ended(find_run(place.folder))
     assert live.alive
     assert not ended.alive
     assert figures(live) == figures(ended)
