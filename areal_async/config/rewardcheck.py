@@ -19,7 +19,6 @@ from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.reward import FOLDER_OR_NAME, RewardSection, RouteSection
-from areal_async.config.sandbox import SandboxArguments
 from areal_async.ownfiles import read_regular
 from areal_async.registry import REWARDS, PartError
 
@@ -144,7 +143,7 @@ def programs_run(job: JobConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _programs_of(field: str, name: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    if issubclass(_arguments_of(name), SandboxArguments):
+    if getattr(_arguments_of(name), "runs_programs", False):
         yield field, arguments
     for where, inner, given in _rewards_inside(field, name, arguments):
         yield from _programs_of(f"{where}.args", inner, given)

@@ -16,7 +16,6 @@ import importlib
 import inspect
 import os
 import resource
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -155,8 +154,8 @@ def load(order: LoadReward) -> LoadedReward:
         inspect.signature(function).bind(None, **order.args)
     except TypeError as error:
         raise RewardLoadError(f"the reward {order.name!r} and reward.args: {error}") from None
-    preload = getattr(sys.modules.get(function.__module__), "preload", None)
-    if order.source is None and preload is not None:
+    preload = getattr(function, "preload", None)
+    if preload is not None:
         preload(**order.args)
     return LoadedReward(functools.partial(function, **order.args) if order.args else function, mark)
 

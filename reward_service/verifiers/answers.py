@@ -1,4 +1,7 @@
-"""Where in a response the answer stands. Shared by the verifiers; pure, linear in the response's length.
+"""Where in a response the answer stands, which ground truths a task accepts, and what makes an answer
+another.
+
+Shared by the verifiers; pure, and linear in the response's length.
 
 What is thought is not answered: of a response with `</think>` only what follows the last one counts, and one
 that opens `<think>` and never closes it answers nothing.
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 Where = Literal["whole", "boxed", "tag", "hash", "said", "last_line", "marked", "any"]
 WHERES: tuple[Where, ...] = get_args(Where)
@@ -121,3 +124,76 @@ def _said(text: str) -> str | None:
 def _last_line(text: str) -> str | None:
     lines = text.rstrip().rpartition("\n")
     return lines[2].strip() or None
+
+
+# --- programs: fenced blocks -------------------------------------------------------------------------
+
+OPENING = re.compile(r"^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([A-Za-z0-9_+#.-]*+)[^<`\n]*+$", re.MULTILINE)
+"""Possessive throughout: what one part has taken no other tries again, so a line is read once."""
+LONGEST = 200_000
+"""Characters of a response in which blocks are looked for, from its end."""
+
+
+class Block(NamedTuple):
+    """A fenced block of a response."""
+
+    language: str
+    """As the fence says, in small letters; empty where it says nothing."""
+    text: str
+
+
+def blocks(response: str) -> list[Block]:
+    """The fenced blocks in their order. A block that is never closed goes to the end: a response cut at its
+    length limit often ends so."""
+    response = response[-LONGEST:].replace("\r\n", "\n")
+    found = []
+    at = 0
+    while (opening := OPENING.search(response, at)) is not None:
+        fence = opening.group(1)
+        closing = re.compile(rf"^[ \t]*+{re.escape(fence[0])}{{{len(fence)},}}+[ \t]*+$", re.MULTILINE)
+        end = closing.search(response, opening.end())
+        text = response[opening.end() + 1 : end.start() if end else len(response)]
+        found.append(Block(opening.group(2).lower(), text))
+        at = end.end() if end else len(response)
+    return found
+
+
+def program_of(response: str, *, extract: str) -> Block | None:
+    """The program: the last fenced block that is not empty, or with `extract` `whole` all of the response."""
+    if extract == "whole":
+        return Block("", response) if response.strip() else None
+    return next((block for block in reversed(blocks(response)) if block.text.strip()), None)
+
+
+# --- ground truths and hedges ------------------------------------------------------------------------
+
+
+def accepted(truth: Any) -> list[str]:
+    """The texts that are right: the ground truth, or each text of a list; none where the task has no ground
+    truth. Numbers are written as Python does.
+
+    Raises ValueError for what is neither text, number nor a list of these: the task is wrong."""
+    if truth is None:
+        return []
+    texts = truth if isinstance(truth, list) else [truth]
+    if not all(isinstance(text, str | int | float) for text in texts):
+        raise ValueError(f"the ground truth {truth!r:.80} is neither a text nor a list of texts")
+    return [str(text) for text in texts]
+
+
+WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?")
+SECOND = "or nor and either neither maybe perhaps possibly probably alternatively versus vs to until between"
+DENIED = "not no never isn't wrong incorrect false except unless but if than minus plus"
+NUMBERS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety half "
+    "halves quarter quarters third thirds dozen dozens hundred hundreds thousand thousands million "
+    "millions billion billions trillion trillions"
+)
+HEDGES = frozenset(f"{SECOND} {DENIED} {NUMBERS}".split())
+"""Words beside an answer that make it another answer, or none: a second one, a denial, a multiple."""
+
+
+def hedged(words: str) -> bool:
+    """Whether words that stand beside a number are more than its unit, as `or six` or `dozen` are."""
+    return any(word.replace("’", "'") in HEDGES for word in WORD.findall(words.lower()))

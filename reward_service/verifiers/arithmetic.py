@@ -1,14 +1,20 @@
-"""`arithmetic`: the response ends in the right number.
+"""Verifiers of one number: `arithmetic`, where the response ends in it, and `gsm8k`, where it is marked.
 
-The rule. The answer is the number at the very end of the response; a full stop, white space or a line break
-may follow it, nothing else. So `57`, `The answer is 57.` and `12 + 45 = 57` answer 57, while `57 apples`,
-`57?` and `57 or 58 maybe` answer nothing and score 0. The number stands alone: at the start, or after white
-space or one of `= : ( [ { $`. It is not an answer as the last operand of an expression on its line
-(`60 - 3`, `60 -3`).
+`arithmetic`. The answer is the number at the very end of the response; a full stop, white space or a line
+break may follow it, nothing else. So `57`, `The answer is 57.` and `12 + 45 = 57` answer 57, while `57
+apples`, `57?` and `57 or 58 maybe` answer nothing and score 0. The number stands alone: at the start, or
+after white space or one of `= : ( [ { $`. It is not an answer as the last operand of an expression on its
+line (`60 - 3`, `60 -3`).
 
 A number is an integer, a decimal or a fraction `a/b`, with an optional sign, thousands commas and exponent.
 Integers and fractions compare exactly (`6/8` is `3/4` is `0.75`). Where the ground truth is no integer and
 either side is a decimal, a relative difference of 1e-6 is allowed.
+
+`gsm8k`. The ground truth is a number, or a whole solution of the data set, which ends in `#### 42`. What
+follows the last `####` of the response counts up to the end of its line, else what its last `\\boxed{}`
+holds. In it the number may carry a currency sign in front, and a percent sign or words behind (`$1,250
+dollars`). A second number, also in words, another sign, or a word that denies it makes it no answer. Compared
+likewise.
 """
 
 from __future__ import annotations
@@ -16,7 +22,10 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from reward_service.sdk import Abstain, RewardInput, reward
+from areal_async.config.base import Section
+from reward_service.sdk import Abstain, RewardInput
+from reward_service.verifiers import NoArguments, verifier
+from reward_service.verifiers.answers import answer_of, hedged
 
 NUMBER = (
     r"[-+]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"  # sign, digits, decimals
@@ -35,8 +44,8 @@ LAST_CHARACTERS = 200
 TOLERANCE = Fraction(1, 10**6)
 
 
-@reward
-def arithmetic(given: RewardInput) -> float | Abstain:
+@verifier(NoArguments)
+def arithmetic(given: RewardInput, _: NoArguments) -> float | Abstain:
     """1 when the answer equals the ground truth, else 0; see the rule of the module.
 
     Raises ValueError for a ground truth that is no number: the task is wrong, not the model."""
@@ -90,3 +99,48 @@ def same_number(answer: str, wanted: tuple[Fraction, bool]) -> bool:
         and (left_decimal or right_decimal)
         and abs(left - right) <= TOLERANCE * max(abs(left), abs(right))
     )
+
+
+DECORATION = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s?\{|\\[(){}\[\],;:! ]|\\(?=[$%])|[*{}]")
+STATED = re.compile(rf"[\s($€£:=]*+({NUMBER})(?![\w.]*+\d)(.*)", re.DOTALL)
+BEHIND = re.compile(r"[^\W\d_]{2,}.*|\s?[%$€£)\"'.,;:!?°].*|[mgsh](?![^\W\d_]).*|\s.*|", re.DOTALL)
+PLAIN = re.compile(r"[^\W\d_]|[\s%$€£()\"'’.,;:!?°/²³-]")
+LAST_NUMBER = re.compile(rf"(?<![\w.]){NUMBER}(?!\w)")
+GSM8K_CHARACTERS = 4_000
+
+
+class Gsm8kArguments(Section):
+    flexible: bool = False
+    """Whether a response without `####` and box answers with its last number."""
+
+
+@verifier(Gsm8kArguments)
+def gsm8k(given: RewardInput, arguments: Gsm8kArguments) -> float | Abstain:
+    """1 when the number is right, else 0. Raises ValueError for a ground truth without a number: the task is
+    wrong."""
+    if given.ground_truth is None:
+        return Abstain("the task has no ground truth")
+    stated = str(given.ground_truth).rpartition("####")[2]
+    wanted = parse_number(stated.strip().lstrip("$"))
+    if wanted is None:
+        raise ValueError(f"the ground truth {given.ground_truth!r:.80} has no number (after ####)")
+    answer = number_of(given.response, flexible=arguments.flexible)
+    return float(answer is not None and same_number(answer, wanted))
+
+
+def number_of(response: str, *, flexible: bool) -> str | None:
+    tail = response[-GSM8K_CHARACTERS:].replace("−", "-").replace("{,}", ",")
+    stated = answer_of(tail, "hash")
+    if stated is None:
+        stated = answer_of(tail, "boxed")
+    if stated is None:
+        numbers = LAST_NUMBER.findall(answer_of(tail, "whole") or "") if flexible else []
+        return numbers[-1] if numbers else None
+    match = STATED.fullmatch(DECORATION.sub("", stated).strip())
+    return match[1] if match is not None and _names_a_unit(match[2]) else None
+
+
+def _names_a_unit(behind: str) -> bool:
+    """Whether what follows a number leaves it as it is: words, and signs that are no operators. One letter
+    directly behind it, but for those of common units, makes another number of it: `5k`, `5x`."""
+    return BEHIND.fullmatch(behind) is not None and all(map(PLAIN.match, behind)) and not hedged(behind)

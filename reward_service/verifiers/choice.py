@@ -11,7 +11,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from reward_service.sdk import Abstain, RewardInput, reward
+from pydantic import Field
+
+from areal_async.config.base import Section
+from reward_service.sdk import Abstain, RewardInput
+from reward_service.verifiers import verifier
 from reward_service.verifiers.answers import answer_of
 
 LETTERS = "ABCDEFGHIJ"
@@ -22,12 +26,18 @@ IN_A_SENTENCE = r"(?<=[AI])\s(?!(?:is|was|are|or|and|nor|has|can|may|might|could
 LONGEST = 2_000
 
 
-@reward
-def choice(given: RewardInput, *, letters: str = LETTERS) -> float | Abstain:
-    """1 when the right option was chosen, else 0. `letters`: those of the options. Raises ValueError for a
-    ground truth that is no option: the task is wrong."""
+class ChoiceArguments(Section):
+    letters: str = Field(default=LETTERS, pattern=r"^[A-Z]{2,26}$")
+    """Those of the options."""
+
+
+@verifier(ChoiceArguments)
+def choice(given: RewardInput, arguments: ChoiceArguments) -> float | Abstain:
+    """1 when the right option was chosen, else 0. Raises ValueError for a ground truth that is no option: the
+    task is wrong."""
     if given.ground_truth is None:
         return Abstain("the task has no ground truth")
+    letters = arguments.letters
     options = _options(given.extra_info.get("choices"), letters)
     wanted = _wanted(given.ground_truth, options, letters)
     stated = answer_of(given.response[-20_000:], "any")

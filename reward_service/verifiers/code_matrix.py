@@ -17,60 +17,52 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from typing import Any
 
-import msgspec
+from pydantic import Field
 
 from areal_async.rpc.verdicts import Failure
 from reward_service.sandbox import CompilerMissing, SandboxError
-from reward_service.sdk import RewardInput, Score, reward
-from reward_service.verifiers import code_stdio
+from reward_service.sdk import RewardInput, Score
+from reward_service.verifiers import verifier
+from reward_service.verifiers.answers import Block, blocks
 from reward_service.verifiers.cases import Cases, code_cases, read_cases
-from reward_service.verifiers.fences import Block, blocks
-from reward_service.verifiers.run_cases import Settings, run_cases, runner
+from reward_service.verifiers.code_rewards import readable
+from reward_service.verifiers.run_cases import SandboxArguments, prepare_runner, run_cases, runner
 
 LONGEST_TESTS = 10_000
 """Characters. Reading tests takes time beside that of running them, and a response could take that of all."""
 TESTS_FENCE = re.compile(r"^(tests?|unittests?|pytest)$")
 
 
-@reward(scope="group")
-def code_matrix(
-    given: list[RewardInput],
-    *,
-    solution_weight: float = 1.0,
-    tests_weight: float = 1.0,
-    max_tests: int = 16,
-    **arguments: Any,
-) -> list[Score] | list[Failure]:
+class CodeMatrixArguments(SandboxArguments):
+    solution_weight: float = Field(default=1.0, ge=0)
+    """Weight of how good an episode's program is."""
+    tests_weight: float = Field(default=1.0, ge=0)
+    """Weight of how well an episode's tests tell right programs from wrong ones."""
+    max_tests: int = Field(default=16, ge=1)
+    """Tests taken from one episode."""
+
+
+@verifier(CodeMatrixArguments, prepare=prepare_runner, scope="group")
+def code_matrix(given: list[RewardInput], arguments: CodeMatrixArguments) -> list[Score] | list[Failure]:
     """One score for each episode, with the components `solution` and `tests`. `budget_s` is that of the whole
     group; pairs that have not run by then count as failed, with `out_of_time`. One run may take twice its
     share of what is left, so that a program or tests without an end do not take the time of the others.
 
     Raises ValueError for a ground truth that cannot be read; without a sandbox or a compiler the verdicts are
     errors of kind `sandbox` or `compile`."""
-    settings = Settings(**arguments)
     try:
-        return _scores(given, settings, solution_weight, tests_weight, max_tests)
+        return _scores(given, arguments)
     except (SandboxError, CompilerMissing) as error:
         return [Failure(error.verdict_kind, str(error))] * len(given)
 
 
-def preload(
-    *, solution_weight: float = 1.0, tests_weight: float = 1.0, max_tests: int = 16, **rest: Any
-) -> None:
-    """Have the sandbox ready before the first call."""
-    code_stdio.preload(**rest)
-
-
-def _scores(
-    given: list[RewardInput], settings: Settings, solution_weight: float, tests_weight: float, max_tests: int
-) -> list[Score]:
-    level = runner(settings).level
-    deadline_s = time.monotonic() + settings.budget_s
-    programs, tests = zip(*(split(one.response, max_tests, settings) for one in given), strict=True)
+def _scores(given: list[RewardInput], arguments: CodeMatrixArguments) -> list[Score]:
+    level = runner(arguments).level
+    deadline_s = time.monotonic() + arguments.budget_s
+    programs, tests = zip(*(split(one.response, arguments) for one in given), strict=True)
     truths = [one.ground_truth for one in given]
-    task = code_stdio.readable(read_cases(truths[0]), settings) if truths and truths[0] is not None else None
+    task = readable(read_cases(truths[0]), arguments) if truths and truths[0] is not None else None
     out_of_time = False
     texts = len(dict.fromkeys(programs))
     runs_left = texts * len([one for k, one in enumerate(tests) if tests.index(one) == k])
@@ -87,7 +79,7 @@ def _scores(
         if left_s <= 0:
             out_of_time = True
             return False
-        in_time = msgspec.structs.replace(settings, budget_s=min(left_s, share_s))
+        in_time = arguments.model_copy(update={"budget_s": min(left_s, share_s)})
         return all(run_cases(program, "python", cases, in_time).passed)
 
     known: dict[tuple[str | None, int], bool] = {}
@@ -109,6 +101,7 @@ def _scores(
         sum(matrix[i][j] == right[i] for i in range(len(given))) / len(given) if tests[j] is not None else 0.0
         for j in range(len(given))
     ]
+    solution_weight, tests_weight = arguments.solution_weight, arguments.tests_weight
     whole = (solution_weight + tests_weight) or 1.0
     return [
         Score(
@@ -134,7 +127,7 @@ def judged(
     return shares, [share > 0 and share >= middle for share in shares]
 
 
-def split(response: str, max_tests: int, settings: Settings) -> tuple[str | None, Cases | None]:
+def split(response: str, arguments: CodeMatrixArguments) -> tuple[str | None, Cases | None]:
     """The program and the tests of a response."""
     found = [block for block in blocks(response) if block.text.strip()]
     named = next((block for block in reversed(found) if TESTS_FENCE.match(block.language)), None)
@@ -142,13 +135,13 @@ def split(response: str, max_tests: int, settings: Settings) -> tuple[str | None
     program = rest[0].text if rest else None
     if named is None and len(rest) > 1:
         named = rest[-1]
-    return program, _readable(named, max_tests, settings)
+    return program, _readable(named, arguments)
 
 
-def _readable(block: Block | None, max_tests: int, settings: Settings) -> Cases | None:
+def _readable(block: Block | None, arguments: CodeMatrixArguments) -> Cases | None:
     if block is None or len(block.text) > LONGEST_TESTS:
         return None
     try:
-        return code_stdio.readable(code_cases([block.text]), settings).first(max_tests)
+        return readable(code_cases([block.text]), arguments).first(arguments.max_tests)
     except ValueError:
         return None

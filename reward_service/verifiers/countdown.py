@@ -15,7 +15,9 @@ from collections import Counter
 from fractions import Fraction
 from typing import Any, Literal
 
-from reward_service.sdk import Abstain, RewardInput, Score, reward
+from areal_async.config.base import Section
+from reward_service.sdk import Abstain, RewardInput, Score
+from reward_service.verifiers import verifier
 from reward_service.verifiers.answers import answer_of
 
 LONGEST = 200
@@ -27,10 +29,15 @@ SIGNS = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": "
          "−": "-", "$": "", r"\(": "", r"\)": "", "{": "(", "}": ")", "[": "(", "]": ")"}  # fmt: skip
 
 
-@reward
-def countdown(
-    given: RewardInput, *, use: Literal["all", "some"] = "all", wrong: float = 0.0
-) -> Score | Abstain:
+class CountdownArguments(Section):
+    use: Literal["all", "some"] = "all"
+    """Whether each number must be used."""
+    wrong: float = 0.0
+    """Reward of a proper expression with another value."""
+
+
+@verifier(CountdownArguments)
+def countdown(given: RewardInput, arguments: CountdownArguments) -> Score | Abstain:
     """1 for an expression with the target's value that uses each number once (`some`: at most once), `wrong`
     for a proper expression with another value, else 0. Component `proper`: 1 for an expression of the given
     numbers, whatever its value. Raises ValueError for a ground truth of another form."""
@@ -43,11 +50,11 @@ def countdown(
         written = answer_of(given.response, "last_line") or ""
     expression, equals, result = written.strip().rstrip(".").partition("=")
     found = evaluate(expression)
-    if found is None or not _uses(found[1], numbers, use):
+    if found is None or not _uses(found[1], numbers, arguments.use):
         return Score(0.0, {"proper": 0.0})
     stated = evaluate(result) if equals else (target, [])
     right = found[0] == target and stated is not None and stated[0] == target
-    return Score(1.0 if right else wrong, {"proper": 1.0})
+    return Score(1.0 if right else arguments.wrong, {"proper": 1.0})
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]] | None:

@@ -14,8 +14,11 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import regex
+from pydantic import Field, field_validator
 
-from reward_service.sdk import Abstain, RewardInput, Score, reward
+from areal_async.config.base import Section
+from reward_service.sdk import Abstain, RewardInput, Score
+from reward_service.verifiers import verifier
 from reward_service.verifiers.answers import after_thinking, answer_of
 from reward_service.verifiers.budget import TooCostly, within
 
@@ -26,23 +29,35 @@ BUDGET_S = 2.0
 """CPU time."""
 
 
-@reward
-def json_schema(
-    given: RewardInput,
-    *,
-    schema: dict[str, Any] | bool | None = None,
-    where: Literal["whole", "fenced", "tag", "any"] = "any",
-) -> Score | Abstain:
-    """1 for JSON that the schema allows, else 0. Component `json`: 1 when it was JSON at all. Component
-    `too_costly`: 1, and there only when so, for an answer that took too long to check.
+class JsonSchemaArguments(Section):
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    """The schema; by default the ground truth is."""
+    where: Literal["whole", "fenced", "tag", "any"] = "any"
+    """The whole response, its last fenced block or its last `<answer>`; `any`: tag, block, else whole."""
 
-    `where`: `whole` response, the last `fenced` block, the last `<answer>` tag, or `any`: the first of tag,
-    fenced block and whole that there is. Raises ValueError for a ground truth that is no schema."""
+    @field_validator("schema_")
+    @classmethod
+    def _is_a_schema(cls, schema: dict[str, Any] | bool | None) -> dict[str, Any] | bool | None:
+        if schema is not None:
+            _validator(json.dumps(schema, sort_keys=True))
+        return schema
+
+
+def _prepare(_: JsonSchemaArguments) -> None:
+    _validator("true")
+
+
+@verifier(JsonSchemaArguments, prepare=_prepare)
+def json_schema(given: RewardInput, arguments: JsonSchemaArguments) -> Score | Abstain:
+    """1 for JSON that the schema allows, else 0. Component `json`: 1 when it was JSON at all. Component
+    `too_costly`: 1, and there only when so, for an answer that took too long to check. Raises ValueError for
+    a ground truth that is no schema."""
+    schema = arguments.schema_
     if schema is None:
         schema = _schema(given.ground_truth)
         if schema is None:
             return Abstain("the task has no schema, and reward.args.schema gives none")
-    text = _found(given.response, where)
+    text = _found(given.response, arguments.where)
     if text is None:
         return Score(0.0, {"json": 0.0})
     try:
@@ -68,10 +83,6 @@ def strict_json(text: str) -> Any:
         return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_named_once)
     except RecursionError:
         raise ValueError("nested too deep") from None
-
-
-def preload(**_: Any) -> None:
-    _validator("true")
 
 
 def _found(response: str, where: str) -> str | None:

@@ -12,8 +12,11 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from reward_service.sdk import Abstain, RewardInput, Score, reward
-from reward_service.verifiers import symbolic
+from pydantic import Field
+
+from areal_async.config.base import Section
+from reward_service.sdk import Abstain, RewardInput, Score
+from reward_service.verifiers import symbolic, verifier
 from reward_service.verifiers.answers import BOX, Where, after_thinking, answer_of, closing, last_match
 from reward_service.verifiers.budget import TooCostly, within
 from reward_service.verifiers.equality import same
@@ -25,10 +28,18 @@ LAST_CHARACTERS = 20_000
 """The answer is looked for in so many characters at the end."""
 
 
-@reward
-def math(
-    given: RewardInput, *, where: Where = "any", tolerance: float = 5e-6, budget_s: float = 2.0
-) -> Score | Abstain:
+class MathArguments(Section):
+    where: Where = "any"
+    """Where the answer stands."""
+    tolerance: float = Field(default=5e-6, ge=0, lt=1)
+    """Relative difference that two numbers may have when one of them is a decimal."""
+    budget_s: float = Field(default=2.0, gt=0, le=60)
+    """CPU time for comparing, in seconds; an answer that needs more is wrong. It has to end before the
+    reward's `timeout_s`, past which the whole call is a timeout."""
+
+
+@verifier(MathArguments, prepare=lambda _: symbolic.preload())
+def math(given: RewardInput, arguments: MathArguments) -> Score | Abstain:
     """1 when the answer is right, else 0. Component `answered`: 1 when there was an answer at all. Component
     `too_costly`: 1, and there only when so, for an answer that was not compared with every ground truth,
     since that would take more than `budget_s` seconds of CPU time or more room than a number should.
@@ -40,21 +51,18 @@ def math(
         return Abstain("the task has no ground truth")
     if not all(truths):
         raise ValueError("the ground truth is empty: give the answer as a text")
-    answer = find(given.response, where)
+    answer = find(given.response, arguments.where)
     if answer is None:
         return Score(0.0, {"answered": 0.0})
     costly = False
     for truth in truths:
         try:
-            if within(budget_s / len(truths), partial(same, truth, answer, Fraction(tolerance))):
+            compare = partial(same, truth, answer, Fraction(arguments.tolerance))
+            if within(arguments.budget_s / len(truths), compare):
                 return Score(1.0, {"answered": 1.0})
         except TooCostly:
             costly = True
     return Score(0.0, {"answered": 1.0, "too_costly": 1.0} if costly else {"answered": 1.0})
-
-
-def preload(**_: Any) -> None:
-    symbolic.preload()
 
 
 def find(response: str, where: Where = "any") -> str | None:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from reward_service.verifiers.hedges import hedged
+from reward_service.verifiers.answers import hedged
 
 LONGEST_NUMBER = 400
 """Characters; `int` of a text takes time that grows with the square of its length."""

@@ -22,7 +22,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from reward_service.sdk import Abstain, RewardInput, RewardLoadError, Score, reward
+from pydantic import Field
+
+from areal_async.config.base import Section
+from reward_service.sdk import Abstain, RewardInput, RewardLoadError, Score
+from reward_service.verifiers import verifier
 from reward_service.verifiers.answers import Where, answer_of
 from reward_service.verifiers.budget import TooCostly, within
 from reward_service.verifiers.countdown import parsed
@@ -53,32 +57,40 @@ BUDGET_S = 2.0
 """CPU time of a scorer."""
 
 
-@reward
-def reasoning_gym(
-    given: RewardInput,
-    *,
-    dataset: str | None = None,
-    dataset_args: Mapping[str, Any] | None = None,
-    where: Where = "tag",
-) -> Score | Abstain:
-    """1 or 0. `dataset`, `dataset_args`: as in `reasoning_gym.create_dataset`, without seed and size.
-    `where`: the place of the answer (see `answers.py`); with `tag` a response without one is the answer as a
-    whole. Component `library`: what the library says, in [0, 1].
+class ReasoningGymArguments(Section):
+    dataset: str | None = None
+    """Its name there; by default what the task says."""
+    dataset_args: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the data set, without `seed` and `size`."""
+    where: Where = "tag"
+    """Where the answer stands; with `tag` a response without one is the answer as a whole."""
+
+
+def _prepare(arguments: ReasoningGymArguments) -> None:
+    """Import the library, which takes seconds, and make the data set where one is named."""
+    _library()
+    if arguments.dataset is not None:
+        _scorer(arguments.dataset, _text(arguments.dataset_args))
+
+
+@verifier(ReasoningGymArguments, prepare=_prepare)
+def reasoning_gym(given: RewardInput, arguments: ReasoningGymArguments) -> Score | Abstain:
+    """1 or 0. Component `library`: what the library says, in [0, 1].
 
     An answer that its scorer raises on is wrong, and so is one that it takes too long for (component
     `too_costly`: 1, and there only when so). Raises ValueError for a task that names no known data set or
     entry, or one that the scorer raises on with its own answer."""
-    name, entry = _entry(given, dataset, dataset_args)
+    name, entry = _entry(given, arguments)
     if entry is None:
         return Abstain("the task has no entry (extra_info.entry, or extra_info.seed and index)")
-    answer = answer_of(given.response, where)
-    if answer is None and where == "tag":
+    answer = answer_of(given.response, arguments.where)
+    if answer is None and arguments.where == "tag":
         answer = answer_of(given.response, "whole")
     if not answer or len(answer) > LONGEST:
         return Score(0.0, {"library": 0.0})
     if not harmless(answer, name):
         return Score(0.0, {"library": 0.0, "refused": 1.0})
-    score = _scorer(name, _text(dataset_args))
+    score = _scorer(name, _text(arguments.dataset_args))
     try:
         said = float(within(BUDGET_S, lambda: score(answer, entry)))
     except TooCostly:
@@ -87,13 +99,6 @@ def reasoning_gym(
         _must_score(score, entry, name)
         said = 0.0
     return Score(float(said == 1.0), {"library": said})
-
-
-def preload(*, dataset: str | None = None, dataset_args: Mapping[str, Any] | None = None, **_: Any) -> None:
-    """Import the library, which takes seconds, and make the data set where one is named."""
-    _library()
-    if dataset is not None:
-        _scorer(dataset, _text(dataset_args))
 
 
 def harmless(answer: str, name: str) -> bool:
@@ -146,9 +151,7 @@ def _library() -> Any:
     return reasoning_gym
 
 
-def _entry(
-    given: RewardInput, dataset: str | None, dataset_args: Mapping[str, Any] | None
-) -> tuple[str, dict[str, Any] | None]:
+def _entry(given: RewardInput, arguments: ReasoningGymArguments) -> tuple[str, dict[str, Any] | None]:
     """(name of the data set, the entry); no entry where the task tells none. Raises ValueError."""
     extra = given.extra_info
     entry = extra.get("entry", given.ground_truth)
@@ -161,12 +164,12 @@ def _entry(
         entry = None
     metadata = entry.get("metadata") if entry else None
     own = metadata.get("source_dataset") if isinstance(metadata, dict) else None
-    name = dataset or extra.get("dataset") or own
+    name = arguments.dataset or extra.get("dataset") or own
     if not isinstance(name, str):
         raise ValueError("no data set is named: set reward.args.dataset, or extra_info.dataset of the task")
     if entry is None and "index" in extra and "seed" in extra:
         index = int(extra["index"])
-        entry = _dataset(name, _text(dataset_args), int(extra["seed"]), index + 1)[index]
+        entry = _dataset(name, _text(arguments.dataset_args), int(extra["seed"]), index + 1)[index]
     return name, entry
 
 
@@ -178,5 +181,5 @@ def _must_score(score: Callable[[str, Any], float], entry: Mapping[str, Any], na
         raise ValueError(f"reasoning_gym's {name} cannot score this entry: {error!r:.200}") from error
 
 
-def _text(args: Mapping[str, Any] | None) -> str:
-    return json.dumps(dict(args or {}), sort_keys=True)
+def _text(args: Mapping[str, Any]) -> str:
+    return json.dumps(args, sort_keys=True)

@@ -4,54 +4,66 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import time
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import msgspec
+from pydantic import Field, field_validator
 
+from areal_async.config.base import Section, refuse_password
 from reward_service.sandbox import Limits, Outcome, Program, Sandbox, SandboxError
 from reward_service.sandbox.harness import START, files_of
 from reward_service.sandbox.harness.plain import encode
 from reward_service.sandbox.languages import HARNESS_PYTHON
-from reward_service.sandbox.program import Level
+from reward_service.sandbox.program import CannotIsolate, Level
 from reward_service.sandbox.remote import RemoteSandbox
+from reward_service.sdk import RewardLoadError
 from reward_service.verifiers.cases import CallCase, Cases, StdioCase
 from reward_service.verifiers.entry_points import marked
-from reward_service.verifiers.same import same_output
 
 LEAST_RUN_S = 0.05
 """A run with less time than this left is not begun."""
 
+Compare = Literal["tokens", "lines", "exact"]
 Runner = Sandbox | RemoteSandbox
 _runners: dict[tuple[str, str, str], Runner] = {}
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """The arguments of the rewards that concern running (`SandboxArguments`, `CodeArguments`)."""
+class SandboxArguments(Section):
+    """Where and within which limits programs run, and what their tests may ask of them."""
 
+    runs_programs: ClassVar[bool] = True
+    """Read where a job is checked: this machine, or `remote`, must be able to isolate programs."""
     sandbox: Level = "isolated"
+    """`isolated` (docs/sandbox.md): the job is refused where programs cannot be isolated. `none`: they are
+    plain child processes of the service, free to do what it may: no protection."""
     remote: str | None = None
+    """URL of a sandbox server to run programs on, instead of this machine."""
     token_env: str | None = None
-    cpu_s: float = 2.0
-    wall_s: float = 5.0
-    memory_mb: int = 256
-    processes: int = 16
-    budget_s: float = 8.0
-    extract: str = "fence"
-    partial: bool = False
-    max_cases: int = 0
-    language: str = "python"
-    compare: str = "tokens"
-    tolerance: float = 1e-6
-    live_objects: str = "refuse"
+    """Environment variable that holds the token for `remote`."""
+    cpu_s: float = Field(default=2.0, gt=0)
+    """CPU time of one run, in seconds."""
+    wall_s: float = Field(default=5.0, gt=0)
+    """Time of one run by the clock, in seconds."""
+    memory_mb: int = Field(default=256, ge=16, le=1 << 24)
+    """Memory of all processes of one run."""
+    processes: int = Field(default=16, ge=2, le=65_536)
+    """Processes and threads of one run."""
+    budget_s: float = Field(default=8.0, gt=0)
+    """Time for compiling and all runs of one episode, in seconds. What has not run by then has failed. It has
+    to end before the reward's `timeout_s`, past which the whole call is a timeout."""
+    live_objects: Literal["allow", "refuse"] = "refuse"
+    """Whether tests may use objects of the program (instances of its classes, closures, endless iterators),
+    which answer for themselves. `refuse`: a task whose tests need them is an error; everything that crosses
+    to the tests is plain data. `allow`: the component `live_objects` says where it was so."""
 
-    def limits(self, left_s: float) -> Limits:
-        return Limits(
-            wall_s=min(self.wall_s, left_s),
-            cpu_s=self.cpu_s,
-            memory_mb=self.memory_mb,
-            processes=self.processes,
-        )
+    @field_validator("remote")
+    @classmethod
+    def _holds_no_password(cls, value: str | None) -> str | None:
+        if value is not None:
+            refuse_password(value, "token_env")
+        return value
 
 
 class Result(msgspec.Struct):
@@ -72,77 +84,106 @@ class Result(msgspec.Struct):
     def share(self) -> float:
         return sum(self.passed) / len(self.passed)
 
+    def add(self, right: bool, why: str) -> None:
+        self.passed.append(right)
+        if not right and not self.why:
+            self.why = why
 
-def runner(settings: Settings) -> Runner:
+
+def runner(arguments: SandboxArguments) -> Runner:
     """The sandbox of this process, made when first asked for. Raises SandboxError."""
-    key = (settings.sandbox, settings.remote or "", settings.token_env or "")
+    key = (arguments.sandbox, arguments.remote or "", arguments.token_env or "")
     if key not in _runners:
-        if settings.remote:
+        if arguments.remote:
             _runners[key] = RemoteSandbox(
-                settings.remote, token_env=settings.token_env, level=settings.sandbox
+                arguments.remote, token_env=arguments.token_env, level=arguments.sandbox
             )
         else:
-            _runners[key] = Sandbox.at(settings.sandbox)
+            _runners[key] = Sandbox.at(arguments.sandbox)
     return _runners[key]
 
 
-def run_cases(source: str, language: str, cases: Cases, settings: Settings) -> Result:
+def prepare_runner(arguments: SandboxArguments) -> None:
+    """Have the sandbox ready before the first call. Raises RewardLoadError where there is none; a server that
+    does not answer may come back."""
+    try:
+        runner(arguments)
+    except SandboxError as error:
+        away = bool(arguments.remote) and not isinstance(error, CannotIsolate)
+        raise RewardLoadError(f"programs cannot be run: {error}", may_pass=away) from None
+
+
+def run_cases(
+    source: str,
+    language: str,
+    cases: Cases,
+    arguments: SandboxArguments,
+    *,
+    partial: bool = False,
+    compare: Compare = "tokens",
+    tolerance: float = 1e-6,
+) -> Result:
     """All cases, or until the first that fails unless `partial`. Raises SandboxError, CompilerMissing, and
     ValueError for tests that fail or end before they have asked anything of the program."""
-    sandbox = runner(settings)
-    deadline_s = time.monotonic() + settings.budget_s
+    sandbox = runner(arguments)
+    deadline_s = time.monotonic() + arguments.budget_s
     result = Result([], level=sandbox.level)
     for case in cases.stdio:
         left_s = deadline_s - time.monotonic()
-        if left_s < LEAST_RUN_S:
-            result.out_of_time = True
-        if result.out_of_time or (not settings.partial and not all(result.passed)) or not result.compiled:
-            result.passed.append(False)
+        result.out_of_time = result.out_of_time or left_s < LEAST_RUN_S
+        if result.out_of_time or not result.compiled or not (partial or all(result.passed)):
+            result.add(False, "")
             continue
-        _stdio_case(sandbox, source, language, case, settings, left_s, result)
+        outcome, cut_off = _run_stdio(sandbox, source, language, case, arguments, left_s)
+        right = outcome.ok and same_output(outcome.stdout, case.stdout, compare=compare, tolerance=tolerance)
+        result.add(right, "wrong output" if outcome.ok else outcome.describe())
+        result.compiled = outcome.kind != "compile"
+        result.out_of_time = cut_off
     if cases.calls or cases.codes:
         if language != "python":
             raise SandboxError(f"tests of functions are run in Python; the program is in {language}")
-        left_s = max(LEAST_RUN_S, deadline_s - time.monotonic())
-        if settings.partial or all(result.passed):
-            _harness(sandbox, source, cases, settings, left_s, result)
+        if partial or all(result.passed):
+            left_s = max(LEAST_RUN_S, deadline_s - time.monotonic())
+            _run_tests(sandbox, source, cases, arguments, tolerance, left_s, result)
         else:
             result.passed += [False] * (len(cases.calls) + len(cases.codes))
     return result
 
 
-def _stdio_case(
-    sandbox: Runner,
-    source: str,
-    language: str,
-    case: StdioCase,
-    settings: Settings,
-    left_s: float,
-    result: Result,
-) -> None:
+def _limits(arguments: SandboxArguments, left_s: float) -> Limits:
+    return Limits(
+        wall_s=min(arguments.wall_s, left_s),
+        cpu_s=arguments.cpu_s,
+        memory_mb=arguments.memory_mb,
+        processes=arguments.processes,
+    )
+
+
+def _run_stdio(
+    sandbox: Runner, source: str, language: str, case: StdioCase, arguments: SandboxArguments, left_s: float
+) -> tuple[Outcome, bool]:
+    """(how the program ended, whether the time that was left is what ended it)."""
     program = Program(
         source=source,
         language=language,
         stdin=case.stdin.encode("utf-8", "replace"),
-        limits=settings.limits(left_s),
+        limits=_limits(arguments, left_s),
         within_s=left_s,
     )
     began_s = time.monotonic()
     outcome = sandbox.run(program)
     spent_s = time.monotonic() - began_s
-    right = outcome.ok and same_output(
-        outcome.stdout, case.stdout, compare=settings.compare, tolerance=settings.tolerance
-    )
-    result.passed.append(right)
-    result.compiled = outcome.kind != "compile"
-    if not right and not result.why:
-        result.why = "wrong output" if outcome.ok else outcome.describe()
-    if outcome.kind == "timeout" and (left_s < settings.wall_s or spent_s >= left_s):
-        result.out_of_time = True
+    return outcome, outcome.kind == "timeout" and (left_s < arguments.wall_s or spent_s >= left_s)
 
 
-def _harness(
-    sandbox: Runner, source: str, cases: Cases, settings: Settings, left_s: float, result: Result
+def _run_tests(
+    sandbox: Runner,
+    source: str,
+    cases: Cases,
+    arguments: SandboxArguments,
+    tolerance: float,
+    left_s: float,
+    result: Result,
 ) -> None:
     """Function tests: one run for all of them, the tests in a jail of their own."""
     tests = [_call(case) for case in cases.calls] + [{"code": _marked(one.code)} for one in cases.codes]
@@ -150,24 +191,23 @@ def _harness(
         "entries": cases.entries,
         "setup": [_marked(text) for text in cases.setup],
         "tests": tests,
-        "live": cases.live and settings.live_objects == "allow",
-        "tolerance": settings.tolerance,
+        "live": cases.live and arguments.live_objects == "allow",
+        "tolerance": tolerance,
     }
-    limits = settings.limits(left_s)
+    limits = _limits(arguments, left_s)
+
+    def side(name: str, files: dict[str, bytes], stdin: bytes = b"") -> Program:
+        return Program(
+            source=START.format(side=name),
+            language=HARNESS_PYTHON,
+            files={**files, **files_of(name)},
+            stdin=stdin,
+            limits=limits,
+        )
+
     examined, program = sandbox.run_pair(
-        Program(
-            source=START.format(side="examiner"),
-            language=HARNESS_PYTHON,
-            files=files_of("examiner"),
-            stdin=json.dumps(task).encode(),
-            limits=limits,
-        ),
-        Program(
-            source=START.format(side="candidate"),
-            language=HARNESS_PYTHON,
-            files={"solution.py": source.encode("utf-8", "replace"), **files_of("candidate")},
-            limits=limits,
-        ),
+        side("examiner", {}, json.dumps(task).encode()),
+        side("candidate", {"solution.py": source.encode("utf-8", "replace")}),
     )
     lines = answers(examined)
     if len(lines) == len(tests) and all(one.get("ready") and not one.get("asked") for one in lines):
@@ -176,11 +216,8 @@ def _harness(
     ended = program if program.kind not in ("ok", "ended") else examined
     for index in range(len(tests)):
         line = lines[index] if index < len(lines) else {"why": ended.describe()}
-        right = line.get("passed") is True
-        result.passed.append(right)
+        result.add(line.get("passed") is True, str(line.get("why")))
         result.live = result.live or line.get("live") is True
-        if not right and not result.why:
-            result.why = str(line.get("why"))
 
 
 _marked = functools.lru_cache(maxsize=256)(marked)
@@ -189,14 +226,11 @@ _marked = functools.lru_cache(maxsize=256)(marked)
 def _call(case: CallCase) -> dict[str, Any]:
     """Raises ValueError for arguments or a result that cannot be handed over."""
     try:
-        encoded = {name: encode(getattr(case, name), _nothing) for name in ("args", "expected")}
+        # JSON holds no references, so nothing is asked for one.
+        encoded = {name: encode(getattr(case, name), lambda _, __: None) for name in ("args", "expected")}
     except TypeError as error:
         raise ValueError(f"a case of {case.function!r} cannot be handed over: {error}") from error
     return {"call": case.function, **encoded, "wrapped": case.wrapped}
-
-
-def _nothing(_value: Any, _last: bool) -> None:
-    """JSON holds no references."""
 
 
 def answers(outcome: Outcome) -> list[dict[str, Any]]:
@@ -211,3 +245,40 @@ def answers(outcome: Outcome) -> list[dict[str, Any]]:
             break
         found.append(one)
     return found
+
+
+# --- outputs ------------------------------------------------------------------------------------------
+
+
+def same_output(got: bytes, expected: str, *, compare: Compare, tolerance: float) -> bool:
+    """Whether a program's output is what was expected, as `CodeStdioArguments.compare` describes it."""
+    if compare == "exact":
+        return got == expected.encode("utf-8", "replace")
+    text = got.decode("utf-8", "replace")
+    if compare == "lines":
+        return _lines(text) == _lines(expected)
+    mine, wanted = text.split(), expected.split()
+    return len(mine) == len(wanted) and all(
+        _same_token(one, two, tolerance) for one, two in zip(mine, wanted, strict=True)
+    )
+
+
+def _same_token(got: str, expected: str, tolerance: float) -> bool:
+    """Equal, or both numbers and near each other where a decimal is expected: `3` is no `3.5`, and `7` no
+    `7a`."""
+    if got == expected:
+        return True
+    if "." not in expected and "e" not in expected.lower():
+        return False
+    try:
+        one, two = float(got), float(expected)
+    except ValueError:
+        return False
+    return math.isclose(one, two, rel_tol=tolerance, abs_tol=tolerance)
+
+
+def _lines(text: str) -> list[str]:
+    lines = [line.rstrip() for line in text.splitlines()]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines

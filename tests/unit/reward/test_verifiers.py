@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from areal_async.rpc.verdicts import Abstain
 from reward_service.sdk import RewardInput
 from reward_service.verifiers.arithmetic import arithmetic, final_number
-from reward_service.verifiers.exact_match import exact_match
+from reward_service.verifiers.text import exact_match
 
 EXACT = [
     ("57", "57", 1),

@@ -14,13 +14,11 @@ from areal_async.rpc.verdicts import Abstain, Score
 from reward_service.client import LocalScorer
 from reward_service.sandbox import CompilerMissing, Outcome, languages
 from reward_service.sdk import RewardInput
+from reward_service.verifiers.answers import blocks, program_of
 from reward_service.verifiers.cases import Cases, CodeCase, read_cases
-from reward_service.verifiers.code_matrix import code_matrix, judged, split
-from reward_service.verifiers.code_stdio import code_stdio
-from reward_service.verifiers.code_tests import code_tests
-from reward_service.verifiers.fences import blocks, program_of
-from reward_service.verifiers.run_cases import Settings, answers, run_cases
-from reward_service.verifiers.same import same_output
+from reward_service.verifiers.code_matrix import CodeMatrixArguments, code_matrix, judged, split
+from reward_service.verifiers.code_rewards import code_stdio, code_tests
+from reward_service.verifiers.run_cases import SandboxArguments, answers, run_cases, same_output
 
 SUM = "a, b = map(int, input().split())\nprint(a + b)"
 TRUTH = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
@@ -65,10 +63,9 @@ def test_a_loop_is_a_wrong_answer_within_the_budget():
     assert verdict.components["out_of_time"] == 1
 
 
-def test_arguments_of_the_config_are_those_that_the_rewards_take():
+def test_the_rewards_take_the_arguments_that_a_job_file_may_give():
     for name, function in (("code_stdio", code_stdio), ("code_tests", code_tests)):
         arguments = REWARDS.find(name).Arguments().model_dump()
-        assert set(arguments) <= set(Settings.__struct_fields__)
         assert function(fenced(""), **arguments).value == 0
 
 
@@ -85,7 +82,7 @@ def test_standard_input_and_output_in_the_forms_that_data_sets_have(truth):
     cases = read_cases(truth)
     assert len(cases.stdio) == 2
     assert cases.stdio[0].stdin.strip() == "1 2"
-    assert run_cases(SUM, "python", cases, Settings()).passed == [True, True]
+    assert run_cases(SUM, "python", cases, SandboxArguments()).passed == [True, True]
 
 
 def test_assertions_are_cases_and_the_rest_goes_before_them():
@@ -229,11 +226,11 @@ def test_without_tests_of_the_task_the_others_tests_judge():
 
 
 def test_programs_and_tests_of_a_response():
-    program, tests = split("```python\np\n```\n```python\nassert f()\n```", 16, Settings())
+    program, tests = split("```python\np\n```\n```python\nassert f()\n```", CodeMatrixArguments())
     assert program == "p\n"
     assert tests.codes == [CodeCase("assert f()")]
-    assert split("```tests\nassert f()\n```\n```python\np\n```", 16, Settings())[0] == "p\n"
-    assert split("nothing", 16, Settings()) == (None, None)
+    assert split("```tests\nassert f()\n```\n```python\np\n```", CodeMatrixArguments())[0] == "p\n"
+    assert split("nothing", CodeMatrixArguments()) == (None, None)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::SyntaxWarning")
@@ -246,7 +243,7 @@ def test_fuzzed_responses_and_answers_crash_nothing():
         text = "".join(rng.choices(pieces, k=rng.randint(0, 25)))
         for extract in ("fence", "whole"):
             program_of(text, extract=extract)
-        split(text, 4, Settings())
+        split(text, CodeMatrixArguments(max_tests=4))
         output = text.encode("utf-8", "replace")
         for compare in ("tokens", "lines", "exact"):
             same_output(output, text[::-1], compare=compare, tolerance=1e-6)

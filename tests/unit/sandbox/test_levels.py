@@ -19,7 +19,6 @@ from prometheus_client import REGISTRY
 
 from areal_async.config.advice import advise
 from areal_async.config.job import JobConfig
-from areal_async.config.sandbox import CodeStdioArguments, SandboxLevel
 from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Score
 from reward_service.sandbox import CompilerMissing, Limits, Program, Sandbox, SandboxError
@@ -29,8 +28,7 @@ from reward_service.sandbox.program import Level
 from reward_service.sdk import RewardInput
 from reward_service.server import Held
 from reward_service.verifiers import run_cases
-from reward_service.verifiers.code_stdio import code_stdio
-from reward_service.verifiers.run_cases import Settings
+from reward_service.verifiers.code_rewards import CodeStdioArguments, code_stdio
 
 HELLO = Program(command=("/bin/sh", "-c", "echo hello"))
 ROOT = Path(__file__).parents[3]
@@ -48,8 +46,8 @@ def test_the_level_is_in_the_outcome_and_in_the_verdict(sandbox):
 
 
 def test_there_are_two_levels_and_isolated_is_what_holds_without_a_word():
-    assert get_args(Level) == get_args(SandboxLevel) == ("isolated", "none")
-    assert CodeStdioArguments().sandbox == Settings().sandbox == "isolated"
+    assert get_args(Level) == ("isolated", "none")
+    assert CodeStdioArguments().sandbox == "isolated"
 
 
 WITHOUT_NAMESPACES = 'echo 0 >/proc/sys/user/max_user_namespaces && exec "$@"'

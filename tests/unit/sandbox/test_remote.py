@@ -16,7 +16,7 @@ from reward_service.sandbox.program import CannotIsolate
 from reward_service.sandbox.remote import RemoteSandbox
 from reward_service.sandbox.serving import MOST, bounded, serving
 from reward_service.sdk import RewardInput
-from reward_service.verifiers.code_stdio import code_stdio
+from reward_service.verifiers.code_rewards import code_stdio
 
 
 @contextlib.contextmanager

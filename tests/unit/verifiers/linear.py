@@ -7,10 +7,10 @@ from __future__ import annotations
 import sys
 
 from reward_service.sdk import RewardInput, load_reward
-from reward_service.verifiers import choice, gsm8k, hedges, json_schema, quantities, writing
+from reward_service.verifiers import answers, choice, json_schema, quantities, writing
 from reward_service.verifiers.answers import WHERES, answer_of
-from reward_service.verifiers.arithmetic import final_number
-from reward_service.verifiers.instruction_checks import CHECKS, follows
+from reward_service.verifiers.arithmetic import final_number, number_of
+from reward_service.verifiers.instructions import CHECKS, follows
 
 PIECES = [
     *"\n \t1a{}[]()\\$*-_<>\"`#'^=,;.!?%~:|&/+é\u00a0",
@@ -70,10 +70,10 @@ def read_by_parts(text: str) -> None:
     quantities.number(text)
     quantities.based(text)
     quantities.ratio(text)
-    hedges.hedged(text)
+    answers.hedged(text)
     json_schema.fenced(text)
     choice.chosen(text, {"A": "x", "B": "y"})
-    gsm8k.number_of(text, flexible=True)
+    number_of(text, flexible=True)
     final_number(text)
     for instruction in CHECKS:
         follows(text, instruction, ARGUMENTS.get(instruction, {}))

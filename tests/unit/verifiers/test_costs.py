@@ -22,7 +22,7 @@ from reward_service.verifiers import symbolic
 from reward_service.verifiers.budget import TooCostly, within
 from reward_service.verifiers.json_schema import json_schema
 from reward_service.verifiers.math import math
-from reward_service.verifiers.regex import regex
+from reward_service.verifiers.text import regex
 
 CPU_LIMIT_S = 90
 """Many times what reading takes; a pattern that is worse than linear takes hours."""
@@ -175,7 +175,7 @@ def test_reading_an_answer_takes_work_in_proportion_to_its_length(kind, size):
 
 
 def test_a_million_blank_lines_follow_no_instruction():
-    from reward_service.verifiers.instruction_checks import follows
+    from reward_service.verifiers.instructions import follows
 
     text = "\n" * 1_000_000 + "x"
     assert not follows(text, "detectable_content:postscript", {})

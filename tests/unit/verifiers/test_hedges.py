@@ -6,7 +6,7 @@ import pytest
 from verifiers import judged
 
 from reward_service.sdk import RewardInput, load_reward
-from reward_service.verifiers.instruction_checks import follows
+from reward_service.verifiers.instructions import follows
 
 MATHS = {
     "5": [

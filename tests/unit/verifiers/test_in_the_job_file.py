@@ -31,7 +31,7 @@ def test_arguments_that_are_right_are_accepted(name, args):
 BAD = [
     ("math", {"were": "boxed"}, r"reward\.args\.were.*math has no argument 'were'.*where, tolerance"),
     ("json_schema", {"scheme": {}}, "has no argument 'scheme'.*It takes schema, where"),
-    ("json_schema", {"schema": {"type": "nothing"}}, "no JSON schema"),
+    ("json_schema", {"schema": {"type": "nothing"}}, "not a valid JSON schema"),
     ("overlong", {"limit": 10}, r"reward\.args\.buffer.*overlong needs 'buffer'"),
     ("regex", {"pattern": "("}, "no regular expression"),
     (

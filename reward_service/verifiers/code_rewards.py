@@ -1,0 +1,137 @@
+"""`code_stdio` and `code_tests`: what the program in the response does. Scope `episode`.
+
+A response without a program, one that does not compile, crashes or passes a limit is a wrong answer: 0. What
+is not the model's fault is an error, never 0: a ground truth that cannot be read raises ValueError; without a
+sandbox or a compiler the verdict is an error of kind `sandbox` or `compile`. A task without ground truth is
+not judged. `cases` has the forms of the ground truth, docs/sandbox.md what programs are confined by.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+from pydantic import Field
+
+from areal_async.rpc.verdicts import Failure
+from areal_async.runtime.log import get_logger
+from reward_service.sandbox import CompilerMissing, SandboxError
+from reward_service.sandbox.languages import ALIASES, LANGUAGES
+from reward_service.sdk import Abstain, RewardInput, Score
+from reward_service.verifiers import verifier
+from reward_service.verifiers.answers import program_of
+from reward_service.verifiers.cases import Cases, read_cases
+from reward_service.verifiers.run_cases import Compare, Result, SandboxArguments, prepare_runner, run_cases
+
+log = get_logger("sandbox")
+
+COMPONENTS = ("extracted", "compiled", "passed", "out_of_time", "live_objects")
+
+
+class CodeArguments(SandboxArguments):
+    extract: Literal["fence", "whole"] = "fence"
+    """Where the program is: in the last fenced block of the response, or the whole response."""
+    partial: bool = False
+    """Whether the score is the share of the cases passed. Otherwise it is 1 when all pass, else 0, and the
+    first that fails ends the run."""
+    max_cases: int = Field(default=0, ge=0)
+    """Run the first so many cases only; 0: all."""
+    tolerance: float = Field(default=1e-6, ge=0)
+    """Relative and absolute difference of decimals that a function returns, or that a program prints where a
+    decimal point is expected (`compare: tokens`)."""
+
+
+class CodeStdioArguments(CodeArguments):
+    language: Literal["python", "c", "cpp", "rust", "javascript", "java", "auto"] = "python"
+    """Language of the programs. `auto`: as the fence of the block says, else Python."""
+    compare: Compare = "tokens"
+    """`tokens`: the words of the output, numbers up to `tolerance`. `lines`: the lines, without white space
+    at their ends and empty lines at the end. `exact`: every byte."""
+
+
+@verifier(CodeStdioArguments, prepare=prepare_runner)
+def code_stdio(given: RewardInput, arguments: CodeStdioArguments) -> Score | Abstain | Failure:
+    """1 when every case passes, else 0; with `partial` the share that passes. A ground truth with `fn_name`
+    is run as function tests.
+
+    Components: `extracted`, `compiled`, `passed` (share of the cases), `out_of_time`, `live_objects` (1 where
+    tests were answered by objects of the program). A language that the model chose (`auto`) and that is not
+    installed is its fault."""
+    return _judged(given, arguments, arguments.language, arguments.compare)
+
+
+@verifier(CodeArguments, prepare=prepare_runner)
+def code_tests(given: RewardInput, arguments: CodeArguments) -> Score | Abstain | Failure:
+    """As `code_stdio`, of Python functions, with a ground truth that holds assertions, a function that
+    checks, or arguments and results. All tests of a response share one run: `cpu_s` and `wall_s` are those of
+    all of them. The program does not see the tests, nor can it say that it passed: see
+    `reward_service.sandbox.harness`."""
+    return _judged(given, arguments, "python", "tokens")
+
+
+def _judged(
+    given: RewardInput, arguments: CodeArguments, language: str, compare: Compare
+) -> Score | Abstain | Failure:
+    if given.ground_truth is None:
+        return Abstain("the task has no ground truth")
+    cases = readable(read_cases(given.ground_truth), arguments).first(arguments.max_cases)
+    block = program_of(given.response, extract=arguments.extract)
+    if block is None:
+        return _no_score()
+    chosen = language == "auto"
+    if chosen:
+        named = ALIASES.get(block.language, block.language)
+        language = named if named in LANGUAGES else "python"
+    if chosen and language != "python" and (cases.calls or cases.codes):
+        return _no_score(extracted=1.0)  # tests of functions are in Python, whatever the model prefers
+    try:
+        result = run_cases(
+            block.text,
+            language,
+            cases,
+            arguments,
+            partial=arguments.partial,
+            compare=compare,
+            tolerance=arguments.tolerance,
+        )
+        return _score_of(result, partial=arguments.partial)
+    except CompilerMissing as error:
+        if chosen:
+            _warn_of_missing(str(error))
+            return _no_score(extracted=1.0)
+        return Failure(error.verdict_kind, str(error))
+    except SandboxError as error:
+        return Failure(error.verdict_kind, str(error))
+
+
+@functools.cache
+def _warn_of_missing(why: str) -> None:
+    log.warning("a program in a language that is not installed counts as wrong", why=why)
+
+
+def readable(cases: Cases, arguments: SandboxArguments) -> Cases:
+    """Raises ValueError for tests that need objects of the program where the job refuses them."""
+    if cases.live and arguments.live_objects == "refuse":
+        raise ValueError(
+            "the tests use objects of the program (attributes, calls or items of what it returns), which "
+            "could answer for themselves. Set `live_objects: allow` among the reward's arguments, or write "
+            "tests that compare plain data"
+        )
+    return cases
+
+
+def _no_score(**components: float) -> Score:
+    """0, for a program that was not run."""
+    return Score(0.0, dict.fromkeys(COMPONENTS, 0.0) | components)
+
+
+def _score_of(result: Result, *, partial: bool) -> Score:
+    components = {
+        "extracted": 1.0,
+        "compiled": float(result.compiled),
+        "passed": result.share,
+        "out_of_time": float(result.out_of_time),
+        "live_objects": float(result.live),
+    }
+    value = result.share if partial else float(all(result.passed))
+    return Score(value, components, sandbox=result.level)

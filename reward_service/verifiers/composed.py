@@ -1,0 +1,225 @@
+"""Rewards made of values that others have given: `environment`, by the workflow, and `weighted`, by rewards.
+
+    reward:
+      name: weighted
+      args:
+        parts:
+          - {name: math, weight: 1.0}
+          - {name: format_tags, weight: 0.2, args: {tags: [think, answer]}}
+          - {name: overlong, weight: 1.0, args: {limit: 4096, buffer: 512}}
+
+The score of `weighted` is the sum of weight * score; the components are the scores of the parts by their
+names, and the parts' own components as `part.component`. A part without a score makes the whole none, with
+the part's verdict. Where a part also values segments, agents or units, those are weighted and added too.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from areal_async.config.base import Section
+from areal_async.registry import REWARDS, PartError
+from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, Verdict
+from reward_service.sdk import MARK, Mark, RewardInput, RewardLoadError, load_reward
+from reward_service.verifiers import NoArguments, verifier
+
+ENVIRONMENT_REWARD = "reward"
+
+
+@verifier(NoArguments)
+def environment(given: RewardInput, _: NoArguments) -> Score | Abstain:
+    """The episode's own reward (`ctx.reward(value)`), or the sum of its segments' rewards where the workflow
+    set only those. Its other named rewards are the components. Nothing is judged here: an episode without any
+    reward is not scored 0 but abstained from."""
+    episode = given.episode
+    named = dict(episode.header.rewards)
+    of_segments = [value for value in episode.segments.reward.tolist() if not math.isnan(value)]
+    if ENVIRONMENT_REWARD in named:
+        value = named.pop(ENVIRONMENT_REWARD)
+    elif of_segments:
+        value = math.fsum(of_segments)
+    elif named:
+        names = ", ".join(sorted(named))
+        return Abstain(f"the workflow recorded {names}, but no reward called {ENVIRONMENT_REWARD!r}")
+    else:
+        return Abstain("the workflow recorded no reward (ctx.reward)")
+    return Score(value, named)
+
+
+# --- a reward inside another -------------------------------------------------------------------------
+
+
+class PartSection(Section):
+    """A reward that is part of another."""
+
+    name: str
+    """A built-in reward that runs in the pool, or `path.py:name`."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """As `reward.args`."""
+
+    @field_validator("name")
+    @classmethod
+    def _runs_in_the_pool(cls, name: str) -> str:
+        try:
+            elsewhere = ".py:" not in name and isinstance(REWARDS.find(name), type)
+        except PartError:
+            return name  # that it is unknown is said where its arguments are looked at
+        if elsewhere:
+            raise ValueError(f"`{name}` cannot be a part: it is not computed in the pool")
+        return name
+
+
+class PartFailed(RuntimeError):
+    """A part raised, or returned what is no verdict. The text names the part."""
+
+
+def prepare_parts(parts: Iterable[PartSection]) -> None:
+    """Load every part. Raises RewardLoadError."""
+    for part in parts:
+        _loaded(part.name, json.dumps(part.args, sort_keys=True))
+
+
+def outcome(part: PartSection, label: str, given: RewardInput) -> Any:
+    """What the part says of `given`: a verdict, or an awaitable of one where it is async.
+
+    `label` names it in messages. Raises PartFailed."""
+    function = _loaded(part.name, json.dumps(part.args, sort_keys=True))
+    try:
+        result = function(given)
+    except Exception as error:
+        raise PartFailed(f"{label}: {type(error).__name__}: {error}") from error
+    return _awaited(label, result) if inspect.isawaitable(result) else _checked(label, result)
+
+
+async def _awaited(label: str, awaitable: Awaitable[Any]) -> Verdict:
+    try:
+        result = await awaitable
+    except Exception as error:
+        raise PartFailed(f"{label}: {type(error).__name__}: {error}") from error
+    return _checked(label, result)
+
+
+@functools.lru_cache(maxsize=64)
+def _loaded(name: str, args_text: str) -> Callable[[RewardInput], Any]:
+    """The reward with its arguments, ready to be called with one input. Raises RewardLoadError for one that
+    wants lists: a part is given one episode."""
+    function: Any = load_reward(name)
+    if getattr(function, MARK, Mark()).takes_list:
+        raise RewardLoadError(f"the reward {name!r} takes a list of inputs; a part must take one")
+    args = json.loads(args_text)
+    try:
+        inspect.signature(function).bind(None, **args)
+    except TypeError as error:
+        raise RewardLoadError(f"the arguments of {name!r} as a part: {error}") from None
+    if (preload := getattr(function, "preload", None)) is not None:
+        preload(**args)
+    return functools.partial(function, **args)
+
+
+def _checked(label: str, result: object) -> Verdict:
+    match result:
+        case Abstain():
+            return Abstain(f"{label}: {result.reason}" if result.reason else label, result.sandbox)
+        case Failure():
+            return Failure(result.kind, f"{label}: {result.message}", result.sandbox)
+        case Timeout():
+            return result
+    score = result if isinstance(result, Score) else None
+    value = score.value if score else result
+    if not isinstance(value, Real):
+        kind = type(value).__name__
+        raise PartFailed(f"{label}: the score is a {kind}: return a number, a Score or an Abstain")
+    if not math.isfinite(value):
+        raise PartFailed(f"{label}: the score is {value}")
+    return score or Score(float(value))
+
+
+# --- a weighted sum ----------------------------------------------------------------------------------
+
+
+class WeightedPart(PartSection):
+    weight: float = 1.0
+    """What its score is multiplied by."""
+    label: str | None = Field(default=None, min_length=1)
+    """Its name among the components, where two parts have the same reward."""
+
+    @property
+    def known_as(self) -> str:
+        """The label, else the name, of `path.py:f` only `f`."""
+        return self.label or self.name.rpartition(":")[2]
+
+
+class WeightedArguments(Section):
+    parts: tuple[WeightedPart, ...] = Field(min_length=1)
+    """What is added up."""
+
+    @model_validator(mode="after")
+    def _can_be_told_apart(self) -> WeightedArguments:
+        labels = [part.known_as for part in self.parts]
+        twice = sorted({label for label in labels if labels.count(label) > 1})
+        if twice:
+            raise ValueError(f"two parts are called {twice[0]!r}: give each a `label` of its own")
+        return self
+
+
+@verifier(WeightedArguments, prepare=lambda arguments: prepare_parts(arguments.parts))
+def weighted(given: RewardInput, arguments: WeightedArguments) -> Any:
+    """The weighted sum, as a Score; else the first verdict of a part that is none, in their order. Raises
+    PartFailed, with the part's name, for a part that raises."""
+    results: list[Any] = []
+    for part in arguments.parts:
+        results.append(outcome(part, part.known_as, given))
+        pending = any(map(inspect.isawaitable, results))
+        if not pending and not isinstance(results[-1], Score):
+            return results[-1]
+    return _sum_later(arguments.parts, results) if pending else _sum(arguments.parts, results)
+
+
+async def _sum_later(parts: Sequence[WeightedPart], results: Sequence[Any]) -> Verdict:
+    """One after the other: a part that was begun is waited for, so that none is left unfinished."""
+    return _sum(parts, [await result if inspect.isawaitable(result) else result for result in results])
+
+
+def _sum(parts: Sequence[WeightedPart], results: Sequence[Verdict]) -> Verdict:
+    scores: list[tuple[WeightedPart, Score]] = []
+    for part, result in zip(parts, results, strict=True):
+        if not isinstance(result, Score):
+            return result
+        scores.append((part, result))
+    components = {part.known_as: score.value for part, score in scores}
+    for part, score in scores:
+        components |= {f"{part.known_as}.{name}": value for name, value in score.components.items()}
+    value = sum(part.weight * score.value for part, score in scores)
+    sandbox = next((score.sandbox for _, score in scores if score.sandbox), "")
+    valued = [(part.weight, score.parts) for part, score in scores if score.parts]
+    return Score(value, components, _sum_of_parts(valued), sandbox)
+
+
+def _sum_of_parts(valued: Sequence[tuple[float, Parts]]) -> Parts | None:
+    """The weighted sum of what the parts gave to segments, agents and units; units in as many as the longest
+    list has (the pool compares that with the episode)."""
+    if not valued:
+        return None
+    segments: Counter[int] = Counter()
+    agents: Counter[str] = Counter()
+    units = [0.0] * max(len(parts.units) for _, parts in valued)
+    for weight, parts in valued:
+        _add(segments, weight, parts.segments)
+        _add(agents, weight, parts.agents)
+        for index, value in enumerate(parts.units):
+            units[index] += weight * value
+    return Parts(dict(segments), dict(agents), units)
+
+
+def _add(total: Any, weight: float, values: Mapping[Any, float]) -> None:
+    for key, value in values.items():
+        total[key] = total.get(key, 0.0) + weight * value
