@@ -1,15 +1,22 @@
 """Untrusted programs, isolated from the machine that runs them.
 
-    from reward_service.sandbox import Limits, Program, Sandbox
+    from reward_service.sandbox import Program, RunLimits, Sandbox
 
     with Sandbox.at("isolated") as sandbox:
-        outcome = sandbox.run(Program(source=model_answer, stdin=b"3 4\\n", limits=Limits(cpu_s=2)))
+        outcome = sandbox.run(Program(source=model_answer, stdin=b"3 4\\n", limits=RunLimits(cpu_s=2)))
 
 Promises: `run` returns within the wall limit plus the time to make and to end a jail; when it returns, no
 process that the program started is left, and when isolated no file. The level is in every outcome.
 """
 
-from reward_service.sandbox.program import LINK_FD, CompilerMissing, Limits, Outcome, Program, SandboxError
+from reward_service.sandbox.program import (
+    LINK_FD,
+    CompilerMissing,
+    Program,
+    RunLimits,
+    RunOutcome,
+    SandboxError,
+)
 from reward_service.sandbox.sandbox import Sandbox
 
-__all__ = ["LINK_FD", "CompilerMissing", "Limits", "Outcome", "Program", "Sandbox", "SandboxError"]
+__all__ = ["LINK_FD", "CompilerMissing", "Program", "RunLimits", "RunOutcome", "Sandbox", "SandboxError"]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from reward_service.sandbox.isolation.launcher import FIRST_UIDS
 from reward_service.sandbox.languages import language
 from reward_service.sandbox.launcher_client import LauncherClient
-from reward_service.sandbox.program import CannotIsolate, CompilerMissing, Level, Limits
+from reward_service.sandbox.program import CannotIsolate, CompilerMissing, Level, RunLimits
 
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = (
@@ -48,7 +48,7 @@ class Confinement(NamedTuple):
     def request(
         self,
         argv: tuple[str, ...],
-        limits: Limits,
+        limits: RunLimits,
         *,
         binds: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
@@ -104,7 +104,7 @@ def find(launcher: LauncherClient) -> Confinement:
 
 def _try(launcher: LauncherClient, found: Confinement) -> str:
     """Why this way does not work; empty when it does."""
-    limits = Limits(wall_s=10.0, cpu_s=5.0, memory_mb=128, processes=8)
+    limits = RunLimits(wall_s=10.0, cpu_s=5.0, memory_mb=128, processes=8)
     try:
         request = found.request(("/bin/sh", "-c", "exit 0"), limits)
     except CompilerMissing as error:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from reward_service.sandbox.program import CompilerMissing, Limits
+from reward_service.sandbox.program import CompilerMissing, RunLimits
 
-COMPILE_LIMITS = Limits(
+COMPILE_LIMITS = RunLimits(
     wall_s=40.0, cpu_s=30.0, address_space=False, processes=64, open_files=512, output_kb=64
 )
 """Memory is the language's own."""
@@ -43,7 +43,7 @@ class Language:
     compiler_mb: int = 512
     """Memory of compiling."""
 
-    def adapted(self, limits: Limits) -> Limits:
+    def adapted(self, limits: RunLimits) -> RunLimits:
         return msgspec.structs.replace(
             limits,
             address_space=limits.address_space and self.address_space,

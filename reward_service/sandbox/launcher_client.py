@@ -17,7 +17,7 @@ START = "import sys; sys.path.append(sys.argv.pop()); from isolation.launcher im
 """What the launcher's interpreter runs. The last argument is the folder of the package `isolation`."""
 FOLDER = str(Path(__file__).resolve().parent)
 ANSWER_GRACE_S = 40.0
-"""Beyond the wall limit: making the jail, ending it, sending what it said."""
+"""Time beyond the wall limit: making the jail, ending it, sending what it said."""
 
 
 class LauncherDied(SandboxError):

@@ -18,25 +18,25 @@ LINK_FD = 3
 """The descriptor at which each of a pair finds the link to the other."""
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Caps on one run. All of them hold for the program and everything it starts, unless said otherwise."""
 
     wall_s: float = 10.0
     cpu_s: float = 4.0
     memory_mb: int = 512
-    """Of all processes together, whoever maps it; and of the address space of each, if `address_space`."""
+    """Memory of all processes together, whoever maps it; and address space of each, if `address_space`."""
     address_space: bool = True
     """Runtimes that reserve far more than they use (Java, Node.js) cannot work under such a limit."""
     processes: int = 16
     """Threads count."""
     files_mb: int = 32
-    """Of all files in memory together (isolated), and of each file."""
+    """Size of all files in memory together (isolated), and of each file."""
     files: int = 512
     """Number of files and folders (isolated)."""
     open_files: int = 64
-    """Of each process."""
+    """Descriptors of each process."""
     output_kb: int = 256
-    """Of standard output, and of standard error."""
+    """Size of standard output, and of standard error."""
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,14 +49,14 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, bytes] = {}
     """Relative path → content, laid into the folder that it runs in."""
     stdin: bytes = b""
-    limits: Limits = Limits()
+    limits: RunLimits = RunLimits()
     within_s: float | None = None
-    """For compiling and running together, by the clock; none: each has its own limit alone."""
+    """Time for compiling and running together, by the clock; none: each has its own limit alone."""
     collect: tuple[str, ...] = ()
     """Relative paths of files to bring back."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a run ended. Nothing the program does makes it an exception of ours."""
 
     kind: EndKind
@@ -79,7 +79,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     a user of its own (`uid`), `seccomp`, how memory is held (`memory group` or `memory sum`), `bubblewrap`,
     `remote`."""
     artifacts: dict[str, bytes] = {}
-    """Of the files to bring back, those that were there."""
+    """Content of those files to bring back that were there."""
 
     @property
     def ok(self) -> bool:

@@ -1,8 +1,8 @@
 """Programs run on another machine, over HTTP and JSON.
 
-    POST {url}/v1/sandbox/run     body: a `Program` as JSON, bytes in base64     answer: an `Outcome`
+    POST {url}/v1/sandbox/run     body: a `Program` as JSON, bytes in base64     answer: a `RunOutcome`
     POST {url}/v1/sandbox/pair    body: {"tests": a `Program`, "program": a `Program`}
-                                  answer: the two `Outcome`s in a list
+                                  answer: the two `RunOutcome`s in a list
     GET  {url}/v1/sandbox         answer: {"schema": 2, "level": "isolated", "guards": [...]}
 
 `Authorization: Bearer TOKEN` where the server asks for it. Status 400: the program is not well formed; 401:
@@ -25,8 +25,8 @@ from reward_service.sandbox.program import (
     CannotIsolate,
     CompilerMissing,
     Level,
-    Outcome,
     Program,
+    RunOutcome,
     SandboxError,
 )
 
@@ -35,12 +35,12 @@ T = TypeVar("T")
 SCHEMA = 2
 MAX_ANSWER_BYTES = 32 << 20
 CONNECT_GRACE_S = 30.0
-"""Beyond the program's own limit: compiling it, waiting for a free place."""
+"""Time beyond the program's own limit: compiling it, waiting for a free place."""
 TRIES = 3
 PAUSE_S = 0.5
 
 
-class Offer(msgspec.Struct):
+class SandboxOffer(msgspec.Struct):
     """What a server says about itself."""
 
     schema: int
@@ -56,7 +56,7 @@ class Pair(msgspec.Struct):
 
 
 class RemoteSandbox:
-    """As `Sandbox`, on the server at `url`. `remote` comes first among the guards."""
+    """Runs programs as `Sandbox` does, on the server at `url`. `remote` comes first among the guards."""
 
     def __init__(self, url: str, *, token_env: str | None = None, level: Level = "isolated") -> None:
         """Raises SandboxError for a server that cannot be reached, speaks another schema, or does not isolate
@@ -74,7 +74,7 @@ class RemoteSandbox:
                 raise SandboxError(f"the variable {token_env}, named by token_env, is not set")
             self._headers["authorization"] = f"Bearer {token}"
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
-        offer = self._asked("GET", "/v1/sandbox", None, 10.0, Offer)
+        offer = self._asked("GET", "/v1/sandbox", None, 10.0, SandboxOffer)
         if offer.schema != SCHEMA:
             raise SandboxError(f"the sandbox server {url} speaks schema {offer.schema}, and this is {SCHEMA}")
         if level == "isolated" and offer.level != "isolated":
@@ -86,19 +86,19 @@ class RemoteSandbox:
         self.level: Level = offer.level
         self.guards: tuple[str, ...] = ("remote", *offer.guards)
 
-    def run(self, program: Program) -> Outcome:
+    def run(self, program: Program) -> RunOutcome:
         """Raises SandboxError, CompilerMissing, ValueError as `Sandbox.run` does."""
         body = msgspec.json.encode(program)
         outcome = self._asked(
-            "POST", "/v1/sandbox/run", body, program.limits.wall_s + CONNECT_GRACE_S, Outcome
+            "POST", "/v1/sandbox/run", body, program.limits.wall_s + CONNECT_GRACE_S, RunOutcome
         )
         return _from_there(outcome)
 
-    def run_pair(self, tests: Program, program: Program) -> tuple[Outcome, Outcome]:
-        """As `Sandbox.run_pair`; both jails are on the server."""
+    def run_pair(self, tests: Program, program: Program) -> tuple[RunOutcome, RunOutcome]:
+        """Run a pair as `Sandbox.run_pair` does; both jails are on the server."""
         body = msgspec.json.encode(Pair(tests, program))
         longest_s = max(tests.limits.wall_s, program.limits.wall_s) + CONNECT_GRACE_S
-        outcomes = self._asked("POST", "/v1/sandbox/pair", body, longest_s, tuple[Outcome, Outcome])
+        outcomes = self._asked("POST", "/v1/sandbox/pair", body, longest_s, tuple[RunOutcome, RunOutcome])
         return _from_there(outcomes[0]), _from_there(outcomes[1])
 
     def _asked(self, method: str, path: str, body: bytes | None, timeout_s: float, kind: type[T]) -> T:
@@ -131,7 +131,7 @@ class RemoteSandbox:
         """Nothing is kept open."""
 
 
-def _from_there(outcome: Outcome) -> Outcome:
+def _from_there(outcome: RunOutcome) -> RunOutcome:
     return msgspec.structs.replace(outcome, guards=("remote", *outcome.guards))
 
 

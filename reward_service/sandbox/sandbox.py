@@ -18,13 +18,13 @@ import msgspec
 from reward_service.sandbox.confinement import Confinement, find
 from reward_service.sandbox.languages import COMPILE_LIMITS, Language, language
 from reward_service.sandbox.launcher_client import ANSWER_GRACE_S, LauncherClient, LauncherDied
-from reward_service.sandbox.program import EndKind, Level, Limits, Outcome, Program, SandboxError
+from reward_service.sandbox.program import EndKind, Level, Program, RunLimits, RunOutcome, SandboxError
 
 CACHED_BUILDS = 64
 CACHED_BYTES = 64 << 20
 LEAST_WALL_S = 0.01
 
-Build = dict[str, bytes] | Outcome
+Build = dict[str, bytes] | RunOutcome
 """The files that a compiler made, or how it failed."""
 
 
@@ -67,7 +67,7 @@ class Sandbox:
     def guards(self) -> tuple[str, ...]:
         return self._confinement.guards
 
-    def run(self, program: Program) -> Outcome:
+    def run(self, program: Program) -> RunOutcome:
         """Compile where the language needs it, then run. Raises SandboxError when no jail can be made,
         CompilerMissing for a language that is not installed, ValueError for a path outside the run's
         folder."""
@@ -81,7 +81,7 @@ class Sandbox:
         if spoken.compile:
             began_s = time.monotonic()
             build = self._built(spoken, files, program.within_s)
-            if isinstance(build, Outcome):
+            if isinstance(build, RunOutcome):
                 return build
             files = {**program.files, **build}
             if program.within_s is not None:
@@ -89,7 +89,7 @@ class Sandbox:
                 limits = msgspec.structs.replace(limits, wall_s=max(LEAST_WALL_S, min(limits.wall_s, left_s)))
         return self._once(self._order(spoken.run, program, limits, files, spoken))
 
-    def run_pair(self, tests: Program, program: Program) -> tuple[Outcome, Outcome]:
+    def run_pair(self, tests: Program, program: Program) -> tuple[RunOutcome, RunOutcome]:
         """Run both at once, each in a jail of its own with limits of its own, joined by a stream of bytes in
         both directions that each finds as its descriptor `LINK_FD`; they share nothing else.
 
@@ -112,7 +112,7 @@ class Sandbox:
         files = {**program.files, spoken.source: program.source.encode("utf-8", "replace")}
         return self._order(spoken.run, program, spoken.adapted(program.limits), files, spoken)
 
-    def _pair(self, orders: Sequence[LaunchRequest]) -> tuple[Outcome, Outcome]:
+    def _pair(self, orders: Sequence[LaunchRequest]) -> tuple[RunOutcome, RunOutcome]:
         """Raises SandboxError; nothing of the two is running then."""
         launchers = (self._launcher, self._partner)
         try:
@@ -167,14 +167,14 @@ class Sandbox:
             len(data) for build in self._builds.values() if isinstance(build, dict) for data in build.values()
         )
 
-    def _once(self, order: LaunchRequest) -> Outcome:
+    def _once(self, order: LaunchRequest) -> RunOutcome:
         return self._outcome(*self._launcher.ask(order.request, order.body, order.wall_s))
 
     def _order(
         self,
         argv: tuple[str, ...],
         program: Program,
-        limits: Limits,
+        limits: RunLimits,
         files: dict[str, bytes],
         spoken: Language | None = None,
     ) -> LaunchRequest:
@@ -188,7 +188,7 @@ class Sandbox:
         request["stdin"] = len(program.stdin)
         return LaunchRequest(request, b"".join((program.stdin, *files.values())), limits.wall_s)
 
-    def _outcome(self, head: dict[str, Any], answer: bytes) -> Outcome:
+    def _outcome(self, head: dict[str, Any], answer: bytes) -> RunOutcome:
         if head["failed"]:
             raise SandboxError(f"a jail of level {self.level!r} could not be made: {head['failed']}")
         kind, status = ending(head["kind"], head["status"])
@@ -198,7 +198,7 @@ class Sandbox:
         for name, size in head["artifacts"]:
             artifacts[name] = answer[at : at + size]
             at += size
-        return Outcome(
+        return RunOutcome(
             kind=kind,
             status=status,
             stdout=answer[:out],

@@ -24,8 +24,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_async.runtime.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
-from reward_service.sandbox.program import CompilerMissing, Level, Limits, Outcome, Program, SandboxError
-from reward_service.sandbox.remote import SCHEMA, Offer, Pair
+from reward_service.sandbox.program import (
+    CompilerMissing,
+    Level,
+    Program,
+    RunLimits,
+    RunOutcome,
+    SandboxError,
+)
+from reward_service.sandbox.remote import SCHEMA, Pair, SandboxOffer
 from reward_service.sandbox.sandbox import Sandbox
 
 T = TypeVar("T")
@@ -33,7 +40,7 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 16 << 20
 WAIT_S = 20.0
 LIMITS = HttpLimits(connections=128, held_bytes=4 * MAX_BODY_BYTES, answer_s=600.0)
-MOST = Limits(
+MOST = RunLimits(
     wall_s=120.0,
     cpu_s=120.0,
     memory_mb=4096,
@@ -46,7 +53,7 @@ MOST = Limits(
 """No program gets more, whatever it asks for."""
 
 
-class Refusal(Exception):
+class RequestRefused(Exception):
     """A status and what to tell."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -63,7 +70,7 @@ class SandboxServer:
         self._token = token
         self._level: Level = level
         self._free: asyncio.Queue[Sandbox] = asyncio.Queue()
-        self._offer = Offer(SCHEMA, level)
+        self._offer = SandboxOffer(SCHEMA, level)
         self.app = Starlette(
             routes=[
                 Route("/v1/sandbox", self._describe, methods=["GET"]),
@@ -76,7 +83,7 @@ class SandboxServer:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         sandboxes = [await asyncio.to_thread(Sandbox.at, self._level) for _ in range(self._n)]
-        self._offer = Offer(SCHEMA, sandboxes[0].level, sandboxes[0].guards)
+        self._offer = SandboxOffer(SCHEMA, sandboxes[0].level, sandboxes[0].guards)
         for sandbox in sandboxes:
             self._free.put_nowait(sandbox)
         try:
@@ -88,24 +95,27 @@ class SandboxServer:
     async def _describe(self, request: Request) -> Response:
         try:
             self._check(request)
-        except Refusal as refusal:
+        except RequestRefused as refusal:
             return refusal.answer
         return Response(msgspec.json.encode(self._offer), media_type="application/json")
 
     async def _run(self, request: Request) -> Response:
-        def work(sandbox: Sandbox, program: Program) -> Outcome:
+        def work(sandbox: Sandbox, program: Program) -> RunOutcome:
             return sandbox.run(with_bounds(program))
 
         return await self._answer(request, Program, work)
 
     async def _run_pair(self, request: Request) -> Response:
-        def work(sandbox: Sandbox, pair: Pair) -> tuple[Outcome, Outcome]:
+        def work(sandbox: Sandbox, pair: Pair) -> tuple[RunOutcome, RunOutcome]:
             return sandbox.run_pair(with_bounds(pair.tests), with_bounds(pair.program))
 
         return await self._answer(request, Pair, work)
 
     async def _answer(
-        self, request: Request, kind: type[T], work: Callable[[Sandbox, T], Outcome | tuple[Outcome, Outcome]]
+        self,
+        request: Request,
+        kind: type[T],
+        work: Callable[[Sandbox, T], RunOutcome | tuple[RunOutcome, RunOutcome]],
     ) -> Response:
         """What `work` makes of the body, a `kind`, in the next sandbox that is free."""
         try:
@@ -115,19 +125,19 @@ class SandboxServer:
                 async with asyncio.timeout(WAIT_S):
                     sandbox = await self._free.get()
             except TimeoutError:
-                raise Refusal(503, f"all {self._n} places are taken") from None
+                raise RequestRefused(503, f"all {self._n} places are taken") from None
             running = asyncio.ensure_future(asyncio.to_thread(work, sandbox, asked))
             # Its place is free when the program has ended, whoever still waits for it.
             running.add_done_callback(lambda _: self._free.put_nowait(sandbox))
             try:
                 outcome = await asyncio.shield(running)
             except CompilerMissing as error:
-                raise Refusal(409, str(error)) from error
+                raise RequestRefused(409, str(error)) from error
             except SandboxError as error:
-                raise Refusal(503, str(error)) from error
+                raise RequestRefused(503, str(error)) from error
             except ValueError as error:
-                raise Refusal(400, str(error)) from error
-        except Refusal as refusal:
+                raise RequestRefused(400, str(error)) from error
+        except RequestRefused as refusal:
             return refusal.answer
         return Response(msgspec.json.encode(outcome), media_type="application/json")
 
@@ -136,36 +146,36 @@ class SandboxServer:
         if self._token is not None and not hmac.compare_digest(
             given.encode("utf-8", "replace"), f"Bearer {self._token}".encode()
         ):
-            raise Refusal(401, "the token is missing or wrong: Authorization: Bearer TOKEN")
+            raise RequestRefused(401, "the token is missing or wrong: Authorization: Bearer TOKEN")
 
     async def _body(self, request: Request, kind: type[T]) -> T:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             # A page in a browser may post other types to loopback unasked; for this one it must ask first.
-            raise Refusal(415, "send the program with Content-Type: application/json")
+            raise RequestRefused(415, "send the program with Content-Type: application/json")
         try:
             body = await read_body(request, MAX_BODY_BYTES)
         except BodyTooLong:
-            raise Refusal(413, f"a program of more than {MAX_BODY_BYTES >> 20} MiB") from None
+            raise RequestRefused(413, f"a program of more than {MAX_BODY_BYTES >> 20} MiB") from None
         except ServerFull:
-            raise Refusal(503, "too many bytes of programs are under way") from None
+            raise RequestRefused(503, "too many bytes of programs are under way") from None
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.DecodeError as error:
-            raise Refusal(400, f"the body is no program: {error}") from error
+            raise RequestRefused(400, f"the body is no program: {error}") from error
 
 
 def with_bounds(program: Program) -> Program:
     return msgspec.structs.replace(program, limits=bounded(program.limits))
 
 
-def bounded(limits: Limits) -> Limits:
+def bounded(limits: RunLimits) -> RunLimits:
     """`limits`, none of them above `MOST` or below the least that works."""
     values = {}
-    for name in Limits.__struct_fields__:
+    for name in RunLimits.__struct_fields__:
         asked, most = getattr(limits, name), getattr(MOST, name)
         values[name] = asked if name == "address_space" else max(type(most)(0), min(asked, most))
-    return Limits(**values)
+    return RunLimits(**values)
 
 
 @contextlib.asynccontextmanager

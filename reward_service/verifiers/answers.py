@@ -138,7 +138,7 @@ class Block(NamedTuple):
     """A fenced block of a response."""
 
     language: str
-    """As the fence says, in small letters; empty where it says nothing."""
+    """What the fence says, in small letters; empty where it says nothing."""
     text: str
 
 

@@ -66,7 +66,7 @@ class Cases(msgspec.Struct, frozen=True):
         return len(self.stdio) + len(self.calls) + len(self.codes)
 
     def first(self, n: int) -> Cases:
-        """At most `n` cases of each form; all for 0."""
+        """These with at most `n` cases of each form; all for 0."""
         if not n:
             return self
         return msgspec.structs.replace(self, stdio=self.stdio[:n], calls=self.calls[:n], codes=self.codes[:n])
@@ -217,7 +217,7 @@ def _typed(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Of one case; a list holds its lines."""
+    """The text of one case; a list holds its lines."""
     return "\n".join(str(line) for line in value) if isinstance(value, list) else str(value)
 
 

@@ -22,7 +22,7 @@ LETTERS = "ABCDEFGHIJ"
 DECORATION = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
 DENIED = re.compile(r"(?:is|was)?\s*(?:n't|not|wrong|incorrect|false)\b", re.I)
 IN_A_SENTENCE = r"(?<=[AI])\s(?!(?:is|was|are|or|and|nor|has|can|may|might|could|would)\b)[a-z]"
-"""Behind `A` or `I` as a word of a sentence, which names no option: `A cat`, `I think`."""
+"""Matches behind `A` or `I` as a word of a sentence, which names no option: `A cat`, `I think`."""
 LONGEST = 2_000
 
 

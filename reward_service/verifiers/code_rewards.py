@@ -62,7 +62,7 @@ def code_stdio(given: RewardInput, arguments: CodeStdioArguments) -> Score | Abs
 
 @verifier(CodeArguments, prepare=prepare_runner)
 def code_tests(given: RewardInput, arguments: CodeArguments) -> Score | Abstain | Failure:
-    """As `code_stdio`, of Python functions, with a ground truth that holds assertions, a function that
+    """The score of `code_stdio`, for Python functions: the ground truth holds assertions, a function that
     checks, or arguments and results. All tests of a response share one run: `cpu_s` and `wall_s` are those of
     all of them. The program does not see the tests, nor can it say that it passed: see
     `reward_service.sandbox.harness`."""

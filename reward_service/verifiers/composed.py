@@ -64,7 +64,7 @@ class PartSection(Section):
     name: str
     """A built-in reward that runs in the pool, or `path.py:name`."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """As `reward.args`."""
+    """What it takes, by name, like `reward.args`."""
 
     @field_validator("name")
     @classmethod

@@ -24,7 +24,7 @@ LONGEST = 200
 """Characters of an expression."""
 WRITTEN = re.compile(r"[0-9+*/() -]*")
 MOST_BITS = 256
-"""Of a value on the way."""
+"""Size of a value on the way."""
 SIGNS = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": "", "×": "*", "÷": "/",
          "−": "-", "$": "", r"\(": "", r"\)": "", "{": "(", "}": ")", "[": "(", "]": ")"}  # fmt: skip
 

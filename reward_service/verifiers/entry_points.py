@@ -47,7 +47,7 @@ TAKES_PIECES = ("next", "islice")
 
 
 class Names(NamedTuple):
-    """Of texts that share a namespace."""
+    """The names in texts that share a namespace."""
 
     free: list[str]
     """Used, and neither the texts' own nor Python's nor the library's."""

@@ -16,7 +16,7 @@ from reward_service.verifiers.quantities import Quantity, based, is_decimal, num
 from reward_service.verifiers.writing import unwrapped
 
 MOST_PARTS = 40
-"""Of a list, set or matrix."""
+"""Items of a list, set or matrix."""
 DEEPEST = 6
 """Brackets in brackets; what is nested deeper is not the same as anything but its like."""
 ASSIGNED = re.compile(
@@ -42,7 +42,7 @@ UNION = re.compile(r"\\cup(?![a-zA-Z])")
 OPENING, CLOSING = "([{", ")]}"
 
 
-class Parts(NamedTuple):
+class Bracketed(NamedTuple):
     """A bracketed or listed text: its brackets (`\\{`, `(`, `[`, or nothing) and what the commas part."""
 
     opening: str
@@ -97,7 +97,7 @@ def _without_name(truth: str, answer: str) -> tuple[str, str]:
 
 
 def _quantities(truth: Quantity, answer: Quantity, tolerance: Fraction) -> bool | None:
-    """By value, when both are numbers; by units alone, when those cannot agree."""
+    """Whether the values are the same, when both are numbers; False for units that cannot agree."""
     units = [quantity.unit for quantity in (truth, answer) if quantity.unit and quantity.unit.kind]
     if len({unit.kind for unit in units}) > 1:
         return False
@@ -230,7 +230,7 @@ def _matched(wanted: list[str], given: list[str], tolerance: Fraction, depth: in
     return not left
 
 
-def _split(text: str) -> Parts | None:
+def _split(text: str) -> Bracketed | None:
     text = text.strip()
     if number(quantity(text).body) is not None:
         return None
@@ -242,7 +242,7 @@ def _split(text: str) -> Parts | None:
     items = [item for part in _at_commas(inner) for item in _both_signs(part)]
     if len(items) < 2 and opening not in (r"\{", "["):
         return None
-    return Parts(opening, ending, [_unnamed(item) for item in items])
+    return Bracketed(opening, ending, [_unnamed(item) for item in items])
 
 
 def _unnamed(item: str) -> str:

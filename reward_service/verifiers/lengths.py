@@ -30,7 +30,7 @@ from reward_service.verifiers.composed import PartSection, outcome, prepare_part
 
 LengthIn = Literal["tokens", "words", "characters"]
 MOST_WORDS = 200_000
-"""At the start of the response; bounded work for one of any length."""
+"""Words looked at, from the start of the response: bounded work for one of any length."""
 
 
 class OverlongArguments(Section):
@@ -126,7 +126,7 @@ def cosine_length(given: RewardInput, arguments: CosineLengthArguments) -> Any:
 
 
 def cosine(share: float, short: float, long: float) -> float:
-    """From `short` at a share of 0 to `long` at 1, along half a cosine."""
+    """The value at `share`: from `short` at 0 to `long` at 1, along half a cosine."""
     return long + (short - long) * (1 + math.cos(math.pi * share)) / 2
 
 

@@ -60,41 +60,43 @@ NAMES_IN_MATHS = frozenset(
 
 
 @dataclass(frozen=True)
-class Unit:
+class MeasureUnit:
     """`size` of one of them in the base unit of its kind; `kind` is empty for what merely names things."""
 
     kind: str
     size: Fraction
 
 
-def _units() -> dict[str, Unit]:
+def _units() -> dict[str, MeasureUnit]:
     lengths = {"mm": "1/1000", "cm": "1/100", "dm": "1/10", "m": "1", "km": "1000", "inch": "127/5000",
                "ft": "381/1250", "yd": "1143/1250", "mi": "201168/125"}  # fmt: skip
     times = {"ms": "1/1000", "s": "1", "min": "60", "h": "3600", "day": "86400", "week": "604800"}
     masses = {"mg": "1/1000", "g": "1", "kg": "1000", "t": "1000000", "lb": "45359237/100000",
               "oz": "45359237/1600000"}  # fmt: skip
     volumes = {"ml": "1/1000000", "cl": "1/100000", "l": "1/1000"}
-    table = {name: Unit("length", Fraction(size)) for name, size in lengths.items()}
-    table |= {f"{name}^2": Unit("area", unit.size**2) for name, unit in list(table.items())}
+    table = {name: MeasureUnit("length", Fraction(size)) for name, size in lengths.items()}
+    table |= {f"{name}^2": MeasureUnit("area", unit.size**2) for name, unit in list(table.items())}
     table |= {
-        f"{name}^3": Unit("volume", unit.size**3) for name, unit in list(table.items()) if "^" not in name
+        f"{name}^3": MeasureUnit("volume", unit.size**3)
+        for name, unit in list(table.items())
+        if "^" not in name
     }
     speeds = {
-        f"{far}/{long}": Unit("speed", Fraction(lengths[far]) / Fraction(times[long]))
+        f"{far}/{long}": MeasureUnit("speed", Fraction(lengths[far]) / Fraction(times[long]))
         for far in lengths
         for long in times
     }
     table |= speeds
     table |= {"mph": speeds["mi/h"], "kph": speeds["km/h"], "kmh": speeds["km/h"]}
-    table |= {name: Unit("time", Fraction(size)) for name, size in times.items()}
-    table |= {name: Unit("mass", Fraction(size)) for name, size in masses.items()}
-    table |= {name: Unit("volume", Fraction(size)) for name, size in volumes.items()}
+    table |= {name: MeasureUnit("time", Fraction(size)) for name, size in times.items()}
+    table |= {name: MeasureUnit("mass", Fraction(size)) for name, size in masses.items()}
+    table |= {name: MeasureUnit("volume", Fraction(size)) for name, size in volumes.items()}
     table |= {
-        "degree": Unit("angle", Fraction(1)),
-        "°C": Unit("°C", Fraction(1)),
-        "°F": Unit("°F", Fraction(1)),
+        "degree": MeasureUnit("angle", Fraction(1)),
+        "°C": MeasureUnit("°C", Fraction(1)),
+        "°F": MeasureUnit("°F", Fraction(1)),
     }
-    table |= {"cent": Unit("money", Fraction(1, 100)), "dollar": Unit("money", Fraction(1))}
+    table |= {"cent": MeasureUnit("money", Fraction(1, 100)), "dollar": MeasureUnit("money", Fraction(1))}
     return table
 
 
@@ -114,7 +116,7 @@ class Quantity:
     """What is left of a text without its unit and percent sign, and these."""
 
     body: str
-    unit: Unit | None = None
+    unit: MeasureUnit | None = None
     percent: bool = False
 
 
@@ -146,14 +148,14 @@ def _names_a_unit(words: str) -> bool:
     return not any(character.isdigit() or character in ",;()" for character in words) and not hedged(words)
 
 
-def unit_of(words: str, power: str | None = None) -> Unit:
+def unit_of(words: str, power: str | None = None) -> MeasureUnit:
     """The unit that `words` name (`square meters`, `km/h`, `apples`); of no kind when it is none we know."""
     words = " ".join(words.replace(" per ", "/").replace("²", "^2").replace("³", "^3").split()).strip(". ")
     for prefix, exponent in (("square ", "2"), ("sq ", "2"), ("sq. ", "2"), ("cubic ", "3"), ("cu ", "3")):
         if words.startswith(prefix):
             words, power = words.removeprefix(prefix), exponent
     name = "/".join(_short(word.strip()) for word in words.split("/"))
-    return UNITS.get(f"{name}^{power}" if power not in (None, "1") else name, Unit("", Fraction(1)))
+    return UNITS.get(f"{name}^{power}" if power not in (None, "1") else name, MeasureUnit("", Fraction(1)))
 
 
 def _short(word: str) -> str:

@@ -12,7 +12,7 @@ import msgspec
 from pydantic import Field, field_validator
 
 from areal_async.config.base import Section, refuse_password
-from reward_service.sandbox import Limits, Outcome, Program, Sandbox, SandboxError
+from reward_service.sandbox import Program, RunLimits, RunOutcome, Sandbox, SandboxError
 from reward_service.sandbox.harness import START, files_of
 from reward_service.sandbox.harness.plain import encode
 from reward_service.sandbox.languages import HARNESS_PYTHON
@@ -150,8 +150,8 @@ def run_cases(
     return result
 
 
-def _limits(arguments: SandboxArguments, left_s: float) -> Limits:
-    return Limits(
+def _limits(arguments: SandboxArguments, left_s: float) -> RunLimits:
+    return RunLimits(
         wall_s=min(arguments.wall_s, left_s),
         cpu_s=arguments.cpu_s,
         memory_mb=arguments.memory_mb,
@@ -161,7 +161,7 @@ def _limits(arguments: SandboxArguments, left_s: float) -> Limits:
 
 def _run_stdio(
     sandbox: Runner, source: str, language: str, case: StdioCase, arguments: SandboxArguments, left_s: float
-) -> tuple[Outcome, bool]:
+) -> tuple[RunOutcome, bool]:
     """(how the program ended, whether the time that was left is what ended it)."""
     program = Program(
         source=source,
@@ -233,7 +233,7 @@ def _call(case: CallCase) -> dict[str, Any]:
     return {"call": case.function, **encoded, "wrapped": case.wrapped}
 
 
-def answers(outcome: Outcome) -> list[dict[str, Any]]:
+def answers(outcome: RunOutcome) -> list[dict[str, Any]]:
     """The lines of the tests' side, as far as they are whole."""
     found = []
     for line in outcome.stdout.splitlines():

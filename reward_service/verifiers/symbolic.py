@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 LONGEST = 400
 """Characters of a formula; a longer one is not compared."""
 MOST_BITS = 20_000
-"""Of a number on the way: some 6000 decimal digits."""
+"""Size of a number on the way: some 6000 decimal digits."""
 SMALL_BITS = 64
-"""Of an exponent."""
+"""Size of an exponent."""
 MOST_NODES = 500
-"""Of a formula as a tree."""
+"""Nodes of a formula as a tree."""
 MOST_TERMS = 1_000
-"""Of a formula that is multiplied out; some seconds of sympy's time."""
+"""Terms of a formula that is multiplied out; some seconds of sympy's time."""
 FUNCTION = r"\\(sin|cos|tan|cot|sec|csc|ln|log|arcsin|arccos|arctan)"
 IN_DEGREES = re.compile(rf"{FUNCTION}\s*[({{]?\s*(\d+(?:\.\d+)?)\s*\^\\circ\s*[)}}]?")
 # Of `\sin x \cdot y` the parser would take the sine of x y.
@@ -89,7 +89,7 @@ def _costly(text: str) -> bool:
 
 
 def _with_imaginary_unit(formula: Any) -> Any:
-    """With `i` as the root of -1: in answers it is that far oftener than a variable."""
+    """The formula with `i` as the root of -1: in answers it is that far oftener than a variable."""
     import sympy
 
     if not isinstance(formula, sympy.Basic | sympy.MatrixBase):

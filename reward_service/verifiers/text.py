@@ -105,7 +105,7 @@ def _words(text: str) -> list[str]:
 
 class RegexArguments(Section):
     pattern: str | None = None
-    """In the syntax of Python; by default the ground truth is the pattern."""
+    """The pattern in the syntax of Python; by default the ground truth is the pattern."""
     match: Literal["search", "start", "whole"] = "search"
     """Where it must match."""
     case: bool = True

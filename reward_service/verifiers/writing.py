@@ -111,7 +111,8 @@ def tidy(text: str) -> str:
 
 
 def one_spaced(text: str) -> str:
-    """With one space for each run of white space: TeX sees no more, and no pattern goes back over a run."""
+    """The text with one space for each run of white space: TeX sees no more, and no pattern goes back over a
+    run."""
     return " ".join(text.split())
 
 
@@ -135,7 +136,7 @@ def formulas(text: str) -> Iterator[tuple[int, str]]:
 
 
 def undollared(text: str) -> str:
-    """Without `$…$`, `\\(…\\)` or `\\[…\\]` around the whole."""
+    """The text without `$…$`, `\\(…\\)` or `\\[…\\]` around the whole."""
     for opening, ending in (("$$", "$$"), (r"\(", r"\)"), (r"\[", r"\]"), ("$", "$")):
         if len(text) >= len(opening) + len(ending) and text.startswith(opening) and text.endswith(ending):
             inner = text[len(opening) : -len(ending)]
@@ -145,7 +146,7 @@ def undollared(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """Without braces, or round brackets around no comma, that hold the whole."""
+    """The text without braces, or round brackets around no comma, that hold the whole."""
     for _ in range(MOST_WRAPPINGS):
         if text.startswith("{") and closing(text, 0) == len(text) - 1:
             text = text[1:-1].strip()

@@ -11,7 +11,7 @@ import builtins
 import os
 import sys
 
-from .plain import PLAIN_TYPES, Link, LinkEnded, Malformed, Unplain, decode, encode, installed_packages
+from .plain import PLAIN_TYPES, HarnessLink, LinkEnded, Malformed, Unplain, decode, encode, installed_packages
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ OF_SOLUTION = "Solution()."
 
 
 class Candidate:
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: HarnessLink) -> None:
         self.link = link
         self.live = False
         self.held: list[Any] = []
@@ -107,7 +107,7 @@ class Candidate:
         return None
 
     def refer_within(self, content: Any) -> Callable[[Any, bool], Any]:
-        """As `refer`, but of `content` itself the content is wanted."""
+        """A `refer` that gives no reference to `content` itself, whose content is wanted."""
         return lambda value, last: None if value is content else self.refer(value, last)
 
     def keep(self, value: Any) -> list[Any]:
@@ -202,7 +202,7 @@ def main() -> None:
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     sys.path += installed_packages()
     try:
-        Candidate(Link(LINK)).serve()
+        Candidate(HarnessLink(LINK)).serve()
     except (LinkEnded, OSError):
         return
     finally:

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 
-from .plain import Link, LinkEnded, Malformed, decode, encode, installed_packages
+from .plain import HarnessLink, LinkEnded, Malformed, decode, encode, installed_packages
 from .same import same_result
 
 TYPE_CHECKING = False
@@ -45,7 +45,7 @@ class Spoiled(BaseException):
 class Examiner:
     """Asks the program. What comes back is plain data, a reference, or an exception of Python's own."""
 
-    def __init__(self, link: Link, *, live: bool) -> None:
+    def __init__(self, link: HarnessLink, *, live: bool) -> None:
         self.link = link
         self.live = live
         self.ready = False
@@ -322,7 +322,7 @@ def main() -> None:
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)  # what tests print is no answer
     sys.path += installed_packages()
-    examiner = Examiner(Link(LINK), live=task["live"])
+    examiner = Examiner(HarnessLink(LINK), live=task["live"])
     for why in results(task, examiner):
         by_then = {"ready": examiner.ready, "asked": examiner.asked, "live": examiner.used_live}
         line = {"passed": not why, "why": why, **by_then}

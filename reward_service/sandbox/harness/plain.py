@@ -21,7 +21,7 @@ MAX_DEPTH = 100
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_INT_BITS = 1 << 22
 MAX_ITEMS = 100_000
-"""Of an iterator, which crosses as what it yields."""
+"""Most items of an iterator, which crosses as what it yields."""
 DIGITS_BITS = 13_000
 """Integers up to this size are written in digits, larger ones in hexadecimal: Python refuses long digits."""
 PLAIN_TYPES = ("bool", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple")
@@ -224,7 +224,7 @@ class LinkEnded(EOFError):
     """The other side has closed the link, or sent what is no message."""
 
 
-class Link:
+class HarnessLink:
     """Messages over a stream of bytes: each is JSON behind its length in four bytes."""
 
     def __init__(self, fd: int) -> None:

@@ -12,7 +12,7 @@ import time
 
 PREFIX = "areal-launcher-"
 RESERVE_BYTES = 8 << 20
-"""For the first process of a jail and what the kernel holds for the jail itself."""
+"""Room for the first process of a jail and what the kernel holds for the jail itself."""
 LEAVE_LIMIT_S = 1.0
 FILES = {
     1: {
@@ -36,7 +36,8 @@ FILES = {
 
 
 class MemoryGroup:
-    """For each jail: `begin(limit)`, while it runs `over()` and `used_bytes()`, at its end `peak_bytes()`."""
+    """The group of one launcher: `begin(limit)` for each jail, while it runs `over()` and `used_bytes()`, at
+    its end `peak_bytes()`."""
 
     def __init__(self, above: str, version: int) -> None:
         """Make it below the group `above` and enter it. Raises OSError or ValueError where that cannot be."""
@@ -58,8 +59,7 @@ class MemoryGroup:
             raise
 
     def begin(self, limit_bytes: int) -> None:
-        """From now on this process and all below it get `limit_bytes` beside what they hold now. Raises
-        OSError."""
+        """Allow this process and all below it `limit_bytes` beside what they hold now. Raises OSError."""
         used_bytes, files_bytes = self._holds()
         self._fixed_bytes = used_bytes - files_bytes
         self._set_limit(str(self._fixed_bytes + RESERVE_BYTES + limit_bytes))

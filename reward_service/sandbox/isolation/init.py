@@ -4,8 +4,8 @@ In a jail of bubblewrap it is process 1: whatever the program starts is below it
 reaches it, and with its death the kernel kills every process of the jail. Without one (`none`) it is the
 process that all orphans of the program fall to, until the launcher ends them.
 
-The launcher hands this text to the interpreter, since the program's user need not be able to read the folder
-that it lies in. So it imports the standard library only, and of that what loads quickly.
+The launcher hands this text to the interpreter in a descriptor, since the program's user need not be able to
+read the folder that it lies in. So it imports the standard library only, and of that what loads quickly.
 """
 
 from __future__ import annotations

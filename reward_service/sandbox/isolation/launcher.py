@@ -20,15 +20,17 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from . import bubblewrap, cgroup, messages, process_tree, seccomp
-from .monitor import END_LIMIT_S, ClientGone, Monitor
+from .monitor import END_LIMIT_S, ClientGone, RunMonitor
 
+START = "import sys; exec(open(int(sys.argv.pop(1)), encoding='utf-8').read())"
+"""What the interpreter in a jail runs: the text behind its first argument, a descriptor."""
 INIT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "init.py")
 FIRST_UIDS = (0x70000000, 0x40000000, 61000)
 """Users that no system gives to anyone; a container may know only the smaller ones."""
 JAIL = "/work"
 """Folder of the run in a jail."""
 PER_USER_NAMESPACE = (5, 14)
-"""From this Linux on a namespace counts the processes of its users by itself."""
+"""The Linux from which on a namespace counts the processes of its users by itself."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -40,8 +42,8 @@ class Launcher:
         self._group = group
         self._filter: BinaryIO | None = None
         self._no_filter = ""
-        with open(INIT, encoding="utf-8") as file:
-            self._init = file.read()
+        with open(INIT, "rb") as source:
+            self._init = _in_memory(source.read())
         try:
             self._filter = _in_memory(seccomp.program(grouped=group is not None))
         except OSError as error:
@@ -98,7 +100,7 @@ class Launcher:
             out, err = (end.fileno() for end in reading)
             for fd in (out, err):
                 os.set_blocking(fd, False)
-            monitor = Monitor(
+            monitor = RunMonitor(
                 request, pid=pid, control=control, streams=(out, err), client=self._client, group=self._group
             )
             try:
@@ -131,9 +133,11 @@ class Launcher:
                 self._filter.seek(0)
                 words = bubblewrap.arguments(request, self._filter.fileno())
                 os.set_inheritable(self._filter.fileno(), True)
+            self._init.seek(0)
+            passed = [self._init.fileno(), *passed]
             for fd in passed:
                 os.set_inheritable(fd, True)
-            words += [request["python"], "-I", "-S", "-c", self._init, *map(str, passed)]
+            words += [request["python"], "-I", "-S", "-c", START, *map(str, passed)]
             os.execve(words[0], words, {})
         except BaseException as error:
             os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))

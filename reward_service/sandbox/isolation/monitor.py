@@ -17,6 +17,9 @@ LOOK_CLOSELY_S = 0.005
 """Once half of the memory is used, where looking is all that holds it."""
 SETUP_LIMIT_S = 20.0
 END_LIMIT_S = 8.0
+END_GRACE_S = 0.05
+"""Time between the request to end a run and its end, in which a program that has just ended by itself is told
+from one that was ended."""
 READ_BYTES = 1 << 16
 OWN_FILES = 4
 """Files and folders that a jail's folder may hold beside the program's."""
@@ -26,7 +29,7 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-class Monitor:
+class RunMonitor:
     """`watch()` until the jail has ended, then `answer()`."""
 
     def __init__(
@@ -62,6 +65,7 @@ class Monitor:
         self._began_s: float | None = None
         self._ended_s: float | None = None
         self._killed_s: float | None = None
+        self._end_asked_s: float | None = None
 
     def watch(self) -> None:
         """Return when the jail's first process has ended. Raises ClientGone, with that process killed."""
@@ -80,19 +84,19 @@ class Monitor:
                     if fd == self._client.fileno():
                         if messages.receive(self._client) is None:
                             raise ClientGone
-                        if self._report["status"] is None:  # it asks for the end
-                            self._end("ended")
+                        self._end_asked_s = self._end_asked_s or time.monotonic()
                     elif fd == self._control.fileno():
                         if not self._told():
                             poll.unregister(fd)
                     elif not self._read(fd):
                         poll.unregister(fd)
                 now_s = time.monotonic()
-                if self._began_s is None:
-                    if now_s > setup_until_s:
-                        self._failed = self._failed or "the jail was not ready in time"
-                        self._kill()
-                elif now_s >= look_s:
+                if self._began_s is None and now_s > setup_until_s:
+                    self._failed = self._failed or "the jail was not ready in time"
+                    self._kill()
+                if self._end_asked_s is not None and now_s - self._end_asked_s > END_GRACE_S:
+                    self._end_as_asked()
+                if self._began_s is not None and now_s >= look_s:
                     look_s = now_s + self._look_every_s
                     self._look(now_s - self._began_s)
                 if self._killed_s is not None and now_s - self._killed_s > END_LIMIT_S:
@@ -142,21 +146,33 @@ class Monitor:
         elif files > limits["files"] or files_bytes > limits["files_mb"] << 20:
             self._end("files")
 
+    def _end_as_asked(self) -> None:
+        if self._report["status"] is None and (
+            self._began_s is None or any(map(process_tree.alive, process_tree.descendants(self._root)))
+        ):
+            self._end("ended")
+
     def _files(self) -> tuple[int, int]:
         """(number of files and folders, their bytes) of the run."""
         if not self._isolated:
             return process_tree.folder_usage(self._folder, self._limits["files"])
+        if self._root == self._pid:
+            return 0, 0  # process 1 has ended already
         try:
             if self._work_fd is None:
                 inside = f"/proc/{self._root}/root{self._folder}"
                 self._work_fd = os.open(inside, os.O_PATH | os.O_CLOEXEC)
         except (FileNotFoundError, ProcessLookupError):
-            return 0, 0  # it has just ended
+            return 0, 0
+        except PermissionError:
+            if process_tree.alive(self._root):
+                raise
+            return 0, 0
         about = os.fstatvfs(self._work_fd)
         files = about.f_files - about.f_ffree - OWN_FILES
         return files, (about.f_blocks - about.f_bfree) * about.f_frsize
 
-    def _too_much(self, used: process_tree.Usage, files_bytes: int) -> bool:
+    def _too_much(self, used: process_tree.TreeUsage, files_bytes: int) -> bool:
         """Whether the run holds more memory than it may."""
         most = self._limits["memory_mb"] << 20
         if self._group is not None:
@@ -175,7 +191,7 @@ class Monitor:
         return held > most
 
     def _count_memory(self) -> None:
-        """At the end: the peak, and whether the kernel ended it for its memory."""
+        """Note, at the end, the peak and whether the kernel ended it for its memory."""
         if self._group is not None:
             self._peak_bytes = max(self._peak_bytes, self._group.peak_bytes())
             if self._group.over():

@@ -25,7 +25,7 @@ SOCKET_BYTES = 2 * int(read("/proc/sys/net/core/wmem_max") or 212_992)
 HAS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
-class Usage:
+class TreeUsage:
     """What all processes below one use."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Usage:
         """Threads count, as they do for the kernel's limit."""
         self.cpu_ms = 0.0
         self.private_bytes = 0
-        """With swap and page tables; what processes share since a fork counts for each."""
+        """Private memory with swap and page tables; what processes share since a fork counts for each."""
         self.mapped_shared_bytes = 0
         """Shared memory and files in memory, as far as it is mapped."""
 
@@ -64,6 +64,12 @@ def end_children(limit_s: float) -> None:
         time.sleep(0.001)
 
 
+def alive(pid: int) -> bool:
+    """Whether a process is there and has not ended, waited for or not."""
+    state = read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1]
+    return state not in ([], ["Z"], ["X"])
+
+
 def descendants(pid: int) -> list[int]:
     found: list[int] = []
     waiting = [pid]
@@ -74,9 +80,9 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def usage(root: int) -> Usage:
+def usage(root: int) -> TreeUsage:
     """What the descendants of `root` use; CPU also of those that have ended and were waited for."""
-    total = Usage()
+    total = TreeUsage()
     total.cpu_ms = _cpu_ms(root, own=False)
     for pid in descendants(root):
         total.cpu_ms += _cpu_ms(pid, own=True)

@@ -46,7 +46,7 @@ WORD = 0xFFFFFFFF
 """Bits of an argument that the kernel reads as an `int`; it ignores what stands above them."""
 
 
-class Comparison(ctypes.Structure):
+class Condition(ctypes.Structure):
     """One condition of a rule: `struct scmp_arg_cmp`."""
 
     _fields_ = [
@@ -70,10 +70,10 @@ def program(*, grouped: bool, machine: int | None = None) -> bytes:
         if result < 0:
             raise OSError(-result, f"libseccomp: {what}: {os.strerror(-result)}")
 
-    def refuse(name: str, *conditions: Comparison, error: int = errno.EPERM) -> None:
+    def refuse(name: str, *conditions: Condition, error: int = errno.EPERM) -> None:
         number = library.seccomp_syscall_resolve_name(name.encode())
         number = NEWER.get(name, number) if number == -1 else number
-        action, array = ctypes.c_uint32(ERRNO | error), (Comparison * len(conditions))(*conditions)
+        action, array = ctypes.c_uint32(ERRNO | error), (Condition * len(conditions))(*conditions)
         checked(library.seccomp_rule_add_array(context, action, number, len(conditions), array), name)
 
     try:
@@ -85,17 +85,17 @@ def program(*, grouped: bool, machine: int | None = None) -> bytes:
             refuse(name)
         refuse("clone3", error=errno.ENOSYS)
         for flag in NAMESPACE_FLAGS:
-            refuse("clone", Comparison(0, MASKED, flag, flag))
+            refuse("clone", Condition(0, MASKED, flag, flag))
         for command in (TIOCSTI, TIOCLINUX):
-            refuse("ioctl", Comparison(1, MASKED, WORD, command))
+            refuse("ioctl", Condition(1, MASKED, WORD, command))
         for command in FCNTL_REFUSED:
-            refuse("fcntl", Comparison(1, MASKED, WORD, command))
-        refuse("mmap", Comparison(3, MASKED, MAP_HUGETLB, MAP_HUGETLB))
+            refuse("fcntl", Condition(1, MASKED, WORD, command))
+        refuse("mmap", Condition(3, MASKED, MAP_HUGETLB, MAP_HUGETLB))
         if not grouped:
             shared = MAP_SHARED | MAP_ANONYMOUS
-            refuse("mmap", Comparison(3, MASKED, shared, shared))
-        refuse("sendto", Comparison(4, DIFFERS, 0, 0))
-        refuse("socketpair", Comparison(0, DIFFERS, AF_UNIX, 0))
+            refuse("mmap", Condition(3, MASKED, shared, shared))
+        refuse("sendto", Condition(4, DIFFERS, 0, 0))
+        refuse("socketpair", Condition(0, DIFFERS, AF_UNIX, 0))
         with open(os.memfd_create("filter", os.MFD_CLOEXEC), "rb") as file:
             checked(library.seccomp_export_bpf(context, file.fileno()), "export")
             file.seek(0)

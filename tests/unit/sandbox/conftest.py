@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from reward_service.sandbox import Limits, Program, Sandbox, SandboxError, launcher_client
+from reward_service.sandbox import Program, RunLimits, Sandbox, SandboxError, launcher_client
 
 ISOLATED = ("grouped", "summed")
 """How memory is held: by a memory group, or by looking."""
@@ -69,7 +69,7 @@ def isolation(request):
         request.getfixturevalue("best")
 
 
-LIMITS = Limits(wall_s=30, cpu_s=20, memory_mb=128, processes=16)
+LIMITS = RunLimits(wall_s=30, cpu_s=20, memory_mb=128, processes=16)
 OPENING = """
 import ctypes, errno, fcntl, mmap, os, signal, socket, sys, time
 libc = ctypes.CDLL(None, use_errno=True)

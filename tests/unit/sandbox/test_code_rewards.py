@@ -12,7 +12,7 @@ from areal_async.config.reward import RewardSection
 from areal_async.registry import REWARDS
 from areal_async.rpc.verdicts import Abstain, Score
 from reward_service.client import LocalScorer
-from reward_service.sandbox import CompilerMissing, Outcome, languages
+from reward_service.sandbox import CompilerMissing, RunOutcome, languages
 from reward_service.sdk import RewardInput
 from reward_service.verifiers.answers import blocks, program_of
 from reward_service.verifiers.cases import Cases, CodeCase, read_cases
@@ -247,6 +247,6 @@ def test_fuzzed_responses_and_answers_crash_nothing():
         output = text.encode("utf-8", "replace")
         for compare in ("tokens", "lines", "exact"):
             same_output(output, text[::-1], compare=compare, tolerance=1e-6)
-        answers(Outcome(kind="ok", stdout=output))
+        answers(RunOutcome(kind="ok", stdout=output))
         with contextlib.suppress(ValueError):
             read_cases(text)

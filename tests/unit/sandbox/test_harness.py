@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reward_service.sandbox.harness.examiner import Examiner, Spoiled
-from reward_service.sandbox.harness.plain import Link, LinkEnded, Malformed, Unplain, decode, encode
+from reward_service.sandbox.harness.plain import HarnessLink, LinkEnded, Malformed, Unplain, decode, encode
 from reward_service.sandbox.harness.same import same_result, same_value
 from reward_service.verifiers.cases import read_cases
 from reward_service.verifiers.entry_points import names_of, needs_live_objects
@@ -149,7 +149,7 @@ def talk(messages, do="call"):
     with ours, theirs:
         theirs.sendall(b"".join(len(one).to_bytes(4, "big") + one for one in messages))
         theirs.shutdown(socket.SHUT_WR)
-        examiner = Examiner(Link(ours.fileno()), live=False)
+        examiner = Examiner(HarnessLink(ours.fileno()), live=False)
         entry = type("E", (), {"_reference": ["entry", "f"]})()
         return examiner.ask(do, entry)
 
@@ -193,10 +193,10 @@ def test_a_link_takes_no_message_above_its_cap():
     with ours, theirs:
         theirs.sendall(b"\xff\xff\xff\xff")
         with pytest.raises(LinkEnded, match="too long"):
-            Link(ours.fileno()).receive()
+            HarnessLink(ours.fileno()).receive()
         sender = threading.Thread(target=lambda: os.write(theirs.fileno(), b"\0\0\0\2{}"))
         sender.start()
-        assert Link(ours.fileno()).receive() == {}
+        assert HarnessLink(ours.fileno()).receive() == {}
         sender.join()
 
 

@@ -7,9 +7,9 @@ import tempfile
 
 import pytest
 
-from reward_service.sandbox import Limits, Program
+from reward_service.sandbox import Program, RunLimits
 
-LIMITS = Limits(wall_s=30, cpu_s=20, memory_mb=128, processes=16)
+LIMITS = RunLimits(wall_s=30, cpu_s=20, memory_mb=128, processes=16)
 X86 = os.uname().machine == "x86_64"
 
 # --- ways to the host -----------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_deep_folders_are_removed_with_the_run(sandbox):
 
 def test_nothing_but_plain_files_is_brought_back_and_nobody_waits_for_a_pipe(sandbox):
     source = "import os\nos.mkfifo('pipe')\nopen('large', 'wb').truncate(40 << 20)\nos.mkdir('folder')"
-    limits = Limits(wall_s=30, files_mb=64)
+    limits = RunLimits(wall_s=30, files_mb=64)
     outcome = sandbox.run(Program(source=source, collect=("pipe", "folder", "folder/x"), limits=limits))
     assert (outcome.kind, outcome.artifacts) == ("ok", {})
 
@@ -359,7 +359,7 @@ if __name__ == '__main__':
         print(mmap.mmap(file.fileno(), 4)[:])
     print(open('/dev/null', 'w').write('x'), len(open('/dev/urandom', 'rb').read(4)))
 """
-    outcome = attempt(source, Limits(wall_s=30, cpu_s=20, memory_mb=512, processes=32))
+    outcome = attempt(source, RunLimits(wall_s=30, cpu_s=20, memory_mb=512, processes=32))
     assert outcome.stdout.decode().split("\n")[:7] == [
         "[0, 1, 4, 9]",
         "[0, 1, 4, 9]",

@@ -6,9 +6,9 @@ import time
 import pytest
 from hostile_programs import PROGRAMS, orphans_of_jails
 
-from reward_service.sandbox import Limits, Program
+from reward_service.sandbox import Program, RunLimits
 
-LIMITS = Limits(wall_s=1.5, cpu_s=0.8, memory_mb=160, processes=8, files_mb=8, output_kb=64)
+LIMITS = RunLimits(wall_s=1.5, cpu_s=0.8, memory_mb=160, processes=8, files_mb=8, output_kb=64)
 # Slow, and where memory is summed they show nothing more.
 ONCE = {"sleep", "stop itself", "clock trick", "signals blocked", "thread bomb", "deep recursion"}
 

@@ -21,7 +21,7 @@ from areal_async.config.advice import advise
 from areal_async.config.job import JobConfig
 from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Score
-from reward_service.sandbox import CompilerMissing, Limits, Program, Sandbox, SandboxError
+from reward_service.sandbox import CompilerMissing, Program, RunLimits, Sandbox, SandboxError
 from reward_service.sandbox.isolation import seccomp
 from reward_service.sandbox.languages import installed, language
 from reward_service.sandbox.program import Level
@@ -239,7 +239,7 @@ def test_a_compiler_that_ran_out_of_time_is_tried_again():
 def test_cpu_and_memory_are_reported(best):
     hold_s = 0 if "memory group" in best.guards else 3  # until it has been looked at
     source = f"x = bytearray(64 << 20)\nimport time\nfor i in range(10**6): pass\ntime.sleep({hold_s})"
-    outcome = best.run(Program(source=source, limits=Limits(memory_mb=256)))
+    outcome = best.run(Program(source=source, limits=RunLimits(memory_mb=256)))
     assert outcome.ok
     assert outcome.cpu_ms > 5
     assert 60 < outcome.peak_mb < 200
@@ -258,7 +258,7 @@ def test_one_death_is_local_who_dies_takes_the_jail_with_it(victim):
     script = (
         "from reward_service.sandbox import *\n"
         "sandbox = Sandbox.at('isolated')\nprint(sandbox._launcher._process.pid, flush=True)\n"
-        "sandbox.run(Program(command=('/bin/sh', '-c', 'sleep 1000'), limits=Limits(wall_s=1000)))\n"
+        "sandbox.run(Program(command=('/bin/sh', '-c', 'sleep 1000'), limits=RunLimits(wall_s=1000)))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     client = subprocess.Popen(
@@ -413,12 +413,12 @@ def test_an_ordinary_user_isolates_programs_too_and_memory_is_held():
         "    count = 'import os\\nn = 0\\ntry:\\n    while n < 40:\\n        n += 1\\n'\\\n"
         "        '        if os.fork() == 0:\\n            import time; time.sleep(5)\\n'\\\n"
         "        'except OSError:\\n    print(n)'\n"
-        "    outcome = sandbox.run(Program(source=count, limits=Limits(wall_s=8, processes=8)))\n"
+        "    outcome = sandbox.run(Program(source=count, limits=RunLimits(wall_s=8, processes=8)))\n"
         "    print(outcome.level, outcome.kind, outcome.stdout.decode().strip(), sep='|')\n"
         "    print(*sandbox.guards, sep='|')\n"
         "    bomb = 'import os, time\\nfor _ in range(6):\\n    if os.fork() == 0:\\n'\\\n"
         "        '        kept = bytearray(50 << 20)\\n        time.sleep(9)\\ntime.sleep(9)'\n"
-        "    outcome = sandbox.run(Program(source=bomb, limits=Limits(wall_s=30, memory_mb=160)))\n"
+        "    outcome = sandbox.run(Program(source=bomb, limits=RunLimits(wall_s=30, memory_mb=160)))\n"
         "    print(outcome.kind)\n"
         "    print(sandbox.run(Program(source=\"open('/proc/self/oom_score_adj', 'w')\")).describe())\n"
     )

@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from reward_service.sandbox import Limits, Program, Sandbox
+from reward_service.sandbox import Program, RunLimits, Sandbox
 from reward_service.sandbox.isolation import cgroup
 from reward_service.sandbox.languages import installed
 
-LIMITS = Limits(wall_s=30, cpu_s=20, memory_mb=128, processes=16)
-NO_ADDRESS_SPACE = Limits(wall_s=30, cpu_s=20, memory_mb=128, processes=16, address_space=False)
+LIMITS = RunLimits(wall_s=30, cpu_s=20, memory_mb=128, processes=16)
+NO_ADDRESS_SPACE = RunLimits(wall_s=30, cpu_s=20, memory_mb=128, processes=16, address_space=False)
 needs_c = pytest.mark.skipif("c" not in installed(), reason="no C compiler here")
 
 # --- memory, whoever maps it ----------------------------------------------------------------------------
@@ -165,7 +165,7 @@ int main(void) {
 
 def test_the_peak_is_told_truthfully_of_one_process_and_of_several(isolated, attempt):
     hold = f"time.sleep({0 if 'memory group' in isolated.guards else 3})\n"  # until it has been looked at
-    limits = Limits(wall_s=60, memory_mb=256)
+    limits = RunLimits(wall_s=60, memory_mb=256)
     one = attempt("x = bytearray(80 << 20)\n" + hold, limits)
     several = attempt(
         "gate, opened = os.pipe()\n"
@@ -254,7 +254,7 @@ def test_no_group_is_left_when_its_launcher_has_ended_or_was_killed():
 
 
 def test_what_is_brought_back_and_typed_in_is_not_the_programs_memory(isolated):
-    limits = Limits(wall_s=30, memory_mb=64, files_mb=48)
+    limits = RunLimits(wall_s=30, memory_mb=64, files_mb=48)
     source = "import sys\nprint(len(sys.stdin.read()))\nopen('large', 'wb').write(bytes(30 << 20))"
     outcome = isolated.run(Program(source=source, stdin=b"x" * (4 << 20), collect=("large",), limits=limits))
     assert (outcome.kind, outcome.stdout) == ("ok", b"%d\n" % (4 << 20)), outcome.describe()

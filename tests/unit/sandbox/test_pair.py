@@ -5,11 +5,11 @@ import os
 import psutil
 import pytest
 
-from reward_service.sandbox import LINK_FD, Limits, Program, SandboxError
+from reward_service.sandbox import LINK_FD, Program, RunLimits, SandboxError
 
-LIMITS = Limits(wall_s=20, cpu_s=10, processes=8)
+LIMITS = RunLimits(wall_s=20, cpu_s=10, processes=8)
 OPENING = f"import os, sys, time\nLINK = {LINK_FD}\n"
-HANGS = Limits(wall_s=60, cpu_s=30)
+HANGS = RunLimits(wall_s=60, cpu_s=30)
 
 
 def below_us():
@@ -55,15 +55,15 @@ def test_a_child_that_keeps_the_link_ends_with_its_program(sandbox):
 
 def test_each_has_its_own_limits_and_a_hang_of_one_ends_in_time(sandbox):
     tests, program = sandbox.run_pair(
-        python("print(os.read(LINK, 1))"), python("time.sleep(1000)", limits=Limits(wall_s=0.5))
+        python("print(os.read(LINK, 1))"), python("time.sleep(1000)", limits=RunLimits(wall_s=0.5))
     )
     assert (tests.kind, tests.stdout, program.kind) == ("ok", b"b''\n", "timeout")
     tests, program = sandbox.run_pair(
-        python("time.sleep(1000)", limits=Limits(wall_s=0.5)), python("time.sleep(1000)", limits=HANGS)
+        python("time.sleep(1000)", limits=RunLimits(wall_s=0.5)), python("time.sleep(1000)", limits=HANGS)
     )
     assert (tests.kind, program.kind) == ("timeout", "ended")
     tests, program = sandbox.run_pair(
-        python("while True: pass", limits=Limits(wall_s=30, cpu_s=0.3)),
+        python("while True: pass", limits=RunLimits(wall_s=30, cpu_s=0.3)),
         python("time.sleep(1000)", limits=HANGS),
     )
     assert (tests.kind, program.kind) == ("cpu", "ended")
@@ -85,7 +85,7 @@ def test_the_two_have_no_folder_and_no_file_of_the_other(sandbox):
 def test_a_link_filled_without_a_reader_ends_at_the_limit(sandbox):
     fills = "while True: os.write(LINK, bytes(1 << 16))"
     tests, program = sandbox.run_pair(
-        python("time.sleep(1000)", limits=Limits(wall_s=0.6)), python(fills, limits=HANGS)
+        python("time.sleep(1000)", limits=RunLimits(wall_s=0.6)), python(fills, limits=HANGS)
     )
     assert tests.kind == "timeout"
     assert program.kind in ("ended", "exit")  # it may see the broken link before it is ended

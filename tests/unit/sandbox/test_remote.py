@@ -11,7 +11,7 @@ import pytest
 
 from areal_async.errors import EndpointError
 from areal_async.rpc.verdicts import Failure
-from reward_service.sandbox import CompilerMissing, Limits, Program, SandboxError
+from reward_service.sandbox import CompilerMissing, Program, RunLimits, SandboxError
 from reward_service.sandbox.program import CannotIsolate
 from reward_service.sandbox.remote import RemoteSandbox
 from reward_service.sandbox.serving import MOST, bounded, serving
@@ -52,18 +52,18 @@ def url():
 
 def test_a_program_runs_there_as_it_does_here(url, best):
     remote = RemoteSandbox(url)
-    program = Program(source="print(input()[::-1])", stdin=b"\xc3\xa9ab", limits=Limits(wall_s=8))
+    program = Program(source="print(input()[::-1])", stdin=b"\xc3\xa9ab", limits=RunLimits(wall_s=8))
     here, there = best.run(program), remote.run(program)
     assert (there.kind, there.stdout) == (here.kind, here.stdout) == ("ok", "baé\n".encode())
     assert there.level == "isolated"
     assert there.guards == ("remote", *best.guards)
-    loop = remote.run(Program(source="while True: pass", limits=Limits(wall_s=0.4)))
+    loop = remote.run(Program(source="while True: pass", limits=RunLimits(wall_s=0.4)))
     assert loop.kind == "timeout"
 
 
 def test_a_pair_runs_there_as_it_does_here(url):
     remote = RemoteSandbox(url)
-    limits = Limits(wall_s=20)
+    limits = RunLimits(wall_s=20)
     asks = "import os\nos.write(3, b'\\xff1')\nprint(os.read(3, 9))"
     echo = "import os\nwhile data := os.read(3, 99): os.write(3, data + b'!')\nimport time; time.sleep(99)"
     tests, program = remote.run_pair(Program(source=asks, limits=limits), Program(source=echo, limits=limits))
@@ -141,7 +141,7 @@ def test_an_address_beyond_loopback_needs_a_token():
 
 
 def test_a_server_grants_no_more_than_its_most():
-    asked = Limits(wall_s=1e9, memory_mb=10**9, processes=-5, cpu_s=1.0)
+    asked = RunLimits(wall_s=1e9, memory_mb=10**9, processes=-5, cpu_s=1.0)
     assert bounded(asked).wall_s == MOST.wall_s
     assert bounded(asked).memory_mb == MOST.memory_mb
     assert bounded(asked).processes == 0
