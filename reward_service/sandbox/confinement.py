@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -50,8 +51,8 @@ class Confinement(NamedTuple):
         argv: tuple[str, ...],
         limits: RunLimits,
         *,
-        binds: tuple[str, ...] = (),
-        env: dict[str, str] | None = None,
+        binds: Sequence[str] = (),
+        env: Mapping[str, str] = {},
     ) -> dict[str, Any]:
         """What the launcher is asked, without files and input. Raises CompilerMissing where no interpreter
         can be the first process."""
@@ -64,7 +65,7 @@ class Confinement(NamedTuple):
             "bwrap": shutil.which("bwrap"),
             "python": python.run[0],
             "argv": argv,
-            "env": {**ENVIRONMENT, **(INSIDE if isolated else {}), **(env or {})},
+            "env": {**ENVIRONMENT, **(INSIDE if isolated else {}), **env},
             "binds": list(dict.fromkeys((*SYSTEM_FOLDERS, *binds, *python.binds, *SYSTEM_FILES))),
             "limits": {name: getattr(limits, name) for name in limits.__struct_fields__},
             "files": [],

@@ -71,13 +71,7 @@ class Sandbox:
         """Compile where the language needs it, then run. Raises SandboxError when no jail can be made,
         CompilerMissing for a language that is not installed, ValueError for a path outside the run's
         folder."""
-        for name in (*program.files, *program.collect):
-            check_name(name)
-        if program.command:
-            return self._once(self._order(program.command, program, program.limits, dict(program.files)))
-        spoken = language(program.language, for_others=self._confinement.as_another)
-        files = {**program.files, spoken.source: program.source.encode("utf-8", "replace")}
-        limits = spoken.adapted(program.limits)
+        spoken, files, limits = self._read(program)
         if spoken.compile:
             began_s = time.monotonic()
             build = self._built(spoken, files, program.within_s)
@@ -95,22 +89,27 @@ class Sandbox:
 
         When `tests` has ended, `program` is ended at once. When `program` has, `tests` reads the end of the
         stream and may finish. Raises as `run` does, and ValueError for a language that is compiled."""
-        orders = [self._order_of_one(one) for one in (tests, program)]
+        orders = [self._order_in_pair(one) for one in (tests, program)]
         try:
             return self._pair(orders)
         except LauncherDied:
             return self._pair(orders)
 
-    def _order_of_one(self, program: Program) -> LaunchRequest:
+    def _order_in_pair(self, program: Program) -> LaunchRequest:
+        spoken, files, limits = self._read(program)
+        if spoken.compile:
+            raise ValueError(f"{spoken.name} is compiled: in a pair it is given as files and a command")
+        return self._order(spoken.run, program, limits, files, spoken)
+
+    def _read(self, program: Program) -> tuple[Language, dict[str, bytes], RunLimits]:
+        """The language of a program (of a command: one that only runs it), its files and its limits."""
         for name in (*program.files, *program.collect):
             check_name(name)
         if program.command:
-            return self._order(program.command, program, program.limits, dict(program.files))
+            return Language("command", "", program.command), dict(program.files), program.limits
         spoken = language(program.language, for_others=self._confinement.as_another)
-        if spoken.compile:
-            raise ValueError(f"{spoken.name} is compiled: in a pair it is given as files and a command")
         files = {**program.files, spoken.source: program.source.encode("utf-8", "replace")}
-        return self._order(spoken.run, program, spoken.adapted(program.limits), files, spoken)
+        return spoken, files, spoken.adapted(program.limits)
 
     def _pair(self, orders: Sequence[LaunchRequest]) -> tuple[RunOutcome, RunOutcome]:
         """Raises SandboxError; nothing of the two is running then."""
@@ -176,13 +175,11 @@ class Sandbox:
         program: Program,
         limits: RunLimits,
         files: dict[str, bytes],
-        spoken: Language | None = None,
+        spoken: Language,
     ) -> LaunchRequest:
-        binds, env = (spoken.binds, spoken.env) if spoken else ((), {})
-        request = self._confinement.request(argv, limits, binds=binds, env=env)
-        executable = {name for name in files if spoken and name in spoken.artifacts}
+        request = self._confinement.request(argv, limits, binds=spoken.binds, env=spoken.env)
         request["files"] = [
-            (name, 0o755 if name in executable else 0o644, len(data)) for name, data in files.items()
+            (name, 0o755 if name in spoken.artifacts else 0o644, len(data)) for name, data in files.items()
         ]
         request["collect"] = list(program.collect)
         request["stdin"] = len(program.stdin)

@@ -53,7 +53,7 @@ MOST = RunLimits(
 """No program gets more, whatever it asks for."""
 
 
-class RequestRefused(Exception):
+class HttpRefusal(Exception):
     """A status and what to tell."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -95,7 +95,7 @@ class SandboxServer:
     async def _describe(self, request: Request) -> Response:
         try:
             self._check(request)
-        except RequestRefused as refusal:
+        except HttpRefusal as refusal:
             return refusal.answer
         return Response(msgspec.json.encode(self._offer), media_type="application/json")
 
@@ -125,19 +125,19 @@ class SandboxServer:
                 async with asyncio.timeout(WAIT_S):
                     sandbox = await self._free.get()
             except TimeoutError:
-                raise RequestRefused(503, f"all {self._n} places are taken") from None
+                raise HttpRefusal(503, f"all {self._n} places are taken") from None
             running = asyncio.ensure_future(asyncio.to_thread(work, sandbox, asked))
             # Its place is free when the program has ended, whoever still waits for it.
             running.add_done_callback(lambda _: self._free.put_nowait(sandbox))
             try:
                 outcome = await asyncio.shield(running)
             except CompilerMissing as error:
-                raise RequestRefused(409, str(error)) from error
+                raise HttpRefusal(409, str(error)) from error
             except SandboxError as error:
-                raise RequestRefused(503, str(error)) from error
+                raise HttpRefusal(503, str(error)) from error
             except ValueError as error:
-                raise RequestRefused(400, str(error)) from error
-        except RequestRefused as refusal:
+                raise HttpRefusal(400, str(error)) from error
+        except HttpRefusal as refusal:
             return refusal.answer
         return Response(msgspec.json.encode(outcome), media_type="application/json")
 
@@ -146,23 +146,23 @@ class SandboxServer:
         if self._token is not None and not hmac.compare_digest(
             given.encode("utf-8", "replace"), f"Bearer {self._token}".encode()
         ):
-            raise RequestRefused(401, "the token is missing or wrong: Authorization: Bearer TOKEN")
+            raise HttpRefusal(401, "the token is missing or wrong: Authorization: Bearer TOKEN")
 
     async def _body(self, request: Request, kind: type[T]) -> T:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             # A page in a browser may post other types to loopback unasked; for this one it must ask first.
-            raise RequestRefused(415, "send the program with Content-Type: application/json")
+            raise HttpRefusal(415, "send the program with Content-Type: application/json")
         try:
             body = await read_body(request, MAX_BODY_BYTES)
         except BodyTooLong:
-            raise RequestRefused(413, f"a program of more than {MAX_BODY_BYTES >> 20} MiB") from None
+            raise HttpRefusal(413, f"a program of more than {MAX_BODY_BYTES >> 20} MiB") from None
         except ServerFull:
-            raise RequestRefused(503, "too many bytes of programs are under way") from None
+            raise HttpRefusal(503, "too many bytes of programs are under way") from None
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.DecodeError as error:
-            raise RequestRefused(400, f"the body is no program: {error}") from error
+            raise HttpRefusal(400, f"the body is no program: {error}") from error
 
 
 def with_bounds(program: Program) -> Program:
