@@ -20,6 +20,8 @@ from reward_service.sdk import RewardLoadError, Scope, reward
 
 A = TypeVar("A", bound=Section)
 Judge = Callable[[Any, A], Any]
+MOST_PARSED = 64
+"""Different arguments of one reward that are remembered in a process."""
 
 
 def verifier(
@@ -32,8 +34,16 @@ def verifier(
     arguments of another kind raises ValueError."""
 
     def made(judge: Judge[A]) -> Callable[..., Any]:
+        parsed_of: dict[str, A] = {}
+
         def judged(given: Any, **values: Any) -> Any:
-            return judge(given, arguments.model_validate(values))
+            # Checking them takes ten times as long as comparing two texts, and calls repeat them.
+            key = repr(values)
+            if key not in parsed_of:
+                if len(parsed_of) >= MOST_PARSED:
+                    parsed_of.clear()
+                parsed_of[key] = arguments.model_validate(values)
+            return judge(given, parsed_of[key])
 
         def preload(**values: Any) -> None:
             try:
