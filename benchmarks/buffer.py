@@ -125,7 +125,7 @@ class Bench:
             access=secret_at(self.service.endpoint),
         )
         self.client.connect()
-        self.client.call(OpenTrainer("bench", 0))
+        self.client.call(OpenTrainer("policy", "bench", 0))
         plain_dir = folder / "plain"
         self.plain = EmbeddedRedis(plain_dir, folder / "s" / "plain", tier)
         asyncio.run(self.plain.start())

@@ -71,7 +71,7 @@ class TimerEngine:
         self._logprobs = -rng.random(n, dtype=np.float32)
         self._rate = rate
         self._next_s = 0.0
-        self._tag = VersionTag(1, 0)
+        self._tag = VersionTag("policy", 1, 0)
 
     @property
     def version(self) -> VersionTag:
@@ -85,7 +85,7 @@ class TimerEngine:
         return True
 
     def serve(self, version: int) -> None:
-        self._tag = VersionTag(1, version)
+        self._tag = VersionTag("policy", 1, version)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         now_s = time.monotonic()
@@ -241,13 +241,13 @@ def child(role: str, *arguments: object) -> subprocess.Popen[str]:
 async def train(client: Client, worker: subprocess.Popen[str]) -> None:
     epoch = 1
     for step in range(1_000_000):
-        while not isinstance(await client.call(NextBatch(epoch, step, wait_ms=1000)), Batch):
+        while not isinstance(await client.call(NextBatch("policy", epoch, step, wait_ms=1000)), Batch):
             pass
-        await client.call(Commit(epoch, step))
+        await client.call(Commit("policy", epoch, step))
         assert worker.stdin is not None
         worker.stdin.write(f"{step + 1}\n")
         if (step + 1) % CHECKPOINT_STEPS == 0:
-            await client.call(Checkpointed(epoch, step + 1))
+            await client.call(Checkpointed("policy", epoch, step + 1))
 
 
 async def measure(options: argparse.Namespace, outstanding: int, making_s: float) -> dict[str, Any]:
@@ -260,7 +260,7 @@ async def measure(options: argparse.Namespace, outstanding: int, making_s: float
             service.endpoint, job=JOB, role="trainer", name="trainer", access=secret_at(service.endpoint)
         )
         await client.connect()
-        await client.call(OpenTrainer("trainer", 0))
+        await client.call(OpenTrainer("policy", "trainer", 0))
         workers = max(1, outstanding // WORKER_GROUPS)
         children = [
             child("worker", service.endpoint, folder, options.units, options.rate, workers),
@@ -269,10 +269,14 @@ async def measure(options: argparse.Namespace, outstanding: int, making_s: float
         training = asyncio.create_task(train(client, children[0]))
         try:
             # All but the few whose lease is on its way.
-            while (stats := await client.call(Stats())).outstanding < 0.99 * outstanding or stats.v_train < 2:
+            while True:
+                stats = await client.call(Stats())
+                own = stats.policies["policy"]
+                if own.outstanding >= 0.99 * outstanding and own.v_train >= 2:
+                    break
                 await asyncio.sleep(0.5)
                 if options.verbose:
-                    print(stats.outstanding, stats.v_train, stats.reasons, stats.episodes, flush=True)
+                    print(own.outstanding, own.v_train, stats.reasons, stats.episodes, flush=True)
                 if training.done():
                     training.result()
             processes = {

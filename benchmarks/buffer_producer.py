@@ -34,9 +34,9 @@ class Producer:
 
     async def prepare(self, groups: int, units: int) -> dict[str, Any]:
         self.held = []
-        tag = VersionTag(1, 0)
+        tag = VersionTag("policy", 1, 0)
         while len(self.held) < groups:
-            leases = await self.buffer.call(Lease(self.name, groups - len(self.held), tag, wait_ms=1000))
+            leases = await self.buffer.call(Lease(self.name, groups - len(self.held), [tag], wait_ms=1000))
             assert leases.groups, leases.reason
             for group in leases.groups:
                 blobs = {

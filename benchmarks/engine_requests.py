@@ -36,7 +36,7 @@ def snapshot(folder: Path, version: int) -> Snapshot:
     tensors = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     files = {path.name: path for path in (folder / "model").glob("*.json")}
     return open_snapshot(
-        write_snapshot(folder / "snapshots", VersionTag(0, version), tensors, files=files).path
+        write_snapshot(folder / "snapshots", VersionTag("policy", 0, version), tensors, files=files).path
     )
 
 

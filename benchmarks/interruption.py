@@ -76,7 +76,7 @@ async def updates(
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
         due_s = max(due_s + window.every_s, time.monotonic())
         source = snapshots[(first + window.updates) % len(snapshots)]
-        turn = Turn(VersionTag(0, first + window.updates), source.tensors, source.path)
+        turn = Turn(VersionTag("policy", 0, first + window.updates), source.tensors, source.path)
         if window.mode == "drain":
             began_s = time.monotonic()
             await load.drain()

@@ -126,6 +126,6 @@ def prepare(folder: Path, options: argparse.Namespace) -> tuple[Path, list[Weigh
                 change = 1e-4 * version * torch.randn(tensor.shape, generator=noise)
                 changed[tensor.data_ptr()] = tensor + change.to(tensor.dtype)
         named = {name: changed[tensor.data_ptr()] for name, tensor in tensors.items()}
-        written = write_snapshot(root, VersionTag(0, version), named, files=files)
+        written = write_snapshot(root, VersionTag("policy", 0, version), named, files=files)
         snapshots.append(open_snapshot(written.path, manifest_hash=written.manifest_hash))
     return model, snapshots

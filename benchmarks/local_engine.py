@@ -58,7 +58,7 @@ def prompt(number: int) -> list[int]:
 async def engine_rate(directory: Path, in_flight: int, seconds: float) -> Measured:
     engine = LocalEngine(directory, slots=in_flight, max_model_len=64)
     weights = AutoModelForCausalLM.from_pretrained(directory).state_dict()
-    await engine.start(Start(VersionTag(0, 0), weights, directory))
+    await engine.start(Start(VersionTag("policy", 0, 0), weights, directory))
     started = 0
     measured = Measured()
     deadline = float("inf")

@@ -39,7 +39,7 @@ TIE = 1e-4
 """Where the reference's best two logits are closer than this, rounding may decide."""
 LOGPROB_BOUND = 1e-4
 TRAINER_BOUND = 1e-3
-TAG = VersionTag(1, 0)
+TAG = VersionTag("policy", 1, 0)
 
 
 @dataclass

@@ -35,7 +35,7 @@ from areal_async.rpc.verdicts import Score
 from replay_buffer.ledger.decide import Command, Expire, decide
 from replay_buffer.ledger.index import Index, Records
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import GroupState, Meta
+from replay_buffer.ledger.records import GroupState, Meta, Versions
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 
@@ -142,7 +142,7 @@ class Simulation:
     def __init__(self, scenario: Scenario, seed: int = 0, **changed: Any) -> None:
         self.scenario = scenario
         self.seed = seed
-        rules = Rules(
+        rules = Rules.alone(
             group_size=1,
             batch_groups=scenario.batch_groups,
             max_staleness=scenario.max_staleness,
@@ -168,21 +168,21 @@ class Simulation:
         self._versions: dict[str, int] = {}
         """What each group's first unit was sampled from: what the bound is measured by."""
         self._times: dict[str, tuple[float, float]] = {}
-        self.send(OpenedWith("trainer", 0))
+        self.send(OpenedWith("policy", "trainer", 0))
 
     def run(self, steps: int, warm_up: int) -> Figures:
         """Until `warm_up + steps` steps are committed, or nothing more can happen."""
         self._let_go_on()
         start_ms, dropped = self.now_ms, 0
-        while self._events and self.index.meta.v_train < warm_up + steps:
-            before = self.index.meta.v_train
+        while self._events and self.index.consumer("policy").v_train < warm_up + steps:
+            before = self.index.consumer("policy").v_train
             self.now_ms, _, event = heapq.heappop(self._events)
             event()
             self._let_go_on()
-            if before < warm_up <= self.index.meta.v_train:
+            if before < warm_up <= self.index.consumer("policy").v_train:
                 start_ms, dropped = self.now_ms, self.dropped
         seen = self.staleness[warm_up * self.scenario.batch_groups :]
-        done = max(0, self.index.meta.v_train - warm_up)
+        done = max(0, self.index.consumer("policy").v_train - warm_up)
         return Figures(
             steps=done,
             elapsed_ms=self.now_ms - start_ms,
@@ -242,7 +242,11 @@ class Simulation:
         if not self.free[worker]:
             return
         version = self.serving[worker]
-        message = Lease(f"rollout-{worker}", self.free[worker], VersionTag(self.index.meta.epoch, version))
+        message = Lease(
+            f"rollout-{worker}",
+            self.free[worker],
+            [VersionTag("policy", self.index.consumer("policy").epoch, version)],
+        )
         granted: Sequence[LeasedGroup] = self.send(message).groups  # type: ignore[attr-defined]
         for lease in granted:
             self.free[worker] -= 1
@@ -255,7 +259,9 @@ class Simulation:
         self.free[worker] += 1
         first = self._versions[lease.group_id]
         last = max(first, self.serving[worker])
-        arrival = Arrival(0, 100, 8, 4, first, last, self.index.meta.epoch)
+        arrival = Arrival(
+            0, 100, 8, 4, {"policy": Versions(first, last, self.index.consumer("policy").epoch)}
+        )
         self.send(StoreEpisodes(lease.lease_id, lease.group_id, (arrival,)))
         self._lease(worker)
 
@@ -268,8 +274,8 @@ class Simulation:
     def _ask(self) -> None:
         if self._training:
             return
-        step = self.index.meta.v_train
-        batch = self.send(NextBatch(self.index.meta.epoch, step))
+        step = self.index.consumer("policy").v_train
+        batch = self.send(NextBatch("policy", self.index.consumer("policy").epoch, step))
         if isinstance(batch, Batch):
             self._training = True
             self._overlapped += self.index.group_counts[GroupState.LEASED] > 0
@@ -280,9 +286,9 @@ class Simulation:
 
     def _trained(self, step: int) -> None:
         self._training = False
-        epoch = self.index.meta.epoch
-        self.send(Commit(epoch, step))
-        self.send(Checkpointed(epoch, step + 1))
+        epoch = self.index.consumer("policy").epoch
+        self.send(Commit("policy", epoch, step))
+        self.send(Checkpointed("policy", epoch, step + 1))
         for worker in range(len(self.serving)):
             self._after(self.scenario.update_ms(worker), partial(self._update, worker, step + 1))
         self._ask()

@@ -112,7 +112,7 @@ async def generate_under_updates(
         return await (streamed(engine, one, found) if streams else engine.generate(one.request))
 
     async def written(version: int) -> Snapshot:
-        return await asyncio.to_thread(snapshots.write, VersionTag(EPOCH, version))
+        return await asyncio.to_thread(snapshots.write, VersionTag("policy", EPOCH, version))
 
     await engine.start(await written(0))
     version, stalls = 1, 0.0
@@ -160,7 +160,7 @@ def verify(
             continue
         tags = set(zip(result.epochs.tolist(), result.versions.tolist(), strict=True))
         for epoch, version in tags:
-            by_tag[VersionTag(epoch, version)].append((one, result))
+            by_tag[VersionTag("policy", epoch, version)].append((one, result))
         spans.append(len(tags))
         found.units += len(result.token_ids)
         if (np.diff(result.versions) < 0).any():

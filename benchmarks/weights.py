@@ -137,7 +137,7 @@ def _publish_again(
 ) -> MappedFile:
     written: SnapshotInfo = rounds.take(
         name,
-        lambda: write_snapshot(root, VersionTag(1, version), tensors, reuse=spare),
+        lambda: write_snapshot(root, VersionTag("policy", 1, version), tensors, reuse=spare),
     )
     assert written.mapped is not None
     return written.mapped
@@ -153,16 +153,16 @@ def _retire(root: Path, path: Path, mapped: MappedFile) -> None:
 def measure_delta(root: Path, size_bytes: int, dtype: str, share: float, threads: int) -> dict[str, Any]:
     """Encoding and applying the delta of one publication."""
     tensors = model(size_bytes, DTYPES[dtype])
-    base = write_snapshot(root, VersionTag(1, 0), tensors)
+    base = write_snapshot(root, VersionTag("policy", 1, 0), tensors)
     changed = change(tensors, share, seed=1)
-    new = write_snapshot(root, VersionTag(1, 1), tensors)
+    new = write_snapshot(root, VersionTag("policy", 1, 1), tensors)
     want = (new.path / "model.safetensors").read_bytes()
     (root / "node").mkdir()
     delta: SnapshotInfo | None = None
     encode_s = apply_s = float("inf")
     exact = True
     for _ in range(ROUNDS):
-        shutil.rmtree(root / "e1-v1.delta", ignore_errors=True)
+        shutil.rmtree(root / "policy-e1-v1.delta", ignore_errors=True)
         began_s = time.perf_counter()
         compared = write_delta(base.path, new.path, threads=threads)
         encode_s = min(encode_s, time.perf_counter() - began_s)
@@ -170,7 +170,7 @@ def measure_delta(root: Path, size_bytes: int, dtype: str, share: float, threads
         assert delta is not None
         assert compared.changed == changed
         began_s = time.perf_counter()
-        made = apply_delta(base.path, delta.path, root / "node" / "e1-v1")
+        made = apply_delta(base.path, delta.path, root / "node" / "policy-e1-v1")
         apply_s = min(apply_s, time.perf_counter() - began_s)
         exact &= (made.path / "model.safetensors").read_bytes() == want
         shutil.rmtree(made.path)

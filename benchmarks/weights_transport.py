@@ -180,7 +180,7 @@ def measure(mib: int, receivers: Sequence[int], repeat: int) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="areal-bench-", dir=shm if shm.is_dir() else None))
     try:
         tensors = {f"w{i}": torch.randn(mib << 15, dtype=torch.float32) for i in range(8)}
-        snapshot = write_snapshot(folder, VersionTag(0, 0), tensors)
+        snapshot = write_snapshot(folder, VersionTag("policy", 0, 0), tensors)
         del tensors
         began_s = time.perf_counter()
         table = build_table(snapshot.path, snapshot.manifest_hash)

@@ -27,10 +27,9 @@ from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from replay_buffer.audit import note_decided, note_loaded
 from replay_buffer.errors import StoreError, StoreUnavailable, Trouble
-from replay_buffer.ledger.decide import Alive, Begun, Command, Expire, Extend, decide
+from replay_buffer.ledger.decide import Alive, Begun, BytesLost, Command, Expire, Extend, decide
 from replay_buffer.ledger.draft import Decision
 from replay_buffer.ledger.index import Edge, Index
-from replay_buffer.ledger.losing import BytesLost
 from replay_buffer.ledger.rules import Rules, Tasks
 from replay_buffer.ledger.storing import StoreEpisodes
 from replay_buffer.redis.keys import Bytes
@@ -315,7 +314,7 @@ class Coordinator:
             front_epoch=opened.front_epoch,
             revision=opened.revision,
             groups=len(index.groups),
-            v_train=index.meta.v_train,
+            v_train={policy: index.consumer(policy).v_train for policy in index.consumers},
         )
 
     def _on_failure(self, error: StoreError) -> None:

@@ -14,20 +14,22 @@ from areal_async.rpc.messages import BufferStats
 from areal_async.runtime.status import board
 from replay_buffer.errors import Trouble
 
-GAUGES = {
+OF_POLICY = {
     "areal_buffer_outstanding_groups": ("Groups leased and not yet trained or dropped.", "outstanding"),
     "areal_buffer_capacity_groups": ("Most groups outstanding, for a worker that is up to date.", "capacity"),
-    "areal_buffer_payload_bytes": ("Bytes of the episodes held.", "payload_bytes"),
-    "areal_buffer_redis_bytes": ("Memory that Redis uses.", "redis_bytes"),
     "areal_buffer_version": ("Committed steps.", "v_train"),
     "areal_buffer_max_staleness_seen": ("Largest staleness of a trained unit.", "max_staleness_seen"),
+}
+"""Gauges with the label `policy`."""
+GAUGES = {
+    "areal_buffer_payload_bytes": ("Bytes of the episodes held.", "payload_bytes"),
+    "areal_buffer_redis_bytes": ("Memory that Redis uses.", "redis_bytes"),
     "areal_buffer_queue_age_milliseconds": (
         "Age of the oldest group's state before training.",
         "queue_age_ms",
     ),
 }
 COUNTERS = {
-    "areal_buffer_episodes_trained": ("Episodes in a committed step.", "episodes_trained"),
     "areal_buffer_episodes_dropped": ("Episodes of dropped groups.", "episodes_dropped"),
 }
 
@@ -84,6 +86,12 @@ class BufferCollector(Collector):
             return
         for name, (text, field) in GAUGES.items():
             yield GaugeMetricFamily(name, text, value=getattr(stats, field))
+        for name, (text, field) in OF_POLICY.items():
+            values = {policy: getattr(each, field) for policy, each in stats.policies.items()}
+            yield _labelled(GaugeMetricFamily, name, text, "policy", values)
+        trained = {policy: each.episodes_trained for policy, each in stats.policies.items()}
+        text = "Episodes in a committed step."
+        yield _labelled(CounterMetricFamily, "areal_buffer_episodes_trained", text, "policy", trained)
         unconfirmed = "Since Redis was found to confirm no write; 0 while it does."
         yield GaugeMetricFamily("areal_buffer_unconfirmed_seconds", unconfirmed, value=self.unconfirmed_s())
         for name, (text, field) in COUNTERS.items():

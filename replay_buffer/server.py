@@ -55,7 +55,7 @@ from replay_buffer.errors import StoreUnavailable
 from replay_buffer.ledger.decide import stats
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import Meta
+from replay_buffer.ledger.records import Meta, Versions
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.redis.address import RedisAddress
@@ -222,7 +222,7 @@ class BufferServer:
     async def _open_trainer(self, peer: Peer, message: OpenTrainer, attachments: list[memoryview]) -> Answer:
         copy = bytes(attachments[0]) if attachments and len(attachments[0]) else None
         log.info("trainer opens", trainer=message.trainer, step=message.step, resumed=copy is not None)
-        opened = OpenedWith(message.trainer, message.step, copy, message.after_epoch)
+        opened = OpenedWith(message.policy, message.trainer, message.step, copy, message.after_epoch)
         return (await self._coordinator.execute(opened)).reply
 
     async def _next_batch(self, peer: Peer, message: NextBatch, attachments: list[memoryview]) -> Answer:
@@ -272,9 +272,7 @@ def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arri
         size_bytes=summary.size_bytes,
         n_units=summary.n_units,
         n_sampled=summary.n_sampled,
-        min_version=summary.min_version,
-        max_version=summary.max_version,
-        min_epoch=summary.min_epoch,
+        versions={policy: Versions(*held) for policy, held in summary.versions.items()},
     )
 
 

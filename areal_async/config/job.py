@@ -18,6 +18,7 @@ from areal_async.config.run import (
 )
 from areal_async.config.tasks import TasksSection
 from areal_async.config.trainer import SftSection, TrainerSection
+from areal_async.rpc.messages import POLICY, POLICY_NAME
 
 
 class JobConfig(Section):
@@ -31,6 +32,8 @@ class JobConfig(Section):
     """Decides task order and sampling."""
     run_dir: Path = Path("runs")
     """Folder of run folders: the run's own is `<run_dir>/<job>`."""
+    policy: str = Field(default=POLICY, pattern=rf"^{POLICY_NAME}$")
+    """Name of the policy that is trained; `policies: {name: {model, trainer, rollout}}` gives it too."""
     model: Path
     """Hugging Face directory of a causal language model (safetensors) with its tokenizer."""
     tasks: TasksSection

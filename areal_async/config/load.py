@@ -16,6 +16,7 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.explain import explain
 from areal_async.config.files import OWN_CODE, check_files
 from areal_async.config.job import JobConfig
+from areal_async.config.policies import as_written, flattened
 from areal_async.config.rewardcheck import with_paths
 from areal_async.config.yamlfile import dump_yaml, parse_yaml, read_mapping, syntax_problem
 from areal_async.nesting import MOST_LEVELS, MOST_NODES, too_nested
@@ -64,6 +65,7 @@ def job_from_mapping(
         raise ConfigError(source, [Mistake(where, problem, "Flatten it")])
     content = copy.deepcopy(content)
     mistakes = apply_overrides(content, overrides)
+    content, policy, of_policies = flattened(content)
     _resolve_paths(content, base)
     job, structural = _validate(content)
     mistakes += structural
@@ -74,6 +76,7 @@ def job_from_mapping(
             for mistake in (*check_fields(job), *(check_files(job) if files else ()))
             if not broken & {mistake.field, *mistake.involves}
         ]
+    mistakes = of_policies + as_written(mistakes, policy)
     if mistakes or job is None:
         raise ConfigError(source, mistakes)
     return job

@@ -37,11 +37,12 @@ def summarise(
     evaluations = [record for record in records if record.get("kind") == "evaluation"]
     last = max(evaluations, key=lambda record: record.get("version", 0), default={})
     checks = [record for record in records if record.get("kind") == "self_check"]
-    trained = buffer.episodes_trained if buffer is not None else _sum(steps, "episodes")
+    own = buffer.policies[job.policy] if buffer is not None else None
+    trained = own.episodes_trained if own is not None else _sum(steps, "episodes")
     dropped = buffer.episodes_dropped if buffer is not None else None
     seen = [record["staleness_max"] for record in steps if record.get("staleness_max") is not None]
-    if buffer is not None:
-        seen.append(buffer.max_staleness_seen)
+    if own is not None:
+        seen.append(own.max_staleness_seen)
     train_s = training_s(records, kind)
     done = max(map(steps_done, steps), default=0)
     tokens, busy_s, step_s = _sum(steps, "tokens"), _sum(steps, "busy_s"), _sum(steps, "step_s")

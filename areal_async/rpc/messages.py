@@ -11,6 +11,7 @@ message names. Durations are integer milliseconds; no message carries a clock re
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any, Generic, Literal, TypeVar, get_args
 
@@ -18,7 +19,7 @@ import msgspec
 
 from areal_async.rpc.verdicts import Parts, Verdict
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -45,11 +46,32 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """A value that only travels inside messages (and is stored, where the ledger says so)."""
 
 
-class VersionTag(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
-    """Identity of a snapshot: the trainer's epoch and the number of steps behind the weights."""
+POLICY = "policy"
+"""Name of the one policy of a job that names none."""
+POLICY_NAME = r"[a-z0-9][a-z0-9_-]{0,31}"
+"""Pattern of a policy's name."""
+_LABEL = re.compile(rf"({POLICY_NAME})-e(0|[1-9][0-9]*)-v(0|[1-9][0-9]*)")
 
+
+class VersionTag(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
+    """Identity of a snapshot: the policy it is of, its trainer's epoch, and the steps behind the weights."""
+
+    policy: str
     epoch: int
     version: int
+
+    @property
+    def label(self) -> str:
+        """The tag as text, for names of folders and of a server's weights: `policy-e1-v7`."""
+        return f"{self.policy}-e{self.epoch}-v{self.version}"
+
+    @classmethod
+    def parse(cls, label: str) -> VersionTag:
+        """The inverse of `label`. Raises ValueError for a text that is none."""
+        match = _LABEL.fullmatch(label)
+        if match is None:
+            raise ValueError(f"{label!r} names no version of a policy's weights, such as policy-e1-v7")
+        return cls(match[1], int(match[2]), int(match[3]))
 
 
 class Task(Record, frozen=True):
@@ -142,11 +164,12 @@ class Leases(Message, frozen=True):
 
 
 class Lease(Request[Leases], frozen=True):
-    """Ask for up to `capacity` groups for a worker that serves `serving`; waits at most `wait_ms`."""
+    """Ask for up to `capacity` groups for a worker that serves `serving`, a version of each of its policies;
+    waits at most `wait_ms`."""
 
     worker: str
     capacity: int
-    serving: VersionTag
+    serving: list[VersionTag]
     wait_ms: int = 0
 
 
@@ -164,7 +187,6 @@ class Heartbeat(Request[HeartbeatAck], frozen=True):
 
     worker: str
     lease_ids: list[str]
-    serving: VersionTag
 
 
 class Drain(Request[Ok], frozen=True):
@@ -270,19 +292,21 @@ class TrainerOpened(Message, frozen=True):
 
 
 class OpenTrainer(Request[TrainerOpened], frozen=True):
-    """Become the job's only trainer, fencing any earlier one. `step` is the step the trainer's own state
-    is at (0, or that of the restored checkpoint); the ledger copy of that checkpoint is the attachment.
+    """Become the only trainer of `policy`, fencing any earlier one. `step` is the step the trainer's own
+    state is at (0, or that of the restored checkpoint); the ledger copy of that checkpoint is the attachment.
 
     The new epoch is above `after_epoch`, the last one that the trainer's folder knows of: the buffer may have
     lost it with its Redis."""
 
+    policy: str
     trainer: str
     step: int
     after_epoch: int = 0
 
 
 class BatchEpisode(Record, frozen=True):
-    """One episode of a batch. `sample` is its index in the group; versions are over its sampled units."""
+    """One episode of a batch. `sample` is its index in the group; versions are over the units that the
+    batch's policy sampled."""
 
     episode_id: str
     sample: int
@@ -307,6 +331,7 @@ class BatchGroup(Record, frozen=True):
 class Batch(Message, frozen=True):
     """The manifest of a step: what is trained, in order. Bytes are fetched by id."""
 
+    policy: str
     epoch: int
     step: int
     max_staleness: int
@@ -325,6 +350,7 @@ class Waiting(Message, frozen=True):
 class NextBatch(Request[Batch | Waiting], frozen=True):
     """Ask for the batch of `step`. Idempotent by (epoch, step); waits at most `wait_ms`."""
 
+    policy: str
     epoch: int
     step: int
     wait_ms: int = 0
@@ -346,6 +372,7 @@ class Commit(Request[Ok], frozen=True):
     `same_as` are earlier trainer epochs whose version `step + 1` had the very same weights: units sampled
     from those are still true."""
 
+    policy: str
     epoch: int
     step: int
     same_as: list[int] = []
@@ -360,6 +387,7 @@ class LedgerCopy(Message, frozen=True):
 class ExportLedger(Request[LedgerCopy], frozen=True):
     """Ask for the ledger as of the last committed step, to go into the checkpoint."""
 
+    policy: str
     epoch: int
     step: int
 
@@ -368,6 +396,7 @@ class Checkpointed(Request[Ok], frozen=True):
     """The checkpoint after `step` steps is on disk: groups trained before it become COMMITTED and their
     bytes are freed."""
 
+    policy: str
     epoch: int
     step: int
 
@@ -386,24 +415,36 @@ class NoScore(Record, frozen=True):
     age_ms: int
 
 
+class PolicyStats(Record, frozen=True):
+    """The figures of one trained policy: its clock, and those of the admission formula."""
+
+    v_train: int
+    """Committed steps."""
+    outstanding: int
+    """Groups leased, and not yet trained or dropped."""
+    capacity: int
+    """Most of them, for a worker that is up to date."""
+    max_staleness_seen: int = 0
+    episodes_trained: int = 0
+    checkpoint: int = 0
+    """Steps that the newest checkpoint covers."""
+    trainer_epoch: int = 0
+    batch_wait: str = ""
+    """What the next step waits for; empty when its batch can be made."""
+
+
 class BufferStats(Message, frozen=True):
-    """Counts by group state, reasons of every transition, and the figures of the admission formula."""
+    """Counts by group state, reasons of every transition, and the figures of each policy. A group is counted
+    in the state in which the policy sees it that has come least far with it."""
 
     groups: dict[str, int]
     episodes: dict[str, int]
     reasons: dict[str, int]
-    v_train: int
-    outstanding: int
-    capacity: int
+    policies: dict[str, PolicyStats]
     payload_bytes: int
     redis_bytes: int
     queue_age_ms: int = 0
-    max_staleness_seen: int = 0
-    episodes_trained: int = 0
     episodes_dropped: int = 0
-    checkpoint: int = 0
-    """Steps that the newest checkpoint covers."""
-    trainer_epoch: int = 0
     tasks_taken: int = 0
     """Where the cursor stands in the order of tasks."""
     leases: int = 0
@@ -412,8 +453,6 @@ class BufferStats(Message, frozen=True):
     """The group that has been longest in a state before BATCHED; `queue_age_ms` is how long."""
     lease_wait: str = ""
     """Why a worker that serves the newest version would be given nothing now; empty when it would."""
-    batch_wait: str = ""
-    """What the next step waits for; empty when its batch can be made."""
     no_scores: list[NoScore] = []
     """Verdicts that were no score, by kind: the newest of each, and how many there were."""
     failed: str = ""

@@ -6,7 +6,7 @@ train   training_rows → Row              refuse      TrajectoryError and its k
 """
 
 from areal_async.trajectory.builder import EpisodeBuilder, anchor_of
-from areal_async.trajectory.check import Facts, check
+from areal_async.trajectory.check import Facts, PolicyVersions, check
 from areal_async.trajectory.codec import EpisodeSummary, decode, encode, pack, summarise, unpack
 from areal_async.trajectory.episode import Episode
 from areal_async.trajectory.errors import (
@@ -36,6 +36,7 @@ __all__ = [
     "InvariantError",
     "Limits",
     "Media",
+    "PolicyVersions",
     "Row",
     "Sampling",
     "SchemaError",

@@ -69,6 +69,15 @@ _DIGEST = re.compile(r"[a-z0-9_-]+:[0-9a-f]+\Z")
 _COLUMN_DTYPES = frozenset(COLUMN_DTYPES.values())
 
 
+class PolicyVersions(NamedTuple):
+    """The weights of one policy that an episode's units with mask 1 are of."""
+
+    oldest: int
+    newest: int
+    epoch: int
+    """The smallest trainer epoch among them."""
+
+
 class Facts(NamedTuple):
     """What the check learned on its way. Versions and epoch are over units with mask 1, -1 without any."""
 
@@ -76,6 +85,8 @@ class Facts(NamedTuple):
     min_version: int
     max_version: int
     min_epoch: int
+    versions: dict[str, PolicyVersions]
+    """By name of the policy; one that sampled no unit with mask 1 is not in it."""
 
 
 def check(header: Header, segments: Segments, units: Units, limits: Limits = DEFAULT_LIMITS) -> Facts:
@@ -87,7 +98,33 @@ def check(header: Header, segments: Segments, units: Units, limits: Limits = DEF
     _check_calls(header.calls, sampled, len(header.policies))
     for media in header.media:
         _check_media(media, segments)
-    return Facts(n_sampled, min_version, max_version, _check_epochs(header.epochs, mask, n_sampled))
+    min_epoch = _check_epochs(header.epochs, mask, n_sampled)
+    versions: dict[str, PolicyVersions] = {}
+    if len(header.policies) == 1 and n_sampled:
+        versions = {header.policies[0]: PolicyVersions(min_version, max_version, min_epoch)}
+    elif n_sampled:
+        versions = _versions_of_each(header, segments, units)
+    return Facts(n_sampled, min_version, max_version, min_epoch, versions)
+
+
+def _versions_of_each(header: Header, segments: Segments, units: Units) -> dict[str, PolicyVersions]:
+    starts, epochs = np.array(header.epochs, np.int64).T
+    found: dict[str, PolicyVersions] = {}
+    for call in header.calls:
+        first = int(segments.offset[call.segment])
+        end = first + int(segments.length[call.segment])
+        rows = first + np.flatnonzero(units.mask[first:end])
+        if not len(rows):
+            continue
+        version = units.version[rows]
+        epoch = epochs[np.searchsorted(starts, rows, side="right") - 1]
+        mine = PolicyVersions(int(version.min()), int(version.max()), int(epoch.min()))
+        name = header.policies[call.policy]
+        old = found.get(name, mine)
+        found[name] = PolicyVersions(
+            min(old.oldest, mine.oldest), max(old.newest, mine.newest), min(old.epoch, mine.epoch)
+        )
+    return found
 
 
 def _check_header(header: Header) -> None:

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_async.trajectory.check import PolicyVersions
 from areal_async.trajectory.episode import Episode
 from areal_async.trajectory.errors import DEFAULT_LIMITS, CodecError, Limits, SchemaError, SizeError
 from areal_async.trajectory.header import TRAJECTORY_SCHEMA, Header
@@ -186,9 +187,8 @@ class EpisodeSummary(msgspec.Struct, frozen=True):
     attempt: int
     n_units: int
     n_sampled: int
-    min_version: int
-    max_version: int
-    min_epoch: int
+    versions: dict[str, PolicyVersions]
+    """By policy, over its units with mask 1."""
     size_bytes: int
     untrainable: str
     """Why no unit of it may be trained (see `untrainable`); empty when they may be."""
@@ -232,9 +232,7 @@ def summarise(buffer: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> EpisodeSumm
         header.attempt,
         len(episode.units),
         episode.n_sampled,
-        episode.min_version,
-        episode.max_version,
-        episode.min_epoch,
+        episode.versions,
         memoryview(buffer).nbytes,
         untrainable(episode),
     )

@@ -19,7 +19,16 @@ from areal_async.trajectory.tables import Segments, Units
 class Episode:
     """Everything one rollout produced. Raises InvariantError (or SizeError) when the parts disagree."""
 
-    __slots__ = ("header", "max_version", "min_epoch", "min_version", "n_sampled", "segments", "units")
+    __slots__ = (
+        "header",
+        "max_version",
+        "min_epoch",
+        "min_version",
+        "n_sampled",
+        "segments",
+        "units",
+        "versions",
+    )
 
     def __init__(
         self, header: Header, segments: Segments, units: Units, *, limits: Limits = DEFAULT_LIMITS
@@ -35,6 +44,8 @@ class Episode:
         self.max_version = facts.max_version
         self.min_epoch = facts.min_epoch
         """Smallest trainer epoch behind a unit with mask 1; -1 when there are none."""
+        self.versions = facts.versions
+        """By policy, over its units with mask 1."""
 
     @property
     def episode_id(self) -> str:

@@ -16,7 +16,7 @@ import msgspec
 from blake3 import blake3
 
 from areal_async.errors import SnapshotError
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.messages import POLICY_NAME, VersionTag
 
 MANIFEST_SCHEMA = 2
 MANIFEST_FILE = "manifest.json"
@@ -27,7 +27,9 @@ WRITING_PREFIX = ".writing-"
 """Begins the name of a directory that is not finished."""
 SPARE_FILE = ".spare-model"
 """A model file of a snapshot that is gone, kept to be filled again."""
-_OURS = re.compile(rf"e\d+-v\d+(\.delta)?|{re.escape(WRITING_PREFIX)}.*|{re.escape(SPARE_FILE)}")
+_OURS = re.compile(
+    rf"{POLICY_NAME}-e\d+-v\d+(\.delta)?|{re.escape(WRITING_PREFIX)}.*|{re.escape(SPARE_FILE)}"
+)
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
@@ -147,7 +149,7 @@ def check_file_name(name: str) -> None:
 
 def directory_name(tag: VersionTag) -> str:
     """Of the full snapshot."""
-    return f"e{tag.epoch}-v{tag.version}"
+    return tag.label
 
 
 def delta_name(tag: VersionTag) -> str:

@@ -19,6 +19,7 @@ from areal_async.rpc.messages import (
     NextBatch,
     NoScore,
     Ok,
+    PolicyStats,
     PutVerdicts,
     Release,
     Request,
@@ -29,7 +30,6 @@ from replay_buffer.ledger import (
     committing,
     faults,
     leasing,
-    losing,
     opening,
     scoring,
     storing,
@@ -37,7 +37,7 @@ from replay_buffer.ledger import (
 )
 from replay_buffer.ledger.admission import capacity
 from replay_buffer.ledger.draft import Decision, Draft
-from replay_buffer.ledger.index import UNBATCHED, Index, Writes
+from replay_buffer.ledger.index import Index, Writes
 from replay_buffer.ledger.records import EpisodeState, GroupState
 from replay_buffer.ledger.words import batch_wait, lease_wait
 
@@ -60,6 +60,13 @@ class Begun:
 
 
 @dataclass(frozen=True)
+class BytesLost:
+    """Episodes, as (group id, sample), were found to be without their bytes when the store was opened."""
+
+    places: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
 class Alive:
     """The front lives, and has nothing else to write: Redis notes the time with every write."""
 
@@ -78,26 +85,19 @@ DECIDES: Mapping[type[Any], Decide] = {
     opening.OpenedWith: opening.open_trainer,
     NextBatch: batching.next_batch,
     Commit: committing.commit,
-    ExportLedger: lambda index, request, now_ms: committing.export(index, request),
+    ExportLedger: committing.export,
     Checkpointed: committing.checkpointed,
     Stats: lambda index, request, now_ms: Decision(stats(index, now_ms)),
     Expire: lambda index, command, now_ms: leasing.expire(index, now_ms),
     Extend: lambda index, command, now_ms: leasing.extend(index, command.outage_ms, now_ms),
     Alive: lambda index, command, now_ms: Decision(Ok(), Writes(index.meta)),
     Begun: lambda index, command, now_ms: begun(index, now_ms),
-    losing.BytesLost: lambda index, command, now_ms: losing.lose(index, command.places, now_ms),
+    BytesLost: lambda index, command, now_ms: leasing.lose(index, command.places, now_ms),
 }
 """What decides each request of the wire, and each command that the coordinator gives itself."""
 
 Command = (
-    Request[Any]
-    | storing.StoreEpisodes
-    | opening.OpenedWith
-    | Expire
-    | Extend
-    | Alive
-    | Begun
-    | losing.BytesLost
+    Request[Any] | storing.StoreEpisodes | opening.OpenedWith | Expire | Extend | Alive | Begun | BytesLost
 )
 
 
@@ -121,36 +121,42 @@ def begun(index: Index, now_ms: int) -> Decision:
 def stats(index: Index, now_ms: int) -> BufferStats:
     """The figures of the ledger; `redis_bytes` is left for whoever can ask Redis."""
     meta = index.meta
-    unbatched = (
-        (g.since_ms, g.group_id) for g in index.groups.values() if g.state in UNBATCHED and not g.steps
-    )
-    oldest_ms, oldest_group = min(unbatched, default=(now_ms, ""))
+    waiting = ((g.since_ms, g.group_id) for g in index.groups.values() if not g.has_begun)
+    oldest_ms, oldest_group = min(waiting, default=(now_ms, ""))
     return BufferStats(
         groups={
             state.name: index.group_counts[state] for state in GroupState if state < GroupState.COMMITTED
         },
         episodes={state.name: index.episode_counts[state] for state in EpisodeState},
         reasons=meta.counts,
-        v_train=meta.v_train,
-        outstanding=index.outstanding,
-        capacity=capacity(leasing.limits_of(index.rules), meta.v_train, meta.v_train),
+        policies={policy: policy_stats(index, policy) for policy in index.consumers},
         payload_bytes=index.payload_bytes,
         redis_bytes=0,
         queue_age_ms=max(0, now_ms - oldest_ms),
-        max_staleness_seen=meta.max_staleness_seen,
-        episodes_trained=meta.episodes_trained,
         episodes_dropped=meta.episodes_dropped,
-        checkpoint=meta.checkpoint,
-        trainer_epoch=meta.epoch,
         tasks_taken=meta.position,
         leases=len(index.leases),
         claims=len(index.claims),
         oldest_group=oldest_group,
         lease_wait=lease_wait(index),
-        batch_wait=batch_wait(index),
         no_scores=[
             NoScore(kind, note.count, note.message, note.episode_id, max(0, now_ms - note.at_ms))
             for kind, note in meta.no_scores.items()
         ],
         failed=meta.failed,
+    )
+
+
+def policy_stats(index: Index, policy: str) -> PolicyStats:
+    """The figures of one trained policy."""
+    consumer = index.consumer(policy)
+    return PolicyStats(
+        v_train=consumer.v_train,
+        outstanding=index.consumers[policy].outstanding,
+        capacity=capacity(leasing.demand_of(index, policy), consumer.v_train),
+        max_staleness_seen=consumer.max_staleness_seen,
+        episodes_trained=consumer.episodes_trained,
+        checkpoint=consumer.checkpoint,
+        trainer_epoch=consumer.epoch,
+        batch_wait=batch_wait(index, policy),
     )

@@ -21,6 +21,7 @@ from replay_buffer.ledger.records import (
     NO_VERSION,
     BatchPlan,
     Claim,
+    Consumer,
     Episode,
     EpisodeState,
     Group,
@@ -28,20 +29,18 @@ from replay_buffer.ledger.records import (
     Lease,
     Meta,
     NoScores,
+    Training,
 )
 from replay_buffer.ledger.rules import MAX_ATTEMPTS
 
 Q, L, G, S, B, T, C, D = GroupState
 
-LEGAL = {
-    Q: {L, G, D},
-    L: {G, Q, D},
-    G: {S, D},
-    S: {B, T, D},
-    B: {T, D},
-    T: {B, S, C},
-}
-"""From each state, the states that a group may go to."""
+LEGAL = {Q: {L, G}, L: {G, Q}, G: {S}}
+"""From each state, the states that a group may go to. It may be DROPPED from each of them."""
+LEGAL_TRAINING = {S: {B, T, D}, B: {T, D}, T: {B, S, C}}
+"""The same of a training."""
+
+NOT_BEGUN = Training()
 
 MOST_KINDS = 8
 """Kinds of verdicts that are no scores whose newest message is kept."""
@@ -96,6 +95,18 @@ class Draft:
     def set_meta(self, **changes: Any) -> None:
         self.meta = replace(self.meta, **changes)
 
+    def consumer(self, policy: str) -> Consumer:
+        return self.meta.consumer(policy)
+
+    def set_consumer(self, policy: str, **changes: Any) -> None:
+        changed = replace(self.meta.consumer(policy), **changes)
+        self.set_meta(consumers={**self.meta.consumers, policy: changed})
+
+    def set_training(self, group: Group, policy: str, **changes: Any) -> Group:
+        """Replace fields of one training of a group without a change of state."""
+        changed = replace(group.training[policy], **changes)
+        return self.set_group(group, training={**group.training, policy: changed})
+
     def set_group(self, group: Group, **changes: Any) -> Group:
         """Replace fields of a group without a change of state."""
         self._writes.groups[group.group_id] = group = replace(group, **changes)
@@ -107,8 +118,8 @@ class Draft:
     def set_claim(self, claim_id: str, claim: Claim | None) -> None:
         self._writes.claims[claim_id] = claim
 
-    def set_batch(self, step: int, batch: BatchPlan | None) -> None:
-        self._writes.batches[step] = batch
+    def set_batch(self, policy: str, step: int, batch: BatchPlan | None) -> None:
+        self._writes.batches[policy, step] = batch
 
     def keep_blob(self, group_id: str, sample: int, attachment: int) -> None:
         self._writes.blobs.setdefault(group_id, {})[sample] = attachment
@@ -136,11 +147,17 @@ class Draft:
 
     # --- transitions ---
 
-    def new_group(self, row: int, pass_index: int, attempt: int) -> Group:
-        """A task is QUEUED."""
-        task_id = self.index.tasks.task(row, pass_index).task_id
+    def new_group(
+        self, row: int, pass_index: int, attempt: int, policies: tuple[str, ...] | None = None
+    ) -> Group:
+        """A task is QUEUED, for `policies` or all that train it. An attempt for fewer of them bears their
+        names, so that no other attempt has its id."""
+        task = self.index.tasks.task(row, pass_index)
+        whole = self.rules.policies_of(task)
+        policies = whole if policies is None else policies
+        rest = "" if policies == whole else f":{'+'.join(policies)}"
         group = Group(
-            group_id=f"{task_id}#{attempt}",
+            group_id=f"{task.task_id}#{attempt}{rest}",
             seq=self.meta.seq,
             row=row,
             pass_index=pass_index,
@@ -148,6 +165,7 @@ class Draft:
             state=Q,
             episodes=(MISSING,) * self.rules.group_size,
             since_ms=self.now_ms,
+            training=dict.fromkeys(policies, NOT_BEGUN),
         )
         self.set_meta(seq=self.meta.seq + 1)
         self.count("queued")
@@ -155,37 +173,70 @@ class Draft:
 
     def move(self, group: Group, state: GroupState, reason: str = "", **changes: Any) -> Group:
         """One transition, counted under the state's name and, if given, its reason."""
-        was = GroupState(group.state)
-        if state not in LEGAL[was]:
-            raise AssertionError(f"{group.group_id}: {was.name} → {state.name} is no transition")
-        self.count(f"{state.name.lower()}:{reason}" if reason else state.name.lower())
+        self._check(group, GroupState(group.state), state, LEGAL)
+        self._count_state(state, reason)
         return self.set_group(group, state=int(state), since_ms=self.now_ms, **changes)
 
-    def drop(self, group: Group, reason: str) -> None:
-        """The group ends as DROPPED(reason), and its bytes go; its task may be QUEUED as a new attempt.
+    def train(self, group: Group, policy: str, state: GroupState, reason: str = "", **changes: Any) -> Group:
+        """One transition of the group's training by `policy`. With the last one that ends, the group does."""
+        self._check(group, GroupState(group.training[policy].state), state, LEGAL_TRAINING)
+        trained = replace(group.training[policy], state=int(state), **changes)
+        training = {**group.training, policy: trained}
+        group = self.set_group(group, training=training, since_ms=self.now_ms)
+        ends = all(each.has_ended for each in training.values())
+        self._count_state(state, reason if ends or not trained.has_ended else f"{reason}_for_one".lstrip("_"))
+        if ends:
+            self.forget(group)
+        return group
 
-        A group that was trained cannot be dropped any more: it stays TRAINED, and is not used again."""
-        if group.steps:
-            self.move(group, T, "reuse_ended")
+    def _check(
+        self, group: Group, was: GroupState, now: GroupState, legal: dict[GroupState, set[GroupState]]
+    ) -> None:
+        if now not in legal.get(was, ()):
+            raise AssertionError(f"{group.group_id}: {was.name} → {now.name} is no transition")
+
+    def _count_state(self, state: GroupState, reason: str) -> None:
+        self.count(f"{state.name.lower()}:{reason}" if reason else state.name.lower())
+
+    def drop(self, group: Group, reason: str) -> None:
+        """The group ends as DROPPED(reason), and its bytes go; its task may be QUEUED as a new attempt. One
+        that has begun to be trained ends so for each policy that still waits for it."""
+        if group.has_begun:
+            for policy in group.training:
+                self.drop_for(group.group_id, policy, reason)
             return
-        self.move(group, D, reason)
+        self._count_state(D, reason)
         faults.gave_up(self, group, reason)
         # What was masked is counted as dropped already.
         episodes = len(group.episodes) - group.count(EpisodeState.MASKED)
         self.set_meta(episodes_dropped=self.meta.episodes_dropped + episodes)
         self.forget(group)
         if reason in TRY_AGAIN and group.attempt + 1 < MAX_ATTEMPTS:
-            self.new_group(group.row, group.pass_index, group.attempt + 1)
+            self.new_group(group.row, group.pass_index, group.attempt + 1, tuple(group.training))
+
+    def drop_for(self, group_id: str, policy: str, reason: str) -> None:
+        """`policy` cannot train the group. Where no other has begun to, it is dropped as a whole.
+
+        A training that is in the weights cannot be dropped any more: it stays TRAINED, and is not used
+        again."""
+        group = self.group(group_id)
+        if group is None or (training := group.training[policy]).has_ended:
+            return
+        if training.steps:
+            if training.state != T:
+                self.train(group, policy, T, "reuse_ended")
+            return
+        if not any(each.has_begun for other, each in group.training.items() if other != policy):
+            self.drop(replace(group, training={**group.training, policy: NOT_BEGUN}), reason)
+            return
+        self.train(group, policy, D, reason)
+        if reason in TRY_AGAIN and group.attempt + 1 < MAX_ATTEMPTS:
+            self.new_group(group.row, group.pass_index, group.attempt + 1, (policy,))
 
     def queue_again(self, given_up: Iterable[tuple[int, int, int]]) -> None:
         """Queue tasks as new attempts, from (row, pass, attempt) of what was dropped."""
         for row, pass_index, attempt in given_up:
             self.new_group(row, pass_index, attempt + 1)
-
-    def commit(self, group: Group) -> None:
-        """The group ends as COMMITTED."""
-        self.move(group, C)
-        self.forget(group)
 
     def remove(self, group: Group, reason: str) -> None:
         """Forget a group that another ledger does not know, whatever its state."""
@@ -207,7 +258,7 @@ class Draft:
 
     def add_episodes(self, group: Group, arrived: dict[int, Episode]) -> Group:
         """Replace MISSING episodes, and the group's figures."""
-        return self.set_group(group, **figures(_with(group, arrived)))
+        return self.set_group(group, **figures(group, _with(group, arrived)))
 
     def mask(self, group: Group, masked: dict[int, Episode]) -> Group:
         """Give up some episodes, whose verdicts were no scores; their bytes go."""
@@ -216,7 +267,7 @@ class Draft:
             self.count(f"episode_masked:{episode.no_score.partition(':')[0]}")
             self.free(group.group_id, (sample,))
         self.set_meta(episodes_dropped=self.meta.episodes_dropped + len(masked))
-        return self.set_group(group, **figures(_with(group, gone)))
+        return self.set_group(group, **figures(group, _with(group, gone)))
 
     # --- end ---
 
@@ -251,11 +302,19 @@ def _masked(episode: Episode) -> Episode:
     )
 
 
-def figures(episodes: tuple[Episode, ...]) -> dict[str, Any]:
-    """The fields of a group that follow from its episodes."""
-    versions = [episode.min_version for episode in episodes if episode.min_version != NO_VERSION]
+def figures(group: Group, episodes: tuple[Episode, ...]) -> dict[str, Any]:
+    """The fields of `group` with these episodes that follow from them."""
+    training = {
+        policy: replace(
+            each,
+            min_version=min(
+                (e.versions[policy].oldest for e in episodes if policy in e.versions), default=NO_VERSION
+            ),
+        )
+        for policy, each in group.training.items()
+    }
     return {
         "episodes": episodes,
-        "min_version": min(versions, default=NO_VERSION),
+        "training": training,
         "size_bytes": sum([episode.size_bytes for episode in episodes]),
     }

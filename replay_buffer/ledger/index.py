@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from replay_buffer.ledger.consumer_index import ConsumerIndex
 from replay_buffer.ledger.order import Order
 from replay_buffer.ledger.records import (
     GIVEN_UP,
     NO_VERSION,
     BatchPlan,
     Claim,
+    Consumer,
     EpisodeState,
     Group,
     GroupState,
@@ -23,17 +25,16 @@ from replay_buffer.ledger.records import (
     Meta,
 )
 from replay_buffer.ledger.rules import Rules, Tasks
-from replay_buffer.ledger.sampling import rank
 
 Edge = Literal["lease", "claim", "batch"]
 """What a client can wait for: room to lease, something to score, a batch to train."""
 
-OUTSTANDING = (GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED, GroupState.BATCHED)
-"""States that count in the admission formula: leased at least once, and not yet TRAINED or DROPPED. A group
-that was trained and is SCORED or BATCHED again does not count."""
-UNBATCHED = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED)
 UNGENERATED = (GroupState.QUEUED, GroupState.LEASED)
 SCORABLE = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED)
+
+
+BatchKey = tuple[str, int]
+"""(policy, step)"""
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Writes:
     groups: dict[str, Group | None] = field(default_factory=dict)
     leases: dict[str, Lease | None] = field(default_factory=dict)
     claims: dict[str, Claim | None] = field(default_factory=dict)
-    batches: dict[int, BatchPlan | None] = field(default_factory=dict)
+    batches: dict[BatchKey, BatchPlan | None] = field(default_factory=dict)
     blobs: dict[str, dict[int, int]] = field(default_factory=dict)
     """Bytes to keep: group id → sample → position of its blob among the message's attachments."""
     freed: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
@@ -59,7 +60,7 @@ class Records:
     groups: Mapping[str, Group] = field(default_factory=dict)
     leases: Mapping[str, Lease] = field(default_factory=dict)
     claims: Mapping[str, Claim] = field(default_factory=dict)
-    batches: Mapping[int, BatchPlan] = field(default_factory=dict)
+    batches: Mapping[BatchKey, BatchPlan] = field(default_factory=dict)
 
 
 class Index:
@@ -77,23 +78,17 @@ class Index:
         self.groups: dict[str, Group] = {}
         self.leases: dict[str, Lease] = {}
         self.claims: dict[str, Claim] = {}
-        self.batches: dict[int, BatchPlan] = {}
+        self.batches: dict[BatchKey, BatchPlan] = {}
+        self.consumers = {policy: ConsumerIndex(rules, policy) for policy in rules.consumers}
         self.queue = Order()
         """QUEUED groups, oldest first."""
         self.claimable = Order()
         """Groups with an episode to claim, oldest version first: one that is STORED; where the group is
         scored as one, once it is GENERATED."""
-        self.ready = Order()
-        """SCORED groups never trained so far, in the order of `buffer.sampling`."""
-        self.reusable = Order()
-        """SCORED groups that were trained before and may be again: the least used first, then as `ready`."""
-        self.aging = Order()
-        """Unbatched groups that hold or may come to hold a version, the oldest such version first."""
         self.deadlines = Order()
         """Leases, claims and groups with a deadline or an age limit, the next to come first."""
         self.group_counts = [0] * len(GroupState)
-        self.reused = 0
-        """Groups trained before that are SCORED or BATCHED again."""
+        """Groups by the state that the policy sees which has come least far with them."""
         self.episode_counts = [0] * len(EpisodeState)
         self.payload_bytes = 0
         self.claimable_episodes = 0
@@ -115,26 +110,31 @@ class Index:
 
     # --- figures ---
 
-    @property
-    def outstanding(self) -> int:
-        return sum(self.group_counts[state] for state in OUTSTANDING) - self.reused
+    def consumer(self, policy: str) -> Consumer:
+        """The record of a trained policy."""
+        return self.meta.consumer(policy)
 
-    @property
-    def next_step(self) -> int:
-        """The first step without a batch."""
-        step = self.meta.v_train
-        while step in self.batches:
+    def next_step(self, policy: str) -> int:
+        """The first step of `policy` without a batch."""
+        step = self.consumer(policy).v_train
+        while (policy, step) in self.batches:
             step += 1
         return step
 
-    @property
-    def open_step(self) -> int:
-        """The first step that a group not yet batched can be trained in: one without a batch, or whose batch
-        has lost groups to abandoned weights."""
-        step = self.meta.v_train
-        while (plan := self.batches.get(step)) is not None and all(g in self.groups for g in plan.group_ids):
+    def open_step(self, policy: str) -> int:
+        """The first step of `policy` that a group not yet batched can be trained in: one without a batch, or
+        whose batch has lost groups to abandoned weights."""
+        step = self.consumer(policy).v_train
+        while plan := self.batches.get((policy, step)):
+            if not all(id_ in self.groups and has_place(self.groups[id_], policy) for id_ in plan.group_ids):
+                break
             step += 1
         return step
+
+    def plans(self, policy: str, first: int = 0) -> dict[int, BatchPlan]:
+        """The batches of `policy` from the step `first` on, by step, ascending."""
+        keys = sorted(key for key in self.batches if key[0] == policy and key[1] >= first)
+        return {key[1]: self.batches[key] for key in keys}
 
     @property
     def claimable_group(self) -> bool:
@@ -155,9 +155,10 @@ class Index:
 
     @property
     def overtaken_due_ms(self) -> int | None:
-        """When the trainer's wait for overtaken groups ends; None while there is no such wait."""
-        wait = self.meta.overtaken
-        return None if wait is None else wait.since_ms + self.rules.overtaken_ms
+        """When the first of the trainers' waits for overtaken groups ends; None while there is none."""
+        waits = [consumer.overtaken for consumer in self.meta.consumers.values()]
+        since_ms = min((wait.since_ms for wait in waits if wait is not None), default=None)
+        return None if since_ms is None else since_ms + self.rules.overtaken_ms
 
     def state(self) -> tuple[Any, ...]:
         """All that is stored, for comparison."""
@@ -171,7 +172,7 @@ class Index:
         before = self.meta
         self.meta = writes.meta
         edges = self._write(writes)
-        if (before.v_train, before.epoch) != (self.meta.v_train, self.meta.epoch):
+        if _clocks(before) != _clocks(self.meta):
             edges |= {"lease", "batch"}
         if before.failed != self.meta.failed:
             edges |= {"claim", "batch"}
@@ -187,8 +188,8 @@ class Index:
             _put(self.leases, lease_id, lease)
         for claim_id, claim in writes.claims.items():
             self._set_claim(claim_id, claim)
-        for step, batch in writes.batches.items():
-            _put(self.batches, step, batch)
+        for key, batch in writes.batches.items():
+            _put(self.batches, key, batch)
         return edges
 
     def _set_claim(self, claim_id: str, claim: Claim | None) -> None:
@@ -213,18 +214,11 @@ class Index:
             self._together.pop(group_id, None)
         self.claimable_episodes += now - before
         _put(self.groups, group_id, group)
-        state = None if group is None else GroupState(group.state)
-        seq = 0 if group is None else group.seq
-        version = NO_VERSION if group is None else group.min_version
-        self.queue.set(group_id, (seq,) if state == GroupState.QUEUED else None)
-        place = rank(self.rules, group) if group is not None and state == GroupState.SCORED else None
-        uses = 0 if group is None else len(group.steps)
-        self.ready.set(group_id, place if not uses else None)
-        self.reusable.set(group_id, (uses, *place) if uses and place is not None else None)
-        self.claimable.set(group_id, (version, seq) if now else None)
-        oldest = NO_VERSION if group is None else oldest_version(group)
-        aging = state in UNBATCHED and oldest != NO_VERSION
-        self.aging.set(group_id, (oldest, seq) if aging else None)
+        for consumer in self.consumers.values():
+            consumer.replace(group_id, old, group)
+        waits = group is not None and group.state == GroupState.QUEUED
+        self.queue.set(group_id, (group.seq,) if waits and group is not None else None)
+        self.claimable.set(group_id, (_oldest(group), group.seq) if now and group is not None else None)
         due = None if group is None else due_ms(self.rules, group)
         self.deadlines.set(group_id, None if due is None else (due,))
         return _edges(old, group, more_to_claim=now > before)
@@ -248,21 +242,24 @@ class Index:
         """Count `group` in (+1) or out (-1)."""
         for state, count in enumerate(counts):
             self.episode_counts[state] += sign * count
-        self.group_counts[group.state] += sign
-        if group.steps and group.state in OUTSTANDING:
-            self.reused += sign
+        self.group_counts[group.least_state] += sign
         self.payload_bytes += sign * group.size_bytes
         if group.state == GroupState.LEASED:
             self.generating += sign * counts[EpisodeState.MISSING]
 
 
-def oldest_version(group: Group) -> int:
-    """The oldest version the group holds or, while it is leased, may come to hold; -1 for none."""
-    if group.state != GroupState.LEASED:
-        return group.min_version
-    if group.min_version == NO_VERSION:
-        return group.leased_version
-    return min(group.min_version, group.leased_version)
+def _clocks(meta: Meta) -> list[tuple[str, int, int]]:
+    return [(policy, consumer.epoch, consumer.v_train) for policy, consumer in meta.consumers.items()]
+
+
+def has_place(group: Group, policy: str) -> bool:
+    """Whether `policy` still needs the group, which is in one of its batches."""
+    return policy in group.training and group.state_for(policy) != GroupState.DROPPED
+
+
+def _oldest(group: Group) -> int:
+    """The smallest version that any of its policies holds in it: what is likely to be needed first."""
+    return min((training.min_version for training in group.training.values()), default=NO_VERSION)
 
 
 def due_ms(rules: Rules, group: Group) -> int | None:
@@ -270,7 +267,7 @@ def due_ms(rules: Rules, group: Group) -> int | None:
     first batch. None for never."""
     if rules.group_deadline_ms is None and rules.max_age_ms is None:
         return None
-    if not group.begun_ms or group.steps or group.state not in UNBATCHED:
+    if not group.begun_ms or group.has_begun:
         return None
     ends = []
     if rules.group_deadline_ms is not None and group.state in UNGENERATED:
@@ -282,10 +279,12 @@ def due_ms(rules: Rules, group: Group) -> int | None:
 
 def _edges(old: Group | None, new: Group | None, *, more_to_claim: bool) -> set[Edge]:
     edges: set[Edge] = {"claim"} if more_to_claim else set()
-    was = None if old is None else old.state
-    now = None if new is None else new.state
-    if was != now:
-        if now is None or now in (GroupState.QUEUED, GroupState.TRAINED):
+    for policy in {*(old.training if old else ()), *(new.training if new else ())}:
+        was = old.state_for(policy) if old is not None and policy in old.training else None
+        now = new.state_for(policy) if new is not None and policy in new.training else None
+        if was == now:
+            continue
+        if now in (None, GroupState.QUEUED, GroupState.TRAINED, GroupState.DROPPED):
             edges.add("lease")
         if now == GroupState.SCORED or was in (GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED):
             edges.add("batch")

@@ -1,8 +1,8 @@
-"""Leases: granting, renewing, handing back, expiring."""
+"""Leases: granting, renewing, handing back, expiring; and bytes that turn out to be lost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -19,13 +19,12 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.messages import Lease as LeaseRequest
 from replay_buffer.ledger import faults
-from replay_buffer.ledger.admission import Admission, AdmissionLimits, BufferLoad, room
+from replay_buffer.ledger.admission import Demand, Space, room, space
 from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import Index, due_ms
 from replay_buffer.ledger.lineage import accepts
 from replay_buffer.ledger.policy import DRAINED, end_lease, end_overdue
 from replay_buffer.ledger.records import Group, GroupState, Lease
-from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.scoring import end_claim
 
 MAX_DRAINING = 256
@@ -34,20 +33,24 @@ FRESH_PART = 8
 """A lease renewed within this part of its life is not written again: workers report at every new version."""
 
 
-def limits_of(rules: Rules) -> AdmissionLimits:
-    return AdmissionLimits(
+def demand_of(index: Index, policy: str) -> Demand:
+    """What the admission formula knows of a policy."""
+    rules, mine = index.rules.consumers[policy], index.consumers[policy]
+    return Demand(
+        policy=policy,
         max_staleness=rules.max_staleness,
         batch_groups=rules.batch_groups,
         steps=rules.steps,
-        max_groups=rules.max_groups,
-        max_bytes=rules.max_bytes,
+        v_train=index.consumer(policy).v_train,
+        outstanding=mine.outstanding,
     )
 
 
-def load_of(index: Index) -> BufferLoad:
-    return BufferLoad(
-        v_train=index.meta.v_train,
-        outstanding=index.outstanding,
+def space_of(index: Index) -> Space:
+    """What the buffer holds, and may hold."""
+    return Space(
+        max_groups=index.rules.max_groups,
+        max_bytes=index.rules.max_bytes,
         groups=len(index.groups),
         payload_bytes=index.payload_bytes,
         in_flight_bytes=index.generating * index.mean_episode_bytes,
@@ -56,54 +59,66 @@ def load_of(index: Index) -> BufferLoad:
 
 
 def lease(index: Index, message: LeaseRequest, now_ms: int) -> Decision:
-    """Grant up to `capacity` groups: those queued first, then new ones from the cursor."""
-    serving = message.serving
+    """Grant up to `capacity` groups: those queued first, then new ones from the cursor. Each takes a place of
+    every policy that trains it, and is given only to a worker that serves all of these."""
     if (why := index.meta.draining.get(message.worker)) is not None:
         return Decision(Leases([], f"this worker drains and is leased nothing more: {why}", drain=True))
-    if not accepts(index.meta.lineage, serving.epoch, serving.version, serving.version):
-        return Decision(
-            Leases(
-                [],
-                f"this worker serves version {serving.version} of trainer epoch {serving.epoch}, which the "
-                f"trainer of epoch {index.meta.epoch} has abandoned; it waits for an update",
-            )
-        )
     if index.meta.failed:
         return Decision(Leases([], f"the job is to end: {index.meta.failed}"))
-    free = room(limits_of(index.rules), load_of(index), serving.version)
-    if free.outstanding == 0:
-        return Decision(Leases([], free.reason))
+    serving = {tag.policy: tag for tag in message.serving}
+    places: dict[str, int] = {}
+    reasons = []
+    for policy in index.consumers:
+        places[policy], why = _places(index, policy, serving.get(policy))
+        reasons += [why] if why else []
+    if not any(places.values()):
+        return Decision(Leases([], reasons[0]))
     draft = Draft(index, now_ms)
-    granted = _grant(draft, message, serving, free)
+    new, bytes_left, full = space(space_of(index))
+    granted: list[LeasedGroup] = []
+    for group in _candidates(draft, places, new, bytes_left) if message.capacity > 0 else ():
+        granted.append(_lease_out(draft, group, message.worker, serving))
+        for policy in group.training:
+            places[policy] -= 1
+        if len(granted) == message.capacity:
+            break
     reason = ""
     if not granted:
-        reason = free.reason or f"the task file is exhausted after {draft.meta.position} tasks"
+        exhausted = f"the task file is exhausted after {draft.meta.position} tasks"
+        reason = full or next(iter(reasons), exhausted)
     return draft.decide(Leases(granted, reason))
 
 
-def _grant(draft: Draft, message: LeaseRequest, serving: VersionTag, free: Admission) -> list[LeasedGroup]:
-    granted: list[LeasedGroup] = []
-    wanted = min(message.capacity, free.outstanding)
-    for group in _candidates(draft, free) if wanted > 0 else ():
-        granted.append(_lease_out(draft, group, message.worker, serving))
-        if len(granted) == wanted:
-            break
-    return granted
+def _places(index: Index, policy: str, serving: VersionTag | None) -> tuple[int, str]:
+    """How many groups of `policy` a worker that serves it so may lease; with 0, why."""
+    if serving is None:
+        return 0, f"this worker serves no version of {policy}"
+    running = index.consumer(policy)
+    if not accepts(running.lineage, serving.epoch, serving.version, serving.version):
+        return 0, (
+            f"this worker serves version {serving.version} of trainer epoch {serving.epoch}, which the "
+            f"trainer of epoch {running.epoch} has abandoned; it waits for an update"
+        )
+    return room(demand_of(index, policy), serving.version)
 
 
-def _candidates(draft: Draft, free: Admission) -> Iterator[Group]:
-    """Queued groups, then new ones, QUEUED in this very decision.
+def _candidates(draft: Draft, places: Mapping[str, int], new: int, bytes_left: float) -> Iterator[Group]:
+    """Queued groups, then new ones, QUEUED in this very decision, as far as their policies have places.
 
     The limits on groups and bytes hold for new groups only: what is queued is held already, and finishing it
     is what makes room. The first groups of a job pass while the size of an episode is not known."""
-    yield from map(draft.index.groups.__getitem__, draft.index.queue)
+    for group in map(draft.index.groups.__getitem__, draft.index.queue):
+        if all(places[policy] > 0 for policy in group.training):
+            yield group
     group_bytes = draft.rules.group_size * draft.index.mean_episode_bytes
-    bytes_left = free.bytes
-    for _ in range(free.new):
+    for _ in range(new):
         if bytes_left <= 0:
             return
         bytes_left -= group_bytes
         if (place := draft.index.tasks.at(draft.meta.position)) is not None:
+            policies = draft.rules.policies_of(draft.index.tasks.task(*place))
+            if not all(places[policy] > 0 for policy in policies):
+                return
             draft.set_meta(position=draft.meta.position + 1)
             yield draft.new_group(*place, attempt=0)
         elif (again := faults.take_back(draft)) is not None:
@@ -113,13 +128,16 @@ def _candidates(draft: Draft, free: Admission) -> Iterator[Group]:
             return
 
 
-def _lease_out(draft: Draft, group: Group, worker: str, serving: VersionTag) -> LeasedGroup:
+def _lease_out(draft: Draft, group: Group, worker: str, serving: Mapping[str, VersionTag]) -> LeasedGroup:
     lease_id = draft.new_id("L")
     draft.move(
         group,
         GroupState.LEASED,
         leases=(*group.leases, lease_id),
-        leased_version=serving.version,
+        training={
+            policy: replace(training, leased_version=serving[policy].version)
+            for policy, training in group.training.items()
+        },
         begun_ms=group.begun_ms or draft.now_ms,
     )
     draft.set_lease(lease_id, Lease(lease_id, group.group_id, worker, draft.now_ms + draft.rules.lease_ms))
@@ -224,7 +242,20 @@ def extend(index: Index, outage_ms: int, now_ms: int) -> Decision:
     for group in index.groups.values():
         if due_ms(index.rules, group) is not None:
             draft.set_group(group, begun_ms=group.begun_ms + outage_ms)
-    if index.meta.overtaken is not None:
-        since_ms = index.meta.overtaken.since_ms + outage_ms
-        draft.set_meta(overtaken=replace(index.meta.overtaken, since_ms=since_ms))
+    for policy, consumer in index.meta.consumers.items():
+        if (wait := consumer.overtaken) is not None:
+            moved_wait = replace(wait, since_ms=wait.since_ms + outage_ms)
+            draft.set_consumer(policy, overtaken=moved_wait)
+    return draft.decide(Ok())
+
+
+def lose(index: Index, places: Sequence[tuple[str, int]], now_ms: int) -> Decision:
+    """Bytes that the ledger says are held, and are not: a machine lost power before they were on its disk.
+
+    Their groups, (group id, sample), are dropped, and the tasks are tried again. What was trained already
+    stays so: only a trainer that needs it once more will miss it, and says so."""
+    draft = Draft(index, now_ms)
+    draft.count("bytes_lost", len(places))
+    for group in draft.groups(dict.fromkeys(group_id for group_id, _ in places)):
+        draft.drop(group, "bytes_lost")
     return draft.decide(Ok())

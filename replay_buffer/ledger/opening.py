@@ -1,13 +1,19 @@
-"""A trainer opens the job: at its start, or back from a checkpoint.
+"""The trainer of a policy opens the job: at its start, or back from a checkpoint.
 
 Two ledgers may be at hand then. Redis has everything up to the moment of the crash; the copy in the
 checkpoint is as of the checkpoint's step `c`. Where Redis is the copy's own continuation and still has every
 batch from `c` on, the redo log is complete: the trainer goes back to `c` and is given the same batches in the
 same order. Otherwise the copy wins: the cursor and the figures are the checkpoint's, of the groups that were
 under way those episodes survive whose bytes are still held, and every other group ends, by name.
+
+Where several policies are trained, a copy wins only in a ledger in which no other trainer has opened: it has
+the figures of all of them, as of its own moment, and each other trainer must then come back at the step it
+says.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -16,36 +22,27 @@ from areal_async.rpc.messages import TrainerOpened
 from replay_buffer.ledger.committing import Copy, commit_before
 from replay_buffer.ledger.draft import Decision, Draft, fault, figures
 from replay_buffer.ledger.index import Index
-from replay_buffer.ledger.lineage import accepts, reopened
+from replay_buffer.ledger.lineage import reopened
 from replay_buffer.ledger.records import (
     MISSING,
     SCHEMA,
+    Consumer,
     Episode,
     EpisodeState,
     Group,
     GroupState,
     Meta,
 )
-from replay_buffer.ledger.reuse import plans_from, rewound
+from replay_buffer.ledger.training import is_on_lineage, plans_from, rewound
 
-KEPT = (
-    "ids",
-    "epoch",
-    "seq",
-    "checkpoint",
-    "overtaken",
-    "trainer",
-    "draining",
-    "failed",
-    "generating",
-    "scoring",
-)
-"""Figures that a copy does not replace."""
+KEPT = ("ids", "seq", "consumers", "draining", "failed", "generating", "scoring")
+"""Figures that a copy does not replace, or not as they are."""
 
 
 class OpenedWith(msgspec.Struct, frozen=True):
     """An `OpenTrainer` with its attachment: the ledger copy of the checkpoint, None at the start of a job."""
 
+    policy: str
     trainer: str
     step: int
     copy: bytes | None = None
@@ -53,7 +50,10 @@ class OpenedWith(msgspec.Struct, frozen=True):
 
 
 def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
-    """Start a new trainer epoch at `step`, fencing every earlier one."""
+    """Start a new trainer epoch of the policy at `step`, fencing every earlier one."""
+    policy, step = command.policy, command.step
+    if policy not in index.consumers:
+        return fault("invalid", f"this job trains {', '.join(index.consumers)}, and no policy {policy!r}")
     copy: Copy | None = None
     if command.copy is not None:
         try:
@@ -64,28 +64,37 @@ def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
         if problem:
             return fault("invalid", problem)
     draft = Draft(index, now_ms)
-    if _continues(index, command.step, copy):
-        _rewind(draft, command.step)
-    elif copy is not None:
-        _adopt(draft, copy)
-    else:
+    others = [other for other in index.consumers if other != policy and index.consumer(other).epoch]
+    if _continues(index, policy, step, copy):
+        _rewind(draft, policy, step)
+    elif copy is not None and others:
         return fault(
             "invalid",
-            f"a trainer at step {command.step} cannot join a ledger at step {index.meta.v_train} whose last "
-            f"checkpoint is of step {index.meta.checkpoint}: resume from a checkpoint with its ledger copy, "
+            f"the ledger copy of {policy}'s checkpoint is of another state than the ledger, which the "
+            f"trainers of {', '.join(others)} go on with: stop the job, and resume all from one moment",
+        )
+    elif copy is not None:
+        _adopt(draft, policy, copy)
+    else:
+        running = index.consumer(policy)
+        return fault(
+            "invalid",
+            f"a trainer at step {step} cannot join a ledger at step {running.v_train} whose last "
+            f"checkpoint is of step {running.checkpoint}: resume from a checkpoint with its ledger copy, "
             "or start a job of another name",
         )
-    epoch = max(draft.meta.epoch, command.after_epoch) + 1
-    lineage = reopened(draft.meta.lineage, epoch, command.step)
-    draft.set_meta(epoch=epoch, trainer=command.trainer, lineage=lineage, overtaken=None)
-    return draft.decide(TrainerOpened(epoch, command.step))
+    epoch = max(draft.consumer(policy).epoch, command.after_epoch) + 1
+    lineage = reopened(draft.consumer(policy).lineage, epoch, step)
+    draft.set_consumer(policy, epoch=epoch, trainer=command.trainer, lineage=lineage, overtaken=None)
+    return draft.decide(TrainerOpened(epoch, step))
 
 
 def _problem(index: Index, command: OpenedWith, copy: Copy) -> str:
     if copy.schema != SCHEMA:
         return f"the ledger copy has schema {copy.schema}; this buffer reads {SCHEMA}"
-    if copy.meta.v_train != command.step:
-        return f"the ledger copy is of step {copy.meta.v_train}, but the trainer is at step {command.step}"
+    step = copy.meta.consumer(command.policy).v_train
+    if step != command.step:
+        return f"the ledger copy is of step {step}, but the trainer is at step {command.step}"
     if copy.meta.dataset_hash != index.meta.dataset_hash:
         return (
             f"the checkpoint was made with the data set {copy.meta.dataset_hash}, but tasks.train is now "
@@ -94,42 +103,43 @@ def _problem(index: Index, command: OpenedWith, copy: Copy) -> str:
     return ""
 
 
-def _continues(index: Index, step: int, copy: Copy | None) -> bool:
-    """Whether Redis is the copy's continuation, with every batch from `step` on. It is not where it has lost
-    the very epoch that the copy is of: its steps may then be those of another lineage."""
-    known = copy is None or copy.meta.epoch <= index.meta.epoch
-    return known and index.meta.checkpoint <= step <= index.meta.v_train and _same_ledger(index, copy)
+def _continues(index: Index, policy: str, step: int, copy: Copy | None) -> bool:
+    """Whether Redis is the copy's continuation, with every batch of `policy` from `step` on. It is not where
+    it has lost the very epoch that the copy is of: its steps may then be those of another lineage."""
+    running = index.consumer(policy)
+    known = copy is None or copy.meta.consumer(policy).epoch <= running.epoch
+    return known and running.checkpoint <= step <= running.v_train and _same_ledger(index, copy)
 
 
 def _same_ledger(index: Index, copy: Copy | None) -> bool:
     return copy is None or copy.meta.ledger_id == index.meta.ledger_id
 
 
-def _rewind(draft: Draft, step: int) -> None:
+def _rewind(draft: Draft, policy: str, step: int) -> None:
     """Back to `step` by the redo log: what was trained from there on is BATCHED again, for the same steps."""
-    plans = plans_from(draft.index, step)
-    groups = list(draft.index.groups.values())
-    undone = sum(rewound(draft, group, step, plans.get(group.group_id)) for group in groups)
-    commit_before(draft, step)
-    draft.set_meta(v_train=step, episodes_trained=draft.meta.episodes_trained - undone)
+    plans = plans_from(draft.index, policy, step)
+    groups = [group for group in draft.index.groups.values() if policy in group.training]
+    undone = sum(rewound(draft, group, policy, step, plans.get(group.group_id)) for group in groups)
+    commit_before(draft, policy, step)
+    trained = draft.consumer(policy).episodes_trained - undone
+    draft.set_consumer(policy, v_train=step, episodes_trained=trained)
 
 
-def _adopt(draft: Draft, copy: Copy) -> None:
+def _adopt(draft: Draft, policy: str, copy: Copy) -> None:
     """The copy wins. Epochs and ids go on from the larger of both, so that nothing is given out twice."""
     index, now = draft.index, draft.index.meta
     draft.set_meta(
         **{name: getattr(copy.meta, name) for name in Meta.__struct_fields__ if name not in KEPT},
         ids=max(now.ids, copy.meta.ids),
-        epoch=max(now.epoch, copy.meta.epoch),
         seq=max(now.seq, copy.meta.seq),
-        checkpoint=copy.meta.v_train,
+        consumers={each: _adopted(draft, policy, each, copy) for each in index.consumers},
     )
     for id_ in index.leases:
         draft.set_lease(id_, None)
     for id_ in index.claims:
         draft.set_claim(id_, None)
-    for number in index.batches:
-        draft.set_batch(number, None)
+    for batch in index.batches:
+        draft.set_batch(*batch, None)
     # Another ledger's groups may bear the same names; their episodes are of other weights.
     held = index.groups if _same_ledger(index, copy) else {}
     known = {group.group_id for group in copy.groups if group.group_id in held}
@@ -137,14 +147,27 @@ def _adopt(draft: Draft, copy: Copy) -> None:
         if group.group_id in known:
             continue
         # What was batched for a step before the checkpoint, by this ledger, is in the checkpoint's weights.
-        covered = (
-            held
-            and group.state in (GroupState.BATCHED, GroupState.TRAINED)
-            and group.step < copy.meta.v_train
+        covered = held and any(
+            training.state in (GroupState.BATCHED, GroupState.TRAINED, GroupState.COMMITTED)
+            and training.step < copy.meta.consumer(each).v_train
+            for each, training in group.training.items()
         )
         draft.remove(group, "committed" if covered else "dropped:not_in_checkpoint")
     for group in copy.groups:
         _adopt_group(draft, group, held.get(group.group_id))
+
+
+def _adopted(draft: Draft, policy: str, each: str, copy: Copy) -> Consumer:
+    """The figures of a consumer as a copy has them. Any trainer but that of `policy` which opens now is
+    fenced out by one more epoch: it must come back at the step of the copy."""
+    now, then = draft.index.consumer(each), copy.meta.consumer(each)
+    epoch = max(now.epoch, then.epoch)
+    if each != policy:
+        epoch += 1
+        then = replace(then, lineage=reopened(then.lineage, epoch, then.v_train), trainer="")
+    else:
+        then = replace(then, trainer=now.trainer)
+    return replace(then, epoch=epoch, checkpoint=then.v_train, overtaken=None)
 
 
 def _adopt_group(draft: Draft, group: Group, held: Group | None) -> None:
@@ -172,12 +195,15 @@ def _adopt_group(draft: Draft, group: Group, held: Group | None) -> None:
         episodes = tuple(MISSING if e.state == EpisodeState.ABSENT else e for e in episodes)
     elif all(episode.state >= EpisodeState.VERDICT for episode in episodes):
         state = GroupState.SCORED
-    if group.steps and state != GroupState.SCORED:
+    if any(training.steps for training in group.training.values()) and state != GroupState.SCORED:
         # Its bytes are gone, or were of other weights: it is not used again, but its part in the
         # checkpoint's weights stays.
         draft.count("committed:adopted")
         if held is not None:
             draft.forget(held)
+        open_for = [p for p, each in group.training.items() if not each.steps and not each.has_ended]
+        if open_for:
+            draft.new_group(group.row, group.pass_index, group.attempt + 1, tuple(open_for))
         return
     last = held if held is not None else group
     draft.set_group(
@@ -186,19 +212,31 @@ def _adopt_group(draft: Draft, group: Group, held: Group | None) -> None:
         leases=last.leases,
         handed_over=last.handed_over,
         begun_ms=draft.now_ms if last.leases else 0,
-        step=-1,
         since_ms=draft.now_ms,
-        **figures(episodes),
+        **_refreshed(figures(group, episodes)),
     )
     draft.count(f"{state.name.lower()}:adopted")
 
 
+def _refreshed(fields: dict[str, Any]) -> dict[str, Any]:
+    """What was in a batch is to be batched again; what was trained is covered by the checkpoint."""
+    training = {}
+    for policy, each in fields["training"].items():
+        if each.state == GroupState.TRAINED:
+            each = replace(each, state=int(GroupState.COMMITTED))
+        elif not each.has_ended:
+            each = replace(each, state=int(GroupState.SCORED), step=-1)
+        training[policy] = each
+    return {**fields, "training": training}
+
+
 def _survivor(draft: Draft, episode: Episode) -> Episode:
     """The episode as Redis holds it, its claim ended; MISSING if abandoned weights had a part in it."""
-    step = draft.meta.v_train
-    lineage = reopened(draft.meta.lineage, draft.meta.epoch + 1, step)
-    if not accepts(lineage, episode.min_epoch, episode.min_version, episode.max_version):
-        return MISSING
+    for policy in episode.versions:
+        consumer = draft.consumer(policy)
+        lineage = reopened(consumer.lineage, consumer.epoch + 1, consumer.v_train)
+        if not is_on_lineage(lineage, episode, policy):
+            return MISSING
     if episode.state == EpisodeState.CLAIMED:
         return replace(episode, state=int(EpisodeState.STORED), claim_id="")
     return episode

@@ -1,5 +1,8 @@
 """What is stored: the records of the ledger, as they lie in Redis and in a checkpoint.
 
+Each trained policy is a consumer of the same groups: the way of a group up to SCORED is one, and from there
+on each of its policies goes its own (`Training`).
+
 Records are immutable and encoded as msgpack arrays. A later version may append fields with defaults; anything
 else needs a new `SCHEMA`.
 """
@@ -12,7 +15,7 @@ import msgspec
 
 from replay_buffer.ledger.lineage import START, Lineage
 
-SCHEMA = 1
+SCHEMA = 2
 NO_VERSION = -1
 
 
@@ -54,16 +57,24 @@ class StoredParts(Record, frozen=True, array_like=True, gc=False):
     units: bytes = b""
 
 
+class Versions(Record, frozen=True, array_like=True, gc=False):
+    """The weights of one policy that an episode's sampled units are of."""
+
+    oldest: int
+    newest: int
+    epoch: int
+    """The smallest trainer epoch among them."""
+
+
 class Episode(Record, frozen=True, array_like=True, gc=False):
-    """One sample of a group. Versions are over its sampled units, -1 without any."""
+    """One sample of a group."""
 
     state: int = EpisodeState.MISSING
     size_bytes: int = 0
     n_units: int = 0
     n_sampled: int = 0
-    min_version: int = NO_VERSION
-    max_version: int = NO_VERSION
-    min_epoch: int = 0
+    versions: dict[str, Versions] = {}
+    """By policy; a policy that sampled no unit of it is not in it."""
     lease: int = 0
     """Which of the group's leases stored it."""
     tries: int = 0
@@ -88,8 +99,36 @@ MISSING = Episode()
 ABSENT = Episode(state=int(EpisodeState.ABSENT))
 
 
+class Training(Record, frozen=True, array_like=True, gc=False):
+    """How far the trainer of one policy has come with a group."""
+
+    state: int = GroupState.SCORED
+    """SCORED until a batch takes it, or takes it again; then BATCHED, TRAINED, and at its end COMMITTED or
+    DROPPED. It counts from the moment that the group itself is SCORED."""
+    min_version: int = NO_VERSION
+    """The oldest version of the policy in the group's episodes."""
+    leased_version: int = NO_VERSION
+    """What the worker of the last lease served when it leased: while that is live, no version in flight is
+    older."""
+    step: int = -1
+    """The step it is batched for or was trained in last."""
+    steps: tuple[int, ...] = ()
+    """The steps it was trained in so far, on the trainer's present lineage."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a batch has taken the group, or it has ended for this policy."""
+        return self.state != GroupState.SCORED or bool(self.steps)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether this policy needs the group no more."""
+        return self.state >= GroupState.COMMITTED
+
+
 class Group(Record, frozen=True, array_like=True, gc=False):
-    """The episodes of one attempt at one task. The record of a COMMITTED or DROPPED group is deleted."""
+    """The episodes of one attempt at one task. The record is deleted when the group has ended for every
+    policy that trains it."""
 
     group_id: str
     seq: int
@@ -98,24 +137,35 @@ class Group(Record, frozen=True, array_like=True, gc=False):
     pass_index: int
     attempt: int
     state: int
+    """QUEUED, LEASED, GENERATED or SCORED; what comes after that is in `training`."""
     episodes: tuple[Episode, ...]
     since_ms: int
-    """When it entered `state`."""
+    """When it, or one of its trainings, entered its state."""
+    training: dict[str, Training]
+    """By policy: those that train it."""
     leases: tuple[str, ...] = ()
     """Ids of all leases it had; the last one is live iff the state is LEASED."""
-    leased_version: int = NO_VERSION
-    """What the worker of the last lease served when it leased: while that is live, no version in flight is
-    older."""
-    min_version: int = NO_VERSION
     size_bytes: int = 0
-    step: int = -1
-    """The step it is batched for or was trained in last."""
-    steps: tuple[int, ...] = ()
-    """The steps it was trained in so far, on the trainer's present lineage."""
     begun_ms: int = 0
     """When it was first leased, moved on by outages: what its deadline and its age count from. 0 before."""
     handed_over: int = 0
     """Of `leases`, those that a worker handed over as it stopped."""
+
+    def state_for(self, policy: str) -> int:
+        """Its `GroupState` as the trainer of `policy`, one of those that train it, sees it."""
+        return self.state if self.state < GroupState.SCORED else self.training[policy].state
+
+    @property
+    def least_state(self) -> int:
+        """Its `GroupState` as the policy sees it that has come least far with it."""
+        if self.state < GroupState.SCORED:
+            return self.state
+        return min(training.state for training in self.training.values())
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some policy has taken it into a batch: from then on it may end for one policy alone."""
+        return self.state == GroupState.SCORED and any(t.has_begun for t in self.training.values())
 
     @property
     def judged(self) -> bool:
@@ -128,6 +178,14 @@ class Group(Record, frozen=True, array_like=True, gc=False):
 
     def count(self, state: EpisodeState) -> int:
         return sum(episode.state == state for episode in self.episodes)
+
+    def oldest_version(self, policy: str) -> int:
+        """The oldest version of `policy` it holds or, while it is leased, may come to hold; -1 for none."""
+        held = self.training[policy].min_version
+        if self.state != GroupState.LEASED:
+            return held
+        leased = self.training[policy].leased_version
+        return leased if held == NO_VERSION else min(held, leased)
 
 
 class Lease(Record, frozen=True, array_like=True, gc=False):
@@ -147,8 +205,9 @@ class Claim(Record, frozen=True, array_like=True, gc=False):
 
 
 class BatchPlan(Record, frozen=True, array_like=True, gc=False):
-    """The groups of a step, in order. Kept until a checkpoint covers it: the redo log."""
+    """The groups of a policy's step, in order. Kept until a checkpoint covers it: the redo log."""
 
+    policy: str
     step: int
     epoch: int
     """The trainer that was given it last."""
@@ -185,6 +244,23 @@ class Streak(Record, frozen=True, array_like=True, gc=False):
     """(row, pass, attempt) of those of them that were tried once more, as they were given up first."""
 
 
+class Consumer(Record, frozen=True, array_like=True, gc=False):
+    """A trained policy as the ledger sees it: its clock, its trainer, and the weights that count."""
+
+    epoch: int = 0
+    """Of its trainer; 0 before the first."""
+    trainer: str = ""
+    v_train: int = 0
+    """Committed steps."""
+    checkpoint: int = 0
+    """Steps covered by its newest checkpoint on disk."""
+    lineage: Lineage = START
+    overtaken: OvertakenWait | None = None
+    episodes_trained: int = 0
+    """Episodes in committed steps; one that was in two of them counts twice."""
+    max_staleness_seen: int = 0
+
+
 class Meta(Record, frozen=True, array_like=True, gc=False):
     """The figures of the job that belong to no group."""
 
@@ -197,19 +273,9 @@ class Meta(Record, frozen=True, array_like=True, gc=False):
     seq: int = 0
     ids: int = 0
     """Lease and claim ids given out so far."""
-    epoch: int = 0
-    """The trainer's; 0 before the first."""
-    trainer: str = ""
-    v_train: int = 0
-    """Committed steps."""
-    checkpoint: int = 0
-    """Steps covered by the newest checkpoint on disk."""
-    lineage: Lineage = START
-    overtaken: OvertakenWait | None = None
-    episodes_trained: int = 0
-    """Episodes in committed steps; one that was in two of them counts twice."""
+    consumers: dict[str, Consumer] = {}
+    """By policy; one that has done nothing yet may be missing."""
     episodes_dropped: int = 0
-    max_staleness_seen: int = 0
     counts: dict[str, int] = {}
     """Transitions so far, by reason."""
     draining: dict[str, str] = {}
@@ -221,3 +287,10 @@ class Meta(Record, frozen=True, array_like=True, gc=False):
     resumed."""
     generating: Streak = Streak()
     scoring: Streak = Streak()
+
+    def consumer(self, policy: str) -> Consumer:
+        return self.consumers.get(policy, NEW)
+
+
+NEW = Consumer()
+"""A consumer before its first trainer."""

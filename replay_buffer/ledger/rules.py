@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from areal_async.config.job import JobConfig
 from areal_async.config.reward import PolicySection, Scope
 from areal_async.rewards import Routing
-from areal_async.rpc.messages import Task
+from areal_async.rpc.messages import POLICY, Task
 from areal_async.rpc.verdicts import VerdictKind
 
 MAX_LEASES = 5
@@ -34,15 +35,31 @@ class VerdictPolicy:
 
 
 @dataclass(frozen=True)
-class Rules:
-    """Durations in integer milliseconds; letters as in the admission formula."""
+class ConsumerRules:
+    """The rules of one trained policy; letters as in the admission formula."""
 
-    group_size: int
-    """n: episodes in a group."""
     batch_groups: int
     """B: groups in a step."""
     max_staleness: int
     """η: most steps between a unit's version and the step that trains it."""
+    steps: int = 1 << 40
+    """Steps of its whole training: groups that no step is left for are not generated."""
+
+    def lowest_version(self, step: int) -> int:
+        """The oldest version that `step` may train."""
+        return step - self.max_staleness
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Durations in integer milliseconds."""
+
+    group_size: int
+    """n: episodes in a group."""
+    consumers: Mapping[str, ConsumerRules]
+    """The trained policies by name."""
+    uses: Callable[[Task], Sequence[str]] | None = None
+    """Which of the policies sample in the episodes of a task; without it, all of them."""
     lease_ms: int = 30_000
     claim_ms: int = 50_000
     """A scorer that gave no sign of life for this long loses its claims."""
@@ -74,8 +91,6 @@ class Rules:
     """From a group's first lease until it is dropped if it is in no batch. None: never."""
     max_groups: int = 4096
     max_bytes: int = 1 << 30
-    steps: int = 1 << 40
-    """Steps of the whole job: groups that no step is left for are not generated."""
     durability: Literal["memory", "everysec", "always"] = "everysec"
     first_success_ms: int = 5_000
     """Nothing having succeeded yet, tries that go on failing so long end the job (`faults.py`)."""
@@ -84,15 +99,30 @@ class Rules:
     seed: int = 0
 
     @classmethod
+    def alone(
+        cls,
+        *,
+        batch_groups: int,
+        max_staleness: int,
+        steps: int = 1 << 40,
+        policy: str = POLICY,
+        **others: Any,
+    ) -> Rules:
+        """The rules of a job that trains one policy; `others` are the fields of `Rules`."""
+        return cls(consumers={policy: ConsumerRules(batch_groups, max_staleness, steps)}, **others)
+
+    @classmethod
     def of(cls, job: JobConfig) -> Rules:
         buffer, reward = job.buffer, job.reward
         routing = Routing(reward)
         call_ms, lease_ms = _ms(max(spec.timeout_s for spec in routing.specs)), _ms(buffer.lease_s)
         longest_ms = _ms(max(spec.longest_s for spec in routing.specs))
-        return cls(
-            group_size=job.rollout.group_size,
+        return cls.alone(
+            policy=job.policy,
             batch_groups=buffer.batch_groups,
             max_staleness=buffer.max_staleness,
+            steps=job.trainer.steps,
+            group_size=job.rollout.group_size,
             lease_ms=lease_ms,
             # Twice, since a claim is renewed only past half of its time.
             claim_ms=2 * longest_ms + lease_ms,
@@ -115,12 +145,15 @@ class Rules:
             max_age_ms=_maybe_ms(buffer.max_age_s),
             max_groups=buffer.max_groups,
             max_bytes=buffer.max_bytes,
-            steps=job.trainer.steps,
             durability=buffer.durability,
             seed=job.seed,
         )
 
-    def policy(self, kind: VerdictKind) -> VerdictPolicy:
+    def policies_of(self, task: Task) -> tuple[str, ...]:
+        """The policies that train the episodes of `task`."""
+        return tuple(self.consumers if self.uses is None else self.uses(task))
+
+    def on(self, kind: VerdictKind) -> VerdictPolicy:
         """What is done about a verdict of a kind that is no score."""
         return {"timeout": self.on_timeout, "error": self.on_error, "abstain": self.on_abstain}[kind]
 

@@ -22,10 +22,10 @@ from replay_buffer.ledger.records import NO_VERSION, EpisodeState, Group
 from replay_buffer.ledger.rules import Rules
 
 
-def rank(rules: Rules, group: Group) -> Key:
-    """Where a scored group stands: the smaller, the earlier. Ties go to the older version, then the older
-    group."""
-    version, seq = group.min_version, group.seq
+def rank(rules: Rules, group: Group, version: int) -> Key:
+    """Where a scored group stands for a policy whose oldest version in it is `version`: the smaller, the
+    earlier. Ties go to the older version, then the older group."""
+    seq = group.seq
     if rules.sampling == "fifo":
         return (version, seq)
     if version == NO_VERSION:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from areal_async.rpc.messages import PutAck, Refusal
 from replay_buffer.ledger import faults
-from replay_buffer.ledger.age import lowest_version
 from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.lineage import accepts, undecided
-from replay_buffer.ledger.records import NO_VERSION, Episode, EpisodeState, Group, GroupState
+from replay_buffer.ledger.records import Episode, EpisodeState, Group, GroupState, Versions
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,8 @@ class Arrival:
     size_bytes: int = 0
     n_units: int = 0
     n_sampled: int = 0
-    min_version: int = NO_VERSION
-    max_version: int = NO_VERSION
-    min_epoch: int = 0
+    versions: Mapping[str, Versions] = field(default_factory=dict)
+    """By policy, of the sampled units."""
     problem: str = ""
 
 
@@ -87,23 +86,27 @@ def _problem(index: Index, group: Group, arrival: Arrival, lease_number: int, *,
         return "lease_lost"
     if arrival.problem:
         return f"invalid: {arrival.problem}"
-    if arrival.max_version == NO_VERSION:
-        return ""
-    meta = index.meta
-    if arrival.min_epoch > meta.epoch or (
-        arrival.min_epoch == meta.epoch and arrival.max_version > meta.v_train + 1
-    ):
+    problems = [_of_versions(index, policy, held) for policy, held in arrival.versions.items()]
+    return next(filter(None, problems), "")
+
+
+def _of_versions(index: Index, policy: str, held: Versions) -> str:
+    """Why units of a policy's weights `held` cannot be trained; empty when they can."""
+    if policy not in index.consumers:
+        return ""  # it is not trained: its units are context
+    running, rules = index.consumer(policy), index.rules.consumers[policy]
+    if held.epoch > running.epoch or (held.epoch == running.epoch and held.newest > running.v_train + 1):
         return (
-            f"version_unknown: version {arrival.max_version} of trainer epoch {arrival.min_epoch} was not "
-            f"published; the trainer is at version {meta.v_train} of epoch {meta.epoch}"
+            f"version_unknown: version {held.newest} of trainer epoch {held.epoch} was not "
+            f"published; the trainer is at version {running.v_train} of epoch {running.epoch}"
         )
-    if not accepts(
-        meta.lineage, arrival.min_epoch, arrival.min_version, arrival.max_version
-    ) and not undecided(meta.lineage, meta.v_train, arrival.min_epoch, arrival.max_version):
+    if not accepts(running.lineage, held.epoch, held.oldest, held.newest) and not undecided(
+        running.lineage, running.v_train, held.epoch, held.newest
+    ):
         return "abandoned"
     if (
-        arrival.min_version < lowest_version(index.rules, index.next_step)
-        and arrival.min_version < lowest_version(index.rules, index.open_step)
+        held.oldest < rules.lowest_version(index.next_step(policy))
+        and held.oldest < rules.lowest_version(index.open_step(policy))
         and not index.rules.overtaken_masks
     ):
         return "stale"
@@ -116,9 +119,7 @@ def _episode(arrival: Arrival, lease_number: int, now_ms: int) -> Episode:
         size_bytes=arrival.size_bytes,
         n_units=arrival.n_units,
         n_sampled=arrival.n_sampled,
-        min_version=arrival.min_version,
-        max_version=arrival.max_version,
-        min_epoch=arrival.min_epoch,
+        versions=dict(arrival.versions),
         lease=lease_number,
         waits_ms=now_ms,
     )

@@ -120,7 +120,7 @@ def _action(rules: Rules, held: Episode, verdict: Verdict) -> Action:
     kind = kind_of(verdict)
     if kind == "score":
         return "score"
-    policy = rules.policy(kind)
+    policy = rules.on(kind)
     return "again" if held.tries < policy.retries else ACTIONS[policy.then]
 
 

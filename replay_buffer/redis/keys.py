@@ -110,6 +110,7 @@ def commands_of(
     commands.table(keys.groups, writes.groups)
     commands.table(keys.leases, writes.leases)
     commands.table(keys.claims, writes.claims)
-    commands.table(keys.batches, writes.batches)
+    batches = {f"{policy}:{step}": plan for (policy, step), plan in writes.batches.items()}
+    commands.table(keys.batches, batches)
     commands.add("HSET", keys.meta, ("state", _encode(writes.meta)))
     return commands

@@ -341,5 +341,5 @@ async def read_ledger(
         groups={name.decode(): _decode_group(value) for name, value in groups.items()},
         leases={name.decode(): _decode_lease(value) for name, value in leases.items()},
         claims={name.decode(): _decode_claim(value) for name, value in claims.items()},
-        batches={int(name): _decode_batch(value) for name, value in batches.items()},
+        batches={(plan.policy, plan.step): plan for plan in map(_decode_batch, batches.values())},
     )

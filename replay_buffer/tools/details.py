@@ -27,7 +27,7 @@ MOST_TEXT = 4000
 
 def group_page(look: Look, group: Group) -> RenderableType:
     """What the ledger says of a group and each of its episodes."""
-    state = GroupState(group.state).name
+    state = GroupState(group.least_state).name
     rows = {
         "state": f"{state} for {age(look.now_ms - group.since_ms)}",
         "task": _task_text(look, group),
@@ -50,7 +50,7 @@ def group_page(look: Look, group: Group) -> RenderableType:
             EpisodeState(episode.state).name,
             str(episode.n_units),
             str(episode.n_sampled),
-            span(episode.min_version, episode.max_version),
+            versions_text([episode]),
             _reward_text(episode),
             size(episode.size_bytes),
             _claim_text(look, episode),
@@ -63,7 +63,7 @@ def episode_page(look: Look, group: Group, sample: int, blob: bytes | None) -> R
     episode = group.episodes[sample]
     state = EpisodeState(episode.state).name
     rows = {
-        "state": f"{state}, in a group that is {GroupState(group.state).name} "
+        "state": f"{state}, in a group that is {GroupState(group.least_state).name} "
         f"for {age(look.now_ms - group.since_ms)}",
         "task": _task_text(look, group),
         "reward": _reward_text(episode) + _components_text(episode),
@@ -175,10 +175,8 @@ def _lease_text(look: Look, group: Group) -> str:
     if lease is None:
         return "none is live"
     left_ms = lease.deadline_ms - look.now_ms
-    return (
-        f"{lease.lease_id} of {lease.worker}, serving version {group.leased_version}, ends in {age(left_ms)} "
-        "unless renewed"
-    )
+    serving = ", ".join(f"{policy} {each.leased_version}" for policy, each in group.training.items())
+    return f"{lease.lease_id} of {lease.worker}, serving {serving}, ends in {age(left_ms)} unless renewed"
 
 
 def _claim_text(look: Look, episode: Episode) -> str:

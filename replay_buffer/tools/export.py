@@ -54,7 +54,7 @@ def exported(group: Group, sample: int, blob: bytes, data_source: str) -> Export
     return ExportedEpisode(
         blob=blob,
         data_source=data_source,
-        group_state=GroupState(group.state).name,
+        group_state=GroupState(group.least_state).name,
         episode_state=EpisodeState(episode.state).name,
         steps=steps_of(group),
         reward=episode.reward if judged else None,

@@ -163,23 +163,28 @@ def _figures(report: Report) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     groups = sum(stats.groups.values())
-    epoch = f"trainer epoch {stats.trainer_epoch}" if stats.trainer_epoch else "no trainer yet"
-    rows = {
-        "step": f"{stats.v_train} of {report.steps} trained, {stats.checkpoint} in a checkpoint; {epoch}",
-        "staleness": f"at most {stats.max_staleness_seen} seen, bound {report.max_staleness}",
-        "outstanding": f"{stats.outstanding} of {stats.capacity} groups "
-        f"({report.batch_groups} a step); {stats.leases} leases, {stats.claims} claims",
+    rows: dict[str, str] = {}
+    for policy, own in stats.policies.items():
+        epoch = f"trainer epoch {own.trainer_epoch}" if own.trainer_epoch else "no trainer yet"
+        rows |= {
+            "policy": policy,
+            "step": f"{own.v_train} of {report.steps} trained, {own.checkpoint} in a checkpoint; {epoch}",
+            "staleness": f"at most {own.max_staleness_seen} seen, bound {report.max_staleness}",
+            "outstanding": f"{own.outstanding} of {own.capacity} groups ({report.batch_groups} a step)",
+            "trained": f"{own.episodes_trained} episodes",
+            "next batch": own.batch_wait
+            or ("is there" if own.v_train < report.steps else "all steps are trained"),
+        }
+    rows |= {
+        "next lease": stats.lease_wait or "would be granted",
+        "in work": f"{stats.leases} leases, {stats.claims} claims",
         "held": f"{groups} of {report.max_groups} groups, {size(stats.payload_bytes)} of "
         f"{size(report.max_bytes)}; Redis uses {size(stats.redis_bytes)}",
         "durability": f"{report.durability}, Redis {report.redis}",
-        "tasks": f"{stats.tasks_taken} taken; {stats.episodes_trained} episodes trained, "
-        f"{stats.episodes_dropped} dropped",
+        "tasks": f"{stats.tasks_taken} taken; {stats.episodes_dropped} episodes dropped",
         "oldest": f"{stats.oldest_group}, {age(stats.queue_age_ms)} in its state"
         if stats.oldest_group
         else "–",
-        "next lease": stats.lease_wait or "would be granted",
-        "next batch": stats.batch_wait
-        or ("is there" if stats.v_train < report.steps else "all steps are trained"),
     }
     if stats.failed:
         rows["job ends"] = plain(stats.failed)

@@ -30,7 +30,7 @@ def state_of(name: str | None) -> GroupState | None:
 def chosen(index: Index, state: GroupState | None) -> list[Group]:
     """The groups in `state` (None: in any), the oldest first."""
     groups = sorted(index.groups.values(), key=attrgetter("seq"))
-    return [group for group in groups if state is None or group.state == state]
+    return [group for group in groups if state is None or group.least_state == state]
 
 
 def table_of(groups: Iterable[Group], now_ms: int) -> Table:
@@ -44,7 +44,7 @@ def table_of(groups: Iterable[Group], now_ms: int) -> Table:
     for group in groups:
         table.add_row(
             group.group_id,
-            GroupState(group.state).name,
+            GroupState(group.least_state).name,
             episodes_text(group),
             versions_text(group.episodes),
             rewards_text(group.episodes),
@@ -62,10 +62,15 @@ def episodes_text(group: Group) -> str:
 
 
 def versions_text(episodes: Iterable[Episode]) -> str:
-    sampled = [episode for episode in episodes if episode.min_version >= 0]
-    if not sampled:
-        return span(-1, -1)
-    return span(min(e.min_version for e in sampled), max(e.max_version for e in sampled))
+    """`3 … 5`, or `alice 3 … 5, bob 2` where several policies sampled."""
+    found: dict[str, tuple[int, int]] = {}
+    for episode in episodes:
+        for policy, held in episode.versions.items():
+            oldest, newest = found.get(policy, (held.oldest, held.newest))
+            found[policy] = min(oldest, held.oldest), max(newest, held.newest)
+    if len(found) <= 1:
+        return span(*next(iter(found.values()), (-1, -1)))
+    return ", ".join(f"{policy} {span(*versions)}" for policy, versions in found.items())
 
 
 def rewards_text(episodes: Iterable[Episode]) -> str:
@@ -79,9 +84,9 @@ def rewards_text(episodes: Iterable[Episode]) -> str:
 
 
 def steps_of(group: Group) -> list[int]:
-    """Every step that the group is batched for or was trained in."""
-    steps = [*getattr(group, "steps", ())]
-    return steps if group.step < 0 or group.step in steps else [*steps, group.step]
+    """Every step, of any policy, that the group is batched for or was trained in."""
+    steps = {step for each in group.training.values() for step in (*each.steps, each.step) if step >= 0}
+    return sorted(steps)
 
 
 def steps_text(group: Group) -> str:

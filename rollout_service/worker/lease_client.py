@@ -83,7 +83,7 @@ class LeaseClient:
     async def _ask(self, wanted: int, serving: VersionTag) -> Leases:
         began_s = time.monotonic()
         try:
-            leases = await self._buffer.call(Lease(self._name, wanted, serving, LEASE_WAIT_MS))
+            leases = await self._buffer.call(Lease(self._name, wanted, [serving], LEASE_WAIT_MS))
         except (RpcTimeout, FaultError) as error:
             await wait_out(error, "lease", self._retry_pause_s)
             return Leases([])

@@ -283,7 +283,12 @@ class Worker:
         number = self._failures.begin()
         limit_s = self._job.rollout.episode_timeout_s
         builder = EpisodeBuilder(
-            self._job.job, group.task.task_id, group.group_id, sample, attempt=group.attempt
+            self._job.job,
+            group.task.task_id,
+            group.group_id,
+            sample,
+            attempt=group.attempt,
+            policies=(self._job.policy,),
         )
         ctx = Context(
             self._engine,
@@ -351,7 +356,7 @@ class Worker:
             if not held and not self._wake_heart.is_set():
                 continue
             try:
-                ack = await self._buffer.call(Heartbeat(self._name, held, self._engine.version))
+                ack = await self._buffer.call(Heartbeat(self._name, held))
             except (RpcTimeout, FaultError) as error:
                 await wait_out(error, "heartbeat", self._timing.retry_pause_s)
                 continue

@@ -53,7 +53,7 @@ class Model:
 
     def snapshot(self, version: int, epoch: int = 0) -> Snapshot:
         """Written to disk and opened."""
-        return self._snapshot(VersionTag(epoch, version))
+        return self._snapshot(VersionTag("policy", epoch, version))
 
     @functools.cache  # noqa: B019 - a handful of tiny models, for as long as the tests run
     def _snapshot(self, tag: VersionTag) -> Snapshot:
@@ -89,7 +89,7 @@ class Model:
         found = np.empty(len(result.token_ids))
         for epoch, version in sorted(set(zip(result.epochs.tolist(), result.versions.tolist(), strict=True))):
             rows = log_softmax(
-                self.logits(VersionTag(epoch, version), ids)[len(prompt) - 1 : -1] / temperature
+                self.logits(VersionTag("policy", epoch, version), ids)[len(prompt) - 1 : -1] / temperature
             )
             mine = (result.epochs == epoch) & (result.versions == version)
             found[mine] = rows[np.arange(len(found)), result.token_ids][mine]
@@ -172,7 +172,7 @@ def endless_server(
                 engine: Any = make_engine(job, slots=SLOTS, activity="shared")
             except EngineError as error:  # no environment
                 pytest.skip(str(error))
-            first = Snapshots(endless, tmp_path_factory.mktemp(name)).write(VersionTag(0, 0))
+            first = Snapshots(endless, tmp_path_factory.mktemp(name)).write(VersionTag("policy", 0, 0))
             run(engine.start(first), START_S)
             started[name] = engine
         url: str = started[name].url

@@ -35,7 +35,7 @@ UPDATE_S = 0.05
 async def updates(engine: Any, snapshots: Snapshots) -> None:
     """Other weights again and again, each time in mid-answer."""
     for version in itertools.count(1):
-        snapshot = await asyncio.to_thread(snapshots.write, VersionTag(0, version))
+        snapshot = await asyncio.to_thread(snapshots.write, VersionTag("policy", 0, version))
         await asyncio.sleep(UPDATE_S)
         while not engine.stats().running:  # noqa: ASYNC110 - in mid-answer, on any machine
             await asyncio.sleep(0.001)
@@ -66,7 +66,7 @@ def test_the_rows_of_tool_agents_equal_the_servers_ids(name: str, tmp_path: Path
     async def main() -> list[tuple[Any, Logged]]:
         try:
             async with asyncio.timeout(START_S):
-                await engine.start(snapshots.write(VersionTag(0, 0)))
+                await engine.start(snapshots.write(VersionTag("policy", 0, 0)))
             updating = asyncio.create_task(updates(engine, snapshots))
             try:
                 kinds = itertools.product((with_openai, with_anthropic), (False, True))

@@ -42,7 +42,7 @@ CONTEXT = 96
 
 
 def launched(python: Path, model: Path, port: int) -> Launch:
-    weights = Directory(VersionTag(0, 0), model)
+    weights = Directory(VersionTag("policy", 0, 0), model)
     return Launch(python=python, weights=weights, tokenizer=model, port=port, slots=16, max_model_len=CONTEXT)
 
 

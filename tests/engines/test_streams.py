@@ -43,7 +43,7 @@ def serving(
     async def engine() -> AsyncIterator[Any]:
         job = job_for(request.param, endless, max_model_len=LENGTH, url=url)
         engine = make_engine(job, slots=8, activity="streams")
-        await engine.start(Snapshots(endless, tmp_path).write(VersionTag(0, 0)))
+        await engine.start(Snapshots(endless, tmp_path).write(VersionTag("policy", 0, 0)))
         try:
             yield engine
         finally:

@@ -56,7 +56,9 @@ def test_requests_survive_the_death_of_their_server(
     tmp_path: Path,
 ) -> None:
     url = endless_server(name)
-    snapshots = [Snapshots(endless, tmp_path / "snapshots").write(VersionTag(0, v)) for v in range(3)]
+    snapshots = [
+        Snapshots(endless, tmp_path / "snapshots").write(VersionTag("policy", 0, v)) for v in range(3)
+    ]
     made: list[Engine] = []
 
     def make(index: int) -> Engine:
@@ -84,7 +86,7 @@ def test_requests_survive_the_death_of_their_server(
             results = await asyncio.gather(*asked)
             assert not watching.done()
             assert len(made) == 2
-            assert replicas.version == VersionTag(0, 1)
+            assert replicas.version == VersionTag("policy", 0, 1)
             for result in results:
                 assert len(result.token_ids) == 48
                 assert set(result.versions.tolist()) == {1}

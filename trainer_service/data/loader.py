@@ -34,10 +34,11 @@ _decoder = msgspec.msgpack.Decoder(Batch | Waiting)
 
 
 class BatchLoader:
-    """The batches of one trainer epoch, on one rank."""
+    """The batches of a policy's trainer, on one rank."""
 
-    def __init__(self, buffer: SyncCaller, ranks: Ranks, stopping: threading.Event) -> None:
+    def __init__(self, buffer: SyncCaller, policy: str, ranks: Ranks, stopping: threading.Event) -> None:
         self._buffer = buffer
+        self._policy = policy
         self._ranks = ranks
         self._stopping = stopping
 
@@ -68,7 +69,7 @@ class BatchLoader:
         data = b""
         answer: Batch | Waiting | None = None
         if self._ranks.first and not self._stopping.is_set():
-            answer = self._buffer.call(NextBatch(epoch, step, POLL_MS))
+            answer = self._buffer.call(NextBatch(self._policy, epoch, step, POLL_MS))
         if self._ranks.world == 1:
             return answer
         if answer is not None:

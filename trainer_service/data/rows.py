@@ -12,14 +12,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.rpc.messages import BatchEpisode
-from areal_async.trajectory import Episode, Row, TrajectoryError, training_rows, unpack, untrainable
-from trainer_service.backends.base import POLICY
+from areal_async.rpc.messages import POLICY, BatchEpisode
+from areal_async.trajectory import (
+    Episode,
+    PolicyVersions,
+    Row,
+    TrajectoryError,
+    training_rows,
+    unpack,
+    untrainable,
+)
 from trainer_service.data.microbatch import TrainingRow, row_of
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
 
+NO_VERSIONS = PolicyVersions(-1, -1, -1)
 
-def rows_of_episode(blob: Any, entry: BatchEpisode, index: int, lowest_version: int = 0) -> list[TrainingRow]:
+
+def rows_of_episode(
+    blob: Any, entry: BatchEpisode, index: int, lowest_version: int = 0, *, policy: str = POLICY
+) -> list[TrainingRow]:
     """The rows of one blob; `index` is the episode's place in the manifest, `entry` what that says of it.
     Units below `lowest_version` are masked, and a row of nothing else is left out.
 
@@ -29,7 +40,8 @@ def rows_of_episode(blob: Any, entry: BatchEpisode, index: int, lowest_version: 
         episode = unpack(blob)
     except TrajectoryError as error:
         raise BatchError(f"episode {entry.episode_id} cannot be read: {error}") from error
-    found = (episode.episode_id, episode.n_sampled, episode.min_version, episode.max_version)
+    held = episode.versions.get(policy, NO_VERSIONS)
+    found = (episode.episode_id, episode.n_sampled, held.oldest, held.newest)
     named = (entry.episode_id, entry.n_sampled, entry.min_version, entry.max_version)
     if found != named:
         raise BatchError(
@@ -40,13 +52,15 @@ def rows_of_episode(blob: Any, entry: BatchEpisode, index: int, lowest_version: 
             f"{why}: that is no sample of what is trained, and the importance ratios would be wrong. The "
             "buffer must never let this through; the step is not trained."
         )
-    return cut_rows(episode, index, lambda row: row.mask & (row.versions >= lowest_version))
+    return cut_rows(episode, index, lambda row: row.mask & (row.versions >= lowest_version), policy)
 
 
-def cut_rows(episode: Episode, index: int, mask_of: Callable[[Row], NDArray]) -> list[TrainingRow]:
+def cut_rows(
+    episode: Episode, index: int, mask_of: Callable[[Row], NDArray], policy: str = POLICY
+) -> list[TrainingRow]:
     """The rows of an episode with those units to train that `mask_of` (bool or u8 [T] of a row) leaves; a row
     without any is left out. `index` is the episode's place in the manifest."""
-    temperature = call_temperatures(episode)
+    temperature = call_temperatures(episode, policy)
     try:
         rows = training_rows(episode)
     except TrajectoryError as error:
@@ -65,13 +79,13 @@ def cut_rows(episode: Episode, index: int, mask_of: Callable[[Row], NDArray]) ->
     return [row for row in cut if row is not None]
 
 
-def call_temperatures(episode: Episode) -> float | dict[int, float]:
+def call_temperatures(episode: Episode, policy: str = POLICY) -> float | dict[int, float]:
     """What the logits of the episode's sampled units are divided by: one value, or one per segment; 0 for a
     greedy call, whose units are context. Raises `BatchError` for a call of another policy."""
     header = episode.header
-    if header.policies and any(header.policies[call.policy] != POLICY for call in header.calls):
+    if header.policies and any(header.policies[call.policy] != policy for call in header.calls):
         raise BatchError(
-            f"episode {episode.episode_id} was sampled by {header.policies}; only `policy` is trained"
+            f"episode {episode.episode_id} was sampled by {header.policies}; only {policy!r} is trained"
         )
     by_segment = {call.segment: call.sampling.temperature for call in header.calls}
     distinct = set(by_segment.values())

@@ -89,6 +89,7 @@ class Learner:
                         plan.episodes[index],
                         index,
                         batch.lowest_version,
+                        policy=batch.policy,
                     )
                 ]
                 for share in plan.shares

@@ -71,10 +71,11 @@ class RlTrainer:
         stopping: threading.Event,
     ) -> None:
         self._job = job
+        self._policy = job.policy
         self._ranks = ranks
         self._backend = backend
         self._buffer = buffer
-        self._loader = BatchLoader(buffer, ranks, stopping)
+        self._loader = BatchLoader(buffer, job.policy, ranks, stopping)
         check = LogprobCheck(job, ranks, backend, run_log=run_log, files=files)
         self._learner = Learner(job, ranks, backend, check=check)
         self._run_dir = run_dir
@@ -120,7 +121,7 @@ class RlTrainer:
             record_event("restored", step=step, folder=restored.folder.name)
         if self._ranks.first:
             ledger = restored.ledger() if restored is not None else b""
-            opening = OpenTrainer(name, step, self._published.last_epoch)
+            opening = OpenTrainer(self._policy, name, step, self._published.last_epoch)
             opened = self._buffer.call(opening, attachments=[ledger] if ledger else [])
             if opened.step != step:
                 raise TrainerError(
@@ -177,7 +178,7 @@ class RlTrainer:
         failpoint("trainer.after_publish")
         if self._ranks.first:
             failpoint("trainer.before_commit")
-            self._buffer.call(Commit(self._epoch, step, list(self._same_as)))
+            self._buffer.call(Commit(self._policy, self._epoch, step, list(self._same_as)))
             record_event("committed", epoch=self._epoch, step=step)
             failpoint("trainer.after_commit")
         ended_s = time.monotonic()
@@ -204,7 +205,7 @@ class RlTrainer:
             final = version == last
             due = self._job.tasks.evaluation is not None and (version % every == 0 or final)
             written = self._publisher.publish(
-                VersionTag(self._epoch, version),
+                VersionTag(self._policy, self._epoch, version),
                 tensors,
                 evaluate=due and version != self._evaluated,
                 final=final,
@@ -240,7 +241,7 @@ class RlTrainer:
     def _checkpoint(self, step: int) -> None:
         ledger = b""
         if self._ranks.first:
-            _, copies = self._buffer.exchange(ExportLedger(self._epoch, step))
+            _, copies = self._buffer.exchange(ExportLedger(self._policy, self._epoch, step))
             ledger = bytes(copies[0])
         with busy("checkpoint"):
             folder = self._checkpoints.save(
@@ -253,7 +254,7 @@ class RlTrainer:
         if self._ranks.first:
             record_event("saved", epoch=self._epoch, step=step)
             failpoint("trainer.after_checkpoint")
-            self._buffer.call(Checkpointed(self._epoch, step))
+            self._buffer.call(Checkpointed(self._policy, self._epoch, step))
             record_event("checkpointed", epoch=self._epoch, step=step)
             self._published.forget_before(step)
             failpoint("trainer.after_checkpointed")

@@ -148,7 +148,7 @@ def hash_of_weights(backend: TrainingBackend) -> str:
     """The hash that a job publishes these weights with."""
     with tempfile.TemporaryDirectory(prefix="areal-replay-") as folder:
         tensors = backend.export(POLICY)
-        return write_snapshot(Path(folder), VersionTag(1, 0), tensors, tied=backend.tied).weights_hash
+        return write_snapshot(Path(folder), VersionTag(POLICY, 1, 0), tensors, tied=backend.tied).weights_hash
 
 
 def judge(replayed: Sequence[ReplayedStep], *, exact: bool, console: Console) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from areal_async.errors import SnapshotError
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.messages import POLICY_NAME, VersionTag
 from areal_async.weights.channels.chunks import PARTIAL_PREFIX
 from areal_async.weights.manifest import MANIFEST_FILE, hash_of
 
@@ -31,7 +31,7 @@ CLAIM_PREFIX = ".claim-"
 HOLD_PREFIX = ".hold-"
 LOOK_S = 0.02
 """Seconds between two looks whether another process has made it."""
-_NAME = re.compile(r"e(\d+)-v(\d+)(\.delta)?")
+_NAME = re.compile(rf"({POLICY_NAME}-e\d+-v\d+)(\.delta)?")
 
 
 class HostCache:
@@ -158,7 +158,7 @@ class HostCache:
 def _tag_of(name: str) -> VersionTag:
     match = _NAME.fullmatch(name)
     assert match is not None
-    return VersionTag(int(match[1]), int(match[2]))
+    return VersionTag.parse(match[1])
 
 
 def _lock(path: Path, how: int) -> int | None:

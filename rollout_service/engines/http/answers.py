@@ -5,7 +5,6 @@ An answer may be made under several versions of the weights: the server says whi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -17,8 +16,6 @@ from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory.header import FinishReason, LogprobsOf
 from rollout_service.engines.base import EngineError, GenerateResult
 
-_TAG = re.compile(r"e(0|[1-9][0-9]*)-v(0|[1-9][0-9]*)")
-
 
 class VersionSpan(msgspec.Struct):
     """Units `start` to `end` (not included) were sampled by the weights that the server calls `version`."""
@@ -28,17 +25,14 @@ class VersionSpan(msgspec.Struct):
     end: int
 
 
-def format_tag(tag: VersionTag) -> str:
-    """A tag as the text that a server carries: `e1-v7`."""
-    return f"e{tag.epoch}-v{tag.version}"
-
-
 def parse_tag(text: str) -> VersionTag:
-    """The inverse of `format_tag`. Raises `EngineError` for a text that is no tag of ours."""
-    match = _TAG.fullmatch(text)
-    if match is None:
-        raise EngineError(f"the server names its weights {text!r}, which is no version of this project's")
-    return VersionTag(int(match[1]), int(match[2]))
+    """The tag that a server carries. Raises `EngineError` for a text that is no tag of ours."""
+    try:
+        return VersionTag.parse(text)
+    except ValueError:
+        raise EngineError(
+            f"the server names its weights {text!r}, which is no version of this project's"
+        ) from None
 
 
 def stamp(

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.messages import POLICY, VersionTag
 from rollout_service.engines.base import (
     EngineError,
     FinishReason,
@@ -66,7 +66,7 @@ class EngineCore:
         self.slots = slots
         self.max_model_len = max_model_len
         self.update_mode = update_mode
-        self.tag = VersionTag(0, 0)
+        self.tag = VersionTag(POLICY, 0, 0)
         self.tokens_total = 0
         self.requests_total = 0
         self.waiting: deque[GenerateRequest] = deque()

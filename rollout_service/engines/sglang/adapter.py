@@ -20,7 +20,6 @@ from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import Capabilities, EngineError, GenerateRequest, GenerateResult
 from rollout_service.engines.http.adapter import Directory, Launch, ServerAdapter, ServerLoad
-from rollout_service.engines.http.answers import format_tag
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.settings import ServerSettings
 from rollout_service.engines.sglang.arguments import command, variables
@@ -111,7 +110,7 @@ class SGLangAdapter(ServerAdapter):
     def body(
         self, rid: str, prompt: list[int], request: GenerateRequest, room: int, tag: VersionTag
     ) -> dict[str, Any]:
-        key = None if self._flush else format_tag(tag)
+        key = None if self._flush else tag.label
         return generate_body(rid, prompt, request.sampling, room, cache_key=key)
 
     def heard(self, tell: Tell) -> Heard:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rollout_service.engines.http.adapter import Launch, command_line, server_variables
-from rollout_service.engines.http.answers import format_tag
 from rollout_service.engines.http.settings import Flag
 
 CONTEXT_MARGIN = 8
@@ -45,7 +44,7 @@ def command(launch: Launch) -> list[str]:
     flags: dict[str, Flag] = {
         "model-path": str(launch.weights.path),
         "tokenizer-path": str(launch.tokenizer),
-        "weight-version": format_tag(launch.weights.tag),
+        "weight-version": launch.weights.tag.label,
         # Never a pickled checkpoint, whatever lies in the directory.
         "load-format": "safetensors",
         "context-length": launch.max_model_len + CONTEXT_MARGIN,

@@ -30,7 +30,6 @@ from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.http.adapter import Directory
-from rollout_service.engines.http.answers import format_tag
 from rollout_service.engines.http.client import ServerClient, words
 from rollout_service.engines.sglang.probe import ModelInfo
 
@@ -76,7 +75,7 @@ class Answered(msgspec.Struct):
 async def load_directory(client: ServerClient, snapshot: Directory, *, flush: bool, timeout_s: float) -> None:
     """Have the paused server load `snapshot.path` and serve it as its tag; with `flush` no KV of other
     weights is left in its cache. Raises `EngineError`, after which nobody knows what the server holds."""
-    tag = format_tag(snapshot.tag)
+    tag = snapshot.tag.label
     body = {
         "model_path": str(snapshot.path),
         "weight_version": tag,
@@ -210,7 +209,7 @@ class TensorFeed:
     async def _receive(
         self, client: ServerClient, plan: SendsTensors, snapshot: Directory, flush: bool, timeout_s: float
     ) -> None:
-        tag = format_tag(snapshot.tag)
+        tag = snapshot.tag.label
         await _post(client, "/begin_weight_update", {}, timeout_s)
         for number, bucket in enumerate(plan.buckets, start=1):
             last = number == len(plan.buckets)

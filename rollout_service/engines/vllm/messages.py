@@ -17,7 +17,7 @@ from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.trajectory.header import LogprobsOf
 from rollout_service.engines.base import EngineError, EngineLost, GenerateResult
-from rollout_service.engines.http.answers import VersionSpan, format_tag, parse_tag, result_of
+from rollout_service.engines.http.answers import VersionSpan, parse_tag, result_of
 from rollout_service.engines.streaming import Tell
 
 NOT_FINITE = -9998.0
@@ -116,7 +116,7 @@ def server_seed(seed: int) -> int:
 def label(tag: VersionTag, owner: str) -> str:
     """What the server is told to call the weights. `owner` is of one start of one engine: nobody else's
     update, and no restart of the server, can pass for this one's. A cache salt may have no `/` and no `@`."""
-    return f"{format_tag(tag)}.{owner}"
+    return f"{tag.label}.{owner}"
 
 
 def tag_of(text: str, owner: str) -> VersionTag:

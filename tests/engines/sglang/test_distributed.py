@@ -147,7 +147,7 @@ def test_versions_are_true_with_tensors_sent_under_requests_in_flight(
             for version in (1, 2, 3):
                 tasks = many(engine, f"v{version}.")
                 await sending.publish()
-                await reaches(engine, VersionTag(0, version))
+                await reaches(engine, VersionTag("policy", 0, version))
                 late = await engine.generate(GenerateRequest(f"late{version}", PROMPT, LONG))
                 assert set(late.versions) == {version}
                 results += [late, *await asyncio.gather(*tasks)]
@@ -171,16 +171,16 @@ def test_one_death_is_local_a_trainer_killed_while_it_sends(
                 await sending.publish()
                 assert await asyncio.wait_for(sending.process.wait(), WAIT_S) == -signal.SIGKILL
                 # It holds a part of version 1, and takes the whole from the directory.
-                await reaches(engine, VersionTag(1, 1))
+                await reaches(engine, VersionTag("policy", 1, 1))
                 results = [*await asyncio.gather(*tasks), *await asyncio.gather(*many(engine, "b", 4))]
                 assert received() == before
                 again = [model.snapshot(v, epoch=2) for v in (1, 2)]
                 async with trainer(folder, again) as anew:
                     await anew.publish()
-                    await reaches(engine, VersionTag(2, 1))
+                    await reaches(engine, VersionTag("policy", 2, 1))
                     tasks = many(engine, "c")
                     await anew.publish()
-                    await reaches(engine, VersionTag(2, 2))
+                    await reaches(engine, VersionTag("policy", 2, 2))
                     results += await asyncio.gather(*tasks)
                 assert received() > before
         assert_true(model, results)
@@ -217,7 +217,7 @@ def test_a_trainer_that_stands_still_while_it_sends_costs_the_engine_its_limit(
         # What hung was the server's side of the group, which ends with the trainer.
         client = ServerClient("the server", recompute.url, key=KEY)
         info = await client.get("/model_info", ModelInfo)
-        assert info.weight_version == "e3-v0"
+        assert info.weight_version == "policy-e3-v0"
         await client.request("POST", "/end_weight_update", {})
         await client.request("POST", "/continue_generation", {"torch_empty_cache": False})
         await client.close()

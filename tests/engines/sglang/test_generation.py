@@ -71,7 +71,7 @@ def test_logprobs_are_of_what_is_stated(
 def test_greedy_takes_the_likeliest_id(recompute: HttpEngine, model: Any, run: Run) -> None:
     (result,) = run(sample(recompute, 1, Sampling(temperature=0.0, max_new_tokens=30)))
     ids = [*PROMPT, *result.token_ids]
-    likeliest = model.logits(VersionTag(0, 0), ids)[len(PROMPT) - 1 : -1].argmax(axis=-1)
+    likeliest = model.logits(VersionTag("policy", 0, 0), ids)[len(PROMPT) - 1 : -1].argmax(axis=-1)
     np.testing.assert_array_equal(result.token_ids, likeliest)
 
 

@@ -137,7 +137,7 @@ class Offer:
     """A snapshot's directory, whatever is in it. Nothing else of a snapshot may be needed."""
 
     path: Path
-    tag: VersionTag = field(default_factory=lambda: VersionTag(0, 1))
+    tag: VersionTag = field(default_factory=lambda: VersionTag("policy", 0, 1))
 
     @property
     def tensors(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def test_a_snapshot_that_does_not_fit_changes_nothing(
         return await recompute.generate(GenerateRequest("still", PROMPT, LONG))
 
     result = run(body())
-    assert recompute.version == VersionTag(0, 0)
+    assert recompute.version == VersionTag("policy", 0, 0)
     assert set(result.versions) == {0}
     np.testing.assert_allclose(result.logprobs, model.logprobs(PROMPT, result), atol=1e-4)
 
@@ -209,7 +209,7 @@ def test_a_failed_load_leaves_the_old_weights_in_place(
         return await asyncio.gather(*tasks, *calls(recompute, 4, "after"))
 
     results = run(body())
-    assert recompute.version == VersionTag(0, 0)
+    assert recompute.version == VersionTag("policy", 0, 0)
     assert recompute.alive()
     for result in results:
         assert set(result.versions) == {0}

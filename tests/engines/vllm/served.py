@@ -74,7 +74,7 @@ def write_versions(root: Path) -> tuple[Path, list[Snapshot], list[Qwen2ForCausa
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.05 * version * torch.randn(parameter.shape))
-        tag = VersionTag(1, version)
+        tag = VersionTag("policy", 1, version)
         tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
         written = write_snapshot(
             root / "shelf", tag, tensors, files=files, tied={"lm_head.weight": "model.embed_tokens.weight"}

@@ -151,7 +151,7 @@ def test_a_tied_output_layer_is_updated_too(served: Served) -> None:
     assert served.models[2].lm_head.weight is served.models[2].model.embed_tokens.weight
     assert result.token_ids.tolist() == expected.argmax(-1).tolist()
     assert worst(result, expected) < 1e-4
-    assert served.engine.version == VersionTag(1, 2)
+    assert served.engine.version == VersionTag("policy", 1, 2)
 
 
 def _altered(served: Served, case: str, root: Path) -> Offered:
@@ -167,7 +167,7 @@ def _altered(served: Served, case: str, root: Path) -> Offered:
     if case == "torn":
         content = (path / "model.safetensors").read_bytes()
         (path / "model.safetensors").write_bytes(content[: len(content) // 2])
-    return Offered(VersionTag(1, 1), path)
+    return Offered(VersionTag("policy", 1, 1), path)
 
 
 async def _load(engine: HttpEngine, offered: Offered) -> None:
@@ -192,7 +192,7 @@ def test_a_snapshot_that_does_not_fit_is_refused_and_the_old_weights_serve_on(
 
     result = served.run(refused())
     assert (result.versions == 0).all()
-    assert served.engine.version == VersionTag(1, 0)
+    assert served.engine.version == VersionTag("policy", 1, 0)
     assert worst(result, logits(served.models[0], PROMPT, result.token_ids)) < 1e-4
 
 

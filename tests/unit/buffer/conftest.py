@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from redis import Redis
 
@@ -39,7 +40,7 @@ from replay_buffer.ledger.decide import Command, Expire, decide
 from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import Edge, Index, Records
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import Meta
+from replay_buffer.ledger.records import GroupState, Meta, Versions
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.redis.embedded import EmbeddedRedis
@@ -69,7 +70,7 @@ class Driver:
     def __init__(self, tasks: CountedTasks | None = None, **rules: Any) -> None:
         if (retries := rules.pop("retries", None)) is not None:
             rules |= {f"on_{kind}": VerdictPolicy(retries) for kind in ("timeout", "error", "abstain")}
-        self.rules = Rules(**{"group_size": 2, "batch_groups": 2, "max_staleness": 1} | rules)
+        self.rules = Rules.alone(**{"group_size": 2, "batch_groups": 2, "max_staleness": 1} | rules)
         self.tasks = tasks or CountedTasks()
         self.now_ms = 1_000_000
         self.epoch = 0
@@ -106,20 +107,24 @@ class Driver:
     # --- shorthands ---
 
     def open(self, step: int = 0, copy: bytes | None = None) -> Message:
-        reply = self.send(OpenedWith("trainer", step, copy))
+        reply = self.send(OpenedWith("policy", "trainer", step, copy))
         self.epoch = getattr(reply, "epoch", self.epoch)
         return reply
 
     def tag(self, version: int | None = None) -> VersionTag:
-        return VersionTag(self.epoch, self.index.meta.v_train if version is None else version)
+        return VersionTag(
+            "policy",
+            self.epoch,
+            self.index.consumer("policy").v_train if version is None else version,
+        )
 
     def lease(
         self, capacity: int = 1, version: int | None = None, worker: str = "rollout-0"
     ) -> list[LeasedGroup]:
-        return self.send(Lease(worker, capacity, self.tag(version))).groups  # type: ignore[attr-defined]
+        return self.send(Lease(worker, capacity, [self.tag(version)])).groups  # type: ignore[attr-defined]
 
     def why_not(self, version: int | None = None) -> str:
-        return self.send(Lease("rollout-0", 1, self.tag(version))).reason  # type: ignore[attr-defined]
+        return self.send(Lease("rollout-0", 1, [self.tag(version)])).reason  # type: ignore[attr-defined]
 
     def put(
         self,
@@ -130,16 +135,16 @@ class Driver:
         epoch: int | None = None,
         size_bytes: int = 100,
     ) -> PutAck:
-        version = self.index.meta.v_train if version is None else version
+        version = self.index.consumer("policy").v_train if version is None else version
+        epoch = self.epoch if epoch is None else epoch
+        versions = Versions(version, version if newest is None else newest, epoch)
         arrivals = tuple(
             Arrival(
                 sample=sample,
                 size_bytes=size_bytes,
                 n_units=8,
                 n_sampled=4,
-                min_version=version,
-                max_version=version if newest is None else newest,
-                min_epoch=self.epoch if epoch is None else epoch,
+                versions={} if version < 0 else {"policy": versions},
             )
             for sample in (lease.missing if samples is None else samples)
         )
@@ -176,7 +181,9 @@ class Driver:
 
     def edges_of_put(self, lease: LeasedGroup, samples: Iterable[int]) -> set[Edge]:
         """What a put of `samples` wakes."""
-        arrivals = tuple(Arrival(sample, 100, 8, 4, 0, 0, self.epoch) for sample in samples)
+        arrivals = tuple(
+            Arrival(sample, 100, 8, 4, {"policy": Versions(0, 0, self.epoch)}) for sample in samples
+        )
         command = StoreEpisodes(lease.lease_id, lease.group_id, arrivals)
         writes = decide(self.index, command, self.now_ms).writes
         assert writes is not None
@@ -195,8 +202,8 @@ class Driver:
         return leases
 
     def ask(self, step: int | None = None, epoch: int | None = None) -> Message:
-        step = self.index.meta.v_train if step is None else step
-        return self.send(NextBatch(self.epoch if epoch is None else epoch, step))
+        step = self.index.consumer("policy").v_train if step is None else step
+        return self.send(NextBatch("policy", self.epoch if epoch is None else epoch, step))
 
     def batch(self, step: int | None = None) -> Batch:
         reply = self.ask(step)
@@ -209,11 +216,13 @@ class Driver:
         return reply
 
     def commit(self, step: int | None = None) -> Message:
-        return self.send(Commit(self.epoch, self.index.meta.v_train if step is None else step))
+        return self.send(
+            Commit("policy", self.epoch, self.index.consumer("policy").v_train if step is None else step)
+        )
 
     def step(self) -> Batch:
         """Generate what is needed, and train it."""
-        missing = self.rules.batch_groups - self.index.group_counts[3]
+        missing = self.rules.consumers["policy"].batch_groups - self.index.group_counts[GroupState.SCORED]
         if missing > 0:
             self.scored(missing)
         batch = self.batch()
@@ -221,11 +230,17 @@ class Driver:
         return batch
 
     def checkpointed(self, step: int | None = None) -> Message:
-        return self.send(Checkpointed(self.epoch, self.index.meta.v_train if step is None else step))
+        return self.send(
+            Checkpointed(
+                "policy",
+                self.epoch,
+                self.index.consumer("policy").v_train if step is None else step,
+            )
+        )
 
     def heartbeat(self, *leases: LeasedGroup, worker: str = "rollout-0") -> list[str]:
         ids = [lease.lease_id for lease in leases]
-        return self.send(Heartbeat(worker, ids, self.tag())).lost  # type: ignore[attr-defined]
+        return self.send(Heartbeat(worker, ids)).lost  # type: ignore[attr-defined]
 
     def release(self, lease: LeasedGroup, worker: str = "rollout-0") -> Message:
         return self.send(Release(worker, lease.lease_id, "test"))
@@ -247,18 +262,21 @@ class Driver:
         assert writes is not None
         self.index.apply(writes)
 
+    def set_consumer(self, **changes: Any) -> None:
+        """Change the ledger's record of the policy behind its back."""
+        meta = self.index.meta
+        changed = msgspec.structs.replace(meta.consumer("policy"), **changes)
+        self.index.meta = msgspec.structs.replace(meta, consumers={"policy": changed})
+
     # --- looking ---
 
     def state(self, group: LeasedGroup | str) -> str | None:
         group_id = group if isinstance(group, str) else group.group_id
         held = self.index.groups.get(group_id)
-        return None if held is None else GROUP_STATES[held.state]
+        return None if held is None else GroupState(held.state_for("policy")).name
 
     def count(self, reason: str) -> int:
         return self.index.meta.counts.get(reason, 0)
-
-
-GROUP_STATES = ("QUEUED", "LEASED", "GENERATED", "SCORED", "BATCHED", "TRAINED", "COMMITTED", "DROPPED")
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, ki
 from replay_buffer.ledger.decide import Begun
 from replay_buffer.ledger.index import Records
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import EpisodeState, GroupState, Meta
+from replay_buffer.ledger.records import EpisodeState, GroupState, Meta, Versions
 from replay_buffer.ledger.rules import VerdictPolicy
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from tests.unit.buffer.ledger_model import Model, task_of
@@ -74,7 +74,7 @@ class LedgerMachine(Promises):
         self.leases = []
         self.lease_tags: dict[str, VersionTag] = {}
         self.claims = []
-        self.serving = {"w0": VersionTag(0, 0), "w1": VersionTag(0, 0)}
+        self.serving = {"w0": VersionTag("policy", 0, 0), "w1": VersionTag("policy", 0, 0)}
         self.serial = 0
         self.saved = None
         self.attach()
@@ -116,16 +116,16 @@ class LedgerMachine(Promises):
 
     @property
     def v_train(self):
-        return self.meta.v_train
+        return self.meta.consumer("policy").v_train
 
     @property
     def epoch(self):
-        return self.meta.epoch
+        return self.meta.consumer("policy").epoch
 
     # --- trainer ---
 
     def open(self, step, ledger):
-        reply = self.send(OpenedWith("t", step, ledger, self.model.epoch))
+        reply = self.send(OpenedWith("policy", "t", step, ledger, self.model.epoch))
         assert reply == TrainerOpened(self.epoch, step)
         assert self.epoch > self.model.epoch
         self.model.opened(self.epoch, step)
@@ -133,8 +133,8 @@ class LedgerMachine(Promises):
     @rule()
     def next_batch(self):
         step = self.v_train
-        redone = step in self.ledger.index.batches
-        reply = self.send(NextBatch(self.epoch, step))
+        redone = step in self.ledger.index.plans("policy")
+        reply = self.send(NextBatch("policy", self.epoch, step))
         if self.meta.failed:
             assert reply == Fault("failed", self.meta.failed)
             return
@@ -144,35 +144,35 @@ class LedgerMachine(Promises):
         assert len(reply.groups) == B
         self.model.batch(step, reply.groups, reply.lowest_version)
         if not redone and any(group.uses for group in reply.groups):
-            assert not len(self.ledger.index.ready), "what was never trained comes first"
+            assert not len(self.ledger.index.consumers["policy"].ready), "what was never trained comes first"
 
     @rule(same=st.booleans())
     def commit(self, same):
         """Weights that come again may be bit by bit what they were."""
         step = self.v_train
         same_as = self.model.alike(step + 1) if same else []
-        reply = self.send(Commit(self.epoch, step, same_as))
+        reply = self.send(Commit("policy", self.epoch, step, same_as))
         if isinstance(reply, Ok):
             self.model.commit(step, self.epoch, same_as)
         else:
-            plan = self.ledger.index.batches.get(step)
+            plan = self.ledger.index.batches.get(("policy", step))
             assert plan is None or plan.epoch != self.epoch
 
     @rule(step=st.integers(0, 3))
     def commit_again(self, step):
         if step < self.v_train:
-            assert self.send(Commit(self.epoch, step)) == Ok()
+            assert self.send(Commit("policy", self.epoch, step)) == Ok()
 
     @precondition(lambda self: self.epoch > 1)
     @rule(step=st.integers(0, 3))
     def replaced_trainer(self, step):
-        assert self.send(NextBatch(self.epoch - 1, step)).kind == "fenced"
-        assert self.send(Commit(self.epoch - 1, step)).kind == "fenced"
+        assert self.send(NextBatch("policy", self.epoch - 1, step)).kind == "fenced"
+        assert self.send(Commit("policy", self.epoch - 1, step)).kind == "fenced"
 
     @rule(told=st.booleans())
     def checkpoint(self, told):
         step = self.v_train
-        self.model.save(step, self.ledger.decide(ExportLedger(self.epoch, step)).payload)
+        self.model.save(step, self.ledger.decide(ExportLedger("policy", self.epoch, step)).payload)
         if told:
             self.announce(step)
 
@@ -183,7 +183,7 @@ class LedgerMachine(Promises):
 
     def announce(self, step):
         self.model.checkpoint = max(step, self.model.checkpoint)
-        assert self.send(Checkpointed(self.epoch, step)) == Ok()
+        assert self.send(Checkpointed("policy", self.epoch, step)) == Ok()
 
     @rule()
     def trainer_comes_back(self):
@@ -191,11 +191,11 @@ class LedgerMachine(Promises):
         step = max(self.model.copies, default=0)
         ledger = self.model.copies[step][0] if self.model.copies else None
         expected = {s: ids for s, ids in self.model.batches.items() if s >= step}
-        self.model.redo_from(step, set(self.ledger.index.batches))
+        self.model.redo_from(step, set(self.ledger.index.plans("policy")))
         self.open(step, ledger)
         assert self.model.batches == expected
         for number, ids in expected.items():
-            assert list(self.ledger.index.batches[number].group_ids) == ids
+            assert list(self.ledger.index.batches["policy", number].group_ids) == ids
 
     @precondition(lambda self: len(self.model.copies) > 1)
     @rule(data=st.data())
@@ -203,8 +203,8 @@ class LedgerMachine(Promises):
         """From an older checkpoint, whose later batches' bytes may be gone."""
         step = data.draw(st.sampled_from(sorted(self.model.copies)[:-1]))
         ledger = self.model.copies[step][0]
-        if step >= self.meta.checkpoint:
-            self.model.redo_from(step, set(self.ledger.index.batches))
+        if step >= self.meta.consumer("policy").checkpoint:
+            self.model.redo_from(step, set(self.ledger.index.plans("policy")))
         else:
             self.model.copy_wins(step)
         self.open(step, ledger)
@@ -214,13 +214,13 @@ class LedgerMachine(Promises):
     @rule(worker=WORKERS)
     def update_weights(self, worker):
         """To the newest snapshot."""
-        self.serving[worker] = VersionTag(self.epoch, self.v_train)
+        self.serving[worker] = VersionTag("policy", self.epoch, self.v_train)
 
     @rule(worker=WORKERS, capacity=st.integers(1, 6))
     def lease(self, worker, capacity):
         serving = self.serving[worker]
         outstanding = self.outstanding()
-        reply = self.send(Lease(worker, capacity, serving))
+        reply = self.send(Lease(worker, capacity, [serving]))
         lag = max(0, self.v_train - serving.version)
         if reply.groups:
             assert serving in self.model.trained.lineage
@@ -248,7 +248,9 @@ class LedgerMachine(Promises):
         low = min(tag.version for tag in tags)
         high = max(tag.version for tag in tags)
         epoch = min(tag.epoch for tag in tags)
-        arrivals = tuple(Arrival(sample, SIZE_BYTES, 4, 2, low, high, epoch) for sample in samples)
+        arrivals = tuple(
+            Arrival(sample, SIZE_BYTES, 4, 2, {"policy": Versions(low, high, epoch)}) for sample in samples
+        )
         held = set(self.model.held.blobs.get(lease.group_id, ()))
         masked = set(range(N)).difference(self.model.samples_of(lease.group_id))
         live = lease.lease_id in self.ledger.index.leases
@@ -265,7 +267,7 @@ class LedgerMachine(Promises):
     @rule(data=st.data())
     def heartbeat(self, data):
         worker, lease = data.draw(st.sampled_from(self.leases[-12:]))
-        reply = self.send(Heartbeat(worker, [lease.lease_id], self.serving[worker]))
+        reply = self.send(Heartbeat(worker, [lease.lease_id]))
         assert (reply.lost == []) == (lease.lease_id in self.ledger.index.leases)
 
     @precondition(lambda self: self.leases)
@@ -340,7 +342,7 @@ class LedgerMachine(Promises):
     def expect(self, group_id, mine):
         """Tell the model what verdicts will do to a group; returns "drop" or "fail" where they do that."""
         rules, held = self.ledger.rules, self.model.held
-        bad = {id_: rules.policy(kind_of(v)) for id_, (_, v) in mine.items() if kind_of(v) != "score"}
+        bad = {id_: rules.on(kind_of(v)) for id_, (_, v) in mine.items() if kind_of(v) != "score"}
         final = {id_: p.then for id_, p in bad.items() if held.tries.get(id_, 0) >= p.retries}
         fails = "fail_job" in final.values()
         if self.scope == "group" and (len(final) < len(bad) or fails):
@@ -447,7 +449,7 @@ class LedgerMachine(Promises):
         index = self.ledger.index
         before = copy.copy(index.groups), index.meta
         self.ledger.index = self.ledger.rebuilt()
-        self.ledger.send(NextBatch(self.epoch, self.v_train))
+        self.ledger.send(NextBatch("policy", self.epoch, self.v_train))
         assert (index.groups, index.meta) == before
         self.use(index)
         self.front_comes_back()
@@ -470,7 +472,10 @@ class LedgerMachine(Promises):
         step = max(self.model.copies)
         ledger, then = self.model.copies[step]
         meta = records.meta
-        if meta.checkpoint <= step <= meta.v_train and self.copy_epoch(step) <= meta.epoch:
+        if (
+            meta.consumer("policy").checkpoint <= step <= meta.consumer("policy").v_train
+            and self.copy_epoch(step) <= meta.consumer("policy").epoch
+        ):
             self.model.redo_from(step, set(records.batches))
             # A batch may have been filled up again in what was lost.
             self.model.batches = {s: list(records.batches[s].group_ids) for s in self.model.batches}

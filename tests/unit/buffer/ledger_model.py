@@ -18,7 +18,7 @@ class Trained:
 
     uses: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """Group → the steps that trained it."""
-    lineage: set[VersionTag] = field(default_factory=lambda: {VersionTag(0, 0)})
+    lineage: set[VersionTag] = field(default_factory=lambda: {VersionTag("policy", 0, 0)})
     """The weights that units may be of."""
     given_up: set[str] = field(default_factory=set)
     """Tasks that ended without being trained, not to be tried again."""
@@ -171,9 +171,9 @@ class Model:
             uses.append(step)
             self.trained.sizes.setdefault(group_id, len(self.samples_of(group_id)))
             assert len(uses) <= self.max_reuse, "trained_effectively_once"
-        still = [old for old in same_as if VersionTag(old, step) in self.trained.lineage]
-        self.trained.lineage |= {VersionTag(old, step + 1) for old in (*still, epoch)}
-        self.published.add(VersionTag(epoch, step + 1))
+        still = [old for old in same_as if VersionTag("policy", old, step) in self.trained.lineage]
+        self.trained.lineage |= {VersionTag("policy", old, step + 1) for old in (*still, epoch)}
+        self.published.add(VersionTag("policy", epoch, step + 1))
 
     # --- checkpoints and deaths ---
 
@@ -199,8 +199,8 @@ class Model:
 
     def opened(self, epoch: int, step: int) -> None:
         self.epoch = epoch
-        self.trained.lineage.add(VersionTag(epoch, step))
-        self.published.add(VersionTag(epoch, step))
+        self.trained.lineage.add(VersionTag("policy", epoch, step))
+        self.published.add(VersionTag("policy", epoch, step))
 
 
 def task_of(group_id: str) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from replay_buffer.ledger.index import OUTSTANDING
+from replay_buffer.ledger.consumer_index import OUTSTANDING
 from replay_buffer.ledger.records import EpisodeState, GroupState
 from tests.unit.buffer.ledger_model import task_of
 
@@ -20,14 +20,21 @@ class Promises(RuleBasedStateMachine):
     def outstanding(self):
         """Counted from the model: groups under way that were never trained."""
         uses = self.model.trained.uses
-        return sum(g.state in OUTSTANDING and not uses[g.group_id] for g in self.ledger.index.groups.values())
+        return sum(
+            g.least_state in OUTSTANDING and not uses[g.group_id] for g in self.ledger.index.groups.values()
+        )
 
     @invariant()
     def the_index_is_a_function_of_its_records(self):
         index, again = self.ledger.index, self.ledger.rebuilt()
-        for name in ("queue", "claimable", "ready", "reusable", "aging", "deadlines"):
+        for name in ("queue", "claimable", "deadlines"):
             assert list(getattr(index, name)) == list(getattr(again, name)), name
-        figures = ("group_counts", "episode_counts", "payload_bytes", "generating", "claims_of", "reused")
+        for policy, mine in index.consumers.items():
+            for name in ("ready", "reusable", "aging"):
+                assert list(getattr(mine, name)) == list(getattr(again.consumers[policy], name)), name
+            for name in ("group_counts", "reused"):
+                assert getattr(mine, name) == getattr(again.consumers[policy], name), name
+        figures = ("group_counts", "episode_counts", "payload_bytes", "generating", "claims_of")
         for name in (*figures, "claimable_episodes"):
             assert getattr(index, name) == getattr(again, name), name
 
@@ -35,7 +42,7 @@ class Promises(RuleBasedStateMachine):
     def nothing_is_unbounded(self):
         index = self.ledger.index
         redone = sum(len(plan.group_ids) for plan in index.batches.values())
-        assert index.outstanding == self.outstanding() <= redone + (self.eta + 1) * B
+        assert index.consumers["policy"].outstanding == self.outstanding() <= redone + (self.eta + 1) * B
         assert len(index.groups) <= self.ledger.rules.max_groups + len(index.queue)
 
     @invariant()
@@ -47,15 +54,18 @@ class Promises(RuleBasedStateMachine):
         for plan in index.batches.values():
             assert len(plan.group_ids) == len(set(plan.group_ids)), "never twice in one step"
         for group in index.groups.values():
-            assert list(group.steps) == uses[group.group_id], "uses on the lineage"
-            if group.state == GroupState.BATCHED or group.step >= index.meta.checkpoint:
-                assert group.group_id in index.batches[group.step].group_ids
-            if group.state == GroupState.TRAINED:
-                assert group.steps
-            elif group.state != GroupState.BATCHED and not group.steps:
+            assert list(group.training["policy"].steps) == uses[group.group_id], "uses on the lineage"
+            if (
+                group.least_state == GroupState.BATCHED
+                or group.training["policy"].step >= index.consumer("policy").checkpoint
+            ):
+                assert group.group_id in index.batches["policy", group.training["policy"].step].group_ids
+            if group.least_state == GroupState.TRAINED:
+                assert group.training["policy"].steps
+            elif group.least_state != GroupState.BATCHED and not group.training["policy"].steps:
                 assert group.group_id not in planned
         sizes = self.model.trained.sizes
-        assert index.meta.episodes_trained == sum(
+        assert index.consumer("policy").episodes_trained == sum(
             sizes[id_] * len(steps) for id_, steps in uses.items() if steps
         )
 

@@ -8,6 +8,7 @@ import pytest
 from areal_async.rpc.messages import Batch, Commit, Fault, Lease, VersionTag
 from replay_buffer.ledger import batching, committing
 from replay_buffer.ledger.lineage import Span, accepts, undecided
+from replay_buffer.ledger.training import newest_version
 
 
 @pytest.fixture
@@ -28,18 +29,18 @@ def versions_in(batch):
 
 
 def test_the_commit_of_other_weights_ends_what_came_of_the_first_at_once(restarted, monkeypatch):
-    monkeypatch.setattr(batching, "on_lineage", lambda draft, group: True)
-    restarted.send(Commit(restarted.epoch, 0, []))
+    monkeypatch.setattr(batching, "on_lineage", lambda draft, policy, group: True)
+    restarted.send(Commit("policy", restarted.epoch, 0, []))
     assert restarted.count("dropped:abandoned") == 3, "the batches of steps 1 and 2, and what waited"
-    assert all(e.max_version < 1 for g in restarted.index.groups.values() for e in g.episodes)
+    assert all(newest_version(e, "policy") < 1 for g in restarted.index.groups.values() for e in g.episodes)
 
 
 def test_a_batch_that_is_run_again_is_looked_at_once_more(restarted, monkeypatch):
     """As it stood before the commit of other weights was known to it."""
-    monkeypatch.setattr(committing, "_drop_abandoned", lambda draft, version: None)
-    planned = restarted.index.batches[1].group_ids
-    restarted.send(Commit(restarted.epoch, 0, []))
-    assert restarted.index.batches[1].group_ids == planned
+    monkeypatch.setattr(committing, "_drop_abandoned", lambda draft, policy, version: None)
+    planned = restarted.index.batches["policy", 1].group_ids
+    restarted.send(Commit("policy", restarted.epoch, 0, []))
+    assert restarted.index.batches["policy", 1].group_ids == planned
     reply = restarted.ask(1)
     assert not isinstance(reply, Batch), "all that there is was sampled from abandoned weights"
     assert restarted.count("dropped:abandoned") >= 1
@@ -47,14 +48,14 @@ def test_a_batch_that_is_run_again_is_looked_at_once_more(restarted, monkeypatch
 
 
 def test_what_is_scored_is_looked_at_when_it_is_chosen(restarted, monkeypatch):
-    monkeypatch.setattr(committing, "_drop_abandoned", lambda draft, version: None)
+    monkeypatch.setattr(committing, "_drop_abandoned", lambda draft, policy, version: None)
     for group in list(restarted.index.groups.values()):
-        if group.state == 4 and group.step > 0:
+        if group.least_state == 4 and group.training["policy"].step > 0:
             restarted.drop_by_name(group, "test")
-    scored = [group for group in restarted.index.groups.values() if group.state == 3]
+    scored = [group for group in restarted.index.groups.values() if group.least_state == 3]
     assert scored
-    assert min(group.min_version for group in scored) == 3
-    restarted.send(Commit(restarted.epoch, 0, []))
+    assert min(group.training["policy"].min_version for group in scored) == 3
+    restarted.send(Commit("policy", restarted.epoch, 0, []))
     assert not isinstance(restarted.ask(1), Batch)
     assert restarted.count("dropped:abandoned") == len(scored)
 
@@ -68,7 +69,7 @@ def test_what_arrives_from_abandoned_weights_is_refused_and_from_undecided_ones_
     ack = ledger.put(early, version=1, epoch=1)
     assert ack.refused == [], "the steps to come will tell whether version 1 is the same again"
     ledger.batch(0)
-    ledger.send(Commit(ledger.epoch, 0, []))
+    ledger.send(Commit("policy", ledger.epoch, 0, []))
     assert ledger.state(early) is None
     ack = ledger.put(late, version=1, epoch=1)
     assert {refusal.reason for refusal in ack.refused} == {"abandoned"}
@@ -84,14 +85,14 @@ def test_what_was_undecided_is_trained_when_the_same_weights_come_again(drive):
     ledger.judge(ledger.claim())
     for step in range(2):
         ledger.batch(step)
-        ledger.send(Commit(ledger.epoch, step, [1]))
+        ledger.send(Commit("policy", ledger.epoch, step, [1]))
         assert ledger.state(group) == "SCORED"
     assert versions_in(ledger.batch(2)) == [(2, 2), (2, 2)]
 
 
 def test_a_worker_that_serves_abandoned_weights_is_leased_nothing(restarted):
-    restarted.send(Commit(restarted.epoch, 0, []))
-    reply = restarted.send(Lease("rollout-0", 4, VersionTag(1, 2)))
+    restarted.send(Commit("policy", restarted.epoch, 0, []))
+    reply = restarted.send(Lease("rollout-0", 4, [VersionTag("policy", 1, 2)]))
     assert reply.groups == []
     assert "abandoned" in reply.reason
 
@@ -102,29 +103,31 @@ def test_a_step_is_committed_only_by_the_trainer_that_was_given_its_batch(drive)
     for _ in range(2):
         ledger.step()
     ledger.open(step=0)
-    reply = ledger.send(Commit(ledger.epoch, 0, [1]))
+    reply = ledger.send(Commit("policy", ledger.epoch, 0, [1]))
     assert isinstance(reply, Fault)
     assert reply.kind == "invalid"
     assert "was not given to this trainer" in reply.message
-    assert ledger.index.meta.v_train == 0
+    assert ledger.index.consumer("policy").v_train == 0
     ledger.batch(0)
-    ledger.send(Commit(ledger.epoch, 0, [1]))
-    assert ledger.index.meta.v_train == 1
+    ledger.send(Commit("policy", ledger.epoch, 0, [1]))
+    assert ledger.index.consumer("policy").v_train == 1
 
 
 def test_a_plan_of_an_earlier_epoch_is_not_given_out_unseen(restarted, monkeypatch):
     """It is looked at again, and becomes the plan of the epoch that runs."""
-    assert restarted.index.batches[0].epoch == restarted.epoch
-    assert restarted.index.batches[1].epoch == 1
-    restarted.send(Commit(restarted.epoch, 0, [1]))
+    assert restarted.index.batches["policy", 0].epoch == restarted.epoch
+    assert restarted.index.batches["policy", 1].epoch == 1
+    restarted.send(Commit("policy", restarted.epoch, 0, [1]))
     seen = []
     on_lineage = batching.on_lineage
     monkeypatch.setattr(
-        batching, "on_lineage", lambda draft, group: seen.append(group.group_id) or on_lineage(draft, group)
+        batching,
+        "on_lineage",
+        lambda draft, policy, group: seen.append(group.group_id) or on_lineage(draft, policy, group),
     )
     batch = restarted.batch(1)
     assert seen == [group.group_id for group in batch.groups]
-    assert restarted.index.batches[1].epoch == restarted.epoch == batch.epoch
+    assert restarted.index.batches["policy", 1].epoch == restarted.epoch == batch.epoch
 
 
 def test_a_lineage_judges_by_epoch_and_by_both_ends():

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import pytest
 
-from replay_buffer.ledger.admission import AdmissionLimits, BufferLoad, capacity, room
+from replay_buffer.ledger.admission import Demand, Space, capacity, room, space
 
 
-def limits(**changes):
-    return AdmissionLimits(
-        **{"max_staleness": 4, "batch_groups": 16, "steps": 1000, "max_groups": 4096, "max_bytes": 1 << 30}
+def demand(**changes):
+    return Demand(
+        **{
+            "policy": "policy",
+            "max_staleness": 4,
+            "batch_groups": 16,
+            "steps": 1000,
+            "v_train": 10,
+            "outstanding": 0,
+        }
         | changes
     )
 
 
-def load(**changes):
-    return BufferLoad(
-        **{"v_train": 10, "outstanding": 0, "groups": 0, "payload_bytes": 0, "in_flight_bytes": 0.0} | changes
+def held(**changes):
+    return Space(
+        **{
+            "max_groups": 4096,
+            "max_bytes": 1 << 30,
+            "groups": 0,
+            "payload_bytes": 0,
+            "in_flight_bytes": 0.0,
+        }
+        | changes
     )
 
 
@@ -34,18 +48,18 @@ def load(**changes):
     ],
 )
 def test_capacity_is_the_formula(eta, v_train, v_serving, expected):
-    assert capacity(limits(max_staleness=eta), v_train, v_serving) == expected
+    assert capacity(demand(max_staleness=eta, v_train=v_train), v_serving) == expected
 
 
 def test_the_last_steps_are_not_over_supplied():
-    assert capacity(limits(steps=12), 10, 10) == 32
-    assert capacity(limits(steps=10), 10, 10) == 0
-    assert capacity(limits(steps=12), 10, 6) == 16
+    assert capacity(demand(steps=12), 10) == 32
+    assert capacity(demand(steps=10), 10) == 0
+    assert capacity(demand(steps=12), 6) == 16
 
 
 def test_room_is_what_each_limit_leaves():
-    free = room(limits(), load(outstanding=70, groups=4000, payload_bytes=100, in_flight_bytes=24.0), 10)
-    assert (free.outstanding, free.new, free.bytes, free.reason) == (10, 96, (1 << 30) - 124, "")
+    assert room(demand(outstanding=70), 10) == (10, "")
+    assert space(held(groups=4000, payload_bytes=100, in_flight_bytes=24.0)) == (96, (1 << 30) - 124, "")
 
 
 @pytest.mark.parametrize(
@@ -54,9 +68,20 @@ def test_room_is_what_each_limit_leaves():
         ({"outstanding": 80}, 10, "generation waits for the trainer"),
         ({"outstanding": 10}, 5, "too old"),
         ({"v_train": 1000}, 1000, "all 1000 steps are trained"),
-        ({"groups": 4096, "waiting_for_checkpoint": 9}, 10, "9 of its groups wait for a checkpoint"),
-        ({"payload_bytes": 1 << 30}, 10, "buffer.max_bytes"),
     ],
 )
-def test_what_is_full_is_said_in_words(changes, serving, words):
-    assert words in room(limits(), load(**changes), serving).reason
+def test_why_a_policy_has_no_room_is_said_in_words(changes, serving, words):
+    places, why = room(demand(**changes), serving)
+    assert (places, words in why) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"groups": 4096, "waiting_for_checkpoint": 9}, "9 of its groups wait for a checkpoint"),
+        ({"payload_bytes": 1 << 30}, "buffer.max_bytes"),
+    ],
+)
+def test_what_is_full_is_said_in_words(changes, words):
+    *_, why = space(held(**changes))
+    assert words in why

@@ -44,7 +44,7 @@ def test_a_batched_group_has_no_age(drive):
     ledger.commit()
     ledger.now_ms += 10 * AGE
     ledger.send(Expire())
-    assert ledger.index.meta.episodes_trained == 4
+    assert ledger.index.consumer("policy").episodes_trained == 4
     assert ledger.count("dropped:age") == 0
 
 

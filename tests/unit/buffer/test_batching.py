@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 
 from areal_async.rpc.messages import Batch, Fault
 
@@ -67,7 +66,7 @@ def test_a_fenced_trainer_gets_no_batch_and_commits_nothing(drive):
     assert "trainer (epoch 2)" in reply.message
     ledger.epoch = old
     assert ledger.commit(0).kind == "fenced"
-    assert ledger.index.meta.v_train == 0
+    assert ledger.index.consumer("policy").v_train == 0
 
 
 def test_the_oldest_version_is_trained_first_then_the_oldest_group(drive):
@@ -104,7 +103,7 @@ def test_the_hard_bound_does_not_rely_on_what_came_before(drive):
     """staleness_is_bounded: a scored group that is too old, however it got there, is not in the batch."""
     ledger = drive(batch_groups=1, max_staleness=1)
     (old,) = ledger.scored(1, version=0)
-    ledger.index.meta = replace(ledger.index.meta, v_train=2)
+    ledger.set_consumer(v_train=2)
     assert "has 0" in ledger.waiting(2).detail
     assert ledger.state(old) is None
     assert ledger.count("dropped:stale") == 1
@@ -234,7 +233,7 @@ def test_under_mask_an_overtaken_group_is_trained_without_its_units_that_are_too
     assert (batch.step, batch.lowest_version) == (2, 1)
     assert ledger.count("masked") == 1
     ledger.commit()
-    assert ledger.index.meta.max_staleness_seen == 1
+    assert ledger.index.consumer("policy").max_staleness_seen == 1
     assert ledger.index.meta.episodes_dropped == 0
 
 
@@ -263,7 +262,7 @@ def test_under_mask_a_checkpoint_does_not_make_old_units_abandoned(drive):
     ledger, slow = overtaken(drive, overtaken_waits=False, overtaken_masks=True)
     ledger.put(slow, [0], version=0)
     ledger.judge(ledger.claim())
-    ledger.open(ledger.index.meta.v_train)
+    ledger.open(ledger.index.consumer("policy").v_train)
     for _ in range(4):
         ledger.step()
     ledger.checkpointed()

@@ -57,12 +57,12 @@ class Job:
             event.set()
 
     def tag(self):
-        return VersionTag(self.epoch, self.step)
+        return VersionTag("policy", self.epoch, self.step)
 
     async def work(self, name):
         while True:
             await self.runs["worker"].wait()
-            leases = await self.client.call(Lease(name, 2, self.tag(), wait_ms=50))
+            leases = await self.client.call(Lease(name, 2, [self.tag()], wait_ms=50))
             self.reasons[name] = leases.reason
             for group in leases.groups:
                 await asyncio.sleep(0.002)
@@ -89,16 +89,16 @@ class Job:
     async def train(self):
         while True:
             await self.runs["trainer"].wait()
-            batch = await self.client.call(NextBatch(self.epoch, self.step, wait_ms=50))
+            batch = await self.client.call(NextBatch("policy", self.epoch, self.step, wait_ms=50))
             if not isinstance(batch, Batch):
                 self.waiting = batch
                 continue
             self.waiting = None
             self.trained += [e.episode_id for group in batch.groups for e in group.episodes]
-            await self.client.call(Commit(self.epoch, self.step))
+            await self.client.call(Commit("policy", self.epoch, self.step))
             self.step += 1
-            await self.client.exchange(ExportLedger(self.epoch, self.step))
-            await self.client.call(Checkpointed(self.epoch, self.step))
+            await self.client.exchange(ExportLedger("policy", self.epoch, self.step))
+            await self.client.call(Checkpointed("policy", self.epoch, self.step))
 
     async def until(self, condition, what):
         loop = asyncio.get_running_loop()
@@ -147,7 +147,7 @@ def a_job(tmp_path, redis_url, job_name, blob, monkeypatch):
         )
         await client.connect()
         job = Job(ctx, blob, client)
-        job.epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
+        job.epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
         everybody = (job.work("w0"), job.work("w1"), job.score(), job.train())
         job.tasks = [asyncio.create_task(part) for part in everybody]
         try:
@@ -173,7 +173,7 @@ async def memory_stays_flat(job, redis_url):
     async def attempt(count):
         payload = {0: job.blob(job.name, "cafe:1:0#0", 0, n=2000)}
         for _ in range(count):
-            assert not (await job.client.call(Lease("w2", 100, job.tag()))).groups
+            assert not (await job.client.call(Lease("w2", 100, [job.tag()]))).groups
             assert (await put(job.client, "no-such-lease", "cafe:1:0#0", payload)).stored == []
         return len(payload[0])
 
@@ -193,7 +193,7 @@ def test_nothing_is_unbounded_while_a_consumer_is_gone(a_job, redis_url, role):
             job.runs[role].clear()
             await job.until_generation_stops("8 groups are outstanding and at most 8 may be")
             stats = await job.client.call(Stats())
-            assert stats.outstanding == stats.capacity == 8
+            assert stats.policies["policy"].outstanding == stats.policies["policy"].capacity == 8
             if role == "scorer":
                 await job.until(lambda: job.waiting is not None, "the trainer's wait")
                 assert "scor" in job.waiting.edge

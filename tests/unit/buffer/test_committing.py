@@ -11,10 +11,10 @@ from replay_buffer.ledger.committing import Copy
 def test_a_commit_counts_a_step_once(drive):
     ledger = drive()
     ledger.step()
-    assert ledger.index.meta.v_train == 1
+    assert ledger.index.consumer("policy").v_train == 1
     assert ledger.commit(0) == Ok()
-    assert ledger.index.meta.v_train == 1
-    assert ledger.index.meta.episodes_trained == 4
+    assert ledger.index.consumer("policy").v_train == 1
+    assert ledger.index.consumer("policy").episodes_trained == 4
     assert ledger.count("trained") == 2
 
 
@@ -24,7 +24,7 @@ def test_a_step_cannot_be_committed_before_its_batch_was_given_out(drive):
     ledger.scored(2)
     ledger.batch()
     assert ledger.commit(1).kind == "invalid"
-    assert ledger.index.meta.v_train == 0
+    assert ledger.index.consumer("policy").v_train == 0
 
 
 def test_a_trained_group_makes_room(drive):
@@ -44,9 +44,9 @@ def test_the_largest_staleness_is_remembered(drive):
     ledger.put(old, version=0)
     ledger.judge(ledger.claim())
     ledger.batch()
-    assert ledger.index.meta.max_staleness_seen == 0
+    assert ledger.index.consumer("policy").max_staleness_seen == 0
     ledger.commit()
-    assert ledger.index.meta.max_staleness_seen == 2
+    assert ledger.index.consumer("policy").max_staleness_seen == 2
 
 
 def test_bytes_are_freed_only_when_a_checkpoint_covers_them(drive):
@@ -59,7 +59,7 @@ def test_bytes_are_freed_only_when_a_checkpoint_covers_them(drive):
     assert ledger.checkpointed(1) == Ok()
     assert freed() == [first]
     assert (ledger.state(first), ledger.state(second)) == (None, "TRAINED")
-    assert list(ledger.index.batches) == [1]
+    assert list(ledger.index.batches) == [("policy", 1)]
     assert ledger.count("committed") == 1
     assert ledger.checkpointed(1) == Ok()
     assert ledger.checkpointed(0) == Ok()
@@ -76,7 +76,7 @@ def test_the_copy_holds_what_is_under_way_and_nothing_that_is_trained(drive):
     ledger.step()
     ledger.scored(1)
     (leased,) = ledger.lease()
-    decision = ledger.decide(ExportLedger(ledger.epoch, 1))
+    decision = ledger.decide(ExportLedger("policy", ledger.epoch, 1))
     copy = msgspec.msgpack.decode(decision.payload, type=Copy)
     assert copy.meta == ledger.index.meta
     assert {group.group_id for group in copy.groups} == {"cafe0123:1:0#0", leased.group_id}
@@ -86,5 +86,5 @@ def test_the_copy_holds_what_is_under_way_and_nothing_that_is_trained(drive):
 def test_the_copy_is_of_the_last_committed_step_or_refused(drive):
     ledger = drive()
     ledger.step()
-    assert ledger.send(ExportLedger(ledger.epoch, 0)).kind == "invalid"
-    assert ledger.send(ExportLedger(ledger.epoch + 1, 1)).kind == "fenced"
+    assert ledger.send(ExportLedger("policy", ledger.epoch, 0)).kind == "invalid"
+    assert ledger.send(ExportLedger("policy", ledger.epoch + 1, 1)).kind == "fenced"

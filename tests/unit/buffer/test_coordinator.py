@@ -31,13 +31,14 @@ from replay_buffer.coordinator import Coordinator
 from replay_buffer.errors import StoreFenced, StoreUnavailable, StoreUnusable
 from replay_buffer.ledger.decide import Expire
 from replay_buffer.ledger.opening import OpenedWith
+from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.redis.keys import Keys
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
 
-RULES = Rules(group_size=2, batch_groups=2, max_staleness=1)
+RULES = Rules.alone(group_size=2, batch_groups=2, max_staleness=1)
 
 
 @pytest.fixture
@@ -59,11 +60,11 @@ def a_front(redis_url, job_name, counted_tasks):
 
 
 async def lease(front, capacity=1, epoch=1, version=0):
-    return (await front.execute(Lease("w", capacity, VersionTag(epoch, version)))).reply.groups
+    return (await front.execute(Lease("w", capacity, [VersionTag("policy", epoch, version)]))).reply.groups
 
 
 async def put(front, group, blobs=(b"a" * 10, b"b" * 10)):
-    arrivals = tuple(Arrival(i, len(b), 8, 4, 0, 0, 1) for i, b in enumerate(blobs))
+    arrivals = tuple(Arrival(i, len(b), 8, 4, {"policy": Versions(0, 0, 1)}) for i, b in enumerate(blobs))
     return (await front.execute(StoreEpisodes(group.lease_id, group.group_id, arrivals), blobs)).reply
 
 
@@ -84,12 +85,12 @@ async def until(condition, limit_s=10.0):
 
 async def some_life(front):
     """A bit of everything: a trained step, a batch given out, and groups in every other state."""
-    await front.execute(OpenedWith("t", 0))
+    await front.execute(OpenedWith("policy", "t", 0))
     for group in await lease(front, 2):
         await put(front, group)
     await judge(front)
-    await front.execute(NextBatch(1, 0))
-    await front.execute(Commit(1, 0))
+    await front.execute(NextBatch("policy", 1, 0))
+    await front.execute(Commit("policy", 1, 0))
     groups = await lease(front, 4, version=0) + await lease(front, 4, version=1)
     for group in groups[:2]:
         await put(front, group)
@@ -131,7 +132,7 @@ async def test_one_death_is_local_a_new_front_finds_the_ledger_as_it_was(a_front
 
 async def test_a_confirmed_reply_is_in_redis(a_front, redis, job_name):
     async with a_front() as front:
-        await front.execute(OpenedWith("t", 0))
+        await front.execute(OpenedWith("policy", "t", 0))
         (group,) = await lease(front)
         ack = await put(front, group)
         assert ack.stored == [0, 1]
@@ -140,7 +141,7 @@ async def test_a_confirmed_reply_is_in_redis(a_front, redis, job_name):
 
 async def test_nothing_is_acknowledged_before_it_is_written(a_front, redis):
     async with a_front() as front:
-        await front.execute(OpenedWith("t", 0))
+        await front.execute(OpenedWith("policy", "t", 0))
         (group,) = await lease(front)
         redis.client_pause(300)
         putting = asyncio.ensure_future(put(front, group))
@@ -152,16 +153,16 @@ async def test_nothing_is_acknowledged_before_it_is_written(a_front, redis):
 
 
 async def test_bytes_are_freed_with_their_group(a_front, redis, job_name):
-    async with a_front(Rules(group_size=2, batch_groups=1, max_staleness=0)) as front:
-        await front.execute(OpenedWith("t", 0))
+    async with a_front(Rules.alone(group_size=2, batch_groups=1, max_staleness=0)) as front:
+        await front.execute(OpenedWith("policy", "t", 0))
         (group,) = await lease(front)
         await put(front, group)
         await judge(front)
-        await front.execute(NextBatch(1, 0))
-        await front.execute(Commit(1, 0))
+        await front.execute(NextBatch("policy", 1, 0))
+        await front.execute(Commit("policy", 1, 0))
         keys = list(redis.scan_iter(f"areal:{{{job_name}}}:e:*"))
         assert len(keys) == 1
-        await front.execute(Checkpointed(1, 1))
+        await front.execute(Checkpointed("policy", 1, 1))
         assert list(redis.scan_iter(f"areal:{{{job_name}}}:e:*")) == []
         assert front.index.payload_bytes == 0
 
@@ -173,12 +174,12 @@ async def test_all_keys_of_a_job_share_a_hash_tag(a_front, redis, job_name):
         assert len(keys) > 5
         assert all(key.startswith(f"areal:{{{job_name}}}:") for key in keys)
         meta = redis.hgetall(Keys(job_name).meta)
-        assert meta[b"schema"] == b"1"
+        assert meta[b"schema"] == b"2"
 
 
 async def test_a_new_front_fences_the_old_one(a_front):
     async with a_front() as old:
-        await old.execute(OpenedWith("t", 0))
+        await old.execute(OpenedWith("policy", "t", 0))
         async with a_front() as new:
             with pytest.raises(FaultError) as caught:
                 await lease(old)
@@ -190,7 +191,7 @@ async def test_a_new_front_fences_the_old_one(a_front):
 async def test_a_write_failure_drops_the_index_and_the_front_recovers(a_front, redis, job_name):
     """Somebody changes the ledger behind the front's back: nothing decided on the old state gets through."""
     async with a_front() as front:
-        await front.execute(OpenedWith("t", 0))
+        await front.execute(OpenedWith("policy", "t", 0))
         await lease(front)
         before = ledger(front)
         redis.hincrby(Keys(job_name).meta, "revision", 5)
@@ -203,8 +204,8 @@ async def test_a_write_failure_drops_the_index_and_the_front_recovers(a_front, r
 
 
 async def test_decisions_in_flight_are_written_in_order(a_front):
-    async with a_front(Rules(group_size=2, batch_groups=40, max_staleness=1)) as front:
-        await front.execute(OpenedWith("t", 0))
+    async with a_front(Rules.alone(group_size=2, batch_groups=40, max_staleness=1)) as front:
+        await front.execute(OpenedWith("policy", "t", 0))
         granted = await asyncio.gather(*(lease(front) for _ in range(60)))
         ids = [groups[0].group_id for groups in granted]
         assert ids == [f"cafe0123:{row}:0#0" for row in range(60)]
@@ -216,12 +217,12 @@ async def test_decisions_in_flight_are_written_in_order(a_front):
 
 async def test_a_poll_wakes_when_something_has_become_possible(a_front):
     async with a_front() as front:
-        await front.execute(OpenedWith("t", 0))
+        await front.execute(OpenedWith("policy", "t", 0))
         claiming = asyncio.ensure_future(
             front.poll(Claim("s", 10), 60_000, "claim", lambda reply: not reply.items)
         )
         batching = asyncio.ensure_future(
-            front.poll(NextBatch(1, 0), 60_000, "batch", lambda reply: isinstance(reply, Waiting))
+            front.poll(NextBatch("policy", 1, 0), 60_000, "batch", lambda reply: isinstance(reply, Waiting))
         )
         await asyncio.sleep(0)
         groups = await lease(front, 2)
@@ -239,7 +240,9 @@ async def test_a_poll_answers_empty_handed_when_its_wait_is_over_or_the_front_st
         reply = (await front.poll(Claim("s", 1), 20, "claim", lambda reply: True)).reply
         assert reply.items == []
         polling = asyncio.ensure_future(
-            front.poll(Lease("w", 1, VersionTag(9, 9)), 60_000, "lease", lambda reply: not reply.groups)
+            front.poll(
+                Lease("w", 1, [VersionTag("policy", 9, 9)]), 60_000, "lease", lambda reply: not reply.groups
+            )
         )
         await asyncio.sleep(0)
     assert isinstance((await asyncio.wait_for(polling, 60)).reply, Leases)
@@ -247,7 +250,7 @@ async def test_a_poll_answers_empty_handed_when_its_wait_is_over_or_the_front_st
 
 async def test_a_claim_waits_a_moment_for_a_group_to_become_complete(a_front):
     async with a_front() as front:
-        await front.execute(OpenedWith("t", 0))
+        await front.execute(OpenedWith("policy", "t", 0))
         (group,) = await lease(front)
         await put(front, group, (b"a",))
 
@@ -258,15 +261,15 @@ async def test_a_claim_waits_a_moment_for_a_group_to_become_complete(a_front):
             front.poll(Claim("s", 10), 60_000, "claim", lambda reply: not reply.items, more_comes)
         )
         await asyncio.sleep(0)
-        arrival = (Arrival(1, 1, 8, 4, 0, 0, 1),)
+        arrival = (Arrival(1, 1, 8, 4, {"policy": Versions(0, 0, 1)}),)
         await front.execute(StoreEpisodes(group.lease_id, group.group_id, arrival), (b"b",))
         assert len((await claiming).reply.items) == 2
 
 
 async def test_deadlines_expire_when_nobody_asks(a_front):
-    rules = Rules(group_size=2, batch_groups=2, max_staleness=1, lease_ms=30)
+    rules = Rules.alone(group_size=2, batch_groups=2, max_staleness=1, lease_ms=30)
     async with a_front(rules) as front:
-        await front.execute(OpenedWith("t", 0))
+        await front.execute(OpenedWith("policy", "t", 0))
         (group,) = await lease(front)
         await until(lambda: not front.index.leases)
         assert front.index.meta.counts["queued:lease_expired"] == 1
@@ -276,9 +279,9 @@ async def test_deadlines_expire_when_nobody_asks(a_front):
 async def test_an_outage_of_the_front_moves_deadlines_on(a_front):
     """As after SIGSTOP: nobody could renew a lease meanwhile, so none expires for it."""
     shift = 0.0
-    rules = Rules(group_size=2, batch_groups=2, max_staleness=1, lease_ms=10_000)
+    rules = Rules.alone(group_size=2, batch_groups=2, max_staleness=1, lease_ms=10_000)
     async with a_front(rules, local=lambda: time.monotonic() + shift) as front:
-        await front.execute(OpenedWith("t", 0))
+        await front.execute(OpenedWith("policy", "t", 0))
         (group,) = await lease(front)
         deadline_ms = front.index.leases[group.lease_id].deadline_ms
         shift = 30.0
@@ -289,7 +292,7 @@ async def test_an_outage_of_the_front_moves_deadlines_on(a_front):
 
 async def test_a_front_that_starts_after_an_outage_moves_deadlines_on(a_front, redis, job_name):
     async with a_front() as front:
-        await front.execute(OpenedWith("t", 0))
+        await front.execute(OpenedWith("policy", "t", 0))
         (group,) = await lease(front)
         deadline_ms = front.index.leases[group.lease_id].deadline_ms
     redis.hincrby(Keys(job_name).meta, "alive_ms", -60_000)
@@ -301,7 +304,7 @@ async def test_a_planned_stop_is_an_outage_from_then_on_only(a_front, redis, job
     """A front that had nothing to write for an hour was alive all the same: its successor must not take that
     hour for an outage."""
     async with a_front() as front:
-        await front.execute(OpenedWith("t", 0))
+        await front.execute(OpenedWith("policy", "t", 0))
         (group,) = await lease(front)
         deadline_ms = front.index.leases[group.lease_id].deadline_ms
         redis.hincrby(Keys(job_name).meta, "alive_ms", -3_600_000)
@@ -343,7 +346,7 @@ def test_a_redis_that_is_not_there_is_a_clear_error(a_front, tmp_path):
 
 async def test_a_ledger_that_is_gone_ends_the_front(a_front, redis, job_name):
     async with a_front() as front:
-        await front.execute(OpenedWith("t", 0))
+        await front.execute(OpenedWith("policy", "t", 0))
         redis.delete(Keys(job_name).meta)
         with pytest.raises(FaultError):
             await lease(front)
@@ -357,7 +360,7 @@ async def test_acknowledged_writes_that_redis_lost_are_counted(a_front, redis, j
         revision = front.index.revision
         redis.hset(Keys(job_name).meta, "revision", revision - 3)
         with pytest.raises(FaultError):
-            await front.execute(OpenedWith("t", 1))
+            await front.execute(OpenedWith("policy", "t", 1))
         await until(lambda: front.index is not None)
         assert front.lost_writes == 3
 
@@ -372,7 +375,7 @@ async def test_a_front_whose_own_opening_was_lost_is_not_fenced_by_its_older_sel
             if client["cmd"] != "client|list" and client["cmd"] != "client":
                 redis.client_kill_filter(_id=client["id"])
         with pytest.raises(FaultError):
-            await front.execute(OpenedWith("t", 1))
+            await front.execute(OpenedWith("policy", "t", 1))
         await until(lambda: front.index is not None)
         assert front.lost_writes == 3
         assert front.front_epoch == epoch + 1
@@ -381,19 +384,19 @@ async def test_a_front_whose_own_opening_was_lost_is_not_fenced_by_its_older_sel
 async def test_a_ledger_copy_is_the_same_from_any_front(a_front):
     async with a_front() as front:
         await some_life(front)
-        copy = (await front.execute(ExportLedger(1, 1))).payload
+        copy = (await front.execute(ExportLedger("policy", 1, 1))).payload
     async with a_front() as again:
-        assert (await again.execute(ExportLedger(1, 1))).payload == copy
+        assert (await again.execute(ExportLedger("policy", 1, 1))).payload == copy
 
 
 async def test_a_failed_job_wakes_its_trainer_and_a_buffer_that_begins_lifts_the_failure(a_front):
-    rules = Rules(group_size=1, batch_groups=1, max_staleness=1, on_error=VerdictPolicy(0, "fail_job"))
+    rules = Rules.alone(group_size=1, batch_groups=1, max_staleness=1, on_error=VerdictPolicy(0, "fail_job"))
     async with a_front(rules) as front:
-        await front.execute(OpenedWith("t", 0))
+        await front.execute(OpenedWith("policy", "t", 0))
         (group,) = await lease(front)
         await put(front, group, (b"a" * 10,))
         waiting = asyncio.create_task(
-            front.poll(NextBatch(1, 0), 30_000, "batch", lambda reply: isinstance(reply, Waiting))
+            front.poll(NextBatch("policy", 1, 0), 30_000, "batch", lambda reply: isinstance(reply, Waiting))
         )
         (item,) = (await front.execute(Claim("s", 9))).reply.items
         verdict = EpisodeVerdict(item.episode_id, item.claim_id, Failure("exception", "no grader"))
@@ -410,11 +413,11 @@ async def test_a_failed_job_wakes_its_trainer_and_a_buffer_that_begins_lifts_the
 
 
 async def test_masked_episodes_and_rewards_of_parts_are_found_by_a_new_front(a_front):
-    rules = Rules(
+    rules = Rules.alone(
         group_size=2, batch_groups=1, max_staleness=1, on_abstain=VerdictPolicy(0, "mask"), min_scored=1
     )
     async with a_front(rules) as front:
-        await front.execute(OpenedWith("t", 0))
+        await front.execute(OpenedWith("policy", "t", 0))
         (group,) = await lease(front)
         await put(front, group)
         first, second = (await front.execute(Claim("s", 9))).reply.items
@@ -428,7 +431,7 @@ async def test_masked_episodes_and_rewards_of_parts_are_found_by_a_new_front(a_f
         assert await front.blobs([(group.group_id, 0), (group.group_id, 1)]) == [None, b"b" * 10]
     async with a_front(rules) as front:
         assert ledger(front) == before
-        reply = (await front.execute(NextBatch(1, 0))).reply
+        reply = (await front.execute(NextBatch("policy", 1, 0))).reply
         ((held,),) = [batched.episodes for batched in reply.groups]
         assert (held.sample, held.parts) == (1, scored.parts)
         assert front.index.meta.no_scores["abstain"].message == "no idea"

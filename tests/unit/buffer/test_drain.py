@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from areal_async.rpc.messages import Arrived, Drain, ExportLedger, Heartbeat, Lease, Release
 from replay_buffer.ledger.leasing import MAX_DRAINING
 
@@ -15,7 +13,7 @@ def drain(ledger, worker="rollout-0", reason="the host is taken down"):
 def test_a_draining_worker_is_leased_nothing_more_and_told_why(drive):
     ledger = drive()
     drain(ledger)
-    reply = ledger.send(Lease("rollout-0", 1, ledger.tag()))
+    reply = ledger.send(Lease("rollout-0", 1, [ledger.tag()]))
     assert (reply.groups, reply.drain) == ([], True)
     assert "the host is taken down" in reply.reason
     assert len(ledger.lease(worker="rollout-1")) == 1
@@ -25,14 +23,14 @@ def test_a_draining_worker_is_leased_nothing_more_and_told_why(drive):
 def test_a_heartbeat_tells_the_worker_to_drain_and_still_renews(drive):
     ledger = drive(lease_ms=1000)
     (group,) = ledger.lease()
-    assert not ledger.send(Heartbeat("rollout-0", [group.lease_id], ledger.tag())).drain
+    assert not ledger.send(Heartbeat("rollout-0", [group.lease_id])).drain
     drain(ledger)
     ledger.now_ms += 900
-    ack = ledger.send(Heartbeat("rollout-0", [group.lease_id], ledger.tag()))
+    ack = ledger.send(Heartbeat("rollout-0", [group.lease_id]))
     assert (ack.lost, ack.drain) == ([], True)
     ledger.now_ms += 900
     assert ledger.state(group) == "LEASED"
-    assert not ledger.send(Heartbeat("rollout-1", [], ledger.tag())).drain
+    assert not ledger.send(Heartbeat("rollout-1", [])).drain
 
 
 def test_a_draining_worker_may_finish_what_it_has(drive):
@@ -97,9 +95,9 @@ def test_a_new_front_and_a_restored_trainer_know_who_drains(drive):
 
 def test_a_ledger_copy_from_before_the_drain_does_not_undo_it(drive):
     ledger = drive()
-    copy = ledger.decide(ExportLedger(ledger.epoch, 0)).payload
+    copy = ledger.decide(ExportLedger("policy", ledger.epoch, 0)).payload
     drain(ledger)
-    ledger.index.meta = replace(ledger.index.meta, checkpoint=1)
+    ledger.set_consumer(checkpoint=1)
     ledger.open(0, copy)
     assert ledger.lease() == []
     assert len(ledger.lease(worker="rollout-1")) == 1

@@ -33,7 +33,11 @@ def fail_rounds(ledger, seconds, *, pause_s=1.0):
 def train_on(ledger, tried):
     """Steps until every task of `tried` must have had its turn; returns the tasks in them."""
     trained = []
-    for _ in range(2 + len(tried) // ledger.rules.batch_groups + ledger.rules.max_staleness):
+    for _ in range(
+        2
+        + len(tried) // ledger.rules.consumers["policy"].batch_groups
+        + ledger.rules.consumers["policy"].max_staleness
+    ):
         for lease in ledger.lease(100):
             ledger.put(lease)
         ledger.judge(ledger.claim())
@@ -89,7 +93,7 @@ def test_one_task_that_always_fails_is_dropped_and_the_job_goes_on(drive):
                 ledger.commit()
         ledger.now_ms += 1000
         assert not ledger.index.meta.failed
-    assert ledger.index.meta.v_train > 100
+    assert ledger.index.consumer("policy").v_train > 100
     assert ledger.count("dropped:leases_used_up") == 1
     assert all(group.attempt == 0 for group in ledger.index.groups.values())
 

@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from areal_async.rpc.messages import ExportLedger
 from areal_async.rpc.verdicts import Abstain, Failure, Score
@@ -101,7 +100,7 @@ def test_deadline_partial_goes_on_with_the_samples_that_have_come(drive):
         (f"{group.group_id}.3", 3, 0.25),
     ]
     ledger.commit()
-    assert ledger.index.meta.episodes_trained == 2
+    assert ledger.index.consumer("policy").episodes_trained == 2
     assert ledger.index.episode_counts[EpisodeState.ABSENT] == 2
     ledger.checkpointed()
     assert ledger.index.episode_counts == [0] * len(EpisodeState)
@@ -227,9 +226,9 @@ def test_trained_effectively_once_a_partial_group_is_batched_again_as_it_was(dri
     ledger.judge(ledger.claim())
     first = ledger.batch()
     ledger.commit()
-    assert ledger.index.meta.episodes_trained == 2
+    assert ledger.index.consumer("policy").episodes_trained == 2
     ledger.open(0)
-    assert ledger.index.meta.episodes_trained == 0
+    assert ledger.index.consumer("policy").episodes_trained == 0
     assert ledger.batch(0).groups == first.groups
 
 
@@ -240,10 +239,10 @@ def test_a_partial_group_in_a_ledger_copy_keeps_what_is_held_of_it(drive):
     ledger.put(other, [1, 2])
     ledger.now_ms += ENDED
     ledger.judge(ledger.claim())
-    copy = ledger.decide(ExportLedger(ledger.epoch, 0)).payload
+    copy = ledger.decide(ExportLedger("policy", ledger.epoch, 0)).payload
     # The redo log is gone, so that the copy wins; of one group the bytes are held, the other begins anew.
     ledger.drop_by_name(other, "leases_used_up")
-    ledger.index.meta = replace(ledger.index.meta, checkpoint=1)
+    ledger.set_consumer(checkpoint=1)
     ledger.open(0, copy)
     assert states(ledger, group) == ["VERDICT", "ABSENT", "ABSENT", "VERDICT"]
     assert (ledger.state(group), ledger.state(other)) == ("SCORED", "QUEUED")
@@ -258,8 +257,8 @@ def test_a_partial_group_that_loses_samples_to_a_restart_may_be_made_whole_again
     ledger.put(group, [3], version=1)
     ledger.now_ms += ENDED
     ledger.send(Expire())
-    copy = ledger.decide(ExportLedger(ledger.epoch, 0)).payload
-    ledger.index.meta = replace(ledger.index.meta, checkpoint=1)
+    copy = ledger.decide(ExportLedger("policy", ledger.epoch, 0)).payload
+    ledger.set_consumer(checkpoint=1)
     ledger.now_ms += 100 * ENDED
     ledger.open(0, copy)
     assert states(ledger, group) == ["STORED", "MISSING", "MISSING", "MISSING"]
@@ -316,7 +315,7 @@ def counted(before, after):
 
 
 def look(ledger):
-    return {id_: GroupState(group.state).name for id_, group in ledger.index.groups.items()}
+    return {id_: GroupState(group.least_state).name for id_, group in ledger.index.groups.items()}
 
 
 @settings(max_examples=60, deadline=None)

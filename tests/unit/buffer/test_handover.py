@@ -42,16 +42,16 @@ class LedgerBuffer(FakeCaller):
             self.changed.notify_all()
         return reply
 
-    async def lease(self, worker: str, capacity: int, serving: VersionTag, *, wait_ms: int = 0) -> Leases:
-        reply = await self._send(Lease(worker, capacity, serving))
+    async def lease(self, worker: str, capacity: int, serving: Any, *, wait_ms: int = 0) -> Leases:
+        reply = await self._send(Lease(worker, capacity, list(serving)))
         if not reply.groups and not reply.drain:
             async with self.changed:
                 await self.changed.wait()
-            reply = await self._send(Lease(worker, capacity, serving))
+            reply = await self._send(Lease(worker, capacity, list(serving)))
         return reply
 
-    async def heartbeat(self, worker: str, lease_ids: Any, serving: VersionTag) -> HeartbeatAck:
-        return await self._send(Heartbeat(worker, list(lease_ids), serving))
+    async def heartbeat(self, worker: str, lease_ids: Any) -> HeartbeatAck:
+        return await self._send(Heartbeat(worker, list(lease_ids)))
 
     async def release(self, worker: str, lease_id: str, reason: str, *, failed: bool = False) -> None:
         await self._send(Release(worker, lease_id, reason))
@@ -71,7 +71,7 @@ class LedgerBuffer(FakeCaller):
 class GatedEngine:
     """Answers with three units of version 0 once the gate of the sample is open."""
 
-    version = VersionTag(1, 0)
+    version = VersionTag("policy", 1, 0)
 
     def __init__(self) -> None:
         self.gates = {sample: asyncio.Event() for sample in range(4)}

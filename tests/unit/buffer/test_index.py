@@ -63,14 +63,15 @@ def test_figures_are_those_of_the_records(drive):
     (group,) = ledger.lease()
     ledger.put(group, [0], size_bytes=40)
     index = ledger.index
-    assert index.outstanding == 2
+    assert index.consumers["policy"].outstanding == 2
     assert index.generating == 2
     assert index.payload_bytes == 3 * 300 + 40
     assert index.mean_episode_bytes == 94.0
-    assert index.next_step == 1
+    assert index.next_step("policy") == 1
     assert index.group_counts == [0, 1, 0, 1, 0, 2, 0, 0]
     assert index.episode_counts == [2, 1, 0, 9, 0, 0]
-    for name in ("outstanding", "generating", "payload_bytes", "group_counts", "episode_counts"):
+    assert ledger.rebuilt().consumers["policy"].outstanding == 2
+    for name in ("generating", "payload_bytes", "group_counts", "episode_counts"):
         assert getattr(ledger.rebuilt(), name) == getattr(index, name), name
 
 
@@ -81,7 +82,7 @@ def test_decisions_change_nothing_by_themselves(drive):
     ledger = drive()
     ledger.scored(2)
     before = repr(ledger.index.state())
-    first = decide(ledger.index, Lease("w", 2, ledger.tag()), ledger.now_ms)
-    second = decide(ledger.index, Lease("w", 2, ledger.tag()), ledger.now_ms)
+    first = decide(ledger.index, Lease("w", 2, [ledger.tag()]), ledger.now_ms)
+    second = decide(ledger.index, Lease("w", 2, [ledger.tag()]), ledger.now_ms)
     assert repr(ledger.index.state()) == before
     assert first == second

@@ -28,7 +28,7 @@ from replay_buffer.coordinator import Coordinator
 from replay_buffer.errors import StoreUnavailable
 from replay_buffer.ledger.index import Writes
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import Meta
+from replay_buffer.ledger.records import Meta, Versions
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.redis import files as shelf_module
@@ -39,7 +39,7 @@ from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
 
 SIZES = (10, KEY_BYTES - 1, KEY_BYTES, 3 * CHUNK_BYTES + 7, FILE_BYTES, FILE_BYTES + 1)
-RULES = Rules(group_size=len(SIZES), batch_groups=1, max_staleness=1)
+RULES = Rules.alone(group_size=len(SIZES), batch_groups=1, max_staleness=1)
 
 
 def episodes(seed=0, sizes=SIZES):
@@ -70,12 +70,14 @@ def a_front(redis_url, job_name, counted_tasks):
 
 
 async def opened(front):
-    await front.execute(OpenedWith("t", 0, None))
-    return (await front.execute(Lease("w", 1, VersionTag(1, 0)))).reply.groups[0]
+    await front.execute(OpenedWith("policy", "t", 0, None))
+    return (await front.execute(Lease("w", 1, [VersionTag("policy", 1, 0)]))).reply.groups[0]
 
 
 async def put(front, group, blobs, first=0):
-    arrivals = tuple(Arrival(first + i, len(b), 8, 4, 0, 0, 1) for i, b in enumerate(blobs))
+    arrivals = tuple(
+        Arrival(first + i, len(b), 8, 4, {"policy": Versions(0, 0, 1)}) for i, b in enumerate(blobs)
+    )
     return (await front.store(StoreEpisodes(group.lease_id, group.group_id, arrivals), blobs)).reply
 
 
@@ -128,10 +130,10 @@ async def test_nothing_is_unbounded_large_episodes_are_freed_with_their_group(
         items = (await front.execute(Claim("s", 100))).reply.items
         verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
         await front.execute(PutVerdicts("s", verdicts))
-        await front.execute(NextBatch(1, 0))
-        await front.execute(Commit(1, 0))
+        await front.execute(NextBatch("policy", 1, 0))
+        await front.execute(Commit("policy", 1, 0))
         assert await held(front, group) == episodes()
-        await front.execute(Checkpointed(1, 1))
+        await front.execute(Checkpointed("policy", 1, 1))
         assert await held(front, group) == [None] * len(SIZES)
         await until(lambda: not files(folder))
         names = keys_of(redis, job_name)
@@ -217,7 +219,7 @@ async def test_episodes_whose_file_is_gone_are_found_counted_and_tried_again(a_f
         stats = (await front.execute(Stats())).reply
         assert stats.reasons["dropped:bytes_lost"] == 1
         assert stats.reasons["bytes_lost"] == 3
-        again = (await front.execute(Lease("w", 1, VersionTag(1, 0)))).reply.groups[0]
+        again = (await front.execute(Lease("w", 1, [VersionTag("policy", 1, 0)]))).reply.groups[0]
         assert (again.task.task_id, again.attempt) == (group.task.task_id, group.attempt + 1)
         await until(lambda: not files(folder))
 

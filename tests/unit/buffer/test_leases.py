@@ -42,7 +42,7 @@ def test_group_seeds_depend_on_the_task_and_the_job_only(drive):
 
 def test_a_worker_of_an_unknown_trainer_epoch_gets_nothing(drive):
     ledger = drive()
-    reply = ledger.send(Lease("rollout-0", 1, VersionTag(7, 0)))
+    reply = ledger.send(Lease("rollout-0", 1, [VersionTag("policy", 7, 0)]))
     assert reply.groups == []
     assert "abandoned" in reply.reason
 

@@ -11,7 +11,7 @@ from areal_async.rpc.messages import Claim, Lease, VersionTag
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.errors import StoreFenced, StoreUnavailable
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import EpisodeState
+from replay_buffer.ledger.records import EpisodeState, Versions
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.redis import store as store_module
@@ -20,7 +20,7 @@ from replay_buffer.redis.store import SCHEMA, TAKE_SCRIPT, Store
 from replay_buffer.redis.writer import ConfirmedRevision, RedisClock
 from tests.redis_client import connect
 
-RULES = Rules(group_size=2, batch_groups=2, max_staleness=1)
+RULES = Rules.alone(group_size=2, batch_groups=2, max_staleness=1)
 
 
 def test_the_mark_outlives_its_process(tmp_path):
@@ -43,9 +43,9 @@ async def test_a_new_front_notices_what_redis_has_lost_and_ends_the_claims(
         on_confirmed=confirmed.append,
     )
     await first.start()
-    await first.execute(OpenedWith("t", 0))
-    (group,) = (await first.execute(Lease("w", 1, VersionTag(1, 0)))).reply.groups
-    arrivals = tuple(Arrival(i, 1, 8, 4, 0, 0, 1) for i in range(2))
+    await first.execute(OpenedWith("policy", "t", 0))
+    (group,) = (await first.execute(Lease("w", 1, [VersionTag("policy", 1, 0)]))).reply.groups
+    arrivals = tuple(Arrival(i, 1, 8, 4, {"policy": Versions(0, 0, 1)}) for i in range(2))
     await first.execute(StoreEpisodes(group.lease_id, group.group_id, arrivals), (b"a", b"b"))
     assert (await first.execute(Claim("s", 10))).reply.items
     assert confirmed == sorted(confirmed)

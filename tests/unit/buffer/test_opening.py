@@ -15,7 +15,9 @@ def ids(batch):
 
 
 def export(ledger):
-    return ledger.decide(ExportLedger(ledger.epoch, ledger.index.meta.v_train)).payload
+    return ledger.decide(
+        ExportLedger("policy", ledger.epoch, ledger.index.consumer("policy").v_train)
+    ).payload
 
 
 def trained_steps(ledger, n):
@@ -55,13 +57,13 @@ def test_trained_effectively_once_the_same_batches_are_redone_in_order(drive):
     ledger.scored(2)
     pending = ledger.batch()
     ledger.open(step=0)
-    assert ledger.index.meta.episodes_trained == 0
+    assert ledger.index.consumer("policy").episodes_trained == 0
     assert ledger.count("batched:redo") == 6
     assert ledger.lease() == [], "what is run again counts as outstanding"
     first = ledger.batch()
     assert first == msgspec.structs.replace(batches[0], epoch=2)
     assert ledger.batch() == first
-    assert ledger.index.batches[3].group_ids == tuple(ids(pending))
+    assert ledger.index.batches["policy", 3].group_ids == tuple(ids(pending))
 
 
 def test_units_of_abandoned_weights_are_not_trained(drive):
@@ -106,9 +108,9 @@ def test_after_a_checkpoint_nothing_before_it_is_redone(drive):
     ledger.checkpointed(2)
     batches = trained_steps(ledger, 2)
     assert ledger.open(step=2, copy=copy) == TrainerOpened(2, 2)
-    assert ledger.index.meta.v_train == 2
+    assert ledger.index.consumer("policy").v_train == 2
     assert ids(ledger.batch()) == ids(batches[0])
-    assert ledger.index.meta.episodes_trained == 4
+    assert ledger.index.consumer("policy").episodes_trained == 4
 
 
 def test_a_checkpoint_whose_announcement_was_lost_counts_when_it_is_opened(drive):
@@ -117,9 +119,9 @@ def test_a_checkpoint_whose_announcement_was_lost_counts_when_it_is_opened(drive
     copy = export(ledger)
     trained_steps(ledger, 1)
     ledger.open(step=2, copy=copy)
-    assert ledger.index.meta.checkpoint == 2
+    assert ledger.index.consumer("policy").checkpoint == 2
     assert ledger.count("committed") == 2
-    assert list(ledger.index.batches) == [2]
+    assert list(ledger.index.batches) == [("policy", 2)]
 
 
 def test_the_copy_wins_over_a_ledger_without_the_redo_log(drive):
@@ -140,7 +142,11 @@ def test_the_copy_wins_over_a_ledger_without_the_redo_log(drive):
     (unknown,) = ledger.lease()
     assert ledger.open(step=1, copy=copy) == TrainerOpened(2, 1)
     meta = ledger.index.meta
-    assert (meta.v_train, meta.checkpoint, meta.position) == (1, 1, position)
+    assert (meta.consumer("policy").v_train, meta.consumer("policy").checkpoint, meta.position) == (
+        1,
+        1,
+        position,
+    )
     assert ledger.state(unknown) is None
     assert ledger.count("dropped:not_in_checkpoint") >= 1
     assert ledger.state(kept) == "QUEUED", "its bytes were freed when it was committed"
@@ -181,7 +187,7 @@ def test_a_new_redis_starts_from_the_copy_alone(drive, driver_type):
     fresh.open(step=2, copy=copy)
     assert fresh.epoch == 2, "epochs go on from the copy's"
     meta = fresh.index.meta
-    assert (meta.ledger_id, meta.v_train, meta.position) == ("ledger", 2, 3)
+    assert (meta.ledger_id, meta.consumer("policy").v_train, meta.position) == ("ledger", 2, 3)
     (again,) = fresh.lease()
     assert again.group_id == group.group_id
     assert again.missing == [0, 1]
@@ -224,13 +230,13 @@ def test_a_copy_that_does_not_fit_is_refused_with_the_reason(drive, damage):
     assert isinstance(reply, Fault)
     expected = {"bytes": "cannot be read", "step": "of step 1", "dataset": "other", "schema": "schema 99"}
     assert expected[damage] in reply.message
-    assert ledger.index.meta.epoch == 1
+    assert ledger.index.consumer("policy").epoch == 1
 
 
 def test_an_epoch_is_never_given_out_twice_even_by_a_ledger_that_lost_it(drive):
     """Redis came back empty: workers still hold snapshots of the epochs that were."""
     ledger = drive()
-    reply = ledger.send(OpenedWith("trainer", 0, None, after_epoch=7))
+    reply = ledger.send(OpenedWith("policy", "trainer", 0, None, after_epoch=7))
     assert reply == TrainerOpened(8, 0)
     assert "abandoned" in ledger.why_not(version=3)
 
@@ -242,7 +248,7 @@ def test_units_of_weights_that_come_again_bit_by_bit_are_trained(drive):
     ledger.open(step=0)
     for step in range(3):
         assert ids(ledger.batch(step)) == ids(batches[step])
-        ledger.send(Commit(ledger.epoch, step, [1]))
+        ledger.send(Commit("policy", ledger.epoch, step, [1]))
     assert ledger.count("dropped:abandoned") == 0
 
 
@@ -253,10 +259,10 @@ def test_the_first_version_that_differs_ends_all_that_came_of_it(drive):
     ledger.scored()
     ledger.open(step=0)
     ledger.batch(0)
-    ledger.send(Commit(ledger.epoch, 0, [1]))
+    ledger.send(Commit("policy", ledger.epoch, 0, [1]))
     assert ledger.count("dropped:abandoned") == 0
     ledger.batch(1)
-    ledger.send(Commit(ledger.epoch, 1, []))
+    ledger.send(Commit("policy", ledger.epoch, 1, []))
     assert ledger.count("dropped:abandoned") == 2, "the batch of step 2, and what waited for step 3"
     assert ledger.lease(10) != []
 

@@ -29,11 +29,13 @@ def train(ledger):
 
 
 def export(ledger):
-    return ledger.decide(ExportLedger(ledger.epoch, ledger.index.meta.v_train)).payload
+    return ledger.decide(
+        ExportLedger("policy", ledger.epoch, ledger.index.consumer("policy").v_train)
+    ).payload
 
 
 def held(ledger, group_id):
-    return ledger.index.groups[group_id]
+    return ledger.index.groups[group_id].training["policy"]
 
 
 def test_trained_effectively_once_where_no_replay_is_asked_for(drive):
@@ -57,8 +59,8 @@ def test_a_trained_group_is_trained_again_until_its_uses_are_spent(drive):
     assert ledger.state(groups[0]) == "TRAINED"
     assert ledger.count("scored:reuse") == 4
     assert ledger.count("batched:reuse") == 4
-    assert ledger.index.meta.episodes_trained == 12, "each use counts"
-    assert ledger.index.meta.max_staleness_seen == 2
+    assert ledger.index.consumer("policy").episodes_trained == 12, "each use counts"
+    assert ledger.index.consumer("policy").max_staleness_seen == 2
 
 
 def test_new_groups_come_first_and_the_least_used_fill_the_batch(drive):
@@ -83,7 +85,7 @@ def test_staleness_is_bounded_for_what_is_used_again(drive):
     ledger.judge(ledger.claim())
     assert train(ledger) == names([old])
     assert ledger.state(old) == "TRAINED", "at step 2 version 0 would be too old"
-    assert ledger.index.reusable._sorted == []
+    assert ledger.index.consumers["policy"].reusable._sorted == []
 
 
 def test_a_group_that_becomes_too_old_is_trained_for_good_and_not_dropped(drive):
@@ -103,11 +105,11 @@ def test_what_is_used_again_is_not_outstanding(drive):
     ledger = drive(batch_groups=1, max_staleness=1, max_reuse=2)
     ledger.scored(1)
     ledger.batch()
-    assert ledger.index.outstanding == 1
+    assert ledger.index.consumers["policy"].outstanding == 1
     ledger.commit()
-    assert ledger.index.outstanding == 0
+    assert ledger.index.consumers["policy"].outstanding == 0
     ledger.batch()
-    assert ledger.index.outstanding == 0
+    assert ledger.index.consumers["policy"].outstanding == 0
     assert len(ledger.lease(10)) == 2
 
 
@@ -178,19 +180,19 @@ def test_trained_effectively_once_on_the_lineage_of_a_checkpoint(drive):
     (b,) = names(ledger.scored(1))
     assert [train(ledger), train(ledger), train(ledger), train(ledger)] == [[b], [a], [b], [a]]
     assert held(ledger, a).steps == (0, 2, 4)
-    trained = ledger.index.meta.episodes_trained
+    trained = ledger.index.consumer("policy").episodes_trained
     assert ledger.open(step=1, copy=copy) == TrainerOpened(2, 1)
-    assert ledger.index.meta.episodes_trained == trained - 8
+    assert ledger.index.consumer("policy").episodes_trained == trained - 8
     assert (held(ledger, a).steps, held(ledger, a).step) == ((0,), 2)
     assert (held(ledger, b).steps, held(ledger, b).step) == ((), 1)
-    assert ledger.index.outstanding == 1, "b alone: a was trained before the checkpoint"
+    assert ledger.index.consumers["policy"].outstanding == 1, "b alone: a was trained before the checkpoint"
     for step, expected, before in ((1, b, 0), (2, a, 1), (3, b, 1), (4, a, 2)):
         batch = ledger.batch()
         assert (ids(batch), uses(batch)) == ([expected], [before])
-        ledger.send(Commit(ledger.epoch, step, [1]))
+        ledger.send(Commit("policy", ledger.epoch, step, [1]))
     assert held(ledger, a).steps == (0, 2, 4)
     assert held(ledger, b).steps == (1, 3)
-    assert ledger.index.meta.episodes_trained == trained
+    assert ledger.index.consumer("policy").episodes_trained == trained
     assert ledger.state(b) == "SCORED", "one use left"
 
 
@@ -233,9 +235,9 @@ def test_the_copy_of_an_older_checkpoint_knows_the_uses_before_it(drive):
     assert train(ledger) == [a]
     ledger.checkpointed(2)
     ledger.open(step=1, copy=copy)
-    assert ledger.index.meta.checkpoint == 1
+    assert ledger.index.consumer("policy").checkpoint == 1
     assert (ledger.state(a), held(ledger, a).steps) == ("SCORED", (0,))
-    assert ledger.index.meta.episodes_trained == 2
+    assert ledger.index.consumer("policy").episodes_trained == 2
     assert train(ledger) == [a]
 
 
@@ -266,13 +268,13 @@ def test_the_copy_made_while_steps_are_redone_holds_what_they_will_train(drive):
     batches = [ids(ledger.step()) for _ in range(3)]
     ledger.open(step=0)
     ledger.batch()
-    ledger.send(Commit(ledger.epoch, 0, [1]))
+    ledger.send(Commit("policy", ledger.epoch, 0, [1]))
     copy = msgspec.msgpack.decode(export(ledger), type=Copy)
     assert [[group.group_id] for group in copy.groups] == batches[1:]
     blob = msgspec.msgpack.encode(copy)
     for step in (1, 2):
         ledger.batch()
-        ledger.send(Commit(ledger.epoch, step, [1]))
+        ledger.send(Commit("policy", ledger.epoch, step, [1]))
     ledger.checkpointed(3)
     ledger.open(step=1, copy=blob)
     assert {group.state for group in ledger.index.groups.values()} == {GroupState.QUEUED}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from areal_async.rpc.verdicts import Score
-from replay_buffer.ledger.records import MISSING, EpisodeState, Group, GroupState
+from replay_buffer.ledger.records import MISSING, EpisodeState, Group, GroupState, Training
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.sampling import choose, overtaken_by_reuse, priority, rank
 
@@ -18,11 +18,9 @@ RULES = {"group_size": 2, "batch_groups": 2, "max_staleness": 2}
 
 
 def group(*rewards, seq=0, version=0):
-    episodes = tuple(
-        replace(MISSING, state=int(EpisodeState.VERDICT), min_version=version, reward=reward)
-        for reward in rewards
-    )
-    return Group(f"g{seq}", seq, 0, 0, 0, int(GroupState.SCORED), episodes, 0, min_version=version)
+    episodes = tuple(replace(MISSING, state=int(EpisodeState.VERDICT), reward=reward) for reward in rewards)
+    training = {"policy": Training(min_version=version)}
+    return Group(f"g{seq}", seq, 0, 0, 0, int(GroupState.SCORED), episodes, 0, training)
 
 
 def ids(batch):
@@ -30,8 +28,11 @@ def ids(batch):
 
 
 def order(groups, **rules):
-    rules = Rules(**RULES | rules)
-    return [held.seq for held in sorted(groups, key=lambda held: rank(rules, held))]
+    rules = Rules.alone(**RULES | rules)
+    return [
+        held.seq
+        for held in sorted(groups, key=lambda held: rank(rules, held, held.training["policy"].min_version))
+    ]
 
 
 def test_fifo_takes_the_oldest_version_then_the_oldest_group():
@@ -54,10 +55,10 @@ def test_priority_takes_what_there_is_most_to_learn_from(by, expected):
 
 
 def test_priority_is_a_figure_of_the_rewards_alone():
-    rules = Rules(**RULES)
+    rules = Rules.alone(**RULES)
     assert priority(rules, group(0, 0, 1, 1)) == pytest.approx(0.25)
     assert priority(rules, group(1e300, -1e300)) > 1e300, "no overflow error"
-    assert priority(Rules(**RULES, priority="advantage"), group(0, 0, 0, 1)) == pytest.approx(0.375)
+    assert priority(Rules.alone(**RULES, priority="advantage"), group(0, 0, 0, 1)) == pytest.approx(0.375)
     unscored = replace(group(1, 0), episodes=(MISSING, MISSING))
     assert priority(rules, unscored) == 0
 
@@ -169,4 +170,4 @@ def test_a_batch_has_the_freshest_groups_and_those_that_are_due(drive):
 def test_the_same_order_after_a_restart_of_the_front(drive):
     ledger = drive(sampling="priority", max_staleness=2)
     scored(ledger, (1, 1), (0, 1), (0, 3), (0, 0))
-    assert list(ledger.rebuilt().ready) == list(ledger.index.ready)
+    assert list(ledger.rebuilt().consumers["policy"].ready) == list(ledger.index.consumers["policy"].ready)

@@ -35,8 +35,9 @@ from areal_async.rpc.verdicts import Score
 from replay_buffer import coordinator as front
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger import admission, batching, committing, leasing, opening, storing, verdicts
+from replay_buffer.ledger.decide import DECIDES
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import EpisodeState, GroupState
+from replay_buffer.ledger.records import EpisodeState, GroupState, Versions
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.redis.keys import Keys
@@ -72,7 +73,7 @@ class Life:
         self.versions: dict[str, int] = {}
         self.leases = []
         self.claims = []
-        self.serving = [VersionTag(0, 0)] * 2
+        self.serving = [VersionTag("policy", 0, 0)] * 2
         self.batches: dict[int, list[str]] = {}
         self.checkpoint: tuple[int, bytes | None] = (0, None)
         self.open()
@@ -127,14 +128,14 @@ class Life:
 
     def update(self, worker=None):
         worker = (0 if self.rng.random() < 0.8 else 1) if worker is None else worker
-        self.serving[worker] = VersionTag(self.epoch, self.step)
+        self.serving[worker] = VersionTag("policy", self.epoch, self.step)
 
     def generate(self, worker=None):
         """Lease, and mostly put at once; what is not put now may come as a zombie's."""
         worker = self.rng.randrange(2) if worker is None else worker
         serving = self.serving[worker]
-        granted = self.send(Lease(f"w{worker}", 3, serving)).groups
-        outstanding = sum(group.state in OUTSTANDING for group in self.ledger.index.groups.values())
+        granted = self.send(Lease(f"w{worker}", 3, [serving])).groups
+        outstanding = sum(group.least_state in OUTSTANDING for group in self.ledger.index.groups.values())
         lag = max(0, self.step - serving.version)
         assert not granted or outstanding <= (self.eta + 1 - lag) * B, "staleness_is_bounded: admission"
         for lease in granted:
@@ -155,7 +156,9 @@ class Life:
     def put(self, held, samples):
         lease, tag, until_ms = held
         before = set(self.blobs.get(lease.group_id, ()))
-        arrivals = tuple(Arrival(s, 10, 4, 2, tag.version, tag.version, tag.epoch) for s in samples)
+        arrivals = tuple(
+            Arrival(s, 10, 4, 2, {"policy": Versions(tag.version, tag.version, tag.epoch)}) for s in samples
+        )
         for sample in self.send(StoreEpisodes(lease.lease_id, lease.group_id, arrivals)).stored:
             if sample not in before:
                 assert self.ledger.now_ms < until_ms, "a zombie's result is refused"
@@ -176,7 +179,7 @@ class Life:
 
     def open(self):
         step, copy = self.checkpoint
-        reply = self.send(OpenedWith("t", step, copy))
+        reply = self.send(OpenedWith("policy", "t", step, copy))
         assert reply == TrainerOpened(self.epoch + 1, step)
         self.epoch, self.step = reply.epoch, step
 
@@ -186,12 +189,12 @@ class Life:
         self.open()
 
     def save(self):
-        copy = self.ledger.decide(ExportLedger(self.epoch, self.step)).payload
+        copy = self.ledger.decide(ExportLedger("policy", self.epoch, self.step)).payload
         self.checkpoint = (self.step, copy)
-        assert self.send(Checkpointed(self.epoch, self.step)) == Ok()
+        assert self.send(Checkpointed("policy", self.epoch, self.step)) == Ok()
 
     def train(self):
-        reply = self.send(NextBatch(self.epoch, self.step))
+        reply = self.send(NextBatch("policy", self.epoch, self.step))
         if not isinstance(reply, Batch):
             assert isinstance(reply, Waiting), f"the trainer can go on: {reply}"
             return
@@ -207,7 +210,7 @@ class Life:
                 staleness = self.step - self.versions[episode.episode_id]
                 assert 0 <= staleness <= self.eta, "staleness_is_bounded"
         # A trainer that computes bit by bit what its predecessors did.
-        assert self.send(Commit(self.epoch, self.step, list(range(1, self.epoch)))) == Ok()
+        assert self.send(Commit("policy", self.epoch, self.step, list(range(1, self.epoch)))) == Ok()
         self.step += 1
 
     # --- everything ---
@@ -218,13 +221,17 @@ class Life:
     def look(self):
         """What holds at any moment."""
         meta = self.ledger.index.meta
-        assert meta.v_train == self.step, "the ledger counts the steps that the trainer has done"
-        assert meta.episodes_trained == self.step * B * N, "trained_effectively_once: the counter"
+        assert meta.consumer("policy").v_train == self.step, (
+            "the ledger counts the steps that the trainer has done"
+        )
+        assert meta.consumer("policy").episodes_trained == self.step * B * N, (
+            "trained_effectively_once: the counter"
+        )
         for group in self.ledger.index.groups.values():
-            if group.state == GroupState.SCORED or group.state in TRAINED:
+            if group.state == GroupState.SCORED:
                 whole = all(episode.state == EpisodeState.VERDICT for episode in group.episodes)
                 assert whole, "groups_are_whole"
-            if group.state in TRAINED:
+            if group.least_state in TRAINED:
                 assert self.blobs[group.group_id] == set(range(N)), "bytes are held until the checkpoint"
 
 
@@ -240,10 +247,12 @@ def counter_reset_on_resume(field: str) -> Callable[[pytest.MonkeyPatch], None]:
         def wrong(index, command, now_ms):
             decision = real(index, command, now_ms)
             if decision.writes is not None:
-                decision.writes.meta = msgspec.structs.replace(decision.writes.meta, **{field: 0})
+                meta = decision.writes.meta
+                reset = msgspec.structs.replace(meta.consumer("policy"), **{field: 0})
+                decision.writes.meta = msgspec.structs.replace(meta, consumers={"policy": reset})
             return decision
 
-        patch.setattr(opening, "open_trainer", wrong)
+        patch.setitem(DECIDES, OpenedWith, wrong)
 
     return put_in
 
@@ -251,26 +260,26 @@ def counter_reset_on_resume(field: str) -> Callable[[pytest.MonkeyPatch], None]:
 def outstanding_reset_on_resume(patch: pytest.MonkeyPatch) -> None:
     """Admission forgets the groups that were under way when a trainer came back."""
     opened = {"groups": 0}
-    real_open, real_load = opening.open_trainer, leasing.load_of
+    real_open, real_demand = opening.open_trainer, leasing.demand_of
 
     def opens(index, command, now_ms):
         decision = real_open(index, command, now_ms)
-        opened["groups"] = index.outstanding
+        opened["groups"] = index.consumers["policy"].outstanding
         return decision
 
-    def wrong(index):
-        load = real_load(index)
-        return replace(load, outstanding=max(0, load.outstanding - opened["groups"]))
+    def wrong(index, policy):
+        demand = real_demand(index, policy)
+        return replace(demand, outstanding=max(0, demand.outstanding - opened["groups"]))
 
-    patch.setattr(opening, "open_trainer", opens)
-    patch.setattr(leasing, "load_of", wrong)
+    patch.setitem(DECIDES, OpenedWith, opens)
+    patch.setattr(leasing, "demand_of", wrong)
 
 
 def admission_without_the_plus_one(patch: pytest.MonkeyPatch) -> None:
     real = admission.capacity
 
-    def wrong(limits, v_train, v_serving):
-        return max(0, real(limits, v_train, v_serving) - limits.batch_groups)
+    def wrong(demand, v_serving):
+        return max(0, real(demand, v_serving) - demand.batch_groups)
 
     patch.setattr(admission, "capacity", wrong)
 
@@ -278,7 +287,7 @@ def admission_without_the_plus_one(patch: pytest.MonkeyPatch) -> None:
 def admission_without_the_lag(patch: pytest.MonkeyPatch) -> None:
     """Every worker is taken for up to date."""
     real = admission.capacity
-    patch.setattr(admission, "capacity", lambda limits, v_train, _: real(limits, v_train, v_train))
+    patch.setattr(admission, "capacity", lambda demand, _: real(demand, demand.v_train))
 
 
 def lease_without_fencing(patch: pytest.MonkeyPatch) -> None:
@@ -291,7 +300,7 @@ def lease_without_fencing(patch: pytest.MonkeyPatch) -> None:
             command = replace(command, lease_id=group.leases[-1])
         return real(index, command, now_ms)
 
-    patch.setattr(storing, "store_episodes", wrong)
+    patch.setitem(DECIDES, StoreEpisodes, wrong)
 
 
 def partial_group_released(patch: pytest.MonkeyPatch) -> None:
@@ -306,7 +315,7 @@ def partial_group_released(patch: pytest.MonkeyPatch) -> None:
                 decision.writes.groups[group_id] = ready
         return decision
 
-    patch.setattr(verdicts, "verdicts", wrong)
+    patch.setitem(DECIDES, PutVerdicts, wrong)
 
 
 def too_old_when_its_reward_came(patch: pytest.MonkeyPatch) -> None:
@@ -314,13 +323,14 @@ def too_old_when_its_reward_came(patch: pytest.MonkeyPatch) -> None:
     real = batching.next_batch
 
     def wrong(index, message, now_ms):
-        rules, index.rules = index.rules, replace(index.rules, max_staleness=1000)
+        lenient = {"policy": replace(index.rules.consumers["policy"], max_staleness=1000)}
+        rules, index.rules = index.rules, replace(index.rules, consumers=lenient)
         try:
             return real(index, message, now_ms)
         finally:
             index.rules = rules
 
-    patch.setattr(batching, "next_batch", wrong)
+    patch.setitem(DECIDES, NextBatch, wrong)
 
 
 def bytes_freed_before_the_checkpoint(patch: pytest.MonkeyPatch) -> None:
@@ -329,11 +339,11 @@ def bytes_freed_before_the_checkpoint(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(index, message, now_ms):
         decision = real(index, message, now_ms)
-        for group_id in index.batches[message.step].group_ids if decision.writes else ():
+        for group_id in index.batches["policy", message.step].group_ids if decision.writes else ():
             decision.writes.freed[group_id] = None
         return decision
 
-    patch.setattr(committing, "commit", wrong)
+    patch.setitem(DECIDES, Commit, wrong)
 
 
 BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
@@ -389,12 +399,12 @@ async def acknowledged_and_held(redis_url, job, tasks) -> tuple[set[int], set[in
     acknowledged, and those that are held when the front is gone."""
     redis = connect(redis_url)
     clock = RedisClock()
-    rules = Rules(group_size=N, batch_groups=B, max_staleness=1)
+    rules = Rules.alone(group_size=N, batch_groups=B, max_staleness=1)
     buffer = Coordinator(Store(redis_url, job, "cafe0123", "everysec", clock), rules, tasks, clock)
     await buffer.start()
-    await buffer.execute(OpenedWith("t", 0))
-    (lease,) = (await buffer.execute(Lease("w", 1, VersionTag(1, 0)))).reply.groups
-    arrivals = tuple(Arrival(sample, 4, 4, 2, 0, 0, 1) for sample in range(N))
+    await buffer.execute(OpenedWith("policy", "t", 0))
+    (lease,) = (await buffer.execute(Lease("w", 1, [VersionTag("policy", 1, 0)]))).reply.groups
+    arrivals = tuple(Arrival(sample, 4, 4, 2, {"policy": Versions(0, 0, 1)}) for sample in range(N))
     put = StoreEpisodes(lease.lease_id, lease.group_id, arrivals)
     # From here on Redis knows another revision than the front, so its next write is not taken.
     await redis.hincrby(Keys(job).meta, "revision", 7)

@@ -8,8 +8,10 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
+from areal_async.rpc.messages import Claim, NextBatch
 from areal_async.rpc.verdicts import Abstain, Score
 from replay_buffer.ledger import batching, draft, policy, scoring, verdicts
+from replay_buffer.ledger.decide import DECIDES
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import EpisodeState
 from tests.unit.buffer import test_group_scope as of_groups
@@ -139,7 +141,7 @@ def a_failed_job_is_trained_on(patch):
         finally:
             index.meta = meta
 
-    patch.setattr(batching, "next_batch", wrong)
+    patch.setitem(DECIDES, NextBatch, wrong)
 
 
 def a_failed_job_is_scored_on(patch):
@@ -155,7 +157,7 @@ def a_failed_job_is_scored_on(patch):
             decision.writes.meta = replace(decision.writes.meta, failed=meta.failed)
         return decision
 
-    patch.setattr(scoring, "claim", wrong)
+    patch.setitem(DECIDES, Claim, wrong)
 
 
 BUGS: dict[str, tuple[PutIn, Test]] = {

@@ -119,29 +119,31 @@ async def score(client, verdict=None):
 
 async def test_a_step_over_the_wire(context, blob, job_name, collector):
     async with serving(context()) as client:
-        opened = await client.call(OpenTrainer("trainer", 0))
-        tag = VersionTag(opened.epoch, 0)
-        leases = await client.call(Lease("rollout-0", 2, tag))
+        opened = await client.call(OpenTrainer("policy", "trainer", 0))
+        tag = VersionTag("policy", opened.epoch, 0)
+        leases = await client.call(Lease("rollout-0", 2, [tag]))
         assert [group.task.prompt for group in leases.groups] == ["0+1=", "1+1="]
-        assert (
-            await client.call(Heartbeat("rollout-0", [g.lease_id for g in leases.groups], tag))
-        ).lost == []
-        assert isinstance(await client.call(NextBatch(opened.epoch, 0)), Waiting)
+        assert (await client.call(Heartbeat("rollout-0", [g.lease_id for g in leases.groups]))).lost == []
+        assert isinstance(await client.call(NextBatch("policy", opened.epoch, 0)), Waiting)
         await generate(client, blob, job_name, leases.groups)
         items, blobs = await score(client)
         assert {item.task.ground_truth for item in items} == {1, 2}
-        batch = await client.call(NextBatch(opened.epoch, 0, wait_ms=5000))
+        batch = await client.call(NextBatch("policy", opened.epoch, 0, wait_ms=5000))
         assert isinstance(batch, Batch)
         ids = [episode.episode_id for group in batch.groups for episode in group.episodes]
         _, fetched = await client.exchange(Fetch(ids[::-1]))
         by_id = dict(zip((item.episode_id for item in items), map(bytes, blobs), strict=True))
         assert [bytes(part) for part in fetched] == [by_id[id_] for id_ in ids[::-1]]
-        await client.call(Commit(opened.epoch, 0))
-        _, (copy,) = await client.exchange(ExportLedger(opened.epoch, 1))
+        await client.call(Commit("policy", opened.epoch, 0))
+        _, (copy,) = await client.exchange(ExportLedger("policy", opened.epoch, 1))
         assert len(copy) > 0
-        await client.call(Checkpointed(opened.epoch, 1))
+        await client.call(Checkpointed("policy", opened.epoch, 1))
         stats = await client.call(Stats())
-        assert (stats.v_train, stats.episodes_trained, stats.payload_bytes) == (1, 4, 0)
+        assert (
+            stats.policies["policy"].v_train,
+            stats.policies["policy"].episodes_trained,
+            stats.payload_bytes,
+        ) == (1, 4, 0)
         assert stats.reasons["committed"] == 2
         with pytest.raises(FaultError, match="is not held here"):
             await client.exchange(Fetch(ids))
@@ -149,41 +151,41 @@ async def test_a_step_over_the_wire(context, blob, job_name, collector):
 
 async def test_waiting_calls_are_answered_as_soon_as_they_can_be(context, blob, job_name, collector):
     async with serving(context()) as client:
-        epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
-        tag = VersionTag(epoch, 0)
-        batching = asyncio.create_task(client.call(NextBatch(epoch, 0, wait_ms=30_000)))
+        epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
+        tag = VersionTag("policy", epoch, 0)
+        batching = asyncio.create_task(client.call(NextBatch("policy", epoch, 0, wait_ms=30_000)))
         scoring = asyncio.create_task(score(client))
-        leases = await client.call(Lease("rollout-0", 4, tag))
+        leases = await client.call(Lease("rollout-0", 4, [tag]))
         await generate(client, blob, job_name, leases.groups[:2])
         items, _ = await scoring
         while len(items) < 4:
             more, _ = await score(client)
             items += more
         assert isinstance(await asyncio.wait_for(batching, 60), Batch)
-        leasing = asyncio.create_task(client.call(Lease("rollout-1", 1, tag, wait_ms=30_000)))
+        leasing = asyncio.create_task(client.call(Lease("rollout-1", 1, [tag], wait_ms=30_000)))
         await client.call(Release("rollout-0", leases.groups[2].lease_id, "test"))
         assert len((await asyncio.wait_for(leasing, 60)).groups) == 1
 
 
 async def test_a_worker_that_gets_nothing_is_told_why(context, collector):
     async with serving(context()) as client:
-        epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
-        await client.call(Lease("rollout-0", 100, VersionTag(epoch, 0)))
-        reply = await client.call(Lease("rollout-0", 1, VersionTag(epoch, 0), wait_ms=20))
+        epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
+        await client.call(Lease("rollout-0", 100, [VersionTag("policy", epoch, 0)]))
+        reply = await client.call(Lease("rollout-0", 1, [VersionTag("policy", epoch, 0)], wait_ms=20))
         assert "4 groups are outstanding and at most 4 may be" in reply.reason
 
 
 async def test_a_newer_lease_request_of_a_worker_ends_the_wait_of_its_older_one(context, collector):
     """A worker that serves a new version asks again beside its waiting request, which is of no use then."""
     async with serving(context()) as client:
-        while (await client.call(Lease("w0", 4, VersionTag(0, 0)))).groups:
+        while (await client.call(Lease("w0", 4, [VersionTag("policy", 0, 0)]))).groups:
             pass  # until there is no more room
-        older = asyncio.create_task(client.call(Lease("w0", 1, VersionTag(0, 0), wait_ms=20_000)))
-        other = asyncio.create_task(client.call(Lease("w1", 1, VersionTag(0, 0), wait_ms=20_000)))
+        older = asyncio.create_task(client.call(Lease("w0", 1, [VersionTag("policy", 0, 0)], wait_ms=20_000)))
+        other = asyncio.create_task(client.call(Lease("w1", 1, [VersionTag("policy", 0, 0)], wait_ms=20_000)))
         await client.call(
             Stats()
         )  # both requests were sent before this one, and wait by the time it is answered
-        newer = asyncio.create_task(client.call(Lease("w0", 1, VersionTag(0, 1), wait_ms=20_000)))
+        newer = asyncio.create_task(client.call(Lease("w0", 1, [VersionTag("policy", 0, 1)], wait_ms=20_000)))
         answer = await asyncio.wait_for(older, 60)
         assert not answer.groups
         assert answer.reason
@@ -198,34 +200,34 @@ async def test_a_worker_that_drains_has_its_waiting_request_answered_and_its_mis
     context, blob, job_name, collector
 ):
     async with serving(context()) as client:
-        tag = VersionTag((await client.call(OpenTrainer("trainer", 0))).epoch, 0)
-        groups = (await client.call(Lease("w0", 4, tag))).groups
-        waiting = asyncio.create_task(client.call(Lease("w0", 1, tag, wait_ms=20_000)))
-        other = asyncio.create_task(client.call(Lease("w1", 1, tag, wait_ms=20_000)))
+        tag = VersionTag("policy", (await client.call(OpenTrainer("policy", "trainer", 0))).epoch, 0)
+        groups = (await client.call(Lease("w0", 4, [tag]))).groups
+        waiting = asyncio.create_task(client.call(Lease("w0", 1, [tag], wait_ms=20_000)))
+        other = asyncio.create_task(client.call(Lease("w1", 1, [tag], wait_ms=20_000)))
         await put(client, groups[0].lease_id, groups[0].group_id, {1: blob(job_name, groups[0].group_id, 1)})
         await client.call(Drain("w0", "it is moved"))
         answer = await asyncio.wait_for(waiting, 60)
         assert (answer.groups, answer.drain) == ([], True)
         assert "it is moved" in answer.reason
-        assert (await client.call(Heartbeat("w0", [groups[0].lease_id], tag))).drain
+        assert (await client.call(Heartbeat("w0", [groups[0].lease_id]))).drain
         await client.call(Release("w0", groups[0].lease_id, "drained"))
         (handed_over,) = (await asyncio.wait_for(other, 60)).groups
         assert (handed_over.group_id, handed_over.missing) == (groups[0].group_id, [0])
         await client.call(Arrived("w0"))
-        assert not (await client.call(Heartbeat("w0", [], tag))).drain
+        assert not (await client.call(Heartbeat("w0", []))).drain
 
 
 async def test_group_deadlines_hold_over_the_wire(context, blob, job_name, collector):
     """groups_are_whole: a partial group reaches the trainer as what it is, by Redis's clock."""
     partial = {"policy": "deadline_partial", "deadline_s": 0.2, "min_samples": 1}
     async with serving(context(group=partial, batch_groups=1)) as client:
-        tag = VersionTag((await client.call(OpenTrainer("trainer", 0))).epoch, 0)
-        (group,) = (await client.call(Lease("w0", 1, tag))).groups
+        tag = VersionTag("policy", (await client.call(OpenTrainer("policy", "trainer", 0))).epoch, 0)
+        (group,) = (await client.call(Lease("w0", 1, [tag]))).groups
         await put(client, group.lease_id, group.group_id, {1: blob(job_name, group.group_id, 1)})
         await score(client)
-        batch = await client.call(NextBatch(tag.epoch, 0, wait_ms=10_000))
+        batch = await client.call(NextBatch("policy", tag.epoch, 0, wait_ms=10_000))
         assert [e.sample for e in batch.groups[0].episodes] == [1]
-        assert (await client.call(Heartbeat("w0", [group.lease_id], tag))).lost == [group.lease_id]
+        assert (await client.call(Heartbeat("w0", [group.lease_id]))).lost == [group.lease_id]
         late = await put(client, group.lease_id, group.group_id, {0: blob(job_name, group.group_id, 0)})
         assert [refusal.reason for refusal in late.refused] == ["given_up"]
         figures = await client.call(Stats())
@@ -238,18 +240,18 @@ async def test_a_planned_stop_of_the_buffer_answers_who_waits_and_hands_over_to_
 ):
     ctx = context()
     async with serving(ctx) as client:
-        tag = VersionTag((await client.call(OpenTrainer("trainer", 0))).epoch, 0)
-        groups = (await client.call(Lease("w0", 4, tag))).groups
+        tag = VersionTag("policy", (await client.call(OpenTrainer("policy", "trainer", 0))).epoch, 0)
+        groups = (await client.call(Lease("w0", 4, [tag]))).groups
         await generate(client, blob, job_name, groups[:1])
-        leasing = asyncio.create_task(client.call(Lease("w1", 1, tag, wait_ms=30_000)))
-        batching = asyncio.create_task(client.call(NextBatch(tag.epoch, 0, wait_ms=30_000)))
+        leasing = asyncio.create_task(client.call(Lease("w1", 1, [tag], wait_ms=30_000)))
+        batching = asyncio.create_task(client.call(NextBatch("policy", tag.epoch, 0, wait_ms=30_000)))
         await client.call(Stats())
         ctx.stop.set()
         answer = await asyncio.wait_for(leasing, 60)
         assert answer.groups == []
         assert isinstance(await asyncio.wait_for(batching, 60), Waiting)
     async with serving(context()) as client:
-        kept = await client.call(Heartbeat("w0", [group.lease_id for group in groups[1:]], tag))
+        kept = await client.call(Heartbeat("w0", [group.lease_id for group in groups[1:]]))
         assert kept.lost == []
         await generate(client, blob, job_name, groups[1:2])
         items, _ = await score(client)
@@ -258,8 +260,8 @@ async def test_a_planned_stop_of_the_buffer_answers_who_waits_and_hands_over_to_
 
 async def test_blobs_that_are_not_what_they_are_said_to_be_are_refused(context, blob, job_name, collector):
     async with serving(context()) as client:
-        epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
-        (group,) = (await client.call(Lease("rollout-0", 1, VersionTag(epoch, 0)))).groups
+        epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
+        (group,) = (await client.call(Lease("rollout-0", 1, [VersionTag("policy", epoch, 0)]))).groups
         wrong = {
             "another sample": blob(job_name, group.group_id, 1),
             "another group": blob(job_name, "cafe:1:0#0", 0),
@@ -289,8 +291,8 @@ async def test_a_message_that_makes_no_sense_is_invalid(context, job_name, colle
 
 async def test_a_failed_reward_drops_its_group_counted(context, blob, job_name, collector):
     async with serving(context()) as client:
-        epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
-        leases = await client.call(Lease("rollout-0", 1, VersionTag(epoch, 0)))
+        epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
+        leases = await client.call(Lease("rollout-0", 1, [VersionTag("policy", epoch, 0)]))
         await generate(client, blob, job_name, leases.groups)
         claims, _ = await client.exchange(Claim("reward-0", 1))
         item = claims.items[0]
@@ -308,18 +310,18 @@ async def test_one_death_is_local_a_service_started_again_goes_on(context, blob,
     """The client does not notice more than a pause."""
     ctx = context()
     async with serving(ctx) as client:
-        epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
-        leases = await client.call(Lease("rollout-0", 2, VersionTag(epoch, 0)))
+        epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
+        leases = await client.call(Lease("rollout-0", 2, [VersionTag("policy", epoch, 0)]))
         await generate(client, blob, job_name, leases.groups)
     async with serving(context()) as client:
         await score(client)
-        assert isinstance(await client.call(NextBatch(epoch, 0, wait_ms=5000)), Batch)
+        assert isinstance(await client.call(NextBatch("policy", epoch, 0, wait_ms=5000)), Batch)
 
 
 async def test_its_own_redis_starts_and_ends_with_it(context, collector):
     ctx = context(redis="embedded")
     async with serving(ctx) as client:
-        assert (await client.call(Stats())).v_train == 0
+        assert (await client.call(Stats())).policies["policy"].v_train == 0
         assert (ctx.socket_dir / "redis").exists()
     assert not (ctx.socket_dir / "redis").exists()
     assert (ctx.run_dir / "buffer" / "appendonly.aof").exists() or (
@@ -331,13 +333,13 @@ async def test_a_redis_that_dies_is_started_again(context, blob, job_name, colle
     """With tier always nothing acknowledged is lost, and the calls meanwhile only wait."""
     ctx = context(redis="embedded", durability="always")
     async with serving(ctx) as client:
-        epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
-        leases = await client.call(Lease("rollout-0", 2, VersionTag(epoch, 0)))
+        epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
+        leases = await client.call(Lease("rollout-0", 2, [VersionTag("policy", epoch, 0)]))
         await generate(client, blob, job_name, leases.groups)
         (redis,) = (p for p in psutil.Process().children() if str(ctx.socket_dir) in " ".join(p.cmdline()))
         redis.kill()
         await score(client)
-        batch = await client.call(NextBatch(epoch, 0, wait_ms=5000))
+        batch = await client.call(NextBatch("policy", epoch, 0, wait_ms=5000))
         assert isinstance(batch, Batch)
         ids = [e.episode_id for g in batch.groups for e in g.episodes]
         assert len((await client.exchange(Fetch(ids)))[1]) == 4
@@ -351,8 +353,8 @@ async def test_the_blocking_client_has_the_same_calls(context, blob, job_name, c
         with SyncClient(
             ctx.buffer_endpoint, job=job_name, role="trainer", name="trainer", access=ctx.secret
         ) as client:
-            opened = client.call(OpenTrainer("trainer", 0))
-            groups = client.call(Lease("rollout-0", 2, VersionTag(opened.epoch, 0))).groups
+            opened = client.call(OpenTrainer("policy", "trainer", 0))
+            groups = client.call(Lease("rollout-0", 2, [VersionTag("policy", opened.epoch, 0)])).groups
             for group in groups:
                 put(
                     client,
@@ -364,19 +366,19 @@ async def test_the_blocking_client_has_the_same_calls(context, blob, job_name, c
             client.call(
                 PutVerdicts("r", [EpisodeVerdict(i.episode_id, i.claim_id, Score(1.0)) for i in claims.items])
             )
-            batch = client.call(NextBatch(opened.epoch, 0, wait_ms=1000))
+            batch = client.call(NextBatch("policy", opened.epoch, 0, wait_ms=1000))
             client.exchange(Fetch([e.episode_id for g in batch.groups for e in g.episodes]))
-            client.call(Heartbeat("rollout-0", [], VersionTag(opened.epoch, 0)))
+            client.call(Heartbeat("rollout-0", []))
             client.call(Release("rollout-0", "unknown", "test"))
-            client.call(Commit(opened.epoch, 0))
-            assert client.exchange(ExportLedger(opened.epoch, 1))[1]
-            client.call(Checkpointed(opened.epoch, 1))
+            client.call(Commit("policy", opened.epoch, 0))
+            assert client.exchange(ExportLedger("policy", opened.epoch, 1))[1]
+            client.call(Checkpointed("policy", opened.epoch, 1))
             results.append(client.call(Stats()))
 
     ctx = context()
     async with serving(ctx):
         await asyncio.to_thread(trainer, ctx)
-    assert results[0].episodes_trained == 4
+    assert results[0].policies["policy"].episodes_trained == 4
 
 
 @pytest.mark.parametrize(
@@ -403,12 +405,12 @@ async def test_a_second_front_ends_the_first_service(context, collector, redis_u
         ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=5.0, access=ctx.secret
     )
     await client.connect()
-    await client.call(OpenTrainer("trainer", 0))
-    (group,) = (await client.call(Lease("w", 1, VersionTag(1, 0)))).groups
+    await client.call(OpenTrainer("policy", "trainer", 0))
+    (group,) = (await client.call(Lease("w", 1, [VersionTag("policy", 1, 0)]))).groups
     dataset_hash = group.task.task_id.partition(":")[0]
     thief = Store(redis_url, job_name, dataset_hash, "everysec", RedisClock())
     await thief.open(lambda error: None)
-    asking = asyncio.create_task(client.call(Lease("w", 1, VersionTag(1, 0))))
+    asking = asyncio.create_task(client.call(Lease("w", 1, [VersionTag("policy", 1, 0)])))
     with pytest.raises(ArealError, match="taken over this job"):
         await asyncio.wait_for(service, 60)
     asking.cancel()
@@ -422,8 +424,8 @@ def test_the_figures_are_served_to_prometheus(context, blob, job_name, collector
 
     async def run():
         async with serving(context()) as client:
-            epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
-            leases = await client.call(Lease("rollout-0", 3, VersionTag(epoch, 0)))
+            epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
+            leases = await client.call(Lease("rollout-0", 3, [VersionTag("policy", epoch, 0)]))
             await generate(client, blob, job_name, leases.groups[:1])
             text = ""
             loop = asyncio.get_running_loop()
@@ -439,10 +441,10 @@ def test_the_figures_are_served_to_prometheus(context, blob, job_name, collector
         'areal_buffer_groups{state="leased"} 2.0',
         'areal_buffer_episodes{state="stored"} 2.0',
         'areal_buffer_transitions_total{reason="leased"} 3.0',
-        "areal_buffer_outstanding_groups 3.0",
-        "areal_buffer_capacity_groups 4.0",
-        "areal_buffer_version 0.0",
-        "areal_buffer_max_staleness_seen 0.0",
+        'areal_buffer_outstanding_groups{policy="policy"} 3.0',
+        'areal_buffer_capacity_groups{policy="policy"} 4.0',
+        'areal_buffer_version{policy="policy"} 0.0',
+        'areal_buffer_max_staleness_seen{policy="policy"} 0.0',
     ):
         assert line in text
     assert "areal_buffer_payload_bytes" in text

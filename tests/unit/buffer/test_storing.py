@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 
 
@@ -72,9 +73,9 @@ def test_a_put_into_a_group_that_ended_is_refused(drive):
 def test_what_is_no_episode_is_refused_and_the_rest_stored(drive):
     ledger = drive(group_size=2)
     (group,) = ledger.lease()
-    good = Arrival(0, 100, 8, 4, 0, 0, 1)
+    good = Arrival(0, 100, 8, 4, {"policy": Versions(0, 0, 1)})
     bad = Arrival(1, problem="the checksum does not match")
-    beyond = Arrival(7, 100, 8, 4, 0, 0, 1)
+    beyond = Arrival(7, 100, 8, 4, {"policy": Versions(0, 0, 1)})
     ack = ledger.send(StoreEpisodes(group.lease_id, group.group_id, (good, bad, beyond)))
     assert ack.stored == [0]
     assert [refusal.item for refusal in ack.refused] == [f"{group.group_id}.1", f"{group.group_id}.7"]
@@ -96,8 +97,8 @@ def test_staleness_is_bounded_at_arrival(drive, batched):
     """Too old for the next step that is still to be made up, the episode takes its group with it."""
     ledger = drive(batch_groups=1, max_staleness=1)
     (old,) = ledger.lease()
-    while ledger.index.meta.v_train < 1 + (not batched):
-        ledger.scored(version=ledger.index.meta.v_train)
+    while ledger.index.consumer("policy").v_train < 1 + (not batched):
+        ledger.scored(version=ledger.index.consumer("policy").v_train)
         ledger.decide_batch_without(old)
         ledger.commit()
     if batched:
@@ -116,7 +117,7 @@ def test_the_version_of_a_group_is_that_of_its_oldest_unit(drive):
     (group,) = ledger.lease()
     ledger.put(group, [0], version=1, newest=2)
     ledger.put(group, [1], version=0, newest=0)
-    assert ledger.index.groups[group.group_id].min_version == 0
+    assert ledger.index.groups[group.group_id].training["policy"].min_version == 0
 
 
 def test_an_episode_without_sampled_units_has_no_version_and_is_never_stale(drive):

@@ -125,8 +125,8 @@ def workplace(tmp_path, monkeypatch):
 
 async def fill(client, blob) -> dict[str, bytes]:
     """One group batched, one scored, one half stored; returns what was stored, by episode id."""
-    epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
-    leased = (await client.call(Lease("rollout-0", 4, VersionTag(epoch, 0)))).groups
+    epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
+    leased = (await client.call(Lease("rollout-0", 4, [VersionTag("policy", epoch, 0)]))).groups
     stored = {}
     for group in leased[:3]:
         samples = group.missing if group is not leased[2] else group.missing[:1]
@@ -170,7 +170,7 @@ async def test_a_run_says_the_same_of_itself_while_it_is_alive_and_after(workpla
     assert "4 of 4 groups" in page
     assert "4 groups are outstanding" in page, "why no lease would be granted"
     assert "verdict:score" in page
-    assert json.loads(as_json(ended))["stats"]["v_train"] == 0
+    assert json.loads(as_json(ended))["stats"]["policies"]["policy"]["v_train"] == 0
 
 
 async def test_looking_at_a_run_that_has_ended_leaves_its_files_as_they_are_and_nothing_beside_them(
@@ -200,7 +200,7 @@ async def test_looking_at_a_run_that_is_alive_takes_nothing_over(workplace, blob
         assert looks[0].front_epoch == looks[1].front_epoch == 1
         assert looks[0].index.groups == looks[1].index.groups
         group = next(g for g in looks[1].index.groups.values() if g.missing)
-        leases = await client.call(Heartbeat("rollout-0", list(group.leases), VersionTag(1, 0)))
+        leases = await client.call(Heartbeat("rollout-0", list(group.leases)))
         assert leases.lost == [], "the front still serves, and may write"
 
 
@@ -232,7 +232,7 @@ async def test_a_ledger_of_another_schema_is_refused_by_name(workplace, blob):
         await redis.hset("areal:{sums}:meta", "schema", 9)
         await redis.aclose()
         async with open_reader(find_run(place.folder)) as reader:
-            with pytest.raises(StoreUnusable, match="has schema 9, this version reads 1"):
+            with pytest.raises(StoreUnusable, match="has schema 9, this version reads 2"):
                 await reader.look()
 
 
@@ -290,7 +290,7 @@ def test_what_is_exported_comes_back_as_the_same_episodes(workplace, blob, tmp_p
     async def run():
         async with place.serving() as client:
             stored = await fill(client, blob)
-            await client.call(NextBatch(1, 0))
+            await client.call(NextBatch("policy", 1, 0))
             told = await export_tool.export(ExportRequest(str(place.folder), str(out)))
             assert told == "5 episodes of 3 groups"
             scored = ExportRequest(str(place.folder), str(out), state="leased", overwrite=True)

@@ -113,7 +113,7 @@ def test_a_masked_episode_is_given_up_and_its_group_goes_on(drive, verdict, kind
     (held,) = ledger.batch().groups
     assert [episode.sample for episode in held.episodes] == [0, 2, 3]
     ledger.commit()
-    assert ledger.index.meta.episodes_trained == 3
+    assert ledger.index.consumer("policy").episodes_trained == 3
     ledger.checkpointed()
     assert ledger.index.episode_counts == [0] * len(EpisodeState)
     assert ledger.index.meta.episodes_dropped == 1
@@ -239,10 +239,10 @@ def test_the_version_of_a_group_is_that_of_what_is_left_of_it(drive):
     (group,) = ledger.lease()
     ledger.put(group, [0], version=0)
     ledger.put(group, [1, 2], version=1)
-    assert ledger.index.groups[group.group_id].min_version == 0
+    assert ledger.index.groups[group.group_id].training["policy"].min_version == 0
     items = {item.episode_id[-1]: item for item in ledger.claim()}
     ledger.judge([items["0"]], Abstain())
-    assert ledger.index.groups[group.group_id].min_version == 1
+    assert ledger.index.groups[group.group_id].training["policy"].min_version == 1
 
 
 def test_trained_effectively_once_a_masked_group_is_batched_again_as_it_was(drive):
@@ -253,7 +253,7 @@ def test_trained_effectively_once_a_masked_group_is_batched_again_as_it_was(driv
     ledger.judge(items[1:], Score(1.0))
     first = ledger.batch()
     ledger.commit()
-    copy = ledger.decide(ExportLedger(ledger.epoch, 1)).payload
+    copy = ledger.decide(ExportLedger("policy", ledger.epoch, 1)).payload
     ledger.open(0)
     assert ledger.batch(0).groups == first.groups
     assert copy
@@ -342,10 +342,10 @@ def test_a_failure_is_not_taken_over_with_the_ledger_copy_of_a_checkpoint(drive)
     ledger = drive(group_size=1, on_error=FAIL, batch_groups=1)
     generated(ledger)
     ledger.judge(ledger.claim(), Failure("exception", "no"))
-    copy = ledger.decide(ExportLedger(ledger.epoch, 0)).payload
+    copy = ledger.decide(ExportLedger("policy", ledger.epoch, 0)).payload
     ledger.send(Begun())
     ledger.index.meta = type(ledger.index.meta)("another", ledger.tasks.dataset_hash)
-    ledger.send(OpenedWith("t", 0, copy))
+    ledger.send(OpenedWith("policy", "t", 0, copy))
     assert ledger.index.meta.failed == ""
 
 

@@ -104,7 +104,7 @@ class Scripted:
     def __init__(self, tokenizer: Any, script: Iterable[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.script = list(script)
-        self.version = VersionTag(0, 0)
+        self.version = VersionTag("policy", 0, 0)
         self.log: list[tuple[GenerateRequest, GenerateResult]] = []
         self.begun: list[GenerateRequest] = []
         self.cancelled = 0

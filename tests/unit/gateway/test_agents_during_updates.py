@@ -43,7 +43,7 @@ class Snapshot:
 
     def __init__(self, model: dict[str, torch.Tensor], version: int) -> None:
         noise = torch.Generator().manual_seed(version)
-        self.tag = VersionTag(0, version)
+        self.tag = VersionTag("policy", 0, version)
         self.tensors = {
             name: tensor + 0.02 * torch.randn(tensor.shape, generator=noise) for name, tensor in model.items()
         }

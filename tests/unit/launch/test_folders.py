@@ -45,15 +45,20 @@ def test_snapshots_in_a_shared_directory_end_with_their_job_and_nothing_else_doe
 ) -> None:
     disk = job.weights.model_copy(update={"channel": "disk", "directory": tmp_path / "nfs"})
     job = job.model_copy(update={"weights": disk})
-    root, other = tmp_path / "nfs" / job.job, tmp_path / "nfs" / "another" / "e0-v1"
+    root, other = tmp_path / "nfs" / job.job, tmp_path / "nfs" / "another" / "policy-e0-v1"
     other.mkdir(parents=True)
     for kept in (False, True):
-        for name in ("e0-v7", "e1-v12.delta", ".writing-e1-v13", "notes" if kept else "e0-v8"):
+        for name in (
+            "policy-e0-v7",
+            "policy-e1-v12.delta",
+            ".writing-e1-v13",
+            "notes" if kept else "policy-e0-v8",
+        ):
             (root / name).mkdir(parents=True)
             (root / name / "model.safetensors").write_bytes(b"x")
         (root / ".spare-model").write_bytes(b"x")
         folders = claim_folders(job, overwrite=False, shm_root=shm)
-        assert (root / "e0-v7").is_dir()  # a publisher that starts decides what becomes of these
+        assert (root / "policy-e0-v7").is_dir()  # a publisher that starts decides what becomes of these
         folders.release()
         assert [path.name for path in tmp_path.glob(f"nfs/{job.job}/*")] == (["notes"] if kept else [])
         assert root.exists() is kept

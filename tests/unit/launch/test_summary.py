@@ -6,7 +6,7 @@ import pytest
 
 from areal_async.config.job import JobConfig
 from areal_async.launch.summary import summarise, training_s
-from areal_async.rpc.messages import BufferStats
+from areal_async.rpc.messages import BufferStats, PolicyStats
 
 PROMISED = [
     "accuracy_start",
@@ -46,13 +46,9 @@ STATS = BufferStats(
     groups={},
     episodes={},
     reasons={"overtaken": 1},
-    v_train=20,
-    outstanding=0,
-    capacity=0,
+    policies={"policy": PolicyStats(20, 0, 0, max_staleness_seen=4, episodes_trained=200)},
     payload_bytes=0,
     redis_bytes=0,
-    max_staleness_seen=4,
-    episodes_trained=200,
     episodes_dropped=50,
 )
 

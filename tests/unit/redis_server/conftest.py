@@ -38,13 +38,14 @@ from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import short_socket_dir
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger.opening import OpenedWith
+from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
 
 START_LIMIT_S = 60.0
-RULES = Rules(group_size=2, batch_groups=2, max_staleness=1)
+RULES = Rules.alone(group_size=2, batch_groups=2, max_staleness=1)
 
 
 def redis_7(folder: Path) -> Path | None:
@@ -227,12 +228,13 @@ class Life:
         return (await self.front.execute(command, blobs)).reply
 
     async def lease(self, capacity: int = 2) -> Any:
-        return await self.send(Lease("w", capacity, VersionTag(self.epoch, self.step)))
+        return await self.send(Lease("w", capacity, [VersionTag("policy", self.epoch, self.step)]))
 
     async def put(self, group: Any, size_bytes: int = 10) -> Any:
         blobs = [bytes([sample]) * size_bytes for sample in group.missing]
         arrivals = tuple(
-            Arrival(sample, size_bytes, 8, 4, self.step, self.step, self.epoch) for sample in group.missing
+            Arrival(sample, size_bytes, 8, 4, {"policy": Versions(self.step, self.step, self.epoch)})
+            for sample in group.missing
         )
         return await self.send(StoreEpisodes(group.lease_id, group.group_id, arrivals), blobs)
 
@@ -250,13 +252,13 @@ class Life:
 
     async def train_what_is_there(self) -> Any:
         """One step with scored groups, to the checkpoint that frees them."""
-        batch = await self.send(NextBatch(self.epoch, self.step))
+        batch = await self.send(NextBatch("policy", self.epoch, self.step))
         places = [(group.group_id, episode.sample) for group in batch.groups for episode in group.episodes]
         assert None not in await self.front.blobs(places)
-        await self.send(Commit(self.epoch, self.step))
+        await self.send(Commit("policy", self.epoch, self.step))
         self.step += 1
-        await self.send(ExportLedger(self.epoch, self.step))
-        await self.send(Checkpointed(self.epoch, self.step))
+        await self.send(ExportLedger("policy", self.epoch, self.step))
+        await self.send(Checkpointed("policy", self.epoch, self.step))
         return batch
 
 
@@ -275,12 +277,12 @@ def a_life(job_name: str) -> Callable[..., Any]:
     ) -> Any:
         clock = RedisClock()
         small = {"group_size": 2, "batch_groups": 2, "max_staleness": 1, "durability": durability}
-        fitting = Rules(**small | rules)
+        fitting = Rules.alone(**small | rules)
         store = Store(address, job, "cafe0123", durability, clock)
         front = Coordinator(store, fitting, CountedTasks(), clock, revive)
         try:
             await front.start()
-            opened = (await front.execute(OpenedWith("t", step))).reply
+            opened = (await front.execute(OpenedWith("policy", "t", step))).reply
             life = Life(front, opened.epoch, step, durability)
             life.store = store  # type: ignore[attr-defined]
             yield life

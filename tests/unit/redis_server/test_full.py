@@ -146,7 +146,7 @@ async def test_a_full_memory_stops_episodes_alone_and_is_left_by_training(
         assert (await life.lease(1)).groups
         kept = [place for place in acknowledged if place[0] in life.front.index.groups]
         assert all(await held(life, kept))
-        assert life.front.index.meta.v_train == 4
+        assert life.front.index.consumer("policy").v_train == 4
 
 
 async def test_a_front_that_starts_at_the_memory_limit_takes_the_job_over(binary, servers, a_life, job_name):

@@ -76,7 +76,7 @@ async def test_a_failover_is_followed_and_what_it_lost_is_counted(trio, a_life, 
         assert front.index.revision < confirmed + 3
         assert lost[0].group_id not in front.index.groups
         await life.train()  # the same tasks again, from the cursor of the ledger that survived
-        assert front.index.meta.v_train == 2
+        assert front.index.consumer("policy").v_train == 2
 
 
 async def test_a_front_leaves_a_master_that_the_sentinels_have_replaced(trio, a_life, wait):

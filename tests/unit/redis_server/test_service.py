@@ -46,8 +46,8 @@ async def test_the_service_logs_in_as_the_job_file_says_and_acknowledges_its_tie
         ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=10.0, access=ctx.secret
     )
     await client.connect()
-    epoch = (await client.call(OpenTrainer("trainer", 0))).epoch
-    assert (await client.call(Lease("w", 1, VersionTag(epoch, 0)))).groups
+    epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
+    assert (await client.call(Lease("w", 1, [VersionTag("policy", epoch, 0)]))).groups
     await client.close()
     ctx.stop.set()
     await asyncio.wait_for(service, 60)

@@ -94,7 +94,7 @@ async def test_a_ledger_lives_behind_tls_with_a_client_certificate_and_a_login(s
     async with a_life(secure()) as life:
         batches = [await life.train() for _ in range(2)]
         assert [len(batch.groups) for batch in batches] == [2, 2]
-        assert life.front.index.meta.v_train == 2
+        assert life.front.index.consumer("policy").v_train == 2
     async with a_life(secure("127.0.0.1", check_hostname=False), step=2) as life:
         assert life.front.front_epoch == 2
 

@@ -50,7 +50,7 @@ class Tiny:
         for tensor in tensors.values():
             if id(tensor) not in changed:
                 changed[id(tensor)] = tensor.detach() + 0.05 * torch.randn(tensor.shape, generator=noise)
-        return Version(VersionTag(epoch, version), {n: changed[id(t)] for n, t in tensors.items()})
+        return Version(VersionTag("policy", epoch, version), {n: changed[id(t)] for n, t in tensors.items()})
 
     def reference(self, weights: Version) -> Callable[[Sequence[int]], np.ndarray]:
         """ids -> logits `[T, V]` of a plain full forward pass with `weights`."""

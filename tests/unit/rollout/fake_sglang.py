@@ -11,7 +11,7 @@ from aiohttp import web
 
 from rollout_service.engines.http.client import ServerClient
 
-ONE_UNIT = [{"version": "e0-v0", "start": 0, "end": 1}]
+ONE_UNIT = [{"version": "policy-e0-v0", "start": 0, "end": 1}]
 PATHS = ("abort_request", "continue_generation", "pause_generation", "freeze_gc")
 
 

@@ -45,7 +45,7 @@ class FakeEngine:
     """Answers every request with its prompt backwards, when `gate` lets it."""
 
     def __init__(self) -> None:
-        self.version = VersionTag(0, 0)
+        self.version = VersionTag("policy", 0, 0)
         self.gate: Callable[[GenerateRequest], Coroutine[Any, Any, None]] | None = None
         self.running: dict[str, GenerateRequest] = {}
         self.seen: list[GenerateRequest] = []
@@ -90,7 +90,7 @@ class FakeBuffer(FakeCaller):
         self.stored: dict[str, dict[int, bytes]] = {}
         self.puts: list[tuple[str, list[int]]] = []
         self.asked: list[tuple[int, VersionTag]] = []
-        self.beats: list[tuple[list[str], VersionTag]] = []
+        self.beats: list[list[str]] = []
         self.released: dict[str, str] = {}
         self.failed: set[str] = set()
         """Of those released, what failed by what its episodes do."""
@@ -99,8 +99,10 @@ class FakeBuffer(FakeCaller):
         self.lost: set[str] = set()
         self.draining = False
 
-    async def lease(self, worker: str, capacity: int, serving: VersionTag, *, wait_ms: int = 0) -> Leases:
-        self.asked.append((capacity, serving))
+    async def lease(
+        self, worker: str, capacity: int, serving: list[VersionTag], *, wait_ms: int = 0
+    ) -> Leases:
+        self.asked.append((capacity, *serving))
         await self.tell()
         async with self.changed:
             try:
@@ -113,8 +115,8 @@ class FakeBuffer(FakeCaller):
             granted, self.groups = self.groups[:capacity], self.groups[capacity:]
             return Leases(granted)
 
-    async def heartbeat(self, worker: str, lease_ids: Any, serving: VersionTag) -> HeartbeatAck:
-        self.beats.append((list(lease_ids), serving))
+    async def heartbeat(self, worker: str, lease_ids: Any) -> HeartbeatAck:
+        self.beats.append(list(lease_ids))
         await self.tell()
         return HeartbeatAck(sorted(self.lost & set(lease_ids)), self.draining)
 

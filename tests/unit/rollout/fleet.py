@@ -29,7 +29,7 @@ class Snapshot:
     """Of one version."""
 
     def __init__(self, version: int, epoch: int = 0) -> None:
-        self.tag = VersionTag(epoch, version)
+        self.tag = VersionTag("policy", epoch, version)
         self.tensors: dict[str, Any] = {}
         self.path = Path("nowhere")
 
@@ -40,7 +40,7 @@ class FakeServer:
     def __init__(self, index: int, fleet: Fleet) -> None:
         self.index = index
         self.fleet = fleet
-        self.version = VersionTag(0, -1)
+        self.version = VersionTag("policy", 0, -1)
         self.paused = asyncio.Event()
         self.up = False
         self.dead = False

@@ -39,7 +39,7 @@ class ScriptedEngine:
     """`say(text of the path)` is the reply; it ends at a stop string, at `max_new_tokens`, or with eos."""
 
     def __init__(self, say: Callable[[str], str], tick: Callable[[], Awaitable[None]] | None = None) -> None:
-        self.version = VersionTag(0, 7)
+        self.version = VersionTag("policy", 0, 7)
         self.said: list[tuple[GenerateRequest, GenerateResult]] = []
         self._say = say
         self._tick = tick

@@ -24,7 +24,7 @@ from areal_async.rpc.messages import VersionTag
 from rollout_service.engines.base import EngineStats, GenerateResult
 
 class Backwards:
-    version = VersionTag(0, 0)
+    version = VersionTag("policy", 0, 0)
 
     def __init__(self, slots):
         self.slots, self.done = slots, 0

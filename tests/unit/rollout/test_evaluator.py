@@ -108,7 +108,7 @@ def run(
 
 
 def notice(version: int, *, final: bool = False) -> SnapshotNotice:
-    return SnapshotNotice(VersionTag(0, version), "", "", final)
+    return SnapshotNotice(VersionTag("policy", 0, version), "", "", final)
 
 
 def greedy(made: Any, weights: Any, prompts: Sequence[str]) -> list[str]:

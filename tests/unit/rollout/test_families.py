@@ -26,7 +26,7 @@ TIE = {"float32": 1e-4, "bfloat16": 0.3}
 class Snapshot:
     """Weights of a directory, randomised biases and norms included, as a trainer would publish them."""
 
-    tag = VersionTag(1, 3)
+    tag = VersionTag("policy", 1, 3)
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()

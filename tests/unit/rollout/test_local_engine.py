@@ -52,7 +52,7 @@ async def update(engine: LocalEngine, snapshot: Any) -> None:
 
 def test_versions_are_true_and_nothing_is_lost_under_many_updates(endless: Any, oracle: Any) -> None:
     asked = [request(i, [2 + i % 20, 5], max_new_tokens=40 + i % 7, seed=i) for i in range(60)]
-    tags = [VersionTag(i // 4, i) for i in range(12)]  # the trainer's epoch changes too
+    tags = [VersionTag("policy", i // 4, i) for i in range(12)]  # the trainer's epoch changes too
 
     async def body(engine: LocalEngine) -> list[Any]:
         calls = [asyncio.ensure_future(engine.generate(one)) for one in asked]
@@ -106,7 +106,7 @@ def test_weights_are_not_exchanged_under_a_running_engine(endless: Any) -> None:
     async def body(engine: LocalEngine) -> None:
         with pytest.raises(EngineError, match="paused"):
             await engine.load(endless.weights(1))
-        assert engine.version == VersionTag(0, 0)
+        assert engine.version == VersionTag("policy", 0, 0)
 
     drive(endless, body)
 

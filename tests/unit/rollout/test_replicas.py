@@ -137,7 +137,7 @@ def test_an_update_reaches_every_replica_and_the_set_serves_the_oldest(order: An
         fleet.server(1).load = loading  # type: ignore[method-assign]
         stall = await exchange(fleet.set, Snapshot(1))
         assert stall.total_s >= 0
-        assert fleet.set.version == VersionTag(0, 1)
+        assert fleet.set.version == VersionTag("policy", 0, 1)
         assert server.journal == ["start 0", "pause", "load 1", "resume"]
         if order == "in_turn":
             assert fleet.server(1).journal == server.journal

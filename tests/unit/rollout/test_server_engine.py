@@ -31,7 +31,7 @@ class Offer:
     """A snapshot of which only the directory may be needed."""
 
     def __init__(self, root: Path, version: int) -> None:
-        self.tag = VersionTag(0, version)
+        self.tag = VersionTag("policy", 0, version)
         weights = {"w": torch.full((3,), float(version))}
         self.path = write_snapshot(root, self.tag, weights, files={"config.json": b"{}"}).path
 
@@ -69,8 +69,8 @@ def test_an_update_needs_the_directory_alone(tmp_path: Path) -> None:
         await engine.pause()
         await engine.load(offer)
         await engine.resume()
-        assert engine.version == VersionTag(0, 1)
-        assert server.version == "e0-v1"
+        assert engine.version == VersionTag("policy", 0, 1)
+        assert server.version == "policy-e0-v1"
 
     with_engine(tmp_path, body)
 
@@ -82,7 +82,7 @@ def test_versions_are_true_after_a_load_is_undone(tmp_path: Path, goes: bool) ->
     async def body(engine: HttpEngine, server: FakeServer) -> None:
         def undone() -> bool:
             if goes:
-                shutil.rmtree(tmp_path / "e0-v0")
+                shutil.rmtree(tmp_path / "policy-e0-v0")
             return True
 
         server.loads = [lambda: False, undone]
@@ -90,7 +90,7 @@ def test_versions_are_true_after_a_load_is_undone(tmp_path: Path, goes: bool) ->
         with pytest.raises(EngineLost if goes else EngineError, match="removed" if goes else "old one is"):
             await engine.load(Offer(tmp_path, 1))
         assert engine.alive() is not goes
-        assert engine.version == VersionTag(0, 0)
+        assert engine.version == VersionTag("policy", 0, 0)
 
     with_engine(tmp_path, body)
 

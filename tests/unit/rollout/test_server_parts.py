@@ -19,7 +19,7 @@ from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.context import RunPlaces, ServiceContext
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, checked_request
-from rollout_service.engines.http.answers import VersionSpan, format_tag, parse_tag, stamp
+from rollout_service.engines.http.answers import VersionSpan, parse_tag, stamp
 from rollout_service.engines.http.folders import read_model
 from rollout_service.engines.http.settings import attached_url
 from rollout_service.engines.sglang.messages import logprobs_of
@@ -29,10 +29,12 @@ numbers = st.integers(0, 2**31 - 1)
 
 @given(numbers, numbers)
 def test_a_tag_survives_the_server(epoch: int, version: int) -> None:
-    assert parse_tag(format_tag(VersionTag(epoch, version))) == VersionTag(epoch, version)
+    assert parse_tag(VersionTag("policy", epoch, version).label) == VersionTag("policy", epoch, version)
 
 
-@pytest.mark.parametrize("text", ["default", "", "e1", "v1-e1", "e01-v1", "e1-v-1", "e1-v1 ", "e１-v1"])
+@pytest.mark.parametrize(
+    "text", ["default", "", "e1", "v1-e1", "policy-e01-v1", "e1-v-1", "policy-e1-v1 ", "policy-e１-v1"]
+)
 def test_a_version_of_another_is_refused(text: str) -> None:
     with pytest.raises(EngineError, match="no version of this project"):
         parse_tag(text)
@@ -41,7 +43,7 @@ def test_a_version_of_another_is_refused(text: str) -> None:
 @pytest.mark.parametrize("spans", [[], [(0, 2)], [(1, 4)], [(0, 2), (3, 4)], [(0, 3), (2, 4)], [(0, 5)]])
 def test_spans_that_do_not_cover_each_unit_once_are_refused(spans: list[tuple[int, int]]) -> None:
     with pytest.raises(EngineError):
-        stamp(4, [VersionSpan("e0-v0", start, stop) for start, stop in spans])
+        stamp(4, [VersionSpan("policy-e0-v0", start, stop) for start, stop in spans])
 
 
 def test_a_good_prompt_is_i32_and_its_answer_is_bounded() -> None:

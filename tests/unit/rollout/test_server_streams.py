@@ -125,7 +125,7 @@ def test_what_goes_wrong_in_a_stream_has_its_error(body: Any, how: Any, error: A
 def sglang_part(ids: Sequence[int], *, so_far: int, text: str = "", reason: Any = None) -> wire.Generated:
     meta = {
         "finish_reason": reason,
-        "weight_versions": [{"version": "e0-v3", "start": 0, "end": so_far}],
+        "weight_versions": [{"version": "policy-e0-v3", "start": 0, "end": so_far}],
         "output_token_logprobs": [[-0.1 * i, i, None] for i in ids],
     }
     content = {"text": text, "output_ids": list(ids), "meta_info": meta}
@@ -205,7 +205,9 @@ def vllm_part(ids: Sequence[int], *, reason: str | None = None, units: int | Non
         "finish_reason": reason,
         "token_ids": list(ids),
         "logprobs": {"content": [{"token_id": i, "logprob": -0.1 * i} for i in ids]},
-        "weight_versions": None if units is None else [{"version": "e0-v3.me", "start": 0, "end": units}],
+        "weight_versions": None
+        if units is None
+        else [{"version": "policy-e0-v3.me", "start": 0, "end": units}],
     }
     return msgspec.convert({"choices": [choice]}, answer.Answer)
 

@@ -41,7 +41,7 @@ def test_each_restart_of_an_engine_holds_its_snapshot_for_itself_and_outlives_th
         async def connect(self) -> None: ...
 
         async def next(self, after: VersionTag | None) -> SnapshotNotice:
-            return SnapshotNotice(VersionTag(1, 2), "here", "hash")
+            return SnapshotNotice(VersionTag("policy", 1, 2), "here", "hash")
 
         async def open(self, notice: SnapshotNotice) -> str:
             return notice.path

@@ -55,7 +55,7 @@ class ScriptedServer:
         self.bodies: dict[str, Any] = {}
         self.refuses: set[str] = set()
         self.loses: set[str] = set()
-        self.version = "e0-v0"
+        self.version = "policy-e0-v0"
         self.sizes = sizes
 
     async def request(
@@ -83,7 +83,7 @@ class ScriptedServer:
 
 
 def load(feed: TensorFeed, server: Any, version: int, flush: bool = True) -> None:
-    offered = Directory(VersionTag(0, version), Path("somewhere"))
+    offered = Directory(VersionTag("policy", 0, version), Path("somewhere"))
     asyncio.run(feed.load(server, offered, flush=flush, timeout_s=9))
 
 
@@ -106,7 +106,7 @@ def test_versions_are_true_the_version_comes_with_the_last_bucket() -> None:
     trainer = ScriptedTrainer(sends())
     load(TensorFeed(trainer, "r/0"), server, 1)
     buckets = [body for path, body in bodies if path == "/update_weights_from_distributed"]
-    assert [body["weight_version"] for body in buckets] == [None, "e0-v1"]
+    assert [body["weight_version"] for body in buckets] == [None, "policy-e0-v1"]
     assert [body["flush_cache"] for body in buckets] == [False, True]
     assert [body["names"] for body in buckets] == [["a", "b"], ["c"]]
     json.dumps(bodies)
@@ -138,7 +138,7 @@ def test_what_fails_in_the_middle_is_loaded_from_the_directory(at: str) -> None:
     journal = server.take()
     assert journal[-3:] == ["end_weight_update", LEAVES, LOADS]
     assert server.bodies[LEAVES] == {"group_name": "g0"}
-    assert server.version == "e0-v1"
+    assert server.version == "policy-e0-v1"
     server.refuses = set()
     load(feed, server, 2)
     assert trainer.asked[-1].group == ""
@@ -179,7 +179,7 @@ def test_a_version_that_the_server_does_not_name_is_loaded_from_the_directory() 
     server.request = nameless  # type: ignore[method-assign]
     load(TensorFeed(ScriptedTrainer(sends()), "r/0"), server, 1)
     assert server.take()[-2:] == [LEAVES, LOADS]
-    assert server.version == "e0-v1"
+    assert server.version == "policy-e0-v1"
 
 
 def test_without_tensors_the_directory_is_loaded_and_the_trainer_asked_ever_less_often() -> None:

@@ -25,7 +25,7 @@ from tests.unit.rollout.fake_sglang import FakeServer
 
 LAUNCH = Launch(
     python=Path("/env/bin/python"),
-    weights=Directory(VersionTag(1, 7), Path("/snapshots/e1-v7")),
+    weights=Directory(VersionTag("policy", 1, 7), Path("/snapshots/policy-e1-v7")),
     tokenizer=Path("/model"),
     port=1234,
     slots=16,
@@ -45,8 +45,8 @@ def flags(launch: Launch) -> dict[str, str | bool]:
 
 def test_a_server_starts_on_the_snapshot_under_its_version() -> None:
     found = flags(LAUNCH)
-    assert found["model-path"] == "/snapshots/e1-v7"
-    assert found["weight-version"] == "e1-v7"
+    assert found["model-path"] == "/snapshots/policy-e1-v7"
+    assert found["weight-version"] == "policy-e1-v7"
     assert found["load-format"] == "safetensors"
     assert found["host"] == "127.0.0.1"
     assert found["context-length"] == "72"  # the server ends two tokens before it
@@ -91,8 +91,8 @@ def test_the_servers_environment_is_its_own() -> None:
 
 
 def test_a_request_leaves_nothing_to_defaults() -> None:
-    body = generate_body("r", [1, 2], Sampling(0.5, top_p=0.9, stop=("x",)), 7, cache_key="e0-v1")
-    assert body["extra_key"] == "e0-v1"
+    body = generate_body("r", [1, 2], Sampling(0.5, top_p=0.9, stop=("x",)), 7, cache_key="policy-e0-v1")
+    assert body["extra_key"] == "policy-e0-v1"
     assert body["return_logprob"] is True
     sampling = body["sampling_params"]
     assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (0.5, 0.9, -1)
@@ -105,8 +105,8 @@ def answer(**changes: Any) -> Generated:
         "finish_reason": {"type": "length", "length": 3},
         "output_token_logprobs": [[-0.5, 4, None], [-1.5, 5, None], [-2.5, 6, None]],
         "weight_versions": [
-            {"version": "e0-v1", "start": 0, "end": 2},
-            {"version": "e1-v2", "start": 2, "end": 3},
+            {"version": "policy-e0-v1", "start": 0, "end": 2},
+            {"version": "policy-e1-v2", "start": 2, "end": 3},
         ],
     }
     ids = changes.pop("output_ids", [4, 5, 6])
@@ -127,7 +127,10 @@ def test_an_answer_is_taken_apart_unit_by_unit() -> None:
 def test_an_aborted_answer_has_what_was_handed_over() -> None:
     none = parse(answer(finish_reason={"type": "abort", "message": "x"}, output_ids=[]), "sampled")
     assert (none.finish_reason, none.token_ids.size, none.versions.size) == ("abort", 0, 0)
-    waiting = {"output_token_logprobs": None, "weight_versions": [{"version": "e0-v1", "start": 0, "end": 0}]}
+    waiting = {
+        "output_token_logprobs": None,
+        "weight_versions": [{"version": "policy-e0-v1", "start": 0, "end": 0}],
+    }
     assert parse(answer(finish_reason={"type": "abort"}, **waiting), "sampled").token_ids.size == 0
 
 
@@ -139,7 +142,7 @@ def test_an_aborted_answer_has_what_was_handed_over() -> None:
         ({"output_token_logprobs": [[None, 4, None], [-1, 5, None], [-1, 6, None]]}, "not finite"),
         ({"weight_versions": None}, "names no version"),
         ({"weight_versions": [{"version": "default", "start": 0, "end": 3}]}, "no version of this project"),
-        ({"weight_versions": [{"version": "e0-v1", "start": 1, "end": 3}]}, "do not fit"),
+        ({"weight_versions": [{"version": "policy-e0-v1", "start": 1, "end": 3}]}, "do not fit"),
         ({"finish_reason": {"type": "tool"}}, "tool"),
     ],
 )

@@ -75,7 +75,7 @@ class ScriptedEngine:
 
 
 def notice(version: int) -> SnapshotNotice:
-    return SnapshotNotice(VersionTag(0, version), "", "")
+    return SnapshotNotice(VersionTag("policy", 0, version), "", "")
 
 
 def follow(source: ScriptedSource, **how: Any) -> list[int]:

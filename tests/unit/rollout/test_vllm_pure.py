@@ -29,7 +29,7 @@ from rollout_service.engines.vllm.weights import is_tied, untied
 
 LAUNCH = Launch(
     python=Path("/venv/bin/python"),
-    weights=Directory(VersionTag(0, 0), Path("/snapshots/e0-v0")),
+    weights=Directory(VersionTag("policy", 0, 0), Path("/snapshots/policy-e0-v0")),
     tokenizer=Path("/model"),
     port=4711,
     slots=32,
@@ -44,7 +44,7 @@ def answer(
 ) -> Answer:
     """As the server sends it, fields that are not used included."""
     if spans is None:
-        spans = [("e0-v1." + OWNER, 0, len(ids))]
+        spans = [("policy-e0-v1." + OWNER, 0, len(ids))]
     choice = {
         "index": 0,
         "finish_reason": reason,
@@ -154,7 +154,7 @@ def parsed(said: Answer) -> GenerateResult:
 
 
 def test_the_units_of_an_answer_carry_the_label_they_were_sampled_under() -> None:
-    spans = [("e0-v7." + OWNER, 0, 2), ("e1-v7." + OWNER, 2, 3)]
+    spans = [("policy-e0-v7." + OWNER, 0, 2), ("policy-e1-v7." + OWNER, 2, 3)]
     found = parsed(answer([5, 6, 1], spans=spans))
     assert found.token_ids.tolist() == [5, 6, 1]
     assert found.token_ids.dtype == np.int32
@@ -169,9 +169,9 @@ def test_an_answer_without_units_has_no_versions() -> None:
 
 
 def test_weights_that_someone_else_loaded_are_never_taken_for_ours() -> None:
-    tag = VersionTag(2, 31)
+    tag = VersionTag("policy", 2, 31)
     assert tag_of(label(tag, OWNER), OWNER) == tag
-    for text in ("default", "e2-v31", "e2-v31.deadbeef", ""):
+    for text in ("default", "policy-e2-v31", "policy-e2-v31.deadbeef", ""):
         with pytest.raises(EngineLost, match="did not load"):
             tag_of(text, OWNER)
 

@@ -129,7 +129,7 @@ def test_what_is_granted_to_a_worker_that_stops_goes_back_at_once() -> None:
 
     class Late(FakeBuffer):
         async def lease(self, *_: Any, **__: Any) -> Leases:
-            self.asked.append((1, VersionTag(0, 0)))
+            self.asked.append((1, VersionTag("policy", 0, 0)))
             await self.tell()
             await self.until(lambda: self.draining)
             return Leases([group(0)] if len(self.asked) == 1 else [])

@@ -31,7 +31,7 @@ def shapes(rng: random.Random) -> list[bytes]:
         lambda: msgspec.msgpack.encode(
             {"type": "Commit", "epoch": rng.choice([None, "x", -1, 2**63, [], 1.5])}
         ),
-        lambda: msgspec.msgpack.encode(Commit(1, 1))[: rng.randrange(12)],
+        lambda: msgspec.msgpack.encode(Commit("policy", 1, 1))[: rng.randrange(12)],
         lambda: b"\x91" * rng.randrange(1, 3000) + b"\xc0",
         lambda: b"\x81\xa1k" * rng.randrange(1, 2000) + b"\xc0",
         lambda: b"\xdd\xff\xff\xff\xff",

@@ -93,7 +93,7 @@ def test_nested_messages_keep_their_types() -> None:
     task = Task("d:1:0", [{"role": "user", "content": "1+1"}], ground_truth={"a": [1, None]})
     leases = Leases([LeasedGroup("g#0", "l", 0, task, 2, [0, 1], 7, 1000)])
     verdicts = PutVerdicts("s", [EpisodeVerdict("g#0.1", "c", Score(0.5, {"part": 1.0}), 2.0)])
-    wait = WaitSnapshot("r", "serve", VersionTag(1, 2), 5)
+    wait = WaitSnapshot("r", "serve", VersionTag("policy", 1, 2), 5)
     for kind, message, read in (
         (Kind.REPLY, leases, read_reply),
         (Kind.REQUEST, verdicts, read_request),

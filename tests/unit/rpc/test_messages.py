@@ -62,10 +62,10 @@ def test_every_message_comes_back_as_it_was(message_type: type[Message], data: s
 
 def test_messages_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
-        messages.Commit(1, 2).step = 3  # type: ignore[misc]
+        messages.Commit("policy", 1, 2).step = 3  # type: ignore[misc]
 
 
 def test_fields_added_by_a_later_version_are_ignored() -> None:
-    body = msgspec.msgpack.encode({"type": "Commit", "epoch": 1, "step": 2, "later": [1]})
+    body = msgspec.msgpack.encode({"type": "Commit", "policy": "policy", "epoch": 1, "step": 2, "later": [1]})
     (head,) = write_frames(Kind.REQUEST, 1, 2, 3, None, ())
-    assert read_request(bytes(head) + body) == messages.Commit(1, 2)
+    assert read_request(bytes(head) + body) == messages.Commit("policy", 1, 2)

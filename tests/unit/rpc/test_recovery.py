@@ -183,7 +183,7 @@ async def test_a_client_outlives_a_restart_of_its_server(ipc: str) -> None:
     await asyncio.wait_for(asked.wait(), 60)
     await first.stop(grace_s=0)
     with pytest.raises(RpcTimeout, match="there is no connection"):
-        await client.call(Commit(1, 1), timeout_s=0.5)
+        await client.call(Commit("policy", 1, 1), timeout_s=0.5)
     second = serve("second!")
     await second.start()
     assert [(await call) for call in calls] == [Ok()] * 5
@@ -252,7 +252,7 @@ def test_one_death_is_local_a_killed_server_process_is_replaced_under_its_client
             blobs = [os.urandom(300_000), b"x"]
             reply, attachments = await client.exchange(Arrived("t"), timeout_s=20, attachments=blobs)
             assert (reply, [bytes(a) for a in attachments]) == (Ok(), blobs)
-            stuck = asyncio.create_task(client.call(Commit(1, 1), timeout_s=25))
+            stuck = asyncio.create_task(client.call(Commit("policy", 1, 1), timeout_s=25))
             process.send_signal(signal.SIGKILL)
             await asyncio.to_thread(process.wait)
             waiting = asyncio.create_task(client.exchange(Arrived("t"), timeout_s=25, attachments=blobs))

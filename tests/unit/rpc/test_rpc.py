@@ -63,14 +63,14 @@ async def test_a_call_reaches_the_handler_and_its_reply_comes_back(endpoint: str
 async def test_a_reply_that_does_not_belong_to_the_request_is_a_protocol_error(ipc: str) -> None:
     async with pair(ipc, echo) as (_, client):
         with pytest.raises(ProtocolError, match="answered Commit with Fetched"):
-            await client.call(Commit(1, 1))
+            await client.call(Commit("policy", 1, 1))
 
 
 async def test_a_request_without_a_handler_of_its_type_is_refused_by_name(ipc: str) -> None:
     async with pair(ipc, by_type("buffer", {Fetch: echo})) as (_, client):
         assert await client.call(Fetch([])) == Fetched(["rollout", "rollout-0", "Fetch"])
         with pytest.raises(FaultError, match="invalid: the buffer does not answer Commit"):
-            await client.call(Commit(1, 1))
+            await client.call(Commit("policy", 1, 1))
 
 
 async def test_the_welcome_names_service_and_front_epoch(ipc: str) -> None:
@@ -124,7 +124,7 @@ async def test_an_error_of_the_handler_is_answered_internal_and_the_server_goes_
 
     async with pair(ipc, handle) as (_, client):
         with pytest.raises(FaultError, match="internal: KeyError: 'lost'"):
-            await client.call(Commit(1, 1), timeout_s=5)
+            await client.call(Commit("policy", 1, 1), timeout_s=5)
         with pytest.raises(FaultError, match="internal: BufferStats cannot be encoded"):
             await client.call(Fetch([]), timeout_s=5)
         assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
@@ -145,7 +145,7 @@ async def test_busy_and_unavailable_are_retried_inside_the_deadline(ipc: str, ki
         assert (await client.call(Arrived("t"), timeout_s=10)) == Ok()
         assert refusals == 0
         with pytest.raises(RpcTimeout, match="not now") as caught:
-            await client.call(Commit(1, 1), timeout_s=0.1)
+            await client.call(Commit("policy", 1, 1), timeout_s=0.1)
         assert caught.value.last_fault is not None
         assert caught.value.last_fault.kind == kind
 
@@ -288,7 +288,7 @@ async def test_a_cancelled_call_leaves_the_client_in_order(ipc: str) -> None:
         return Ok()
 
     async with pair(ipc, handle) as (_, client):
-        call = asyncio.create_task(client.call(Commit(1, 1), timeout_s=20))
+        call = asyncio.create_task(client.call(Commit("policy", 1, 1), timeout_s=20))
         await asyncio.wait_for(started.wait(), 60)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -379,7 +379,7 @@ async def test_the_blocking_client_keeps_the_same_promises(endpoint: str) -> Non
             reply, attachments = client.exchange(Arrived("t"), timeout_s=10, attachments=[b"x"])
             assert (reply, bytes(attachments[0])) == (Ok(), b"x")
             with pytest.raises(FaultError, match="a newer trainer"):
-                client.call(Commit(1, 1), timeout_s=5)
+                client.call(Commit("policy", 1, 1), timeout_s=5)
             with pytest.raises(RpcTimeout):
                 client.call(Claim("s", 1), timeout_s=0.1)
             waiting = threading.Thread(target=expect_gone, args=(client,))

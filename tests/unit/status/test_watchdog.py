@@ -64,9 +64,13 @@ def test_the_message_names_the_reward_service_and_its_dead_workers():
             "published version 7, and no worker samples from a newer one than 5",
         ),
         (
-            {"version": 7, "serving": {"rollout-0": 5}, "weights": {"rollout-0": "40 % of e1-v7 are here"}},
+            {
+                "version": 7,
+                "serving": {"rollout-0": 5},
+                "weights": {"rollout-0": "40 % of policy-e1-v7 are here"},
+            },
             "weights",
-            "than 5; rollout-0: 40 % of e1-v7 are here",
+            "than 5; rollout-0: 40 % of policy-e1-v7 are here",
         ),
         ({"version": 7, "serving": {"rollout-0": 7, "rollout-1": 3}}, "rollout", "no worker leases"),
         ({"version": 7, "serving": {"rollout-0": 5}, "groups": {"leased": 2}}, "rollout", "2 groups are"),

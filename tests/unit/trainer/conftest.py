@@ -125,6 +125,6 @@ def make_batch() -> Callable[..., tuple[Batch, dict[str, bytes]]]:
                     )
                 )
             made.append(BatchGroup(group_id, f"data0000:{g}:0", "test", episodes))
-        return Batch(epoch=1, step=step, max_staleness=max_staleness, groups=made), blobs
+        return Batch(policy="policy", epoch=1, step=step, max_staleness=max_staleness, groups=made), blobs
 
     return make

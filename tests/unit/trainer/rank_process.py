@@ -47,21 +47,21 @@ class RecordedBuffer:
 
     def exchange(self, request, *, attachments=()):
         match request:
-            case OpenTrainer(step=step):
+            case OpenTrainer("policy", step=step):
                 self.calls.append(("open", step, b"".join(attachments)))
                 return TrainerOpened(epoch=1, step=step), []
-            case NextBatch(epoch=epoch, step=step):
+            case NextBatch("policy", epoch=epoch, step=step):
                 return self.next_batch(epoch, step), []
             case Fetch(episode_ids=episode_ids):
                 self.calls.append(("fetch", len(episode_ids)))
                 blobs = read_step(self.root, int(episode_ids[0].split("#")[1].split(".")[0])).blobs
                 return Fetched(episode_ids), [memoryview(blobs[name]) for name in episode_ids]
-            case ExportLedger(step=step):
+            case ExportLedger("policy", step=step):
                 self.calls.append(("export", step))
                 return LedgerCopy(step), [b"ledger of %d" % step]
-            case Commit(step=step):
+            case Commit("policy", step=step):
                 self.calls.append(("commit", step))
-            case Checkpointed(step=step):
+            case Checkpointed("policy", step=step):
                 self.calls.append(("checkpointed", step))
         return Ok(), []
 

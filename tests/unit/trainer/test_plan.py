@@ -18,6 +18,7 @@ OBJECTIVE = Objective(ObjectiveSection())
 def _batch(groups, step=5):
     """`groups`: a list of lists of (reward, n_sampled, min_version, max_version)."""
     return Batch(
+        policy="policy",
         epoch=1,
         step=step,
         max_staleness=4,

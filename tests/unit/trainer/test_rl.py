@@ -124,7 +124,7 @@ def test_each_version_is_published_before_its_step_is_committed(tmp_path, model_
             },
         )
         assert trainer.run(name="trainer", ready=lambda: ready.append(list(buffer.calls)))
-        last = open_snapshot(tmp_path / "shm" / "e1-v4")
+        last = open_snapshot(tmp_path / "shm" / "policy-e1-v4")
         evaluator.join(60)
     assert buffer.calls == [
         ("open", 0, b""),
@@ -139,7 +139,7 @@ def test_each_version_is_published_before_its_step_is_committed(tmp_path, model_
     assert ready == [buffer.calls[:2]]
     assert [version for version, _, _ in evaluated] == [0, 2, 4]
     assert evaluated[-1][1]
-    assert last.tag == VersionTag(1, 4)
+    assert last.tag == VersionTag("policy", 1, 4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, last.tensors[name])
@@ -209,7 +209,7 @@ def test_the_record_of_a_step_says_how_much_of_the_weights_it_changed(tmp_path, 
             name="trainer", ready=lambda: None
         )
         versions = [open_snapshot(tmp_path / "shm" / f"e1-v{v}").tensors for v in range(5)]
-        size = sum(f.stat().st_size for f in (tmp_path / "shm" / "e1-v1").iterdir())
+        size = sum(f.stat().st_size for f in (tmp_path / "shm" / "policy-e1-v1").iterdir())
     records = read_run_log(tmp_path / "metrics.jsonl")
     assert len(records) == 4
     for record, before, after in zip(records, versions, versions[1:], strict=False):

@@ -105,7 +105,7 @@ def episodes(
                 )
             )
         groups.append(BatchGroup(group_id, f"data0000:{g}:0", "test", made))
-    batch = Batch(epoch=1, step=step, max_staleness=2, groups=groups)
+    batch = Batch(policy="policy", epoch=1, step=step, max_staleness=2, groups=groups)
     write_step(out / "batches", batch, blobs, losses=[], grad_norms=[])
     return out / "batches"
 

@@ -22,7 +22,7 @@ from tests.unit.weights.world import LIMIT_S, PATIENCE_S, SECRET, Held, until
 
 
 def tag(version, epoch=1):
-    return VersionTag(epoch, version)
+    return VersionTag("policy", epoch, version)
 
 
 def weights(version, n=400_000):
@@ -132,7 +132,7 @@ def test_one_process_per_host_fetches_and_the_others_find_it(place, publishers):
     async def main():
         rs = [await receiver(place, "n", f"r{i}") for i in range(3)]
         paths = {snapshot.path for _, snapshot in await asyncio.gather(*(take(r) for r in rs))}
-        assert paths == {place / "nodes" / "n" / "e1-v0"}
+        assert paths == {place / "nodes" / "n" / "policy-e1-v0"}
         for r in rs:
             await r.close()
 
@@ -156,12 +156,12 @@ def test_nothing_is_unbounded_a_host_keeps_the_newest_two_and_what_is_served(pla
             assert snapshot.tensors["w"][0] == version
             after = notice.tag
             await fast.ack(after)
-        assert names(root) == {"e1-v0", "e1-v4", "e1-v5"}
+        assert names(root) == {"policy-e1-v0", "policy-e1-v4", "policy-e1-v5"}
         notice, snapshot = await take(slow, first.tag)
         await slow.ack(notice.tag)
         p.publish(tag(6), weights(6))
         await take(fast, after)
-        assert names(root) == {"e1-v5", "e1-v6"}
+        assert names(root) == {"policy-e1-v5", "policy-e1-v6"}
         await slow.close()
         await fast.close()
 
@@ -211,7 +211,7 @@ def test_a_fetch_under_way_is_skipped_for_a_newer_snapshot_once_and_then_finishe
         opening = asyncio.create_task(r.open(notice))
         await until(lambda: p.chunks.asked > 0)
         p.publish(tag(1), weights(1))
-        with pytest.raises(SnapshotSkipped, match="e1-v0 was skipped"):
+        with pytest.raises(SnapshotSkipped, match="policy-e1-v0 was skipped"):
             await asyncio.wait_for(opening, LIMIT_S)
         newer = await r.next(notice.tag, 5000)
         assert newer.tag == tag(1)

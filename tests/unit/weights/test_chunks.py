@@ -41,7 +41,7 @@ def test_a_directory_of_another_manifest_has_no_table(tmp_path):
     with pytest.raises(SnapshotError, match="another manifest"):
         tables.build_table(snapshot.path, HASH)
     with pytest.raises(SnapshotError, match="cannot be read"):
-        tables.build_table(tmp_path / "e9-v9", HASH)
+        tables.build_table(tmp_path / "policy-e9-v9", HASH)
 
 
 @pytest.mark.parametrize(

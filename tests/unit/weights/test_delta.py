@@ -38,7 +38,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 def snapshot(root: Path, version: int, files: dict[str, bytes] = FILES) -> SnapshotInfo:
-    return write_snapshot(root, VersionTag(1, version), weights(version), files=files)
+    return write_snapshot(root, VersionTag("policy", 1, version), weights(version), files=files)
 
 
 def files_in(path: Path) -> dict[str, bytes]:
@@ -64,7 +64,7 @@ def made(tmp_path: Path) -> tuple[SnapshotInfo, SnapshotInfo, Path]:
 
 def test_the_published_snapshot_comes_out_bit_for_bit(made: tuple[SnapshotInfo, SnapshotInfo, Path]) -> None:
     new, delta, base = made
-    out = apply_delta(base, delta.path, base.parent / "e1-v2", delta_hash=delta.manifest_hash)
+    out = apply_delta(base, delta.path, base.parent / "policy-e1-v2", delta_hash=delta.manifest_hash)
     assert files_in(out.path) == files_in(new.path)
     assert (out.tag, out.manifest_hash, out.weights_hash) == (new.tag, new.manifest_hash, new.weights_hash)
     assert out.size_bytes == new.size_bytes
@@ -74,15 +74,15 @@ def test_the_published_snapshot_comes_out_bit_for_bit(made: tuple[SnapshotInfo, 
 
 def test_what_changed_is_counted(made: tuple[SnapshotInfo, SnapshotInfo, Path], tmp_path: Path) -> None:
     new = made[0]
-    shutil.rmtree(tmp_path / "trainer" / "e1-v2.delta")
-    compared = write_delta(tmp_path / "trainer" / "e1-v1", new.path, below_bytes=10)
+    shutil.rmtree(tmp_path / "trainer" / "policy-e1-v2.delta")
+    compared = write_delta(tmp_path / "trainer" / "policy-e1-v1", new.path, below_bytes=10)
     one, two = weights(1), weights(2)
     changed = sum(int((one[n] != two[n]).sum()) for n in ("a", "b"))
     assert compared.delta is None
     assert compared.elements == 3000 + 1500 + 700
     assert compared.changed == changed
-    assert not (tmp_path / "trainer" / "e1-v2.delta").exists()
-    again = write_delta(tmp_path / "trainer" / "e1-v1", new.path)
+    assert not (tmp_path / "trainer" / "policy-e1-v2.delta").exists()
+    again = write_delta(tmp_path / "trainer" / "policy-e1-v1", new.path)
     assert again.changed == changed
     assert again.changed_share == changed / 5200
 
@@ -90,7 +90,11 @@ def test_what_changed_is_counted(made: tuple[SnapshotInfo, SnapshotInfo, Path], 
 def test_the_manifest_names_base_target_and_every_byte(made: tuple[SnapshotInfo, SnapshotInfo, Path]) -> None:
     new, delta, base = made
     manifest = unseal((delta.path / MANIFEST_FILE).read_bytes())
-    assert (manifest.codec, manifest.base, manifest.tag) == ("delta", VersionTag(1, 1), VersionTag(1, 2))
+    assert (manifest.codec, manifest.base, manifest.tag) == (
+        "delta",
+        VersionTag("policy", 1, 1),
+        VersionTag("policy", 1, 2),
+    )
     assert manifest.target_hash == new.manifest_hash
     assert manifest.base_hash == hash_of((base / MANIFEST_FILE).read_bytes())
     sizes = {patch.tensor: patch.size_bytes for patch in manifest.patches}
@@ -116,8 +120,8 @@ def test_files_that_travel_along_come_from_the_base_or_with_the_delta(tmp_path: 
 
 def test_nothing_changed_is_an_empty_delta(tmp_path: Path) -> None:
     tensors = weights(1)
-    base = write_snapshot(tmp_path, VersionTag(1, 1), tensors)
-    new = write_snapshot(tmp_path, VersionTag(1, 2), tensors)
+    base = write_snapshot(tmp_path, VersionTag("policy", 1, 1), tensors)
+    new = write_snapshot(tmp_path, VersionTag("policy", 1, 2), tensors)
     compared = write_delta(base.path, new.path)
     assert compared.changed == 0
     assert compared.delta is not None
@@ -129,7 +133,7 @@ def test_nothing_changed_is_an_empty_delta(tmp_path: Path) -> None:
 
 def test_a_chain_of_deltas_ends_at_the_published_bytes(tmp_path: Path) -> None:
     versions = [snapshot(tmp_path / "trainer", v) for v in range(4)]
-    at = tmp_path / "node" / "e1-v0"
+    at = tmp_path / "node" / "policy-e1-v0"
     shutil.copytree(versions[0].path, at)
     for base, new in itertools.pairwise(versions):
         delta = write_delta(base.path, new.path).delta
@@ -142,10 +146,10 @@ def test_another_base_is_told_apart_from_damage(
     made: tuple[SnapshotInfo, SnapshotInfo, Path], tmp_path: Path
 ) -> None:
     _, delta, base = made
-    into = base.parent / "e1-v2"
-    refused(base.parent / "e1-v0", delta.path, into, "needs e1-v1 as its base", WrongBase)
-    refused(snapshot(base.parent, 0).path, delta.path, into, "needs e1-v1", WrongBase)
-    other = write_snapshot(tmp_path / "other", VersionTag(1, 1), weights(3), files=FILES)
+    into = base.parent / "policy-e1-v2"
+    refused(base.parent / "policy-e1-v0", delta.path, into, "needs policy-e1-v1 as its base", WrongBase)
+    refused(snapshot(base.parent, 0).path, delta.path, into, "needs policy-e1-v1", WrongBase)
+    other = write_snapshot(tmp_path / "other", VersionTag("policy", 1, 1), weights(3), files=FILES)
     refused(other.path, delta.path, into, "not the announced one", WrongBase)
     data = bytearray((base / MODEL_FILE).read_bytes())
     data[-1] ^= 1
@@ -163,31 +167,31 @@ def test_the_name_of_the_result_must_be_free_and_may_be_given_later(
     made: tuple[SnapshotInfo, SnapshotInfo, Path],
 ) -> None:
     new, delta, base = made
-    apply_delta(base, delta.path, base.parent / ".later").path.rename(base.parent / "e1-v2")
-    open_snapshot(base.parent / "e1-v2", manifest_hash=new.manifest_hash)
-    shutil.rmtree(base.parent / "e1-v2")
-    apply_delta(base, delta.path, base.parent / "e1-v2")
-    refused(base, delta.path, base.parent / "e1-v2", "written once")
-    shutil.rmtree(base.parent / "e1-v2")
+    apply_delta(base, delta.path, base.parent / ".later").path.rename(base.parent / "policy-e1-v2")
+    open_snapshot(base.parent / "policy-e1-v2", manifest_hash=new.manifest_hash)
+    shutil.rmtree(base.parent / "policy-e1-v2")
+    apply_delta(base, delta.path, base.parent / "policy-e1-v2")
+    refused(base, delta.path, base.parent / "policy-e1-v2", "written once")
+    shutil.rmtree(base.parent / "policy-e1-v2")
     with pytest.raises(SnapshotError, match="not the announced one"):
-        apply_delta(base, delta.path, base.parent / "e1-v2", delta_hash="blake3:0")
+        apply_delta(base, delta.path, base.parent / "policy-e1-v2", delta_hash="blake3:0")
 
 
 def test_tensors_of_other_shapes_have_no_delta(tmp_path: Path) -> None:
-    base = write_snapshot(tmp_path, VersionTag(1, 1), {"a": torch.zeros(4)})
+    base = write_snapshot(tmp_path, VersionTag("policy", 1, 1), {"a": torch.zeros(4)})
     for v, other in enumerate(
         ({"a": torch.zeros(5)}, {"a": torch.zeros(4).half()}, {"b": torch.zeros(4)}), 2
     ):
-        new = write_snapshot(tmp_path, VersionTag(1, v), other)
+        new = write_snapshot(tmp_path, VersionTag("policy", 1, v), other)
         assert write_delta(base.path, new.path).delta is None
 
 
 def test_snapshots_in_several_files_of_boxes_have_deltas_too(tmp_path: Path) -> None:
     whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     boxes = {"a.safetensors": ([4, 6], [0, 0]), "b.safetensors": ([4, 6], [4, 0])}
-    base = in_boxes(tmp_path, VersionTag(1, 1), boxes, whole)
+    base = in_boxes(tmp_path, VersionTag("policy", 1, 1), boxes, whole)
     whole[2] += 1
-    new = in_boxes(tmp_path, VersionTag(1, 2), boxes, whole)
+    new = in_boxes(tmp_path, VersionTag("policy", 1, 2), boxes, whole)
     delta = write_delta(base.path, new.path).delta
     assert delta is not None
     want = files_in(new.path)
@@ -197,9 +201,9 @@ def test_snapshots_in_several_files_of_boxes_have_deltas_too(tmp_path: Path) -> 
 
 def test_tensors_of_many_blocks_have_deltas(tmp_path: Path) -> None:
     values = torch.randn(5_000_001, generator=torch.Generator().manual_seed(0)).bfloat16()
-    base = write_snapshot(tmp_path, VersionTag(1, 1), {"w": values})
+    base = write_snapshot(tmp_path, VersionTag("policy", 1, 1), {"w": values})
     values[::4001] = 7
-    new = write_snapshot(tmp_path, VersionTag(1, 2), {"w": values})
+    new = write_snapshot(tmp_path, VersionTag("policy", 1, 2), {"w": values})
     delta = write_delta(base.path, new.path, threads=2).delta
     assert delta is not None
     want = files_in(new.path)
@@ -217,14 +221,14 @@ def test_a_delta_that_lies_about_itself_is_refused(made: tuple[SnapshotInfo, Sna
     _, delta, base = made
     good = unseal((delta.path / MANIFEST_FILE).read_bytes())
     patches = good.patches
-    into = base.parent / "e1-v2"
+    into = base.parent / "policy-e1-v2"
     for changes, match in (
         ({"target_hash": "blake3:0"}, "not the manifest that the delta names"),
         ({"patches": patches[1:]}, "patches"),
         ({"patches": list(reversed(patches))}, "not those of the target's parts"),
         ({"patches": [msgspec.structs.replace(p, size_bytes=p.size_bytes + 1) for p in patches]}, "cover"),
         ({"patches": [msgspec.structs.replace(patches[0], size_bytes=-5), *patches[1:]]}, "cover"),
-        ({"codec": "full"}, "holds e1-v2"),
+        ({"codec": "full"}, "holds policy-e1-v2"),
         ({"base": None}, "is no delta"),
         ({"sidecars": good.sidecars[:1]}, "foreign files"),
     ):

@@ -24,7 +24,7 @@ SECRET = RunSecret(bytes(32))
 
 
 def tag(version: int) -> VersionTag:
-    return VersionTag(1, version)
+    return VersionTag("policy", 1, version)
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -113,7 +113,7 @@ def test_a_receiver_makes_the_version_out_of_the_one_it_holds(
 ) -> None:
     gate.open.set()
     first = publisher.publish(tag(0), weights(0))
-    shutil.copytree(first.path, place / "node" / "e1-v0")
+    shutil.copytree(first.path, place / "node" / "policy-e1-v0")
 
     async def main() -> None:
         async with Node(publisher) as node:
@@ -129,7 +129,10 @@ def test_a_receiver_makes_the_version_out_of_the_one_it_holds(
             path = Path(news.delta.path)
             assert sum(map(os.path.getsize, glob(f"{path}/*"))) == news.delta.size_bytes
             made = apply_delta(
-                place / "node" / "e1-v0", path, place / "node" / "e1-v1", delta_hash=news.delta.manifest_hash
+                place / "node" / "policy-e1-v0",
+                path,
+                place / "node" / "policy-e1-v1",
+                delta_hash=news.delta.manifest_hash,
             )
             assert made.manifest_hash == news.manifest_hash == written.manifest_hash
             opened = open_snapshot(made.path, manifest_hash=news.manifest_hash)

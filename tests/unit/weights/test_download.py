@@ -159,7 +159,9 @@ def test_receivers_that_hold_all_chunks_between_them_are_enough(tmp_path):
 def test_a_download_from_nobody_ends_with_the_reason(tmp_path):
     snapshot = written(tmp_path / "p")
     one = download(None, snapshot, tmp_path / "a", ["tcp://127.0.0.1:9"], give_up_s=0.5)
-    with pytest.raises(SnapshotError, match=r"no source sent anything for 0\.5 s: 0 % of e1-v0 are here"):
+    with pytest.raises(
+        SnapshotError, match=r"no source sent anything for 0\.5 s: 0 % of policy-e1-v0 are here"
+    ):
         asyncio.run(one.run())
 
 

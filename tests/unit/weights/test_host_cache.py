@@ -26,27 +26,27 @@ def names(root: Path) -> set[str]:
 def test_nothing_is_unbounded_the_newest_two_stay_and_what_anybody_holds(tmp_path):
     made = [written(tmp_path, version=version, mib=0.01) for version in range(6)]
     mine = HostCache(tmp_path)
-    mine.hold("e1-v1")
+    mine.hold("policy-e1-v1")
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, tmp_path, "e1-v3", "e9-v9"],
+        [sys.executable, "-c", HOLDER, tmp_path, "policy-e1-v3", "policy-e9-v9"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as other:
         assert other.stdout.readline() == b"True\n"
         mine.sweep()
-        assert names(tmp_path) == {"e1-v1", "e1-v3", "e1-v4", "e1-v5"}
-        assert mine.claim("e9-v9") is None
+        assert names(tmp_path) == {"policy-e1-v1", "policy-e1-v3", "policy-e1-v4", "policy-e1-v5"}
+        assert mine.claim("policy-e9-v9") is None
         other.kill()
         other.wait(60)
-    claim = mine.claim("e9-v9")
+    claim = mine.claim("policy-e9-v9")
     assert claim is not None, "a claim ends with its process"
     os.close(claim)
     mine.sweep()
-    assert names(tmp_path) == {"e1-v1", "e1-v4", "e1-v5"}
-    mine.free("e1-v1")
+    assert names(tmp_path) == {"policy-e1-v1", "policy-e1-v4", "policy-e1-v5"}
+    mine.free("policy-e1-v1")
     mine.sweep()
-    assert names(tmp_path) == {"e1-v4", "e1-v5"}
-    assert mine.find("e1-v5", made[5].manifest_hash) == tmp_path / "e1-v5"
+    assert names(tmp_path) == {"policy-e1-v4", "policy-e1-v5"}
+    assert mine.find("policy-e1-v5", made[5].manifest_hash) == tmp_path / "policy-e1-v5"
     mine.close()
 
 
@@ -54,16 +54,16 @@ def test_a_newer_epoch_is_newer_whatever_its_version(tmp_path):
     for version, epoch in ((8, 1), (9, 1), (3, 2)):
         written(tmp_path, version=version, epoch=epoch, mib=0.01)
     HostCache(tmp_path).sweep()
-    assert names(tmp_path) == {"e1-v9", "e2-v3"}
+    assert names(tmp_path) == {"policy-e1-v9", "policy-e2-v3"}
 
 
 def test_what_fetches_left_behind_goes_but_not_what_is_being_filled(tmp_path):
-    for name in (".partial-e1-v1-aa", ".partial-e1-v2-bb"):
+    for name in (".partial-policy-e1-v1-aa", ".partial-policy-e1-v2-bb"):
         (tmp_path / name).mkdir()
     cache = HostCache(tmp_path)
-    claim = cache.claim("e1-v2")
+    claim = cache.claim("policy-e1-v2")
     cache.sweep()
-    assert {path.name for path in tmp_path.iterdir()} == {".partial-e1-v2-bb", ".claim-e1-v2"}
+    assert {path.name for path in tmp_path.iterdir()} == {".partial-policy-e1-v2-bb", ".claim-policy-e1-v2"}
     os.close(claim)
 
 

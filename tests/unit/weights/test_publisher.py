@@ -22,7 +22,7 @@ SECRET = RunSecret(bytes(32))
 
 
 def tag(version: int, epoch: int = 1) -> VersionTag:
-    return VersionTag(epoch, version)
+    return VersionTag("policy", epoch, version)
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -294,7 +294,7 @@ def test_versions_are_true_a_damaged_snapshot_is_refused_and_the_next_one_opens(
 def test_versions_only_grow(publisher: Publisher) -> None:
     publisher.publish(tag(3), weights(3))
     for old in (tag(3), tag(2)):
-        with pytest.raises(SnapshotError, match="not newer than e1-v3"):
+        with pytest.raises(SnapshotError, match="not newer than policy-e1-v3"):
             publisher.publish(old, weights(0))
     publisher.publish(tag(1, epoch=2), weights(1))
 
@@ -304,7 +304,7 @@ def test_a_publication_that_fails_leaves_the_publisher_working(publisher: Publis
     with pytest.raises(SnapshotError, match="complex"):
         publisher.publish(tag(1), {"w": torch.ones(1, dtype=torch.complex64)})
     publisher.publish(tag(1), weights(1))
-    assert names(place / "shm") == {"e1-v0", "e1-v1"}
+    assert names(place / "shm") == {"policy-e1-v0", "policy-e1-v1"}
 
 
 def test_tensors_may_change_once_published(publisher: Publisher) -> None:
@@ -346,7 +346,7 @@ def test_one_death_is_local_a_new_publisher_clears_what_a_killed_one_left(place:
     killed.start()
     killed.publish(tag(0), weights(0))
     killed.close(remove=False)
-    (root / ".writing-e1-v1").mkdir()
+    (root / ".writing-policy-e1-v1").mkdir()
     (root / ".spare-model").write_bytes(b"x")
     (root / "notes").write_text("not ours")
     fresh = Publisher(root, f"ipc://{place}/s", job="j", access=SECRET)
@@ -365,5 +365,5 @@ def test_a_second_publisher_neither_takes_the_address_nor_the_files(
     with pytest.raises(EndpointError, match="already serves"):
         second.start()
     second.close()
-    assert names(place / "shm") == {"e1-v0"}
+    assert names(place / "shm") == {"policy-e1-v0"}
     assert threading.active_count() == threads

@@ -15,7 +15,7 @@ from areal_async.weights.retention import (
 
 
 def tag(version: int, epoch: int = 1) -> VersionTag:
-    return VersionTag(epoch, version)
+    return VersionTag("policy", epoch, version)
 
 
 def shelf_with(*versions: int, keep: int = 2, evaluate: bool = False) -> RetentionPolicy:

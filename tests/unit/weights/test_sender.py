@@ -80,7 +80,7 @@ class Member:
 
 
 def ask(sender: TensorSender, version: int, group: str = "", engine: str = "rollout-0/0") -> Any:
-    return asyncio.run(sender.answer(AskTensors(engine, group, VersionTag(0, version), 1)))
+    return asyncio.run(sender.answer(AskTensors(engine, group, VersionTag("policy", 0, version), 1)))
 
 
 def assert_equal(taken: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -102,7 +102,7 @@ def test_versions_are_true_what_is_sent_is_what_was_offered_whatever_training_do
     member = Member()
     for version in range(3):
         tensors = weights(version)
-        sender.offer(VersionTag(0, version), tensors)
+        sender.offer(VersionTag("policy", 0, version), tensors)
         for tensor in tensors.values():
             tensor.fill_(9)
         plan = ask(sender, version, member.group)
@@ -113,9 +113,9 @@ def test_versions_are_true_what_is_sent_is_what_was_offered_whatever_training_do
 
 
 def test_versions_are_true_an_offer_does_not_touch_what_is_being_sent(sender: TensorSender) -> None:
-    sender.offer(VersionTag(0, 0), weights(0))
+    sender.offer(VersionTag("policy", 0, 0), weights(0))
     plan, member = ask(sender, 0), Member()
-    sender.offer(VersionTag(0, 1), weights(1))  # before the member has taken anything
+    sender.offer(VersionTag("policy", 0, 1), weights(1))  # before the member has taken anything
     assert_equal(member.take(plan), weights(0))
     wait_for_threads()
     assert_equal(member.take(ask(sender, 1, member.group)), weights(1))
@@ -123,7 +123,7 @@ def test_versions_are_true_an_offer_does_not_touch_what_is_being_sent(sender: Te
 
 def test_only_the_newest_version_is_sent(sender: TensorSender) -> None:
     assert isinstance(ask(sender, 0), SendsNothing)
-    sender.offer(VersionTag(0, 1), weights(1))
+    sender.offer(VersionTag("policy", 0, 1), weights(1))
     assert isinstance(ask(sender, 0), SendsNothing)
     assert isinstance(ask(sender, 2), SendsNothing)
     asyncio.run(sender.close())
@@ -131,7 +131,7 @@ def test_only_the_newest_version_is_sent(sender: TensorSender) -> None:
 
 
 def test_each_engine_has_a_group_of_its_own(sender: TensorSender) -> None:
-    sender.offer(VersionTag(0, 0), weights(0))
+    sender.offer(VersionTag("policy", 0, 0), weights(0))
     plans = [ask(sender, 0, engine=f"rollout-0/{i}") for i in range(3)]
     assert len({plan.group for plan in plans}) == 3
     # In another order than they asked in: nobody waits for anybody.
@@ -141,7 +141,7 @@ def test_each_engine_has_a_group_of_its_own(sender: TensorSender) -> None:
 
 def test_one_death_is_local_a_member_that_never_comes_costs_only_its_group() -> None:
     with serving(limit_s=2.0) as sender:
-        sender.offer(VersionTag(0, 0), weights(0))
+        sender.offer(VersionTag("policy", 0, 0), weights(0))
         absent = ask(sender, 0)
         assert_equal(Member().take(ask(sender, 0, engine="rollout-1/0")), weights(0))
         wait_for_threads()
@@ -165,7 +165,7 @@ os._exit(1)
 
 def test_one_death_is_local_a_member_that_dies_while_it_takes(sender: TensorSender) -> None:
     large = {f"layer.{i}": torch.ones(1_500_000) for i in range(4)}  # more than sockets hold
-    sender.offer(VersionTag(0, 0), large)
+    sender.offer(VersionTag("policy", 0, 0), large)
     plan = ask(sender, 0)
     given = [msgspec.msgpack.encode(plan).hex(), str(Path(__file__).parent)]
     done = subprocess.run([sys.executable, "-c", DIES, *given], timeout=DEADLINE_S, check=False)
@@ -177,21 +177,21 @@ def test_one_death_is_local_a_member_that_dies_while_it_takes(sender: TensorSend
 
 
 def test_a_request_that_is_repeated_gets_a_group_that_works(sender: TensorSender) -> None:
-    sender.offer(VersionTag(0, 0), weights(0))
+    sender.offer(VersionTag("policy", 0, 0), weights(0))
     first, second = ask(sender, 0), ask(sender, 0)
     assert first.group != second.group
     assert_equal(Member().take(second), weights(0))
 
 
 def test_a_group_that_is_still_sent_to_is_not_used_twice(sender: TensorSender) -> None:
-    sender.offer(VersionTag(0, 0), weights(0))
+    sender.offer(VersionTag("policy", 0, 0), weights(0))
     first = ask(sender, 0)
     assert ask(sender, 0, first.group).group != first.group
 
 
 def test_too_many_sends_are_refused() -> None:
     with serving(max_sends=2) as sender:
-        sender.offer(VersionTag(0, 0), weights(0))
+        sender.offer(VersionTag("policy", 0, 0), weights(0))
         plans = [ask(sender, 0, engine=str(i)) for i in range(3)]
         assert isinstance(plans[2], SendsNothing)
         for plan in plans[:2]:

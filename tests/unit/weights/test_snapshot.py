@@ -16,7 +16,7 @@ from areal_async.weights.manifest import MANIFEST_SCHEMA, Manifest, Part, seal, 
 from areal_async.weights.snapshot import MODEL_FILE, open_snapshot, write_snapshot
 from tests.unit.weights.world import in_boxes
 
-TAG = VersionTag(2, 5)
+TAG = VersionTag("policy", 2, 5)
 
 
 def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_kept_mapping_is_filled_again_at_whatever_size(tmp_path: Path) -> None
     mapped, first = None, 0
     for version, n in enumerate((1000, 1000, 10, 3000)):
         values = torch.arange(float(n)) + version
-        tag = VersionTag(1, version)
+        tag = VersionTag("policy", 1, version)
         written = write_snapshot(tmp_path, tag, {"a": values}, reuse=mapped)
         assert torch.equal(open_snapshot(written.path).tensors["a"], values)
         mapped = written.mapped
@@ -248,7 +248,7 @@ def test_a_manifest_that_does_not_describe_its_files_is_refused(tmp_path: Path) 
     replace = msgspec.structs.replace
     wrong: list[dict[str, object]] = [
         {"schema": 99},
-        {"tag": VersionTag(2, 6)},
+        {"tag": VersionTag("policy", 2, 6)},
         {"parts": [a]},
         {"parts": [a, b, replace(b, file="absent")]},
         {"parts": [replace(a, dtype="F16"), b]},

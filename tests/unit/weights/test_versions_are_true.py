@@ -52,7 +52,7 @@ def world() -> Iterator[World]:
     written = {
         v: write_snapshot(
             root,
-            VersionTag(1, v),
+            VersionTag("policy", 1, v),
             tensors_of(v),
             files={"config.json": b'{"v": %d}' % v},
             tied={"d": "a"},
@@ -75,7 +75,7 @@ def test_versions_are_true_an_intact_snapshot_opens_as_it_was_written(world: Wor
     world.restore()
     for version, written in world.written.items():
         snapshot = open_snapshot(written.path, manifest_hash=written.manifest_hash)
-        assert snapshot.tag == VersionTag(1, version)
+        assert snapshot.tag == VersionTag("policy", 1, version)
         assert snapshot.tensors.keys() == {"a", "b", "c", "d"}
         for name, tensor in tensors_of(version).items():
             assert torch.equal(snapshot.tensors[name], tensor)
@@ -203,5 +203,5 @@ def test_versions_are_true_tensors_asked_for_later_are_verified_then(world: Worl
         file.write(bytes(len(world.contents[3]["model.safetensors"])))
     for name, tensor in tensors_of(3).items():
         assert torch.equal(snapshot.tensors[name], tensor)
-    with pytest.raises(SnapshotError, match="e1-v3 is refused"):
+    with pytest.raises(SnapshotError, match="policy-e1-v3 is refused"):
         _ = late.tensors

@@ -36,7 +36,7 @@ def written(root: Path, version: int = 0, mib: float = 3.0, seed: int = 0, epoch
     n = int(mib * (1 << 20)) // 4
     tensors = {"w": torch.rand(n, generator=generator), "b": torch.arange(7 + version)}
     files: dict[str, bytes | Path] = {"config.json": b"{}", "empty.txt": b""}
-    return write_snapshot(root, VersionTag(epoch, version), tensors, files=files)
+    return write_snapshot(root, VersionTag("policy", epoch, version), tensors, files=files)
 
 
 def in_boxes(
