@@ -70,9 +70,9 @@ class LedgerWriter:
         return future
 
     async def close(self) -> None:
-        """Wait for the answers to what was sent, then disconnect."""
-        if self._under_way:
-            await asyncio.wait(list(self._under_way), timeout=CLOSE_LIMIT_S)
+        """Wait until what was sent is answered and whoever waits for it was told; then disconnect."""
+        if self.tail is not None:
+            await asyncio.wait([self.tail], timeout=CLOSE_LIMIT_S)
         self._failure = self._failure or StoreUnavailable("the buffer stops")
         self._pipe.close()
 
