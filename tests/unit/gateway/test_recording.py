@@ -24,6 +24,7 @@ from tests.unit.gateway.fakes import (
     serving,
 )
 
+pytestmark = pytest.mark.anyio
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
 OPENAI_TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 ANTHROPIC_TOOL: Any = {"name": "add", "input_schema": {"type": "object"}}
@@ -85,23 +86,20 @@ def test_a_tool_call_that_no_reply_could_carry_is_text(
 
 @pytest.mark.parametrize(("template", "before"), [(LLAMA, "<|python_tag|>"), (MISTRAL, "[TOOL_CALLS]")])
 @pytest.mark.parametrize("what", BROKEN)
-def test_so_it_is_in_every_family(what: str, template: str, before: str) -> None:
+async def test_so_it_is_in_every_family(what: str, template: str, before: str) -> None:
     tokenizer = make_tokenizer(template)
     said = before + BROKEN[what].replace(
         "arguments", "parameters" if before == "<|python_tag|>" else "arguments"
     )
 
-    async def main() -> None:
-        engine = Scripted(tokenizer, [said + "{END}"])
-        async with serving(engine, tokenizer) as (gateway, _, _session):
-            ctx = make_context(engine, tokenizer, gateway, max_new_tokens=10_000)
-            async with ctx.gateway() as session, client_of(session) as http:
-                reply = await http.post("/v1/chat/completions", json={**CHAT, "tools": [OPENAI_TOOL]})
-                assert reply.status_code == 200
-                assert reply.json()["choices"][0]["message"]["content"] == said
-                assert session.calls == 1
-
-    asyncio.run(main())
+    engine = Scripted(tokenizer, [said + "{END}"])
+    async with serving(engine, tokenizer) as (gateway, _, _session):
+        ctx = make_context(engine, tokenizer, gateway, max_new_tokens=10_000)
+        async with ctx.gateway() as session, client_of(session) as http:
+            reply = await http.post("/v1/chat/completions", json={**CHAT, "tools": [OPENAI_TOOL]})
+            assert reply.status_code == 200
+            assert reply.json()["choices"][0]["message"]["content"] == said
+            assert session.calls == 1
 
 
 NESTED = {
@@ -227,73 +225,64 @@ def test_an_answer_whose_client_left_as_it_was_made_is_not_recorded(stream: bool
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_an_answer_is_recorded_when_its_last_byte_has_left(reads: bool, tokenizer: Any) -> None:
+async def test_an_answer_is_recorded_when_its_last_byte_has_left(reads: bool, tokenizer: Any) -> None:
     """It is longer than what the kernel holds for a client that does not read."""
 
-    async def main() -> None:
-        engine = Scripted(tokenizer, ["x" * 9000 + "{END}"] * 8)
-        async with serving(engine, tokenizer) as (gateway, _, _session):
-            ctx = make_context(engine, tokenizer, gateway, max_new_tokens=10_000)
-            async with ctx.gateway() as session:
-                body = CHAT | {"logprobs": True, "n": 8}
-                client = await asyncio.to_thread(raw_client, session, body, receive_bytes=4096)
-                server = gateway.server
-                await until(lambda: any(c.transport.get_write_buffer_size() for c in server.connections))
-                assert session.calls == 0, "some of it is still here"
-                if reads:
-                    seen = b""
-                    while b'"usage":' not in seen[-400:]:
-                        seen += await asyncio.to_thread(client.recv, 1 << 20)
-                client.close()
-                await until(lambda: not server.state.tasks)
-                assert session.calls == int(reads)
-
-    asyncio.run(main())
-
-
-def test_an_idempotent_answer_is_recorded_when_somebody_is_sent_it(tokenizer: Any) -> None:
-    async def main() -> None:
-        engine = Scripted(tokenizer, ["one{END}"])
-        async with serving(engine, tokenizer) as (gateway, _, session), client_of(session) as http:
-            held, server = asyncio.Event(), gateway.server
-
-            async def hold(_: Any) -> None:
-                await held.wait()
-
-            engine.gate = hold
-            headers = {"idempotency-key": "k"}
-            gone = asyncio.ensure_future(http.post("/v1/chat/completions", json=CHAT, headers=headers))
-            await until(lambda: engine.begun)
-            gone.cancel()
+    engine = Scripted(tokenizer, ["x" * 9000 + "{END}"] * 8)
+    async with serving(engine, tokenizer) as (gateway, _, _session):
+        ctx = make_context(engine, tokenizer, gateway, max_new_tokens=10_000)
+        async with ctx.gateway() as session:
+            body = CHAT | {"logprobs": True, "n": 8}
+            client = await asyncio.to_thread(raw_client, session, body, receive_bytes=4096)
+            server = gateway.server
+            await until(lambda: any(c.transport.get_write_buffer_size() for c in server.connections))
+            assert session.calls == 0, "some of it is still here"
+            if reads:
+                seen = b""
+                while b'"usage":' not in seen[-400:]:
+                    seen += await asyncio.to_thread(client.recv, 1 << 20)
+            client.close()
             await until(lambda: not server.state.tasks)
-            held.set()
-            await until(lambda: engine.log)
-            assert session.calls == 0, "nobody has it"
-            for _ in range(2):
-                reply = await http.post("/v1/chat/completions", json=CHAT, headers=headers)
-                assert reply.json()["choices"][0]["message"]["content"] == "one"
-                assert session.calls == 1
-
-    asyncio.run(main())
+            assert session.calls == int(reads)
 
 
-def test_an_answer_that_was_sent_and_cannot_be_recorded_fails_the_episode(tokenizer: Any) -> None:
+async def test_an_idempotent_answer_is_recorded_when_somebody_is_sent_it(tokenizer: Any) -> None:
+    engine = Scripted(tokenizer, ["one{END}"])
+    async with serving(engine, tokenizer) as (gateway, _, session), client_of(session) as http:
+        held, server = asyncio.Event(), gateway.server
+
+        async def hold(_: Any) -> None:
+            await held.wait()
+
+        engine.gate = hold
+        headers = {"idempotency-key": "k"}
+        gone = asyncio.ensure_future(http.post("/v1/chat/completions", json=CHAT, headers=headers))
+        await until(lambda: engine.begun)
+        gone.cancel()
+        await until(lambda: not server.state.tasks)
+        held.set()
+        await until(lambda: engine.log)
+        assert session.calls == 0, "nobody has it"
+        for _ in range(2):
+            reply = await http.post("/v1/chat/completions", json=CHAT, headers=headers)
+            assert reply.json()["choices"][0]["message"]["content"] == "one"
+            assert session.calls == 1
+
+
+async def test_an_answer_that_was_sent_and_cannot_be_recorded_fails_the_episode(tokenizer: Any) -> None:
     class Torn(Scripted):
         def result(self, request: Any, said: str) -> Any:
             result = super().result(request, said)
             return dataclasses.replace(result, versions=result.versions[:-1])
 
-    async def main() -> None:
-        engine = Torn(tokenizer)
-        async with serving(engine, tokenizer) as (gateway, _, _session):
+    engine = Torn(tokenizer)
+    async with serving(engine, tokenizer) as (gateway, _, _session):
 
-            async def episode() -> None:
-                async with make_context(engine, tokenizer, gateway).gateway() as session:
-                    async with client_of(session) as http:
-                        reply = await http.post("/v1/chat/completions", json=CHAT)
-                        assert reply.status_code == 200
+        async def episode() -> None:
+            async with make_context(engine, tokenizer, gateway).gateway() as session:
+                async with client_of(session) as http:
+                    reply = await http.post("/v1/chat/completions", json=CHAT)
+                    assert reply.status_code == 200
 
-            with pytest.raises(GatewayError, match="do not match"):
-                await episode()
-
-    asyncio.run(main())
+        with pytest.raises(GatewayError, match="do not match"):
+            await episode()

@@ -27,6 +27,7 @@ from tests.unit.gateway.fakes import (
     serving,
 )
 
+pytestmark = pytest.mark.anyio
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
 
 
@@ -61,135 +62,114 @@ def client_of(session: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=session.origin, headers=headers, trust_env=False)
 
 
-def test_a_key_works_while_its_episode_lasts(tokenizer: Any) -> None:
-    async def main() -> None:
-        engine = Scripted(tokenizer)
-        async with serving(engine, tokenizer) as (gateway, _, first):
-            other = make_context(engine, tokenizer, gateway)
-            async with other.gateway() as second, client_of(second) as http:
-                assert first.api_key != second.api_key
-                assert len(second.api_key) > 32
-                assert second.origin.startswith("http://127.0.0.1:")
-                assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
-            assert (first.calls, second.calls) == (0, 1)
-            async with httpx.AsyncClient(base_url=first.origin, trust_env=False) as http:
-                for key, reason in (
-                    (second.api_key, "has ended"),
-                    ("guess", "no session has this API key"),
-                    ("", "an API key is needed"),
-                ):
-                    reply = await http.post("/v1/messages", json=CHAT, headers={"x-api-key": key})
-                    assert reply.status_code == 401
-                    assert reply.json()["error"]["type"] == "authentication_error"
-                    assert reason in reply.json()["error"]["message"]
-            client = openai.AsyncOpenAI(base_url=first.openai_base_url, api_key=second.api_key)
-            with pytest.raises(openai.AuthenticationError, match="has ended"):
-                await client.models.list()
-
-    asyncio.run(main())
+async def test_a_key_works_while_its_episode_lasts(tokenizer: Any) -> None:
+    engine = Scripted(tokenizer)
+    async with serving(engine, tokenizer) as (gateway, _, first):
+        other = make_context(engine, tokenizer, gateway)
+        async with other.gateway() as second, client_of(second) as http:
+            assert first.api_key != second.api_key
+            assert len(second.api_key) > 32
+            assert second.origin.startswith("http://127.0.0.1:")
+            assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        assert (first.calls, second.calls) == (0, 1)
+        async with httpx.AsyncClient(base_url=first.origin, trust_env=False) as http:
+            for key, reason in (
+                (second.api_key, "has ended"),
+                ("guess", "no session has this API key"),
+                ("", "an API key is needed"),
+            ):
+                reply = await http.post("/v1/messages", json=CHAT, headers={"x-api-key": key})
+                assert reply.status_code == 401
+                assert reply.json()["error"]["type"] == "authentication_error"
+                assert reason in reply.json()["error"]["message"]
+        client = openai.AsyncOpenAI(base_url=first.openai_base_url, api_key=second.api_key)
+        with pytest.raises(openai.AuthenticationError, match="has ended"):
+            await client.models.list()
 
 
-def test_nothing_of_an_episode_is_kept_once_it_has_ended(tokenizer: Any) -> None:
+async def test_nothing_of_an_episode_is_kept_once_it_has_ended(tokenizer: Any) -> None:
     async def episode(gateway: Gateway, engine: Any) -> weakref.ref[Any]:
         async with make_context(engine, tokenizer, gateway).gateway() as session, client_of(session) as http:
             assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
             assert session.calls == 1
             return weakref.ref(session.builder)
 
-    async def main() -> None:
-        gateway = Gateway(GatewaySection(), tokenizer, job="job", max_model_len=4096)
-        kept = [await episode(gateway, Talking(tokenizer)) for _ in range(3)]
-        # A connection that is closing may still hold its last request for a moment.
-        async with asyncio.timeout(20):
-            while any(one() is not None for one in kept):
-                await asyncio.sleep(0.01)
-                gc.collect()
+    gateway = Gateway(GatewaySection(), tokenizer, job="job", max_model_len=4096)
+    kept = [await episode(gateway, Talking(tokenizer)) for _ in range(3)]
+    # A connection that is closing may still hold its last request for a moment.
+    async with asyncio.timeout(20):
+        while any(one() is not None for one in kept):
+            await asyncio.sleep(0.01)
+            gc.collect()
+    await gateway.close()
+
+
+async def test_the_key_may_be_in_the_url(tokenizer: Any) -> None:
+    async with serving(Scripted(tokenizer), tokenizer) as (_, _ctx, session):
+        one = openai.AsyncOpenAI(base_url=session.keyed_openai_base_url, api_key="fixed")
+        two = anthropic.AsyncAnthropic(base_url=session.keyed_anthropic_base_url, api_key="fixed")
+        await one.chat.completions.create(**CHAT)
+        await two.messages.create(**CHAT, max_tokens=8)
+        assert session.calls == 2
+        async with httpx.AsyncClient(base_url=session.origin, trust_env=False) as http:
+            reply = await http.post("/session/guess/v1/chat/completions", json=CHAT)
+            assert reply.status_code == 401
+            unknown = await http.get(f"/session/{session.api_key}/nothing")
+            assert session.api_key not in unknown.text
+
+
+async def test_nothing_listens_before_an_episode_asks_and_after_the_end(tokenizer: Any) -> None:
+    gateway = Gateway(GatewaySection(), tokenizer, job="j", max_model_len=64)
+    assert gateway.address == ""
+    await gateway.close()
+    async with serving(Scripted(tokenizer), tokenizer) as (gateway, _, session):
+        port = int(session.origin.rpartition(":")[2])
         await gateway.close()
-
-    asyncio.run(main())
-
-
-def test_the_key_may_be_in_the_url(tokenizer: Any) -> None:
-    async def main() -> None:
-        async with serving(Scripted(tokenizer), tokenizer) as (_, _ctx, session):
-            one = openai.AsyncOpenAI(base_url=session.keyed_openai_base_url, api_key="fixed")
-            two = anthropic.AsyncAnthropic(base_url=session.keyed_anthropic_base_url, api_key="fixed")
-            await one.chat.completions.create(**CHAT)
-            await two.messages.create(**CHAT, max_tokens=8)
-            assert session.calls == 2
-            async with httpx.AsyncClient(base_url=session.origin, trust_env=False) as http:
-                reply = await http.post("/session/guess/v1/chat/completions", json=CHAT)
-                assert reply.status_code == 401
-                unknown = await http.get(f"/session/{session.api_key}/nothing")
-                assert session.api_key not in unknown.text
-
-    asyncio.run(main())
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
 
 
-def test_nothing_listens_before_an_episode_asks_and_after_the_end(tokenizer: Any) -> None:
-    async def main() -> None:
-        gateway = Gateway(GatewaySection(), tokenizer, job="j", max_model_len=64)
-        assert gateway.address == ""
-        await gateway.close()
-        async with serving(Scripted(tokenizer), tokenizer) as (gateway, _, session):
-            port = int(session.origin.rpartition(":")[2])
-            await gateway.close()
-            with pytest.raises(OSError, match="refused"):
-                socket.create_connection(("127.0.0.1", port), timeout=5)
-
-    asyncio.run(main())
-
-
-def test_a_taken_port_and_an_open_address_are_refused_by_name(tokenizer: Any) -> None:
+async def test_a_taken_port_and_an_open_address_are_refused_by_name(tokenizer: Any) -> None:
     for host in ("0.0.0.0", "example.org"):
         with pytest.raises(ValidationError, match="loopback"):
             GatewaySection(host=host)
 
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            with pytest.raises(GatewayError, match=r"rollout\.gateway\.port"):
-                async with serving(Scripted(tokenizer), tokenizer, port=port):
-                    pass
-        context = make_context(Scripted(tokenizer), tokenizer, None)  # type: ignore[arg-type]
-        with pytest.raises(ArealError, match="without a gateway"):
-            context.gateway()
-
-    asyncio.run(main())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(GatewayError, match=r"rollout\.gateway\.port"):
+            async with serving(Scripted(tokenizer), tokenizer, port=port):
+                pass
+    context = make_context(Scripted(tokenizer), tokenizer, None)  # type: ignore[arg-type]
+    with pytest.raises(ArealError, match="without a gateway"):
+        context.gateway()
 
 
-def test_too_much_at_once_is_refused(tokenizer: Any) -> None:
-    async def main() -> None:
-        engine = Gated(tokenizer)
-        how: Any = {"max_calls": 3, "max_body_bytes": 2000}
-        async with serving(engine, tokenizer, **how) as (_, _ctx, session), client_of(session) as http:
-            first = asyncio.ensure_future(http.post("/v1/chat/completions", json=CHAT | {"n": 2}))
-            await engine.until(lambda: len(engine.begun) == 2)
-            refused = await http.post("/v1/chat/completions", json=CHAT | {"n": 2})
-            assert refused.status_code == 429
-            assert refused.headers["retry-after"]
-            assert "max_calls" in refused.json()["error"]["message"]
-            assert (await http.post("/v1/chat/completions", json=CHAT | {"n": 4})).status_code == 400
-            long = await http.post("/v1/chat/completions", json=CHAT | {"user": "x" * 2000})
-            assert long.status_code == 413
-            engine.open.set()
-            assert (await first).status_code == 200
-            assert (await http.post("/v1/chat/completions", json=CHAT | {"n": 3})).status_code == 200
-
-    asyncio.run(main())
+async def test_too_much_at_once_is_refused(tokenizer: Any) -> None:
+    engine = Gated(tokenizer)
+    how: Any = {"max_calls": 3, "max_body_bytes": 2000}
+    async with serving(engine, tokenizer, **how) as (_, _ctx, session), client_of(session) as http:
+        first = asyncio.ensure_future(http.post("/v1/chat/completions", json=CHAT | {"n": 2}))
+        await engine.until(lambda: len(engine.begun) == 2)
+        refused = await http.post("/v1/chat/completions", json=CHAT | {"n": 2})
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"]
+        assert "max_calls" in refused.json()["error"]["message"]
+        assert (await http.post("/v1/chat/completions", json=CHAT | {"n": 4})).status_code == 400
+        long = await http.post("/v1/chat/completions", json=CHAT | {"user": "x" * 2000})
+        assert long.status_code == 413
+        engine.open.set()
+        assert (await first).status_code == 200
+        assert (await http.post("/v1/chat/completions", json=CHAT | {"n": 3})).status_code == 200
 
 
-def test_a_call_past_its_deadline_is_aborted_and_leaves_no_trace(tokenizer: Any) -> None:
-    async def main() -> None:
-        engine = Gated(tokenizer)
-        async with serving(engine, tokenizer, call_timeout_s=0.05) as (_, _ctx, session):
-            async with client_of(session) as http:
-                reply = await http.post("/v1/chat/completions", json=CHAT)
-                assert reply.status_code == 504
-            assert engine.cancelled == 1
-            assert session.calls == 0
-
-    asyncio.run(main())
+async def test_a_call_past_its_deadline_is_aborted_and_leaves_no_trace(tokenizer: Any) -> None:
+    engine = Gated(tokenizer)
+    async with serving(engine, tokenizer, call_timeout_s=0.05) as (_, _ctx, session):
+        async with client_of(session) as http:
+            reply = await http.post("/v1/chat/completions", json=CHAT)
+            assert reply.status_code == 504
+        assert engine.cancelled == 1
+        assert session.calls == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -212,7 +192,7 @@ def test_a_client_that_goes_away_ends_its_call(stream: bool, tokenizer: Any) -> 
     assert len(episode.segments) == 2, "of the abandoned call not even the prompt is recorded"
 
 
-def test_a_client_that_goes_away_in_mid_stream_ends_its_call(tokenizer: Any) -> None:
+async def test_a_client_that_goes_away_in_mid_stream_ends_its_call(tokenizer: Any) -> None:
     class Slow(Gated):
         async def stream(self, request: Any) -> Any:
             self.begun.append(request)
@@ -221,55 +201,46 @@ def test_a_client_that_goes_away_in_mid_stream_ends_its_call(tokenizer: Any) -> 
             yield result.token_ids[:4]
             await self._hold(request)
 
-    async def main() -> None:
-        engine = Slow(tokenizer)
-        async with serving(engine, tokenizer) as (_, _ctx, session), client_of(session) as http:
-            async with http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as reply:
-                async for line in reply.aiter_lines():
-                    if "some" in line:
-                        break
-            while session.running:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            assert session.calls == 0
-
-    asyncio.run(main())
+    engine = Slow(tokenizer)
+    async with serving(engine, tokenizer) as (_, _ctx, session), client_of(session) as http:
+        async with http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as reply:
+            async for line in reply.aiter_lines():
+                if "some" in line:
+                    break
+        while session.running:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert session.calls == 0
 
 
-def test_clients_that_never_end_their_request_are_closed(tokenizer: Any) -> None:
-    async def main() -> None:
-        async with serving(Scripted(tokenizer), tokenizer) as (_, _ctx, session):
-            port = int(session.origin.rpartition(":")[2])
-            slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
-            for _, writer in slow:
-                writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
-            for reader, writer in slow:
-                with contextlib.suppress(ConnectionError):
-                    assert await reader.read() == b""
-                writer.close()
-            async with client_of(session) as http:
-                assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
-
-    asyncio.run(main())
+async def test_clients_that_never_end_their_request_are_closed(tokenizer: Any) -> None:
+    async with serving(Scripted(tokenizer), tokenizer) as (_, _ctx, session):
+        port = int(session.origin.rpartition(":")[2])
+        slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
+        for _, writer in slow:
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
+        for reader, writer in slow:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+        async with client_of(session) as http:
+            assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
 
-def test_ending_the_episode_ends_its_calls(tokenizer: Any) -> None:
-    async def main() -> None:
-        engine = Gated(tokenizer)
-        async with serving(engine, tokenizer) as (gateway, _, _session):
-            ctx = make_context(engine, tokenizer, gateway)
-            async with ctx.gateway() as session:
-                http = client_of(session)
-                calls = [
-                    asyncio.ensure_future(http.post("/v1/chat/completions", json=CHAT, headers=headers))
-                    for headers in ({}, {"idempotency-key": "k"})
-                ]
-                await engine.until(lambda: len(engine.begun) == 2)
-            assert engine.cancelled == 2
-            assert [(await call).status_code for call in calls] == [401, 401]
-            assert session.calls == 0
-            await http.aclose()
-
-    asyncio.run(main())
+async def test_ending_the_episode_ends_its_calls(tokenizer: Any) -> None:
+    engine = Gated(tokenizer)
+    async with serving(engine, tokenizer) as (gateway, _, _session):
+        ctx = make_context(engine, tokenizer, gateway)
+        async with ctx.gateway() as session:
+            http = client_of(session)
+            calls = [
+                asyncio.ensure_future(http.post("/v1/chat/completions", json=CHAT, headers=headers))
+                for headers in ({}, {"idempotency-key": "k"})
+            ]
+            await engine.until(lambda: len(engine.begun) == 2)
+        assert engine.cancelled == 2
+        assert [(await call).status_code for call in calls] == [401, 401]
+        assert session.calls == 0
+        await http.aclose()
 
 
 def test_an_idempotent_call_is_executed_once(tokenizer: Any) -> None:
@@ -310,27 +281,24 @@ def test_an_idempotent_call_is_executed_once(tokenizer: Any) -> None:
     assert len(log) == 2
 
 
-def test_a_failed_idempotent_call_may_be_tried_again_and_memory_is_bounded(tokenizer: Any) -> None:
-    async def main() -> None:
-        engine = Scripted(tokenizer)
-        async with serving(engine, tokenizer, idempotency_keys=2) as (_, _ctx, session):
-            async with client_of(session) as http:
+async def test_a_failed_idempotent_call_may_be_tried_again_and_memory_is_bounded(tokenizer: Any) -> None:
+    engine = Scripted(tokenizer)
+    async with serving(engine, tokenizer, idempotency_keys=2) as (_, _ctx, session):
+        async with client_of(session) as http:
 
-                async def call(key: str) -> int:
-                    headers = {"idempotency-key": key}
-                    return (await http.post("/v1/chat/completions", json=CHAT, headers=headers)).status_code
+            async def call(key: str) -> int:
+                headers = {"idempotency-key": key}
+                return (await http.post("/v1/chat/completions", json=CHAT, headers=headers)).status_code
 
-                engine.fail = EngineError("lost")
-                assert await call("a") == 503
-                engine.fail = None
-                assert [await call(key) for key in ("a", "a", "b", "c", "d")] == [200] * 5
-                assert session.calls == 4
-                assert await call("d") == 200
-                assert session.calls == 4
-                assert await call("a") == 200, "two keys are remembered, and this is none of them"
-                assert session.calls == 5
-
-    asyncio.run(main())
+            engine.fail = EngineError("lost")
+            assert await call("a") == 503
+            engine.fail = None
+            assert [await call(key) for key in ("a", "a", "b", "c", "d")] == [200] * 5
+            assert session.calls == 4
+            assert await call("d") == 200
+            assert session.calls == 4
+            assert await call("a") == 200, "two keys are remembered, and this is none of them"
+            assert session.calls == 5
 
 
 def test_calls_of_one_session_run_at_the_same_time(tokenizer: Any) -> None:

@@ -178,3 +178,9 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     path = made.directory / "tokenizer_config.json"
     path.write_text(path.read_text().replace('"eos_token": "<eos>",', ""))
     return made
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """What runs the tests that are coroutines."""
+    return "asyncio"

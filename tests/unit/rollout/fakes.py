@@ -52,6 +52,16 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.most = 0
 
+    def hold(self) -> asyncio.Event:
+        """Requests wait until the event is set."""
+        released = asyncio.Event()
+
+        async def gate(request: GenerateRequest) -> None:
+            await released.wait()
+
+        self.gate = gate
+        return released
+
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         assert request.request_id not in self.running
         self.running[request.request_id] = request

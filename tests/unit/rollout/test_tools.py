@@ -97,7 +97,8 @@ def test_a_long_answer_is_cut_and_says_so() -> None:
     assert call(long, "ab").text == "ab" * 50 + "… (cut: 100 of 2000 characters)"
 
 
-def test_nothing_is_unbounded_hanging_calls_hold_at_most_their_places() -> None:
+@pytest.mark.anyio
+async def test_nothing_is_unbounded_hanging_calls_hold_at_most_their_places() -> None:
     held = threading.Event()
     started = threading.Semaphore(0)
 
@@ -105,31 +106,26 @@ def test_nothing_is_unbounded_hanging_calls_hold_at_most_their_places() -> None:
         started.release()
         held.wait(60)
 
-    async def main() -> None:
-        blocking = BlockingCalls(limit=3)
-        calls = [blocking(hang, timeout_s=0.05) for _ in range(10)]
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        assert all(isinstance(outcome, CallTimeout) for outcome in outcomes)
-        assert sum("all 3 threads" in str(outcome) for outcome in outcomes) == 7
-        for _ in range(3):
-            assert await asyncio.to_thread(started.acquire, timeout=60)
-        assert not started.acquire(blocking=False)
-        held.set()
-        # A place is free again when what held it has ended.
-        assert await blocking(lambda: 5, timeout_s=60.0) == 5
-
-    asyncio.run(main())
+    blocking = BlockingCalls(limit=3)
+    calls = [blocking(hang, timeout_s=0.05) for _ in range(10)]
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(outcome, CallTimeout) for outcome in outcomes)
+    assert sum("all 3 threads" in str(outcome) for outcome in outcomes) == 7
+    for _ in range(3):
+        assert await asyncio.to_thread(started.acquire, timeout=60)
+    assert not started.acquire(blocking=False)
+    held.set()
+    # A place is free again when what held it has ended.
+    assert await blocking(lambda: 5, timeout_s=60.0) == 5
 
 
-def test_a_timeout_error_of_the_call_itself_is_its_own() -> None:
+@pytest.mark.anyio
+async def test_a_timeout_error_of_the_call_itself_is_its_own() -> None:
     def fails() -> None:
         raise TimeoutError("of the site it asked")
 
-    async def main() -> None:
-        with pytest.raises(TimeoutError, match="of the site"):
-            await BlockingCalls()(fails, timeout_s=5.0)
-
-    asyncio.run(main())
+    with pytest.raises(TimeoutError, match="of the site"):
+        await BlockingCalls()(fails, timeout_s=5.0)
 
 
 @pytest.mark.parametrize(

@@ -314,10 +314,7 @@ def test_a_new_version_is_asked_with_at_once_beside_the_older_request() -> None:
 
 def test_leases_are_renewed_well_before_their_end() -> None:
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        async def gate(request: GenerateRequest) -> None:
-            await asyncio.Event().wait()
-
-        engine.gate = gate
+        engine.hold()
         loop = asyncio.get_running_loop()
         await buffer.add(group(0, life_ms=300))
         await buffer.until(lambda: buffer.beats)
@@ -443,15 +440,11 @@ def test_requests_carry_their_episode_and_the_turn_of_their_lease() -> None:
 
 def test_more_run_at_once_as_long_as_the_engine_takes_them() -> None:
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        release = asyncio.Event()
-
-        async def gate(request: GenerateRequest) -> None:
-            await release.wait()
+        release = engine.hold()
 
         def limit() -> float | None:
             return REGISTRY.get_sample_value("areal_rollout_concurrency_limit")
 
-        engine.gate = gate
         await eventually(lambda: limit() == 16)
         await buffer.add(*(group(n) for n in range(20)))
         await eventually(lambda: worker.status().running == 16)
@@ -464,17 +457,15 @@ def test_more_run_at_once_as_long_as_the_engine_takes_them() -> None:
     drive(FakeBuffer, body, max_concurrent=32, concurrency="adaptive", look_s=0.01)
 
 
-def test_fewer_run_at_once_while_replicas_are_lost() -> None:
-    async def main() -> None:
-        tuner = ConcurrencyTuner(job(max_concurrent=32).rollout)
-        changes: list[int] = []
-        running = asyncio.ensure_future(
-            tuner.run(FakeEngine().stats, lambda: changes.append(tuner.concurrency.limit))
-        )
-        tuner.serving(0.5)
-        await eventually(lambda: changes == [16])
-        tuner.serving(1.0)
-        await eventually(lambda: changes == [16, 32])
-        running.cancel()
-
-    asyncio.run(main())
+@pytest.mark.anyio
+async def test_fewer_run_at_once_while_replicas_are_lost() -> None:
+    tuner = ConcurrencyTuner(job(max_concurrent=32).rollout)
+    changes: list[int] = []
+    running = asyncio.ensure_future(
+        tuner.run(FakeEngine().stats, lambda: changes.append(tuner.concurrency.limit))
+    )
+    tuner.serving(0.5)
+    await eventually(lambda: changes == [16])
+    tuner.serving(1.0)
+    await eventually(lambda: changes == [16, 32])
+    running.cancel()

@@ -12,7 +12,6 @@ from areal_async.rpc.messages import Leases, VersionTag
 from rollout_service.engines.base import (
     EngineError,
     GenerateRequest,
-    GenerateResult,
 )
 from rollout_service.worker import Worker, WorkerTiming
 from rollout_service.worker.failures import MAX_FAILURES
@@ -31,12 +30,7 @@ from tests.unit.rollout.fakes import (
 
 def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> None:
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        release = asyncio.Event()
-
-        async def gate(request: GenerateRequest) -> None:
-            await release.wait()
-
-        engine.gate = gate
+        release = engine.hold()
         await buffer.add(group(0, life_ms=90))
         await eventually(lambda: worker.status().running)
         await buffer.drain("rollout-0", "it is to be moved")
@@ -53,10 +47,7 @@ def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> None:
 
 def test_a_worker_that_need_not_drain_any_more_does_not_say_so() -> None:
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        async def gate(request: GenerateRequest) -> None:
-            await asyncio.Event().wait()
-
-        engine.gate = gate
+        engine.hold()
         await buffer.add(group(0, life_ms=90))
         await eventually(lambda: worker.status().running)
         await buffer.drain("rollout-0", "it is to be moved")
@@ -94,31 +85,21 @@ def test_a_stop_sends_what_is_finished_and_hands_the_rest_over() -> None:
     assert engine.running == {}
 
 
-def test_a_stop_waits_for_what_finishes_within_the_grace_and_leases_no_more() -> None:
+@pytest.mark.anyio
+async def test_a_stop_waits_for_what_finishes_within_the_grace_and_leases_no_more() -> None:
     """`SIGTERM` sets `stop`; the episodes that run then are not lost."""
-    gate = asyncio.Event()
-    stop = asyncio.Event()
-
-    class Slow(FakeEngine):
-        async def generate(self, request: GenerateRequest) -> GenerateResult:
-            await gate.wait()
-            return await super().generate(request)
-
-    async def main() -> FakeBuffer:
-        buffer, engine = FakeBuffer([group(0)]), Slow()
-        render = Renderer(LetterTokenizer())
-        worker = Worker(buffer, engine, load_workflow("single_turn"), render, job=job(), name="rollout-0")
-        running = asyncio.ensure_future(worker.run(stop))
-        async with asyncio.timeout(DEADLINE_S):
-            await eventually(lambda: worker.status().running == 4)
-            stop.set()
-            await buffer.until(lambda: buffer.draining)
-            await buffer.add(group(1))
-            gate.set()
-            await running
-        return buffer
-
-    buffer = asyncio.run(main())
+    stop, buffer, engine = asyncio.Event(), FakeBuffer([group(0)]), FakeEngine()
+    release = engine.hold()
+    render = Renderer(LetterTokenizer())
+    worker = Worker(buffer, engine, load_workflow("single_turn"), render, job=job(), name="rollout-0")
+    running = asyncio.ensure_future(worker.run(stop))
+    async with asyncio.timeout(DEADLINE_S):
+        await eventually(lambda: worker.status().running == 4)
+        stop.set()
+        await buffer.until(lambda: buffer.draining)
+        await buffer.add(group(1))
+        release.set()
+        await running
     assert buffer.whole(0)
     assert buffer.released == {}
     assert len(buffer.groups) == 1, "nothing was leased after the stop"
@@ -177,27 +158,20 @@ def test_a_stop_does_not_wait_for_a_buffer_that_is_gone(monkeypatch: pytest.Monk
     drive(FakeBuffer, body, timing=WorkerTiming(drain_s=0.05, flush_s=0.05))
 
 
-def test_a_drained_worker_ends_by_itself_once_it_has_finished_what_it_had() -> None:
-    async def main() -> tuple[Worker, FakeBuffer]:
-        buffer, engine, release = FakeBuffer([group(0, life_ms=90)]), FakeEngine(), asyncio.Event()
-
-        async def gate(request: GenerateRequest) -> None:
-            await release.wait()
-
-        engine.gate = gate
-        render = Renderer(LetterTokenizer())
-        worker = Worker(buffer, engine, load_workflow("single_turn"), render, job=job(), name="rollout-0")  # type: ignore[arg-type]
-        running = asyncio.ensure_future(worker.run(asyncio.Event()))
-        async with asyncio.timeout(DEADLINE_S):
-            await eventually(lambda: worker.status().running == 4)
-            await buffer.drain("rollout-0", "it is to be moved")
-            await eventually(lambda: worker.status().draining)
-            assert not running.done()
-            release.set()
-            await running
-        return worker, buffer
-
-    worker, buffer = asyncio.run(main())
+@pytest.mark.anyio
+async def test_a_drained_worker_ends_by_itself_once_it_has_finished_what_it_had() -> None:
+    buffer, engine = FakeBuffer([group(0, life_ms=90)]), FakeEngine()
+    release = engine.hold()
+    render = Renderer(LetterTokenizer())
+    worker = Worker(buffer, engine, load_workflow("single_turn"), render, job=job(), name="rollout-0")
+    running = asyncio.ensure_future(worker.run(asyncio.Event()))
+    async with asyncio.timeout(DEADLINE_S):
+        await eventually(lambda: worker.status().running == 4)
+        await buffer.drain("rollout-0", "it is to be moved")
+        await eventually(lambda: worker.status().draining)
+        assert not running.done()
+        release.set()
+        await running
     assert worker.drained
     assert buffer.whole(0)
     assert buffer.released == {}
@@ -205,10 +179,7 @@ def test_a_drained_worker_ends_by_itself_once_it_has_finished_what_it_had() -> N
 
 def test_a_drained_worker_whose_time_is_over_hands_back_the_rest_and_counts_as_drained() -> None:
     async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        async def hang(request: GenerateRequest) -> None:
-            await asyncio.Event().wait()
-
-        engine.gate = hang
+        engine.hold()
         await buffer.add(group(0, life_ms=90))
         await eventually(lambda: worker.status().running == 4)
         await buffer.drain("rollout-0", "it is to be moved")

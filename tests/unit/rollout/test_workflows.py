@@ -229,24 +229,22 @@ def test_what_is_sampled_otherwise_than_trained_is_context_or_refused(
     assert row.segment_of_unit()[row.mask == 1].tolist() == [1] * 6
 
 
-def test_an_aborted_request_makes_no_episode(endless: Any, tokenizer: Any) -> None:
-    async def main() -> None:
-        engine = endless.engine()
-        await engine.start(endless.weights(0))
-        ctx = context(engine, tokenizer)
-        call = asyncio.ensure_future(ctx.generate("1+2=", max_new_tokens=90))
-        while not engine.stats().tokens_total:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        await engine.abort(["t#0.0//0"])
-        with pytest.raises(EpisodeAborted):
-            await call
-        with pytest.raises(RequestError, match="vocabulary"):
-            await ctx.generate([3, 4_000])
-        with pytest.raises(ValueError, match="prompt"):
-            await ctx.generate()
-        await engine.stop()
-
-    asyncio.run(main())
+@pytest.mark.anyio
+async def test_an_aborted_request_makes_no_episode(endless: Any, tokenizer: Any) -> None:
+    engine = endless.engine()
+    await engine.start(endless.weights(0))
+    ctx = context(engine, tokenizer)
+    call = asyncio.ensure_future(ctx.generate("1+2=", max_new_tokens=90))
+    while not engine.stats().tokens_total:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await engine.abort(["t#0.0//0"])
+    with pytest.raises(EpisodeAborted):
+        await call
+    with pytest.raises(RequestError, match="vocabulary"):
+        await ctx.generate([3, 4_000])
+    with pytest.raises(ValueError, match="prompt"):
+        await ctx.generate()
+    await engine.stop()
 
 
 def test_seeds_of_calls_differ_in_every_part() -> None:
