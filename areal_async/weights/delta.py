@@ -370,7 +370,7 @@ class DeltaPublisher:
 
     def __init__(
         self,
-        policy: DeltaPolicy,
+        policy: DeltaPolicy | None,
         lock: threading.Condition,
         on_done: Callable[[VersionTag, VersionTag], None],
         write: Callable[..., DeltaStats] = write_delta,
@@ -388,16 +388,19 @@ class DeltaPublisher:
         """Of the newest version that was compared with its base."""
 
     def begin(self, base: SnapshotInfo | None, new: SnapshotInfo) -> bool:
-        """`new` is published. Whether a delta against `base` is being made from now on."""
+        """`new` is published. Whether a delta against `base` is being made from now on; without a policy none
+        ever is."""
+        if (policy := self._policy) is None:
+            return False
         self._since_anchor += 1
-        if base is None or self._since_anchor == self._policy.anchor_every:
+        if base is None or self._since_anchor == policy.anchor_every:
             self._since_anchor = 0
             return False
         if self._making is not None:
             log.debug("no delta: the last one is still being made", version=new.tag.version)
             return False
         self._making = (base.tag, new.tag)
-        self._pool.submit(self._make, base, new)
+        self._pool.submit(self._make, base, new, int(new.size_bytes * policy.below_share))
         return True
 
     def pending(self, tag: VersionTag | None, holds: VersionTag | None) -> bool:
@@ -418,13 +421,13 @@ class DeltaPublisher:
         self._stop.set()
         self._pool.shutdown()
 
-    def _make(self, base: SnapshotInfo, new: SnapshotInfo) -> None:
+    def _make(self, base: SnapshotInfo, new: SnapshotInfo, below_bytes: int) -> None:
         stats: DeltaStats | None = None
         try:
             stats = self._write(
                 base.path,
                 new.path,
-                below_bytes=int(new.size_bytes * self._policy.below_share),
+                below_bytes=below_bytes,
                 threads=max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2)),
                 stop=self._stop.is_set,
             )

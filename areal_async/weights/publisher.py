@@ -5,7 +5,7 @@ Promises:
 - Receivers are served by a thread of its own: a training step does not delay them, nor they it.
 - Deltas are made by another thread, out of what is published already (`delta.py`): a snapshot is announced
   in full at once, and only receivers that can use the delta being made wait for it.
-- Memory is bounded by the retention rules of `shelf.py`; old allocations are filled again where nobody
+- Memory is bounded by the retention rules of `retention.py`; old allocations are filled again where nobody
   reads them.
 - `close` leaves no thread, no socket and no file.
 
@@ -82,33 +82,25 @@ class Publisher:
         self._channel = channel if channel is not None else PublishingEnd()
         self._node_id = node_id
         self._clock = clock
-        self._shelf = RetentionPolicy(keep, int(hold_s * 1000), bases=deltas is not None)
+        self._kept = RetentionPolicy(keep, int(hold_s * 1000), bases=deltas is not None)
         self._spare: MappedFile | None = None
         self._written: dict[VersionTag, SnapshotInfo] = {}
         self._acks: deque[AckSnapshot] = deque(maxlen=MAX_ACKS)
         self._finished = False
         self._closing = False
         self._lock = threading.Condition()
-        self._offers = (
-            DeltaPublisher(deltas, self._lock, self._delta_done, delta_writer) if deltas is not None else None
-        )
+        self._deltas = DeltaPublisher(deltas, self._lock, self._delta_done, delta_writer)
         self._server = Server(endpoint, service="weights", job=job, access=access, handler=self._handle)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._changed: asyncio.Event | None = None
 
     @property
-    def evaluations_dropped(self) -> int:
-        """Snapshots pinned for evaluation and dropped, since the evaluator was too slow for them."""
-        with self._lock:
-            return self._shelf.evaluations_dropped
-
-    @property
-    def measured(self) -> DeltaStats | None:
+    def delta_stats(self) -> DeltaStats | None:
         """What the newest version that was compared with its base had changed; None before the first, and
         where no deltas are made."""
         with self._lock:
-            return self._offers.stats if self._offers is not None else None
+            return self._deltas.stats
 
     def start(self) -> None:
         """Serve. What an earlier publisher left under `root` is removed. Raises `EndpointError`."""
@@ -155,7 +147,7 @@ class Publisher:
         self._channel.add(written.path, written.manifest_hash)
         with self._lock:
             self._written[tag] = written
-            self._shelf.add(tag, evaluate=evaluate, final=final)
+            self._kept.add(tag, evaluate=evaluate, final=final)
             self._finished = final
             self._begin_delta(written)
         self._wake()
@@ -177,7 +169,7 @@ class Publisher:
     def wait_evaluated(self, timeout_s: float) -> bool:
         """Wait until no pinned snapshot awaits evaluation; False when the time was not enough."""
         with self._lock:
-            return self._lock.wait_for(lambda: not self._shelf.pending_evaluations, timeout_s)
+            return self._lock.wait_for(lambda: not self._kept.pending_evaluations, timeout_s)
 
     def close(self, *, remove: bool = True) -> None:
         """Stop serving and, unless told otherwise, remove every snapshot. Nobody is told that nothing
@@ -187,11 +179,10 @@ class Publisher:
             return
         self._closing = True
         self._wake()
+        self._deltas.close()
         asyncio.run_coroutine_threadsafe(self._stop_server(), loop).result()
         _end_loop(loop, thread)
         self._loop = self._thread = None
-        if self._offers is not None:
-            self._offers.close()
         for mapped in (self._spare, *(written.mapped for written in self._written.values())):
             if mapped is not None:
                 mapped.close()
@@ -201,7 +192,7 @@ class Publisher:
     # --- the trainer's side --------------------------------------------------------------------------
 
     def _check_order(self, tag: VersionTag) -> None:
-        newest = self._shelf.newest
+        newest = self._kept.newest
         if self._finished:
             raise SnapshotError(f"{directory_name(tag)} cannot follow the final snapshot")
         if newest is not None and tag <= newest:
@@ -210,7 +201,7 @@ class Publisher:
     def _make_room(self) -> None:
         """Remove what is retired, but for one model file that the next snapshot may fill."""
         try:
-            self._remove(self._shelf.retire(self._now_ms()))
+            self._remove(self._kept.retire(self._now_ms()))
         except OSError as error:
             raise SnapshotError(f"an old snapshot under {self._root} cannot be removed: {error}") from error
 
@@ -228,24 +219,20 @@ class Publisher:
             elif mapped is not None:
                 mapped.close()
             shutil.rmtree(written.path)
-            delta = self._offers.withdraw(tag) if self._offers is not None else None
-            if delta is not None:
+            if (delta := self._deltas.withdraw(tag)) is not None:
                 self._channel.remove(delta.manifest_hash)
                 shutil.rmtree(delta.path)
 
     def _begin_delta(self, written: SnapshotInfo) -> None:
-        if self._offers is None:
-            return
-        base = self._shelf.base()
-        if self._offers.begin(self._written[base] if base is not None else None, written):
+        base = self._kept.base()
+        if self._deltas.begin(self._written[base] if base is not None else None, written):
             assert base is not None
-            self._shelf.use(base, written.tag)
+            self._kept.use(base, written.tag)
 
     def _delta_done(self, base: VersionTag, new: VersionTag) -> None:
         """Called by the thread that makes deltas, under the lock."""
-        self._shelf.release(base, new)
-        offer = self._offers.get(new, base) if self._offers is not None else None
-        if offer is not None:
+        self._kept.release(base, new)
+        if (offer := self._deltas.get(new, base)) is not None:
             self._channel.add(Path(offer.path), offer.manifest_hash)
         if not self._closing:
             self._wake()
@@ -284,9 +271,9 @@ class Publisher:
             return await self._wait_snapshot(message)
         if isinstance(message, AckSnapshot):
             with self._lock:
-                self._shelf.acknowledge(message.receiver, message.purpose, message.tag)
+                self._kept.acknowledge(message.receiver, message.purpose, message.tag)
                 if message.purpose == "serve" and not message.error:
-                    self._shelf.serves(message.receiver, message.tag, self._now_ms())
+                    self._kept.serves(message.receiver, message.tag, self._now_ms())
                 self._acks.append(message)
                 self._lock.notify_all()
             self._wake_waiters()
@@ -313,11 +300,10 @@ class Publisher:
 
     def _look(self, message: WaitSnapshot) -> SnapshotNotice | NoNews:
         with self._lock:
-            offers = self._offers if message.deltas else None
-            serve = message.purpose == "serve"
-            if serve and offers is not None and offers.pending(self._shelf.newest, message.after):
+            serve, deltas = message.purpose == "serve", self._deltas
+            if serve and message.deltas and deltas.pending(self._kept.newest, message.after):
                 return NoNews()
-            ask = self._shelf.serve if serve else self._shelf.evaluate
+            ask = self._kept.serve if serve else self._kept.evaluate
             tag = ask(message.receiver, message.after, self._now_ms())
             if tag is not None:
                 written = self._written[tag]
@@ -325,13 +311,13 @@ class Publisher:
                     tag,
                     str(written.path),
                     written.manifest_hash,
-                    self._shelf.is_final(tag),
+                    self._kept.is_final(tag),
                     written.size_bytes,
                     self._node_id,
-                    offers.get(tag, message.after) if offers is not None else None,
+                    deltas.get(tag, message.after) if message.deltas else None,
                 )
             due = message.purpose == "evaluate" and any(
-                message.after is None or pin > message.after for pin in self._shelf.pending_evaluations
+                message.after is None or pin > message.after for pin in self._kept.pending_evaluations
             )
             return NoNews(finished=self._finished and not due)
 

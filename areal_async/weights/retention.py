@@ -143,7 +143,7 @@ class RetentionPolicy:
             self._pins.remove(tag)
 
     def retire(self, now_ms: int) -> list[Retired]:
-        """Take everything off the shelf that nothing keeps."""
+        """Forget every snapshot that nothing keeps, and return them."""
         self._expire(now_ms)
         kept = {*self._tags[-self._keep :], *self._pins}
         kept.update(self._used)

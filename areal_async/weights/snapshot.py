@@ -9,9 +9,9 @@ Promises:
   it: what changes on disk afterwards cannot change what was opened, and what is torn, mixed between
   versions, truncated, extended or altered anywhere is a `SnapshotError`.
 - `open_snapshot(…, tensors=False)` hashes every byte as well and keeps none: for engines that read the
-  directory themselves. That the files stay what they were is then the publisher's hold on them (`shelf.py`),
-  which lasts until the acknowledgement. Whoever asks such a snapshot for tensors after all gets private ones,
-  verified anew.
+  directory themselves. That the files stay what they were is then the publisher's hold on them (see
+  `retention.py`), which lasts until the acknowledgement. Whoever asks such a snapshot for tensors after all
+  gets private ones, verified anew.
 
 It does not promise durability over a power loss (nothing is fsynced: snapshots live in shared memory).
 """

@@ -231,7 +231,7 @@ class RlTrainer:
     def _weights_figures(self) -> dict[str, object] | None:
         if self._publisher is None or self._written is None:
             return None
-        measured = self._publisher.measured
+        measured = self._publisher.delta_stats
         if measured is not None and measured.tag != self._measured:
             self._measured = measured.tag
             metrics.WEIGHTS_BYTES.labels("delta").inc(measured.delta_bytes or 0)

@@ -185,7 +185,7 @@ class Patient(Publisher):
         written = super().publish(tag, tensors, evaluate=evaluate, final=final)
         ticker = threading.Event()
         for _ in range(2000):
-            if tag.version == 0 or (self.measured is not None and self.measured.tag == tag):
+            if tag.version == 0 or (self.delta_stats is not None and self.delta_stats.tag == tag):
                 break
             ticker.wait(0.01)
         return written

@@ -139,7 +139,7 @@ def test_a_receiver_makes_the_version_out_of_the_one_it_holds(
             assert torch.equal(opened.tensors["w"], weights(1)["w"])
 
     asyncio.run(main())
-    measured = publisher.measured
+    measured = publisher.delta_stats
     assert measured is not None
     assert (measured.tag, measured.base, measured.changed_share) == (tag(1), tag(0), 0.01)
     assert measured.delta_bytes is not None
@@ -182,7 +182,7 @@ def test_what_a_delta_is_made_of_stays_until_it_is_made(publisher: Publisher, ga
     made = [publisher.publish(tag(version), weights(version)) for version in range(4)]
     assert all(w.path.exists() for w in made)  # 1 is made of 0; 2 and 3 are the newest
     gate.open.set()
-    _until(lambda: publisher.measured is not None)
+    _until(lambda: publisher.delta_stats is not None)
     publisher.publish(tag(4), weights(4))
     assert [w.path.exists() for w in made] == [False, False, True, True]
 
@@ -215,7 +215,7 @@ def test_a_receiver_that_refused_a_version_does_not_serve_it(publisher: Publishe
     gate.open.set()
     for version in range(2):
         publisher.publish(tag(version), weights(version))
-    _until(lambda: publisher.measured is not None)
+    _until(lambda: publisher.delta_stats is not None)
 
     async def main() -> None:
         async with Node(publisher) as node:
@@ -249,8 +249,8 @@ def test_a_delta_that_saves_little_is_counted_and_not_offered(publisher: Publish
     generator = torch.Generator().manual_seed(0)
     for version in range(2):
         publisher.publish(tag(version), {"w": torch.randn(10_000, generator=generator)})
-    _until(lambda: publisher.measured is not None)
-    measured = publisher.measured
+    _until(lambda: publisher.delta_stats is not None)
+    measured = publisher.delta_stats
     assert measured is not None
     assert measured.changed_share > 0.99
     assert measured.delta_bytes is None

@@ -18,192 +18,184 @@ def tag(version: int, epoch: int = 1) -> VersionTag:
     return VersionTag("policy", epoch, version)
 
 
-def shelf_with(*versions: int, keep: int = 2, evaluate: bool = False) -> RetentionPolicy:
-    shelf = RetentionPolicy(keep, hold_ms=1000)
+def policy_with(*versions: int, evaluate: bool = False, bases: bool = False) -> RetentionPolicy:
+    policy = RetentionPolicy(2, hold_ms=1000, bases=bases)
+    add(policy, *versions, evaluate=evaluate)
+    return policy
+
+
+def add(policy: RetentionPolicy, *versions: int, evaluate: bool = False) -> None:
     for version in versions:
-        shelf.add(tag(version), evaluate=evaluate, final=False)
-    return shelf
+        policy.add(tag(version), evaluate=evaluate, final=False)
 
 
 def test_the_next_delta_starts_from_what_most_receivers_serve() -> None:
-    shelf = RetentionPolicy(2, hold_ms=1000, bases=True)
-    assert shelf.base() is None
-    shelf.add(tag(0), evaluate=False, final=False)
-    assert shelf.base() is None
-    for version in (1, 2):
-        shelf.add(tag(version), evaluate=False, final=False)
-    assert shelf.base() == tag(1)  # nobody has said anything: the one before
-    shelf.serves("a", tag(0), 0)
-    assert shelf.base() == tag(0)
-    shelf.serves("b", tag(1), 0)
-    assert shelf.base() == tag(1)  # of equally many the newest
-    shelf.serves("c", tag(0), 0)
-    assert shelf.base() == tag(0)
-    shelf.serves("c", tag(1), 0)
-    shelf.serves("a", tag(2), 0)  # the newest is no base of itself
-    assert shelf.base() == tag(1)
+    policy = RetentionPolicy(2, hold_ms=1000, bases=True)
+    assert policy.base() is None
+    policy.add(tag(0), evaluate=False, final=False)
+    assert policy.base() is None
+    add(policy, *(1, 2))
+    assert policy.base() == tag(1)  # nobody has said anything: the one before
+    policy.serves("a", tag(0), 0)
+    assert policy.base() == tag(0)
+    policy.serves("b", tag(1), 0)
+    assert policy.base() == tag(1)  # of equally many the newest
+    policy.serves("c", tag(0), 0)
+    assert policy.base() == tag(0)
+    policy.serves("c", tag(1), 0)
+    policy.serves("a", tag(2), 0)  # the newest is no base of itself
+    assert policy.base() == tag(1)
 
 
 def test_a_base_in_use_stays_and_goes_when_its_receivers_move_on() -> None:
-    shelf = RetentionPolicy(2, hold_ms=1000, bases=True)
-    for version in range(5):
-        shelf.add(tag(version), evaluate=False, final=False)
-    shelf.serves("slow", tag(0), 0)
-    assert shelf.retire(0) == [Retired(tag(1), True), Retired(tag(2), True)]
-    assert shelf.base() == tag(0)
-    shelf.serves("slow", tag(3), 0)
-    assert shelf.retire(0) == [Retired(tag(0), True)]
-    for version in range(5, 8):
-        shelf.add(tag(version), evaluate=False, final=False)
-    shelf.serves("slow", tag(2), 0)  # gone long ago: it keeps nothing, and is no base
-    assert [retired.tag for retired in shelf.retire(0)] == [tag(3), tag(4), tag(5)]
-    assert shelf.base() == tag(6)
+    policy = policy_with(0, 1, 2, 3, 4, bases=True)
+    policy.serves("slow", tag(0), 0)
+    assert policy.retire(0) == [Retired(tag(1), True), Retired(tag(2), True)]
+    assert policy.base() == tag(0)
+    policy.serves("slow", tag(3), 0)
+    assert policy.retire(0) == [Retired(tag(0), True)]
+    add(policy, *range(5, 8))
+    policy.serves("slow", tag(2), 0)  # gone long ago: it keeps nothing, and is no base
+    assert [retired.tag for retired in policy.retire(0)] == [tag(3), tag(4), tag(5)]
+    assert policy.base() == tag(6)
 
 
 def test_what_workers_that_left_had_served_is_no_base_for_ever() -> None:
-    shelf = RetentionPolicy(2, hold_ms=1000, bases=True)
-    for version in range(3):
-        shelf.add(tag(version), evaluate=False, final=False)
+    policy = policy_with(0, 1, 2, bases=True)
     for gone in ("a", "b"):
-        shelf.serves(gone, tag(0), 0)
-    shelf.serves("stays", tag(1), 0)
-    assert shelf.retire(SILENT_MS - 1) == []
-    assert shelf.base() == tag(0)
-    shelf.serve("stays", tag(2), SILENT_MS - 1)  # it has nothing to say, and is there
-    assert shelf.retire(SILENT_MS) == [Retired(tag(0), True)]
-    assert shelf.base() == tag(1)
+        policy.serves(gone, tag(0), 0)
+    policy.serves("stays", tag(1), 0)
+    assert policy.retire(SILENT_MS - 1) == []
+    assert policy.base() == tag(0)
+    policy.serve("stays", tag(2), SILENT_MS - 1)  # it has nothing to say, and is there
+    assert policy.retire(SILENT_MS) == [Retired(tag(0), True)]
+    assert policy.base() == tag(1)
 
 
 def test_what_a_delta_is_being_made_of_stays() -> None:
-    shelf = shelf_with(0, 1)
-    shelf.use(tag(0), tag(1))
-    for version in (2, 3, 4):
-        shelf.add(tag(version), evaluate=False, final=False)
-    assert [retired.tag for retired in shelf.retire(0)] == [tag(2)]
-    shelf.use(tag(1), tag(4))
-    shelf.release(tag(0), tag(1))
-    assert [retired.tag for retired in shelf.retire(0)] == [tag(0)]
-    shelf.release(tag(1), tag(4))
-    assert [retired.tag for retired in shelf.retire(0)] == [tag(1)]
+    policy = policy_with(0, 1)
+    policy.use(tag(0), tag(1))
+    add(policy, *(2, 3, 4))
+    assert [retired.tag for retired in policy.retire(0)] == [tag(2)]
+    policy.use(tag(1), tag(4))
+    policy.release(tag(0), tag(1))
+    assert [retired.tag for retired in policy.retire(0)] == [tag(0)]
+    policy.release(tag(1), tag(4))
+    assert [retired.tag for retired in policy.retire(0)] == [tag(1)]
 
 
 def test_nothing_is_unbounded_the_word_of_receivers_is_forgotten_in_time() -> None:
-    shelf = RetentionPolicy(2, hold_ms=1000, bases=True)
-    for version in range(3):
-        shelf.add(tag(version), evaluate=False, final=False)
-    shelf.serves("first", tag(0), 0)
+    policy = policy_with(0, 1, 2, bases=True)
+    policy.serves("first", tag(0), 0)
     for i in range(MAX_RECEIVERS):
-        shelf.serves(f"r{i}", tag(9), 0)
-    assert shelf.base() == tag(1)
+        policy.serves(f"r{i}", tag(9), 0)
+    assert policy.base() == tag(1)
 
 
 def test_serving_skips_to_the_newest() -> None:
-    shelf = shelf_with(0, 1, 2)
-    assert shelf.serve("r", None, 0) == tag(2)
-    assert shelf.serve("r", tag(0), 0) == tag(2)
-    assert shelf.serve("r", tag(2), 0) is None
+    policy = policy_with(0, 1, 2)
+    assert policy.serve("r", None, 0) == tag(2)
+    assert policy.serve("r", tag(0), 0) == tag(2)
+    assert policy.serve("r", tag(2), 0) is None
 
 
 def test_a_newer_epoch_is_newer_whatever_its_version() -> None:
-    shelf = shelf_with(8, 9)
-    shelf.add(tag(5, epoch=2), evaluate=False, final=False)
-    assert shelf.serve("r", tag(9), 0) == tag(5, epoch=2)
+    policy = policy_with(8, 9)
+    policy.add(tag(5, epoch=2), evaluate=False, final=False)
+    assert policy.serve("r", tag(9), 0) == tag(5, epoch=2)
     with pytest.raises(ValueError, match="not newer"):
-        shelf.add(tag(10), evaluate=False, final=False)
+        policy.add(tag(10), evaluate=False, final=False)
 
 
 def test_evaluation_gets_every_pinned_one_in_order() -> None:
-    shelf = shelf_with(0, 1, 2, evaluate=True)
+    policy = policy_with(0, 1, 2, evaluate=True)
     for version in (0, 1, 2):
-        assert shelf.evaluate("e", None, 0) == tag(version)
-        assert shelf.evaluate("e", None, 0) == tag(version)  # asked again after a restart
-        shelf.acknowledge("e", "evaluate", tag(version))
-    assert shelf.evaluate("e", None, 0) is None
-    assert shelf.pending_evaluations == []
+        assert policy.evaluate("e", None, 0) == tag(version)
+        assert policy.evaluate("e", None, 0) == tag(version)  # asked again after a restart
+        policy.acknowledge("e", "evaluate", tag(version))
+    assert policy.evaluate("e", None, 0) is None
+    assert policy.pending_evaluations == []
 
 
 def test_two_evaluators_share_the_work() -> None:
-    shelf = shelf_with(0, 1, evaluate=True)
-    assert shelf.evaluate("e1", None, 0) == tag(0)
-    assert shelf.evaluate("e2", None, 0) == tag(1)
-    assert shelf.evaluate("e1", tag(0), 0) is None
+    policy = policy_with(0, 1, evaluate=True)
+    assert policy.evaluate("e1", None, 0) == tag(0)
+    assert policy.evaluate("e2", None, 0) == tag(1)
+    assert policy.evaluate("e1", tag(0), 0) is None
 
 
 def test_the_work_of_an_evaluator_that_died_is_offered_again() -> None:
-    shelf = shelf_with(0, evaluate=True)
-    assert shelf.evaluate("e1", None, 0) == tag(0)
-    assert shelf.evaluate("e2", None, 999) is None
-    assert shelf.evaluate("e2", None, 1000) == tag(0)
+    policy = policy_with(0, evaluate=True)
+    assert policy.evaluate("e1", None, 0) == tag(0)
+    assert policy.evaluate("e2", None, 999) is None
+    assert policy.evaluate("e2", None, 1000) == tag(0)
 
 
 def test_nothing_is_unbounded_an_evaluation_that_falls_behind_loses_the_oldest_but_never_the_ends() -> None:
-    shelf = RetentionPolicy(2, hold_ms=1000)
-    shelf.add(tag(0), evaluate=True, final=False)
+    policy = RetentionPolicy(2, hold_ms=1000)
+    policy.add(tag(0), evaluate=True, final=False)
     for version in range(1, 10):
-        shelf.add(tag(version), evaluate=True, final=version == 9)
-    assert shelf.pending_evaluations == [tag(0), tag(7), tag(8), tag(9)]
-    assert shelf.evaluations_dropped == 6
-    assert shelf.is_final(tag(9))
-    assert not shelf.is_final(tag(8))
+        policy.add(tag(version), evaluate=True, final=version == 9)
+    assert policy.pending_evaluations == [tag(0), tag(7), tag(8), tag(9)]
+    assert policy.evaluations_dropped == 6
+    assert policy.is_final(tag(9))
+    assert not policy.is_final(tag(8))
 
 
 def test_what_is_being_evaluated_is_not_dropped() -> None:
-    shelf = shelf_with(1, evaluate=True)
-    assert shelf.evaluate("e", None, 0) == tag(1)
+    policy = policy_with(1, evaluate=True)
+    assert policy.evaluate("e", None, 0) == tag(1)
     for version in (2, 3, 4, 5):
-        shelf.add(tag(version), evaluate=True, final=False)
-    assert shelf.pending_evaluations == [tag(1), tag(4), tag(5)]
+        policy.add(tag(version), evaluate=True, final=False)
+    assert policy.pending_evaluations == [tag(1), tag(4), tag(5)]
 
 
 def test_old_ones_retire_and_may_be_filled_again() -> None:
-    assert shelf_with(0, 1, 2, 3).retire(0) == [Retired(tag(0), True), Retired(tag(1), True)]
+    assert policy_with(0, 1, 2, 3).retire(0) == [Retired(tag(0), True), Retired(tag(1), True)]
 
 
 def test_what_a_receiver_was_told_of_stays_until_acknowledged() -> None:
-    shelf = shelf_with(0)
-    shelf.serve("r", None, 0)
-    for version in (1, 2, 3):
-        shelf.add(tag(version), evaluate=False, final=False)
-    assert shelf.retire(0) == [Retired(tag(1), True)]
-    shelf.acknowledge("r", "serve", tag(0))
-    assert shelf.retire(0) == [Retired(tag(0), True)]
+    policy = policy_with(0)
+    policy.serve("r", None, 0)
+    add(policy, *(1, 2, 3))
+    assert policy.retire(0) == [Retired(tag(1), True)]
+    policy.acknowledge("r", "serve", tag(0))
+    assert policy.retire(0) == [Retired(tag(0), True)]
 
 
 def test_what_a_receiver_never_acknowledged_is_not_filled_again() -> None:
-    shelf = shelf_with(0)
-    shelf.serve("r", None, 0)
-    for version in (1, 2):
-        shelf.add(tag(version), evaluate=False, final=False)
-    assert shelf.retire(999) == []
-    assert shelf.retire(1000) == [Retired(tag(0), False)]
+    policy = policy_with(0)
+    policy.serve("r", None, 0)
+    add(policy, *(1, 2))
+    assert policy.retire(999) == []
+    assert policy.retire(1000) == [Retired(tag(0), False)]
 
 
 def test_nothing_is_unbounded_a_receiver_that_never_acknowledges_holds_only_a_few() -> None:
-    shelf = shelf_with()
+    policy = policy_with()
     for version in range(MAX_HOLDS + 4):
-        shelf.add(tag(version), evaluate=False, final=False)
-        assert shelf.serve("r", None, 0) == tag(version)
-    assert shelf.retire(0) == [Retired(tag(version), False) for version in range(4)]
+        add(policy, version)
+        assert policy.serve("r", None, 0) == tag(version)
+    assert policy.retire(0) == [Retired(tag(version), False) for version in range(4)]
 
 
 def test_acknowledging_a_newer_one_ends_older_holds() -> None:
-    shelf = shelf_with(0)
-    shelf.serve("r", None, 0)
-    shelf.add(tag(1), evaluate=False, final=False)
-    shelf.serve("r", None, 0)
-    for version in (2, 3):
-        shelf.add(tag(version), evaluate=False, final=False)
-    shelf.acknowledge("r", "serve", tag(1))
-    assert shelf.retire(0) == [Retired(tag(0), True), Retired(tag(1), True)]
+    policy = policy_with(0)
+    policy.serve("r", None, 0)
+    policy.add(tag(1), evaluate=False, final=False)
+    policy.serve("r", None, 0)
+    add(policy, *(2, 3))
+    policy.acknowledge("r", "serve", tag(1))
+    assert policy.retire(0) == [Retired(tag(0), True), Retired(tag(1), True)]
 
 
-class Shelves(RuleBasedStateMachine):
+class Policies(RuleBasedStateMachine):
     KEEP, HOLD_MS = 2, 50
     receivers = st.sampled_from(["r0", "r1"])
 
     def __init__(self) -> None:
         super().__init__()
-        self.shelf = RetentionPolicy(self.KEEP, self.HOLD_MS)
+        self.policy = RetentionPolicy(self.KEEP, self.HOLD_MS)
         self.now_ms = 0
         self.version = 0
         self.on_disk: list[VersionTag] = []
@@ -212,9 +204,9 @@ class Shelves(RuleBasedStateMachine):
 
     @rule(evaluate=st.booleans())
     def publish(self, evaluate: bool) -> None:
-        for gone in self.shelf.retire(self.now_ms):
+        for gone in self.policy.retire(self.now_ms):
             assert gone.tag not in self.on_disk[-self.KEEP :]
-            assert gone.tag not in self.shelf.pending_evaluations
+            assert gone.tag not in self.policy.pending_evaluations
             self.on_disk.remove(gone.tag)
             readers = [key for key in self.reading if key[2] == gone.tag]
             assert not (readers and gone.reusable), "bytes may be overwritten under a reader"
@@ -223,7 +215,7 @@ class Shelves(RuleBasedStateMachine):
                 newer = [k for k in self.reading if k[:2] == key[:2] and k[2] > gone.tag]
                 assert self.now_ms - self.reading[key] >= self.HOLD_MS or len(newer) >= MAX_HOLDS
                 del self.reading[key]
-        self.shelf.add(tag(self.version), evaluate=evaluate, final=False)
+        self.policy.add(tag(self.version), evaluate=evaluate, final=False)
         self.on_disk.append(tag(self.version))
         if evaluate:
             self.pinned.append(tag(self.version))
@@ -232,18 +224,18 @@ class Shelves(RuleBasedStateMachine):
     @rule(receiver=receivers, purpose=st.sampled_from(["serve", "evaluate"]), behind=st.integers(0, 4))
     def ask(self, receiver: str, purpose: str, behind: int) -> None:
         after = tag(self.version - behind) if behind else None
-        look = self.shelf.serve if purpose == "serve" else self.shelf.evaluate
+        look = self.policy.serve if purpose == "serve" else self.policy.evaluate
         told = look(receiver, after, self.now_ms)
         if told is not None:
             assert told in self.on_disk
             assert after is None or told > after
-            assert (told == self.shelf.newest) if purpose == "serve" else (told in self.pinned)
+            assert (told == self.policy.newest) if purpose == "serve" else (told in self.pinned)
             self.reading[(receiver, purpose, told)] = self.now_ms
 
     @rule(receiver=receivers, purpose=st.sampled_from(["serve", "evaluate"]), back=st.integers(0, 5))
     def acknowledge(self, receiver: str, purpose: str, back: int) -> None:
         done = tag(max(0, self.version - back))
-        self.shelf.acknowledge(receiver, purpose, done)  # type: ignore[arg-type]
+        self.policy.acknowledge(receiver, purpose, done)  # type: ignore[arg-type]
         for key in [k for k in self.reading if k[:2] == (receiver, purpose) and k[2] <= done]:
             del self.reading[key]
 
@@ -255,8 +247,8 @@ class Shelves(RuleBasedStateMachine):
     def memory_is_bounded(self) -> None:
         readers = 2 * 2 * MAX_HOLDS
         assert len(self.on_disk) <= self.KEEP + 1 + (MAX_PENDING + 1) + 2 * readers
-        assert set(self.shelf.pending_evaluations) <= set(self.on_disk)
+        assert set(self.policy.pending_evaluations) <= set(self.on_disk)
 
 
-Shelves.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
-test_shelf_keeps_its_promises = Shelves.TestCase
+Policies.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+test_policy_keeps_its_promises = Policies.TestCase
