@@ -2,6 +2,8 @@
 
 import asyncio
 import shutil
+import subprocess
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,15 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from areal_async.config.job import JobConfig
 from areal_async.errors import SnapshotError, SnapshotSkipped
 from areal_async.rpc.messages import NoNews, SnapshotNotice, VersionTag
+from areal_async.runtime.context import ServiceContext
+from areal_async.weights.channels import channel_of, makes_deltas
 from areal_async.weights.channels.disk import DiskReader
 from areal_async.weights.channels.fetcher import SnapshotFetcher, should_skip
 from areal_async.weights.channels.host_cache import HostCache
 from areal_async.weights.channels.snapshot_server import SnapshotServer
 from areal_async.weights.delta import DeltaPolicy
-from areal_async.weights.publisher import Publisher
-from areal_async.weights.receiver import Receiver
+from areal_async.weights.publisher import Publisher, make_publisher
+from areal_async.weights.receiver import Receiver, make_receiver
 from tests.unit.weights.world import LIMIT_S, PATIENCE_S, SECRET, Held, until
 
 
@@ -332,3 +337,96 @@ def test_versions_are_true_a_delta_that_cannot_be_used_is_replaced_by_the_full_s
         await r.close()
 
     asyncio.run(main())
+
+
+# --- channels by name -----------------------------------------------------------------------------------
+
+COURIER = """
+import shutil
+from pathlib import Path
+from areal_async.config.base import Section
+from areal_async.weights.channels import Channel, PublishingEnd, ReceivingEnd
+
+class Sender(PublishingEnd):
+    def __init__(self, post): self.post = post
+    def add(self, directory, manifest_hash): shutil.copytree(directory, self.post / manifest_hash)
+
+class Taker(ReceivingEnd):
+    def __init__(self, post): self.post = post
+    async def bring(self, notice, publisher, newer):
+        return (self.post / notice.manifest_hash).rename(self.post / Path(notice.path).name)
+
+class Courier(Channel):
+    class Arguments(Section):
+        post: Path
+
+    @staticmethod
+    def publishing_end(ctx): return Sender(Path(ctx.job.weights.channel_args["post"]))
+    @staticmethod
+    def receiving_end(ctx, name): return Taker(Path(ctx.job.weights.channel_args["post"]))
+"""
+
+
+def job_with(place, **weights_section):
+    return JobConfig.model_validate(
+        {
+            "job": "j",
+            "model": str(place / "model"),
+            "run_dir": str(place),
+            "tasks": {"train": "unused.jsonl"},
+            "weights": weights_section,
+        }
+    )
+
+
+def test_a_channel_of_the_users_own_brings_snapshots_from_publisher_to_receiver(place):
+    (place / "courier.py").write_text(COURIER)
+    (place / "post").mkdir()
+    job = job_with(
+        place, channel=f"{place}/courier.py:Courier", channel_args={"post": str(place / "post")}, keep=2
+    )
+    ctx = ServiceContext.for_test(job, place, "trainer", "trainer")
+    p = make_publisher(ctx, files={}, tied={})
+    p.start()
+    try:
+        p.publish(tag(0), weights(0))
+
+        async def main():
+            r = make_receiver(ctx, "serve", name="rollout-0")
+            await r.connect(10)
+            _, snapshot = await take(r)
+            assert snapshot.path == place / "post" / "e1-v0"
+            assert snapshot.tensors["w"][0] == 0
+            await r.close()
+
+        asyncio.run(main())
+    finally:
+        p.close()
+
+
+@pytest.mark.parametrize(
+    ("channel", "publishing", "receiving"),
+    [
+        ("shm", "PublishingEnd", "ReceivingEnd"),
+        ("zmq", "SnapshotServer", "SnapshotFetcher"),
+        ("disk", "PublishingEnd", "DiskReader"),
+        ("nccl", "TensorSender", "ReceivingEnd"),
+    ],
+)
+def test_each_channel_of_the_table_makes_its_ends(place, channel, publishing, receiving):
+    ctx = ServiceContext.for_test(job_with(place, channel=channel), place, "trainer", "trainer")
+    found = channel_of(ctx.job)
+    assert type(found.publishing_end(ctx)).__name__ == publishing
+    assert type(found.receiving_end(ctx, "r")).__name__ == receiving
+    assert makes_deltas(ctx.job) == (channel == "zmq")
+
+
+def test_checking_a_job_with_any_channel_loads_no_torch():
+    code = """
+import sys
+from areal_async.registry import CHANNELS
+for name in CHANNELS.names:
+    CHANNELS.find(name)
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
