@@ -166,7 +166,7 @@ class _Counts:
     """Bytes of each part's patch."""
     changed: int = 0
     hash: str = ""
-    """Of the file of patches; empty where it would have been too large."""
+    """The hash of the file of patches; empty where that would have been too large."""
 
 
 def _pairs(base: Path, new: Path, old: Manifest, target: Manifest) -> list[_Pair]:
@@ -385,7 +385,7 @@ class DeltaPublisher:
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-delta")
         self.stats: DeltaStats | None = None
-        """Of the newest version that was compared with its base."""
+        """What the newest version that was compared with its base had changed."""
 
     def begin(self, base: SnapshotInfo | None, new: SnapshotInfo) -> bool:
         """`new` is published. Whether a delta against `base` is being made from now on; without a policy none

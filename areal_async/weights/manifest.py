@@ -81,7 +81,7 @@ class Manifest(msgspec.Struct, frozen=True):
     schema: int
     tag: VersionTag
     base: VersionTag | None
-    """Of a delta: the snapshot that it changes into `tag`."""
+    """The snapshot that a delta changes into `tag`; None in a full manifest."""
     codec: Literal["full", "delta"]
     parts: list[Part]
     shards: list[Shard]
@@ -89,11 +89,11 @@ class Manifest(msgspec.Struct, frozen=True):
     tied: dict[str, str]
     """Names without bytes of their own -> the tensor they share."""
     base_hash: str = ""
-    """Of a delta: the hash of the base's manifest file."""
+    """The hash of the base's manifest file, in a delta."""
     target_hash: str = ""
-    """Of a delta: the hash that the manifest file of the full snapshot has."""
+    """The hash that the manifest file of the full snapshot has, in a delta."""
     patches: list[Patch] = []
-    """Of a delta: what changes each part of the base, in the order of the delta file."""
+    """What changes each part of the base, in the order of the delta file; empty in a full manifest."""
 
 
 class _Sealed(msgspec.Struct, frozen=True):
@@ -148,12 +148,12 @@ def check_file_name(name: str) -> None:
 
 
 def directory_name(tag: VersionTag) -> str:
-    """Of the full snapshot."""
+    """The name of a full snapshot's directory."""
     return tag.label
 
 
 def delta_name(tag: VersionTag) -> str:
-    """Of the directory with the delta that makes `tag` out of its base."""
+    """The name of the directory with the delta that makes `tag` out of its base."""
     return directory_name(tag) + DELTA_SUFFIX
 
 

@@ -63,7 +63,7 @@ class SnapshotInfo:
     manifest_hash: str
     size_bytes: int
     weights_hash: str = ""
-    """Of names, shapes and bytes of all tensors alone: equal for equal weights, whatever their tag."""
+    """The hash of names, shapes and bytes of all tensors alone: one for equal weights, whatever their tag."""
     mapped: MappedFile | None = field(default=None, compare=False, repr=False)
     """The writer's mapping of the model file."""
 

@@ -128,7 +128,7 @@ class TensorSender(PublishingEnd):
             )
 
     def offer(self, tag: VersionTag, tensors: Mapping[str, torch.Tensor]) -> None:
-        """From now on `tag` is sent, and nothing else."""
+        """`tag` is sent from now on, and nothing else."""
         with self._lock:
             last, self._copy = self._copy, None
             reusable = last if last is not None and not last.users else None
