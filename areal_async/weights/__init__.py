@@ -7,7 +7,7 @@ channels/                         how the bytes get from the one to the other
 """
 
 CHANNELS = {
-    "shm": "areal_async.weights.channels.shm:Shm",
+    "shm": "areal_async.weights.channels:Shm",
     "zmq": "areal_async.weights.channels.zmq:Zmq",
     "disk": "areal_async.weights.channels.disk:Disk",
     "nccl": "areal_async.weights.channels.nccl:Nccl",

@@ -145,12 +145,15 @@ def no_directory(job: JobConfig) -> Iterator[Mistake]:
         )
 
 
-def one_host(job: JobConfig) -> Iterator[Mistake]:
-    """Shared memory reaches the trainer's host alone."""
-    for name, node in job.weights.nodes.items():
-        if node != job.weights.node_id:
-            problem = (
-                f"{name} is on {node}, and shared memory reaches no other host than {job.weights.node_id}"
-            )
-            yield Mistake("weights.channel", problem, "Set it to zmq or disk", ("weights.nodes",))
-            return
+class Shm(Channel):
+    """Channel `shm`: receivers on the trainer's host read where the trainer wrote, in shared memory."""
+
+    @staticmethod
+    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        yield from no_directory(job)
+        here = job.weights.node_id
+        for name, node in job.weights.nodes.items():
+            if node != here:
+                problem = f"{name} is on {node}, and shared memory reaches no other host than {here}"
+                yield Mistake("weights.channel", problem, "Set it to zmq or disk", ("weights.nodes",))
+                return

@@ -11,19 +11,18 @@ from areal_async.config.engines import declared_engine
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.registry import ENGINES
-from areal_async.weights.channels import Channel, PublishingEnd, no_directory, one_host
+from areal_async.weights.channels import PublishingEnd, Shm
 
 if TYPE_CHECKING:
     from areal_async.runtime.context import ServiceContext
 
 
-class Nccl(Channel):
+class Nccl(Shm):
     from_device = True
 
     @staticmethod
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        yield from no_directory(job)
-        yield from one_host(job)
+        yield from Shm.check_job(job, arguments, field)
         rollout, trainer = job.rollout, job.trainer
         if reason := declared_engine(rollout.engine).no_group:
             able = (name for name in ENGINES.built_in if not declared_engine(name).no_group)
