@@ -215,12 +215,15 @@ def test_a_kept_mapping_is_filled_again_at_whatever_size(tmp_path: Path) -> None
         shutil.rmtree(written.path)
 
 
-def test_many_threads_write_and_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {f"{i}": torch.full((i * 1000,), i, dtype=torch.int32) for i in range(40)}
-    alone = write_snapshot(tmp_path / "alone", TAG, state)
-    monkeypatch.setattr(tensor_file, "THREADS_FROM_BYTES", 0)
-    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+def test_many_threads_write_and_read_as_one(tmp_path: Path) -> None:
+    state = {f"{i}": torch.full((i * 3000,), i, dtype=torch.int32) for i in range(40)}
+    assert sum(tensor.nbytes for tensor in state.values()) > tensor_file.THREADS_FROM_BYTES
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # one thread, then
+    try:
+        alone = write_snapshot(tmp_path / "alone", TAG, state)
+    finally:
+        os.sched_setaffinity(0, cores)
     together = write_snapshot(tmp_path / "together", TAG, state)
     assert together.manifest_hash == alone.manifest_hash
     for tensors in (True, False):
