@@ -1,10 +1,8 @@
 """Publisher and receivers together, over the channels that cross hosts."""
 
 import asyncio
-import shutil
 import subprocess
 import sys
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,13 +30,6 @@ def tag(version, epoch=1):
 
 def weights(version, n=400_000):
     return {"w": torch.full((n,), float(version)), "b": torch.arange(7)}
-
-
-@pytest.fixture
-def place():
-    path = Path(tempfile.mkdtemp(prefix="weights-"))
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from glob import glob
@@ -54,13 +53,6 @@ class Gate:
 @pytest.fixture
 def gate() -> Gate:
     return Gate()
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="weights-"))
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture

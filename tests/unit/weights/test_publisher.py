@@ -1,7 +1,5 @@
 import asyncio
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,13 +32,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="weights-"))
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture
