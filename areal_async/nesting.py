@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 MOST_LEVELS = 32
-"""Of lists and mappings in one another."""
+"""Levels of lists and mappings in one another."""
 MOST_NODES = 1_000_000
 """Values in one structure, each counted as often as it is referred to."""
 

@@ -166,7 +166,7 @@ def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str]) -> Itera
 
 
 def _without_dictionaries(path: Path, batch: pa.RecordBatch) -> pa.RecordBatch:
-    """With each value in its place, so that the size of the batch is what its rows take."""
+    """The batch with each value in its place, so that its size is what its rows take."""
     for index, field in enumerate(batch.schema):
         column = batch.column(index)
         if pa.types.is_dictionary(field.type):

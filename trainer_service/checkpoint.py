@@ -130,11 +130,6 @@ def named_checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def newest_checkpoint(root: Path) -> Path | None:
-    """The folder with the most steps under `root`; None when there is none."""
-    return next(reversed(named_checkpoints(root)), None)
-
-
 def newest_usable(root: Path, *, job: str) -> Checkpoint | None:
     """The newest checkpoint under `root` that is whole; None when there is none at all.
 

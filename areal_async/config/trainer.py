@@ -94,7 +94,7 @@ class TrainerSection(Section):
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """Where the trainer computes: `cpu`, `cuda` or `cuda:N`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights and the computation."""
+    """Number type of the computation and of the published weights."""
 
 
 Accuracy = Annotated[float, Field(ge=0, le=1)]

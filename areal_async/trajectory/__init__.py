@@ -6,19 +6,19 @@ train   training_rows → Row              refuse      TrajectoryError and its k
 """
 
 from areal_async.trajectory.builder import EpisodeBuilder, anchor_of
-from areal_async.trajectory.check import Facts, PolicyVersions, check
+from areal_async.trajectory.check import EpisodeFacts, PolicyVersions, check
 from areal_async.trajectory.codec import EpisodeSummary, decode, encode, pack, summarise, unpack
 from areal_async.trajectory.episode import Episode
 from areal_async.trajectory.errors import (
     DEFAULT_LIMITS,
     CodecError,
+    EpisodeLimits,
     InvariantError,
-    Limits,
     SchemaError,
     SizeError,
     TrajectoryError,
 )
-from areal_async.trajectory.header import TRAJECTORY_SCHEMA, Agent, Call, Header, Media, Sampling
+from areal_async.trajectory.header import TRAJECTORY_SCHEMA, Agent, Call, EpisodeHeader, Media, Sampling
 from areal_async.trajectory.rows import Row, training_rows, untrainable
 from areal_async.trajectory.tables import SegmentFlag, SegmentKind, Segments, Units
 
@@ -30,11 +30,11 @@ __all__ = [
     "CodecError",
     "Episode",
     "EpisodeBuilder",
+    "EpisodeFacts",
+    "EpisodeHeader",
+    "EpisodeLimits",
     "EpisodeSummary",
-    "Facts",
-    "Header",
     "InvariantError",
-    "Limits",
     "Media",
     "PolicyVersions",
     "Row",

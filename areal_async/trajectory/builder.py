@@ -13,8 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.trajectory.episode import Episode
-from areal_async.trajectory.errors import DEFAULT_LIMITS, InvariantError, Limits
-from areal_async.trajectory.header import Agent, Call, FinishReason, Header, LogprobsOf, Media, Sampling
+from areal_async.trajectory.errors import DEFAULT_LIMITS, EpisodeLimits, InvariantError
+from areal_async.trajectory.header import (
+    Agent,
+    Call,
+    EpisodeHeader,
+    FinishReason,
+    LogprobsOf,
+    Media,
+    Sampling,
+)
 from areal_async.trajectory.tables import (
     F32,
     I32,
@@ -192,7 +200,7 @@ class EpisodeBuilder:
         """Add metadata; values must fit msgpack."""
         self._metadata.update(values)
 
-    def build(self, *, limits: Limits = DEFAULT_LIMITS) -> Episode:
+    def build(self, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> Episode:
         """The episode so far. Raises InvariantError or SizeError."""
         n_segments = len(self._parent)
         rows = (self._parent, self._kind, self._agent, self._turn, self._offset, self._length, self._flags)
@@ -214,7 +222,7 @@ class EpisodeBuilder:
             {name: self._dense(spans) for name, spans in self._columns.items()},
         )
         job, task_id, group_id, sample, attempt = self._ids
-        header = Header(
+        header = EpisodeHeader(
             job=job,
             task_id=task_id,
             group_id=group_id,

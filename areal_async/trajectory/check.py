@@ -30,12 +30,12 @@ from numpy.typing import NDArray
 from areal_async.trajectory.errors import (
     DEFAULT_LIMITS,
     MAX_NAME_CHARS,
+    EpisodeLimits,
     InvariantError,
-    Limits,
     SchemaError,
     SizeError,
 )
-from areal_async.trajectory.header import TRAJECTORY_SCHEMA, Call, Header, Media
+from areal_async.trajectory.header import TRAJECTORY_SCHEMA, Call, EpisodeHeader, Media
 from areal_async.trajectory.tables import (
     COLUMN_DTYPES,
     CORE_COLUMNS,
@@ -78,7 +78,7 @@ class PolicyVersions(NamedTuple):
     """The smallest trainer epoch among them."""
 
 
-class Facts(NamedTuple):
+class EpisodeFacts(NamedTuple):
     """What the check learned on its way. Versions and epoch are over units with mask 1, -1 without any."""
 
     n_sampled: int
@@ -89,7 +89,9 @@ class Facts(NamedTuple):
     """By name of the policy; one that sampled no unit with mask 1 is not in it."""
 
 
-def check(header: Header, segments: Segments, units: Units, limits: Limits = DEFAULT_LIMITS) -> Facts:
+def check(
+    header: EpisodeHeader, segments: Segments, units: Units, limits: EpisodeLimits = DEFAULT_LIMITS
+) -> EpisodeFacts:
     """Raise InvariantError, SchemaError or SizeError unless every invariant above holds."""
     _check_header(header)
     _check_arrays(segments, units, limits)
@@ -104,10 +106,10 @@ def check(header: Header, segments: Segments, units: Units, limits: Limits = DEF
         versions = {header.policies[0]: PolicyVersions(min_version, max_version, min_epoch)}
     elif n_sampled:
         versions = _versions_of_each(header, segments, units)
-    return Facts(n_sampled, min_version, max_version, min_epoch, versions)
+    return EpisodeFacts(n_sampled, min_version, max_version, min_epoch, versions)
 
 
-def _versions_of_each(header: Header, segments: Segments, units: Units) -> dict[str, PolicyVersions]:
+def _versions_of_each(header: EpisodeHeader, segments: Segments, units: Units) -> dict[str, PolicyVersions]:
     starts, epochs = np.array(header.epochs, np.int64).T
     found: dict[str, PolicyVersions] = {}
     for call in header.calls:
@@ -127,7 +129,7 @@ def _versions_of_each(header: Header, segments: Segments, units: Units) -> dict[
     return found
 
 
-def _check_header(header: Header) -> None:
+def _check_header(header: EpisodeHeader) -> None:
     if header.schema != TRAJECTORY_SCHEMA:
         raise SchemaError(f"the episode has schema {header.schema}, this process reads {TRAJECTORY_SCHEMA}")
     if not header.group_id or not (0 <= header.sample <= _INT32_MAX and 0 <= header.attempt <= _INT32_MAX):
@@ -142,7 +144,7 @@ def _check_header(header: Header) -> None:
         raise InvariantError("header: named rewards must be finite")
 
 
-def _check_arrays(segments: Segments, units: Units, limits: Limits) -> None:
+def _check_arrays(segments: Segments, units: Units, limits: EpisodeLimits) -> None:
     n_segments, n_units = len(segments), len(units)
     if not n_segments:
         raise InvariantError("an episode has at least one segment")

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from areal_async.trajectory.check import PolicyVersions
 from areal_async.trajectory.episode import Episode
-from areal_async.trajectory.errors import DEFAULT_LIMITS, CodecError, Limits, SchemaError, SizeError
-from areal_async.trajectory.header import TRAJECTORY_SCHEMA, Header
+from areal_async.trajectory.errors import DEFAULT_LIMITS, CodecError, EpisodeLimits, SchemaError, SizeError
+from areal_async.trajectory.header import TRAJECTORY_SCHEMA, EpisodeHeader
 from areal_async.trajectory.rows import untrainable
 from areal_async.trajectory.tables import (
     COLUMN_DTYPES,
@@ -63,7 +63,7 @@ class EpisodeHead(msgspec.Struct, frozen=True):
     per unit, k > 0 a row of k values.
     """
 
-    header: Header
+    header: EpisodeHeader
     segments: int
     units: int
     columns: list[tuple[str, str, int]]
@@ -73,7 +73,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(EpisodeHead)
 
 
-def encode(episode: Episode, *, limits: Limits = DEFAULT_LIMITS) -> list[memoryview]:
+def encode(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> list[memoryview]:
     """The frames of an episode; all but the head are views of its arrays.
 
     Raises CodecError when metadata does not fit msgpack, SizeError when the head is too long.
@@ -81,7 +81,7 @@ def encode(episode: Episode, *, limits: Limits = DEFAULT_LIMITS) -> list[memoryv
     return [_bytes_of(part) for part in _parts_of(episode, limits)]
 
 
-def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT_LIMITS) -> Episode:
+def decode(frames: Sequence[Buffer], *, limits: EpisodeLimits = DEFAULT_LIMITS) -> Episode:
     """The episode of these frames. Raises a TrajectoryError for anything that is not one."""
     if not CORE_FRAMES <= len(frames) <= CORE_FRAMES + limits.columns:
         raise CodecError(f"{len(frames)} frames are not an episode")
@@ -113,7 +113,7 @@ def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT_LIMITS) -> Epis
     return Episode(head.header, segments, units, limits=limits)
 
 
-def _parts_of(episode: Episode, limits: Limits) -> list[bytes | NDArray]:
+def _parts_of(episode: Episode, limits: EpisodeLimits) -> list[bytes | NDArray]:
     """The frames as what `bytes.join` takes, in order."""
     segments, units = episode.segments, episode.units
     columns = units.columns
@@ -137,7 +137,7 @@ def _bytes_of(part: bytes | NDArray) -> memoryview:
     return part.data.cast("B") if part.size else memoryview(b"")
 
 
-def _decode_head(frame: Buffer, limits: Limits) -> EpisodeHead:
+def _decode_head(frame: Buffer, limits: EpisodeLimits) -> EpisodeHead:
     if len(frame) > limits.head_bytes:
         raise SizeError(f"a head of {len(frame)} bytes, the limit is {limits.head_bytes}")
     try:
@@ -146,7 +146,9 @@ def _decode_head(frame: Buffer, limits: Limits) -> EpisodeHead:
         raise CodecError(f"unreadable head: {error}") from error
 
 
-def _optional_columns(head: EpisodeHead, frames: Sequence[Buffer], limits: Limits) -> dict[str, NDArray]:
+def _optional_columns(
+    head: EpisodeHead, frames: Sequence[Buffer], limits: EpisodeLimits
+) -> dict[str, NDArray]:
     columns: dict[str, NDArray] = {}
     for (name, dtype_name, width), frame in zip(head.columns, frames[CORE_FRAMES:], strict=True):
         dtype = COLUMN_DTYPES.get(dtype_name)
@@ -194,7 +196,7 @@ class EpisodeSummary(msgspec.Struct, frozen=True):
     """Why no unit of it may be trained (see `untrainable`); empty when they may be."""
 
 
-def pack(episode: Episode, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
+def pack(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
     """The blob of an episode. SizeError above `limits`, CodecError when metadata does not fit msgpack."""
     parts = _parts_of(episode, limits)
     table = _table_of(len(parts))
@@ -214,12 +216,12 @@ def pack(episode: Episode, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
     return _PREFIX.pack(MAGIC, TRAJECTORY_SCHEMA, len(parts), offset, zlib.crc32(rest), 0) + rest
 
 
-def unpack(buffer: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Episode:
+def unpack(buffer: Buffer, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> Episode:
     """The episode of a blob, or a TrajectoryError. Its arrays are views that keep `buffer` alive."""
     return decode(_frames(buffer, limits), limits=limits)
 
 
-def summarise(buffer: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> EpisodeSummary:
+def summarise(buffer: Buffer, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> EpisodeSummary:
     """Validate a blob as `unpack` does and say what it holds."""
     episode = unpack(buffer, limits=limits)
     header = episode.header
@@ -244,7 +246,7 @@ def _table_of(n_frames: int) -> struct.Struct:
     return struct.Struct(f"<{2 * n_frames}Q")
 
 
-def _frames(buffer: Buffer, limits: Limits) -> list[memoryview]:
+def _frames(buffer: Buffer, limits: EpisodeLimits) -> list[memoryview]:
     """The frames of a blob whose prefix, frame table and checksum hold."""
     view = memoryview(buffer).toreadonly()
     if view.itemsize != 1 or view.ndim != 1:

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.trajectory.check import check
-from areal_async.trajectory.errors import DEFAULT_LIMITS, Limits
-from areal_async.trajectory.header import Header
+from areal_async.trajectory.errors import DEFAULT_LIMITS, EpisodeLimits
+from areal_async.trajectory.header import EpisodeHeader
 from areal_async.trajectory.tables import Segments, Units
 
 
@@ -31,7 +31,12 @@ class Episode:
     )
 
     def __init__(
-        self, header: Header, segments: Segments, units: Units, *, limits: Limits = DEFAULT_LIMITS
+        self,
+        header: EpisodeHeader,
+        segments: Segments,
+        units: Units,
+        *,
+        limits: EpisodeLimits = DEFAULT_LIMITS,
     ) -> None:
         facts = check(header, segments, units, limits)
         self.header = header
@@ -70,7 +75,9 @@ class Episode:
         spans = [self.units.token_id[offset[s] : offset[s] + length[s]] for s in self.path(segment)]
         return spans[0] if len(spans) == 1 else np.concatenate(spans)
 
-    def with_columns(self, columns: Mapping[str, NDArray], *, limits: Limits = DEFAULT_LIMITS) -> Episode:
+    def with_columns(
+        self, columns: Mapping[str, NDArray], *, limits: EpisodeLimits = DEFAULT_LIMITS
+    ) -> Episode:
         """A copy that has these optional unit columns too (same name: replaced). The rest is shared."""
         units = self.units
         merged = {**units.columns, **columns}

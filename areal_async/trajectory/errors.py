@@ -23,7 +23,7 @@ class SchemaError(TrajectoryError):
 
 
 class SizeError(TrajectoryError):
-    """A size is above its limit (`Limits`); nothing of that size was allocated."""
+    """A size is above its limit (`EpisodeLimits`); nothing of that size was allocated."""
 
 
 class InvariantError(TrajectoryError):
@@ -34,7 +34,7 @@ MAX_NAME_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EpisodeLimits:
     """One set of caps. A service that knows its episodes are small passes tighter ones."""
 
     blob_bytes: int = 1 << 30
@@ -53,4 +53,4 @@ class Limits:
     """Segments on the paths of all training rows of one episode together."""
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = EpisodeLimits()

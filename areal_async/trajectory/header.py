@@ -1,8 +1,8 @@
 """The part of an episode that is not arrays: who made it, how it was sampled, what belongs to it.
 
 Small values (`Agent`, `Sampling`, `Call`, `Media`) travel as msgpack arrays in field order; later fields are
-appended with defaults, so older bytes stay readable. `Header` travels as a map without its default fields;
-a default therefore never changes within one schema.
+appended with defaults, so older bytes stay readable. `EpisodeHeader` travels as a map without its default
+fields; a default therefore never changes within one schema.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LogprobsOf = Literal["sampled", "temperature", "raw"]
 
 
 class Agent(msgspec.Struct, frozen=True, array_like=True):
-    """An author of segments. `policy` indexes `Header.policies`."""
+    """An author of segments. `policy` indexes `EpisodeHeader.policies`."""
 
     name: str
     policy: int = 0
@@ -67,7 +67,7 @@ class Media(msgspec.Struct, frozen=True, array_like=True):
     n_units: int = 0
 
 
-class Header(msgspec.Struct, frozen=True, omit_defaults=True):
+class EpisodeHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """Identity and provenance of one episode."""
 
     job: str

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.trajectory.episode import Episode
-from areal_async.trajectory.errors import DEFAULT_LIMITS, Limits, SizeError
+from areal_async.trajectory.errors import DEFAULT_LIMITS, EpisodeLimits, SizeError
 from areal_async.trajectory.header import Call
 
 
@@ -42,7 +42,7 @@ class Row:
         return np.repeat(np.asarray(self.path, np.int32), self.lengths)
 
 
-def training_rows(episode: Episode, *, limits: Limits = DEFAULT_LIMITS) -> list[Row]:
+def training_rows(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> list[Row]:
     """The rows of an episode, in the order of their leaves.
 
     A segment that several leaves share is trained in the row of the first of them and context in the others
@@ -74,7 +74,7 @@ def training_rows(episode: Episode, *, limits: Limits = DEFAULT_LIMITS) -> list[
 
 
 def _owned_paths(
-    parent: list[int], length: list[int], offset: list[int], mask: bytes, limits: Limits
+    parent: list[int], length: list[int], offset: list[int], mask: bytes, limits: EpisodeLimits
 ) -> list[tuple[list[int], int]]:
     """(path, first position in the path that the row owns) of every leaf with something to train.
 

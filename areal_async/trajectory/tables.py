@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum, IntFlag
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,15 @@ def frozen(array: NDArray) -> NDArray:
     return array
 
 
+def _column(row: int, meaning: str) -> Any:
+    """A read-only property: one row of the segment table."""
+
+    def column(segments: Segments) -> NDArray[np.int32]:
+        return segments.table[row]
+
+    return property(column, doc=meaning)
+
+
 class Segments:
     """The segment table: S segments, each a delta over the path of its parent.
 
@@ -78,40 +88,13 @@ class Segments:
     def __len__(self) -> int:
         return self.table.shape[1]
 
-    @property
-    def parent(self) -> NDArray[np.int32]:
-        """i32 [S]: index of the segment this one continues, -1 for a root."""
-        return self.table[0]
-
-    @property
-    def kind(self) -> NDArray[np.int32]:
-        """i32 [S]: SegmentKind."""
-        return self.table[1]
-
-    @property
-    def agent(self) -> NDArray[np.int32]:
-        """i32 [S]: index into Header.agents."""
-        return self.table[2]
-
-    @property
-    def turn(self) -> NDArray[np.int32]:
-        """i32 [S]: turn number, from 0."""
-        return self.table[3]
-
-    @property
-    def offset(self) -> NDArray[np.int32]:
-        """i32 [S]: first row of the segment in the unit table."""
-        return self.table[4]
-
-    @property
-    def length(self) -> NDArray[np.int32]:
-        """i32 [S]: rows of the segment in the unit table."""
-        return self.table[5]
-
-    @property
-    def flags(self) -> NDArray[np.int32]:
-        """i32 [S]: SegmentFlag bits."""
-        return self.table[6]
+    parent = _column(0, "i32 [S]: index of the segment this one continues, -1 for a root.")
+    kind = _column(1, "i32 [S]: SegmentKind.")
+    agent = _column(2, "i32 [S]: index into EpisodeHeader.agents.")
+    turn = _column(3, "i32 [S]: turn number, from 0.")
+    offset = _column(4, "i32 [S]: first row of the segment in the unit table.")
+    length = _column(5, "i32 [S]: rows of the segment in the unit table.")
+    flags = _column(6, "i32 [S]: SegmentFlag bits.")
 
 
 class Units:

@@ -63,7 +63,7 @@ class ObjectivePart:
 
 @dataclass(frozen=True)
 class Advantage(ObjectivePart):
-    """From the rewards of whole groups to one number per episode."""
+    """One number per episode, from the rewards of whole groups."""
 
     needs_group: int = 1
     """Fewest episodes of a group that say anything."""

@@ -1,4 +1,4 @@
-"""From fetched codec blobs to training rows, with every check that comes before a gradient.
+"""Training rows of fetched codec blobs, with every check that comes before a gradient.
 
 Promise `staleness_is_bounded`: `check_staleness` looks at the units themselves, on every rank, whatever the
 manifest and the buffer say. A violation is fatal. So is a unit that was not sampled from what is trained.

@@ -19,9 +19,9 @@ log = get_logger("trainer")
 
 
 def weights_figures(written: SnapshotInfo, measured: DeltaStats | None) -> dict[str, object]:
-    """Of the weights that a step made: their hash and size; and what the newest version that was compared
-    with its base (`weights_delta_version`) had changed: that is measured beside training, and may be of the
-    step before."""
+    """What a step's record says of its weights: their hash and size; and what the newest version that was
+    compared with its base (`weights_delta_version`) had changed: that is measured beside training, and may be
+    of the step before."""
     figures: dict[str, object] = {
         "weights_hash": written.weights_hash,
         "weights_full_bytes": written.size_bytes,

@@ -27,9 +27,9 @@ from areal_async.rpc.messages import (
     Waiting,
 )
 from areal_async.status.record import RunLog
-from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.checkpoint import Checkpoint
 from trainer_service.data.recording import read_step
+from trainer_service.loop.learner import load_backend
 from trainer_service.loop.rl import RlTrainer
 from trainer_service.ranks import join_ranks
 
@@ -109,14 +109,11 @@ def run(
     job = job_of(model, out, **trainer)
     out.mkdir(parents=True, exist_ok=True)
     ranks = join_ranks(rank, world, meeting_place=meeting)
-    backend = FsdpBackend(
-        {"policy": model}, job.trainer.optimizer, ranks, dtype=torch.float32, total_updates=100
-    )
     buffer = RecordedBuffer(batches)
     trainer_ = RlTrainer(
         job,
         ranks,
-        backend,
+        load_backend(job, ranks),
         buffer,
         run_dir=out,
         files={},

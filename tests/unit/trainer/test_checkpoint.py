@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer_service.checkpoint import Checkpoints, newest_checkpoint, open_checkpoint
+from trainer_service.checkpoint import Checkpoints, named_checkpoints, newest_usable, open_checkpoint
 from trainer_service.errors import CheckpointError
 from trainer_service.ranks import join_ranks
 
@@ -20,7 +20,7 @@ def _save(root, step, *, keep=2, checkpoints=None, content=b"weights"):
 
 def test_what_was_saved_is_opened(tmp_path):
     _save(tmp_path, 50)
-    checkpoint = open_checkpoint(newest_checkpoint(tmp_path), job="job")
+    checkpoint = newest_usable(tmp_path, job="job")
     assert checkpoint.folder == tmp_path / "step-000050"
     assert checkpoint.ledger() == b"ledger"
     manifest = checkpoint.manifest
@@ -46,7 +46,7 @@ def test_a_checkpoint_cut_short_has_no_name(tmp_path):
 
     with pytest.raises(OSError, match="disk full"):
         checkpoints.save(7, epoch=1, updates=7, ledger=b"", write=write)
-    assert newest_checkpoint(tmp_path) is None
+    assert newest_usable(tmp_path, job="job") is None
     _save(tmp_path, 7, checkpoints=checkpoints)
     assert open_checkpoint(tmp_path / "step-000007", job="job").manifest.step == 7
     _save(tmp_path, 7, checkpoints=checkpoints, content=b"again")
@@ -55,7 +55,7 @@ def test_a_checkpoint_cut_short_has_no_name(tmp_path):
 
 def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path):
     _save(tmp_path, 1)
-    folder = newest_checkpoint(tmp_path)
+    (folder,) = named_checkpoints(tmp_path)
     with pytest.raises(CheckpointError, match="of job 'job', not of 'other'"):
         open_checkpoint(folder, job="other")
     (folder / "policy.bin").write_bytes(b"weightz")
@@ -70,4 +70,4 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path):
 
 
 def test_no_checkpoint_is_no_path(tmp_path):
-    assert newest_checkpoint(tmp_path / "none") is None
+    assert newest_usable(tmp_path / "none", job="job") is None

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,9 +19,9 @@ from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from tests.unit.trainer import rank_process
-from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.recording import write_step
 from trainer_service.errors import SelfCheckError
+from trainer_service.loop.learner import load_backend
 from trainer_service.loop.rl import RlTrainer
 from trainer_service.ranks import join_ranks
 
@@ -115,13 +114,11 @@ def train(model: Path, out: Path, batches: Path, *, steps: int = 1, **changes) -
     out.mkdir(exist_ok=True)
     job = rank_process.job_of(model, out, minibatches=1, micro_batch_tokens=48, steps=steps)
     job = JobConfig.model_validate(merged(job.model_dump(mode="json"), changes))
-    dtype = getattr(torch, job.trainer.dtype)
-    backend = FsdpBackend(
-        {"policy": model}, job.trainer.optimizer, join_ranks(0, 1), dtype=dtype, total_updates=100
-    )
+    ranks = join_ranks(0, 1)
+    backend = load_backend(job, ranks)
     trainer = RlTrainer(
         job,
-        join_ranks(0, 1),
+        ranks,
         backend,
         rank_process.RecordedBuffer(batches),
         run_dir=out,
@@ -316,9 +313,3 @@ def test_two_ranks_come_to_one_verdict(tmp_path, model_dir):
     ends, (record,) = run("right", honest)
     assert record["passed"]
     assert not any("Error" in end for end in ends)
-
-
-def test_records_are_plain_json(tmp_path, model_dir):
-    train(model_dir, tmp_path, episodes(model_dir, tmp_path, turns=1))
-    for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines():
-        assert "kind" in msgspec.json.decode(line)

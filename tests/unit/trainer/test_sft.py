@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_async.config.job import JobConfig
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.tasks import read_tasks
-from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.errors import BatchError
+from trainer_service.loop.learner import load_backend
 from trainer_service.loop.sft import SftTrainer, examples, load_tokenizer
 from trainer_service.ranks import join_ranks
 
@@ -47,9 +47,7 @@ def _trainer(tmp_path, model, *, stopping=None, held_out=SUMS, **changes):
         }
     )
     ranks = join_ranks(0, 1)
-    backend = FsdpBackend(
-        {"policy": model}, job.trainer.optimizer, ranks, dtype=torch.float32, total_updates=100
-    )
+    backend = load_backend(job, ranks)
     log = RunLog(tmp_path / "metrics.jsonl")
     return SftTrainer(
         job, ranks, backend, run_dir=tmp_path, run_log=log, stopping=stopping or threading.Event()

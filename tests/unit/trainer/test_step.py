@@ -15,20 +15,10 @@ from trainer_service.loop.step import train_step
 from trainer_service.ranks import join_ranks
 
 
-def _step(folder, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, lr=1e-2, **objective):
-    ranks = join_ranks(0, 1)
-    backend = FsdpBackend(
-        {"policy": folder}, OptimizerSection(lr=lr), ranks, dtype=torch.float32, total_updates=100
-    )
-    composed = Objective(ObjectiveSection(**objective))
-    plan = plan_step(
-        batch,
-        composed,
-        step=batch.step,
-        max_staleness=batch.max_staleness,
-        minibatches=minibatches,
-        ranks=1,
-    )
+def _train(backend, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, **objective):
+    composed, ranks = Objective(ObjectiveSection(**objective)), join_ranks(0, 1)
+    eta = batch.max_staleness
+    plan = plan_step(batch, composed, step=batch.step, max_staleness=eta, minibatches=minibatches, ranks=1)
     rows = [
         [
             row
@@ -40,19 +30,28 @@ def _step(folder, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, lr=
     if shuffle is not None:
         for part in rows:
             np.random.default_rng(shuffle).shuffle(part)
-    result = train_step(
+    return train_step(
         backend,
         composed,
         ranks,
         rows,
         step=batch.step,
-        max_staleness=batch.max_staleness,
+        max_staleness=eta,
         names=[episode.episode_id for episode in plan.episodes],
         groups=plan.groups,
         advantages=plan.advantages,
         micro_batch_tokens=budget,
     )
-    return result, backend.export("policy")
+
+
+def _backend(folder, kind=FsdpBackend, lr=1e-6):
+    section = OptimizerSection().model_copy(update={"lr": lr})
+    return kind({"policy": folder}, section, join_ranks(0, 1), dtype=torch.float32, total_updates=100)
+
+
+def _step(folder, batch, blobs, *, lr=1e-2, **options):
+    backend = _backend(folder, lr=lr)
+    return _train(backend, batch, blobs, **options), backend.export("policy")
 
 
 def _same(a, b):
@@ -140,24 +139,6 @@ class Broken(FsdpBackend):
         return torch.where(torch.isin(batch.units.episode, torch.tensor(self.episodes)), self.value, logp)
 
 
-def _broken(folder, kind=Broken, **attributes):
-    ranks, objective = join_ranks(0, 1), Objective(ObjectiveSection())
-    kind = type("Kind", (kind,), attributes)
-    backend = kind({"policy": folder}, OptimizerSection(), ranks, dtype=torch.float32, total_updates=100)
-
-    def train(batch, blobs, minibatches=1):
-        plan = plan_step(batch, objective, step=0, max_staleness=0, minibatches=minibatches, ranks=1)
-        rows = [
-            [rows_of_episode(blobs[plan.episodes[i].episode_id], plan.episodes[i], i)[0] for i in share[0]]
-            for share in plan.shares
-        ]
-        names = [episode.episode_id for episode in plan.episodes]
-        options = {"groups": plan.groups, "advantages": plan.advantages, "micro_batch_tokens": 64}
-        return train_step(backend, objective, ranks, rows, step=0, max_staleness=0, names=names, **options)
-
-    return backend, train
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("with_gradient", [True, False], ids=["current", "proximal"])
 def test_a_log_prob_that_is_not_finite_ends_training_before_the_update(
@@ -165,10 +146,10 @@ def test_a_log_prob_that_is_not_finite_ends_training_before_the_update(
 ):
     """Of the current weights or the proximal ones; the episodes are named, and those before them trained."""
     batch, blobs = make_batch(0)
-    backend, train = _broken(model_dir, value=value, with_gradient=with_gradient)
+    backend = _backend(model_dir, type("Kind", (Broken,), {"value": value, "with_gradient": with_gradient}))
     before = {name: tensor.clone() for name, tensor in backend.export("policy").items()}
     with pytest.raises(DivergenceError) as caught:
-        train(batch, blobs)
+        _train(backend, batch, blobs, budget=64)
     words = str(caught.value)
     assert "step 0, minibatch 0" in words
     episodes = [episode for group in batch.groups for episode in group.episodes]
@@ -181,9 +162,9 @@ def test_a_log_prob_that_is_not_finite_ends_training_before_the_update(
 
 def test_the_minibatches_before_the_faulty_one_are_trained(model_dir, make_batch):
     batch, blobs = make_batch(0)
-    backend, train = _broken(model_dir, episodes=(9,))
+    backend = _backend(model_dir, type("Kind", (Broken,), {"episodes": (9,)}))
     with pytest.raises(DivergenceError, match="step 0, minibatch 2"):
-        train(batch, blobs, minibatches=4)
+        _train(backend, batch, blobs, minibatches=4)
     assert backend.updates == 2
 
 
@@ -192,16 +173,15 @@ def test_a_gradient_that_is_not_finite_ends_training(model_dir, make_batch):
         def forward_backward(self, batches, loss_of):
             super().forward_backward(batches, lambda index, logp: loss_of(index, logp) * float("inf"))
 
-    backend, train = _broken(model_dir, Exploding)
+    backend = _backend(model_dir, Exploding)
     with pytest.raises(DivergenceError, match=r"the gradient's norm is .* trainer\.optimizer\.lr"):
-        train(*make_batch(0))
+        _train(backend, *make_batch(0))
     assert backend.updates == 0
 
 
 def test_weights_that_are_not_finite_are_not_given_out(model_dir, make_batch):
     """An update that overflows, with a gradient that was finite."""
-    backend, train = _broken(model_dir, FsdpBackend)
-    backend._settings = backend._settings.model_copy(update={"lr": 3e38, "weight_decay": 0.0})
+    backend = _backend(model_dir, lr=3e38)
     with pytest.raises(DivergenceError, match="the norm of the weights is"):
-        train(*make_batch(0))
+        _train(backend, *make_batch(0))
     assert backend.updates == 0

@@ -17,9 +17,9 @@ from areal_async.trajectory import (
     CodecError,
     Episode,
     EpisodeBuilder,
-    Header,
+    EpisodeHeader,
+    EpisodeLimits,
     InvariantError,
-    Limits,
     Sampling,
     SchemaError,
     SizeError,
@@ -250,7 +250,7 @@ _values = st.recursive(
     lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=4), v, max_size=3),
     max_leaves=6,
 )
-_fields = st.sampled_from([*Header.__struct_fields__, "header", "segments", "units", "columns"])
+_fields = st.sampled_from([*EpisodeHeader.__struct_fields__, "header", "segments", "units", "columns"])
 
 
 @settings(max_examples=300, deadline=None)
@@ -376,31 +376,31 @@ def test_a_deeply_nested_head_is_refused(episode):
 
 def test_sizes_are_capped_before_anything_is_read(episode, blob):
     with pytest.raises(SizeError):
-        unpack(blob, limits=Limits(blob_bytes=len(blob) - 1))
+        unpack(blob, limits=EpisodeLimits(blob_bytes=len(blob) - 1))
     with pytest.raises(SizeError):
-        unpack(blob, limits=Limits(head_bytes=10))
+        unpack(blob, limits=EpisodeLimits(head_bytes=10))
     with pytest.raises(SizeError):
-        unpack(blob, limits=Limits(units=11))
+        unpack(blob, limits=EpisodeLimits(units=11))
     with pytest.raises(SizeError):
-        unpack(blob, limits=Limits(segments=4))
+        unpack(blob, limits=EpisodeLimits(segments=4))
     with pytest.raises(CodecError):
-        unpack(blob, limits=Limits(columns=0))
+        unpack(blob, limits=EpisodeLimits(columns=0))
     with pytest.raises(SizeError):
-        pack(episode, limits=Limits(blob_bytes=len(blob) - 1))
+        pack(episode, limits=EpisodeLimits(blob_bytes=len(blob) - 1))
     with pytest.raises(SizeError):
-        pack(episode, limits=Limits(head_bytes=10))
+        pack(episode, limits=EpisodeLimits(head_bytes=10))
     with pytest.raises(SizeError):
-        encode(episode, limits=Limits(head_bytes=10))
+        encode(episode, limits=EpisodeLimits(head_bytes=10))
     wide = pack(episode.with_columns({"experts": np.zeros((12, 3), np.uint16)}))
     head = len(encode(unpack(wide))[HEAD])
-    exact = Limits(len(wide), head, units=12, segments=5, columns=2, column_width=3)
+    exact = EpisodeLimits(len(wide), head, units=12, segments=5, columns=2, column_width=3)
     assert pack(unpack(wide, limits=exact), limits=exact) == wide
     with pytest.raises(SizeError):
-        unpack(wide, limits=Limits(column_width=2))
+        unpack(wide, limits=EpisodeLimits(column_width=2))
 
 
 def test_more_optional_columns_than_by_default_need_a_wider_limit(episode):
-    limits = Limits(columns=50)
+    limits = EpisodeLimits(columns=50)
     wide = episode.with_columns({f"c{i}": np.zeros(12, np.float32) for i in range(49)}, limits=limits)
     blob = pack(wide, limits=limits)
     assert unpack(blob, limits=limits) == wide

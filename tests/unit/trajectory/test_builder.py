@@ -11,8 +11,8 @@ import pytest
 from areal_async.trajectory import (
     Call,
     EpisodeBuilder,
+    EpisodeLimits,
     InvariantError,
-    Limits,
     Sampling,
     SegmentFlag,
     SegmentKind,
@@ -230,7 +230,7 @@ def test_equal_anchors_meet_across_episodes_and_none_is_zero():
 def test_build_respects_limits(builder):
     builder.prompt([1, 2, 3])
     with pytest.raises(SizeError):
-        builder.build(limits=Limits(units=2))
+        builder.build(limits=EpisodeLimits(units=2))
 
 
 def test_paths_and_contexts_are_read_off_the_episode(two_turns):

@@ -13,8 +13,8 @@ from areal_async.trajectory import (
     Agent,
     Episode,
     EpisodeBuilder,
+    EpisodeLimits,
     InvariantError,
-    Limits,
     Media,
     Sampling,
     SchemaError,
@@ -263,7 +263,7 @@ def test_arrays_of_another_type_or_length_are_refused(episode, change):
 
 @pytest.mark.parametrize(
     "limits",
-    [Limits(segments=4), Limits(units=N_UNITS - 1), Limits(columns=0)],
+    [EpisodeLimits(segments=4), EpisodeLimits(units=N_UNITS - 1), EpisodeLimits(columns=0)],
 )
 def test_an_episode_above_a_limit_is_refused(episode, limits):
     with pytest.raises(SizeError):
@@ -272,9 +272,9 @@ def test_an_episode_above_a_limit_is_refused(episode, limits):
 
 def test_a_column_wider_than_the_limit_is_refused(episode):
     wide = episode.with_columns({"experts": np.zeros((N_UNITS, 3), np.uint16)})
-    check(wide.header, wide.segments, wide.units, Limits(column_width=3))
+    check(wide.header, wide.segments, wide.units, EpisodeLimits(column_width=3))
     with pytest.raises(SizeError, match="width 3"):
-        check(wide.header, wide.segments, wide.units, Limits(column_width=2))
+        check(wide.header, wide.segments, wide.units, EpisodeLimits(column_width=2))
     with pytest.raises(SizeError, match="width 0"):
         episode.with_columns({"experts": np.zeros((N_UNITS, 0), np.uint16)})
 
@@ -353,4 +353,6 @@ def test_an_episode_with_nothing_sampled_has_no_versions_and_no_epochs():
 
 
 def test_an_episode_exactly_at_its_limits_is_valid(episode):
-    check(episode.header, episode.segments, episode.units, Limits(segments=5, units=N_UNITS, columns=1))
+    check(
+        episode.header, episode.segments, episode.units, EpisodeLimits(segments=5, units=N_UNITS, columns=1)
+    )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.trajectory import (
-    Limits,
+    EpisodeLimits,
     check,
     decode,
     encode,
@@ -142,7 +142,7 @@ def test_what_is_built_satisfies_the_invariants_in_plain_words(histories, data):
 def test_limits_refuse_exactly_what_is_above_them(histories, data):
     episode = data.draw(histories).episode
     units, segments = episode.units, episode.segments
-    exact = Limits(units=len(units), segments=len(segments), columns=len(units.columns))
+    exact = EpisodeLimits(units=len(units), segments=len(segments), columns=len(units.columns))
     check(episode.header, episode.segments, episode.units, exact)
     blob = pack(episode)
     assert unpack(blob, limits=dataclasses.replace(exact, blob_bytes=len(blob))) == episode

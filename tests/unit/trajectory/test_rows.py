@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_async.trajectory import EpisodeBuilder, Limits, Sampling, SegmentKind, SizeError, training_rows
+from areal_async.trajectory import (
+    EpisodeBuilder,
+    EpisodeLimits,
+    Sampling,
+    SegmentKind,
+    SizeError,
+    training_rows,
+)
 
 
 def tree(*segments: tuple[str, int | None]):
@@ -71,8 +78,8 @@ def test_rows_are_read_only():
 
 def test_a_tree_whose_shared_prefixes_would_blow_up_is_refused_before_it_does():
     star = tree(("p", None), *[("s", 0)] * 50)
-    assert len(training_rows(star, limits=Limits(row_units=200, row_segments=100))) == 50
+    assert len(training_rows(star, limits=EpisodeLimits(row_units=200, row_segments=100))) == 50
     with pytest.raises(SizeError):
-        training_rows(star, limits=Limits(row_units=199))
+        training_rows(star, limits=EpisodeLimits(row_units=199))
     with pytest.raises(SizeError):
-        training_rows(star, limits=Limits(row_segments=99))
+        training_rows(star, limits=EpisodeLimits(row_segments=99))

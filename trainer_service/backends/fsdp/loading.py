@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a sharded model.
+"""Loading a Hugging Face directory as a sharded model.
 
 Rank 0 alone reads the files (safetensors only) and hands every rank its shard, so no rank but it ever holds
 the whole model. The modules are made on the meta device: parameters and buffers get memory only after
