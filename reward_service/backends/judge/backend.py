@@ -34,7 +34,7 @@ from reward_service.backends.judge.endpoint import Endpoint, Reply, Trouble, adv
 from reward_service.backends.judge.grades import LONGEST_REPLY, NoGrade, Parser, verdict_of
 from reward_service.backends.judge.limits import MINUTE_S, Budget, Entry, spread
 from reward_service.backends.judge.replies import Replies, key_of
-from reward_service.backends.judge.servers import Server, Servers
+from reward_service.backends.servers import ServerState, choose
 from reward_service.backends.templates import MissingText, fill
 from reward_service.metrics import cache_lookup
 from reward_service.sdk import RewardInput, RewardLoadError
@@ -81,7 +81,8 @@ class Judge:
         self._spec = spec
         self._budget = _budget(given, spec.timeout_s)
         self._admission = asyncio.Lock()
-        self._servers = Servers(given.base_url, random.Random())
+        rng = random.Random()
+        self._servers = [ServerState(url, rng) for url in given.base_url]
         self._changed = asyncio.Event()
         """A request ended, so that another may begin."""
         self._slots = asyncio.Semaphore(given.max_in_flight)
@@ -111,7 +112,7 @@ class Judge:
 
     @property
     def alive(self) -> int:
-        resting = isinstance(self._servers.choose(time.monotonic()), float)
+        resting = isinstance(choose(self._servers, time.monotonic()), float)
         return 0 if resting or self.broken.done() or self._endpoint is None else self.capacity
 
     @property
@@ -188,7 +189,7 @@ class Judge:
         body = self._body(GREETING, "", 0)
         until_s = time.monotonic() + START_LIMIT_S
         while True:
-            found = await asyncio.gather(*(self._hello(server.url, body) for server in self._servers.all))
+            found = await asyncio.gather(*(self._hello(server.url, body) for server in self._servers))
             troubles = [trouble for trouble in found if trouble is not None]
             for trouble in troubles:
                 if not trouble.passes:
@@ -334,19 +335,19 @@ class Judge:
         except Trouble as trouble:
             now_s = time.monotonic()
             if trouble.passes:
-                self._servers.failed(server, began_s, now_s, trouble.told_s)
+                server.failed(began_s, now_s, trouble.told_s)
                 self._trouble = trouble
             else:
-                self._servers.answered(server, now_s)
+                server.answered(now_s)
             metrics.JUDGE_REQUESTS.labels(trouble.kind if trouble.passes else "refused").inc()
             flight.trouble, flight.on_the_wire = trouble, False
             return trouble
         except asyncio.CancelledError:
-            self._servers.abandoned(server, began_s, time.monotonic())
+            server.abandoned(began_s, time.monotonic())
             metrics.JUDGE_REQUESTS.labels("abandoned").inc()
             raise
         else:
-            self._servers.answered(server, time.monotonic())
+            server.answered(time.monotonic())
             flight.on_the_wire = False
         finally:
             self._changed.set()
@@ -357,12 +358,12 @@ class Judge:
             metrics.JUDGE_TOKENS.inc(reply.tokens)
         return reply
 
-    async def _take(self) -> Server:
+    async def _take(self) -> ServerState:
         """A server for one request; waits while all rest."""
         while True:
-            choice = self._servers.choose(time.monotonic())
-            if isinstance(choice, Server):
-                self._servers.begin(choice)
+            choice = choose(self._servers, time.monotonic())
+            if isinstance(choice, ServerState):
+                choice.begin()
                 return choice
             self._changed.clear()
             with contextlib.suppress(TimeoutError):

@@ -32,23 +32,28 @@ from areal_async.trajectory import TrajectoryError
 from reward_service import metrics
 from reward_service.backends import Call, OnVerdicts
 from reward_service.backends.remote import RemoteArguments
-from reward_service.backends.remote.answers import read_verdicts
-from reward_service.backends.remote.backoff import pause_s
-from reward_service.backends.remote.balance import choose
-from reward_service.backends.remote.errors import ServerBroken, ServerGone, ServerLate, ServerRefused
 from reward_service.backends.remote.http import HttpTransport
-from reward_service.backends.remote.inputs import to_wire
-from reward_service.backends.remote.pace import Pace
-from reward_service.backends.remote.replica import Replica, Wanted
-from reward_service.backends.remote.schema import NOT_RUN
-from reward_service.backends.remote.transport import Transport
+from reward_service.backends.remote.replica import Replica, RequestPace, Wanted
+from reward_service.backends.remote.schema import NOT_RUN, to_wire
+from reward_service.backends.remote.transport import (
+    Form,
+    ServerBroken,
+    ServerGone,
+    ServerLate,
+    ServerRefused,
+    Transport,
+)
 from reward_service.backends.remote.zeromq import ZmqTransport
-from reward_service.checking import clip
+from reward_service.backends.servers import pause_s
+from reward_service.checking import as_verdict, clip
 from reward_service.sdk import RewardInput, RewardLoadError
 
 log = get_logger("reward")
 
 MAX_QUEUED = 8192
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+"""Before a server that has no time is asked again, where it does not say when."""
 TICK_S = 0.25
 """How often it is looked whether calls have waited too long for a server."""
 REQUEST_ROOM_BYTES = 64 << 10
@@ -95,7 +100,7 @@ class RemoteBackend:
         """Only by a fault of this side: a server that is away may come back."""
         self._spec = spec
         self._rng = rng or random.Random()
-        self._pace = Pace(self._arguments.batch if spec.scope == "episode" else 1, spec.timeout_s)
+        self._pace = RequestPace(self._arguments.batch if spec.scope == "episode" else 1, spec.timeout_s)
         self._replicas: list[Replica] = []
         self._queue: deque[Pending] = deque()
         self._room = asyncio.Event()
@@ -219,10 +224,10 @@ class RemoteBackend:
             self._news.clear()
             now_s = time.monotonic()
             while self._queue:
-                at = choose([replica.load(now_s) for replica in self._replicas], self._rng)
-                if at is None:
+                free = [replica for replica in self._replicas if replica.has_room(now_s)]
+                if not free:
                     break
-                self._hand_out(self._replicas[at])
+                self._hand_out(min(free, key=lambda replica: (replica.load, self._rng.random())))
             self._note_outage(now_s)
             if len(self._queue) < MAX_QUEUED:
                 self._room.set()
@@ -234,7 +239,7 @@ class RemoteBackend:
     def _hand_out(self, replica: Replica) -> None:
         batch, inputs = self._cut(replica)
         if batch:
-            replica.reserve()
+            replica.state.begin()
             task = asyncio.create_task(self._request(replica, batch, inputs))
             self._requests.add(task)
             task.add_done_callback(self._requests.discard)
@@ -341,7 +346,8 @@ class RemoteBackend:
                 again.append(call)
         if again and cause != NOT_RUN:
             tries = min(call.refused for call in again)
-            replica.rest(pause_s(tries, self._rng, asked_s=asked_s))
+            pause = pause_s(tries, self._rng, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
+            replica.state.rest(max(pause, asked_s * self._rng.uniform(1.0, 1.25)), now_s)
         self._again(again, cause)
 
     def _after_loss(self, batch: list[Pending], cause: str, told: str) -> None:
@@ -377,3 +383,19 @@ class RemoteBackend:
         told = "; ".join(f"{replica.url}: {replica.trouble}" for replica in self._replicas)
         while self._queue and now_s - max(self._away_since_s, self._queue[0].queued_s) > limit_s:
             self._queue.popleft().fail("unreachable", f"no reward server for {limit_s:g} s: {told}")
+
+
+def read_verdicts(
+    answered: Sequence[msgspec.Raw], form: Form, inputs: Sequence[RewardInput]
+) -> list[Verdict]:
+    """The verdict for each of `inputs`, checked as those of the pool are. One that is none is an error of the
+    kind `remote`, and spoils no other. Of the same length as `inputs`."""
+    verdicts: list[Verdict] = []
+    for raw, given in zip(answered, inputs, strict=True):
+        try:
+            verdict = form.verdicts.decode(raw)
+        except msgspec.MsgspecError as error:
+            verdicts.append(Failure("remote", clip(f"the server's verdict is none: {error}")))
+        else:
+            verdicts.append(as_verdict(verdict, given))
+    return verdicts

@@ -10,13 +10,6 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from reward_service.backends.remote.errors import (
-    RemoteError,
-    ServerBroken,
-    ServerGone,
-    ServerLate,
-    ServerRefused,
-)
 from reward_service.backends.remote.schema import (
     STATUS_OF,
     Health,
@@ -26,7 +19,16 @@ from reward_service.backends.remote.schema import (
     Request,
     Verdicts,
 )
-from reward_service.backends.remote.transport import Json, ignore, read_answer
+from reward_service.backends.remote.transport import (
+    Json,
+    RemoteError,
+    ServerBroken,
+    ServerGone,
+    ServerLate,
+    ServerRefused,
+    ignore,
+    read_answer,
+)
 
 T = TypeVar("T")
 

@@ -22,17 +22,6 @@ from areal_async.config.reward import Scope
 from areal_async.runtime.log import get_logger
 from reward_service import metrics
 from reward_service.backends.remote import ANSWER_GRACE_S
-from reward_service.backends.remote.backoff import pause_s
-from reward_service.backends.remote.balance import Load
-from reward_service.backends.remote.breaker import Breaker
-from reward_service.backends.remote.errors import (
-    RemoteError,
-    ServerBroken,
-    ServerGone,
-    ServerLate,
-    ServerRefused,
-)
-from reward_service.backends.remote.pace import Pace
 from reward_service.backends.remote.schema import (
     PROTOCOL,
     Health,
@@ -42,7 +31,15 @@ from reward_service.backends.remote.schema import (
     RewardInfo,
     Verdicts,
 )
-from reward_service.backends.remote.transport import Transport
+from reward_service.backends.remote.transport import (
+    RemoteError,
+    ServerBroken,
+    ServerGone,
+    ServerLate,
+    ServerRefused,
+    Transport,
+)
+from reward_service.backends.servers import ServerState, pause_s
 
 log = get_logger("reward")
 
@@ -54,7 +51,36 @@ ASK_LIMIT_S = 5.0
 """For the answer to a handshake or a look at the health."""
 NOTICE_S = 0.5
 """Beyond the deadline of an input, for the server to end what is late and to start what waited behind it."""
+FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
+"""Between two handshakes with a server that does not answer."""
+TOLERATED = 2
+"""Failures of a server in a row after which it is still asked as before."""
+SHARE = 0.25
+"""A request holds at most as many inputs as took this share of the deadline of late: so that one slow input
+does not make those beside it late, on a server that runs them one after another."""
+WEIGHT = 0.2
+
+
+class RequestPace:
+    """A running mean of the seconds that a request takes for each of its inputs."""
+
+    def __init__(self, most: int, deadline_s: float) -> None:
+        self.most = most
+        self._deadline_s = deadline_s
+        self.input_s = 0.0
+        self.request_s = 0.05
+        """Of a whole request: a guess until the first."""
+
+    def note(self, elapsed_s: float, n_inputs: int) -> None:
+        self.input_s += WEIGHT * (elapsed_s / n_inputs - self.input_s)
+        self.request_s += WEIGHT * (elapsed_s - self.request_s)
+
+    @property
+    def inputs(self) -> int:
+        """For the next request; at least 1."""
+        fitting = int(SHARE * self._deadline_s / self.input_s) if self.input_s > 0 else self.most
+        return max(1, min(self.most, fitting))
 
 
 class Unfit(Exception):
@@ -81,7 +107,7 @@ class Replica:
         url: str,
         transport: Transport,
         wanted: Wanted,
-        pace: Pace,
+        pace: RequestPace,
         *,
         max_in_flight: int,
         rng: random.Random,
@@ -90,8 +116,7 @@ class Replica:
         self.url = url
         self.transport = transport
         self.pace = pace
-        self.breaker = Breaker()
-        self.in_flight = 0
+        self.state = ServerState(url, rng, tolerated=TOLERATED)
         self.trouble = "it was not asked yet"
         """Why it is not ready."""
         self.unfit = False
@@ -105,7 +130,6 @@ class Replica:
         self._ready = False
         self._greeted_s = 0.0
         self._health = Health()
-        self._rest_until_s = 0.0
         self._lost = asyncio.Event()
         self._prefix = secrets.token_hex(6)
         self._numbers = itertools.count(1)
@@ -123,30 +147,28 @@ class Replica:
 
     def ready(self, now_s: float) -> bool:
         """Whether calls may be sent to it, apart from those that it has."""
-        return self._ready and self.breaker.state(now_s) != "open"
+        return self._ready and self.state.rests_s(now_s) <= 0
 
     @property
     def slots(self) -> int:
         """Requests that it may have at a time."""
         return max(1, min(self._max_in_flight, self.limits.max_in_flight))
 
-    def load(self, now_s: float) -> Load:
-        others = max(0, self._health.in_flight - self.in_flight * self.pace.inputs)
-        return Load(
-            room=self._ready and now_s >= self._rest_until_s and self.breaker.room(now_s, self.in_flight),
-            in_flight=self.in_flight,
-            slots=self.slots,
-            busy=min(1.0, others / self._health.capacity) if self._health.capacity else 0.0,
-            seconds=self.pace.input_s,
-        )
+    def has_room(self, now_s: float) -> bool:
+        """Whether it may get a request now."""
+        return self._ready and self.state.takes(now_s) and self.state.in_flight < self.slots
 
-    def reserve(self) -> None:
-        """Count a request that `score` is about to make."""
-        self.in_flight += 1
+    @property
+    def load(self) -> float:
+        """How full it would be with one request more, as a share: by our requests, and by what others keep
+        busy of it, as it last said."""
+        others = max(0, self._health.in_flight - self.state.in_flight * self.pace.inputs)
+        busy = min(1.0, others / self._health.capacity) if self._health.capacity else 0.0
+        return (self.state.in_flight + 1) / self.slots + busy
 
     async def score(self, inputs: list[msgspec.Raw]) -> Verdicts:
-        """One request, after `reserve`. Raises the errors of a transport; ends within the reward's deadline
-        and `ANSWER_GRACE_S`."""
+        """One request, after `state.begin()`. Raises the errors of a transport; ends within the reward's
+        deadline and `ANSWER_GRACE_S`."""
         request = self._request(inputs)
         began_s = time.monotonic()
         outcome = "ok"
@@ -160,13 +182,15 @@ class Replica:
                 raise ServerBroken("the server's answer is that to another request")
         except RemoteError as error:
             outcome = OUTCOMES[type(error)]
-            self._failed(error)
+            self._failed(error, began_s)
+            raise
+        except BaseException:
+            self.state.in_flight -= 1
             raise
         else:
-            self.breaker.succeeded()
+            self.state.answered(time.monotonic())
             return answer
         finally:
-            self.in_flight -= 1
             elapsed_s = time.monotonic() - began_s
             if outcome in ("ok", "late"):
                 self.pace.note(elapsed_s, len(inputs))
@@ -186,20 +210,17 @@ class Replica:
             inputs=inputs,
         )
 
-    def rest(self, seconds: float) -> None:
-        """Send it nothing for so long: it said that it is busy."""
-        self._rest_until_s = max(self._rest_until_s, time.monotonic() + seconds)
-
-    def _failed(self, error: RemoteError) -> None:
+    def _failed(self, error: RemoteError, began_s: float) -> None:
+        now_s = time.monotonic()
         if isinstance(error, ServerRefused) and error.refusal.kind in ("busy", "too_large", "invalid"):
-            self.breaker.succeeded()  # it works; it is this request that it did not take
+            self.state.answered(now_s)  # it works; it is this request that it did not take
             return
         if isinstance(error, ServerGone) or (
             isinstance(error, ServerRefused)
             and error.refusal.kind in ("unauthorized", "unknown_reward", "protocol", "unavailable")
         ):
             self._lose(str(error))
-        if self.breaker.failed(time.monotonic()):
+        if self.state.failed(began_s, now_s):
             metrics.REMOTE_BREAKS.labels(self.url).inc()
             log.warning(
                 "reward server fails and is left alone for a while", server=self.url, error=str(error)
@@ -231,7 +252,7 @@ class Replica:
             except (RemoteError, Unfit) as error:
                 self.unfit = isinstance(error, Unfit) or _is_definite(error)
                 # A server of one thread cannot answer while it scores: that is no loss.
-                if not (isinstance(error, ServerLate) and self.in_flight):
+                if not (isinstance(error, ServerLate) and self.state.in_flight):
                     self._lose(str(error))
             if self._ready:
                 tries = 0
@@ -240,7 +261,9 @@ class Replica:
                         await self._lost.wait()
             else:
                 tries += 1
-                await asyncio.sleep(pause_s(tries, self._rng, longest_s=LONGEST_PAUSE_S))
+                await asyncio.sleep(
+                    pause_s(tries, self._rng, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
+                )
 
     def _greet(self, info: Info) -> None:
         if info.protocol != PROTOCOL:

@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from areal_async.errors import ArealError
+from areal_async.rpc.secret import CurveKeys, Password
 from areal_async.rpc.verdicts import Verdict
-from reward_service.backends.remote.errors import ServerBroken, ServerRefused
 from reward_service.backends.remote.schema import Health, Info, Refusal, Request, Verdicts
 
 T = TypeVar("T")
+
+
+class RemoteError(ArealError):
+    """Base of what a transport raises."""
+
+
+class ServerGone(RemoteError):
+    """Not reachable, or the connection was lost under the request: whether it was run is not known."""
+
+
+class ServerLate(RemoteError):
+    """No answer in time, from a server whose connection stands."""
+
+
+class ServerBroken(RemoteError):
+    """An answer that is none of the protocol."""
+
+
+class ServerRefused(RemoteError):
+    """The server says that it did not carry out the request."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(f"{refusal.kind}: {refusal.message}")
+        self.refusal = refusal
+
 
 VerdictDecoder = msgspec.json.Decoder[Verdict] | msgspec.msgpack.Decoder[Verdict]
 
@@ -58,7 +85,7 @@ class Msgpack:
 
 
 class Transport(Protocol):
-    """Every method ends by its deadline, with the answer or an error of `errors`. Requests may run at the
+    """Every method ends by its deadline, with the answer or a `RemoteError`. Requests may run at the
     same time."""
 
     @property
@@ -89,3 +116,21 @@ def read_answer(form: Form, content: bytes, kind: type[T]) -> T:
 
 class _MayBeRefused(msgspec.Struct):
     error: Refusal | None = None
+
+
+# --- what a client shows over ZMQ, before a message of its is taken ------------------------------------
+
+USER = b"reward"
+SEED = b"areal-async reward client "
+
+
+def password_of(token: str) -> Password:
+    """What is shown where the server has no CURVE key (PLAIN)."""
+    return Password(USER, token.encode())
+
+
+def client_keys(token: str) -> CurveKeys:
+    """The key pair of every client with the token, where the server has a CURVE key; it trusts nobody yet.
+
+    The secret is the SHA-256 of `SEED` and the token: the ZMQ of any language can do that."""
+    return CurveKeys.shared(hashlib.sha256(SEED + token.encode()).digest())

@@ -21,10 +21,17 @@ from typing_extensions import Buffer
 from areal_async.rpc import endpoints
 from areal_async.rpc.secret import CurveKeys
 from areal_async.rpc.sockets import PolledSocket, end_context, open_context
-from reward_service.backends.remote.errors import ServerBroken, ServerGone, ServerLate
-from reward_service.backends.remote.handshake import client_keys, password_of
 from reward_service.backends.remote.schema import Ask, Health, Info, Op, Request, Verdicts
-from reward_service.backends.remote.transport import Msgpack, ignore, read_answer
+from reward_service.backends.remote.transport import (
+    Msgpack,
+    ServerBroken,
+    ServerGone,
+    ServerLate,
+    client_keys,
+    ignore,
+    password_of,
+    read_answer,
+)
 
 T = TypeVar("T")
 

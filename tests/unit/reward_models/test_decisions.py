@@ -1,7 +1,6 @@
 """The pure parts: parsing and counting votes, rate limits, the choice of a server, batches, templates."""
 
 import contextlib
-import random
 from datetime import UTC, datetime
 
 import pytest
@@ -15,7 +14,6 @@ from reward_service.backends.judge.endpoint import retry_after_s
 from reward_service.backends.judge.grades import NoGrade, Parser, verdict_of
 from reward_service.backends.judge.limits import MINUTE_S, Budget, Window, spread
 from reward_service.backends.judge.replies import Replies
-from reward_service.backends.judge.servers import Servers
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.scorer import cut_by_tokens
 from reward_service.backends.templates import MissingText, fill
@@ -159,78 +157,6 @@ def test_requests_and_tokens_are_both_limited():
     assert Budget(None, None).wait_s(0.0, 1e9) == 0
     assert budget.requests_per_s(5) == pytest.approx(100 / 60)
     assert budget.requests_per_s(50) == pytest.approx(20 / 60)
-
-
-# --- servers -----------------------------------------------------------------------------------------
-
-
-def make_servers(*urls):
-    return Servers(urls, random.Random(0))
-
-
-def test_requests_go_to_the_server_with_fewest_under_way():
-    servers = make_servers("a", "b", "c")
-    for _ in range(9):
-        servers.begin(servers.choose(0.0))
-    assert [server.in_flight for server in servers.all] == [3, 3, 3]
-
-
-def test_a_failed_server_rests_longer_each_time_and_comes_back_with_one_request():
-    servers, now_s, rests = make_servers("a"), 0.0, []
-    (server,) = servers.all
-    for _ in range(9):
-        servers.begin(server)
-        servers.failed(server, now_s, now_s + 0.01)
-        now_s += 0.01
-        rest_s = servers.choose(now_s)
-        rests.append(rest_s)
-        now_s += rest_s
-    assert rests[0] <= 0.5 < 15 <= rests[-1] <= 30
-    assert servers.choose(now_s) is server
-    servers.begin(server)
-    assert servers.choose(now_s) is None  # until that request has shown that it is back
-    servers.answered(server, now_s)
-    servers.begin(servers.choose(now_s))
-    assert servers.choose(now_s) is server
-
-
-def test_requests_that_fail_together_count_once():
-    servers = make_servers("a", "b")
-    first = servers.all[0]
-    for _ in range(8):
-        servers.begin(first)
-    for n in range(8):
-        servers.failed(first, 0.0, 1.0 + n / 100)
-    assert first.failures == 1
-    assert first.in_flight == 0
-    assert servers.choose(1.2) is servers.all[1]
-    assert servers.choose(2.0) is first
-
-
-def test_a_server_is_left_alone_as_long_as_it_asks():
-    servers = make_servers("a")
-    (server,) = servers.all
-    servers.begin(server)
-    servers.begin(server)
-    servers.failed(server, 0.0, 1.0, told_s=20.0)
-    servers.answered(server, 2.0)
-    assert servers.choose(3.0) == pytest.approx(18.0)
-    servers.begin(server)
-    servers.failed(server, 30.0, 31.0, told_s=1e9)
-    assert servers.choose(31.0) <= 120
-
-
-def test_a_request_given_up_counts_only_against_a_server_that_answered_nobody():
-    servers = make_servers("a")
-    (server,) = servers.all
-    servers.begin(server)
-    servers.begin(server)
-    servers.answered(server, 5.0)
-    servers.abandoned(server, 1.0, 11.0)
-    assert server.failures == 0
-    servers.begin(server)
-    servers.abandoned(server, 12.0, 22.0)
-    assert (server.failures, server.in_flight) == (1, 0)
 
 
 # --- batches -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from areal_async.errors import EndpointError
 from areal_async.rpc.endpoints import is_loopback
 from areal_async.rpc.secret import CurveKeys, Password
 from areal_async.runtime.http_server import listen
-from reward_service.backends.remote.handshake import client_keys, password_of
+from reward_service.backends.remote.transport import client_keys, password_of
 
 
 class Gate:

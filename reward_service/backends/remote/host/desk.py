@@ -21,7 +21,6 @@ from areal_async.rpc.verdicts import Failure, Score, Verdict, kind_of
 from reward_service import metrics
 from reward_service.backends import Call
 from reward_service.backends.remote.host.offers import Offer
-from reward_service.backends.remote.inputs import from_wire
 from reward_service.backends.remote.schema import (
     NOT_RUN,
     PROTOCOL,
@@ -33,6 +32,7 @@ from reward_service.backends.remote.schema import (
     RefusalKind,
     Request,
     Status,
+    from_wire,
 )
 from reward_service.backends.remote.transport import Form
 from reward_service.pool.pool import WorkerPool

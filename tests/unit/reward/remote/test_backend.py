@@ -51,7 +51,7 @@ def test_a_killed_and_restarted_server_loses_nothing(kind, example, backend, col
             collected = collect.Collected(200)
             server.process.send_signal(signal.SIGSTOP)  # so that requests are surely under way when it dies
             await entered.submit([given("1" * n + "0") for n in range(200)], collected.take)
-            await until(lambda: sum(r.in_flight for r in entered._replicas) == 4, "requests under way")
+            await until(lambda: sum(r.state.in_flight for r in entered._replicas) == 4, "requests under way")
             server.kill()
             await until(lambda: not entered.alive, "the loss of the server")
             assert not collected.verdicts
