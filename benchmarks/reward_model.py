@@ -37,7 +37,7 @@ from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Score, Verdict
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.backend import RewardModel
-from reward_service.backends.reward_model.scorer import Scorer, TokenizedText, cut_by_tokens
+from reward_service.backends.reward_model.scorer import ModelScorer, TokenizedText, cut_by_tokens
 from reward_service.sdk import RewardInput
 
 
@@ -67,7 +67,7 @@ def make_texts(n: int, shortest: int, longest: int) -> list[str]:
 
 
 def bare(
-    scorer: Scorer, rows: Sequence[TokenizedText], batch: int, tokens: int, *, ordered: bool
+    scorer: ModelScorer, rows: Sequence[TokenizedText], batch: int, tokens: int, *, ordered: bool
 ) -> list[float]:
     """Scores of all rows, in batches of at most `batch` texts and `tokens` tokens."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids)) if ordered else range(len(rows))
@@ -124,7 +124,7 @@ def measure(options: argparse.Namespace, directory: str) -> dict[str, Any]:
         "max_batch_tokens": options.tokens,
     }
     arguments = RewardModelArguments.model_validate(settings)
-    scorer = Scorer(arguments)
+    scorer = ModelScorer(arguments)
     texts = make_texts(options.texts, options.shortest, options.longest)
     rows = [row for row in scorer.tokenize([(text, "") for text in texts]) if isinstance(row, TokenizedText)]
     inputs = [RewardInput(response=text) for text in texts]

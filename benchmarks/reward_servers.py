@@ -26,8 +26,8 @@ from pathlib import Path
 from areal_async.config.reward import RewardSection
 from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Score, Verdict
-from reward_service.backends import Backend
-from reward_service.backends.remote.backend import RemoteBackend
+from reward_service.backends import ScoringBackend
+from reward_service.backends.remote.client import RemoteBackend
 from reward_service.pool.pool import WorkerPool
 from reward_service.sdk import RewardInput
 
@@ -94,7 +94,7 @@ async def in_the_pool(reward: str, calls: int) -> tuple[float, list[float]]:
         return await measure(pool, calls)
 
 
-async def measure(backend: Backend, calls: int) -> tuple[float, list[float]]:
+async def measure(backend: ScoringBackend, calls: int) -> tuple[float, list[float]]:
     """(seconds for all, milliseconds of each)."""
     given = RewardInput(prompt="p", response=RESPONSE, ground_truth="1")
     await score(backend, [given] * 200)
@@ -103,7 +103,7 @@ async def measure(backend: Backend, calls: int) -> tuple[float, list[float]]:
     return time.monotonic() - began_s, took_ms
 
 
-async def score(backend: Backend, inputs: list[RewardInput]) -> list[float]:
+async def score(backend: ScoringBackend, inputs: list[RewardInput]) -> list[float]:
     took_ms: list[float] = []
     done = asyncio.Event()
 

@@ -18,7 +18,7 @@ DEADLINE_SHARE = 0.25
 
 
 @dataclass(frozen=True)
-class Load:
+class ClaimLoad:
     """What the service holds of one reward, and what it has learnt of it so far."""
 
     workers: int
@@ -35,7 +35,7 @@ class Load:
     """Of the last claim; infinite before the first."""
 
 
-def episodes_to_claim(loads: Sequence[Load]) -> int:
+def episodes_to_claim(loads: Sequence[ClaimLoad]) -> int:
     """At most `MAX_CLAIM`, 0 when enough is held.
 
     Which reward an episode is for is known only once it is claimed. So as much is claimed as the reward wants
@@ -55,20 +55,20 @@ def episodes_to_claim(loads: Sequence[Load]) -> int:
     return max(0, min(room, MAX_CLAIM))
 
 
-def _wanted(load: Load) -> int:
+def _wanted(load: ClaimLoad) -> int:
     """Episodes that keep the workers of a reward busy."""
     hold_s = min(HOLD_S, load.deadline_s * DEADLINE_SHARE)
     by_experience = 4 * load.workers + 2 * load.calls_done
     return max(2 * load.workers, min(_within(load, hold_s), by_experience, MAX_PENDING))
 
 
-def _most(load: Load) -> int:
+def _most(load: ClaimLoad) -> int:
     """Episodes of a reward that end well before their claims do, and those it may always be given."""
     if math.isinf(load.deadline_s):
         return max(_wanted(load), MAX_PENDING)
     return max(_wanted(load), 4 * load.workers, _within(load, load.deadline_s * 2 * DEADLINE_SHARE))
 
 
-def _within(load: Load, seconds: float) -> int:
+def _within(load: ClaimLoad, seconds: float) -> int:
     """Episodes that its workers score in that time."""
     return int(min(load.workers * seconds / max(load.call_s, 1e-6), 1e9))

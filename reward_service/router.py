@@ -20,7 +20,7 @@ from areal_async.rewards import RewardSpec, Routing
 from areal_async.rpc.verdicts import Failure, Timeout, Verdict
 from areal_async.runtime.log import get_logger
 from reward_service import metrics
-from reward_service.backends import Backend, BackendReward, Call, OnVerdicts
+from reward_service.backends import BackendReward, Call, OnVerdicts, ScoringBackend
 from reward_service.pool.pool import WorkerPool
 from reward_service.pool.workers import WorkerLimits
 from reward_service.sdk import RewardLoadError
@@ -140,7 +140,7 @@ class OpenCall:
 class WatchedBackend:
     """A backend, and the deadlines of what it was given."""
 
-    def __init__(self, spec: RewardSpec, backend: Backend) -> None:
+    def __init__(self, spec: RewardSpec, backend: ScoringBackend) -> None:
         self.backend = backend
         self._spec = spec
         self._asked: set[OpenCall] = set()

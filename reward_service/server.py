@@ -34,7 +34,7 @@ from areal_async.runtime.metrics import busy
 from areal_async.trajectory import TrajectoryError, unpack
 from reward_service import metrics
 from reward_service.backends import Call
-from reward_service.intake import Load, episodes_to_claim
+from reward_service.intake import ClaimLoad, episodes_to_claim
 from reward_service.router import Router
 from reward_service.sdk import RewardInput
 
@@ -57,7 +57,7 @@ VALUE_BYTES = 9
 """A float in msgpack."""
 
 
-class Held:
+class RewardState:
     """What the service holds of one reward, and what it has learnt of it."""
 
     def __init__(self, spec: RewardSpec) -> None:
@@ -87,7 +87,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Taken:
+class ClaimedCall:
     """One call: its episodes with the size of each."""
 
     items: list[tuple[ClaimedEpisode, int]]
@@ -101,7 +101,7 @@ class RewardServer:
         self._buffer = buffer
         self._router = router
         self._scorer = scorer
-        self._of = {spec.key: Held(spec) for spec in router.specs}
+        self._of = {spec.key: RewardState(spec) for spec in router.specs}
         self._pending = 0
         self._pending_bytes = 0
         self._calls_open = 0
@@ -110,7 +110,7 @@ class RewardServer:
         self._deadline_s = math.inf
         self._held: Counter[str] = Counter()
         """Episodes without an acknowledged verdict, by claim."""
-        self._outbox: list[tuple[EpisodeVerdict, int, Held]] = []
+        self._outbox: list[tuple[EpisodeVerdict, int, RewardState]] = []
         """Verdicts to send, each with the size of its episode."""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when something that scores can take no calls."""
@@ -187,9 +187,9 @@ class RewardServer:
             spent_s = time.monotonic() - began_s
             await asyncio.sleep(max(0.0, CLAIM_PAUSE_S - spent_s))
 
-    def _loads(self) -> list[Load]:
+    def _loads(self) -> list[ClaimLoad]:
         return [
-            Load(
+            ClaimLoad(
                 # In episodes, as all of a load but `call_s`: a worker has a whole group at a time.
                 workers=self._router.capacity(held.spec) * held.per_call,
                 call_s=self._router.call_seconds(held.spec),
@@ -203,7 +203,7 @@ class RewardServer:
 
     def _take(self, items: list[ClaimedEpisode], blobs: Sequence[memoryview]) -> None:
         """Hand claimed episodes to what scores them; one that cannot be read gets its verdict at once."""
-        calls: dict[str, list[Taken]] = {}
+        calls: dict[str, list[ClaimedCall]] = {}
         for episodes in _calls(items, blobs):
             held = self._of[self._router.routing.of(episodes[0][0].task).key]
             if held.spec.scope == "group":
@@ -216,14 +216,14 @@ class RewardServer:
                 for item, blob in episodes:
                     self._end(held, item, len(blob), Failure("episode", str(error)), 0.0)
             else:
-                taken = Taken([(item, len(blob)) for item, blob in episodes], inputs)
+                taken = ClaimedCall([(item, len(blob)) for item, blob in episodes], inputs)
                 calls.setdefault(held.spec.key, []).append(taken)
         for key, taken_calls in calls.items():
             submitting = asyncio.create_task(self._submit(self._of[key], taken_calls))
             self._submitting.add(submitting)
             submitting.add_done_callback(self._submitted)
 
-    async def _submit(self, held: Held, calls: list[Taken]) -> None:
+    async def _submit(self, held: RewardState, calls: list[ClaimedCall]) -> None:
         first = self._call_numbers
         self._call_numbers += len(calls)
         now_s = time.monotonic()
@@ -253,7 +253,7 @@ class RewardServer:
             # A backend that cannot take calls leaves claims without an end: the service must not go on.
             self._failed.set_exception(error)
 
-    def _begin(self, held: Held, item: ClaimedEpisode, size_bytes: int) -> None:
+    def _begin(self, held: RewardState, item: ClaimedEpisode, size_bytes: int) -> None:
         self._idle.clear()
         self._held[item.claim_id] += 1
         self._deadline_s = item.deadline_ms / 1000
@@ -262,7 +262,7 @@ class RewardServer:
         self._pending_bytes += size_bytes
 
     def _end(
-        self, held: Held, item: ClaimedEpisode, size_bytes: int, verdict: Verdict, elapsed_ms: float
+        self, held: RewardState, item: ClaimedEpisode, size_bytes: int, verdict: Verdict, elapsed_ms: float
     ) -> None:
         held.count(verdict)
         result = EpisodeVerdict(item.episode_id, item.claim_id, verdict, elapsed_ms)

@@ -24,7 +24,7 @@ OnVerdicts = Callable[[int, list[Verdict], float], None]
 the call itself took)."""
 
 
-class Backend(Protocol):
+class ScoringBackend(Protocol):
     """Scores the calls of one reward (of several, where the pool does). All methods belong to one event loop.
     One whose calls may wait for something that is away, or for more than their turn, says for how long by a
     property `patience_s`; it is read whenever a call would be given up.
@@ -62,7 +62,7 @@ class BackendReward:
     Arguments: ClassVar[type[Section]]
     scopes: ClassVar[tuple[str, ...]] = ("episode",)
     implementation: ClassVar[str]
-    """`module:Class` of the `Backend`, which is made with `(spec, section)`."""
+    """`module:Class` of the `ScoringBackend`, which is made with `(spec, section)`."""
     worker_class: ClassVar[str] = ""
     """`module:Class` of what a pool's worker makes, where the backend is a pool: see `LoadReward`."""
 
@@ -72,8 +72,10 @@ class BackendReward:
         return 0.0
 
     @classmethod
-    def make(cls, spec: RewardSpec, section: RewardSection) -> Backend:
+    def make(cls, spec: RewardSpec, section: RewardSection) -> ScoringBackend:
         """The backend of the reward `spec` of a job's section. Raises `RewardLoadError`."""
         module, _, name = cls.implementation.partition(":")
-        make: Callable[[RewardSpec, RewardSection], Backend] = getattr(importlib.import_module(module), name)
+        make: Callable[[RewardSpec, RewardSection], ScoringBackend] = getattr(
+            importlib.import_module(module), name
+        )
         return make(spec, section)

@@ -27,7 +27,7 @@ from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Timeout, Verdict
 from areal_async.runtime.log import get_logger
 from reward_service.backends import Call, OnVerdicts
-from reward_service.pool.protocol import Assignment, FinishedUnit, Unit
+from reward_service.pool.protocol import Assignment, FinishedUnit, WorkUnit
 from reward_service.pool.queue import (
     RECALL_AFTER_S,
     STUCK_GRACE_S,
@@ -285,7 +285,7 @@ class WorkerPool:
                 number = next(self._unit_numbers)
                 slot.add(number, unit)
                 inputs = [msgspec.Raw(payload) for call in unit.calls for payload in call.payloads]
-                units.append(Unit(number, reward.number, inputs))
+                units.append(WorkUnit(number, reward.number, inputs))
             if idle:
                 slot.moved_s = time.monotonic()
             slot.order(Assignment(units))

@@ -42,7 +42,7 @@ class ForgetReward(msgspec.Struct, array_like=True, tag="forget"):
     reward: int
 
 
-class Unit(msgspec.Struct, array_like=True):
+class WorkUnit(msgspec.Struct, array_like=True):
     """One invocation of a reward: of one input, of several at once (`batch`), or of the inputs of a group."""
 
     number: int
@@ -54,7 +54,7 @@ class Unit(msgspec.Struct, array_like=True):
 class Assignment(msgspec.Struct, array_like=True, tag="run"):
     """Units for a worker, in order. Their numbers only ever rise."""
 
-    units: list[Unit]
+    units: list[WorkUnit]
 
 
 WorkerOrder = LoadReward | ForgetReward | Assignment

@@ -34,9 +34,9 @@ from reward_service.pool.protocol import (
     Marker,
     RewardLoaded,
     RewardNotLoaded,
-    Unit,
     UnitsFinished,
     WorkerOrder,
+    WorkUnit,
 )
 from reward_service.sdk import MARK, Mark, RewardInput, RewardLoadError, load_reward
 
@@ -74,7 +74,7 @@ class UnitRunner:
             return RewardNotLoaded(order.reward, text)
         return RewardLoaded(order.reward, reward.mark.batch)
 
-    def _run(self, units: list[Unit]) -> None:
+    def _run(self, units: list[WorkUnit]) -> None:
         done: list[FinishedUnit] = []
         flushed_ns = time.monotonic_ns()
         for unit in units:

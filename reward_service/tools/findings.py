@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from areal_async.rpc.verdicts import Failure, Score, Timeout, Verdict, kind_of
-from reward_service.tools.samples import Sample
+from reward_service.tools.samples import AnswerSample
 
 MOST_VALUES = 12
 """Scores of at most so many different values get a bar for each value, else `BINS` ranges."""
@@ -49,7 +49,7 @@ class Bar(msgspec.Struct, frozen=True):
     count: int
 
 
-class Problem(msgspec.Struct, frozen=True):
+class UnscoredKind(msgspec.Struct, frozen=True):
     """Verdicts of one kind that are no score. `message` and `row` are those of the first."""
 
     kind: str
@@ -85,7 +85,7 @@ class Findings(msgspec.Struct, frozen=True):
     p99_ms: float
     max_ms: float
     slowest: list[Slow]
-    problems: list[Problem]
+    problems: list[UnscoredKind]
     disagreeing: int
     disagreements: list[Disagreement]
 
@@ -106,7 +106,9 @@ class Findings(msgspec.Struct, frozen=True):
         return self.answers > 1 and low is not None and low == high
 
 
-def summed_up(samples: Sequence[Sample], repeats: Sequence[Sequence[Judged]], *, slowest: int) -> Findings:
+def summed_up(
+    samples: Sequence[AnswerSample], repeats: Sequence[Sequence[Judged]], *, slowest: int
+) -> Findings:
     """`repeats[r][i]` is how answer `i` was judged the `r`-th time. The last source is the total."""
     everything = [judged for repeat in repeats for judged in repeat]
     scores = [judged.verdict.value for judged in everything if isinstance(judged.verdict, Score)]
@@ -180,7 +182,7 @@ def round_step(least: float) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - SAME))
 
 
-def _sources(samples: Sequence[Sample], repeats: Sequence[Sequence[Judged]]) -> list[Source]:
+def _sources(samples: Sequence[AnswerSample], repeats: Sequence[Sequence[Judged]]) -> list[Source]:
     by_name: dict[str, list[Verdict]] = defaultdict(list)
     for index, sample in enumerate(samples):
         by_name[sample.task.data_source] += [repeat[index].verdict for repeat in repeats]
@@ -209,21 +211,21 @@ def _components(everything: Sequence[Judged]) -> dict[str, float]:
     return {name: math.fsum(values) / len(values) for name, values in sorted(by_name.items())}
 
 
-def _slowest(samples: Sequence[Sample], repeats: Sequence[Sequence[Judged]], most: int) -> list[Slow]:
+def _slowest(samples: Sequence[AnswerSample], repeats: Sequence[Sequence[Judged]], most: int) -> list[Slow]:
     """The answers whose slowest call was slowest."""
     longest = [max(repeat[index].elapsed_ms for repeat in repeats) for index in range(len(samples))]
     order = sorted(range(len(samples)), key=lambda index: -longest[index])[:most]
     return [Slow(longest[index], samples[index].row, samples[index].given.response) for index in order]
 
 
-def _problems(samples: Sequence[Sample], repeats: Sequence[Sequence[Judged]]) -> list[Problem]:
-    found: dict[str, Problem] = {}
+def _problems(samples: Sequence[AnswerSample], repeats: Sequence[Sequence[Judged]]) -> list[UnscoredKind]:
+    found: dict[str, UnscoredKind] = {}
     for repeat in repeats:
         for sample, judged in zip(samples, repeat, strict=True):
             if isinstance(judged.verdict, Score):
                 continue
             kind, message = _why(judged.verdict)
-            first = found.get(kind, Problem(kind, 0, message, sample.row))
+            first = found.get(kind, UnscoredKind(kind, 0, message, sample.row))
             found[kind] = msgspec.structs.replace(first, count=first.count + 1)
     return sorted(found.values(), key=lambda problem: (problem.kind.startswith("abstain"), -problem.count))
 

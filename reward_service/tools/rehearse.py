@@ -32,7 +32,7 @@ from reward_service.client import LocalScorer
 from reward_service.processes import on_print
 from reward_service.tools.findings import Findings, Judged, summed_up
 from reward_service.tools.page import draw, plain
-from reward_service.tools.samples import Sample, Samples, read_samples
+from reward_service.tools.samples import AnswerSample, Samples, read_samples
 
 CHUNK = 512
 """Answers handed to the pool between two looks at the progress bar."""
@@ -130,7 +130,7 @@ async def judge(
 
 
 async def _once(
-    scorer: LocalScorer, groups: Sequence[list[Sample]], order: list[int], note: Callable[[int], object]
+    scorer: LocalScorer, groups: Sequence[list[AnswerSample]], order: list[int], note: Callable[[int], object]
 ) -> list[Judged]:
     found: dict[int, list[Judged]] = {}
     at = 0

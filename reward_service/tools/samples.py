@@ -22,7 +22,7 @@ class SamplesError(ArealError):
     """There is nothing to judge: the text says what is missing."""
 
 
-class Sample(msgspec.Struct, frozen=True):
+class AnswerSample(msgspec.Struct, frozen=True):
     """One answer to one task."""
 
     row: int
@@ -34,7 +34,7 @@ class Sample(msgspec.Struct, frozen=True):
 class Samples(msgspec.Struct, frozen=True):
     """Answers by task, each list those of one task in order, and where they come from."""
 
-    groups: list[list[Sample]]
+    groups: list[list[AnswerSample]]
     source: str
     """`column response`, `the export FILE`, or that the ground truth stands in."""
     rows: int
@@ -71,7 +71,7 @@ def spaced(rows: range | list[int], limit: int) -> list[int]:
     return [rows[index * len(rows) // limit] for index in range(limit)]
 
 
-def _of_column(table: TaskTable, row: int, column: str, answer: Any) -> list[Sample]:
+def _of_column(table: TaskTable, row: int, column: str, answer: Any) -> list[AnswerSample]:
     texts = answer if isinstance(answer, list) else [answer]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise SamplesError(
@@ -83,7 +83,7 @@ def _of_column(table: TaskTable, row: int, column: str, answer: Any) -> list[Sam
 
 def _of_export(table: TaskTable, path: Path, limit: int) -> Samples:
     """The episodes whose tasks are those of the file."""
-    found: dict[str, list[Sample]] = defaultdict(list)
+    found: dict[str, list[AnswerSample]] = defaultdict(list)
     strangers = 0
     for episode in read_episodes(path):
         dataset, _, rest = episode.task_id.partition(":")
@@ -93,7 +93,7 @@ def _of_export(table: TaskTable, path: Path, limit: int) -> Samples:
             continue
         task = table.task(int(row_text))
         item = ClaimedEpisode(episode.episode_id, claim_id="", task=task, deadline_ms=0)
-        found[episode.group_id].append(Sample(int(row_text), task, as_input(item, episode.blob)))
+        found[episode.group_id].append(AnswerSample(int(row_text), task, as_input(item, episode.blob)))
     if not found:
         if not strangers:
             raise SamplesError(f"{path} has no episodes.")
@@ -106,7 +106,7 @@ def _of_export(table: TaskTable, path: Path, limit: int) -> Samples:
     return Samples(chosen, f"the export {path}", len(table), strangers)
 
 
-def _sample(table: TaskTable, row: int, response: str) -> Sample:
+def _sample(table: TaskTable, row: int, response: str) -> AnswerSample:
     task = table.task(row)
     given = RewardInput(
         prompt=message_texts(task.prompt),
@@ -117,7 +117,7 @@ def _sample(table: TaskTable, row: int, response: str) -> Sample:
         reward_style=task.reward_style,
         extra_info=task.extra_info,
     )
-    return Sample(row, task, given)
+    return AnswerSample(row, task, given)
 
 
 def _as_text(value: Any) -> str:

@@ -30,9 +30,9 @@ from areal_async.runtime.log import get_logger
 from reward_service import metrics
 from reward_service.backends import Call, OnVerdicts
 from reward_service.backends.judge import JudgeArguments
-from reward_service.backends.judge.endpoint import Endpoint, Reply, Trouble, advice
+from reward_service.backends.judge.endpoint import Endpoint, JudgeReply, Trouble, advice
 from reward_service.backends.judge.grades import LONGEST_REPLY, NoGrade, Parser, verdict_of
-from reward_service.backends.judge.limits import MINUTE_S, Budget, Entry, spread
+from reward_service.backends.judge.limits import MINUTE_S, Budget, RateEntry, spread
 from reward_service.backends.judge.replies import Replies, key_of
 from reward_service.backends.servers import ServerState, choose
 from reward_service.backends.templates import MissingText, fill
@@ -65,7 +65,7 @@ class Flight:
 
 
 class Judge:
-    """A `Backend`; `spec.args` are `JudgeArguments`."""
+    """A `ScoringBackend`; `spec.args` are `JudgeArguments`."""
 
     def __init__(self, spec: RewardSpec, section: RewardSection) -> None:
         """Raises `RewardLoadError` for arguments that are wrong."""
@@ -304,7 +304,7 @@ class Judge:
                     left = self._arguments.retries
                     while True:
                         outcome = await self._attempt(flight, body, entry)
-                        if isinstance(outcome, Reply):
+                        if isinstance(outcome, JudgeReply):
                             return self._graded(key, outcome)
                         if not outcome.passes or left == 0:
                             return Failure(outcome.kind, str(outcome))
@@ -316,7 +316,7 @@ class Judge:
                     return Timeout(round(self._timeout_s * 1000))
                 return Failure(trouble.kind, f"{trouble} (until the deadline of {self._timeout_s:g} s)")
 
-    async def _admit(self, tokens: float) -> Entry | None:
+    async def _admit(self, tokens: float) -> RateEntry | None:
         """Wait for the rate limit; first come, first served."""
         async with self._admission:
             while True:
@@ -325,7 +325,7 @@ class Judge:
                     return self._budget.add(now_s, tokens)
                 await asyncio.sleep(wait_s)
 
-    async def _attempt(self, flight: Flight, body: bytes, entry: Entry | None) -> Reply | Trouble:
+    async def _attempt(self, flight: Flight, body: bytes, entry: RateEntry | None) -> JudgeReply | Trouble:
         server = await self._take()
         assert self._endpoint is not None
         flight.on_the_wire = True
@@ -370,7 +370,7 @@ class Judge:
                 async with asyncio.timeout(choice):
                     await self._changed.wait()
 
-    def _graded(self, key: bytes, reply: Reply) -> Vote:
+    def _graded(self, key: bytes, reply: JudgeReply) -> Vote:
         try:
             grade = self._parse(reply.text)
         except NoGrade as error:

@@ -26,7 +26,7 @@ PASSES = frozenset({408, 409, 425, 429})
 Api = Literal["chat", "completions"]
 
 
-class Reply(msgspec.Struct, frozen=True):
+class JudgeReply(msgspec.Struct, frozen=True):
     """What the model said."""
 
     text: str
@@ -49,23 +49,23 @@ class Trouble(Exception):
         self.status = status
 
 
-class Message(msgspec.Struct):
+class CompletionMessage(msgspec.Struct):
     content: str | None = None
 
 
-class Choice(msgspec.Struct):
-    message: Message | None = None
+class CompletionChoice(msgspec.Struct):
+    message: CompletionMessage | None = None
     text: str | None = None
     finish_reason: str | None = None
 
 
-class Usage(msgspec.Struct):
+class TokenUsage(msgspec.Struct):
     total_tokens: int | None = None
 
 
-class Completion(msgspec.Struct):
-    choices: list[Choice] = []
-    usage: Usage | None = None
+class JudgeCompletion(msgspec.Struct):
+    choices: list[CompletionChoice] = []
+    usage: TokenUsage | None = None
 
 
 class Endpoint:
@@ -79,11 +79,11 @@ class Endpoint:
             headers={"Authorization": f"Bearer {key}"} if key else {},
         )
 
-    async def ask(self, url: str, body: bytes) -> Reply:
+    async def ask(self, url: str, body: bytes) -> JudgeReply:
         """The reply to one request, without a time limit of its own. Raises `Trouble`."""
         content = await self._post(url + self._path, body)
         try:
-            answer = msgspec.json.decode(content, type=Completion)
+            answer = msgspec.json.decode(content, type=JudgeCompletion)
             choice = answer.choices[0]
         except (msgspec.MsgspecError, IndexError):
             raise Trouble(
@@ -91,7 +91,7 @@ class Endpoint:
             ) from None
         text = choice.message.content if choice.message is not None else choice.text
         tokens = answer.usage.total_tokens if answer.usage is not None else 0
-        return Reply(text or "", tokens or 0, choice.finish_reason or "")
+        return JudgeReply(text or "", tokens or 0, choice.finish_reason or "")
 
     async def close(self) -> None:
         await self._session.close()

@@ -13,7 +13,7 @@ ROUNDING = 1e-6
 
 
 @dataclass
-class Entry:
+class RateEntry:
     amount: float
     until_s: float
     counted: bool = True
@@ -28,7 +28,7 @@ class Window:
     def __init__(self, limit: float, window_s: float = MINUTE_S) -> None:
         self.limit = limit
         self.window_s = window_s
-        self._entries: deque[Entry] = deque()
+        self._entries: deque[RateEntry] = deque()
         self._sum = 0.0
 
     def wait_s(self, now_s: float, amount: float = 1.0) -> float:
@@ -43,14 +43,14 @@ class Window:
             wait_s = entry.until_s - now_s
         return wait_s
 
-    def add(self, now_s: float, amount: float = 1.0) -> Entry:
+    def add(self, now_s: float, amount: float = 1.0) -> RateEntry:
         """Count `amount`, which fits; the entry is for `settle`."""
-        entry = Entry(amount, now_s + self.window_s * max(1, math.ceil(amount / self.limit)))
+        entry = RateEntry(amount, now_s + self.window_s * max(1, math.ceil(amount / self.limit)))
         self._entries.append(entry)
         self._sum += amount
         return entry
 
-    def settle(self, entry: Entry, amount: float) -> None:
+    def settle(self, entry: RateEntry, amount: float) -> None:
         """Replace an estimate by what it turned out to be. What is above the estimate delays the next."""
         if entry.counted:
             self._sum += amount - entry.amount
@@ -89,12 +89,12 @@ class Budget:
         wait_s = self.requests.wait_s(now_s) if self.requests else 0.0
         return max(wait_s, self.tokens.wait_s(now_s, tokens) if self.tokens else 0.0)
 
-    def add(self, now_s: float, tokens: float) -> Entry | None:
+    def add(self, now_s: float, tokens: float) -> RateEntry | None:
         if self.requests:
             self.requests.add(now_s)
         return self.tokens.add(now_s, tokens) if self.tokens else None
 
-    def settle(self, entry: Entry | None, tokens: float) -> None:
+    def settle(self, entry: RateEntry | None, tokens: float) -> None:
         if self.tokens and entry is not None:
             self.tokens.settle(entry, tokens)
 

@@ -116,7 +116,7 @@ class RemoteReward(BackendReward):
 
     Arguments = RemoteArguments
     scopes = ("episode", "group")
-    implementation = "reward_service.backends.remote.backend:RemoteBackend"
+    implementation = "reward_service.backends.remote.client:RemoteBackend"
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:

@@ -14,9 +14,9 @@ from reward_service.backends.remote.schema import (
     STATUS_OF,
     Health,
     Info,
-    Refusal,
     RefusalKind,
-    Request,
+    RequestRefusal,
+    ScoreRequest,
     Verdicts,
 )
 from reward_service.backends.remote.transport import (
@@ -61,7 +61,7 @@ class HttpTransport:
     async def health(self, timeout_s: float) -> Health:
         return await self._request("GET", "health", Health, None, timeout_s)
 
-    async def score(self, request: Request, timeout_s: float) -> Verdicts:
+    async def score(self, request: ScoreRequest, timeout_s: float) -> Verdicts:
         return await self._request("POST", "score", Verdicts, self.form.encode(request), timeout_s)
 
     async def close(self) -> None:
@@ -119,4 +119,4 @@ def _failure(status: int, content: bytes, retry_after: str) -> RemoteError:
     if 400 <= status < 500:
         kind = next((kind for kind, code in STATUS_OF.items() if code == status), "invalid")
         kind = "unauthorized" if status == 403 else kind
-    return ServerRefused(Refusal(kind, message, asked_ms))
+    return ServerRefused(RequestRefusal(kind, message, asked_ms))

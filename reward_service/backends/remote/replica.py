@@ -26,9 +26,9 @@ from reward_service.backends.remote.schema import (
     PROTOCOL,
     Health,
     Info,
-    Limits,
-    Request,
+    RequestLimits,
     RewardInfo,
+    ScoreRequest,
     Verdicts,
 )
 from reward_service.backends.remote.transport import (
@@ -99,7 +99,7 @@ class Wanted(msgspec.Struct, frozen=True):
     timeout_s: float
 
 
-class Replica:
+class RemoteServer:
     """`changed` is called whenever it may take more than before, or less."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Replica:
         """Why it is not ready."""
         self.unfit = False
         """It answered the handshake, and cannot be used."""
-        self.limits = Limits()
+        self.limits = RequestLimits()
         self.reward = RewardInfo("")
         self._wanted = wanted
         self._max_in_flight = max_in_flight
@@ -198,8 +198,8 @@ class Replica:
             metrics.REMOTE_REQUEST_SECONDS.labels(self.url).observe(elapsed_s)
             self._changed()
 
-    def _request(self, inputs: list[msgspec.Raw]) -> Request:
-        return Request(
+    def _request(self, inputs: list[msgspec.Raw]) -> ScoreRequest:
+        return ScoreRequest(
             protocol=PROTOCOL,
             request_id=f"{self._prefix}-{next(self._numbers)}",
             reward=self.reward.name,

@@ -43,7 +43,7 @@ STATUS_OF: dict[RefusalKind, int] = {
 """Refusal → the status that carries it over HTTP."""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class RequestLimits(msgspec.Struct, frozen=True):
     """What a server takes."""
 
     max_inputs: int = 64
@@ -72,7 +72,7 @@ class Info(msgspec.Struct, frozen=True):
     protocol: int
     rewards: tuple[RewardInfo, ...]
     server: str = ""
-    limits: Limits = Limits()
+    limits: RequestLimits = RequestLimits()
     request_id: str = ""
 
 
@@ -131,7 +131,7 @@ class Input(msgspec.Struct, frozen=True, kw_only=True):
     """The episode in our codec; base64 in JSON."""
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`score`: one verdict for each of `inputs`, in their order."""
 
     protocol: int
@@ -158,7 +158,7 @@ class Ask(msgspec.Struct, frozen=True):
     protocol: int = PROTOCOL
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class RequestRefusal(msgspec.Struct, frozen=True):
     """Why a request was not carried out."""
 
     kind: RefusalKind
@@ -166,10 +166,10 @@ class Refusal(msgspec.Struct, frozen=True):
     retry_after_ms: int = 0
 
 
-class Refused(msgspec.Struct, frozen=True):
+class RefusedAnswer(msgspec.Struct, frozen=True):
     """The answer to a request that was not carried out. Over HTTP its status says the same."""
 
-    error: Refusal
+    error: RequestRefusal
     request_id: str = ""
 
 

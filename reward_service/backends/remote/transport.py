@@ -11,7 +11,7 @@ import msgspec
 from areal_async.errors import ArealError
 from areal_async.rpc.secret import CurveKeys, Password
 from areal_async.rpc.verdicts import Verdict
-from reward_service.backends.remote.schema import Health, Info, Refusal, Request, Verdicts
+from reward_service.backends.remote.schema import Health, Info, RequestRefusal, ScoreRequest, Verdicts
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class ServerBroken(RemoteError):
 class ServerRefused(RemoteError):
     """The server says that it did not carry out the request."""
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: RequestRefusal) -> None:
         super().__init__(f"{refusal.kind}: {refusal.message}")
         self.refusal = refusal
 
@@ -98,7 +98,7 @@ class Transport(Protocol):
 
     async def health(self, timeout_s: float) -> Health: ...
 
-    async def score(self, request: Request, timeout_s: float) -> Verdicts: ...
+    async def score(self, request: ScoreRequest, timeout_s: float) -> Verdicts: ...
 
     async def close(self) -> None: ...
 
@@ -115,7 +115,7 @@ def read_answer(form: Form, content: bytes, kind: type[T]) -> T:
 
 
 class _MayBeRefused(msgspec.Struct):
-    error: Refusal | None = None
+    error: RequestRefusal | None = None
 
 
 # --- what a client shows over ZMQ, before a message of its is taken ------------------------------------

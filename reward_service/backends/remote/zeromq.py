@@ -21,7 +21,7 @@ from typing_extensions import Buffer
 from areal_async.rpc import endpoints
 from areal_async.rpc.secret import CurveKeys
 from areal_async.rpc.sockets import PolledSocket, end_context, open_context
-from reward_service.backends.remote.schema import Ask, Health, Info, Op, Request, Verdicts
+from reward_service.backends.remote.schema import Ask, Health, Info, Op, ScoreRequest, Verdicts
 from reward_service.backends.remote.transport import (
     Msgpack,
     ServerBroken,
@@ -98,7 +98,7 @@ class ZmqTransport:
     async def health(self, timeout_s: float) -> Health:
         return await self._ask("health", Health, timeout_s)
 
-    async def score(self, request: Request, timeout_s: float) -> Verdicts:
+    async def score(self, request: ScoreRequest, timeout_s: float) -> Verdicts:
         sent = msgspec.structs.replace(request, op="score")
         return await self._exchange(request.request_id, sent, Verdicts, timeout_s)
 

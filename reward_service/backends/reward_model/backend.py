@@ -23,7 +23,7 @@ from reward_service.sdk import RewardInput, RewardLoadError
 
 
 class RewardModel(WorkerPool):
-    """A `Backend`; `spec.args` are `RewardModelArguments`."""
+    """A `ScoringBackend`; `spec.args` are `RewardModelArguments`."""
 
     patience_s = START_LIMIT_S
     """Beyond its deadline and its turn, how long a call may wait: the process may die at any moment, and the

@@ -43,7 +43,7 @@ class TokenizedText:
     """Tokens that were left out at its beginning."""
 
 
-class Scorer:
+class ModelScorer:
     """A model and its tokenizer."""
 
     def __init__(self, arguments: RewardModelArguments) -> None:
@@ -216,7 +216,7 @@ class ModelFunction:
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
         try:
-            self._scorer = Scorer(arguments)
+            self._scorer = ModelScorer(arguments)
         except Unusable as error:
             raise RewardLoadError(f"the reward 'reward_model': {error}") from error
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:

@@ -12,7 +12,7 @@ from areal_async.rewards import RewardSpec
 from areal_async.rpc.messages import EpisodeVerdict
 from areal_async.rpc.verdicts import Parts, Score
 from reward_service.frames import FrameError, FrameReader, framed
-from reward_service.intake import MAX_CLAIM, MAX_PENDING, MAX_PENDING_BYTES, Load, episodes_to_claim
+from reward_service.intake import MAX_CLAIM, MAX_PENDING, MAX_PENDING_BYTES, ClaimLoad, episodes_to_claim
 from reward_service.pool.protocol import Marker
 from reward_service.pool.queue import (
     FairQueue,
@@ -27,7 +27,7 @@ from reward_service.server import MAX_BYTES, MAX_VERDICTS, VALUE_BYTES, portion
 
 def load(**changes):
     fields = {"workers": 2, "call_s": 1e-4, "calls_done": 10_000, "pending": 0, "pending_bytes": 0}
-    return [Load(**{**fields, "deadline_s": math.inf, **changes})]
+    return [ClaimLoad(**{**fields, "deadline_s": math.inf, **changes})]
 
 
 def test_quick_calls_are_claimed_by_the_hundred_and_slow_ones_few():
@@ -52,7 +52,7 @@ def test_nothing_is_unbounded_large_episodes_are_held_by_their_bytes():
 
 
 LOADS = st.builds(
-    Load,
+    ClaimLoad,
     workers=st.integers(1, 64),
     call_s=st.floats(0, 1000),
     calls_done=st.integers(0, 10**9),

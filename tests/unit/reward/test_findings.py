@@ -12,12 +12,12 @@ from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from reward_service.sdk import RewardInput
 from reward_service.tools.findings import Bar, Judged, distinct, histogram, in_words, summed_up
 from reward_service.tools.page import ms, short
-from reward_service.tools.samples import Sample
+from reward_service.tools.samples import AnswerSample
 
 
 def samples(*sources):
     return [
-        Sample(row, Task(f"h:{row}:0", "p", data_source=source), RewardInput(response=f"answer {row}"))
+        AnswerSample(row, Task(f"h:{row}:0", "p", data_source=source), RewardInput(response=f"answer {row}"))
         for row, source in enumerate(sources)
     ]
 

@@ -14,10 +14,10 @@ from areal_async.rpc.messages import ClaimedEpisode, Claims, Refusal, Task, Verd
 from areal_async.rpc.verdicts import Failure, Score, Timeout
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from reward_service import metrics
-from reward_service.backends.remote.host.desk import _count
+from reward_service.backends.remote.host.service import _count
 from reward_service.router import Router
 from reward_service.sdk import RewardLoadError
-from reward_service.server import Held, RewardServer
+from reward_service.server import RewardServer, RewardState
 from tests.callers import FakeCaller
 
 DEADLINE_S = 30.0
@@ -334,7 +334,7 @@ def test_the_series_of_the_contract_are_served(section):
 @pytest.mark.parametrize("caller", ["service", "server"])
 def test_kinds_of_error_are_told_apart_up_to_a_bound(caller):
     spec = RewardSpec(f"{caller}.py:fails", {}, "episode", 1.0)
-    held = Held(spec)
+    held = RewardState(spec)
 
     def count(kind):
         verdict = Failure(kind, "no")

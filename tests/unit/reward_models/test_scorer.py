@@ -8,7 +8,7 @@ import torch
 
 from areal_async.rpc.verdicts import Failure, Score
 from reward_service.backends.reward_model import RewardModelArguments
-from reward_service.backends.reward_model.scorer import Scorer, Unusable
+from reward_service.backends.reward_model.scorer import ModelScorer, Unusable
 from tests.unit.reward_models.tiny import bare_scores, write_encoder, write_reward_model
 
 torch.set_num_threads(1)
@@ -25,7 +25,7 @@ def classes(tmp_path_factory):
 
 
 def scorer(directory, **arguments):
-    return Scorer(RewardModelArguments(model=str(directory), **{"device": "cpu", **arguments}))
+    return ModelScorer(RewardModelArguments(model=str(directory), **{"device": "cpu", **arguments}))
 
 
 def verdicts(one, *responses):

@@ -26,7 +26,7 @@ from reward_service.sandbox.isolation import seccomp
 from reward_service.sandbox.languages import installed, language
 from reward_service.sandbox.program import Level
 from reward_service.sdk import RewardInput
-from reward_service.server import Held
+from reward_service.server import RewardState
 from reward_service.verifiers import run_cases
 from reward_service.verifiers.code_rewards import CodeStdioArguments, code_stdio
 
@@ -150,7 +150,7 @@ def test_verdicts_are_counted_by_their_level():
         labels = {"reward": "code_stdio", "sandbox": level}
         return REGISTRY.get_sample_value("areal_reward_sandboxed_verdicts_total", labels) or 0
 
-    held = Held(RewardSpec("code_stdio", {}, "episode", 1.0))
+    held = RewardState(RewardSpec("code_stdio", {}, "episode", 1.0))
     before = {level: counted(level) for level in ("isolated", "none", "other")}
     for name in ("isolated", "none", "none", "mine", ""):
         held.count(Score(1.0, sandbox=name))

@@ -19,11 +19,11 @@ from areal_async.runtime.log import setup_logging
 from reward_service import metrics
 from reward_service.backends.remote import read_token
 from reward_service.backends.remote.host.access import Gate, http_socket
-from reward_service.backends.remote.host.desk import Desk
 from reward_service.backends.remote.host.http import http_server, tls_of
-from reward_service.backends.remote.host.offers import Offer, read_offers, version_of
+from reward_service.backends.remote.host.served import ServedReward, read_offers, version_of
+from reward_service.backends.remote.host.service import ScoringService
 from reward_service.backends.remote.host.zeromq import ZmqServer
-from reward_service.backends.remote.schema import Limits
+from reward_service.backends.remote.schema import RequestLimits
 from reward_service.pool.pool import WorkerPool
 
 DRAIN_LIMIT_S = 5.0
@@ -60,8 +60,8 @@ async def serve(request: ServeRequest) -> None:
             stack.callback(listening.close)
         # Not strict: arguments of one client that do not fit must not end the service of the others.
         pool = await stack.enter_async_context(WorkerPool([], workers=request.workers, strict=False))
-        limits = Limits(max_inputs=request.batch, max_in_flight=max(8, 2 * request.workers))
-        desk = Desk(
+        limits = RequestLimits(max_inputs=request.batch, max_in_flight=max(8, 2 * request.workers))
+        service = ScoringService(
             pool,
             offers,
             name="areal-async",
@@ -69,15 +69,15 @@ async def serve(request: ServeRequest) -> None:
             limits=limits,
             max_waiting=waiting,
         )
-        await desk.load()
+        await service.load()
         metrics.watch(pool)
         urls: list[str] = []
         if request.zmq:
-            over_zmq = ZmqServer(desk, gate, request.zmq, secret=secret)
+            over_zmq = ZmqServer(service, gate, request.zmq, secret=secret)
             stack.push_async_callback(over_zmq.close)
             urls.append(over_zmq.url)
         if listening is not None:
-            over_http = http_server(desk, gate, listening, tls)
+            over_http = http_server(service, gate, listening, tls)
             over_http.start()
             stack.push_async_callback(over_http.close)
             urls.insert(0, over_http.url)
@@ -86,10 +86,12 @@ async def serve(request: ServeRequest) -> None:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             raise pool.broken.result()
-        await desk.drain(DRAIN_LIMIT_S)
+        await service.drain(DRAIN_LIMIT_S)
 
 
-def announce(offers: Sequence[Offer], urls: Sequence[str], workers: int, gate: Gate, secret: bytes) -> None:
+def announce(
+    offers: Sequence[ServedReward], urls: Sequence[str], workers: int, gate: Gate, secret: bytes
+) -> None:
     """Say what is served where, and what a job file says to use it."""
     console = Console(soft_wrap=True, highlight=False)
     for offer in offers:

@@ -1,4 +1,4 @@
-"""The reference server's HTTP: starlette on the project's `HttpServer`, over the one `Desk`."""
+"""The reference server's HTTP: starlette on the project's `HttpServer`, over the one `ScoringService`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import areal_async.runtime.metrics  # noqa: F401  (it settles which series a cou
 from areal_async.rpc.verdicts import Verdict
 from areal_async.runtime.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, read_body
 from reward_service.backends.remote.host.access import Gate
-from reward_service.backends.remote.host.desk import LONGEST_DEADLINE_S, Desk, RequestRefused
-from reward_service.backends.remote.schema import STATUS_OF, Refused, Request
+from reward_service.backends.remote.host.service import LONGEST_DEADLINE_S, RequestRefused, ScoringService
+from reward_service.backends.remote.schema import STATUS_OF, RefusedAnswer, ScoreRequest
 from reward_service.backends.remote.transport import Json
 
 CONNECTIONS = 512
@@ -29,14 +29,14 @@ ANSWER_GRACE_S = 30.0
 BUSY_REST_MS = 1000
 
 
-class Answered(msgspec.Struct, frozen=True):
+class VerdictsAnswer(msgspec.Struct, frozen=True):
     """`schema.Verdicts` with the verdicts themselves."""
 
     verdicts: list[Verdict]
     request_id: str = ""
 
 
-def make_app(desk: Desk, gate: Gate) -> Starlette:
+def make_app(service: ScoringService, gate: Gate) -> Starlette:
     """`/v1/health` is open to anyone, so that a prober needs no token; the rest passes the gate."""
     form = Json()
 
@@ -52,10 +52,10 @@ def make_app(desk: Desk, gate: Gate) -> Starlette:
 
     async def info(request: HttpRequest) -> Response:
         check(request)
-        return answer(desk.info())
+        return answer(service.info())
 
     async def health(request: HttpRequest) -> Response:
-        found = desk.health()
+        found = service.health()
         return answer(found, 200 if found.status == "ready" else 503)
 
     async def score(request: HttpRequest) -> Response:
@@ -64,8 +64,8 @@ def make_app(desk: Desk, gate: Gate) -> Starlette:
         if media_type != "application/json":
             # A page in a browser may post other types to loopback unasked; for this one it must ask first.
             wrong = RequestRefused("invalid", "send the request with Content-Type: application/json")
-            return answer(Refused(wrong.refusal), 415)
-        most_bytes = desk.limits.max_body_bytes
+            return answer(RefusedAnswer(wrong.refusal), 415)
+        most_bytes = service.limits.max_body_bytes
         try:
             body = await read_body(request, most_bytes)
         except BodyTooLong:
@@ -73,10 +73,10 @@ def make_app(desk: Desk, gate: Gate) -> Starlette:
         except ServerFull:
             raise RequestRefused("busy", "too many bytes of requests are under way", BUSY_REST_MS) from None
         try:
-            asked = form.decode(body, Request)
+            asked = form.decode(body, ScoreRequest)
         except msgspec.MsgspecError as error:
             raise RequestRefused("invalid", f"the body is no request: {error}") from error
-        return answer(Answered(await desk.score(asked, form), asked.request_id))
+        return answer(VerdictsAnswer(await service.score(asked, form), asked.request_id))
 
     async def metrics(request: HttpRequest) -> Response:
         check(request)
@@ -87,12 +87,12 @@ def make_app(desk: Desk, gate: Gate) -> Starlette:
         refusal = error.refusal
         seconds = -(-refusal.retry_after_ms // 1000)
         headers = {"Retry-After": str(seconds)} if refusal.retry_after_ms else None
-        return answer(Refused(refusal), STATUS_OF[refusal.kind], headers)
+        return answer(RefusedAnswer(refusal), STATUS_OF[refusal.kind], headers)
 
     async def no_route(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         return answer(
-            Refused(
+            RefusedAnswer(
                 RequestRefused(
                     "invalid",
                     f"{request.method} {request.url.path}: {error.detail}. There is GET /v1/info, "
@@ -103,7 +103,7 @@ def make_app(desk: Desk, gate: Gate) -> Starlette:
         )
 
     async def broken(request: HttpRequest, error: Exception) -> Response:
-        return answer(Refused(RequestRefused("internal", type(error).__name__).refusal), 500)
+        return answer(RefusedAnswer(RequestRefused("internal", type(error).__name__).refusal), 500)
 
     return Starlette(
         routes=[
@@ -127,11 +127,11 @@ def tls_of(cert: Path, key: Path | None) -> ssl.SSLContext:
 
 
 def http_server(
-    desk: Desk, gate: Gate, listening: socket.socket, tls: ssl.SSLContext | None = None
+    service: ScoringService, gate: Gate, listening: socket.socket, tls: ssl.SSLContext | None = None
 ) -> HttpServer:
     limits = HttpLimits(
         connections=CONNECTIONS,
-        held_bytes=BODIES_AT_ONCE * desk.limits.max_body_bytes,
+        held_bytes=BODIES_AT_ONCE * service.limits.max_body_bytes,
         answer_s=LONGEST_DEADLINE_S + ANSWER_GRACE_S,
     )
-    return HttpServer(make_app(desk, gate), listening, limits, name="reward", tls=tls)
+    return HttpServer(make_app(service, gate), listening, limits, name="reward", tls=tls)

@@ -1,4 +1,4 @@
-"""The reference server's ZMQ: a ROUTER over the one `Desk`. Serves DEALER and REQ sockets.
+"""The reference server's ZMQ: a ROUTER over the one `ScoringService`. Serves DEALER and REQ sockets.
 
 The token is asked for in the handshake: libzmq holds a message whole before anybody may look at it, and does
 not limit how many parts an unfinished one has.
@@ -20,9 +20,9 @@ from areal_async.rpc.secret import CurveKeys, Password
 from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
 from areal_async.runtime.log import get_logger
 from reward_service.backends.remote.host.access import Gate, tcp_socket, zmq_endpoint
-from reward_service.backends.remote.host.desk import Desk, RequestRefused
-from reward_service.backends.remote.host.http import Answered
-from reward_service.backends.remote.schema import Ask, Refused, Request
+from reward_service.backends.remote.host.http import VerdictsAnswer
+from reward_service.backends.remote.host.service import RequestRefused, ScoringService
+from reward_service.backends.remote.schema import Ask, RefusedAnswer, ScoreRequest
 from reward_service.backends.remote.transport import Msgpack
 
 log = get_logger("reward")
@@ -34,15 +34,15 @@ HEARTBEAT_TIMEOUT_MS = 10_000
 class ZmqServer:
     """Serves from the moment it is made, at `url`. Raises `EndpointError`."""
 
-    def __init__(self, desk: Desk, gate: Gate, address: str, *, secret: bytes = b"") -> None:
-        self._desk = desk
+    def __init__(self, service: ScoringService, gate: Gate, address: str, *, secret: bytes = b"") -> None:
+        self._service = service
         self._form = Msgpack()
         self._tasks: set[asyncio.Task[None]] = set()
         self._folder = tempfile.TemporaryDirectory(prefix="areal-reward-", dir="/tmp")
         self._door: Door | None = None
         self._context = open_context()
         sock = self._context.socket(zmq.ROUTER)
-        endpoints.tune(sock, max_part_bytes=desk.limits.max_body_bytes)
+        endpoints.tune(sock, max_part_bytes=service.limits.max_body_bytes)
         for option, value in (
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
@@ -99,16 +99,16 @@ class ZmqServer:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
-            found = self._desk.info() if head.op == "info" else self._desk.health()
+            found = self._service.info() if head.op == "info" else self._service.health()
             self._answer(envelope, msgspec.structs.replace(found, request_id=head.request_id))
 
     async def _score(self, envelope: list[bytes], request_id: str, body: bytes) -> None:
         try:
             try:
-                asked = self._form.decode(body, Request)
+                asked = self._form.decode(body, ScoreRequest)
             except msgspec.MsgspecError as error:
                 raise RequestRefused("invalid", f"the message is no request: {error}") from error
-            self._answer(envelope, Answered(await self._desk.score(asked, self._form), request_id))
+            self._answer(envelope, VerdictsAnswer(await self._service.score(asked, self._form), request_id))
         except RequestRefused as refused:
             self._refuse(envelope, request_id, refused)
         except Exception as error:
@@ -116,7 +116,7 @@ class ZmqServer:
             log.error("a request failed", error=f"{type(error).__name__}: {error}")
 
     def _refuse(self, envelope: list[bytes], request_id: str, refused: RequestRefused) -> None:
-        self._answer(envelope, Refused(refused.refusal, request_id))
+        self._answer(envelope, RefusedAnswer(refused.refusal, request_id))
 
     def _answer(self, envelope: list[bytes], content: object) -> None:
         # A peer that has gone gets none: a ROUTER drops what it cannot deliver, and the peer asks again.

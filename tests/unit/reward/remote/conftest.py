@@ -17,7 +17,7 @@ from aiohttp import web
 
 from areal_async.config.reward import RewardSection
 from areal_async.rewards import RewardSpec
-from reward_service.backends.remote.backend import RemoteBackend
+from reward_service.backends.remote.client import RemoteBackend
 
 ROOT = Path(__file__).parents[4]
 DEADLINE_S = 30.0

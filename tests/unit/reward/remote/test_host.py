@@ -23,11 +23,11 @@ from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from reward_service.backends.remote.host.__main__ import curve_secret
 from reward_service.backends.remote.host.__main__ import serve as run_server
 from reward_service.backends.remote.host.access import Gate, http_socket, zmq_endpoint
-from reward_service.backends.remote.host.desk import Desk
 from reward_service.backends.remote.host.http import http_server
-from reward_service.backends.remote.host.offers import read_offers
+from reward_service.backends.remote.host.served import read_offers
+from reward_service.backends.remote.host.service import ScoringService
 from reward_service.backends.remote.host.zeromq import ZmqServer
-from reward_service.backends.remote.schema import Limits
+from reward_service.backends.remote.schema import RequestLimits
 from reward_service.pool.pool import WorkerPool
 from reward_service.sdk import RewardInput, RewardLoadError
 
@@ -40,8 +40,8 @@ DOCUMENT = Path(__file__).parents[4] / "docs" / "reward-rpc.openapi.yaml"
 class Host:
     """A reference server in this process, over both transports."""
 
-    def __init__(self, desk, http, zmq_server, token_file):
-        self.desk = desk
+    def __init__(self, service, http, zmq_server, token_file):
+        self.service = service
         self.http = http.url
         self.zmq = zmq_server.url
         self.token_file = token_file
@@ -61,20 +61,20 @@ def host(tmp_path):
         gate = Gate(token)
         (tmp_path / "host-token").write_text(token or TOKEN)
         async with WorkerPool([], workers=1, strict=False) as pool:
-            desk = Desk(
+            service = ScoringService(
                 pool,
                 offers,
                 name="test",
                 timeout_s=timeout_s,
-                limits=Limits(**limits),
+                limits=RequestLimits(**limits),
                 max_waiting=max_waiting,
             )
-            await desk.load()
-            over_zmq = ZmqServer(desk, Gate(token or TOKEN), "127.0.0.1:0", secret=secret)
-            over_http = http_server(desk, gate, http_socket("127.0.0.1:0", gate))
+            await service.load()
+            over_zmq = ZmqServer(service, Gate(token or TOKEN), "127.0.0.1:0", secret=secret)
+            over_http = http_server(service, gate, http_socket("127.0.0.1:0", gate))
             over_http.start()
             try:
-                yield Host(desk, over_http, over_zmq, tmp_path / "host-token")
+                yield Host(service, over_http, over_zmq, tmp_path / "host-token")
             finally:
                 await over_http.close()
                 await over_zmq.close()
@@ -129,7 +129,7 @@ def test_what_the_server_does_not_get_to_in_time_is_no_timeout(host, until):
         async with host() as server:
             await post(server.http, body("x", timeout_ms=3000))  # the reward with this limit is loaded
             first = asyncio.create_task(post(server.http, body("hang", timeout_ms=3000)))
-            await until(lambda: server.desk.health().in_flight == 1, "the first request")
+            await until(lambda: server.service.health().in_flight == 1, "the first request")
             return await post(server.http, body("one", deadline_ms=200)), await first
 
     (status, _, answer), (_, _, hung) = asyncio.run(run())
@@ -153,11 +153,11 @@ def test_loading_for_one_client_is_within_its_deadline_and_delays_no_other(host,
             monkeypatch.setattr(WorkerPool, "add", slowly)
             fresh = {"reward": "concise", "args": {"most": 3}}
             first = asyncio.create_task(post(server.http, body("1", deadline_ms=1500, **fresh)))
-            await until(lambda: server.desk.health().in_flight == 1, "the first request")
+            await until(lambda: server.service.health().in_flight == 1, "the first request")
             other = await post(server.http, body("one"))
             assert not first.done()
             late = await first
-            assert server.desk.health().in_flight == 0
+            assert server.service.health().in_flight == 0
             loaded.set()
             return other, late, await post(server.http, body("1", **fresh))
 
@@ -333,7 +333,7 @@ def test_a_full_server_is_busy_and_says_when_to_come_again(host, until):
     async def run():
         async with host(timeout_s=3.0, max_waiting=2) as server:
             first = asyncio.create_task(post(server.http, body("hang", "hang", deadline_ms=1000)))
-            await until(lambda: server.desk.health().in_flight == 2, "the first request")
+            await until(lambda: server.service.health().in_flight == 2, "the first request")
             refused = await post(server.http, body("a"))
             await first
             return refused
@@ -347,7 +347,7 @@ def test_a_full_server_is_busy_and_says_when_to_come_again(host, until):
 def test_a_server_that_ends_takes_nothing_more_and_finishes_what_it_has(host):
     async def run():
         async with host() as server:
-            await server.desk.drain(1.0)
+            await server.service.drain(1.0)
             return await get(server.http, "/v1/health"), await post(server.http, body("a"))
 
     (status, health), (refused, _, answer) = asyncio.run(run())

@@ -11,10 +11,10 @@ from starlette.responses import PlainTextResponse
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.http_server import HttpLimits, HttpServer, listen
 from reward_service.backends.remote.host.access import Gate, http_socket
-from reward_service.backends.remote.host.desk import Desk
 from reward_service.backends.remote.host.http import http_server, tls_of
-from reward_service.backends.remote.host.offers import read_offers
-from reward_service.backends.remote.schema import Limits
+from reward_service.backends.remote.host.served import read_offers
+from reward_service.backends.remote.host.service import ScoringService
+from reward_service.backends.remote.schema import RequestLimits
 from reward_service.pool.pool import WorkerPool
 from reward_service.sdk import RewardInput, RewardLoadError
 
@@ -37,15 +37,15 @@ def test_https_works_with_a_certificate_that_is_trusted_and_with_no_other(certif
     async def run():
         gate = Gate("t")
         async with WorkerPool([], workers=1, strict=False) as pool:
-            desk = Desk(
+            service = ScoringService(
                 pool,
                 read_offers(["exact_match"]),
                 name="test",
                 timeout_s=10.0,
-                limits=Limits(),
+                limits=RequestLimits(),
                 max_waiting=64,
             )
-            server = http_server(desk, gate, http_socket("127.0.0.1:0", gate), tls_of(cert, key))
+            server = http_server(service, gate, http_socket("127.0.0.1:0", gate), tls_of(cert, key))
             server.start()
             try:
                 assert server.url.startswith("https://")

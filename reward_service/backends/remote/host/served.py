@@ -26,7 +26,7 @@ reasoning_gym) a file to read. Who may have episodes scored may not choose them.
 
 
 @dataclass(frozen=True)
-class Offer:
+class ServedReward:
     """One reward. `target` is what it is loaded by: a built-in name, or `path.py:function`."""
 
     name: str
@@ -55,11 +55,11 @@ class Offer:
 
 def read_offers(
     targets: Sequence[str], wants: tuple[Extra, ...] = (), args: Mapping[str, Any] | None = None
-) -> list[Offer]:
+) -> list[ServedReward]:
     """The offers that the command line names; `args` are those of the only one. Raises `RewardLoadError`."""
     if args and len(targets) > 1:
         raise RewardLoadError("--args are those of one reward: serve the others by a server of their own")
-    offers: dict[str, Offer] = {}
+    offers: dict[str, ServedReward] = {}
     for target in targets:
         offer = replace(_read(target, wants), args=dict(args or {}))
         if offer.name in offers:
@@ -79,7 +79,7 @@ def version_of(target: str) -> str:
         return ""
 
 
-def _read(target: str, wants: tuple[Extra, ...]) -> Offer:
+def _read(target: str, wants: tuple[Extra, ...]) -> ServedReward:
     file = own_file(target)
     if file is None:
         part = part_of(target)
@@ -89,12 +89,12 @@ def _read(target: str, wants: tuple[Extra, ...]) -> Offer:
                 f"there is no reward {target!r}. Write path.py:function, or one of {names}."
             )
         scope: Scope = "episode" if "episode" in scopes_of(part) else "group"
-        return Offer(target, target, scope, wants)
+        return ServedReward(target, target, scope, wants)
     name = target.rpartition(":")[2]
     definition = _definition(target, file, name)
     described = (ast.get_docstring(definition) or "").strip().split("\n")[0] if definition else ""
     scope = "group" if definition and marked_scope(definition) == "group" else "episode"
-    return Offer(name, f"{file.resolve()}:{name}", scope, wants, described)
+    return ServedReward(name, f"{file.resolve()}:{name}", scope, wants, described)
 
 
 def _definition(target: str, file: Path, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:

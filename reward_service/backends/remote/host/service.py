@@ -20,17 +20,17 @@ from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Score, Verdict, kind_of
 from reward_service import metrics
 from reward_service.backends import Call
-from reward_service.backends.remote.host.offers import Offer
+from reward_service.backends.remote.host.served import ServedReward
 from reward_service.backends.remote.schema import (
     NOT_RUN,
     PROTOCOL,
     Health,
     Info,
     Input,
-    Limits,
-    Refusal,
     RefusalKind,
-    Request,
+    RequestLimits,
+    RequestRefusal,
+    ScoreRequest,
     Status,
     from_wire,
 )
@@ -50,21 +50,21 @@ class RequestRefused(Exception):
 
     def __init__(self, kind: RefusalKind, message: str, retry_after_ms: int = 0) -> None:
         super().__init__(message)
-        self.refusal = Refusal(kind, message, retry_after_ms)
+        self.refusal = RequestRefusal(kind, message, retry_after_ms)
 
 
-class Desk:
+class ScoringService:
     """`pool` is entered by the caller; its queue must hold `max_waiting` calls. `name` is what the server
     calls itself. `timeout_s` is the deadline of one call, past which its process is killed."""
 
     def __init__(
         self,
         pool: WorkerPool,
-        offers: Sequence[Offer],
+        offers: Sequence[ServedReward],
         *,
         name: str,
         timeout_s: float,
-        limits: Limits,
+        limits: RequestLimits,
         max_waiting: int,
     ) -> None:
         self._pool = pool
@@ -109,7 +109,7 @@ class Desk:
         except TimeoutError:
             return
 
-    async def score(self, request: Request, form: Form) -> list[Verdict]:
+    async def score(self, request: ScoreRequest, form: Form) -> list[Verdict]:
         """One verdict for each input. Raises `RequestRefused`. Without inputs it only loads the reward,
         however long that takes: so a client sees whether its arguments are right."""
         arrived_s = asyncio.get_running_loop().time()
@@ -156,7 +156,7 @@ class Desk:
 
     # --- admission -----------------------------------------------------------------------------------
 
-    def _check(self, request: Request) -> Offer:
+    def _check(self, request: ScoreRequest) -> ServedReward:
         if request.protocol != PROTOCOL:
             raise RequestRefused(
                 "protocol", f"the request speaks version {request.protocol}, this server {PROTOCOL}"
@@ -207,7 +207,7 @@ class Desk:
     # --- arguments -----------------------------------------------------------------------------------
 
     async def _acquire_by(
-        self, offer: Offer, args: dict[str, Any], timeout_s: float, deadline_s: float | None
+        self, offer: ServedReward, args: dict[str, Any], timeout_s: float, deadline_s: float | None
     ) -> RewardSpec | None:
         """As `_acquire`; None when it is not loaded by then. Loading goes on, for the next that asks."""
         acquiring = asyncio.create_task(self._acquire(offer, args, timeout_s))
@@ -227,7 +227,7 @@ class Desk:
         if not acquiring.cancelled() and acquiring.exception() is None:
             self._release(acquiring.result())
 
-    async def _acquire(self, offer: Offer, args: dict[str, Any], timeout_s: float) -> RewardSpec:
+    async def _acquire(self, offer: ServedReward, args: dict[str, Any], timeout_s: float) -> RewardSpec:
         """The reward with these arguments, loaded, and kept so until `_release`. Raises `RewardLoadError`."""
         spec = offer.spec(args, timeout_s)
         if spec.key in self._specs:  # no wait behind others that are being loaded

@@ -33,7 +33,7 @@ from reward_service import metrics
 from reward_service.backends import Call, OnVerdicts
 from reward_service.backends.remote import RemoteArguments
 from reward_service.backends.remote.http import HttpTransport
-from reward_service.backends.remote.replica import Replica, RequestPace, Wanted
+from reward_service.backends.remote.replica import RemoteServer, RequestPace, Wanted
 from reward_service.backends.remote.schema import NOT_RUN, to_wire
 from reward_service.backends.remote.transport import (
     Form,
@@ -85,7 +85,7 @@ class Pending:
 
 
 class RemoteBackend:
-    """A `Backend` (reward_service.backend). Entering waits for a first server and raises `RewardLoadError`
+    """A `ScoringBackend`. Entering waits for a first server and raises `RewardLoadError`
     when none can be used."""
 
     def __init__(self, spec: RewardSpec, section: RewardSection, *, rng: random.Random | None = None) -> None:
@@ -101,7 +101,7 @@ class RemoteBackend:
         self._spec = spec
         self._rng = rng or random.Random()
         self._pace = RequestPace(self._arguments.batch if spec.scope == "episode" else 1, spec.timeout_s)
-        self._replicas: list[Replica] = []
+        self._replicas: list[RemoteServer] = []
         self._queue: deque[Pending] = deque()
         self._room = asyncio.Event()
         self._news = asyncio.Event()
@@ -136,7 +136,7 @@ class RemoteBackend:
         )
         try:
             for url in dict.fromkeys(arguments.urls):
-                replica = Replica(
+                replica = RemoteServer(
                     url,
                     self._connect(url),
                     wanted,
@@ -236,7 +236,7 @@ class RemoteBackend:
                 async with asyncio.timeout(TICK_S if self._queue else None):
                     await self._news.wait()
 
-    def _hand_out(self, replica: Replica) -> None:
+    def _hand_out(self, replica: RemoteServer) -> None:
         batch, inputs = self._cut(replica)
         if batch:
             replica.state.begin()
@@ -244,7 +244,7 @@ class RemoteBackend:
             self._requests.add(task)
             task.add_done_callback(self._requests.discard)
 
-    def _cut(self, replica: Replica) -> tuple[list[Pending], list[msgspec.Raw]]:
+    def _cut(self, replica: RemoteServer) -> tuple[list[Pending], list[msgspec.Raw]]:
         """The next calls for `replica`, as many as a request may hold, and their inputs as it wants them."""
         most = min(self._pace.inputs, replica.limits.max_inputs)
         room_bytes = max(1, replica.limits.max_body_bytes - REQUEST_ROOM_BYTES)
@@ -272,7 +272,7 @@ class RemoteBackend:
             room_bytes -= size_bytes
         return batch, inputs
 
-    async def _request(self, replica: Replica, batch: list[Pending], inputs: list[msgspec.Raw]) -> None:
+    async def _request(self, replica: RemoteServer, batch: list[Pending], inputs: list[msgspec.Raw]) -> None:
         """One request, and what its end means for each of its calls."""
         began_s = time.monotonic()
 
@@ -314,7 +314,7 @@ class RemoteBackend:
             self._after_busy(replica, unknown, "the server did not get to it in time", NOT_RUN)
 
     def _after_refusal(
-        self, replica: Replica, batch: list[Pending], error: ServerRefused, elapsed_ms: float
+        self, replica: RemoteServer, batch: list[Pending], error: ServerRefused, elapsed_ms: float
     ) -> None:
         refusal = error.refusal
         told = f"the server {replica.url} refused it: {error}"
@@ -332,7 +332,7 @@ class RemoteBackend:
                 call.fail("remote", told, elapsed_ms)
 
     def _after_busy(
-        self, replica: Replica, batch: list[Pending], told: str, cause: str, asked_s: float = 0.0
+        self, replica: RemoteServer, batch: list[Pending], told: str, cause: str, asked_s: float = 0.0
     ) -> None:
         """The server had no time for it: send it again, but not for ever."""
         now_s = time.monotonic()
