@@ -106,7 +106,7 @@ def _job(name: str, folder: Path, kind: Kind) -> str:
 
 _HEAD = '''"""The reward NAME. `areal-async reward test NAME.py:NAME --data tasks.jsonl` tries it."""
 
-from reward_service.sdk import Abstain, RewardInput, Score, reward
+from areal_async import Abstain, RewardInput, Score, reward
 
 '''
 
@@ -142,7 +142,7 @@ def judge(given: RewardInput, longest: int) -> Score | Abstain:
 ''',
     "group": '''"""The reward NAME. `areal-async reward test NAME.py:NAME --data tasks.jsonl` tries it."""
 
-from reward_service.sdk import RewardInput, Score, reward
+from areal_async import RewardInput, Score, reward
 
 
 @reward(scope="group")
@@ -163,7 +163,7 @@ _TEST_HEAD = '''"""`python -m pytest` runs these; a reward is a plain function."
 
 from pathlib import Path
 
-from reward_service.sdk import Abstain, RewardInput, load_reward
+from areal_async import Abstain, RewardInput, load_reward
 
 NAME = load_reward(f"{Path(__file__).with_name('NAME.py')}:NAME")
 '''

@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from areal_async.errors import ArealError, FaultError
-from areal_async.launch.commands import control_endpoint
 from areal_async.launch.errors import RunFolderError
 from areal_async.launch.runs import find_run
-from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import DrainWorker, ScaleWorkers, WorkersChanged
 
-CONNECT_S = 5.0
 ANSWER_S = 30.0
 """Beyond the time that a drain may take."""
 
@@ -29,12 +26,7 @@ def ask(target: Path, request: ScaleWorkers | DrainWorker) -> WorkersChanged:
             f"the run in {run.folder} is not running. `areal-async resume {target} rollout.workers=N` "
             "goes on with it with N workers."
         )
-    endpoint = control_endpoint(Path(run.places.socket_dir))
-    client = SyncClient(endpoint, job=run.job.job, role="cli", name="cli", access=run.secret)
     try:
-        client.connect(CONNECT_S)
-        return client.call(request, timeout_s=request.limit_ms / 1000 + ANSWER_S)
+        return run.ask(request, timeout_s=request.limit_ms / 1000 + ANSWER_S)
     except FaultError as error:
         raise WorkersError(f"nothing was changed: {error.message}.") from error
-    finally:
-        client.close()

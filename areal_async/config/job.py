@@ -1,5 +1,6 @@
 """A job file: one YAML document, one model."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -47,6 +48,13 @@ class JobConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     observe: ObserveSection = ObserveSection()
     supervisor: SupervisorSection = SupervisorSection()
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "JobConfig":
+        """The checked job of a job file; `overrides` are `key=value`. Raises `ConfigError`."""
+        from areal_async.config.load import load_job  # which reads this module
+
+        return load_job(Path(path), overrides)
 
     @property
     def evaluation_sampling(self) -> SamplingSection:

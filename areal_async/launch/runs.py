@@ -1,33 +1,74 @@
-"""Finding a run that somebody wants to look into: by its folder or its job file, alive or not.
+"""Runs as Python and the tools see them: started, found by folder or job file, asked, stopped, waited for.
 
-Only reads. What the job points at (model, tasks, reward) need not be there any more.
+What the job of a run points at (model, tasks, reward) need not be there any more.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from areal_async.config.job import JobConfig
-from areal_async.config.load import load_job
-from areal_async.launch.errors import RunFolderError
+from areal_async.config.load import job_from_mapping, load_job
+from areal_async.errors import ArealError
+from areal_async.launch.commands import control_endpoint
+from areal_async.launch.contents import check_contents
+from areal_async.launch.errors import RunFailed, RunFolderError, RunInterrupted
 from areal_async.launch.folders import LOCK, check_run_folder, supervisor_of
+from areal_async.launch.plan import MODULES
 from areal_async.ownfiles import NotOurs, read_own
+from areal_async.rpc.client import SyncClient
+from areal_async.rpc.messages import DescribeRun, R, Request
 from areal_async.rpc.secret import RunSecret
-from areal_async.runtime.context import RunPlaces
+from areal_async.runtime.context import Role, RunPlaces
+from areal_async.runtime.process import ChildProcess, exit_text
+from areal_async.status.aggregator import RunStatus, StatusAggregator
+from areal_async.status.monitor import Tail
+from areal_async.status.record import read_run_log
+
+CONNECT_S = 5.0
+ANSWER_S = 5.0
+LOOK_S = 0.1
+"""How often a run is looked at that is waited for."""
+SAID_BYTES = 16 << 10
+"""Last words of a run that are read."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """A run's folder and its job. `places` says where a run that is alive has its endpoints."""
+    """A run, alive or not: its folder, its job, and what it says of itself.
+
+    `areal_async.run(job)` starts one and returns it; `Run.open(path)` finds one. Its methods may be called
+    from any thread, in a script and in a notebook.
+    """
 
     folder: Path
     job: JobConfig
     places: RunPlaces | None
+    """Where a run that was alive when it was looked for has its endpoints."""
+    ended: Future[int] | None = field(default=None, repr=False)
+    """The exit status of a run that `run` started."""
+    said: Callable[[], str] = field(default=str, repr=False)
+    """The last words of a run that `run` started."""
+
+    @classmethod
+    def open(cls, target: str | Path) -> Run:
+        """The run at `target`, a run folder or a job file. Raises `RunFolderError` where there is none."""
+        return find_run(Path(target), kinds=("rl", "sft"))
 
     @property
     def alive(self) -> bool:
@@ -39,9 +80,162 @@ class Run:
         assert self.places is not None
         return RunSecret.read(Path(self.places.socket_dir))
 
+    def status(self) -> RunStatus:
+        """How the run stands now; of one that has ended, how it stood. Raises `WireError` where a run that
+        lives does not answer."""
+        now = Run.open(self.folder)
+        if now.alive:
+            values = now.ask(DescribeRun(), timeout_s=ANSWER_S).status
+            if values is not None:
+                return msgspec.convert(values, RunStatus)
+        aggregator = StatusAggregator(self.job, [], 0.0)
+        for record in read_run_log(self.folder / "metrics.jsonl"):
+            aggregator.feed_record(record)
+        return aggregator.status(0.0)
 
-def find_run(target: Path, overrides: Sequence[str] = ()) -> Run:
-    """The run of kind `rl` at `target`, a run folder or a job file.
+    def metrics(self, *, follow: bool = True) -> Iterator[dict[str, Any]]:
+        """The records of the run's steps, in the order of metrics.jsonl. With `follow` the iterator waits for
+        those to come, and ends with the run; a step that a restarted trainer does again comes again."""
+        tail = Tail(self.folder / "metrics.jsonl")
+        while True:
+            over = not follow or not self._lives()  # before the look: what is written last is read too
+            for record in tail.records():
+                if record.get("kind") in ("step", "sft"):
+                    yield record
+            if over:
+                return
+            time.sleep(LOOK_S)
+
+    def _lives(self) -> bool:
+        if self.ended is not None:
+            return not self.ended.done()
+        return supervisor_of(self.folder) is not None
+
+    def stop(self) -> None:
+        """Ask the run to stop, as Ctrl-C does, if it lives; `wait` waits for its end."""
+        record = supervisor_of(self.folder)
+        if record is not None:
+            with suppress(ProcessLookupError):
+                os.kill(record["pid"], signal.SIGTERM)
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Wait for the end of the run, and return its summary.
+
+        Raises `TimeoutError` after `timeout_s`; `RunFailed` or `RunInterrupted` where it did not finish. An
+        interrupt of this thread (Ctrl-C) stops a run that `run` started."""
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while self._lives():
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"the run in {self.folder} has not ended within {timeout_s:g} s")
+                time.sleep(LOOK_S)
+        except KeyboardInterrupt:
+            if self.ended is not None:
+                self.stop()
+            raise
+        if self.ended is not None and (status := self.ended.result()) != 0:
+            raise _failure(status, self.said())
+        return self.summary()
+
+    def summary(self) -> dict[str, Any]:
+        """The content of `summary.json`. Raises `RunFolderError` where the run has not finished."""
+        try:
+            summary: dict[str, Any] = msgspec.json.decode((self.folder / "summary.json").read_bytes())
+        except FileNotFoundError:
+            raise RunFolderError(
+                f"the run in {self.folder} has not finished: it has no summary yet."
+            ) from None
+        return summary
+
+    def ask(self, request: Request[R], *, timeout_s: float) -> R:
+        """The supervisor's answer. Raises `FaultError` where it refuses, `RpcTimeout` where it is silent."""
+        assert self.places is not None
+        endpoint = control_endpoint(Path(self.places.socket_dir))
+        client = SyncClient(endpoint, job=self.job.job, role="cli", name="cli", access=self.secret)
+        try:
+            client.connect(CONNECT_S)
+            return client.call(request, timeout_s=timeout_s)
+        finally:
+            client.close()
+
+
+def run(
+    job: JobConfig | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+) -> Run:
+    """Start a job in processes of its own, and return its run as soon as it has its folder.
+
+    `job` is a `Job` or the path of a job file; `overrides` are `key=value`. The run ends with this process
+    unless `Run.wait` has waited for it. Raises `ConfigError` for a job that cannot be run here, and
+    `RunFolderError` where its folder is taken.
+    """
+    if isinstance(job, JobConfig):
+        source, base = f"job {job.job}", Path.cwd()
+        job = job_from_mapping(job.model_dump(mode="json"), overrides, source=source, base=base)
+    else:
+        source, job = str(job), load_job(Path(job), overrides)
+    check_contents(job, source=source)
+    return start(job, overwrite=overwrite, resume=resume)
+
+
+def start(
+    job: JobConfig, *, overwrite: bool = False, resume: bool = False, modules: Mapping[Role, str] = MODULES
+) -> Run:
+    """`run` for a job that is checked. `modules` are those of its services."""
+    folder = job.run_dir / job.job
+    options = {"overwrite": overwrite, "resume": resume, "modules": modules}
+    request = msgspec.json.encode({"job": job.model_dump(mode="json"), **options})
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - the run writes to it as long as it lives
+    started: Future[int] = Future()
+    ended: Future[int] = Future()
+
+    def live() -> None:
+        # The kernel ends the run with the thread that started it: this one is there as long as the run.
+        try:
+            command = [sys.executable, "-P", "-m", "areal_async.launch.background"]
+            child = ChildProcess(command, given=request, output=output.fileno())
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(child.pid)
+        ended.set_result(child.join())
+
+    def said() -> str:
+        size = os.fstat(output.fileno()).st_size
+        return os.pread(output.fileno(), SAID_BYTES, max(0, size - SAID_BYTES)).decode(errors="replace")
+
+    threading.Thread(target=live, name=f"run-{job.job}", daemon=True).start()
+    pid = started.result()
+    while not ended.done():
+        record, context = supervisor_of(folder), folder / "context.json"
+        if record is not None and record["pid"] == pid and context.exists():
+            places = _read_places(context)
+            if places.supervisor_pid == pid:
+                return Run(folder, job, places, ended, said)
+        time.sleep(LOOK_S)
+    if ended.result() != 0:
+        raise _failure(ended.result(), said())
+    return Run(folder, job, None, ended, said)
+
+
+def _failure(status: int, said: str) -> ArealError:
+    """What a run that ended with `status` raised, from its last words (see `launch/background.py`)."""
+    kinds: dict[str, type[ArealError]] = {
+        kind.__name__: kind for kind in (RunFailed, RunFolderError, RunInterrupted)
+    }
+    last = said.strip().rpartition("\n")[2]
+    try:
+        error = msgspec.json.decode(last, type=dict[str, str])
+        return kinds.get(error["error"], ArealError)(error["message"])
+    except (msgspec.DecodeError, KeyError):
+        return RunFailed(f"the run's process {exit_text(status)}. It said last:\n{said[-2000:].strip()}")
+
+
+def find_run(target: Path, overrides: Sequence[str] = (), *, kinds: Sequence[str] = ("rl",)) -> Run:
+    """The run of one of these kinds at `target`, a run folder or a job file.
 
     Raises `RunFolderError` where there is none, `ConfigError` when its job cannot be read or an override does
     not fit it."""
@@ -55,7 +249,7 @@ def find_run(target: Path, overrides: Sequence[str] = ()) -> Run:
         raise RunFolderError(f"{folder} is not the folder of a run.{hint}")
     # The folder may have been moved since.
     job = load_job(folder / "job.yaml", [*overrides, f"run_dir={folder.parent}"], files=False)
-    if job.kind == "sft":
+    if job.kind not in kinds:
         raise RunFolderError(
             f"{folder} is the run of a job of kind sft, which has no buffer and no episodes."
         )

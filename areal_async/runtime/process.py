@@ -137,6 +137,14 @@ class ChildProcess:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
+    def join(self) -> int:
+        """Block until the child has ended, and return its exit status."""
+        with suppress(ChildProcessError):  # reaped by another thread
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        status = self.poll()
+        assert status is not None
+        return status
+
     async def wait(self) -> int:
         """Wait for the child's end, and return its exit status."""
         if (status := self.poll()) is not None:

@@ -216,9 +216,13 @@ class StatusAggregator:
 
     def idle_s(self, now_s: float) -> float:
         """Since the trainer was last seen to compute; 0 where that says nothing."""
-        if self._computed_s is None or self.stopping or self._services["trainer"].phase == "ended":
+        if self._computed_s is None or self.stopping or self._trainer.phase == "ended":
             return 0.0
         return now_s - self._computed_s
+
+    @property
+    def _trainer(self) -> _Service:
+        return self._services.get("trainer", _Service())
 
     def stall(self, now_s: float) -> Stall | None:
         """The starving edge, when the trainer has computed nothing for `observe.stall_s`."""
@@ -236,7 +240,7 @@ class StatusAggregator:
             },
             groups=self._groups(),
             redis=buffer.waiting_for("redis") or _unconfirmed(buffer.figures),
-            version=_last(services["trainer"].figures, "areal_trainer_version"),
+            version=_last(self._trainer.figures, "areal_trainer_version"),
             weights={
                 name: what for name, service in rollouts.items() if (what := service.waiting_for("weights"))
             },

@@ -2,7 +2,7 @@
 
 import re
 
-from rollout_service.workflows import tool
+from areal_async import tool
 
 TWO_NUMBERS = re.compile(r"(-?\d{1,9})([-+*])(\d{1,9})")
 

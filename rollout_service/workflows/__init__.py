@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import ArealError
@@ -56,6 +56,7 @@ __all__ = [
     "WorkflowResources",
     "load_workflow",
     "tool",
+    "workflow",
     "workflow_of",
 ]
 
@@ -65,6 +66,19 @@ FIELD = "rollout.workflow_args"
 
 class WorkflowError(ArealError):
     """A workflow cannot be loaded, or makes no episodes: the text says what is missing and what to do."""
+
+
+F = TypeVar("F", bound=Callable[..., Awaitable[None]])
+
+
+def workflow(function: F) -> F:
+    """Mark `async def name(ctx, task, *, …)` as a workflow. Raises `WorkflowError` where it is no coroutine
+    function."""
+    is_coroutine: bool = inspect.iscoroutinefunction(function)
+    if not is_coroutine:
+        name = getattr(function, "__name__", function)
+        raise WorkflowError(f"the workflow {name!r} is no coroutine function: write `async def`.")
+    return function
 
 
 def workflow_of(job: JobConfig) -> Workflow:

@@ -1,0 +1,131 @@
+"""What a user imports, and a run as it looks from Python."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import areal_async
+from areal_async import Job, Run
+from areal_async.config.errors import ConfigError
+from areal_async.launch.errors import RunFailed, RunFolderError, RunInterrupted
+from areal_async.launch.plan import MODULES
+from areal_async.launch.runs import start
+
+STAND_IN = dict.fromkeys(MODULES, "stand_in")
+Behave = Callable[[dict[str, str]], None]
+
+
+def test_the_public_names_are_these() -> None:
+    assert areal_async.__all__ == [
+        "Abstain",
+        "ArealError",
+        "Context",
+        "Environment",
+        "Job",
+        "Parts",
+        "RewardInput",
+        "Run",
+        "RunStatus",
+        "Score",
+        "Step",
+        "Task",
+        "advantage",
+        "correction",
+        "load_reward",
+        "loss",
+        "reward",
+        "run",
+        "tool",
+        "workflow",
+    ]
+    assert all(getattr(areal_async, name) is not None for name in areal_async.__all__)
+    assert set(areal_async.__all__) <= set(dir(areal_async))
+    with pytest.raises(AttributeError, match="no attribute 'rum'"):
+        areal_async.rum  # noqa: B018
+
+
+def test_to_import_the_package_and_to_write_a_reward_loads_no_torch() -> None:
+    code = (
+        "import sys, areal_async\n"
+        "assert not [name for name in sys.modules if name.startswith('areal_async.')]\n"
+        "from areal_async import Job, Run, RewardInput, reward, run\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def steps(job: Job, count: int) -> Job:
+    return job.model_copy(update={"trainer": job.trainer.model_copy(update={"steps": count})})
+
+
+def test_a_run_is_followed_from_python_to_its_summary(job: Job, behave: Behave) -> None:
+    behave({"trainer": "trains"})
+    running = start(steps(job, 5), modules=STAND_IN)
+    assert [record["step"] for record in running.metrics()] == [0, 1, 2, 3, 4]
+    summary = running.wait(timeout_s=60)
+    assert (summary["steps"], summary["accuracy_end"]) == (5, 0.75)
+    found = Run.open(running.folder)
+    assert not found.alive
+    assert found.summary() == found.wait() == summary
+    assert (found.status().step, found.status().accuracy) == (5, 0.75)
+    assert len(list(found.metrics(follow=False))) == 5
+
+
+def test_a_run_lives_beside_a_running_loop_and_outlives_the_thread_that_started_it(
+    job: Job, behave: Behave
+) -> None:
+    behave({})
+    runs: list[Run] = []
+
+    async def in_a_notebook() -> None:
+        runs.append(start(job, modules=STAND_IN))
+
+    thread = threading.Thread(target=lambda: asyncio.run(in_a_notebook()))
+    thread.start()
+    thread.join()
+    (running,) = runs
+    while "serving" not in {service.phase for service in running.status().services}:
+        assert running.alive
+    status = Run.open(running.folder).status()
+    assert {service.name for service in status.services} == {"buffer", "trainer", "reward", "rollout-0"}
+    with pytest.raises(TimeoutError):
+        running.wait(timeout_s=0)
+    with pytest.raises(RunFolderError, match="already running"):
+        start(job, modules=STAND_IN)
+    Run.open(running.folder).stop()
+    with pytest.raises(RunInterrupted, match="stopped on request"):
+        running.wait(timeout_s=60)
+    with pytest.raises(RunFolderError, match="has not finished"):
+        running.summary()
+
+
+def test_a_run_that_fails_says_why(job: Job, behave: Behave) -> None:
+    behave({"reward": "dies at start"})
+    running = start(job, modules=STAND_IN)
+    with pytest.raises(RunFailed, match="has no config"):
+        running.wait(timeout_s=60)
+
+
+def test_a_job_is_checked_before_anything_is_started(job: Job, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="model"):
+        areal_async.run(job)
+    (tmp_path / "job.yaml").write_text(json.dumps({"job": "test", "steps": 3}))
+    with pytest.raises(ConfigError, match="steps"):
+        areal_async.run(tmp_path / "job.yaml")
+    with pytest.raises(ConfigError, match="steps"):
+        Job.load(tmp_path / "job.yaml")
+
+
+def test_a_workflow_is_a_coroutine_function() -> None:
+    with pytest.raises(areal_async.ArealError, match="async def"):
+
+        @areal_async.workflow  # type: ignore[type-var]
+        def slow(ctx: object, task: object) -> None: ...
