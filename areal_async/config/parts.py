@@ -64,7 +64,7 @@ def _in_section(kind: Registry, section: Section, section_field: str, field: str
 
 def part_mistakes(job: JobConfig) -> Iterator[Mistake]:
     """What is wrong with the built-in and installed parts of `job`, and with names that nothing has."""
-    for part in filter(_has_table, named_parts(job)):
+    for part in named_parts(job):
         if part.is_own:
             continue
         broken = list(_mistakes(part))
@@ -77,7 +77,7 @@ def part_mistakes(job: JobConfig) -> Iterator[Mistake]:
 
 def own_part_mistakes(job: JobConfig) -> Iterator[Mistake]:
     """What is wrong with the parts of `job` that are in files of the user's; reads them, and runs nothing."""
-    for part in filter(_has_table, named_parts(job)):
+    for part in named_parts(job):
         if part.is_own:
             yield from _mistakes(part)
 
@@ -85,10 +85,3 @@ def own_part_mistakes(job: JobConfig) -> Iterator[Mistake]:
 def _mistakes(part: NamedPart) -> Iterator[Mistake]:
     return part.registry.mistakes(part.name, part.arguments, field=part.field, args_field=part.args_field)
 
-
-def _has_table(part: NamedPart) -> bool:
-    """Whether the owner of the kind keeps a table of its parts (yet)."""
-    try:
-        return all(isinstance(entry, str) and ":" in entry for entry in part.registry.built_in.values())
-    except (ImportError, AttributeError):
-        return False
