@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,6 +14,9 @@ from areal_async import __version__
 from areal_async.cli.buffer import buffer
 from areal_async.cli.errors import readable_errors
 from areal_async.cli.reward import reward
+
+if TYPE_CHECKING:
+    from areal_async.config.job import JobConfig
 
 app = typer.Typer(
     name="areal-async",
@@ -57,13 +60,22 @@ Overwrite = Annotated[
 ]
 
 
+def print_warnings(job: JobConfig) -> None:
+    """One line on standard error for everything that `job` may say but will regret."""
+    from areal_async.config.advice import advise
+
+    console = Console(stderr=True, soft_wrap=True)
+    for warning in advise(job):
+        console.print("warning:", style="bold yellow", end=" ")
+        console.print(str(warning), markup=False, highlight=False)
+
+
 @app.command()
 def run(
     job_file: JobFile, overrides: Overrides = None, overwrite: Overwrite = False, plain: Plain = False
 ) -> None:
     """Run a job on this machine until it is done."""
     with readable_errors():
-        from areal_async.cli.warnings import print_warnings
         from areal_async.config.load import load_job
         from areal_async.launch.contents import check_contents
         from areal_async.launch.run import run_job
@@ -84,7 +96,6 @@ def resume(
 ) -> None:
     """Go on with a run that was killed, interrupted or failed."""
     with readable_errors():
-        from areal_async.cli.warnings import print_warnings
         from areal_async.launch.resume import job_to_resume, note_on_changes
         from areal_async.launch.run import run_job
 
@@ -99,7 +110,6 @@ def resume(
 def validate(job_file: JobFile, overrides: Overrides = None) -> None:
     """Check a job file, what it names and what it needs, and print it with every field resolved."""
     with readable_errors():
-        from areal_async.cli.warnings import print_warnings
         from areal_async.config.load import dump_job, load_job
         from areal_async.launch.contents import check_contents
 

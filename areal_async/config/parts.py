@@ -84,4 +84,3 @@ def own_part_mistakes(job: JobConfig) -> Iterator[Mistake]:
 
 def _mistakes(part: NamedPart) -> Iterator[Mistake]:
     return part.registry.mistakes(part.name, part.arguments, field=part.field, args_field=part.args_field)
-

@@ -51,14 +51,8 @@ class Restarts:
         self.deaths_s = [*self.policy.recent(self.deaths_s, now_s), now_s]
         steady = served_s is not None and now_s - served_s >= self.policy.steady_s
         self.early = 0 if steady else self.early + 1
-        return next_pause_s(len(self.deaths_s), status, self.policy, early=self.early)
-
-
-def next_pause_s(deaths: int, status: int | None, policy: RestartPolicy, *, early: int) -> float | None:
-    """Seconds to wait after the latest of `deaths` recent ones, which ended with `status`; None: give up.
-
-    `early`: how many deaths in a row, this one the last, came before the process had served for
-    `policy.steady_s`."""
-    if status == INCURABLE_STATUS or deaths > policy.limit:
-        return None
-    return min(policy.longest_pause_s, policy.first_pause_s * 2.0 ** (early - 1)) if early else 0.0
+        if status == INCURABLE_STATUS or len(self.deaths_s) > self.policy.limit:
+            return None
+        if not self.early:
+            return 0.0
+        return min(self.policy.longest_pause_s, self.policy.first_pause_s * 2.0 ** (self.early - 1))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import dataclasses
 import os
 import signal
@@ -44,8 +43,6 @@ CANCEL_GRACE_S = 0.8
 """From the cancellation until the process ends at once, whatever its threads do."""
 ORPHAN_GRACE_S = 8.0
 """From the death of the supervisor until an orphan that still runs ends itself at once."""
-
-PR_SET_PDEATHSIG = 1
 
 log = get_logger("service")
 
@@ -171,18 +168,6 @@ def stop_on_signals(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, ignore)
     threading.Thread(target=listen, name="signals", daemon=True).start()
-
-
-def die_with_parent(parent_pid: int | None = None, number: signal.Signals = signal.SIGTERM) -> None:
-    """Have the kernel send `number` to this process when the thread that started it ends.
-
-    With `parent_pid`, a process whose parent was gone before this call ends here."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
-        log.warning("no parent death signal", errno=ctypes.get_errno())
-    if parent_pid is not None and os.getppid() != parent_pid:
-        print("the supervisor is gone; not starting", file=sys.stderr, flush=True)
-        os._exit(1)
 
 
 def _end_later(grace_s: float) -> None:
