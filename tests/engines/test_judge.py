@@ -26,6 +26,7 @@ from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 from rollout_service.engines.http.adapter import Directory, Launch
 from rollout_service.engines.http.process import ServerProcess, free_port
+from rollout_service.engines.http.settings import ServerSettings
 from rollout_service.engines.sglang.arguments import variables as sglang_variables
 from rollout_service.engines.vllm.arguments import ONE_PROCESS
 from rollout_service.engines.vllm.arguments import variables as vllm_variables
@@ -42,8 +43,8 @@ CONTEXT = 96
 
 
 def launched(python: Path, model: Path, port: int) -> Launch:
-    weights = Directory(VersionTag("policy", 0, 0), model)
-    return Launch(python=python, weights=weights, tokenizer=model, port=port, slots=16, max_model_len=CONTEXT)
+    settings = ServerSettings(slots=16, max_model_len=CONTEXT, python=python)
+    return Launch(settings, model, Directory(VersionTag(0, 0), model), CONTEXT, port)
 
 
 def vllm(python: Path, model: Path, port: int) -> tuple[list[str], dict[str, str]]:

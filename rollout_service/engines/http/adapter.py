@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -22,7 +22,6 @@ from rollout_service.engines.base import (
     EngineError,
     GenerateRequest,
     GenerateResult,
-    UpdateMode,
 )
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.folders import read_model
@@ -42,29 +41,18 @@ class Directory:
     path: Path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Launch:
     """What a server is started with."""
 
-    python: Path
-    """Interpreter of the server's own environment."""
+    settings: ServerSettings
+    model: Path
+    """Directory of the tokenizer."""
     weights: Directory
     """The first weights."""
-    tokenizer: Path
-    port: int
-    slots: int
-    """Most requests computed at once."""
     max_model_len: int
-    """Most tokens of prompt and answer together."""
-    update_mode: UpdateMode = "recompute"
-    device: str = "cpu"
-    """`cpu`, `cuda` or `cuda:N`."""
-    dtype: str = "float32"
-    torch_threads: int = 1
-    gpus: tuple[str, ...] = ()
-    """As `CUDA_VISIBLE_DEVICES` names them; none: those that this process sees."""
-    arguments: Mapping[str, Flag] = field(default_factory=dict)
-    """Flags of the job file; they win over the adapter's."""
+    """Most tokens of prompt and answer together: those of the settings, as far as the model has positions."""
+    port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +187,7 @@ def command_line(
     """Return `start` and the flags, those of the job file in place of ours. `reserved` has the flags that a
     job file may not give, each with why or what to do instead: `EngineError` for one of them."""
     merged = dict(flags)
-    for given, value in launch.arguments.items():
+    for given, value in launch.settings.arguments.items():
         name = flag_name(given)
         if name in reserved:
             raise EngineError(
@@ -207,7 +195,7 @@ def command_line(
                 "file"
             )
         merged[name] = value
-    words = [str(launch.python), *start]
+    words = [str(launch.settings.python), *start]
     for name, value in merged.items():
         if value is True:
             words.append(f"--{name}")
@@ -220,10 +208,10 @@ def server_variables(
     launch: Launch, inherited: Mapping[str, str], dropped: frozenset[str] = frozenset()
 ) -> dict[str, str]:
     """Return `inherited` without what is of our Python or `dropped`, with what every server needs. It sees
-    `launch.gpus` alone."""
+    the settings' GPUs alone."""
     variables = {
         name: value for name, value in inherited.items() if name not in FOREIGN_VARIABLES | dropped
     } | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if launch.device != "cpu" and launch.gpus:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(launch.gpus)
+    if launch.settings.device != "cpu" and launch.settings.gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(launch.settings.gpus)
     return variables

@@ -239,20 +239,8 @@ class HttpEngine:
             # Another client may have left it paused: then it is not ready, but it is there.
             client = await attached(adapter.title, settings, path=adapter.alive_path)
         else:
-            launch = Launch(
-                python=settings.python,
-                weights=await adapter.prepare(None, weights),
-                tokenizer=adapter.model,
-                port=0,
-                slots=settings.slots,
-                max_model_len=adapter.max_model_len,
-                update_mode=settings.update_mode,
-                device=settings.device,
-                dtype=settings.dtype,
-                torch_threads=settings.torch_threads,
-                gpus=settings.gpus,
-                arguments=settings.arguments,
-            )
+            folder = await adapter.prepare(None, weights)
+            launch = Launch(settings, adapter.model, folder, adapter.max_model_len)
             process, client = await started(
                 adapter.title,
                 lambda port: adapter.command(replace(launch, port=port)),

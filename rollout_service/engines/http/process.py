@@ -1,7 +1,7 @@
 """The server of an engine: started or found, waited for, watched and ended, with everything it starts.
 
 Promises: the process group of the server is gone after `stop`, and after the death of this process in
-whatever way (see `guard.py`); a server that ends before it serves, or does not serve in time, is an
+whatever way (see `runtime/process.py`); a server that ends before it serves, or does not serve in time, is an
 `EngineError` that shows the last lines of its log. A server whose process has ended is dead at once. One that
 is there, or was attached, may only be slow: it is taken for dead when it has left several probes without an
 answer over a stated time.
@@ -12,17 +12,14 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from areal_async.runtime.log import get_logger
+from areal_async.runtime.process import ChildProcess
 from areal_async.runtime.status import board
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.http import keyed
@@ -31,11 +28,9 @@ from rollout_service.engines.http.settings import PATIENCE, Patience, ServerSett
 
 log = get_logger("engine")
 
-GUARD = Path(__file__).with_name("guard.py")
 POLL_S = 0.1
 TAIL_LINES = 15
 TAIL_BYTES = 16 << 10
-STOP_TIMEOUT_S = 10.0
 STARTS = 2
 """Attempts to start a server, for the port may be taken between its choice and its use."""
 PORT_TAKEN = "ddress already in use"
@@ -51,8 +46,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class ServerProcess:
-    """A started server. `name` is for messages."""
+class ServerProcess(ChildProcess):
+    """A started server, whose process group does not outlive this process. `name` is for messages."""
 
     def __init__(
         self, name: str, argv: Sequence[str], environment: Mapping[str, str], log_path: Path
@@ -62,27 +57,10 @@ class ServerProcess:
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_from = log_path.stat().st_size if log_path.exists() else 0
-        with log_path.open("ab") as log:
-            try:
-                # -I -S: the guard needs nothing but the standard library, and soon.
-                self._guard = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *argv],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    env=dict(environment),
-                )
-            except OSError as error:
-                raise EngineError(f"{name} cannot be started: {error}") from error
-
-    @property
-    def pid(self) -> int:
-        """Of the guard, which leads the process group."""
-        return self._guard.pid
-
-    def alive(self) -> bool:
-        return self._guard.poll() is None
+        try:
+            super().__init__(argv, environment=environment, output=log_path, on_orphaned="kill_group")
+        except OSError as error:
+            raise EngineError(f"{name} cannot be started: {error}") from error
 
     def tail(self) -> str:
         """The last lines that this server wrote."""
@@ -101,7 +79,7 @@ class ServerProcess:
         board.waits("server", f"its {server} to load")
         try:
             while not await serves():
-                if not self.alive():
+                if not self.alive:
                     raise EngineError(
                         f"{self.name} ended before it served. The end of {self.log_path}:\n{self.tail()}"
                     )
@@ -116,20 +94,6 @@ class ServerProcess:
             raise
         finally:
             board.waits("server", "")
-
-    def kill(self) -> None:
-        """Kill the whole group."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-
-    async def stop(self) -> None:
-        """Kill the whole group and reap it. A server holds nothing that an orderly end would save."""
-        self.kill()
-        try:
-            await asyncio.to_thread(self._guard.wait, STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            # A kernel call of its driver holds it. Whoever ends it has more to do than to wait for that.
-            log.warning("killed, but not gone", server=self.name, waited_s=STOP_TIMEOUT_S)
 
 
 class Liveness:
@@ -150,7 +114,7 @@ class Liveness:
 
     def ended(self) -> bool:
         """Whether its process has ended."""
-        return self._process is not None and not self._process.alive()
+        return self._process is not None and not self._process.alive
 
     async def confirmed(self) -> bool:
         """Whether the server lives. One examination for all who ask while it is under way."""

@@ -31,9 +31,8 @@ from rollout_service.engines.base import (
     checked_request,
     nothing_sampled,
 )
-from rollout_service.engines.local.kv import Decode, Extend, Prefill, SlotKV
+from rollout_service.engines.local.kv import Decode, Extend, Kept, Prefill, PrefixStore, SlotKV
 from rollout_service.engines.local.model import LocalModel
-from rollout_service.engines.local.prefix import Kept, PrefixStore
 from rollout_service.engines.local.sampling import draw
 from rollout_service.engines.local.table import RequestTable, pad
 from rollout_service.engines.text import Detokenizer, has_stop, trim

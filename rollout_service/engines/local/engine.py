@@ -1,9 +1,9 @@
 """The local engine: `EngineCore` on a thread of its own, behind the engine protocol.
 
 Promises what `engines/base.py` asks, and besides: whatever happens to one request or in one step, the
-thread lives on, and every call of `generate` returns or raises. Requests beyond twice the slots wait in
-their callers, not in a queue of the engine. Wherever they wait, the smallest priority goes first, and among
-equals the oldest; a request whose deadline passes ends there, waiting or begun, and frees its place.
+thread lives on, and every call of `generate` returns or raises. Of the requests that wait, the smallest
+priority goes first, and among equals the oldest; one whose deadline passes ends, waiting or begun, and frees
+its place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from rollout_service.engines.base import (
 )
 from rollout_service.engines.local.core import EngineCore, Finished
 from rollout_service.engines.local.model import LocalModel
-from rollout_service.engines.local.room import Room
 from rollout_service.engines.streaming import Piece, Tell, stream_of
 
 log = get_logger("engine")
@@ -66,7 +65,6 @@ class LocalEngine:
         self._device, self._dtype = device, dtype
         self._activity = activity
         self._computing = False
-        self._room = Room(2 * slots)
         self._calls: dict[str, asyncio.Future[GenerateResult]] = {}
         self._tells: dict[str, Tell] = {}
         self._told: dict[str, int] = {}
@@ -116,46 +114,37 @@ class LocalEngine:
         await self._call(build)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        return await self._in_time(request, None)
+        return await self._generate(request, None)
 
     def stream(self, request: GenerateRequest) -> AsyncIterator[Piece | GenerateResult]:
-        return stream_of(lambda tell: self._in_time(request, tell))
+        return stream_of(lambda tell: self._generate(request, tell))
 
-    async def _in_time(self, request: GenerateRequest, tell: Tell | None) -> GenerateResult:
+    async def _generate(self, request: GenerateRequest, tell: Tell | None) -> GenerateResult:
         request = self._started().checked(request)
-        if request.deadline_s is None:
-            return await self._generate(request, tell)
-        left_s = max(0.0, request.deadline_s - time.monotonic())
+        if self._stopping:
+            raise EngineError("the engine has stopped")
+        if request.request_id in self._calls:
+            raise EngineError(f"request {request.request_id!r} is in flight already")
+        left_s = None if request.deadline_s is None else max(0.0, request.deadline_s - time.monotonic())
+        call = asyncio.get_running_loop().create_future()
+        self._calls[request.request_id] = call
+        if tell is not None:
+            self._tells[request.request_id] = tell
+        self._post(lambda: self._submit(request, telling=tell is not None))
         try:
             async with asyncio.timeout(left_s) as limit:
-                return await self._generate(request, tell)
+                return await call
         except TimeoutError:
             if not limit.expired():
                 raise
             raise DeadlinePassed(
                 f"request {request.request_id!r} had {left_s:.3g} s to its deadline, and was not done by then"
             ) from None
-
-    async def _generate(self, request: GenerateRequest, tell: Tell | None) -> GenerateResult:
-        async with self._room.place(request.priority):
-            if self._stopping:
-                raise EngineError("the engine has stopped")
-            if request.request_id in self._calls:
-                raise EngineError(f"request {request.request_id!r} is in flight already")
-            call = asyncio.get_running_loop().create_future()
-            self._calls[request.request_id] = call
-            if tell is not None:
-                self._tells[request.request_id] = tell
-            self._post(lambda: self._submit(request, telling=tell is not None))
-            try:
-                return await call
-            except asyncio.CancelledError:
+        finally:
+            self._tells.pop(request.request_id, None)
+            if self._calls.pop(request.request_id, None) is not None:
                 # Nobody waits for the answer any more: free the slot, let what comes out fall.
-                self._calls.pop(request.request_id, None)
                 self._post(lambda: self._deliver(self._started().abort([request.request_id])))
-                raise
-            finally:
-                self._tells.pop(request.request_id, None)
 
     async def pause(self) -> None:
         def pause() -> None:

@@ -41,27 +41,28 @@ DROPPED_VARIABLES = frozenset(
 def command(launch: Launch) -> list[str]:
     """The argument vector. Raises `EngineError` for a flag in rollout.server.arguments that is the engine's
     to give."""
+    settings = launch.settings
     flags: dict[str, Flag] = {
         "model-path": str(launch.weights.path),
-        "tokenizer-path": str(launch.tokenizer),
-        "weight-version": launch.weights.tag.label,
+        "tokenizer-path": str(launch.model),
+        "weight-version": format_tag(launch.weights.tag),
         # Never a pickled checkpoint, whatever lies in the directory.
         "load-format": "safetensors",
         "context-length": launch.max_model_len + CONTEXT_MARGIN,
-        "dtype": launch.dtype,
+        "dtype": settings.dtype,
         "host": "127.0.0.1",
         "port": launch.port,
-        "max-running-requests": launch.slots,
+        "max-running-requests": settings.slots,
         # What it would warm up is warmed up by the engine's own probe.
         "skip-server-warmup": True,
         "enable-metrics": True,
         # Else each part of a stream repeats everything before it.
         "incremental-streaming-output": True,
         "log-level": "warning",
-        "device": launch.device.partition(":")[0],
+        "device": settings.device.partition(":")[0],
     }
-    if launch.device == "cpu":
-        room = launch.slots * (launch.max_model_len + CONTEXT_MARGIN)
+    if settings.device == "cpu":
+        room = settings.slots * (launch.max_model_len + CONTEXT_MARGIN)
         flags |= {
             "attention-backend": "torch_native",
             "disable-overlap-schedule": True,
@@ -70,7 +71,7 @@ def command(launch: Launch) -> list[str]:
             "sleep-on-idle": True,
             "max-total-tokens": min(room, max(MAX_CPU_TOKENS, launch.max_model_len + CONTEXT_MARGIN)),
         }
-    elif launch.update_mode == "keep":
+    elif settings.update_mode == "keep":
         # With overlap, a pause in place leaves one step's tokens unprocessed: sampled by the old weights,
         # they would be counted to the new version.
         flags["disable-overlap-schedule"] = True
@@ -89,7 +90,7 @@ def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
         # Seconds. Of the two sides, the client is to close an idle connection.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
     }
-    if launch.device == "cpu":
+    if launch.settings.device == "cpu":
         found["SGLANG_USE_CPU_ENGINE"] = "1"
         found.setdefault("OMP_NUM_THREADS", "1")
         # For the group in which the trainer sends weights: nobody beyond this host is a member.

@@ -40,17 +40,18 @@ SEVERAL_RANKS = {"tensor-parallel-size", "pipeline-parallel-size"}
 def command(launch: Launch) -> list[str]:
     """The argument vector. Raises `EngineError` for what the server cannot do on the device, and for a flag
     in rollout.server.arguments that is the engine's to give."""
+    settings = launch.settings
     flags: dict[str, Flag] = {
         "model": str(launch.weights.path),
-        "tokenizer": str(launch.tokenizer),
+        "tokenizer": str(launch.model),
         # Never a pickled checkpoint, whatever lies in the directory.
         "load-format": "safetensors",
         "served-model-name": MODEL_NAME,
         "host": "127.0.0.1",
         "port": launch.port,
-        "dtype": launch.dtype,
+        "dtype": settings.dtype,
         "max-model-len": launch.max_model_len,
-        "max-num-seqs": launch.slots,
+        "max-num-seqs": settings.slots,
         # Log-probs of the distribution that was drawn from, and not of the raw logits.
         "logprobs-mode": "processed_logprobs",
         # /inference/v1/generate: ids in, ids out, and of each the version that sampled it.
@@ -58,17 +59,17 @@ def command(launch: Launch) -> list[str]:
         "scheduling-policy": "priority",
         "disable-uvicorn-access-log": True,
     }
-    if launch.device == "cpu":
-        if launch.dtype != "float32":
+    if settings.device == "cpu":
+        if settings.dtype != "float32":
             raise EngineError(
-                f"rollout.dtype is {launch.dtype}, which vLLM computes on a CPU with instructions that many "
-                "machines announce and do not have: set it to float32"
+                f"rollout.dtype is {settings.dtype}, which vLLM computes on a CPU with instructions that "
+                "many machines announce and do not have: set it to float32"
             )
         flags["enforce-eager"] = True
         # Where one step takes only a part of a prompt, the server turns the generator of a seeded request
         # back. A CPU's cannot be: the server would die of it.
         flags["no-enable-chunked-prefill"] = True
-        if not SEVERAL_RANKS & {flag_name(given) for given in launch.arguments}:
+        if not SEVERAL_RANKS & {flag_name(given) for given in settings.arguments}:
             # The model in the scheduler's own process. By default a second one has it, and each waits for
             # the other by yielding its core again and again: on two cores nothing else runs for seconds.
             flags["distributed-executor-backend"] = ONE_PROCESS
@@ -87,8 +88,8 @@ def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
         # Seconds. Of the two sides, the client is to close an idle connection.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
     }
-    if launch.device == "cpu":
-        found["OMP_NUM_THREADS"] = str(launch.torch_threads)
+    if launch.settings.device == "cpu":
+        found["OMP_NUM_THREADS"] = str(launch.settings.torch_threads)
         found.setdefault("VLLM_CPU_KVCACHE_SPACE", str(KV_CACHE_GIB))
         # By default each server binds its threads to the same first cores.
         found.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

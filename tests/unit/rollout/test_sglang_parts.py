@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,19 @@ from rollout_service.engines.base import EngineError, EngineLost, RequestError
 from rollout_service.engines.http import client as http
 from rollout_service.engines.http.adapter import Directory, Launch
 from rollout_service.engines.http.client import KEEPALIVE_S, ServerClient
+from rollout_service.engines.http.settings import ServerSettings
 from rollout_service.engines.sglang.adapter import Loads
 from rollout_service.engines.sglang.arguments import command, variables
 from rollout_service.engines.sglang.messages import Generated, generate_body, parse
 from rollout_service.engines.sglang.probe import probe
 from tests.unit.rollout.fake_sglang import FakeServer
 
-LAUNCH = Launch(
-    python=Path("/env/bin/python"),
-    weights=Directory(VersionTag("policy", 1, 7), Path("/snapshots/policy-e1-v7")),
-    tokenizer=Path("/model"),
-    port=1234,
-    slots=16,
-    max_model_len=64,
-)
+WEIGHTS = Directory(VersionTag(1, 7), Path("/snapshots/e1-v7"))
+
+
+def launched(**settings: Any) -> Launch:
+    given = {"slots": 16, "max_model_len": 64, "python": Path("/env/bin/python")} | settings
+    return Launch(ServerSettings(**given), Path("/model"), WEIGHTS, 64, 1234)
 
 
 def flags(launch: Launch) -> dict[str, str | bool]:
@@ -44,9 +42,9 @@ def flags(launch: Launch) -> dict[str, str | bool]:
 
 
 def test_a_server_starts_on_the_snapshot_under_its_version() -> None:
-    found = flags(LAUNCH)
-    assert found["model-path"] == "/snapshots/policy-e1-v7"
-    assert found["weight-version"] == "policy-e1-v7"
+    found = flags(launched())
+    assert found["model-path"] == "/snapshots/e1-v7"
+    assert found["weight-version"] == "e1-v7"
     assert found["load-format"] == "safetensors"
     assert found["host"] == "127.0.0.1"
     assert found["context-length"] == "72"  # the server ends two tokens before it
@@ -54,23 +52,23 @@ def test_a_server_starts_on_the_snapshot_under_its_version() -> None:
 
 
 def test_a_gpu_gets_no_flag_of_a_cpu() -> None:
-    found = flags(replace(LAUNCH, device="cuda:3", dtype="bfloat16"))
+    found = flags(launched(device="cuda:3", dtype="bfloat16"))
     assert found["device"] == "cuda"
     assert not {"attention-backend", "disable-cuda-graph", "max-total-tokens"} & set(found)
     assert "disable-overlap-schedule" not in found
-    assert "disable-overlap-schedule" in flags(replace(LAUNCH, device="cuda", update_mode="keep"))
+    assert "disable-overlap-schedule" in flags(launched(device="cuda", update_mode="keep"))
 
 
 def test_arguments_of_the_job_file_are_added_changed_and_left_out() -> None:
     arguments = {"tp_size": 2, "sleep-on-idle": False, "log-level": None, "enable-mixed-chunk": True}
-    found = flags(replace(LAUNCH, arguments=arguments))
+    found = flags(launched(arguments=arguments))
     assert found["tp-size"] == "2"
     assert found["enable-mixed-chunk"] is True
     assert not {"sleep-on-idle", "log-level"} & set(found)
     with pytest.raises(
         EngineError, match=r"rollout\.server\.arguments\.context_length.*rollout\.max_model_len"
     ):
-        flags(replace(LAUNCH, arguments={"context_length": 9}))
+        flags(launched(arguments={"context_length": 9}))
 
 
 def test_the_servers_environment_is_its_own() -> None:
@@ -80,13 +78,13 @@ def test_the_servers_environment_is_its_own() -> None:
         "HOME": "/home",
         "VIRTUAL_ENV": "/v",
     }
-    found = variables(LAUNCH, ours)
+    found = variables(launched(), ours)
     assert not {"PYTHONPATH", "SGLANG_RETURN_ORIGINAL_LOGPROB", "VIRTUAL_ENV"} & set(found)
     assert (found["HOME"], found["SGLANG_USE_CPU_ENGINE"]) == ("/home", "1")
     assert float(found["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 10 * KEEPALIVE_S
-    gpu = variables(replace(LAUNCH, device="cuda"), ours)
+    gpu = variables(launched(device="cuda"), ours)
     assert not {"SGLANG_USE_CPU_ENGINE", "CUDA_VISIBLE_DEVICES"} & set(gpu)
-    several = variables(replace(LAUNCH, device="cuda:3", gpus=("3", "4")), ours)
+    several = variables(launched(device="cuda:3", gpus=("3", "4")), ours)
     assert several["CUDA_VISIBLE_DEVICES"] == "3,4"
 
 

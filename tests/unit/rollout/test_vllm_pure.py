@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,19 +22,19 @@ from rollout_service.engines.base import EngineError, EngineLost, GenerateResult
 from rollout_service.engines.http.adapter import Directory, Launch, ServerLoad
 from rollout_service.engines.http.client import KEEPALIVE_S
 from rollout_service.engines.http.folders import check_folder, read_layout
+from rollout_service.engines.http.settings import ServerSettings
 from rollout_service.engines.vllm.adapter import parse_load
 from rollout_service.engines.vllm.arguments import command, variables
 from rollout_service.engines.vllm.messages import Answer, generate_body, label, parse, server_seed, tag_of
 from rollout_service.engines.vllm.weights import is_tied, untied
 
-LAUNCH = Launch(
-    python=Path("/venv/bin/python"),
-    weights=Directory(VersionTag("policy", 0, 0), Path("/snapshots/policy-e0-v0")),
-    tokenizer=Path("/model"),
-    port=4711,
-    slots=32,
-    max_model_len=64,
-)
+
+def launched(**settings: Any) -> Launch:
+    given = {"slots": 32, "max_model_len": 64, "python": Path("/venv/bin/python")} | settings
+    weights = Directory(VersionTag(0, 0), Path("/snapshots/e0-v0"))
+    return Launch(ServerSettings(**given), Path("/model"), weights, 64, 4711)
+
+
 OWNER = "0badcafe"
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=9, stop=("\n",), seed=3)
 
@@ -60,7 +60,7 @@ def answer(
 
 
 def test_the_server_is_bound_to_loopback_and_gives_log_probs_of_what_it_samples_from() -> None:
-    argv = command(LAUNCH)
+    argv = command(launched())
     flags = dict(itertools.pairwise(argv))
     assert argv[:4] == ["/venv/bin/python", "-P", "-m", "vllm.entrypoints.openai.api_server"]
     assert (flags["--host"], flags["--port"]) == ("127.0.0.1", "4711")
@@ -71,7 +71,7 @@ def test_the_server_is_bound_to_loopback_and_gives_log_probs_of_what_it_samples_
 
 def test_arguments_of_the_job_are_appended_replace_and_leave_out() -> None:
     given = {"block_size": 32, "--enable-sleep-mode": True, "enforce-eager": False, "disable-log-stats": None}
-    argv = command(dataclasses.replace(LAUNCH, arguments=given))
+    argv = command(launched(arguments=given))
     assert argv[argv.index("--block-size") + 1] == "32"
     assert "--enable-sleep-mode" in argv
     assert not {"--enforce-eager", "--disable-log-stats"} & set(argv)
@@ -80,31 +80,31 @@ def test_arguments_of_the_job_are_appended_replace_and_leave_out() -> None:
 def test_on_a_cpu_the_model_is_in_the_scheduler_s_process_unless_there_are_several_ranks() -> None:
     """Two processes that wait for each other by yielding take a machine of two cores from everything else."""
     executor = "--distributed-executor-backend"
-    argv = command(LAUNCH)
+    argv = command(launched())
     assert argv[argv.index(executor) + 1].endswith("UniProcExecutor")
-    assert executor not in command(dataclasses.replace(LAUNCH, arguments={"tensor_parallel_size": 2}))
-    assert executor not in command(dataclasses.replace(LAUNCH, device="cuda"))
-    chosen = command(dataclasses.replace(LAUNCH, arguments={"distributed_executor_backend": "mp"}))
+    assert executor not in command(launched(arguments={"tensor_parallel_size": 2}))
+    assert executor not in command(launched(device="cuda"))
+    chosen = command(launched(arguments={"distributed_executor_backend": "mp"}))
     assert chosen[chosen.index(executor) + 1] == "mp"
 
 
 @pytest.mark.parametrize("name", ["logprobs-mode", "--logprobs_mode", "port", "model"])
 def test_an_argument_that_is_the_engine_s_own_is_refused_by_name(name: str) -> None:
     with pytest.raises(EngineError, match=f"rollout.server.arguments.{name} cannot be given"):
-        command(dataclasses.replace(LAUNCH, arguments={name: "x"}))
+        command(launched(arguments={name: "x"}))
 
 
 def test_bfloat16_on_a_cpu_is_refused_and_on_a_gpu_taken() -> None:
     with pytest.raises(EngineError, match=r"rollout\.dtype"):
-        command(dataclasses.replace(LAUNCH, dtype="bfloat16"))
-    argv = command(dataclasses.replace(LAUNCH, dtype="bfloat16", device="cuda"))
+        command(launched(dtype="bfloat16"))
+    argv = command(launched(dtype="bfloat16", device="cuda"))
     assert argv[argv.index("--dtype") + 1] == "bfloat16"
     assert "--enforce-eager" not in argv
 
 
 def test_the_server_s_environment_has_its_endpoints_on_and_nothing_of_our_python() -> None:
     inherited = {"PATH": "/bin", "PYTHONPATH": "/here", "VIRTUAL_ENV": "/venv", "VLLM_CPU_KVCACHE_SPACE": "3"}
-    found = variables(LAUNCH, inherited)
+    found = variables(launched(), inherited)
     assert found["VLLM_SERVER_DEV_MODE"] == "1"
     assert (found["PATH"], found["VLLM_CPU_KVCACHE_SPACE"]) == ("/bin", "3")
     assert not {"PYTHONPATH", "VIRTUAL_ENV"} & found.keys()
@@ -112,7 +112,7 @@ def test_the_server_s_environment_has_its_endpoints_on_and_nothing_of_our_python
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     # A POST on a connection that the server is just closing would look like its death.
     assert float(found["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 10 * KEEPALIVE_S
-    gpu = variables(dataclasses.replace(LAUNCH, device="cuda:3", gpus=("3",)), {})
+    gpu = variables(launched(device="cuda:3", gpus=("3",)), {})
     assert gpu["CUDA_VISIBLE_DEVICES"] == "3"
     assert "VLLM_CPU_KVCACHE_SPACE" not in gpu
 
