@@ -36,7 +36,7 @@ class Bytes:
 
 
 class Same:
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest, tell: object = None) -> GenerateResult:
         ids = np.frombuffer(SAID.encode(), np.uint8).astype(np.int32)[: request.sampling.max_new_tokens]
         zeros = np.zeros(len(ids), np.int32)
         text = SAID[: len(ids)]

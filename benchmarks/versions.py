@@ -31,8 +31,7 @@ from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import Snapshot
 from rollout_service.engines import make_engine
-from rollout_service.engines.base import Engine, GenerateRequest, GenerateResult
-from rollout_service.engines.streaming import Piece, generate_telling
+from rollout_service.engines.base import Engine, GenerateRequest, GenerateResult, Piece
 
 BOUND = 1e-4
 PROMPT_TOKENS = 8
@@ -89,7 +88,7 @@ def make_requests(count: int, vocabulary: int, longest: int, *, seed: int = 0) -
 async def streamed(engine: Engine, one: Asked, found: Versions) -> GenerateResult:
     """The result of a stream, held against the pieces that came before it."""
     told: list[Piece] = []
-    result = await generate_telling(engine, one.request, told.append)
+    result = await engine.generate(one.request, told.append)
     ids = [int(i) for piece in told for i in piece]
     if ids != result.token_ids[: len(ids)].tolist():
         found.failed.append(f"request {one.request.request_id} was told other ids than it was given")

@@ -19,7 +19,7 @@ Log-probs are of what `GenerateResult.logprobs_of` says, in nats:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -117,8 +117,13 @@ class GenerateResult:
     logprobs_of: LogprobsOf = "sampled"
 
 
+Piece = npt.NDArray[np.int32]
+"""Ids sampled since the last piece."""
+Tell = Callable[[Piece], None]
+
+
 def nothing_sampled() -> GenerateResult:
-    """Of a request that was aborted before it had begun."""
+    """The result of a request that was aborted before it had begun."""
     none = np.empty(0, np.int32)
     return GenerateResult(none, np.empty(0, np.float32), none, none, "abort", "")
 
@@ -167,8 +172,11 @@ class Engine(Protocol):
         """Be ready to generate with `snapshot`. Raises `EngineError`."""
         ...
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Sample until a stop, the length or an abort. Cancelling the call aborts the request."""
+    async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
+        """Sample until a stop, the length or an abort. Cancelling the call aborts the request.
+
+        `tell` is called with the ids on the way, as far as the engine knows them: its pieces are a beginning
+        of the result's ids, each id told once and none taken back. The result alone counts."""
         ...
 
     async def pause(self) -> None:

@@ -25,7 +25,6 @@ from rollout_service.engines.base import (
     GenerateResult,
     RequestError,
 )
-from rollout_service.engines.streaming import generate_telling
 from rollout_service.gateway.conversation import CallPlan, ConversationTree, check_room
 from rollout_service.gateway.errors import ApiError, GatewayError, unsupported
 from rollout_service.gateway.idempotency import IdempotencyCache
@@ -268,7 +267,7 @@ class Session:
         engine = self._episode.engine
         if listener is None:
             return await engine.generate(request)
-        return await generate_telling(engine, request, partial(listener.sampled, index))
+        return await engine.generate(request, partial(listener.sampled, index))
 
     def _sampling(self, asked: CompletionRequest) -> list[Sampling]:
         """Parameters of each of the answers asked for. Raises `ApiError` for what must not be trained on."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, runtime_checkable
 
 from areal_async.errors import RpcTimeout, SnapshotError, WireError
 from areal_async.rpc.messages import VersionTag
@@ -60,13 +60,12 @@ class UpdateStall:
         return self.pause_s + self.load_s + self.resume_s
 
 
-@runtime_checkable
-class Exchanges(Protocol):
+class Exchanges(ABC):
     """An engine that exchanges its weights in a way of its own, such as part by part."""
 
+    @abstractmethod
     async def exchange(self, snapshot: Weights) -> UpdateStall:
         """Serve `snapshot`. Returns the longest stall of any request. Raises `EngineError`."""
-        ...
 
 
 async def exchange(engine: Engine | Exchanges, snapshot: Weights) -> UpdateStall:

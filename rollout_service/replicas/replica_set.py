@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Literal
 
@@ -33,15 +33,17 @@ from rollout_service.engines.base import (
     EngineStats,
     GenerateRequest,
     GenerateResult,
+    Piece,
+    Tell,
     Weights,
     nothing_sampled,
 )
-from rollout_service.engines.streaming import Piece, Telling, generate_telling, stream_of
 from rollout_service.replicas.placement import Aborted, AdmissionQueue, PrefixAffinity, choose
 from rollout_service.replicas.replica import (
     FETCH_PAUSE_S,
     WATCH_S,
     EngineReplica,
+    Exchanges,
     Fetch,
     UpdateStall,
     exchange,
@@ -54,7 +56,7 @@ MAX_SENT_AGAIN = 3
 """Times that one request is lost in an engine that lives, before that engine is taken for dead."""
 
 
-class ReplicaSet:
+class ReplicaSet(Exchanges):
     """Generates with `count` engines that `make(index)` gives, and exchanges their weights."""
 
     def __init__(
@@ -117,14 +119,19 @@ class ReplicaSet:
             replica.serve()
         self._serving_changed()
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """As `engines.base.Engine` has it."""
-        return await self._in_time(request, None)
-
-    def stream(self, request: GenerateRequest) -> AsyncIterator[Piece | GenerateResult]:
-        """As `engines/streaming.py` has it; one result and no pieces from an engine that tells none. Raises
-        `EngineError` when the engine was lost and pieces had been told."""
-        return stream_of(lambda tell: self._in_time(request, Telling(tell)))
+    async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
+        """As `engines.base.Engine` has it. Raises `EngineError` when the engine was lost and pieces had been
+        told."""
+        if request.deadline_s is None:
+            return await self._generate(request, tell)
+        limit = asyncio.timeout(request.deadline_s - time.monotonic())
+        try:
+            async with limit:
+                return await self._generate(request, tell)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlinePassed(f"request {request.request_id} was not done by its deadline") from None
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests now: they return what they have, with finish reason `abort`."""
@@ -192,20 +199,15 @@ class ReplicaSet:
 
     # --- requests ------------------------------------------------------------------------------------
 
-    async def _in_time(self, request: GenerateRequest, tell: Telling | None) -> GenerateResult:
-        if request.deadline_s is None:
-            return await self._generate(request, tell)
-        limit = asyncio.timeout(request.deadline_s - time.monotonic())
-        try:
-            async with limit:
-                return await self._generate(request, tell)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise DeadlinePassed(f"request {request.request_id} was not done by its deadline") from None
+    async def _generate(self, request: GenerateRequest, tell: Tell | None) -> GenerateResult:
+        sent_again = n_told = 0
 
-    async def _generate(self, request: GenerateRequest, tell: Telling | None) -> GenerateResult:
-        sent_again = 0
+        def counting(piece: Piece) -> None:
+            nonlocal n_told
+            n_told += len(piece)
+            if tell is not None:
+                tell(piece)
+
         while True:
             try:
                 replica = await self._replica_for(request)
@@ -215,7 +217,7 @@ class ReplicaSet:
             try:
                 if tell is None:
                     return await engine.generate(request)
-                return await generate_telling(engine, request, tell)
+                return await engine.generate(request, counting)
             except EngineError as error:
                 if isinstance(error, DeadlinePassed):
                     raise
@@ -225,8 +227,8 @@ class ReplicaSet:
                     sent_again += 1
                 elif not self._was_lost(replica, engine, error):
                     raise
-                if tell is not None and tell.units:
-                    told = f"{tell.units} units of the answer had been streamed"
+                if n_told:
+                    told = f"{n_told} units of the answer had been streamed"
                     raise EngineError(f"the engine was lost when {told}: {error}") from error
                 metrics.RERUN.inc()
             finally:

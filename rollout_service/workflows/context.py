@@ -20,7 +20,7 @@ from areal_async.prompts import Tokenizer
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics
-from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
+from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult, Tell
 from rollout_service.workflows.blocking import BlockingCalls
 from rollout_service.workflows.branch import Branch, call_seed
 from rollout_service.workflows.render import Ids, Prompt, Renderer, Reply, is_chat
@@ -39,7 +39,7 @@ class Policy(Protocol):
         """Version of the weights that sample now."""
         ...
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
         """As `engines.base.Engine.generate`."""
         ...
 

@@ -15,7 +15,6 @@ from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import GenerateRequest, GenerateResult
-from rollout_service.engines.streaming import StreamingEngine, generate_telling
 
 pytestmark = pytest.mark.timeout(400)  # of a server's start
 ENGINES = [
@@ -51,7 +50,6 @@ def serving(
 
     async def main(body: Callable[[Any], Awaitable[None]]) -> None:
         async with asyncio.timeout(DEADLINE_S), engine() as one:
-            assert isinstance(one, StreamingEngine)
             await body(one)
 
     return lambda body: asyncio.run(main(body))
@@ -68,7 +66,7 @@ def test_a_streamed_answer_is_the_one_that_is_not_streamed(serving: Serving) -> 
 
         async def heard(one: GenerateRequest) -> GenerateResult:
             ids = told.setdefault(one.request_id, [])
-            return await generate_telling(engine, one, lambda piece: ids.extend(piece.tolist()))
+            return await engine.generate(one, lambda piece: ids.extend(piece.tolist()))
 
         requests = [asked("x" * n, new=20 + n) for n in range(1, 7)]
         whole = await asyncio.gather(*(engine.generate(one) for one in requests))
@@ -91,7 +89,7 @@ def test_a_stop_string_ends_a_stream(serving: Serving) -> None:
         stop = text[10:12]
         one = asked("r", stop=(stop,))
         told: list[int] = []
-        result = await generate_telling(engine, one, lambda piece: told.extend(piece.tolist()))
+        result = await engine.generate(one, lambda piece: told.extend(piece.tolist()))
         assert (result.text, result.finish_reason) == (text[: text.index(stop)], "stop")
         assert told == result.token_ids[: len(told)].tolist()
 
@@ -109,7 +107,7 @@ def test_units_are_told_while_the_answer_is_under_way_and_an_abort_returns_them(
                 enough.set()
 
         one = asked("r", new=130, temperature=1.0)
-        asking = asyncio.ensure_future(generate_telling(engine, one, tell))
+        asking = asyncio.ensure_future(engine.generate(one, tell))
         await enough.wait()
         assert not asking.done()
         await engine.abort(["r"])

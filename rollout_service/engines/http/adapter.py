@@ -22,11 +22,11 @@ from rollout_service.engines.base import (
     EngineError,
     GenerateRequest,
     GenerateResult,
+    Tell,
 )
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.folders import read_model
 from rollout_service.engines.http.settings import Flag, ServerSettings
-from rollout_service.engines.streaming import Tell
 
 FOREIGN_VARIABLES = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSAFEPATH"})
 """Variables of this process's Python, which are wrong for the server's."""

@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import os
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from rollout_service.engines.base import (
     EngineStats,
     GenerateRequest,
     GenerateResult,
+    Tell,
     Weights,
     checked_request,
     nothing_sampled,
@@ -37,7 +38,6 @@ from rollout_service.engines.http.calls import Account, Calls, HeldBack
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.folders import Layout, check_folder, read_layout
 from rollout_service.engines.http.process import Liveness, ServerProcess, attached, started
-from rollout_service.engines.streaming import Piece, Tell, stream_of
 
 log = get_logger("engine")
 
@@ -117,11 +117,31 @@ class HttpEngine:
             max_model_len=adapter.max_model_len,
         )
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        return await self._generate(request, None)
+    async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
+        self._check_serving()
+        adapter = self._adapter
+        ids, room = checked_request(
+            request, vocab_size=adapter.facts.vocab_size, max_model_len=adapter.max_model_len
+        )
+        # A server may abort by prefix: of equal length, no id begins another.
+        rid = f"{self._prefix}-{next(self._numbers):012d}"
 
-    def stream(self, request: GenerateRequest) -> AsyncIterator[Piece | GenerateResult]:
-        return stream_of(lambda tell: self._generate(request, tell))
+        async def answer() -> GenerateResult:
+            # Called under this version; a request that waited for the update is of the version after it.
+            body = adapter.body(rid, ids.tolist(), request, room, self.version)
+            said = await self._ask(body, tell)
+            try:
+                result = adapter.parse(said, request.sampling)
+            except EngineLost as error:
+                raise self._lose(str(error)) from error
+            self._account.sampled(result.token_ids.size)
+            return result
+
+        with self._account.call():
+            try:
+                return await self._calls.run(request, rid, answer)
+            except HeldBack:
+                return nothing_sampled()
 
     async def pause(self) -> None:
         """The server stops between two steps: units of a step under way are still the old version's, and are
@@ -183,32 +203,6 @@ class HttpEngine:
         self._account.close()
 
     # --- requests ------------------------------------------------------------------------------------
-
-    async def _generate(self, request: GenerateRequest, tell: Tell | None) -> GenerateResult:
-        self._check_serving()
-        adapter = self._adapter
-        ids, room = checked_request(
-            request, vocab_size=adapter.facts.vocab_size, max_model_len=adapter.max_model_len
-        )
-        # A server may abort by prefix: of equal length, no id begins another.
-        rid = f"{self._prefix}-{next(self._numbers):012d}"
-
-        async def answer() -> GenerateResult:
-            # Called under this version; a request that waited for the update is of the version after it.
-            body = adapter.body(rid, ids.tolist(), request, room, self.version)
-            said = await self._ask(body, tell)
-            try:
-                result = adapter.parse(said, request.sampling)
-            except EngineLost as error:
-                raise self._lose(str(error)) from error
-            self._account.sampled(result.token_ids.size)
-            return result
-
-        with self._account.call():
-            try:
-                return await self._calls.run(request, rid, answer)
-            except HeldBack:
-                return nothing_sampled()
 
     async def _ask(self, body: dict[str, Any], tell: Tell | None) -> Any:
         """Post a request and return its answer; `tell` is given its units as they come."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -28,11 +28,12 @@ from rollout_service.engines.base import (
     EngineStats,
     GenerateRequest,
     GenerateResult,
+    Piece,
+    Tell,
     Weights,
 )
 from rollout_service.engines.local.core import EngineCore, Finished
 from rollout_service.engines.local.model import LocalModel
-from rollout_service.engines.streaming import Piece, Tell, stream_of
 
 log = get_logger("engine")
 T = TypeVar("T")
@@ -43,7 +44,7 @@ STOP_TIMEOUT_S = 2.0
 
 class LocalEngine:
     """One replica of the policy in this process. Implements `engines.base.Engine`, and tells what it
-    samples (`engines/streaming.py`) unit by unit."""
+    samples unit by unit."""
 
     def __init__(
         self,
@@ -113,13 +114,7 @@ class LocalEngine:
 
         await self._call(build)
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        return await self._generate(request, None)
-
-    def stream(self, request: GenerateRequest) -> AsyncIterator[Piece | GenerateResult]:
-        return stream_of(lambda tell: self._generate(request, tell))
-
-    async def _generate(self, request: GenerateRequest, tell: Tell | None) -> GenerateResult:
+    async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
         request = self._started().checked(request)
         if self._stopping:
             raise EngineError("the engine has stopped")

@@ -18,7 +18,7 @@ import msgspec
 
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
-from rollout_service.engines.base import Capabilities, EngineError, GenerateRequest, GenerateResult
+from rollout_service.engines.base import Capabilities, EngineError, GenerateRequest, GenerateResult, Tell
 from rollout_service.engines.http.adapter import Directory, Launch, ServerAdapter, ServerLoad
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.settings import ServerSettings
@@ -32,7 +32,6 @@ from rollout_service.engines.sglang.messages import (
 )
 from rollout_service.engines.sglang.probe import PAUSE_MODES, ServerInfo, probe
 from rollout_service.engines.sglang.weights import TensorFeed, load_directory
-from rollout_service.engines.streaming import Tell
 
 READING_TIMEOUT_S = 10.0
 

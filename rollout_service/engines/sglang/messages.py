@@ -9,9 +9,8 @@ import msgspec
 import numpy as np
 
 from areal_async.trajectory.header import LogprobsOf, Sampling
-from rollout_service.engines.base import EngineError, GenerateResult, RequestError
+from rollout_service.engines.base import EngineError, GenerateResult, RequestError, Tell
 from rollout_service.engines.http.answers import VersionSpan, result_of
-from rollout_service.engines.streaming import Tell
 
 UnitLogprob = tuple[float | None, int, Any]
 """Log-prob, id, text."""

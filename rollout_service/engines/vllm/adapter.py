@@ -29,11 +29,11 @@ from rollout_service.engines.base import (
     GenerateRequest,
     GenerateResult,
     RequestError,
+    Tell,
 )
 from rollout_service.engines.http.adapter import Directory, Launch, ServerAdapter, ServerLoad
 from rollout_service.engines.http.client import CONTROL_TIMEOUT_S, ServerClient
 from rollout_service.engines.http.settings import ServerSettings
-from rollout_service.engines.streaming import Tell
 from rollout_service.engines.text import Detokenizer, trim
 from rollout_service.engines.vllm.arguments import command, variables
 from rollout_service.engines.vllm.messages import ID_PREFIX, Answer, Heard, generate_body, label, parse

@@ -32,7 +32,6 @@ from rollout_service.engines.base import EngineError, GenerateRequest, GenerateR
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.http.folders import read_layout
-from rollout_service.engines.streaming import generate_telling
 from tests.engines.sglang.served import KEY, in_server, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of the server's start
@@ -252,7 +251,7 @@ def test_streams_that_a_pause_sent_back_to_the_queue_are_aborted_and_closed_ther
                 told[i].extend(piece.tolist())
                 begun_all[i].set()
 
-            return generate_telling(recompute, GenerateRequest(f"s{i}", PROMPT, LONG), tell)
+            return recompute.generate(GenerateRequest(f"s{i}", PROMPT, LONG), tell)
 
         streams = [asyncio.create_task(stream(i)) for i in range(8)]
         await asyncio.gather(*(begun.wait() for begun in begun_all))

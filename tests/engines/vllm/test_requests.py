@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import aclosing
 from dataclasses import replace
 
 import numpy as np
@@ -209,10 +208,11 @@ def test_a_cancelled_call_frees_its_place_in_the_server(served: Served) -> None:
 
 def test_a_stream_that_is_closed_frees_its_place_in_the_server(served: Served) -> None:
     async def closed() -> float:
-        before = await served.sampled()
-        async with aclosing(served.engine.stream(served.endless())) as pieces:  # type: ignore[type-var]
-            async for _ in pieces:
-                break
+        before, begun = await served.sampled(), asyncio.Event()
+        stream = asyncio.create_task(served.engine.generate(served.endless(), lambda _: begun.set()))
+        await begun.wait()
+        stream.cancel()
+        await asyncio.gather(stream, return_exceptions=True)
         await served.running(0)
         return await served.sampled() - before
 

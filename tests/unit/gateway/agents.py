@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import aclosing
 from typing import Any
 
 import anthropic
@@ -11,7 +10,6 @@ import numpy as np
 import openai
 
 from areal_async.trajectory import SegmentKind, training_rows
-from rollout_service.engines.base import GenerateResult
 from tests.unit.gateway.fakes import CALLS, VOCAB, assert_recorded_is_what_the_engine_said
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -32,22 +30,19 @@ class Logged:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, request: Any) -> Any:
-        result = await self._engine.generate(request)
-        self.log.append((request, result))
-        return result
-
-    async def stream(self, request: Any) -> Any:
+    async def generate(self, request: Any, tell: Any = None) -> Any:
         told: list[int] = []
-        async with aclosing(self._engine.stream(request)) as pieces:
-            async for piece in pieces:
-                if isinstance(piece, GenerateResult):
-                    assert told == piece.token_ids[: len(told)].tolist()
-                    self.streamed.append((len(told), len(piece.token_ids)))
-                    self.log.append((request, piece))
-                else:
-                    told += piece.tolist()
-                yield piece
+
+        def noting(piece: Any) -> None:
+            told.extend(piece.tolist())
+            tell(piece)
+
+        result = await self._engine.generate(request, tell and noting)
+        self.log.append((request, result))
+        if tell is not None:
+            assert told == result.token_ids[: len(told)].tolist()
+            self.streamed.append((len(told), len(result.token_ids)))
+        return result
 
     def assert_told_all_along(self, streams: int) -> None:
         """So many answers were streams, and of each all but the last step was told before it. The first step

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from areal_async.config.rollout import GatewaySection
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import EpisodeBuilder, Sampling
-from rollout_service.engines.base import GenerateRequest, GenerateResult
+from rollout_service.engines.base import GenerateRequest, GenerateResult, Tell
 from rollout_service.gateway import Gateway
 from rollout_service.workflows import Context, Renderer
 
@@ -112,7 +112,7 @@ class Scripted:
         self.fail: Exception | None = None
         self._units = 0
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
         said = self.script.pop(0) if self.script else "fine{END}"
         self.begun.append(request)
         try:
@@ -150,14 +150,15 @@ class Scripted:
 class Talking(Scripted):
     """The same, telling what it says in pieces of three ids."""
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Any]:
-        result = await self.generate(request)
-        for at in range(0, len(result.token_ids) - 1, 3):
+    async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
+        result = await super().generate(request)
+        for at in range(0, len(result.token_ids) - 1 if tell else 0, 3):
             await asyncio.sleep(0)
-            yield result.token_ids[at : at + 3]
+            assert tell is not None
+            tell(result.token_ids[at : at + 3])
             if self.fail is not None:
                 raise self.fail
-        yield result
+        return result
 
 
 def make_context(engine: Any, tokenizer: Any, gateway: Gateway, **sampling: Any) -> Context:

@@ -295,9 +295,9 @@ def test_failures_of_the_engine_have_their_status(route: str, tokenizer: Any) ->
 
 def test_a_stream_that_breaks_ends_with_an_error_event_and_records_nothing(tokenizer: Any) -> None:
     class Breaking(Talking):
-        async def stream(self, request: Any) -> Any:
+        async def generate(self, request: Any, tell: Any = None) -> Any:
             result = self.result(request, "some text{END}")
-            yield result.token_ids[:4]
+            tell(result.token_ids[:4])
             raise EngineError("lost")
 
     async def body(http: httpx.AsyncClient, session: Any) -> Any:

@@ -194,11 +194,11 @@ def test_a_client_that_goes_away_ends_its_call(stream: bool, tokenizer: Any) -> 
 
 async def test_a_client_that_goes_away_in_mid_stream_ends_its_call(tokenizer: Any) -> None:
     class Slow(Gated):
-        async def stream(self, request: Any) -> Any:
+        async def generate(self, request: Any, tell: Any = None) -> Any:
             self.begun.append(request)
             result = self.result(request, "some text{END}")
             self.log.pop()
-            yield result.token_ids[:4]
+            tell(result.token_ids[:4])
             await self._hold(request)
 
     engine = Slow(tokenizer)

@@ -19,6 +19,7 @@ from rollout_service.engines.base import (
     EngineStats,
     GenerateRequest,
     GenerateResult,
+    Tell,
 )
 from rollout_service.replicas import ReplicaSet
 
@@ -62,7 +63,7 @@ class FakeServer:
         self.version, self.up = snapshot.tag, True
         self.journal.append(f"start {snapshot.tag.version}")
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
         if self.dead or not self.up:
             raise EngineLost("the server is gone")
         self.seen.append(request)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from contextlib import aclosing
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from rollout_service.engines.base import (
     GenerateResult,
 )
 from rollout_service.engines.local.core import EngineCore
-from rollout_service.engines.streaming import generate_telling
 from tests.unit.rollout.fakes import eventually
 from tests.unit.rollout.fleet import FakeServer, Fleet, Snapshot, drive
 from tests.unit.rollout.test_local_engine import drive as drive_local
@@ -28,7 +26,7 @@ from tests.unit.rollout.test_local_engine import request, until, update
 
 async def collected(engine: Any, asked: GenerateRequest) -> tuple[list[Any], GenerateResult]:
     pieces: list[Any] = []
-    result = await generate_telling(engine, asked, pieces.append)
+    result = await engine.generate(asked, pieces.append)
     return pieces, result
 
 
@@ -57,16 +55,16 @@ def test_a_piece_is_told_at_every_step_and_updates_fall_between(
 
     async def body(engine: Any) -> tuple[list[Any], GenerateResult]:
         pieces: list[Any] = []
-        async with aclosing(engine.stream(asked)) as stream:
-            for number in range(1, 19):
-                steps.allow(1)
-                pieces.append(await anext(stream))
-                assert not isinstance(pieces[-1], GenerateResult), "the answer is far from complete"
-                assert engine.stats().running == 1
-                if number in (1, 5, 9):
-                    await update(engine, endless.weights(number))
+        answer = asyncio.ensure_future(engine.generate(asked, pieces.append))
+        for number in range(1, 19):
             steps.allow(1)
-            return pieces, [one async for one in stream][-1]
+            await until(lambda number=number: len(pieces) == number)
+            assert not answer.done(), "the answer is far from complete"
+            assert engine.stats().running == 1
+            if number in (1, 5, 9):
+                await update(engine, endless.weights(number))
+        steps.allow(1)
+        return pieces, await answer
 
     pieces, result = drive_local(endless, body)
     assert [len(piece) for piece in pieces] == [2] + [1] * 17, "the first step begins and goes on"
@@ -100,9 +98,10 @@ def test_closing_a_stream_aborts_its_request_and_a_deadline_ends_it(
 
     async def body(engine: Any) -> None:
         steps.allow(3)
-        async with aclosing(engine.stream(request("gone", [2], max_new_tokens=90))) as stream:
-            async for _ in stream:
-                break
+        told: list[Any] = []
+        gone = asyncio.ensure_future(engine.generate(request("gone", [2], max_new_tokens=90), told.append))
+        await until(lambda: told)
+        gone.cancel()
         await until(lambda: engine.stats().running == 0 and engine.stats().requests_total == 1)
         late = GenerateRequest("late", [2], Sampling(max_new_tokens=90), deadline_s=time.monotonic() + 0.1)
         with pytest.raises(DeadlinePassed, match="late"):
@@ -121,15 +120,10 @@ def test_closing_a_stream_aborts_its_request_and_a_deadline_ends_it(
 class Telling(FakeServer):
     """Tells so many units at once, and its result when it may."""
 
-    async def stream(self, request: GenerateRequest) -> Any:
-        generating = asyncio.ensure_future(self.generate(request))
-        try:
-            for number in range(self.fleet.pieces):  # type: ignore[attr-defined]
-                yield np.array([number], np.int32)
-            yield await generating
-        finally:
-            generating.cancel()
-            await asyncio.gather(generating, return_exceptions=True)
+    async def generate(self, request: GenerateRequest, tell: Any = None) -> GenerateResult:
+        for number in range(self.fleet.pieces if tell else 0):  # type: ignore[attr-defined]
+            tell(np.array([number], np.int32))
+        return await super().generate(request)
 
 
 async def over(body: Any, count: int = 1, *, pieces: int = 2, **how: Any) -> None:
@@ -158,9 +152,7 @@ def test_a_set_passes_the_pieces_on_and_places_by_session() -> None:
         for turn in range(2):
             name = f"t{turn}"
             asking = asyncio.ensure_future(
-                generate_telling(
-                    fleet.set, asked_of(name, session="s#0.1"), lambda p: told.extend(p.tolist())
-                )
+                fleet.set.generate(asked_of(name, session="s#0.1"), lambda p: told.extend(p.tolist()))
             )
             await eventually(lambda turn=turn: len(told) == 2 * (turn + 1))
             await eventually(lambda name=name: fleet.where(name))
@@ -190,7 +182,7 @@ def test_an_engine_that_is_lost_before_the_first_piece_is_not_noticed() -> None:
 def test_what_was_told_is_never_told_otherwise_when_the_engine_is_lost() -> None:
     async def body(fleet: Any) -> None:
         told: list[Any] = []
-        asking = asyncio.ensure_future(generate_telling(fleet.set, asked_of("r"), told.append))
+        asking = asyncio.ensure_future(fleet.set.generate(asked_of("r"), told.append))
         await eventually(lambda: len(told) == 2 and fleet.where("r"))
         fleet.server(0).kill("the server was killed")
         with pytest.raises(EngineError, match=r"2 units .* had been streamed: the server was killed"):
