@@ -52,7 +52,7 @@ from areal_async.rpc.messages import (
     VersionTag,
 )
 from areal_async.rpc.verdicts import Score
-from rollout_service.engines.base import Capabilities, EngineStats, GenerateRequest, GenerateResult
+from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
 from rollout_service.worker import Worker
 from rollout_service.workflows import Renderer, load_workflow
 from rollout_service.workflows.render import Rendered
@@ -76,10 +76,6 @@ class TimerEngine:
     @property
     def version(self) -> VersionTag:
         return self._tag
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities("timer", "", frozenset(), "sampled", "tensors", 1 << 20, 150_000)
 
     def alive(self) -> bool:
         return True

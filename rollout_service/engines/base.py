@@ -56,23 +56,6 @@ class RequestError(ArealError):
 UpdateMode = Literal["recompute", "keep"]
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What an engine that has started offers, found by asking it where it can be asked."""
-
-    name: str
-    """As in `rollout.engine`."""
-    release: str
-    update_modes: frozenset[UpdateMode]
-    logprobs_of: LogprobsOf
-    """Of a request with top-p or top-k; without them all engines give `sampled`."""
-    needs: Literal["tensors", "directory"]
-    """What of a snapshot `load` uses."""
-    max_model_len: int
-    """Most tokens of prompt and answer together."""
-    vocab_size: int
-
-
 class Weights(Protocol):
     """What an engine needs of a verified snapshot (`areal_async.weights.snapshot.Snapshot`)."""
 
@@ -157,11 +140,6 @@ class Engine(Protocol):
     @property
     def version(self) -> VersionTag:
         """Of the weights that sample now."""
-        ...
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Valid once `start` has returned."""
         ...
 
     def alive(self) -> bool:

@@ -18,7 +18,6 @@ from areal_async.config.engines import flag_name
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import (
-    Capabilities,
     EngineError,
     GenerateRequest,
     GenerateResult,
@@ -121,9 +120,10 @@ class ServerAdapter(ABC):
         """Return the server's whole environment; `inherited` is this process's."""
 
     @abstractmethod
-    async def open(self, client: ServerClient, weights: Directory) -> Capabilities:
+    async def open(self, client: ServerClient, weights: Directory) -> str:
         """Check a server that serves, and have it serve `weights`: one that was started does already, one
-        that is attached may hold any weights, and be paused. Raises `EngineError`, naming what is missing."""
+        that is attached may hold any weights, and be paused. Returns its release. Raises `EngineError`,
+        naming what is missing."""
 
     # --- requests ------------------------------------------------------------------------------------
 

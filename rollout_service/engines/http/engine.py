@@ -22,7 +22,6 @@ from typing import Any
 from areal_async.rpc.messages import VersionTag
 from areal_async.runtime.log import get_logger
 from rollout_service.engines.base import (
-    Capabilities,
     EngineError,
     EngineLost,
     EngineStats,
@@ -59,7 +58,6 @@ class HttpEngine:
         self._prefix = ""
         self._numbers = itertools.count()
         self._server: _Server | None = None
-        self._capabilities: Capabilities | None = None
         self._layout: Layout = {}
         self._served: Directory | None = None
         self._paused = self._stopping = False
@@ -74,12 +72,6 @@ class HttpEngine:
         if self._served is None:
             raise EngineError("the engine has not started")
         return self._served.tag
-
-    @property
-    def capabilities(self) -> Capabilities:
-        if self._capabilities is None:
-            raise EngineError("the engine has not started")
-        return self._capabilities
 
     @property
     def url(self) -> str:
@@ -102,7 +94,7 @@ class HttpEngine:
         try:
             self._layout = await asyncio.to_thread(read_layout, served.path)
             self._server = await self._connect(served)
-            self._capabilities = await adapter.open(self._server.client, served)
+            release = await adapter.open(self._server.client, served)
         except BaseException:
             await self._close_server()
             raise
@@ -111,7 +103,7 @@ class HttpEngine:
         log.info(
             "engine serves",
             engine=adapter.name,
-            release=self._capabilities.release,
+            release=release,
             url=self.url,
             version=served.tag.version,
             max_model_len=adapter.max_model_len,

@@ -22,7 +22,6 @@ from areal_async.rpc.messages import VersionTag
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from rollout_service.engines.base import (
-    Capabilities,
     DeadlinePassed,
     EngineError,
     EngineStats,
@@ -83,18 +82,6 @@ class LocalEngine:
     @property
     def version(self) -> VersionTag:
         return self._started().tag
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(
-            name="local",
-            release=torch.__version__,
-            update_modes=frozenset({"recompute", "keep"}),
-            logprobs_of="sampled",
-            needs="tensors",
-            max_model_len=self._max_model_len,
-            vocab_size=self._started().model.vocab_size,
-        )
 
     def alive(self) -> bool:
         return not self._stopping and (self._core is None or self._thread.is_alive())

@@ -18,7 +18,7 @@ import msgspec
 
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
-from rollout_service.engines.base import Capabilities, EngineError, GenerateRequest, GenerateResult, Tell
+from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult, Tell
 from rollout_service.engines.http.adapter import Directory, Launch, ServerAdapter, ServerLoad
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.settings import ServerSettings
@@ -81,12 +81,12 @@ class SGLangAdapter(ServerAdapter):
     def environment(self, launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
         return variables(launch, inherited)
 
-    async def open(self, client: ServerClient, weights: Directory) -> Capabilities:
+    async def open(self, client: ServerClient, weights: Directory) -> str:
         settings = self.settings
         if settings.url is not None:
             # What a client before us left paused would hold the probe's requests without an end.
             await self.resume(client)
-        capabilities, self._info = await probe(
+        self._info = await probe(
             client,
             update_mode=settings.update_mode,
             max_model_len=self.max_model_len,
@@ -104,7 +104,7 @@ class SGLangAdapter(ServerAdapter):
                 await load_directory(client, weights, flush=True, timeout_s=settings.ready_s)
             finally:
                 await self.resume(client)
-        return capabilities
+        return self._info.version
 
     def body(
         self, rid: str, prompt: list[int], request: GenerateRequest, room: int, tag: VersionTag

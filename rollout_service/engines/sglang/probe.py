@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
-from rollout_service.engines.base import Capabilities, EngineError, UpdateMode
+from rollout_service.engines.base import EngineError, UpdateMode
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.sglang.arguments import CONTEXT_MARGIN
 from rollout_service.engines.sglang.messages import Generated
 
 RELEASES = frozenset({"0.5.23"})
-"""Releases whose behaviour is verified. Another may count versions or keep a cache in another way, which
-nothing but its tests would show."""
-ENDPOINTS = (
-    "/abort_request",
-    "/continue_generation",
-    "/generate",
-    "/model_info",
-    "/pause_generation",
-    "/update_weights_from_disk",
-    "/v1/loads",
-)
+"""Releases whose endpoints, pause modes and behaviour are verified. Another may count versions or keep a
+cache in another way, which nothing but its tests would show."""
 PAUSE_MODES: dict[UpdateMode, str] = {"recompute": "retract", "keep": "in_place"}
 """What the server calls a pause for each update mode."""
 COLD = 0.5
@@ -55,40 +44,17 @@ class ServerInfo(msgspec.Struct):
 
 async def probe(
     client: ServerClient, *, update_mode: UpdateMode, max_model_len: int, vocab_size: int, dtype: str
-) -> tuple[Capabilities, ServerInfo]:
+) -> ServerInfo:
     """Raises `EngineError` for a server that cannot do what the engine promises."""
     info = await client.get("/server_info", ServerInfo)
     if info.version not in RELEASES:
         raise EngineError(
             f"{client.name} is SGLang {info.version}; supported is {', '.join(sorted(RELEASES))}. {FIX}"
         )
-    schema: dict[str, Any] = await client.get("/openapi.json", dict)
-    if missing := [path for path in ENDPOINTS if path not in schema["paths"]]:
-        raise EngineError(f"{client.name} does not offer {', '.join(missing)}. {FIX}")
-    modes = _modes(schema)
-    if update_mode not in modes:
-        raise EngineError(
-            f"{client.name} cannot pause for rollout.update_mode {update_mode} "
-            f"(mode {PAUSE_MODES[update_mode]}). {FIX}"
-        )
     for problem in _settings(info, update_mode, max_model_len, dtype):
         raise EngineError(f"{client.name} {problem}")
     await _check_answers(client, vocab_size)
-    return Capabilities(
-        name="sglang",
-        release=info.version,
-        update_modes=modes,
-        logprobs_of="temperature",
-        needs="directory",
-        max_model_len=max_model_len,
-        vocab_size=vocab_size,
-    ), info
-
-
-def _modes(schema: dict[str, Any]) -> frozenset[UpdateMode]:
-    mode = schema["components"]["schemas"].get("PauseGenerationReqInput", {})
-    offered = mode.get("properties", {}).get("mode", {}).get("enum", [])
-    return frozenset(ours for ours, theirs in PAUSE_MODES.items() if theirs in offered)
+    return info
 
 
 def _settings(info: ServerInfo, update_mode: UpdateMode, max_model_len: int, dtype: str) -> list[str]:

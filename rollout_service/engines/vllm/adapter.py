@@ -24,7 +24,6 @@ import msgspec
 from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import (
-    Capabilities,
     EngineError,
     GenerateRequest,
     GenerateResult,
@@ -83,7 +82,7 @@ class VllmAdapter(ServerAdapter):
     def environment(self, launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
         return variables(launch, inherited)
 
-    async def open(self, client: ServerClient, weights: Directory) -> Capabilities:
+    async def open(self, client: ServerClient, weights: Directory) -> str:
         self._owner = secrets.token_hex(4)
         release = await probe(client, max_model_len=self.max_model_len, tied=is_tied(weights.path))
         if self.settings.url is not None:
@@ -101,15 +100,7 @@ class VllmAdapter(ServerAdapter):
         found = self.parse(await client.post(self.generate_path, body, Answer), TRIAL)
         if (found.versions.tolist(), found.epochs.tolist()) != ([weights.tag.version], [weights.tag.epoch]):
             raise EngineError(f"the server stamps other weights than {label(weights.tag, self._owner)}")
-        return Capabilities(
-            name=self.name,
-            release=release,
-            update_modes=frozenset(("recompute", "keep")),
-            logprobs_of="sampled",
-            needs="directory",
-            max_model_len=self.max_model_len,
-            vocab_size=self.facts.vocab_size,
-        )
+        return release
 
     def body(
         self, rid: str, prompt: list[int], request: GenerateRequest, room: int, tag: VersionTag

@@ -41,13 +41,6 @@ async def sample(
     return list(await asyncio.gather(*map(engine.generate, requests)))
 
 
-def test_capabilities_are_those_of_the_server(recompute: HttpEngine) -> None:
-    found = recompute.capabilities
-    assert (found.name, found.needs, found.vocab_size, found.max_model_len) == ("sglang", "directory", 16, 64)
-    assert found.update_modes == {"recompute", "keep"}
-    assert recompute.alive()
-
-
 @pytest.mark.parametrize(
     ("sampling", "stated"),
     [

@@ -29,14 +29,6 @@ def cut(raw: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     return torch.empty_like(raw).scatter(-1, order, ranked)
 
 
-def test_the_capabilities_are_those_of_the_server(served: Served) -> None:
-    found = served.engine.capabilities
-    assert (found.name, found.logprobs_of, found.needs) == ("vllm", "sampled", "directory")
-    assert found.release.startswith("0.32.")
-    assert found.update_modes == {"recompute", "keep"}
-    assert (found.max_model_len, found.vocab_size) == (MAX_MODEL_LEN, 16)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_are_of_the_distribution_sampled_from(served: Served, temperature: float) -> None:
     for result in served.many(8, temperature=temperature):

@@ -35,8 +35,6 @@ class FakeServer:
 
     def __init__(self, **info: Any) -> None:
         self.info = {"version": "0.5.23", "context_length": 72, "disable_overlap_schedule": True} | info
-        self.paths = [*PATHS, "generate", "model_info", "update_weights_from_disk", "v1/loads"]
-        self.modes = ["abort", "retract", "in_place"]
         self.versions: Any = ONE_UNIT
         self.original_logprobs = False
         self.version = ""
@@ -56,7 +54,6 @@ class FakeServer:
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/update_weights_from_disk", self._load)
         gets: dict[str, Callable[[], Any]] = {
-            "openapi.json": self._openapi,
             "server_info": lambda: self.info,
             "model_info": self._model_info,
             "v1/loads": lambda: {"loads": [{"num_running_reqs": 1}]},
@@ -81,13 +78,6 @@ class FakeServer:
             self.silent -= 1
             raise web.HTTPServiceUnavailable
         return {"weight_version": self.version}
-
-    def _openapi(self) -> dict[str, Any]:
-        modes = {"properties": {"mode": {"enum": self.modes}}}
-        return {
-            "paths": {f"/{path}": {} for path in self.paths},
-            "components": {"schemas": {"PauseGenerationReqInput": modes}},
-        }
 
     async def _load(self, request: web.Request) -> web.Response:
         asked = await request.json()

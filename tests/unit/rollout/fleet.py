@@ -13,7 +13,6 @@ from areal_async.rpc.messages import VersionTag
 from areal_async.runtime.restart import RestartPolicy
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import (
-    Capabilities,
     EngineError,
     EngineLost,
     EngineStats,
@@ -49,10 +48,6 @@ class FakeServer:
         self.running: dict[str, asyncio.Future[None]] = {}
         self.seen: list[GenerateRequest] = []
         self.journal: list[str] = []
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities("fake", "1", frozenset({"keep"}), "sampled", "directory", 100, 10)
 
     def alive(self) -> bool:
         return not self.dead

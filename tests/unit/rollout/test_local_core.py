@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult, RequestError
@@ -74,46 +73,6 @@ def test_logprobs_equal_a_full_forward_pass_in_a_ragged_batch(tiny: Any, oracle:
         if got.finish_reason == "length":
             assert len(got.token_ids) == one.sampling.max_new_tokens
     assert {r.finish_reason for r in done.values()} == {"stop", "length"}
-
-
-QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "window", "mha"])
-def test_other_architectures_need_nothing_special(
-    family: str, oracle: Any, make_model: Any, tmp_path: Any, small: Any
-) -> None:
-    config = small.to_dict() | {"head_dim": 8}
-    for name in ("model_type", "architectures", "layer_types", "transformers_version"):
-        config.pop(name, None)
-    made = make_model(
-        tmp_path,
-        {
-            "llama": lambda: LlamaConfig(**config),
-            "qwen3": lambda: Qwen3Config(**config | {"tie_word_embeddings": False}),
-            "window": lambda: type(small)(**config | QWEN_WINDOW),
-            "mha": lambda: type(small)(**config | {"num_key_value_heads": 4}),
-        }[family](),
-    )
-    core = made.core(slots=4)
-    core.model.check()
-    asked = [request(i, p, max_new_tokens=16, seed=i) for i, p in enumerate(prompts(9))]
-    done = run(core, *asked)
-    logits = made.reference(made.weights(0))
-    for one in asked:
-        want = oracle.logprobs(logits, one.prompt_ids, done[one.request_id], one.sampling)
-        np.testing.assert_allclose(done[one.request_id].logprobs, want, atol=1e-4)
-
-
-def test_greedy_equals_transformers_generate(tiny: Any) -> None:
-    asked = [request(i, p, temperature=0.0, max_new_tokens=20) for i, p in enumerate(prompts(12))]
-    done = run(tiny.core(slots=5), *asked)
-    model = AutoModelForCausalLM.from_pretrained(tiny.directory).eval()
-    model.load_state_dict(tiny.weights(0).tensors)
-    for one in asked:
-        ids = torch.tensor([one.prompt_ids])
-        want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
-        assert done[one.request_id].token_ids.tolist() == want[0, len(one.prompt_ids) :].tolist()
 
 
 def test_what_a_seed_samples_does_not_depend_on_its_neighbours(tiny: Any) -> None:

@@ -154,26 +154,16 @@ def probed(server: FakeServer) -> Any:
 
     async def main() -> Any:
         async with server.serving() as client:
-            capabilities, _ = await probe(
-                client, update_mode="keep", max_model_len=64, vocab_size=16, dtype="float32"
-            )
+            found = await probe(client, update_mode="keep", max_model_len=64, vocab_size=16, dtype="float32")
             with pytest.raises(RequestError, match="not that one"):
                 await client.post("/generate", {"input_ids": [0]}, Generated)
-            return capabilities
+            return found
 
     return asyncio.run(main())
 
 
 def test_the_probe_finds_what_a_server_offers() -> None:
-    found = probed(FakeServer())
-    assert (found.name, found.release, found.vocab_size) == ("sglang", "0.5.23", 16)
-    assert found.update_modes == {"recompute", "keep"}
-
-
-def without(path: str) -> FakeServer:
-    server = FakeServer()
-    server.paths.remove(path)
-    return server
+    assert probed(FakeServer(max_running_requests=5)).max_running_requests == 5
 
 
 def changed(**attributes: Any) -> FakeServer:
@@ -187,8 +177,6 @@ def changed(**attributes: Any) -> FakeServer:
     ("server", "words"),
     [
         (FakeServer(version="0.4.0"), r"SGLang 0\.4\.0; supported is 0\.5\.23.*make engines"),
-        (without("pause_generation"), r"does not offer /pause_generation"),
-        (changed(modes=["abort", "retract"]), r"rollout\.update_mode keep"),
         (changed(versions=None), "which weights sampled"),
         (changed(original_logprobs=True), "SGLANG_RETURN_ORIGINAL_LOGPROB"),
         (FakeServer(context_length=64), r"--context-length 64.*max_model_len"),

@@ -77,20 +77,6 @@ def test_a_piece_is_told_at_every_step_and_updates_fall_between(
         assert np.abs(want[at] - result.logprobs[at]).max() < 1e-4
 
 
-def test_a_streamed_answer_is_the_one_that_is_not_streamed(endless: Any) -> None:
-    asked = [request(i, [2 + i, 5], max_new_tokens=10 + i, seed=i) for i in range(12)]
-
-    async def body(engine: Any) -> Any:
-        streamed = await asyncio.gather(*(collected(engine, one) for one in asked))
-        return streamed, await asyncio.gather(*(engine.generate(one) for one in asked))
-
-    streamed, whole = drive_local(endless, body, slots=4)
-    for (pieces, one), other in zip(streamed, whole, strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
-        told = np.concatenate(pieces).tolist()
-        assert told == one.token_ids[: len(told)].tolist()
-
-
 def test_closing_a_stream_aborts_its_request_and_a_deadline_ends_it(
     endless: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
