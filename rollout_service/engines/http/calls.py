@@ -21,6 +21,7 @@ from rollout_service.engines.base import (
     EngineLost,
     GenerateRequest,
     GenerateResult,
+    nothing_sampled,
 )
 
 ABORT_AGAIN_S = 0.25
@@ -28,8 +29,7 @@ ABORT_AGAIN_S = 0.25
 SETTLE_S = 5.0
 
 
-class HeldBack(EngineError):
-    """Aborted before it was sent."""
+_HELD_BACK = EngineError("aborted before it was sent")
 
 
 @dataclass(eq=False, slots=True)
@@ -63,8 +63,8 @@ class Calls:
     ) -> GenerateResult:
         """The outcome of `answer()`, which asks the server; while held, it is not begun.
 
-        Raises what it raises; `HeldBack` when aborted before it was begun, `DeadlinePassed`, and what `fail`
-        was given."""
+        A request that was aborted before it was begun has sampled nothing. Raises what `answer` raises,
+        `DeadlinePassed`, and what `fail` was given."""
         if request.request_id in self._calls:
             raise EngineError(f"request {request.request_id!r} is in flight already")
         call = _Call(rid)
@@ -78,6 +78,8 @@ class Calls:
                 # The caller was cancelled: what it asked for is ended behind its back.
                 self._end(call)
                 raise
+            if call.error is _HELD_BACK:
+                return nothing_sampled()
             raise call.error from None
         finally:
             if timer is not None:
@@ -143,7 +145,7 @@ class Calls:
             return
         call.ending = True
         if not call.sent:
-            call.error = _overdue() if call.overdue else HeldBack("aborted before it was sent")
+            call.error = _overdue() if call.overdue else _HELD_BACK
             call.task.cancel()
             return
         self._spawn(self._abort_until_done(call))

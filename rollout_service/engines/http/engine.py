@@ -30,10 +30,9 @@ from rollout_service.engines.base import (
     Tell,
     Weights,
     checked_request,
-    nothing_sampled,
 )
 from rollout_service.engines.http.adapter import Directory, Launch, ServerAdapter, ServerLoad
-from rollout_service.engines.http.calls import Account, Calls, HeldBack
+from rollout_service.engines.http.calls import Account, Calls
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.folders import Layout, check_folder, read_layout
 from rollout_service.engines.http.process import Liveness, ServerProcess, attached, started
@@ -130,10 +129,7 @@ class HttpEngine:
             return result
 
         with self._account.call():
-            try:
-                return await self._calls.run(request, rid, answer)
-            except HeldBack:
-                return nothing_sampled()
+            return await self._calls.run(request, rid, answer)
 
     async def pause(self) -> None:
         """The server stops between two steps: units of a step under way are still the old version's, and are

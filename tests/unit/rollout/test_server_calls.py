@@ -18,7 +18,7 @@ from rollout_service.engines.base import (
     GenerateRequest,
     GenerateResult,
 )
-from rollout_service.engines.http.calls import Calls, HeldBack
+from rollout_service.engines.http.calls import Calls
 
 NONE = np.empty(0, np.int32)
 
@@ -48,14 +48,16 @@ class Server:
         return asyncio.create_task(self.calls.run(request, name, answer))
 
 
-def drive(body: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
+def driven(body: Callable[[Server], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """The test that runs `body` within a deadline, after which no call is left."""
+
     async def bounded() -> None:
         server = Server()
         await asyncio.wait_for(body(server), 60)
         assert len(server.calls) == 0
         await server.calls.settle()
 
-    asyncio.run(bounded())
+    return lambda: asyncio.run(bounded())
 
 
 async def turns(count: int = 5) -> None:
@@ -63,109 +65,92 @@ async def turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def test_an_answer_comes_through() -> None:
-    async def body(server: Server) -> None:
-        call = server.start("a")
-        await turns()
-        server.gates["a"].set()
-        assert (await call).finish_reason == "stop"
-
-    drive(body)
+@driven
+async def test_an_answer_comes_through(server: Server) -> None:
+    call = server.start("a")
+    await turns()
+    server.gates["a"].set()
+    assert (await call).finish_reason == "stop"
 
 
-def test_an_abort_is_repeated_until_the_server_hears_it() -> None:
-    async def body(server: Server) -> None:
-        server.forgets = 2
-        call = server.start("a")
-        await turns()
-        server.calls.abort(["a", "unknown"])
-        assert (await call).finish_reason == "abort"
-        assert server.aborts == ["a"] * 3
-
-    drive(body)
+@driven
+async def test_an_abort_is_repeated_until_the_server_hears_it(server: Server) -> None:
+    server.forgets = 2
+    call = server.start("a")
+    await turns()
+    server.calls.abort(["a", "unknown"])
+    assert (await call).finish_reason == "abort"
+    assert server.aborts == ["a"] * 3
 
 
-def test_what_is_held_is_not_sent_and_can_be_aborted() -> None:
-    async def body(server: Server) -> None:
-        server.calls.hold()
-        one, two = server.start("one"), server.start("two")
-        await turns()
-        assert not server.gates
-        server.calls.abort(["one"])
-        with pytest.raises(HeldBack):
-            await one
-        server.calls.let_go()
-        await turns()
-        server.gates["two"].set()
-        assert (await two).finish_reason == "stop"
-        assert not server.aborts
-
-    drive(body)
+@driven
+async def test_what_is_held_is_not_sent_and_can_be_aborted(server: Server) -> None:
+    server.calls.hold()
+    one, two = server.start("one"), server.start("two")
+    await turns()
+    assert not server.gates
+    server.calls.abort(["one"])
+    assert (await one).finish_reason == "abort"
+    server.calls.let_go()
+    await turns()
+    server.gates["two"].set()
+    assert (await two).finish_reason == "stop"
+    assert not server.aborts
 
 
-def test_a_cancelled_caller_leaves_nothing_running_in_the_server() -> None:
-    async def body(server: Server) -> None:
-        call = server.start("a")
-        await turns()
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        await turns()
-        assert server.aborts == ["a"]
-        assert server.gates["a"].is_set()
-
-    drive(body)
+@driven
+async def test_a_cancelled_caller_leaves_nothing_running_in_the_server(server: Server) -> None:
+    call = server.start("a")
+    await turns()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await turns()
+    assert server.aborts == ["a"]
+    assert server.gates["a"].is_set()
 
 
-def test_a_deadline_ends_what_is_sent_what_is_held_and_what_comes_late() -> None:
-    async def body(server: Server) -> None:
+@driven
+async def test_a_deadline_ends_what_is_sent_what_is_held_and_what_comes_late(server: Server) -> None:
+    with pytest.raises(DeadlinePassed):
+        await server.start("late", time.monotonic() - 1)
+    sent = server.start("sent", time.monotonic() + 0.05)
+    await turns()
+    server.calls.hold()
+    held = server.start("held", time.monotonic() + 0.05)
+    for call in (sent, held):
         with pytest.raises(DeadlinePassed):
-            await server.start("late", time.monotonic() - 1)
-        sent = server.start("sent", time.monotonic() + 0.05)
-        await turns()
-        server.calls.hold()
-        held = server.start("held", time.monotonic() + 0.05)
-        for call in (sent, held):
-            with pytest.raises(DeadlinePassed):
-                await call
-        assert server.aborts == ["sent"]
-
-    drive(body)
+            await call
+    assert server.aborts == ["sent"]
 
 
-def test_failing_all_ends_every_caller_with_the_error() -> None:
-    async def body(server: Server) -> None:
-        calls = [server.start("sent")]
-        await turns()
-        server.calls.hold()
-        calls.append(server.start("held"))
-        await turns()
-        server.calls.fail(EngineLost("it died"))
-        for call in calls:
-            with pytest.raises(EngineLost, match="it died"):
-                await call
-
-    drive(body)
-
-
-def test_an_abort_that_nobody_asked_for_is_no_answer() -> None:
-    async def body(server: Server) -> None:
-        call = server.start("a")
-        await turns()
-        await server.abort("a")
-        with pytest.raises(EngineLost, match="nobody aborted"):
+@driven
+async def test_failing_all_ends_every_caller_with_the_error(server: Server) -> None:
+    calls = [server.start("sent")]
+    await turns()
+    server.calls.hold()
+    calls.append(server.start("held"))
+    await turns()
+    server.calls.fail(EngineLost("it died"))
+    for call in calls:
+        with pytest.raises(EngineLost, match="it died"):
             await call
 
-    drive(body)
 
-
-def test_an_id_is_in_flight_once() -> None:
-    async def body(server: Server) -> None:
-        call = server.start("a")
-        await turns()
-        with pytest.raises(EngineError, match="in flight already"):
-            await server.start("a")
-        server.gates["a"].set()
+@driven
+async def test_an_abort_that_nobody_asked_for_is_no_answer(server: Server) -> None:
+    call = server.start("a")
+    await turns()
+    await server.abort("a")
+    with pytest.raises(EngineLost, match="nobody aborted"):
         await call
 
-    drive(body)
+
+@driven
+async def test_an_id_is_in_flight_once(server: Server) -> None:
+    call = server.start("a")
+    await turns()
+    with pytest.raises(EngineError, match="in flight already"):
+        await server.start("a")
+    server.gates["a"].set()
+    await call
