@@ -44,7 +44,7 @@ CONTEXT = 96
 
 def launched(python: Path, model: Path, port: int) -> Launch:
     settings = ServerSettings(slots=16, max_model_len=CONTEXT, python=python)
-    return Launch(settings, model, Directory(VersionTag(0, 0), model), CONTEXT, port)
+    return Launch(settings, model, Directory(VersionTag("policy", 0, 0), model), CONTEXT, port)
 
 
 def vllm(python: Path, model: Path, port: int) -> tuple[list[str], dict[str, str]]:

@@ -45,7 +45,7 @@ def command(launch: Launch) -> list[str]:
     flags: dict[str, Flag] = {
         "model-path": str(launch.weights.path),
         "tokenizer-path": str(launch.model),
-        "weight-version": format_tag(launch.weights.tag),
+        "weight-version": launch.weights.tag.label,
         # Never a pickled checkpoint, whatever lies in the directory.
         "load-format": "safetensors",
         "context-length": launch.max_model_len + CONTEXT_MARGIN,

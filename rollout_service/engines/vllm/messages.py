@@ -17,7 +17,7 @@ from areal_async.rpc.messages import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.trajectory.header import LogprobsOf
 from rollout_service.engines.base import EngineError, EngineLost, GenerateResult, Tell
-from rollout_service.engines.http.answers import VersionSpan, format_tag, parse_tag, result_of
+from rollout_service.engines.http.answers import VersionSpan, parse_tag, result_of
 
 NOT_FINITE = -9998.0
 """The server sends -9999 for a log-prob that is not finite."""

@@ -23,7 +23,7 @@ from rollout_service.engines.sglang.messages import Generated, generate_body, pa
 from rollout_service.engines.sglang.probe import probe
 from tests.unit.rollout.fake_sglang import FakeServer
 
-WEIGHTS = Directory(VersionTag(1, 7), Path("/snapshots/e1-v7"))
+WEIGHTS = Directory(VersionTag("policy", 1, 7), Path("/snapshots/policy-e1-v7"))
 
 
 def launched(**settings: Any) -> Launch:
@@ -43,8 +43,8 @@ def flags(launch: Launch) -> dict[str, str | bool]:
 
 def test_a_server_starts_on_the_snapshot_under_its_version() -> None:
     found = flags(launched())
-    assert found["model-path"] == "/snapshots/e1-v7"
-    assert found["weight-version"] == "e1-v7"
+    assert found["model-path"] == "/snapshots/policy-e1-v7"
+    assert found["weight-version"] == "policy-e1-v7"
     assert found["load-format"] == "safetensors"
     assert found["host"] == "127.0.0.1"
     assert found["context-length"] == "72"  # the server ends two tokens before it

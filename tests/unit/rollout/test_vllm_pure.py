@@ -31,7 +31,7 @@ from rollout_service.engines.vllm.weights import is_tied, untied
 
 def launched(**settings: Any) -> Launch:
     given = {"slots": 32, "max_model_len": 64, "python": Path("/venv/bin/python")} | settings
-    weights = Directory(VersionTag(0, 0), Path("/snapshots/e0-v0"))
+    weights = Directory(VersionTag("policy", 0, 0), Path("/snapshots/policy-e0-v0"))
     return Launch(ServerSettings(**given), Path("/model"), weights, 64, 4711)
 
 

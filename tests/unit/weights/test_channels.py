@@ -386,7 +386,7 @@ def test_a_channel_of_the_users_own_brings_snapshots_from_publisher_to_receiver(
             r = make_receiver(ctx, "serve", name="rollout-0")
             await r.connect(10)
             _, snapshot = await take(r)
-            assert snapshot.path == place / "post" / "e1-v0"
+            assert snapshot.path == place / "post" / "policy-e1-v0"
             assert snapshot.tensors["w"][0] == 0
             await r.close()
 
