@@ -112,7 +112,8 @@ class Driver:
         return reply
 
     def tag(self, version: int | None = None) -> VersionTag:
-        return VersionTag("policy",
+        return VersionTag(
+            "policy",
             self.epoch,
             self.index.consumer("policy").v_train if version is None else version,
         )
@@ -230,7 +231,8 @@ class Driver:
 
     def checkpointed(self, step: int | None = None) -> Message:
         return self.send(
-            Checkpointed("policy",
+            Checkpointed(
+                "policy",
                 self.epoch,
                 self.index.consumer("policy").v_train if step is None else step,
             )
