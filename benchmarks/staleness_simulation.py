@@ -32,10 +32,10 @@ from areal_async.rpc.messages import (
     VersionTag,
 )
 from areal_async.rpc.verdicts import Score
-from replay_buffer.ledger.decide import Command, Expire, decide
-from replay_buffer.ledger.index import Index, Records
+from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
+from replay_buffer.ledger.index import Index, LedgerRecords
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import GroupState, Meta, Versions
+from replay_buffer.ledger.records import GroupState, LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 
@@ -154,8 +154,8 @@ class Simulation:
             max_bytes=1 << 50,
             **changed,
         )
-        meta = Meta(ledger_id="simulated", dataset_hash=EndlessTasks.dataset_hash)
-        self.index = Index(rules, EndlessTasks(), Records(meta), nonce="n")
+        meta = LedgerMeta(ledger_id="simulated", dataset_hash=EndlessTasks.dataset_hash)
+        self.index = Index(rules, EndlessTasks(), LedgerRecords(meta), nonce="n")
         self.now_ms = 1_000_000
         self.free = [scenario.slots] * scenario.workers
         self.serving = [0] * scenario.workers
@@ -203,7 +203,7 @@ class Simulation:
     def send(self, command: Command) -> Message:
         due_ms = self.index.next_deadline_ms
         if due_ms is not None and due_ms <= self.now_ms:
-            self._take(Expire())
+            self._take(ExpireDeadlines())
         return self._take(command)
 
     def _take(self, command: Command) -> Message:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from areal_async.runtime.events import record, recording
-from replay_buffer.ledger.index import Index, Writes
-from replay_buffer.ledger.records import Group, GroupState, Meta, Versions
+from replay_buffer.ledger.index import Index, WriteSet
+from replay_buffer.ledger.records import GroupRecord, GroupState, LedgerMeta, Versions
 
 NO_VERSIONS = Versions(-1, -1, -1)
 
@@ -29,7 +29,7 @@ def note_loaded(index: Index, *, front_epoch: int, idle_ms: int, lost_writes: in
     )
 
 
-def note_decided(index: Index, writes: Writes, command: str, *, front_epoch: int) -> None:
+def note_decided(index: Index, writes: WriteSet, command: str, *, front_epoch: int) -> None:
     """`writes` were decided on `index`, which does not hold them yet."""
     if not recording():
         return
@@ -78,7 +78,7 @@ def note_decided(index: Index, writes: Writes, command: str, *, front_epoch: int
     )
 
 
-def _place(meta: Meta, index: Index) -> dict[str, Any]:
+def _place(meta: LedgerMeta, index: Index) -> dict[str, Any]:
     """Where the trainers and the cursor stand; a job of one policy has that one's figures as they are."""
     trainers = {
         policy: {"v_train": each.v_train, "trainer_epoch": each.epoch, "checkpoint": each.checkpoint}
@@ -94,14 +94,14 @@ def _named(index: Index, what: Any, policy: str) -> Any:
     return what if len(index.consumers) == 1 else f"{policy}/{what}"
 
 
-def _standing(group: Group | None, policy: str) -> tuple[str, int]:
+def _standing(group: GroupRecord | None, policy: str) -> tuple[str, int]:
     """The state of a group as a policy sees it, and its step; ("", -1) where it is not there."""
     if group is None or policy not in group.training:
         return "", -1
     return GroupState(group.state_for(policy)).name, group.training[policy].step
 
 
-def _stored(group: Group | None) -> list[int]:
+def _stored(group: GroupRecord | None) -> list[int]:
     """Samples whose bytes are held."""
     if group is None:
         return []

@@ -27,11 +27,19 @@ from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from replay_buffer.audit import note_decided, note_loaded
 from replay_buffer.errors import StoreError, StoreUnavailable, Trouble
-from replay_buffer.ledger.decide import Alive, Begun, BytesLost, Command, Expire, Extend, decide
-from replay_buffer.ledger.draft import Decision
+from replay_buffer.ledger.decide import (
+    BufferStarted,
+    BytesLost,
+    Command,
+    ExpireDeadlines,
+    ExtendDeadlines,
+    KeepAlive,
+    decide,
+)
 from replay_buffer.ledger.index import Edge, Index
 from replay_buffer.ledger.rules import Rules, Tasks
 from replay_buffer.ledger.storing import StoreEpisodes
+from replay_buffer.ledger.transaction import Decision
 from replay_buffer.redis.keys import Bytes
 from replay_buffer.redis.large import BlobRef
 from replay_buffer.redis.store import Opened, Store
@@ -126,7 +134,7 @@ class Coordinator:
         """Take the job over and load its ledger. Raises `StoreError`."""
         self._use(await self._store.open(self._on_failure))
         if self.index is not None and self.index.meta.failed:
-            self._take(self.index, Begun())
+            self._take(self.index, BufferStarted())
         self._spawn(self._beat())
 
     def stop_waiting(self) -> None:
@@ -139,7 +147,7 @@ class Coordinator:
         Redis."""
         self.stop_waiting()
         if self.index is not None:
-            self._take(self.index, Alive())
+            self._take(self.index, KeepAlive())
         for task in self._workers:
             task.cancel()
         if self._workers:
@@ -258,12 +266,12 @@ class Coordinator:
         gap_ms, self._seen_ms = now_ms - self._seen_ms, now_ms
         if gap_ms > OUTAGE_MS:
             log.warning("this process was held up; deadlines move on", held_up_s=gap_ms / 1000)
-            self._take(index, Extend(gap_ms))
+            self._take(index, ExtendDeadlines(gap_ms))
         due_ms = index.next_deadline_ms
         if due_ms is not None and due_ms <= now_ms:
-            self._take(index, Expire())
+            self._take(index, ExpireDeadlines())
         if now_ms - self._wrote_ms >= ALIVE_MS:
-            self._take(index, Alive())
+            self._take(index, KeepAlive())
 
     def _until_change(self, edge: Edge, left_s: float) -> float:
         """How long to wait for an edge at most: the trainer's wait for overtaken groups ends by itself."""
@@ -298,7 +306,7 @@ class Coordinator:
         # Only now that the loss is told: a front that dies before this leaves it to the next one to tell.
         self._tell_confirmed(opened.revision)
         if opened.idle_ms:
-            self._take(index, Extend(opened.idle_ms))
+            self._take(index, ExtendDeadlines(opened.idle_ms))
         if opened.lost_writes:
             # Claims that have ended live again, and their scorers' signs of life would keep them.
             for scorer in list(index.claims_of):

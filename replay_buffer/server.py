@@ -55,7 +55,7 @@ from replay_buffer.errors import StoreUnavailable
 from replay_buffer.ledger.decide import stats
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import Meta, Versions
+from replay_buffer.ledger.records import LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.redis.address import RedisAddress
@@ -92,7 +92,7 @@ class NoScoreLog:
         self._said: dict[str, tuple[int, int]] | None = None
         """How many of each kind had come when it was said last, and when."""
 
-    def look(self, meta: Meta, now_ms: int) -> None:
+    def look(self, meta: LedgerMeta, now_ms: int) -> None:
         due_ms = now_ms - REPEAT_MS
         if self._said is None:
             self._said = {kind: (note.count, due_ms) for kind, note in meta.no_scores.items()}

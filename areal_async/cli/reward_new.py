@@ -12,7 +12,7 @@ from rich.console import Console
 from areal_async.cli.errors import readable_errors
 
 
-class Kind(StrEnum):
+class RewardKind(StrEnum):
     """What the new reward is called with."""
 
     plain = "plain"
@@ -23,8 +23,8 @@ class Kind(StrEnum):
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the function, its file and its folder.")],
     kind: Annotated[
-        Kind, typer.Option("--kind", help="One episode a call, a batch of them, or the whole group.")
-    ] = Kind.plain,
+        RewardKind, typer.Option("--kind", help="One episode a call, a batch of them, or the whole group.")
+    ] = RewardKind.plain,
     parent: Annotated[Path, typer.Option("--in", metavar="DIR", help="Where to make the folder.")] = Path(),
 ) -> None:
     """Make a folder with a reward that works, its test, a few tasks and a job file."""

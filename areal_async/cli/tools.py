@@ -18,7 +18,7 @@ from areal_async.cli.errors import readable_errors
 from areal_async.config.errors import ConfigError, Mistake
 
 
-class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ToolRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of the requests. `run` is a run folder or a job file."""
 
     run: str
@@ -41,20 +41,20 @@ class ServeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     episodes: bool = False
 
 
-class StatsRequest(Request, frozen=True):
+class StatsRequest(ToolRequest, frozen=True):
     as_json: bool = False
     watch_s: float | None = None
     """Seconds between two looks; None for one look."""
 
 
-class PeekRequest(Request, frozen=True):
+class PeekRequest(ToolRequest, frozen=True):
     name: str | None = None
     """Of a group or an episode; None lists the groups."""
     state: str | None = None
     limit: int = 20
 
 
-class ExportRequest(Request, frozen=True):
+class ExportRequest(ToolRequest, frozen=True):
     out: str
     """The parquet file to write."""
     state: str | None = None
@@ -65,7 +65,7 @@ class ExportRequest(Request, frozen=True):
     overwrite: bool = False
 
 
-class ReplayRequest(Request, frozen=True):
+class ReplayRequest(ToolRequest, frozen=True):
     overrides: list[str] = []
     steps: str | None = None
     out: str | None = None

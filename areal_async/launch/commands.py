@@ -41,7 +41,7 @@ log = get_logger("supervisor")
 
 
 @dataclass(frozen=True)
-class Ended:
+class WorkerExit:
     """A worker that left: its exit status (None: it never ran), and how long that took."""
 
     status: int | None
@@ -49,28 +49,28 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Leaving:
+class LeavingWorker:
     since_s: float
-    ended: Future[Ended] = field(default_factory=Future)
+    ended: Future[WorkerExit] = field(default_factory=Future)
 
 
 @dataclass(frozen=True)
-class Begun:
+class FleetChange:
     """What the supervisor has set going: workers started, workers that leave, and those that stay."""
 
     joined: list[str]
-    leaving: Mapping[str, Future[Ended]]
+    leaving: Mapping[str, Future[WorkerExit]]
     workers: list[str]
 
 
 @dataclass(frozen=True)
-class Asked:
+class PendingCommand:
     """One request on its way through the supervisor's loop."""
 
     request: ScaleWorkers | DrainWorker
-    begun: Future[Begun] = field(default_factory=Future)
+    begun: Future[FleetChange] = field(default_factory=Future)
 
-    def answer_with(self, carry_out: Callable[[ScaleWorkers | DrainWorker], Begun]) -> None:
+    def answer_with(self, carry_out: Callable[[ScaleWorkers | DrainWorker], FleetChange]) -> None:
         try:
             self.begun.set_result(carry_out(self.request))
         except Exception as error:
@@ -97,7 +97,7 @@ class ControlSocket:
         self._secret = secret
         self._socket_dir = socket_dir
         self._describe = describe
-        self._asked: queue.Queue[Asked] = queue.Queue(MAX_ASKED)
+        self._asked: queue.Queue[PendingCommand] = queue.Queue(MAX_ASKED)
         self._server = ControlServer(
             control_endpoint(socket_dir),
             service="supervisor",
@@ -110,7 +110,7 @@ class ControlSocket:
         """Raises `EndpointError` where the socket cannot be served."""
         self._server.start()
 
-    def take(self) -> Iterator[Asked]:
+    def take(self) -> Iterator[PendingCommand]:
         """What was asked since the last look."""
         with suppress(queue.Empty):
             while True:
@@ -141,10 +141,10 @@ class ControlSocket:
         ended = await asyncio.shield(asyncio.wrap_future(ending))
         return WorkersChanged(_left_text(name, ended), begun.workers)
 
-    async def _begin(self, request: ScaleWorkers | DrainWorker) -> Begun:
+    async def _begin(self, request: ScaleWorkers | DrainWorker) -> FleetChange:
         """Have the supervisor's loop begin what is asked."""
         log.info("asked to change the workers", request=repr(request))
-        asked = Asked(request)
+        asked = PendingCommand(request)
         try:
             self._asked.put_nowait(asked)
         except queue.Full:
@@ -172,7 +172,7 @@ class ControlSocket:
         return True
 
 
-def _left_text(name: str, ended: Ended) -> str:
+def _left_text(name: str, ended: WorkerExit) -> str:
     if ended.status is None:
         return f"{name} did not run; it will not be started again"
     if ended.status == 0:
@@ -180,7 +180,7 @@ def _left_text(name: str, ended: Ended) -> str:
     return f"{name} {exit_text(ended.status)} after {ended.took_s:.1f} s; its leases are given to others"
 
 
-def _scaled_text(begun: Begun, limit_s: float, untold: list[str]) -> str:
+def _scaled_text(begun: FleetChange, limit_s: float, untold: list[str]) -> str:
     parts = []
     if begun.joined:
         parts.append(f"started {', '.join(begun.joined)}")

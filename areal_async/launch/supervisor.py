@@ -27,7 +27,7 @@ import msgspec
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
 from areal_async.errors import FaultError
-from areal_async.launch.commands import Begun, ControlSocket, Ended, Leaving
+from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorker, WorkerExit
 from areal_async.launch.elastic import name_is_held, worker_to_drain, workers_to_change
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase
@@ -90,7 +90,7 @@ class Supervisor:
         self._interrupted_s: float | None = None
         self._socket = ControlSocket(job.job, folders.socket_dir, folders.secret, describe)
         self._modules = modules
-        self._leaving: dict[str, Leaving] = {}
+        self._leaving: dict[str, LeavingWorker] = {}
         """Workers that are being drained, and who waits for their end."""
 
     def run(self) -> Ending:
@@ -150,7 +150,7 @@ class Supervisor:
 
     # --- workers that join and leave -----------------------------------------------------------------
 
-    def _change_workers(self, asked: ScaleWorkers | DrainWorker) -> Begun:
+    def _change_workers(self, asked: ScaleWorkers | DrainWorker) -> FleetChange:
         """Begin what was asked. Raises `FaultError` where that makes no sense."""
         if self.lifecycle.stopping:
             raise FaultError("invalid", "the run is ending")
@@ -169,14 +169,14 @@ class Supervisor:
             events.record("joined", service=place.name)
         ends = {}
         for place in leaving:
-            entry = self._leaving[place.name] = Leaving(now_s)
+            entry = self._leaving[place.name] = LeavingWorker(now_s)
             ends[place.name] = entry.ended
             self._apply(self.lifecycle.leave(place.name, limit_s, now_s))
             events.record("leaving", service=place.name, limit_s=limit_s)
         self._record_workers()
         gone = {place.name for place in leaving}
         names = [place.name for place in (*staying, *joining) if place.name not in gone]
-        return Begun([place.name for place in joining], ends, names)
+        return FleetChange([place.name for place in joining], ends, names)
 
     def _is_taken(self, name: str) -> bool:
         """Whether a process that we did not start, or that still leaves, works by this name."""
@@ -195,7 +195,7 @@ class Supervisor:
             child.close()
         self._record_workers()
         if entry is not None:
-            entry.ended.set_result(Ended(state.status, time.monotonic() - entry.since_s))
+            entry.ended.set_result(WorkerExit(state.status, time.monotonic() - entry.since_s))
         else:
             self._on_restart(name, f"{name} joined but did not come to serve; see logs/{name}.log")
 

@@ -15,7 +15,7 @@ OPERATORS = {"+": operator.add, "-": operator.sub}
 OPERANDS = range(10, 100)
 
 
-class Problem(NamedTuple):
+class Sum(NamedTuple):
     left: int
     sign: str
     right: int
@@ -29,14 +29,14 @@ class Problem(NamedTuple):
         return str(OPERATORS[self.sign](self.left, self.right))
 
 
-def split_problems(seed: int, n_held_out: int, signs: Sequence[str]) -> tuple[list[Problem], list[Problem]]:
+def split_problems(seed: int, n_held_out: int, signs: Sequence[str]) -> tuple[list[Sum], list[Sum]]:
     """All problems over `signs`, shuffled by `seed` and cut into (train, held out), which share none."""
-    problems = [Problem(a, sign, b) for sign in signs for a in OPERANDS for b in OPERANDS]
+    problems = [Sum(a, sign, b) for sign in signs for a in OPERANDS for b in OPERANDS]
     random.Random(seed).shuffle(problems)
     return problems[n_held_out:], problems[:n_held_out]
 
 
-def write_parquet(problems: Sequence[Problem], path: Path, split: str) -> None:
+def write_parquet(problems: Sequence[Sum], path: Path, split: str) -> None:
     """One row a problem: `data_source, prompt, ability, reward_model{style, ground_truth}, extra_info`."""
     rows = [
         {

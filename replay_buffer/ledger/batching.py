@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup, Message, NextBatch, Waiting
-from replay_buffer.ledger.draft import Decision, Draft, fault
 from replay_buffer.ledger.index import Index, has_place
 from replay_buffer.ledger.records import (
     NO_VERSION,
     BatchPlan,
-    Episode,
+    EpisodeRecord,
     EpisodeState,
-    Group,
+    GroupRecord,
     GroupState,
     OvertakenWait,
     Versions,
@@ -24,7 +23,8 @@ from replay_buffer.ledger.records import (
 from replay_buffer.ledger.sampling import choose, overtaken_by_reuse
 from replay_buffer.ledger.score import parts_of
 from replay_buffer.ledger.training import is_on_lineage, masked_below, too_old
-from replay_buffer.ledger.words import starving
+from replay_buffer.ledger.transaction import Decision, Transaction, fault
+from replay_buffer.ledger.wait_reasons import starving
 
 UNFINISHED = (GroupState.LEASED, GroupState.GENERATED)
 NO_VERSIONS = Versions(NO_VERSION, NO_VERSION, 0)
@@ -50,7 +50,7 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
     if step != index.consumer(policy).v_train:
         done = index.consumer(policy).v_train
         return fault("invalid", f"step {step} is not next: {done} steps are committed")
-    return _Assembly(Draft(index, now_ms), policy, step).batch(plan, message.epoch)
+    return _Assembly(Transaction(index, now_ms), policy, step).batch(plan, message.epoch)
 
 
 def refused(index: Index, policy: str, epoch: int) -> Decision | None:
@@ -68,83 +68,83 @@ def refused(index: Index, policy: str, epoch: int) -> Decision | None:
     )
 
 
-def on_lineage(draft: Draft, policy: str, group: Group) -> bool:
+def on_lineage(tx: Transaction, policy: str, group: GroupRecord) -> bool:
     """Whether every unit of `policy` in the group was sampled from weights that count."""
-    lineage = draft.consumer(policy).lineage
+    lineage = tx.consumer(policy).lineage
     return all(is_on_lineage(lineage, episode, policy) for episode in group.episodes)
 
 
-Chosen = list[tuple[Group, str]]
+Chosen = list[tuple[GroupRecord, str]]
 """Groups to train, each with what there is to say about why it was taken."""
 
 
 class _Assembly:
     """The batch of one step of one policy in the making."""
 
-    def __init__(self, draft: Draft, policy: str, step: int) -> None:
-        self.draft = draft
+    def __init__(self, tx: Transaction, policy: str, step: int) -> None:
+        self.tx = tx
         self.policy = policy
         self.step = step
-        self.mine = draft.index.consumers[policy]
-        self.rules = draft.rules.consumers[policy]
+        self.mine = tx.index.consumers[policy]
+        self.rules = tx.rules.consumers[policy]
 
     def batch(self, plan: BatchPlan | None, epoch: int) -> Decision:
         """The decision; `plan` is the batch of this step that an earlier trainer was given."""
-        draft, policy, step = self.draft, self.policy, self.step
+        tx, policy, step = self.tx, self.policy, self.step
         groups = self._still_on_lineage(plan)
         if len(groups) < self.rules.batch_groups:
             self._drop_stale()
             chosen = self._chosen(self.rules.batch_groups - len(groups))
             if len(groups) + len(chosen) < self.rules.batch_groups:
-                return draft.decide(starving(draft.index, policy, step, len(groups) + len(chosen)))
+                return tx.decide(starving(tx.index, policy, step, len(groups) + len(chosen)))
             waiting = self._wait_for_overtaken([group for group, _ in chosen])
             if waiting is not None:
-                return draft.decide(waiting)
+                return tx.decide(waiting)
             lowest = self.rules.lowest_version(step)
             if masked := sum(0 <= group.training[policy].min_version < lowest for group, _ in chosen):
-                draft.count("masked", masked)
+                tx.count("masked", masked)
             groups += [
-                draft.train(group, policy, GroupState.BATCHED, reason, step=step) for group, reason in chosen
+                tx.train(group, policy, GroupState.BATCHED, reason, step=step) for group, reason in chosen
             ]
             self._drop_left_behind()
         new_plan = BatchPlan(policy, step, epoch, tuple(group.group_id for group in groups))
-        draft.set_batch(policy, step, new_plan)
-        if draft.consumer(policy).overtaken is not None:
-            draft.set_consumer(policy, overtaken=None)
-        return draft.decide(_manifest(draft.index, new_plan, groups))
+        tx.set_batch(policy, step, new_plan)
+        if tx.consumer(policy).overtaken is not None:
+            tx.set_consumer(policy, overtaken=None)
+        return tx.decide(_manifest(tx.index, new_plan, groups))
 
-    def _still_on_lineage(self, plan: BatchPlan | None) -> list[Group]:
+    def _still_on_lineage(self, plan: BatchPlan | None) -> list[GroupRecord]:
         """The groups of a batch that is run again, less those that abandoned weights had a part in."""
         good = []
-        for group in self.draft.groups(plan.group_ids if plan is not None else ()):
+        for group in self.tx.groups(plan.group_ids if plan is not None else ()):
             if not has_place(group, self.policy):
                 continue
-            if on_lineage(self.draft, self.policy, group):
+            if on_lineage(self.tx, self.policy, group):
                 good.append(group)
             else:
                 self._drop(group, "abandoned")
         return good
 
-    def _drop(self, group: Group, reason: str) -> None:
-        self.draft.drop_for(group.group_id, self.policy, reason)
+    def _drop(self, group: GroupRecord, reason: str) -> None:
+        self.tx.drop_for(group.group_id, self.policy, reason)
 
     def _drop_stale(self) -> None:
         """Drop what is too old for the step. What is merely leased at such a version is judged by the
         versions it arrives with."""
         for group in self._aged(self.rules.lowest_version(self.step) - 1):
-            if too_old(self.draft.rules, group, self.policy, self.step):
+            if too_old(self.tx.rules, group, self.policy, self.step):
                 self._drop(group, "stale")
 
-    def _aged(self, version: int) -> list[Group]:
+    def _aged(self, version: int) -> list[GroupRecord]:
         """Unbatched groups that hold, or while leased may come to hold, `version` or an older one."""
         aged = []
         for group_id in self.mine.aging:
-            if self.draft.index.groups[group_id].oldest_version(self.policy) > version:
+            if self.tx.index.groups[group_id].oldest_version(self.policy) > version:
                 break
             aged.append(group_id)
-        return [group for group in self.draft.groups(aged) if self._state(group) < GroupState.BATCHED]
+        return [group for group in self.tx.groups(aged) if self._state(group) < GroupState.BATCHED]
 
-    def _state(self, group: Group) -> int:
+    def _state(self, group: GroupRecord) -> int:
         return group.state_for(self.policy)
 
     def _chosen(self, most: int) -> Chosen:
@@ -153,7 +153,7 @@ class _Assembly:
         return new + self._used_before(most - len(new))
 
     def _new(self, most: int) -> Chosen:
-        if self.draft.rules.sampling == "fifo":
+        if self.tx.rules.sampling == "fifo":
             # The oldest first is what age asks for too.
             return [(group, "") for group in self._scored(self.mine.ready, most)]
         groups = self._scored(self.mine.ready, len(self.mine.ready))
@@ -178,39 +178,39 @@ class _Assembly:
 
     def _under_way(self) -> list[int]:
         """The oldest versions that unfinished groups hold or may come to hold."""
-        groups = map(self.draft.index.groups.__getitem__, self.mine.aging)
+        groups = map(self.tx.index.groups.__getitem__, self.mine.aging)
         return [group.oldest_version(self.policy) for group in groups if group.state in UNFINISHED]
 
-    def _scored(self, order: Iterable[str], most: int) -> list[Group]:
+    def _scored(self, order: Iterable[str], most: int) -> list[GroupRecord]:
         """The first `most` groups of `order` that still are SCORED, and on the lineage."""
-        groups: list[Group] = []
+        groups: list[GroupRecord] = []
         for group_id in order:
             if len(groups) >= most:
                 break
-            group = self.draft.group(group_id)
+            group = self.tx.group(group_id)
             if group is None or self._state(group) != GroupState.SCORED:
                 continue
-            if on_lineage(self.draft, self.policy, group):
+            if on_lineage(self.tx, self.policy, group):
                 groups.append(group)
             else:
                 self._drop(group, "abandoned")
         return groups
 
-    def _wait_for_overtaken(self, chosen: list[Group]) -> Waiting | None:
+    def _wait_for_overtaken(self, chosen: list[GroupRecord]) -> Waiting | None:
         """Whether the step waits. Where all of `chosen` are new and as old as what is overtaken, there is no
         place for another, and waiting would be in vain."""
-        draft, step = self.draft, self.step
+        tx, step = self.tx, self.step
         limit = self.rules.lowest_version(step)
         overtaken = [group for group in self._aged(limit) if group.state in UNFINISHED]
         trainings = [group.training[self.policy] for group in chosen]
         in_vain = all(0 <= each.min_version <= limit and not each.steps for each in trainings)
-        if not overtaken or in_vain or not draft.rules.overtaken_waits:
+        if not overtaken or in_vain or not tx.rules.overtaken_waits:
             return None
-        since = draft.consumer(self.policy).overtaken
+        since = tx.consumer(self.policy).overtaken
         if since is None or since.step != step:
-            since = OvertakenWait(step, draft.now_ms)
-            draft.set_consumer(self.policy, overtaken=since)
-        left_ms = since.since_ms + draft.rules.overtaken_ms - draft.now_ms
+            since = OvertakenWait(step, tx.now_ms)
+            tx.set_consumer(self.policy, overtaken=since)
+        left_ms = since.since_ms + tx.rules.overtaken_ms - tx.now_ms
         if left_ms > 0:
             first = ", ".join(group.group_id for group in overtaken[:3])
             return Waiting(
@@ -226,12 +226,12 @@ class _Assembly:
     def _drop_left_behind(self) -> None:
         """With the batch of the step made, what is too old for the next can be trained no more."""
         for group in self._aged(self.rules.lowest_version(self.step)):
-            if too_old(self.draft.rules, group, self.policy, self.step + 1):
+            if too_old(self.tx.rules, group, self.policy, self.step + 1):
                 finished = group.state in (GroupState.SCORED, GroupState.QUEUED)
                 self._drop(group, "stale" if finished else "overtaken")
 
 
-def _manifest(index: Index, plan: BatchPlan, groups: list[Group]) -> Message:
+def _manifest(index: Index, plan: BatchPlan, groups: list[GroupRecord]) -> Message:
     return Batch(
         policy=plan.policy,
         epoch=plan.epoch,
@@ -242,7 +242,7 @@ def _manifest(index: Index, plan: BatchPlan, groups: list[Group]) -> Message:
     )
 
 
-def _batch_group(index: Index, group: Group, plan: BatchPlan) -> BatchGroup:
+def _batch_group(index: Index, group: GroupRecord, plan: BatchPlan) -> BatchGroup:
     task = index.tasks.task(group.row, group.pass_index)
     if not group.judged or not group.count(EpisodeState.VERDICT):
         raise AssertionError(f"{group.group_id} is in a batch without all its verdicts")
@@ -259,7 +259,7 @@ def _batch_group(index: Index, group: Group, plan: BatchPlan) -> BatchGroup:
     )
 
 
-def _batch_episode(episode_id: str, sample: int, episode: Episode, policy: str) -> BatchEpisode:
+def _batch_episode(episode_id: str, sample: int, episode: EpisodeRecord, policy: str) -> BatchEpisode:
     versions = episode.versions.get(policy, NO_VERSIONS)
     return BatchEpisode(
         episode_id=episode_id,

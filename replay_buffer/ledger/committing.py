@@ -8,10 +8,16 @@ import msgspec
 
 from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, LedgerCopy, Ok
 from replay_buffer.ledger.batching import refused
-from replay_buffer.ledger.draft import Decision, Draft, fault
 from replay_buffer.ledger.index import Index, has_place
 from replay_buffer.ledger.lineage import continued, pruned, undecided
-from replay_buffer.ledger.records import SCHEMA, Episode, EpisodeState, Group, GroupState, Meta
+from replay_buffer.ledger.records import (
+    SCHEMA,
+    EpisodeRecord,
+    EpisodeState,
+    GroupRecord,
+    GroupState,
+    LedgerMeta,
+)
 from replay_buffer.ledger.training import (
     is_on_lineage,
     masked_below,
@@ -19,6 +25,7 @@ from replay_buffer.ledger.training import (
     plans_from,
     trained_in,
 )
+from replay_buffer.ledger.transaction import Decision, Transaction, fault
 
 
 class Copy(msgspec.Struct, frozen=True):
@@ -26,8 +33,8 @@ class Copy(msgspec.Struct, frozen=True):
     TRAINED for good is in the checkpoint's weights; its bytes and the rest stay in Redis."""
 
     schema: int
-    meta: Meta
-    groups: list[Group]
+    meta: LedgerMeta
+    groups: list[GroupRecord]
 
 
 def commit(index: Index, message: Commit, now_ms: int) -> Decision:
@@ -44,51 +51,51 @@ def commit(index: Index, message: Commit, now_ms: int) -> Decision:
     plan = index.batches.get((policy, step))
     if step > consumer.v_train or plan is None or plan.epoch != message.epoch:
         return fault("invalid", f"step {step} cannot be committed: its batch was not given to this trainer")
-    draft = Draft(index, now_ms)
+    tx = Transaction(index, now_ms)
     later = plans_from(index, policy, step + 1)
     staleness = consumer.max_staleness_seen
     trained = 0
-    for group in draft.groups(plan.group_ids):
+    for group in tx.groups(plan.group_ids):
         if not has_place(group, policy):
             continue
         oldest = group.training[policy].min_version
         if oldest >= 0:
-            staleness = max(staleness, step - max(oldest, masked_below(draft.rules, policy, step)))
+            staleness = max(staleness, step - max(oldest, masked_below(tx.rules, policy, step)))
         trained += group.count(EpisodeState.VERDICT)
-        trained_in(draft, group, policy, step, later)
+        trained_in(tx, group, policy, step, later)
     lineage = continued(consumer.lineage, step, message.same_as)
     left_behind = any(
         old.last == step and new.last == step for old, new in zip(consumer.lineage, lineage, strict=True)
     )
-    draft.set_consumer(policy, lineage=lineage)
+    tx.set_consumer(policy, lineage=lineage)
     if left_behind:
-        _drop_abandoned(draft, policy, step + 1)
-    draft.set_consumer(
+        _drop_abandoned(tx, policy, step + 1)
+    tx.set_consumer(
         policy,
         v_train=step + 1,
         episodes_trained=consumer.episodes_trained + trained,
         max_staleness_seen=staleness,
     )
-    return draft.decide(Ok())
+    return tx.decide(Ok())
 
 
-def _drop_abandoned(draft: Draft, policy: str, version: int) -> None:
+def _drop_abandoned(tx: Transaction, policy: str, version: int) -> None:
     """End every group not trained yet that holds units of weights that will not come again."""
-    lineage = draft.consumer(policy).lineage
+    lineage = tx.consumer(policy).lineage
 
-    def may_stay(episode: Episode) -> bool:
+    def may_stay(episode: EpisodeRecord) -> bool:
         if is_on_lineage(lineage, episode, policy):
             return True
         versions = episode.versions[policy]
         return undecided(lineage, version, versions.epoch, versions.newest)
 
-    for group in list(draft.index.groups.values()):
+    for group in list(tx.index.groups.values()):
         if any(newest_version(episode, policy) >= version for episode in group.episodes):
-            held = draft.group(group.group_id)
+            held = tx.group(group.group_id)
             if held is None or held.state_for(policy) > GroupState.BATCHED:
                 continue
             if not all(map(may_stay, held.episodes)):
-                draft.drop_for(group.group_id, policy, "abandoned")
+                tx.drop_for(group.group_id, policy, "abandoned")
 
 
 def export(index: Index, message: ExportLedger, now_ms: int) -> Decision:
@@ -116,24 +123,24 @@ def checkpointed(index: Index, message: Checkpointed, now_ms: int) -> Decision:
         return fault(
             "invalid", f"a checkpoint of step {message.step} cannot exist: {done} steps are committed"
         )
-    draft = Draft(index, now_ms)
-    commit_before(draft, message.policy, message.step)
-    return draft.decide(Ok())
+    tx = Transaction(index, now_ms)
+    commit_before(tx, message.policy, message.step)
+    return tx.decide(Ok())
 
 
-def commit_before(draft: Draft, policy: str, step: int) -> None:
+def commit_before(tx: Transaction, policy: str, step: int) -> None:
     """COMMITTED for every step of `policy` before `step`."""
-    consumer = draft.consumer(policy)
+    consumer = tx.consumer(policy)
     if step <= consumer.checkpoint:
         return
-    for group in draft.groups(draft.index.groups):
+    for group in tx.groups(tx.index.groups):
         training = group.training.get(policy)
         if training is not None and training.state == GroupState.TRAINED and training.step < step:
-            draft.train(group, policy, GroupState.COMMITTED)
-    for number in draft.index.plans(policy):
+            tx.train(group, policy, GroupState.COMMITTED)
+    for number in tx.index.plans(policy):
         if number < step:
-            draft.set_batch(policy, number, None)
+            tx.set_batch(policy, number, None)
     # No batch before `step` is run again, so no unit below its bound is asked about again; but one that is
     # masked may be of any age.
-    oldest = 0 if draft.rules.overtaken_masks else draft.rules.consumers[policy].lowest_version(step)
-    draft.set_consumer(policy, checkpoint=step, lineage=pruned(consumer.lineage, oldest))
+    oldest = 0 if tx.rules.overtaken_masks else tx.rules.consumers[policy].lowest_version(step)
+    tx.set_consumer(policy, checkpoint=step, lineage=pruned(consumer.lineage, oldest))

@@ -3,10 +3,10 @@ again."""
 
 from __future__ import annotations
 
-from replay_buffer.ledger.order import Order
-from replay_buffer.ledger.records import NO_VERSION, Group, GroupState
+from replay_buffer.ledger.records import NO_VERSION, GroupRecord, GroupState
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.sampling import rank
+from replay_buffer.ledger.sorted_index import SortedIndex
 
 OUTSTANDING = (GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED, GroupState.BATCHED)
 """States that count in the admission formula: leased at least once, and not yet TRAINED or DROPPED. A group
@@ -20,11 +20,11 @@ class ConsumerIndex:
     def __init__(self, rules: Rules, policy: str) -> None:
         self.policy = policy
         self._rules = rules
-        self.ready = Order()
+        self.ready = SortedIndex()
         """SCORED groups never trained so far, in the order of `buffer.sampling`."""
-        self.reusable = Order()
+        self.reusable = SortedIndex()
         """SCORED groups that were trained before and may be again: the least used first, then as `ready`."""
-        self.aging = Order()
+        self.aging = SortedIndex()
         """Unbatched groups that hold or may come to hold a version, the oldest such version first."""
         self.group_counts = [0] * len(GroupState)
         self.reused = 0
@@ -34,7 +34,7 @@ class ConsumerIndex:
     def outstanding(self) -> int:
         return sum(self.group_counts[state] for state in OUTSTANDING) - self.reused
 
-    def replace(self, group_id: str, old: Group | None, new: Group | None) -> None:
+    def replace(self, group_id: str, old: GroupRecord | None, new: GroupRecord | None) -> None:
         """Count the record `old` of a group out and `new` in; None where there is none."""
         for group, sign in ((old, -1), (new, +1)):
             if group is not None and self.policy in group.training:

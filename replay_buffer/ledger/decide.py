@@ -36,26 +36,26 @@ from replay_buffer.ledger import (
     verdicts,
 )
 from replay_buffer.ledger.admission import capacity
-from replay_buffer.ledger.draft import Decision, Draft
-from replay_buffer.ledger.index import Index, Writes
+from replay_buffer.ledger.index import Index, WriteSet
 from replay_buffer.ledger.records import EpisodeState, GroupState
-from replay_buffer.ledger.words import batch_wait, lease_wait
+from replay_buffer.ledger.transaction import Decision, Transaction
+from replay_buffer.ledger.wait_reasons import batch_wait, lease_wait
 
 
 @dataclass(frozen=True)
-class Expire:
+class ExpireDeadlines:
     """Time has passed: end what has reached its deadline."""
 
 
 @dataclass(frozen=True)
-class Extend:
+class ExtendDeadlines:
     """The front or Redis was out for this long."""
 
     outage_ms: int
 
 
 @dataclass(frozen=True)
-class Begun:
+class BufferStarted:
     """A buffer begins: a job that had failed has been resumed."""
 
 
@@ -67,7 +67,7 @@ class BytesLost:
 
 
 @dataclass(frozen=True)
-class Alive:
+class KeepAlive:
     """The front lives, and has nothing else to write: Redis notes the time with every write."""
 
 
@@ -88,34 +88,41 @@ DECIDES: Mapping[type[Any], Decide] = {
     ExportLedger: committing.export,
     Checkpointed: committing.checkpointed,
     Stats: lambda index, request, now_ms: Decision(stats(index, now_ms)),
-    Expire: lambda index, command, now_ms: leasing.expire(index, now_ms),
-    Extend: lambda index, command, now_ms: leasing.extend(index, command.outage_ms, now_ms),
-    Alive: lambda index, command, now_ms: Decision(Ok(), Writes(index.meta)),
-    Begun: lambda index, command, now_ms: begun(index, now_ms),
+    ExpireDeadlines: lambda index, command, now_ms: leasing.expire(index, now_ms),
+    ExtendDeadlines: lambda index, command, now_ms: leasing.extend(index, command.outage_ms, now_ms),
+    KeepAlive: lambda index, command, now_ms: Decision(Ok(), WriteSet(index.meta)),
+    BufferStarted: lambda index, command, now_ms: begun(index, now_ms),
     BytesLost: lambda index, command, now_ms: leasing.lose(index, command.places, now_ms),
 }
 """What decides each request of the wire, and each command that the coordinator gives itself."""
 
 Command = (
-    Request[Any] | storing.StoreEpisodes | opening.OpenedWith | Expire | Extend | Alive | Begun | BytesLost
+    Request[Any]
+    | storing.StoreEpisodes
+    | opening.OpenedWith
+    | ExpireDeadlines
+    | ExtendDeadlines
+    | KeepAlive
+    | BufferStarted
+    | BytesLost
 )
 
 
 def decide(index: Index, command: Command, now_ms: int) -> Decision:
     """What to answer to `command` at `now_ms` (milliseconds of Redis TIME), and what to write for it.
 
-    Expects `Expire` to have been decided and applied when `index.next_deadline_ms <= now_ms`."""
+    Expects `ExpireDeadlines` to have been decided and applied when `index.next_deadline_ms <= now_ms`."""
     return DECIDES[type(command)](index, command, now_ms)
 
 
 def begun(index: Index, now_ms: int) -> Decision:
     """Forget why the job was to end: what failed it is tried again."""
-    draft = Draft(index, now_ms)
+    tx = Transaction(index, now_ms)
     if index.meta.failed:
-        draft.set_meta(failed="")
-        draft.count("failure_lifted")
-        faults.forget(draft)
-    return draft.decide(Ok())
+        tx.set_meta(failed="")
+        tx.count("failure_lifted")
+        faults.forget(tx)
+    return tx.decide(Ok())
 
 
 def stats(index: Index, now_ms: int) -> BufferStats:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec.structs import replace
 
-from replay_buffer.ledger.records import Group, Streak
+from replay_buffer.ledger.records import GroupRecord, Streak
 from replay_buffer.ledger.rules import MAX_ATTEMPTS
 
 if TYPE_CHECKING:
-    from replay_buffer.ledger.draft import Draft
+    from replay_buffer.ledger.transaction import Transaction
 
 What = Literal["generating", "scoring"]
 
@@ -44,20 +44,20 @@ WORDS = {
 }
 
 
-def succeeded(draft: Draft, what: What) -> None:
+def succeeded(tx: Transaction, what: What) -> None:
     """A try has succeeded: there was no fault that every episode meets. An outage that several tasks met says
     nothing against those that it cost."""
-    streak: Streak = getattr(draft.meta, what)
+    streak: Streak = getattr(tx.meta, what)
     if streak.succeeded and not streak.count:
         return
-    draft.set_meta(**{what: Streak(succeeded=True)})
+    tx.set_meta(**{what: Streak(succeeded=True)})
     if what == "generating" and len(streak.tasks) >= TASKS:
-        draft.queue_again(entry for entry in streak.given_up if _may_be_tried_again(streak, entry))
+        tx.queue_again(entry for entry in streak.given_up if _may_be_tried_again(streak, entry))
 
 
-def failed(draft: Draft, what: What, group: Group, reason: str) -> None:
+def failed(tx: Transaction, what: What, group: GroupRecord, reason: str) -> None:
     """A try for the task of `group` has failed with `reason`. May end the job."""
-    streak: Streak = getattr(draft.meta, what)
+    streak: Streak = getattr(tx.meta, what)
     task = (group.row, group.pass_index)
     tasks = streak.tasks
     if task not in tasks and len(tasks) < TASKS:
@@ -65,55 +65,55 @@ def failed(draft: Draft, what: What, group: Group, reason: str) -> None:
     streak = replace(
         streak,
         count=streak.count + 1,
-        since_ms=streak.since_ms if streak.count else draft.now_ms,
+        since_ms=streak.since_ms if streak.count else tx.now_ms,
         tasks=tasks,
     )
-    draft.set_meta(**{what: streak})
-    if not draft.meta.failed and is_hopeless(draft, streak):
-        _end(draft, what, streak, reason)
+    tx.set_meta(**{what: streak})
+    if not tx.meta.failed and is_hopeless(tx, streak):
+        _end(tx, what, streak, reason)
 
 
-def is_hopeless(draft: Draft, streak: Streak) -> bool:
+def is_hopeless(tx: Transaction, streak: Streak) -> bool:
     """Whether what failed so often, at so many tasks and for so long will fail for ever."""
-    rules = draft.rules
+    rules = tx.rules
     limit_ms = rules.no_success_ms if streak.succeeded else rules.first_success_ms
-    long = draft.now_ms - streak.since_ms >= limit_ms or len(streak.given_up) >= MOST_GIVEN_UP
+    long = tx.now_ms - streak.since_ms >= limit_ms or len(streak.given_up) >= MOST_GIVEN_UP
     return streak.count >= FAILURES and len(streak.tasks) >= TASKS and long
 
 
-def gave_up(draft: Draft, group: Group, reason: str) -> None:
+def gave_up(tx: Transaction, group: GroupRecord, reason: str) -> None:
     """The group was dropped for `reason`. Within a streak its task is kept in mind; in a job that is to end
     it is queued again at once."""
     what = GIVEN_UP.get(reason)
     if what is None:
         return
     entry = (group.row, group.pass_index, group.attempt)
-    if draft.meta.failed:
-        draft.queue_again((entry,))
+    if tx.meta.failed:
+        tx.queue_again((entry,))
         return
-    streak: Streak = getattr(draft.meta, what)
+    streak: Streak = getattr(tx.meta, what)
     if streak.count and len(streak.given_up) < MOST_GIVEN_UP:
-        draft.set_meta(**{what: replace(streak, given_up=(*streak.given_up, entry))})
+        tx.set_meta(**{what: replace(streak, given_up=(*streak.given_up, entry))})
 
 
-def take_back(draft: Draft) -> tuple[int, int, int] | None:
+def take_back(tx: Transaction) -> tuple[int, int, int] | None:
     """(row, pass, attempt) of a task that a streak over several tasks gave up, to be tried once more: where
     no others are left, only another try shows whether anything succeeds. None where there is none."""
     for what in WORDS:
-        streak: Streak = getattr(draft.meta, what)
+        streak: Streak = getattr(tx.meta, what)
         if len(streak.tasks) >= TASKS and streak.given_up:
             entry, *others = streak.given_up
             taken = streak.taken_back
             if all(entry[:2] != other[:2] for other in taken):
                 taken = (*taken, entry)
-            draft.set_meta(**{what: replace(streak, given_up=tuple(others), taken_back=taken)})
+            tx.set_meta(**{what: replace(streak, given_up=tuple(others), taken_back=taken)})
             return entry
     return None
 
 
-def forget(draft: Draft) -> None:
+def forget(tx: Transaction) -> None:
     """The job is resumed: what failed before says nothing of what it does now."""
-    draft.set_meta(generating=Streak(), scoring=Streak())
+    tx.set_meta(generating=Streak(), scoring=Streak())
 
 
 def _may_be_tried_again(streak: Streak, entry: tuple[int, int, int]) -> bool:
@@ -122,16 +122,16 @@ def _may_be_tried_again(streak: Streak, entry: tuple[int, int, int]) -> bool:
     return first[2] + 1 < MAX_ATTEMPTS
 
 
-def _end(draft: Draft, what: What, streak: Streak, reason: str) -> None:
+def _end(tx: Transaction, what: What, streak: Streak, reason: str) -> None:
     begin, tries, fix = WORDS[what]
-    seconds = (draft.now_ms - streak.since_ms) / 1000
+    seconds = (tx.now_ms - streak.since_ms) / 1000
     since = "the last success" if streak.succeeded else "the start"
-    draft.count(f"job_failed:{what}")
-    draft.set_meta(
+    tx.count(f"job_failed:{what}")
+    tx.set_meta(
         failed=f"{begin} since {since}: {streak.count} {tries} in a row failed within {seconds:.0f} s, at "
         f"several tasks; the last with {reason[:MOST_REASON]}. {fix}; every task is still there"
     )
     for each in WORDS:
-        held: Streak = getattr(draft.meta, each)
-        draft.set_meta(**{each: replace(held, given_up=(), taken_back=())})
-        draft.queue_again(held.given_up)
+        held: Streak = getattr(tx.meta, each)
+        tx.set_meta(**{each: replace(held, given_up=(), taken_back=())})
+        tx.queue_again(held.given_up)

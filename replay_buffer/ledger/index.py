@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from replay_buffer.ledger.consumer_index import ConsumerIndex
-from replay_buffer.ledger.order import Order
 from replay_buffer.ledger.records import (
     GIVEN_UP,
     NO_VERSION,
     BatchPlan,
-    Claim,
+    ClaimRecord,
     Consumer,
     EpisodeState,
-    Group,
+    GroupRecord,
     GroupState,
-    Lease,
-    Meta,
+    LeaseRecord,
+    LedgerMeta,
 )
 from replay_buffer.ledger.rules import Rules, Tasks
+from replay_buffer.ledger.sorted_index import SortedIndex
 
 Edge = Literal["lease", "claim", "batch"]
 """What a client can wait for: room to lease, something to score, a batch to train."""
@@ -38,13 +38,13 @@ BatchKey = tuple[str, int]
 
 
 @dataclass
-class Writes:
+class WriteSet:
     """A set of records to write, all or nothing. None deletes."""
 
-    meta: Meta
-    groups: dict[str, Group | None] = field(default_factory=dict)
-    leases: dict[str, Lease | None] = field(default_factory=dict)
-    claims: dict[str, Claim | None] = field(default_factory=dict)
+    meta: LedgerMeta
+    groups: dict[str, GroupRecord | None] = field(default_factory=dict)
+    leases: dict[str, LeaseRecord | None] = field(default_factory=dict)
+    claims: dict[str, ClaimRecord | None] = field(default_factory=dict)
     batches: dict[BatchKey, BatchPlan | None] = field(default_factory=dict)
     blobs: dict[str, dict[int, int]] = field(default_factory=dict)
     """Bytes to keep: group id → sample → position of its blob among the message's attachments."""
@@ -53,13 +53,13 @@ class Writes:
 
 
 @dataclass
-class Records:
+class LedgerRecords:
     """All records of a ledger, as loaded."""
 
-    meta: Meta
-    groups: Mapping[str, Group] = field(default_factory=dict)
-    leases: Mapping[str, Lease] = field(default_factory=dict)
-    claims: Mapping[str, Claim] = field(default_factory=dict)
+    meta: LedgerMeta
+    groups: Mapping[str, GroupRecord] = field(default_factory=dict)
+    leases: Mapping[str, LeaseRecord] = field(default_factory=dict)
+    claims: Mapping[str, ClaimRecord] = field(default_factory=dict)
     batches: Mapping[BatchKey, BatchPlan] = field(default_factory=dict)
 
 
@@ -67,7 +67,7 @@ class Index:
     """`nonce` makes the ids that this front gives out differ from every other front's."""
 
     def __init__(
-        self, rules: Rules, tasks: Tasks, records: Records, *, nonce: str, revision: int = 0
+        self, rules: Rules, tasks: Tasks, records: LedgerRecords, *, nonce: str, revision: int = 0
     ) -> None:
         self.rules = rules
         self.tasks = tasks
@@ -75,17 +75,17 @@ class Index:
         self._scores_groups = rules.scores_groups
         self.revision = revision
         self.meta = records.meta
-        self.groups: dict[str, Group] = {}
-        self.leases: dict[str, Lease] = {}
-        self.claims: dict[str, Claim] = {}
+        self.groups: dict[str, GroupRecord] = {}
+        self.leases: dict[str, LeaseRecord] = {}
+        self.claims: dict[str, ClaimRecord] = {}
         self.batches: dict[BatchKey, BatchPlan] = {}
         self.consumers = {policy: ConsumerIndex(rules, policy) for policy in rules.consumers}
-        self.queue = Order()
+        self.queue = SortedIndex()
         """QUEUED groups, oldest first."""
-        self.claimable = Order()
+        self.claimable = SortedIndex()
         """Groups with an episode to claim, oldest version first: one that is STORED; where the group is
         scored as one, once it is GENERATED."""
-        self.deadlines = Order()
+        self.deadlines = SortedIndex()
         """Leases, claims and groups with a deadline or an age limit, the next to come first."""
         self.group_counts = [0] * len(GroupState)
         """Groups by the state that the policy sees which has come least far with them."""
@@ -102,7 +102,7 @@ class Index:
         """Group → its episodes by state, as counted in."""
         self._together: dict[str, bool] = {}
         """Group → whether it is scored as one; empty where none is."""
-        self._write(Writes(records.meta, *map(dict, _parts(records))))
+        self._write(WriteSet(records.meta, *map(dict, _parts(records))))
 
     def gave(self, id_: str) -> bool:
         """Whether this very index gave out the id of a lease or a claim, and none before it did."""
@@ -166,7 +166,7 @@ class Index:
 
     # --- changes ---
 
-    def apply(self, writes: Writes) -> set[Edge]:
+    def apply(self, writes: WriteSet) -> set[Edge]:
         """Make `writes` true; returns what may now be possible that was not."""
         self.revision += 1
         before = self.meta
@@ -178,7 +178,7 @@ class Index:
             edges |= {"claim", "batch"}
         return edges
 
-    def _write(self, writes: Writes) -> set[Edge]:
+    def _write(self, writes: WriteSet) -> set[Edge]:
         edges: set[Edge] = set()
         for group_id, group in writes.groups.items():
             edges |= self._set_group(group_id, group)
@@ -192,12 +192,12 @@ class Index:
             _put(self.batches, key, batch)
         return edges
 
-    def _set_claim(self, claim_id: str, claim: Claim | None) -> None:
+    def _set_claim(self, claim_id: str, claim: ClaimRecord | None) -> None:
         self.deadlines.set(claim_id, None if claim is None else (claim.deadline_ms,))
         _belongs(self.claims_of, claim_id, self.claims.get(claim_id), claim, "scorer")
         _put(self.claims, claim_id, claim)
 
-    def _set_group(self, group_id: str, group: Group | None) -> set[Edge]:
+    def _set_group(self, group_id: str, group: GroupRecord | None) -> set[Edge]:
         old = self.groups.get(group_id)
         before = now = 0
         if old is not None:
@@ -223,7 +223,7 @@ class Index:
         self.deadlines.set(group_id, None if due is None else (due,))
         return _edges(old, group, more_to_claim=now > before)
 
-    def is_scored_as_one(self, group: Group) -> bool:
+    def is_scored_as_one(self, group: GroupRecord) -> bool:
         """Whether the reward of its task is one for groups."""
         if not self._scores_groups:
             return False
@@ -233,12 +233,12 @@ class Index:
             known = self._together[group.group_id] = self.rules.scope(task) == "group"
         return known
 
-    def _claimable(self, group: Group, counts: list[int]) -> int:
+    def _claimable(self, group: GroupRecord, counts: list[int]) -> int:
         """How many of its episodes are to be claimed."""
         states = (GroupState.GENERATED,) if self.is_scored_as_one(group) else SCORABLE
         return counts[EpisodeState.STORED] if group.state in states else 0
 
-    def _tally(self, group: Group, counts: list[int], sign: int) -> None:
+    def _tally(self, group: GroupRecord, counts: list[int], sign: int) -> None:
         """Count `group` in (+1) or out (-1)."""
         for state, count in enumerate(counts):
             self.episode_counts[state] += sign * count
@@ -248,21 +248,21 @@ class Index:
             self.generating += sign * counts[EpisodeState.MISSING]
 
 
-def _clocks(meta: Meta) -> list[tuple[str, int, int]]:
+def _clocks(meta: LedgerMeta) -> list[tuple[str, int, int]]:
     return [(policy, consumer.epoch, consumer.v_train) for policy, consumer in meta.consumers.items()]
 
 
-def has_place(group: Group, policy: str) -> bool:
+def has_place(group: GroupRecord, policy: str) -> bool:
     """Whether `policy` still needs the group, which is in one of its batches."""
     return policy in group.training and group.state_for(policy) != GroupState.DROPPED
 
 
-def _oldest(group: Group) -> int:
+def _oldest(group: GroupRecord) -> int:
     """The smallest version that any of its policies holds in it: what is likely to be needed first."""
     return min((training.min_version for training in group.training.values()), default=NO_VERSION)
 
 
-def due_ms(rules: Rules, group: Group) -> int | None:
+def due_ms(rules: Rules, group: GroupRecord) -> int | None:
     """When the group's own time is up: its deadline while samples are missing, its age until it is in its
     first batch. None for never."""
     if rules.group_deadline_ms is None and rules.max_age_ms is None:
@@ -277,7 +277,7 @@ def due_ms(rules: Rules, group: Group) -> int | None:
     return min(ends, default=None)
 
 
-def _edges(old: Group | None, new: Group | None, *, more_to_claim: bool) -> set[Edge]:
+def _edges(old: GroupRecord | None, new: GroupRecord | None, *, more_to_claim: bool) -> set[Edge]:
     edges: set[Edge] = {"claim"} if more_to_claim else set()
     for policy in {*(old.training if old else ()), *(new.training if new else ())}:
         was = old.state_for(policy) if old is not None and policy in old.training else None
@@ -309,5 +309,5 @@ def _put(table: dict[Any, Any], key: Any, value: Any) -> None:
         table[key] = value
 
 
-def _parts(records: Records) -> tuple[Mapping[Any, Any], ...]:
+def _parts(records: LedgerRecords) -> tuple[Mapping[Any, Any], ...]:
     return (records.groups, records.leases, records.claims, records.batches)

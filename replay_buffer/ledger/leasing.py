@@ -11,21 +11,21 @@ from areal_async.rpc.messages import (
     Drain,
     Heartbeat,
     HeartbeatAck,
+    Lease,
     LeasedGroup,
     Leases,
     Ok,
     Release,
     VersionTag,
 )
-from areal_async.rpc.messages import Lease as LeaseRequest
 from replay_buffer.ledger import faults
 from replay_buffer.ledger.admission import Demand, Space, room, space
-from replay_buffer.ledger.draft import Decision, Draft
+from replay_buffer.ledger.group_policy import DRAINED, end_lease, end_overdue
 from replay_buffer.ledger.index import Index, due_ms
 from replay_buffer.ledger.lineage import accepts
-from replay_buffer.ledger.policy import DRAINED, end_lease, end_overdue
-from replay_buffer.ledger.records import Group, GroupState, Lease
+from replay_buffer.ledger.records import GroupRecord, GroupState, LeaseRecord
 from replay_buffer.ledger.scoring import end_claim
+from replay_buffer.ledger.transaction import Decision, Transaction
 
 MAX_DRAINING = 256
 """Names of draining workers that are kept; a fleet whose workers never use a name again would fill Redis."""
@@ -58,7 +58,7 @@ def space_of(index: Index) -> Space:
     )
 
 
-def lease(index: Index, message: LeaseRequest, now_ms: int) -> Decision:
+def lease(index: Index, message: Lease, now_ms: int) -> Decision:
     """Grant up to `capacity` groups: those queued first, then new ones from the cursor. Each takes a place of
     every policy that trains it, and is given only to a worker that serves all of these."""
     if (why := index.meta.draining.get(message.worker)) is not None:
@@ -73,20 +73,20 @@ def lease(index: Index, message: LeaseRequest, now_ms: int) -> Decision:
         reasons += [why] if why else []
     if not any(places.values()):
         return Decision(Leases([], reasons[0]))
-    draft = Draft(index, now_ms)
+    tx = Transaction(index, now_ms)
     new, bytes_left, full = space(space_of(index))
     granted: list[LeasedGroup] = []
-    for group in _candidates(draft, places, new, bytes_left) if message.capacity > 0 else ():
-        granted.append(_lease_out(draft, group, message.worker, serving))
+    for group in _candidates(tx, places, new, bytes_left) if message.capacity > 0 else ():
+        granted.append(_lease_out(tx, group, message.worker, serving))
         for policy in group.training:
             places[policy] -= 1
         if len(granted) == message.capacity:
             break
     reason = ""
     if not granted:
-        exhausted = f"the task file is exhausted after {draft.meta.position} tasks"
+        exhausted = f"the task file is exhausted after {tx.meta.position} tasks"
         reason = full or next(iter(reasons), exhausted)
-    return draft.decide(Leases(granted, reason))
+    return tx.decide(Leases(granted, reason))
 
 
 def _places(index: Index, policy: str, serving: VersionTag | None) -> tuple[int, str]:
@@ -102,35 +102,39 @@ def _places(index: Index, policy: str, serving: VersionTag | None) -> tuple[int,
     return room(demand_of(index, policy), serving.version)
 
 
-def _candidates(draft: Draft, places: Mapping[str, int], new: int, bytes_left: float) -> Iterator[Group]:
+def _candidates(
+    tx: Transaction, places: Mapping[str, int], new: int, bytes_left: float
+) -> Iterator[GroupRecord]:
     """Queued groups, then new ones, QUEUED in this very decision, as far as their policies have places.
 
     The limits on groups and bytes hold for new groups only: what is queued is held already, and finishing it
     is what makes room. The first groups of a job pass while the size of an episode is not known."""
-    for group in map(draft.index.groups.__getitem__, draft.index.queue):
+    for group in map(tx.index.groups.__getitem__, tx.index.queue):
         if all(places[policy] > 0 for policy in group.training):
             yield group
-    group_bytes = draft.rules.group_size * draft.index.mean_episode_bytes
+    group_bytes = tx.rules.group_size * tx.index.mean_episode_bytes
     for _ in range(new):
         if bytes_left <= 0:
             return
         bytes_left -= group_bytes
-        if (place := draft.index.tasks.at(draft.meta.position)) is not None:
-            policies = draft.rules.policies_of(draft.index.tasks.task(*place))
+        if (place := tx.index.tasks.at(tx.meta.position)) is not None:
+            policies = tx.rules.policies_of(tx.index.tasks.task(*place))
             if not all(places[policy] > 0 for policy in policies):
                 return
-            draft.set_meta(position=draft.meta.position + 1)
-            yield draft.new_group(*place, attempt=0)
-        elif (again := faults.take_back(draft)) is not None:
+            tx.set_meta(position=tx.meta.position + 1)
+            yield tx.new_group(*place, attempt=0)
+        elif (again := faults.take_back(tx)) is not None:
             row, pass_index, attempt = again
-            yield draft.new_group(row, pass_index, attempt + 1)
+            yield tx.new_group(row, pass_index, attempt + 1)
         else:
             return
 
 
-def _lease_out(draft: Draft, group: Group, worker: str, serving: Mapping[str, VersionTag]) -> LeasedGroup:
-    lease_id = draft.new_id("L")
-    draft.move(
+def _lease_out(
+    tx: Transaction, group: GroupRecord, worker: str, serving: Mapping[str, VersionTag]
+) -> LeasedGroup:
+    lease_id = tx.new_id("L")
+    tx.move(
         group,
         GroupState.LEASED,
         leases=(*group.leases, lease_id),
@@ -138,10 +142,10 @@ def _lease_out(draft: Draft, group: Group, worker: str, serving: Mapping[str, Ve
             policy: replace(training, leased_version=serving[policy].version)
             for policy, training in group.training.items()
         },
-        begun_ms=group.begun_ms or draft.now_ms,
+        begun_ms=group.begun_ms or tx.now_ms,
     )
-    draft.set_lease(lease_id, Lease(lease_id, group.group_id, worker, draft.now_ms + draft.rules.lease_ms))
-    task = draft.index.tasks.task(group.row, group.pass_index)
+    tx.set_lease(lease_id, LeaseRecord(lease_id, group.group_id, worker, tx.now_ms + tx.rules.lease_ms))
+    task = tx.index.tasks.task(group.row, group.pass_index)
     return LeasedGroup(
         group_id=group.group_id,
         lease_id=lease_id,
@@ -149,37 +153,37 @@ def _lease_out(draft: Draft, group: Group, worker: str, serving: Mapping[str, Ve
         task=task,
         group_size=len(group.episodes),
         missing=group.missing,
-        seed=draft.rules.group_seed(task.task_id),
-        deadline_ms=draft.rules.lease_ms,
+        seed=tx.rules.group_seed(task.task_id),
+        deadline_ms=tx.rules.lease_ms,
     )
 
 
 def heartbeat(index: Index, message: Heartbeat, now_ms: int) -> Decision:
     """Renew the worker's leases; tell it which of those it named are lost."""
-    draft = Draft(index, now_ms)
+    tx = Transaction(index, now_ms)
     for unknown in _undelivered(index, message):
-        end_lease(draft, index.groups[unknown.group_id], "undelivered")
+        end_lease(tx, index.groups[unknown.group_id], "undelivered")
     lost = []
     for lease_id in message.lease_ids:
         held = index.leases.get(lease_id)
         if held is None or held.worker != message.worker:
             lost.append(lease_id)
         elif now_ms + index.rules.lease_ms - held.deadline_ms > index.rules.lease_ms // FRESH_PART:
-            draft.set_lease(lease_id, replace(held, deadline_ms=now_ms + index.rules.lease_ms))
-    return draft.decide(HeartbeatAck(lost, message.worker in index.meta.draining))
+            tx.set_lease(lease_id, replace(held, deadline_ms=now_ms + index.rules.lease_ms))
+    return tx.decide(HeartbeatAck(lost, message.worker in index.meta.draining))
 
 
 def drain(index: Index, message: Drain, now_ms: int) -> Decision:
     """Lease the worker nothing more. What it holds it may finish, or hand back."""
-    draft = Draft(index, now_ms)
+    tx = Transaction(index, now_ms)
     if message.worker not in index.meta.draining:
         names = [*index.meta.draining.items(), (message.worker, message.reason or "it was told to")]
-        draft.set_meta(draining=dict(names[-MAX_DRAINING:]))
-        draft.count("worker_drains")
-    return draft.decide(Ok())
+        tx.set_meta(draining=dict(names[-MAX_DRAINING:]))
+        tx.count("worker_drains")
+    return tx.decide(Ok())
 
 
-def _undelivered(index: Index, message: Heartbeat) -> list[Lease]:
+def _undelivered(index: Index, message: Heartbeat) -> list[LeaseRecord]:
     """Leases of the worker that it does not know: their grant is older than this front's view of the ledger,
     so the reply with them was lost with the connection, or with the process."""
     known = set(message.lease_ids)
@@ -190,63 +194,63 @@ def _undelivered(index: Index, message: Heartbeat) -> list[Lease]:
 def release(index: Index, message: Release, now_ms: int) -> Decision:
     """End a lease early. A lease that is not held (any more) is no error: the wish is fulfilled."""
     reason = DRAINED if message.reason == DRAINED else "released"
-    draft = Draft(index, now_ms)
+    tx = Transaction(index, now_ms)
     held = index.leases.get(message.lease_id)
     if held is not None and held.worker == message.worker:
         group = index.groups[held.group_id]
         if message.failed:
-            faults.failed(draft, "generating", group, message.reason)
-        end_lease(draft, group, reason)
-    return draft.decide(Ok())
+            faults.failed(tx, "generating", group, message.reason)
+        end_lease(tx, group, reason)
+    return tx.decide(Ok())
 
 
 def arrived(index: Index, message: Arrived, now_ms: int) -> Decision:
     """A process that died has come back by the same name: nobody works on what it held, and what drained
     was its predecessor."""
-    draft = Draft(index, now_ms)
+    tx = Transaction(index, now_ms)
     if message.name in index.meta.draining:
-        draft.set_meta(draining={n: why for n, why in index.meta.draining.items() if n != message.name})
+        tx.set_meta(draining={n: why for n, why in index.meta.draining.items() if n != message.name})
     for held in [lease_ for lease_ in index.leases.values() if lease_.worker == message.name]:
-        end_lease(draft, index.groups[held.group_id], "worker_restarted")
+        end_lease(tx, index.groups[held.group_id], "worker_restarted")
     for claim_id in sorted(index.claims_of.get(message.name, ())):
-        end_claim(draft, claim_id, "scorer_restarted")
-    return draft.decide(Ok())
+        end_claim(tx, claim_id, "scorer_restarted")
+    return tx.decide(Ok())
 
 
 def expire(index: Index, now_ms: int) -> Decision:
     """End every lease, claim and group whose deadline has come."""
-    draft = Draft(index, now_ms)
+    tx = Transaction(index, now_ms)
     for id_, (deadline_ms,) in index.deadlines.items():
         if deadline_ms > now_ms:
             break
         if (lease_ := index.leases.get(id_)) is not None:
-            group = draft.group(lease_.group_id)
+            group = tx.group(lease_.group_id)
             # It may have ended in this very decision, with its group's own deadline.
             if group is not None and group.state == GroupState.LEASED:
-                end_lease(draft, group, "lease_expired")
+                end_lease(tx, group, "lease_expired")
         elif id_ in index.claims:
-            end_claim(draft, id_, "claim_expired")
-        elif (group := draft.group(id_)) is not None:
-            end_overdue(draft, group)
-    return draft.decide(Ok())
+            end_claim(tx, id_, "claim_expired")
+        elif (group := tx.group(id_)) is not None:
+            end_overdue(tx, group)
+    return tx.decide(Ok())
 
 
 def extend(index: Index, outage_ms: int, now_ms: int) -> Decision:
     """Nobody could renew anything while the front or Redis was out: every deadline moves on by that long."""
-    draft = Draft(index, now_ms)
+    tx = Transaction(index, now_ms)
     for lease_id, lease_ in index.leases.items():
-        draft.set_lease(lease_id, replace(lease_, deadline_ms=lease_.deadline_ms + outage_ms))
+        tx.set_lease(lease_id, replace(lease_, deadline_ms=lease_.deadline_ms + outage_ms))
     for claim_id, claim in index.claims.items():
         moved = replace(claim, deadline_ms=claim.deadline_ms + outage_ms, last_ms=claim.last_ms + outage_ms)
-        draft.set_claim(claim_id, moved)
+        tx.set_claim(claim_id, moved)
     for group in index.groups.values():
         if due_ms(index.rules, group) is not None:
-            draft.set_group(group, begun_ms=group.begun_ms + outage_ms)
+            tx.set_group(group, begun_ms=group.begun_ms + outage_ms)
     for policy, consumer in index.meta.consumers.items():
         if (wait := consumer.overtaken) is not None:
             moved_wait = replace(wait, since_ms=wait.since_ms + outage_ms)
-            draft.set_consumer(policy, overtaken=moved_wait)
-    return draft.decide(Ok())
+            tx.set_consumer(policy, overtaken=moved_wait)
+    return tx.decide(Ok())
 
 
 def lose(index: Index, places: Sequence[tuple[str, int]], now_ms: int) -> Decision:
@@ -254,8 +258,8 @@ def lose(index: Index, places: Sequence[tuple[str, int]], now_ms: int) -> Decisi
 
     Their groups, (group id, sample), are dropped, and the tasks are tried again. What was trained already
     stays so: only a trainer that needs it once more will miss it, and says so."""
-    draft = Draft(index, now_ms)
-    draft.count("bytes_lost", len(places))
-    for group in draft.groups(dict.fromkeys(group_id for group_id, _ in places)):
-        draft.drop(group, "bytes_lost")
-    return draft.decide(Ok())
+    tx = Transaction(index, now_ms)
+    tx.count("bytes_lost", len(places))
+    for group in tx.groups(dict.fromkeys(group_id for group_id, _ in places)):
+        tx.drop(group, "bytes_lost")
+    return tx.decide(Ok())

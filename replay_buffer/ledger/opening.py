@@ -20,20 +20,20 @@ from msgspec.structs import replace
 
 from areal_async.rpc.messages import TrainerOpened
 from replay_buffer.ledger.committing import Copy, commit_before
-from replay_buffer.ledger.draft import Decision, Draft, fault, figures
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.lineage import reopened
 from replay_buffer.ledger.records import (
     MISSING,
     SCHEMA,
     Consumer,
-    Episode,
+    EpisodeRecord,
     EpisodeState,
-    Group,
+    GroupRecord,
     GroupState,
-    Meta,
+    LedgerMeta,
 )
 from replay_buffer.ledger.training import is_on_lineage, plans_from, rewound
+from replay_buffer.ledger.transaction import Decision, Transaction, fault, figures
 
 KEPT = ("ids", "seq", "consumers", "draining", "failed", "generating", "scoring")
 """Figures that a copy does not replace, or not as they are."""
@@ -63,10 +63,10 @@ def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
         problem = _problem(index, command, copy)
         if problem:
             return fault("invalid", problem)
-    draft = Draft(index, now_ms)
+    tx = Transaction(index, now_ms)
     others = [other for other in index.consumers if other != policy and index.consumer(other).epoch]
     if _continues(index, policy, step, copy):
-        _rewind(draft, policy, step)
+        _rewind(tx, policy, step)
     elif copy is not None and others:
         return fault(
             "invalid",
@@ -74,7 +74,7 @@ def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
             f"trainers of {', '.join(others)} go on with: stop the job, and resume all from one moment",
         )
     elif copy is not None:
-        _adopt(draft, policy, copy)
+        _adopt(tx, policy, copy)
     else:
         running = index.consumer(policy)
         return fault(
@@ -83,10 +83,10 @@ def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
             f"checkpoint is of step {running.checkpoint}: resume from a checkpoint with its ledger copy, "
             "or start a job of another name",
         )
-    epoch = max(draft.consumer(policy).epoch, command.after_epoch) + 1
-    lineage = reopened(draft.consumer(policy).lineage, epoch, step)
-    draft.set_consumer(policy, epoch=epoch, trainer=command.trainer, lineage=lineage, overtaken=None)
-    return draft.decide(TrainerOpened(epoch, step))
+    epoch = max(tx.consumer(policy).epoch, command.after_epoch) + 1
+    lineage = reopened(tx.consumer(policy).lineage, epoch, step)
+    tx.set_consumer(policy, epoch=epoch, trainer=command.trainer, lineage=lineage, overtaken=None)
+    return tx.decide(TrainerOpened(epoch, step))
 
 
 def _problem(index: Index, command: OpenedWith, copy: Copy) -> str:
@@ -115,31 +115,31 @@ def _same_ledger(index: Index, copy: Copy | None) -> bool:
     return copy is None or copy.meta.ledger_id == index.meta.ledger_id
 
 
-def _rewind(draft: Draft, policy: str, step: int) -> None:
+def _rewind(tx: Transaction, policy: str, step: int) -> None:
     """Back to `step` by the redo log: what was trained from there on is BATCHED again, for the same steps."""
-    plans = plans_from(draft.index, policy, step)
-    groups = [group for group in draft.index.groups.values() if policy in group.training]
-    undone = sum(rewound(draft, group, policy, step, plans.get(group.group_id)) for group in groups)
-    commit_before(draft, policy, step)
-    trained = draft.consumer(policy).episodes_trained - undone
-    draft.set_consumer(policy, v_train=step, episodes_trained=trained)
+    plans = plans_from(tx.index, policy, step)
+    groups = [group for group in tx.index.groups.values() if policy in group.training]
+    undone = sum(rewound(tx, group, policy, step, plans.get(group.group_id)) for group in groups)
+    commit_before(tx, policy, step)
+    trained = tx.consumer(policy).episodes_trained - undone
+    tx.set_consumer(policy, v_train=step, episodes_trained=trained)
 
 
-def _adopt(draft: Draft, policy: str, copy: Copy) -> None:
+def _adopt(tx: Transaction, policy: str, copy: Copy) -> None:
     """The copy wins. Epochs and ids go on from the larger of both, so that nothing is given out twice."""
-    index, now = draft.index, draft.index.meta
-    draft.set_meta(
-        **{name: getattr(copy.meta, name) for name in Meta.__struct_fields__ if name not in KEPT},
+    index, now = tx.index, tx.index.meta
+    tx.set_meta(
+        **{name: getattr(copy.meta, name) for name in LedgerMeta.__struct_fields__ if name not in KEPT},
         ids=max(now.ids, copy.meta.ids),
         seq=max(now.seq, copy.meta.seq),
-        consumers={each: _adopted(draft, policy, each, copy) for each in index.consumers},
+        consumers={each: _adopted(tx, policy, each, copy) for each in index.consumers},
     )
     for id_ in index.leases:
-        draft.set_lease(id_, None)
+        tx.set_lease(id_, None)
     for id_ in index.claims:
-        draft.set_claim(id_, None)
+        tx.set_claim(id_, None)
     for batch in index.batches:
-        draft.set_batch(*batch, None)
+        tx.set_batch(*batch, None)
     # Another ledger's groups may bear the same names; their episodes are of other weights.
     held = index.groups if _same_ledger(index, copy) else {}
     known = {group.group_id for group in copy.groups if group.group_id in held}
@@ -152,15 +152,15 @@ def _adopt(draft: Draft, policy: str, copy: Copy) -> None:
             and training.step < copy.meta.consumer(each).v_train
             for each, training in group.training.items()
         )
-        draft.remove(group, "committed" if covered else "dropped:not_in_checkpoint")
+        tx.remove(group, "committed" if covered else "dropped:not_in_checkpoint")
     for group in copy.groups:
-        _adopt_group(draft, group, held.get(group.group_id))
+        _adopt_group(tx, group, held.get(group.group_id))
 
 
-def _adopted(draft: Draft, policy: str, each: str, copy: Copy) -> Consumer:
+def _adopted(tx: Transaction, policy: str, each: str, copy: Copy) -> Consumer:
     """The figures of a consumer as a copy has them. Any trainer but that of `policy` which opens now is
     fenced out by one more epoch: it must come back at the step of the copy."""
-    now, then = draft.index.consumer(each), copy.meta.consumer(each)
+    now, then = tx.index.consumer(each), copy.meta.consumer(each)
     epoch = max(now.epoch, then.epoch)
     if each != policy:
         epoch += 1
@@ -170,9 +170,9 @@ def _adopted(draft: Draft, policy: str, each: str, copy: Copy) -> Consumer:
     return replace(then, epoch=epoch, checkpoint=then.v_train, overtaken=None)
 
 
-def _adopt_group(draft: Draft, group: Group, held: Group | None) -> None:
+def _adopt_group(tx: Transaction, group: GroupRecord, held: GroupRecord | None) -> None:
     episodes = tuple(
-        _survivor(draft, held.episodes[sample]) if held is not None else MISSING
+        _survivor(tx, held.episodes[sample]) if held is not None else MISSING
         for sample in range(len(group.episodes))
     )
     lost = tuple(
@@ -182,12 +182,12 @@ def _adopt_group(draft: Draft, group: Group, held: Group | None) -> None:
     )
     unclaimed = sum(e.state == EpisodeState.CLAIMED for e in held.episodes) if held is not None else 0
     if unclaimed:
-        draft.count("claim_ended:adopted", unclaimed)
+        tx.count("claim_ended:adopted", unclaimed)
     if held is None and (gone := sum(episode.is_held for episode in group.episodes)):
-        draft.count("episode_dropped:not_held", gone)
+        tx.count("episode_dropped:not_held", gone)
     if lost:
-        draft.free(group.group_id, lost)
-        draft.count("episode_dropped:abandoned", len(lost))
+        tx.free(group.group_id, lost)
+        tx.count("episode_dropped:abandoned", len(lost))
     state = GroupState.GENERATED
     if any(episode.state == EpisodeState.MISSING for episode in episodes):
         state = GroupState.QUEUED
@@ -198,24 +198,24 @@ def _adopt_group(draft: Draft, group: Group, held: Group | None) -> None:
     if any(training.steps for training in group.training.values()) and state != GroupState.SCORED:
         # Its bytes are gone, or were of other weights: it is not used again, but its part in the
         # checkpoint's weights stays.
-        draft.count("committed:adopted")
+        tx.count("committed:adopted")
         if held is not None:
-            draft.forget(held)
+            tx.forget(held)
         open_for = [p for p, each in group.training.items() if not each.steps and not each.has_ended]
         if open_for:
-            draft.new_group(group.row, group.pass_index, group.attempt + 1, tuple(open_for))
+            tx.new_group(group.row, group.pass_index, group.attempt + 1, tuple(open_for))
         return
     last = held if held is not None else group
-    draft.set_group(
+    tx.set_group(
         group,
         state=int(state),
         leases=last.leases,
         handed_over=last.handed_over,
-        begun_ms=draft.now_ms if last.leases else 0,
-        since_ms=draft.now_ms,
+        begun_ms=tx.now_ms if last.leases else 0,
+        since_ms=tx.now_ms,
         **_refreshed(figures(group, episodes)),
     )
-    draft.count(f"{state.name.lower()}:adopted")
+    tx.count(f"{state.name.lower()}:adopted")
 
 
 def _refreshed(fields: dict[str, Any]) -> dict[str, Any]:
@@ -230,10 +230,10 @@ def _refreshed(fields: dict[str, Any]) -> dict[str, Any]:
     return {**fields, "training": training}
 
 
-def _survivor(draft: Draft, episode: Episode) -> Episode:
+def _survivor(tx: Transaction, episode: EpisodeRecord) -> EpisodeRecord:
     """The episode as Redis holds it, its claim ended; MISSING if abandoned weights had a part in it."""
     for policy in episode.versions:
-        consumer = draft.consumer(policy)
+        consumer = tx.consumer(policy)
         lineage = reopened(consumer.lineage, consumer.epoch + 1, consumer.v_train)
         if not is_on_lineage(lineage, episode, policy):
             return MISSING

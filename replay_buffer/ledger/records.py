@@ -44,11 +44,11 @@ class EpisodeState(IntEnum):
 GIVEN_UP = (EpisodeState.ABSENT, EpisodeState.MASKED)
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class LedgerRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of what is stored."""
 
 
-class StoredParts(Record, frozen=True, array_like=True, gc=False):
+class StoredParts(LedgerRecord, frozen=True, array_like=True, gc=False):
     """The rewards of parts of an episode. `units` are little-endian float32: what they are trained in, at
     less than half of what numbers of msgpack take."""
 
@@ -57,7 +57,7 @@ class StoredParts(Record, frozen=True, array_like=True, gc=False):
     units: bytes = b""
 
 
-class Versions(Record, frozen=True, array_like=True, gc=False):
+class Versions(LedgerRecord, frozen=True, array_like=True, gc=False):
     """The weights of one policy that an episode's sampled units are of."""
 
     oldest: int
@@ -66,7 +66,7 @@ class Versions(Record, frozen=True, array_like=True, gc=False):
     """The smallest trainer epoch among them."""
 
 
-class Episode(Record, frozen=True, array_like=True, gc=False):
+class EpisodeRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     """One sample of a group."""
 
     state: int = EpisodeState.MISSING
@@ -95,11 +95,11 @@ class Episode(Record, frozen=True, array_like=True, gc=False):
         return EpisodeState.MISSING < self.state < EpisodeState.ABSENT
 
 
-MISSING = Episode()
-ABSENT = Episode(state=int(EpisodeState.ABSENT))
+MISSING = EpisodeRecord()
+ABSENT = EpisodeRecord(state=int(EpisodeState.ABSENT))
 
 
-class Training(Record, frozen=True, array_like=True, gc=False):
+class Training(LedgerRecord, frozen=True, array_like=True, gc=False):
     """How far the trainer of one policy has come with a group."""
 
     state: int = GroupState.SCORED
@@ -126,7 +126,7 @@ class Training(Record, frozen=True, array_like=True, gc=False):
         return self.state >= GroupState.COMMITTED
 
 
-class Group(Record, frozen=True, array_like=True, gc=False):
+class GroupRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     """The episodes of one attempt at one task. The record is deleted when the group has ended for every
     policy that trains it."""
 
@@ -138,7 +138,7 @@ class Group(Record, frozen=True, array_like=True, gc=False):
     attempt: int
     state: int
     """QUEUED, LEASED, GENERATED or SCORED; what comes after that is in `training`."""
-    episodes: tuple[Episode, ...]
+    episodes: tuple[EpisodeRecord, ...]
     since_ms: int
     """When it, or one of its trainings, entered its state."""
     training: dict[str, Training]
@@ -188,14 +188,14 @@ class Group(Record, frozen=True, array_like=True, gc=False):
         return leased if held == NO_VERSION else min(held, leased)
 
 
-class Lease(Record, frozen=True, array_like=True, gc=False):
+class LeaseRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     lease_id: str
     group_id: str
     worker: str
     deadline_ms: int
 
 
-class Claim(Record, frozen=True, array_like=True, gc=False):
+class ClaimRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     claim_id: str
     group_id: str
     scorer: str
@@ -204,7 +204,7 @@ class Claim(Record, frozen=True, array_like=True, gc=False):
     last_ms: int
 
 
-class BatchPlan(Record, frozen=True, array_like=True, gc=False):
+class BatchPlan(LedgerRecord, frozen=True, array_like=True, gc=False):
     """The groups of a policy's step, in order. Kept until a checkpoint covers it: the redo log."""
 
     policy: str
@@ -214,12 +214,12 @@ class BatchPlan(Record, frozen=True, array_like=True, gc=False):
     group_ids: tuple[str, ...]
 
 
-class OvertakenWait(Record, frozen=True, array_like=True, gc=False):
+class OvertakenWait(LedgerRecord, frozen=True, array_like=True, gc=False):
     step: int
     since_ms: int
 
 
-class NoScores(Record, frozen=True, array_like=True, gc=False):
+class NoScores(LedgerRecord, frozen=True, array_like=True, gc=False):
     """Verdicts of one kind that were no score: how many, and the newest."""
 
     count: int
@@ -228,7 +228,7 @@ class NoScores(Record, frozen=True, array_like=True, gc=False):
     at_ms: int
 
 
-class Streak(Record, frozen=True, array_like=True, gc=False):
+class Streak(LedgerRecord, frozen=True, array_like=True, gc=False):
     """Tries of one kind that failed since the last that succeeded (`faults.py`)."""
 
     succeeded: bool = False
@@ -244,7 +244,7 @@ class Streak(Record, frozen=True, array_like=True, gc=False):
     """(row, pass, attempt) of those of them that were tried once more, as they were given up first."""
 
 
-class Consumer(Record, frozen=True, array_like=True, gc=False):
+class Consumer(LedgerRecord, frozen=True, array_like=True, gc=False):
     """A trained policy as the ledger sees it: its clock, its trainer, and the weights that count."""
 
     epoch: int = 0
@@ -261,7 +261,7 @@ class Consumer(Record, frozen=True, array_like=True, gc=False):
     max_staleness_seen: int = 0
 
 
-class Meta(Record, frozen=True, array_like=True, gc=False):
+class LedgerMeta(LedgerRecord, frozen=True, array_like=True, gc=False):
     """The figures of the job that belong to no group."""
 
     ledger_id: str

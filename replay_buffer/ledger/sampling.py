@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from replay_buffer.ledger.order import Key
-from replay_buffer.ledger.records import NO_VERSION, EpisodeState, Group
+from replay_buffer.ledger.records import NO_VERSION, EpisodeState, GroupRecord
 from replay_buffer.ledger.rules import Rules
+from replay_buffer.ledger.sorted_index import Key
 
 
-def rank(rules: Rules, group: Group, version: int) -> Key:
+def rank(rules: Rules, group: GroupRecord, version: int) -> Key:
     """Where a scored group stands for a policy whose oldest version in it is `version`: the smaller, the
     earlier. Ties go to the older version, then the older group."""
     seq = group.seq
@@ -36,7 +36,7 @@ def rank(rules: Rules, group: Group, version: int) -> Key:
     return (-priority(rules, group), version, seq)
 
 
-def priority(rules: Rules, group: Group) -> float:
+def priority(rules: Rules, group: GroupRecord) -> float:
     """How much there is to learn from a group, by its rewards r_i with mean m: their variance,
     mean (r_i − m)², or `advantage`, mean |r_i − m|: its advantages before any division by a deviation."""
     rewards = [episode.reward for episode in group.episodes if episode.state == EpisodeState.VERDICT]
@@ -49,7 +49,7 @@ def priority(rules: Rules, group: Group) -> float:
 
 
 @dataclass(frozen=True)
-class Choice:
+class BatchChoice:
     """Places in the order, ascending. `due` of them were taken before their turn, because of their age."""
 
     places: list[int]
@@ -58,12 +58,12 @@ class Choice:
 
 def choose(
     versions: Sequence[int], unfinished: Iterable[int], *, step: int, room: int, eta: int, batch_groups: int
-) -> Choice:
+) -> BatchChoice:
     """Up to `room` of the groups whose `versions` are given in their order.
 
     `unfinished` are the versions of groups that will compete with them for the steps to come."""
     if len(versions) <= room:
-        return Choice(list(range(len(versions))), frozenset())
+        return BatchChoice(list(range(len(versions))), frozenset())
     held = Counter(version for version in (*versions, *unfinished) if version != NO_VERSION)
     waiting: dict[int, list[int]] = {}
     for place, version in enumerate(versions):
@@ -80,7 +80,7 @@ def choose(
         if len(places) >= room:
             break
         places.add(place)
-    return Choice(sorted(places), frozenset(forced.difference(range(room))))
+    return BatchChoice(sorted(places), frozenset(forced.difference(range(room))))
 
 
 def overtaken_by_reuse(unfinished: Iterable[int], *, step: int, eta: int, batch_groups: int) -> int:

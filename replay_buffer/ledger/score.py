@@ -7,7 +7,7 @@ import sys
 from array import array
 
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, Verdict
-from replay_buffer.ledger.records import Episode, StoredParts
+from replay_buffer.ledger.records import EpisodeRecord, StoredParts
 
 MOST_NAMES = 256
 """Components of one score, and agents that it names."""
@@ -15,7 +15,7 @@ LARGEST_UNIT = 3.4028234e38
 """Of float32."""
 
 
-def checked(verdict: Verdict, episode: Episode) -> Verdict:
+def checked(verdict: Verdict, episode: EpisodeRecord) -> Verdict:
     """A score whose numbers are numbers, and no more of them than the episode has parts. One that is not so
     is an error of the reward, never a 0."""
     if not isinstance(verdict, Score):
@@ -29,7 +29,7 @@ def checked(verdict: Verdict, episode: Episode) -> Verdict:
     return verdict if verdict.parts is None else _problem(verdict.parts, episode) or verdict
 
 
-def _problem(parts: Parts, episode: Episode) -> Failure | None:
+def _problem(parts: Parts, episode: EpisodeRecord) -> Failure | None:
     """What is wrong with the rewards of parts; None when nothing is."""
     what = ""
     if len(parts.units) not in (0, episode.n_units):
@@ -54,7 +54,7 @@ def stored_parts(parts: Parts | None) -> StoredParts | None:
     return StoredParts(parts.segments, parts.agents, _little_endian(array("f", parts.units)).tobytes())
 
 
-def parts_of(episode: Episode) -> Parts | None:
+def parts_of(episode: EpisodeRecord) -> Parts | None:
     """As they travel."""
     stored = episode.parts
     if stored is None:

@@ -5,39 +5,38 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from areal_async.config.reward import Scope
-from areal_async.rpc.messages import Claim as ClaimRequest
-from areal_async.rpc.messages import ClaimedEpisode, Claims
-from replay_buffer.ledger.draft import Decision, Draft
+from areal_async.rpc.messages import Claim, ClaimedEpisode, Claims
 from replay_buffer.ledger.index import Index
-from replay_buffer.ledger.records import Claim, EpisodeState, Group
+from replay_buffer.ledger.records import ClaimRecord, EpisodeState, GroupRecord
+from replay_buffer.ledger.transaction import Decision, Transaction
 
 
-def claim(index: Index, message: ClaimRequest, now_ms: int) -> Decision:
+def claim(index: Index, message: Claim, now_ms: int) -> Decision:
     """Hand out stored episodes, those of the oldest versions first; one claim id per group.
 
     A group that is scored as one is handed out whole, and however large it is, if it is the first."""
-    draft = Draft(index, now_ms)
-    renew(draft, message.scorer)
+    tx = Transaction(index, now_ms)
+    renew(tx, message.scorer)
     if message.holds is not None:
         unknown = index.claims_of.get(message.scorer, set()).difference(message.holds)
         for claim_id in sorted(unknown):
             if not index.gave(claim_id):
-                end_claim(draft, claim_id, "undelivered")
+                end_claim(tx, claim_id, "undelivered")
     items: list[ClaimedEpisode] = []
     # A job that is to fail gets no more scores: the episode that fails it is to be scored when it is resumed.
     for group_id in index.claimable if not index.meta.failed else ():
         room = message.max_episodes - len(items)
-        group = draft.group(group_id)
+        group = tx.group(group_id)
         if room <= 0 or group is None:
             break
         samples = _claimable(index, group, room)
         if len(samples) > room and items:
             break
-        items += _claim_group(draft, group, samples, message)
-    return draft.decide(Claims(items))
+        items += _claim_group(tx, group, samples, message)
+    return tx.decide(Claims(items))
 
 
-def _claimable(index: Index, group: Group, room: int) -> list[int]:
+def _claimable(index: Index, group: GroupRecord, room: int) -> list[int]:
     """The samples of a group that one claim takes."""
     if index.is_scored_as_one(group):
         # A score that came without those of the others is no use: all are judged again, in one call.
@@ -47,20 +46,20 @@ def _claimable(index: Index, group: Group, room: int) -> list[int]:
 
 
 def _claim_group(
-    draft: Draft, group: Group, samples: list[int], message: ClaimRequest
+    tx: Transaction, group: GroupRecord, samples: list[int], message: Claim
 ) -> list[ClaimedEpisode]:
-    rules = draft.rules
-    claim_id = draft.new_id("C")
+    rules = tx.rules
+    claim_id = tx.new_id("C")
     episodes = max(len(samples), message.max_episodes)
-    draft.set_claim(
+    tx.set_claim(
         claim_id,
-        Claim(
+        ClaimRecord(
             claim_id=claim_id,
             group_id=group.group_id,
             scorer=message.scorer,
-            deadline_ms=draft.now_ms + rules.claim_ms,
+            deadline_ms=tx.now_ms + rules.claim_ms,
             # A scorer alive but stuck on this claim: one call after the other, each at its deadline.
-            last_ms=draft.now_ms + rules.claim_ms + rules.call_ms * episodes,
+            last_ms=tx.now_ms + rules.claim_ms + rules.call_ms * episodes,
         ),
     )
     claimed = int(EpisodeState.CLAIMED)
@@ -70,10 +69,10 @@ def _claim_group(
         )
         for sample in samples
     }
-    draft.set_episodes(group, changed)
-    draft.count("claimed", len(samples))
-    task = draft.index.tasks.task(group.row, group.pass_index)
-    scope: Scope = "group" if draft.index.is_scored_as_one(group) else "episode"
+    tx.set_episodes(group, changed)
+    tx.count("claimed", len(samples))
+    task = tx.index.tasks.task(group.row, group.pass_index)
+    scope: Scope = "group" if tx.index.is_scored_as_one(group) else "episode"
     return [
         ClaimedEpisode(
             episode_id=f"{group.group_id}.{sample}",
@@ -82,17 +81,17 @@ def _claim_group(
             deadline_ms=rules.claim_ms,
             tries=episode.tries,
             scope=scope,
-            waited_ms=max(0, draft.now_ms - episode.waits_ms) if episode.waits_ms else 0,
+            waited_ms=max(0, tx.now_ms - episode.waits_ms) if episode.waits_ms else 0,
         )
         for sample, episode in changed.items()
     ]
 
 
-def end_claim(draft: Draft, claim_id: str, reason: str) -> None:
+def end_claim(tx: Transaction, claim_id: str, reason: str) -> None:
     """What it holds is to be claimed again."""
-    claim = draft.index.claims[claim_id]
-    draft.set_claim(claim_id, None)
-    group = draft.group(claim.group_id)
+    claim = tx.index.claims[claim_id]
+    tx.set_claim(claim_id, None)
+    group = tx.group(claim.group_id)
     if group is None:
         return
     back = {
@@ -100,16 +99,16 @@ def end_claim(draft: Draft, claim_id: str, reason: str) -> None:
         for sample, episode in enumerate(group.episodes)
         if episode.claim_id == claim_id and episode.state == EpisodeState.CLAIMED
     }
-    draft.count(reason, len(back))
-    draft.set_episodes(group, back)
+    tx.count(reason, len(back))
+    tx.set_episodes(group, back)
 
 
-def renew(draft: Draft, scorer: str) -> None:
+def renew(tx: Transaction, scorer: str) -> None:
     """A message from a scorer is a sign of life: its claims live on, each up to its last deadline. Written
     only past half of the time, so that a busy scorer costs few writes."""
-    deadline_ms = draft.now_ms + draft.rules.claim_ms
-    for claim_id in draft.index.claims_of.get(scorer, ()):
-        held = draft.index.claims[claim_id]
+    deadline_ms = tx.now_ms + tx.rules.claim_ms
+    for claim_id in tx.index.claims_of.get(scorer, ()):
+        held = tx.index.claims[claim_id]
         moved_ms = min(held.last_ms, deadline_ms)
-        if moved_ms - held.deadline_ms > draft.rules.claim_ms // 2:
-            draft.set_claim(claim_id, replace(held, deadline_ms=moved_ms))
+        if moved_ms - held.deadline_ms > tx.rules.claim_ms // 2:
+            tx.set_claim(claim_id, replace(held, deadline_ms=moved_ms))

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from areal_async.rpc.messages import PutAck, Refusal
 from replay_buffer.ledger import faults
-from replay_buffer.ledger.draft import Decision, Draft
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.lineage import accepts, undecided
-from replay_buffer.ledger.records import Episode, EpisodeState, Group, GroupState, Versions
+from replay_buffer.ledger.records import EpisodeRecord, EpisodeState, GroupRecord, GroupState, Versions
+from replay_buffer.ledger.transaction import Decision, Transaction
 
 
 @dataclass(frozen=True)
@@ -41,39 +41,39 @@ def store_episodes(index: Index, command: StoreEpisodes, now_ms: int) -> Decisio
     A sample that this very lease stored before is acknowledged again: its acknowledgement was lost. Anything
     else from a lease that is not live is refused, for its group may be another worker's by now. An episode
     too old for every step to come, or from abandoned weights, ends its whole group."""
-    draft = Draft(index, now_ms)
+    tx = Transaction(index, now_ms)
     group = index.groups.get(command.group_id)
     if group is None or command.lease_id not in group.leases:
-        return _refuse_all(draft, command, "lease_lost")
+        return _refuse_all(tx, command, "lease_lost")
     lease_number = group.leases.index(command.lease_id)
     live = group.state == GroupState.LEASED and group.leases[-1] == command.lease_id
     stored: list[int] = []
     refused: list[Refusal] = []
-    arrived: dict[int, Episode] = {}
+    arrived: dict[int, EpisodeRecord] = {}
     for attachment, arrival in enumerate(command.arrivals):
         reason = _problem(index, group, arrival, lease_number, live=live)
         if reason in ("stale", "abandoned"):
-            draft.drop(group, reason)
-            return _refuse_all(draft, command, reason)
+            tx.drop(group, reason)
+            return _refuse_all(tx, command, reason)
         if reason:
-            draft.count(f"refused:{reason.split(':')[0]}")
+            tx.count(f"refused:{reason.split(':')[0]}")
             refused.append(_refusal(command, arrival, reason))
             continue
         stored.append(arrival.sample)
         if group.episodes[arrival.sample].state == EpisodeState.MISSING and arrival.sample not in arrived:
             arrived[arrival.sample] = _episode(arrival, lease_number, now_ms)
-            draft.keep_blob(group.group_id, arrival.sample, attachment)
+            tx.keep_blob(group.group_id, arrival.sample, attachment)
     if arrived:
-        draft.count("stored", len(arrived))
-        faults.succeeded(draft, "generating")
-        group = draft.add_episodes(group, arrived)
+        tx.count("stored", len(arrived))
+        faults.succeeded(tx, "generating")
+        group = tx.add_episodes(group, arrived)
         if not group.missing:
-            draft.set_lease(command.lease_id, None)
-            draft.move(group, GroupState.GENERATED)
-    return draft.decide(PutAck(stored, index.rules.durability, refused))
+            tx.set_lease(command.lease_id, None)
+            tx.move(group, GroupState.GENERATED)
+    return tx.decide(PutAck(stored, index.rules.durability, refused))
 
 
-def _problem(index: Index, group: Group, arrival: Arrival, lease_number: int, *, live: bool) -> str:
+def _problem(index: Index, group: GroupRecord, arrival: Arrival, lease_number: int, *, live: bool) -> str:
     """Why an arrival cannot be stored; empty when it can, or is stored already by this lease."""
     if not 0 <= arrival.sample < len(group.episodes):
         return f"invalid: the group has the samples 0 to {len(group.episodes) - 1}"
@@ -113,8 +113,8 @@ def _of_versions(index: Index, policy: str, held: Versions) -> str:
     return ""
 
 
-def _episode(arrival: Arrival, lease_number: int, now_ms: int) -> Episode:
-    return Episode(
+def _episode(arrival: Arrival, lease_number: int, now_ms: int) -> EpisodeRecord:
+    return EpisodeRecord(
         state=int(EpisodeState.STORED),
         size_bytes=arrival.size_bytes,
         n_units=arrival.n_units,
@@ -125,10 +125,10 @@ def _episode(arrival: Arrival, lease_number: int, now_ms: int) -> Episode:
     )
 
 
-def _refuse_all(draft: Draft, command: StoreEpisodes, reason: str) -> Decision:
-    draft.count(f"refused:{reason}", len(command.arrivals))
+def _refuse_all(tx: Transaction, command: StoreEpisodes, reason: str) -> Decision:
+    tx.count(f"refused:{reason}", len(command.arrivals))
     refused = [_refusal(command, arrival, reason) for arrival in command.arrivals]
-    return draft.decide(PutAck([], draft.rules.durability, refused))
+    return tx.decide(PutAck([], tx.rules.durability, refused))
 
 
 def _refusal(command: StoreEpisodes, arrival: Arrival, reason: str) -> Refusal:

@@ -11,11 +11,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from replay_buffer.ledger.draft import Draft
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.lineage import Lineage, accepts
-from replay_buffer.ledger.records import NO_VERSION, Episode, EpisodeState, Group, GroupState, Training
+from replay_buffer.ledger.records import (
+    NO_VERSION,
+    EpisodeRecord,
+    EpisodeState,
+    GroupRecord,
+    GroupState,
+    Training,
+)
 from replay_buffer.ledger.rules import Rules
+from replay_buffer.ledger.transaction import Transaction
 
 Plans = dict[str, list[int]]
 """Group → the steps from some step on that hold it in their batch, ascending."""
@@ -26,7 +33,7 @@ def masked_below(rules: Rules, policy: str, step: int) -> int:
     return max(0, rules.consumers[policy].lowest_version(step)) if rules.overtaken_masks else 0
 
 
-def too_old(rules: Rules, group: Group, policy: str, step: int) -> bool:
+def too_old(rules: Rules, group: GroupRecord, policy: str, step: int) -> bool:
     """Whether `step` of `policy`, and every later one, must do without the group: it holds a unit below the
     step's lowest version; or, where such units are masked, nothing else, and nothing is to come."""
     lowest = rules.consumers[policy].lowest_version(step)
@@ -38,12 +45,12 @@ def too_old(rules: Rules, group: Group, policy: str, step: int) -> bool:
     return not group.missing and all(newest_version(episode, policy) < lowest for episode in group.episodes)
 
 
-def newest_version(episode: Episode, policy: str) -> int:
+def newest_version(episode: EpisodeRecord, policy: str) -> int:
     """The newest version of `policy` in an episode; -1 for none."""
     return episode.versions[policy].newest if policy in episode.versions else NO_VERSION
 
 
-def is_on_lineage(lineage: Lineage, episode: Episode, policy: str) -> bool:
+def is_on_lineage(lineage: Lineage, episode: EpisodeRecord, policy: str) -> bool:
     """Whether every unit of `policy` in the episode was sampled from weights that count."""
     versions = episode.versions.get(policy)
     return versions is None or accepts(lineage, versions.epoch, versions.oldest, versions.newest)
@@ -58,23 +65,23 @@ def plans_from(index: Index, policy: str, step: int) -> Plans:
     return dict(plans)
 
 
-def may_be_used(rules: Rules, group: Group, policy: str, step: int) -> bool:
+def may_be_used(rules: Rules, group: GroupRecord, policy: str, step: int) -> bool:
     """Whether a trained group has a use left and is not too old for `step`."""
     return len(group.training[policy].steps) < rules.max_reuse and not too_old(rules, group, policy, step)
 
 
-def trained_in(draft: Draft, group: Group, policy: str, step: int, plans: Plans) -> None:
+def trained_in(tx: Transaction, group: GroupRecord, policy: str, step: int, plans: Plans) -> None:
     """A BATCHED group was trained in `step`; `plans` are those of the steps after it."""
     steps = (*group.training[policy].steps, step)
-    group = draft.train(group, policy, GroupState.TRAINED, steps=steps)
+    group = tx.train(group, policy, GroupState.TRAINED, steps=steps)
     if later := plans.get(group.group_id):
-        group = draft.train(group, policy, GroupState.SCORED, "reuse")
-        draft.train(group, policy, GroupState.BATCHED, "redo", step=later[0])
-    elif may_be_used(draft.rules, group, policy, step + 1):
-        draft.train(group, policy, GroupState.SCORED, "reuse")
+        group = tx.train(group, policy, GroupState.SCORED, "reuse")
+        tx.train(group, policy, GroupState.BATCHED, "redo", step=later[0])
+    elif may_be_used(tx.rules, group, policy, step + 1):
+        tx.train(group, policy, GroupState.SCORED, "reuse")
 
 
-def rewound(draft: Draft, group: Group, policy: str, step: int, planned: list[int] | None) -> int:
+def rewound(tx: Transaction, group: GroupRecord, policy: str, step: int, planned: list[int] | None) -> int:
     """Undo the uses of a group in `step` and later; returns how many episodes that takes back.
 
     `planned` are the steps of the redo log that hold it: it is BATCHED for the first of them."""
@@ -85,10 +92,10 @@ def rewound(draft: Draft, group: Group, policy: str, step: int, planned: list[in
         return 0
     if planned:
         if training.state != GroupState.BATCHED:
-            draft.train(group, policy, GroupState.BATCHED, "redo", step=planned[0], steps=kept)
+            tx.train(group, policy, GroupState.BATCHED, "redo", step=planned[0], steps=kept)
         elif training.step != planned[0]:
-            draft.count("batched:redo")
-            draft.set_training(group, policy, step=planned[0], steps=kept)
-    elif training.state == GroupState.TRAINED and kept and may_be_used(draft.rules, group, policy, step):
-        draft.train(group, policy, GroupState.SCORED, "reuse")
+            tx.count("batched:redo")
+            tx.set_training(group, policy, step=planned[0], steps=kept)
+    elif training.state == GroupState.TRAINED and kept and may_be_used(tx.rules, group, policy, step):
+        tx.train(group, policy, GroupState.SCORED, "reuse")
     return undone

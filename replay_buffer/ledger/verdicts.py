@@ -17,13 +17,13 @@ from msgspec.structs import replace
 from areal_async.rpc.messages import EpisodeVerdict, PutVerdicts, Refusal, VerdictAck
 from areal_async.rpc.verdicts import Score, Verdict, kind_of
 from replay_buffer.ledger import faults
-from replay_buffer.ledger.draft import MOST_MESSAGE, Decision, Draft
+from replay_buffer.ledger.group_policy import finish, has_too_few
 from replay_buffer.ledger.index import Index
-from replay_buffer.ledger.policy import finish, has_too_few
-from replay_buffer.ledger.records import Episode, EpisodeState, Group
+from replay_buffer.ledger.records import EpisodeRecord, EpisodeState, GroupRecord
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.score import checked, detailed_kind, message_of, stored_parts
 from replay_buffer.ledger.scoring import renew
+from replay_buffer.ledger.transaction import MOST_MESSAGE, Decision, Transaction
 
 Action = Literal["score", "again", "mask", "drop", "fail"]
 ACTIONS: dict[str, Action] = {"drop_group": "drop", "mask": "mask", "fail_job": "fail"}
@@ -34,8 +34,8 @@ Judged = dict[int, tuple[Verdict, EpisodeVerdict]]
 
 def verdicts(index: Index, message: PutVerdicts, now_ms: int) -> Decision:
     """Take each verdict whose claim is still held; a verdict taken before is acknowledged again."""
-    draft = Draft(index, now_ms)
-    renew(draft, message.scorer)
+    tx = Transaction(index, now_ms)
+    renew(tx, message.scorer)
     refused: list[Refusal] = []
     by_group: defaultdict[str, list[EpisodeVerdict]] = defaultdict(list)
     for item in message.verdicts:
@@ -43,16 +43,18 @@ def verdicts(index: Index, message: PutVerdicts, now_ms: int) -> Decision:
     for group_id, items in by_group.items():
         group = index.groups.get(group_id)
         if group is None:
-            refused += _refuse(draft, items, "group_ended")
+            refused += _refuse(tx, items, "group_ended")
             continue
-        taken, lost = _taken(draft, group, items)
+        taken, lost = _taken(tx, group, items)
         refused += lost
         if taken:
-            _judge(draft, group, taken)
-    return draft.decide(VerdictAck(refused))
+            _judge(tx, group, taken)
+    return tx.decide(VerdictAck(refused))
 
 
-def _taken(draft: Draft, group: Group, items: Sequence[EpisodeVerdict]) -> tuple[Judged, list[Refusal]]:
+def _taken(
+    tx: Transaction, group: GroupRecord, items: Sequence[EpisodeVerdict]
+) -> tuple[Judged, list[Refusal]]:
     """The verdicts that count, and refusals of those whose claim is not held."""
     refused: list[Refusal] = []
     taken: Judged = {}
@@ -60,39 +62,39 @@ def _taken(draft: Draft, group: Group, items: Sequence[EpisodeVerdict]) -> tuple
         sample = _sample(item.episode_id, group)
         held = None if sample is None else group.episodes[sample]
         if sample is None or held is None or held.claim_id != item.claim_id:
-            refused += _refuse(draft, [item], "claim_lost")
+            refused += _refuse(tx, [item], "claim_lost")
         elif held.state == EpisodeState.CLAIMED and sample not in taken:
             verdict = checked(item.verdict, held)
             taken[sample] = verdict, item
-            draft.count(f"verdict:{kind_of(verdict)}")
+            tx.count(f"verdict:{kind_of(verdict)}")
             if isinstance(verdict, Score):
-                faults.succeeded(draft, "scoring")
+                faults.succeeded(tx, "scoring")
                 continue
             kind, message = detailed_kind(verdict), message_of(verdict)
-            draft.note_no_score(kind, message, item.episode_id)
+            tx.note_no_score(kind, message, item.episode_id)
             if kind_of(verdict) == "error":
-                faults.failed(draft, "scoring", group, f"{kind}: {message} (episode {item.episode_id})")
+                faults.failed(tx, "scoring", group, f"{kind}: {message} (episode {item.episode_id})")
     return taken, refused
 
 
-def _judge(draft: Draft, group: Group, taken: Judged) -> None:
+def _judge(tx: Transaction, group: GroupRecord, taken: Judged) -> None:
     """Make the verdicts true, for each episode and for the group."""
-    together = draft.index.is_scored_as_one(group)
-    todo = {sample: _action(draft.rules, group.episodes[sample], taken[sample][0]) for sample in taken}
+    together = tx.index.is_scored_as_one(group)
+    todo = {sample: _action(tx.rules, group.episodes[sample], taken[sample][0]) for sample in taken}
     for sample, action in todo.items():
         if action == "again":
-            draft.count(f"tried_again:{kind_of(taken[sample][0])}")
+            tx.count(f"tried_again:{kind_of(taken[sample][0])}")
     if together and "again" in todo.values():
         todo = dict.fromkeys(_held(group), "again")
     elif (failing := _first(todo, "fail")) is not None:
-        _fail_job(draft, *taken[failing])
+        _fail_job(tx, *taken[failing])
         todo = {sample: "fail" if action == "drop" else action for sample, action in todo.items()}
         todo = dict.fromkeys(_held(group), "fail") if together else todo
     elif (dropping := _first(todo, "drop")) is not None:
-        draft.drop(group, f"verdict_{kind_of(taken[dropping][0])}")
+        tx.drop(group, f"verdict_{kind_of(taken[dropping][0])}")
         return
-    changed: dict[int, Episode] = {}
-    masked: dict[int, Episode] = {}
+    changed: dict[int, EpisodeRecord] = {}
+    masked: dict[int, EpisodeRecord] = {}
     for sample, action in todo.items():
         held, verdict = group.episodes[sample], taken[sample][0] if sample in taken else None
         if isinstance(verdict, Score) and action == "score":
@@ -104,18 +106,18 @@ def _judge(draft: Draft, group: Group, taken: Judged) -> None:
             masked[sample] = replace(held, tries=held.tries + 1)
         else:
             # A job that fails and is resumed begins with its tries anew.
-            changed[sample] = _waiting(draft, held, tries=held.tries + 1 if action == "again" else 0)
+            changed[sample] = _waiting(tx, held, tries=held.tries + 1 if action == "again" else 0)
     claims = {group.episodes[sample].claim_id for sample in todo}
-    group = draft.set_episodes(group, changed) if changed else group
-    group = draft.mask(group, masked) if masked else group
-    _end_claims(draft, group, claims)
-    if masked and has_too_few(draft.rules, group):
-        draft.drop(group, f"verdict_{kind_of(taken[max(masked)][0])}")
+    group = tx.set_episodes(group, changed) if changed else group
+    group = tx.mask(group, masked) if masked else group
+    _end_claims(tx, group, claims)
+    if masked and has_too_few(tx.rules, group):
+        tx.drop(group, f"verdict_{kind_of(taken[max(masked)][0])}")
     else:
-        finish(draft, group)
+        finish(tx, group)
 
 
-def _action(rules: Rules, held: Episode, verdict: Verdict) -> Action:
+def _action(rules: Rules, held: EpisodeRecord, verdict: Verdict) -> Action:
     """What a verdict asks for, by the policy of its kind."""
     kind = kind_of(verdict)
     if kind == "score":
@@ -128,11 +130,11 @@ def _first(todo: dict[int, Action], action: Action) -> int | None:
     return next((sample for sample, wanted in todo.items() if wanted == action), None)
 
 
-def _held(group: Group) -> list[int]:
+def _held(group: GroupRecord) -> list[int]:
     return [sample for sample, episode in enumerate(group.episodes) if episode.is_held]
 
 
-def _scored(held: Episode, score: Score) -> Episode:
+def _scored(held: EpisodeRecord, score: Score) -> EpisodeRecord:
     return replace(
         held,
         state=int(EpisodeState.VERDICT),
@@ -142,42 +144,42 @@ def _scored(held: Episode, score: Score) -> Episode:
     )
 
 
-def _waiting(draft: Draft, held: Episode, *, tries: int) -> Episode:
+def _waiting(tx: Transaction, held: EpisodeRecord, *, tries: int) -> EpisodeRecord:
     """To be claimed again."""
     return replace(
         held,
         state=int(EpisodeState.STORED),
         tries=tries,
         claim_id="",
-        waits_ms=draft.now_ms,
+        waits_ms=tx.now_ms,
         reward=0.0,
         components=None,
         parts=None,
     )
 
 
-def _fail_job(draft: Draft, verdict: Verdict, item: EpisodeVerdict) -> None:
+def _fail_job(tx: Transaction, verdict: Verdict, item: EpisodeVerdict) -> None:
     """The trainer is told at its next request. The first reason stands."""
-    draft.count(f"job_failed:{kind_of(verdict)}")
-    if not draft.meta.failed:
-        draft.set_meta(
+    tx.count(f"job_failed:{kind_of(verdict)}")
+    if not tx.meta.failed:
+        tx.set_meta(
             failed=f"episode {item.episode_id} got no score, but {detailed_kind(verdict)}: "
             f"{message_of(verdict)[:MOST_MESSAGE]} (reward.on_{kind_of(verdict)}.then is fail_job)"
         )
 
 
-def _end_claims(draft: Draft, group: Group, claim_ids: set[str]) -> None:
+def _end_claims(tx: Transaction, group: GroupRecord, claim_ids: set[str]) -> None:
     """Delete those claims that no episode is in any more."""
     open_ids = {e.claim_id for e in group.episodes if e.state == EpisodeState.CLAIMED}
-    for claim_id in claim_ids.intersection(draft.index.claims) - open_ids:
-        draft.set_claim(claim_id, None)
+    for claim_id in claim_ids.intersection(tx.index.claims) - open_ids:
+        tx.set_claim(claim_id, None)
 
 
-def _sample(episode_id: str, group: Group) -> int | None:
+def _sample(episode_id: str, group: GroupRecord) -> int | None:
     text = episode_id.rpartition(".")[2]
     return int(text) if text.isdecimal() and int(text) < len(group.episodes) else None
 
 
-def _refuse(draft: Draft, items: Sequence[EpisodeVerdict], reason: str) -> list[Refusal]:
-    draft.count(f"refused:{reason}", len(items))
+def _refuse(tx: Transaction, items: Sequence[EpisodeVerdict], reason: str) -> list[Refusal]:
+    tx.count(f"refused:{reason}", len(items))
     return [Refusal(item.episode_id, reason) for item in items]

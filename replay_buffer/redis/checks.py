@@ -11,7 +11,7 @@ from replay_buffer.redis.address import RedisServer
 OLDEST = (6, 0)
 
 
-class Asked(Protocol):
+class RedisReader(Protocol):
     """The part of a `RedisConnection` that the checks need."""
 
     async def info(self) -> dict[str, str]: ...
@@ -20,7 +20,7 @@ class Asked(Protocol):
 
 
 async def check_redis(
-    redis: Asked, place: RedisServer, durability: str, *, max_bytes: int = 0, follows: bool = False
+    redis: RedisReader, place: RedisServer, durability: str, *, max_bytes: int = 0, follows: bool = False
 ) -> None:
     """Raise `StoreUnusable` naming the setting to change; `StoreUnavailable` for what passes by itself;
     the rights of the user come first: see `rights`.
@@ -66,7 +66,9 @@ def _check_role(info: dict[str, str], place: RedisServer, follows: bool) -> None
     )
 
 
-async def _check_persistence(redis: Asked, info: dict[str, str], place: RedisServer, durability: str) -> None:
+async def _check_persistence(
+    redis: RedisReader, info: dict[str, str], place: RedisServer, durability: str
+) -> None:
     if not int(info["aof_enabled"]):
         raise StoreUnusable(
             f"Redis at {place} keeps no append-only file, which buffer.durability {durability} needs. Set "
@@ -92,7 +94,7 @@ async def _check_persistence(redis: Asked, info: dict[str, str], place: RedisSer
         )
 
 
-async def _setting(redis: Asked, name: str) -> str | None:
+async def _setting(redis: RedisReader, name: str) -> str | None:
     """A configuration value, or None where this server does not tell."""
     try:
         answer: list[bytes] = await redis.ask("CONFIG", "GET", name)

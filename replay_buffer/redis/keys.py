@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from replay_buffer.ledger.index import Writes
+from replay_buffer.ledger.index import WriteSet
 from replay_buffer.redis.connection import Argument
 
 MOST_ARGUMENTS = 2000
@@ -84,7 +84,7 @@ class Commands:
 
 def commands_of(
     keys: Keys,
-    writes: Writes,
+    writes: WriteSet,
     attachments: Sequence[Any],
     elsewhere: Container[tuple[str, int]] = (),
     into: Commands | None = None,

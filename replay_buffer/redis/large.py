@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from replay_buffer.ledger.index import Writes
+from replay_buffer.ledger.index import WriteSet
 from replay_buffer.redis.connection import Argument
 from replay_buffer.redis.keys import Bytes, Commands, Keys, commands_of
 
@@ -95,7 +95,7 @@ class Large:
         """Of an episode that lies in keys, in order."""
         return [self._keys.chunk(ref.name, ref.at + i) for i in range(ref.chunks)]
 
-    def prepare(self, writes: Writes, attachments: Sequence[Bytes | BlobRef]) -> PreparedWrite:
+    def prepare(self, writes: WriteSet, attachments: Sequence[Bytes | BlobRef]) -> PreparedWrite:
         """Make `writes` into commands, with what is large in places of its own, and take note of it."""
         parcel = PreparedWrite(Commands(self._keys))
         freed = self._free(writes)
@@ -116,7 +116,7 @@ class Large:
         parcel.files_freed = self._unused([ref.name for _, ref in freed if not ref.chunks], writes.freed)
         return parcel
 
-    def _free(self, writes: Writes) -> list[tuple[EpisodeKey, BlobRef]]:
+    def _free(self, writes: WriteSet) -> list[tuple[EpisodeKey, BlobRef]]:
         gone: list[tuple[EpisodeKey, BlobRef]] = []
         for group_id, samples in writes.freed.items():
             held = self._refs.get(group_id)
@@ -135,7 +135,7 @@ class Large:
         return [name for name in dict.fromkeys(names) if name not in used]
 
     def _place(
-        self, writes: Writes, attachments: Sequence[Bytes | BlobRef]
+        self, writes: WriteSet, attachments: Sequence[Bytes | BlobRef]
     ) -> tuple[str, list[tuple[Argument, ...]], dict[EpisodeKey, BlobRef]]:
         kept: dict[EpisodeKey, BlobRef] = {}
         ahead: list[tuple[Argument, ...]] = []

@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from replay_buffer.errors import StoreError, StoreUnavailable, StoreUnusable
-from replay_buffer.ledger.index import Records, Writes
-from replay_buffer.ledger.records import SCHEMA, BatchPlan, Claim, Group, Lease, Meta
+from replay_buffer.ledger.index import LedgerRecords, WriteSet
+from replay_buffer.ledger.records import SCHEMA, BatchPlan, ClaimRecord, GroupRecord, LeaseRecord, LedgerMeta
 from replay_buffer.redis.address import RedisAddress, RedisServer
 from replay_buffer.redis.checks import check_redis
 from replay_buffer.redis.connection import (
@@ -39,10 +39,10 @@ TAKE_SCRIPT = files("replay_buffer.redis").joinpath("take_over.lua").read_bytes(
 ROOM_SHARE = 0.99
 """A Redis that was full has room again below this share of its maxmemory."""
 
-_decode_meta = msgspec.msgpack.Decoder(Meta).decode
-_decode_group = msgspec.msgpack.Decoder(Group).decode
-_decode_lease = msgspec.msgpack.Decoder(Lease).decode
-_decode_claim = msgspec.msgpack.Decoder(Claim).decode
+_decode_meta = msgspec.msgpack.Decoder(LedgerMeta).decode
+_decode_group = msgspec.msgpack.Decoder(GroupRecord).decode
+_decode_lease = msgspec.msgpack.Decoder(LeaseRecord).decode
+_decode_claim = msgspec.msgpack.Decoder(ClaimRecord).decode
 _decode_batch = msgspec.msgpack.Decoder(BatchPlan).decode
 
 
@@ -51,7 +51,7 @@ class Opened:
     """A ledger taken over. `idle_ms`: time since the last write of whoever had it before. `lost_writes`:
     writes confirmed to this store or an earlier front, and not there any more."""
 
-    records: Records
+    records: LedgerRecords
     revision: int
     front_epoch: int
     idle_ms: int
@@ -136,7 +136,7 @@ class Store:
             self._shelf.settled(name, used=self._large.uses(group_id, name))
 
     def submit(
-        self, revision: int, writes: Writes, attachments: Sequence[Bytes | BlobRef]
+        self, revision: int, writes: WriteSet, attachments: Sequence[Bytes | BlobRef]
     ) -> asyncio.Future[None]:
         """Write in order; the future ends when Redis has confirmed."""
         if self._writer is None:
@@ -286,7 +286,7 @@ class Store:
         if had and held >= had and owner != self._owner.encode():
             raise fenced(held)
         epoch = max(held, had) + 1
-        meta = Meta(ledger_id=secrets.token_hex(8), dataset_hash=self._dataset_hash)
+        meta = LedgerMeta(ledger_id=secrets.token_hex(8), dataset_hash=self._dataset_hash)
         begin = (SCHEMA, msgspec.msgpack.encode(meta))
         answer = await ask("EVALSHA", sha, 1, self._keys.meta, front or b"", epoch, self._owner, *begin)
         if answer[0] == b"moved":
@@ -321,7 +321,7 @@ def _joined(chunks: list[bytes | None]) -> bytes | None:
 
 async def read_ledger(
     redis: RedisConnection, keys: Keys, url: str, *, transaction: bool
-) -> tuple[dict[bytes, bytes], Records]:
+) -> tuple[dict[bytes, bytes], LedgerRecords]:
     """The meta hash and all records; in a `transaction` as of one moment. Changes nothing.
 
     Raises `StoreUnusable` for none or one of another schema, `StoreUnavailable` where nobody answers."""
@@ -336,7 +336,7 @@ async def read_ledger(
             f"the ledger in {url} has schema {int(meta[b'schema'])}, this version reads {SCHEMA}: "
             "finish the job with the version that began it"
         )
-    return meta, Records(
+    return meta, LedgerRecords(
         meta=_decode_meta(meta[b"state"]),
         groups={name.decode(): _decode_group(value) for name, value in groups.items()},
         leases={name.decode(): _decode_lease(value) for name, value in leases.items()},

@@ -16,7 +16,7 @@ from rich.text import Text
 from areal_async.rpc.messages import Task
 from areal_async.trajectory import Episode as Trajectory
 from areal_async.trajectory import SegmentKind, TrajectoryError, unpack
-from replay_buffer.ledger.records import Episode, EpisodeState, Group, GroupState
+from replay_buffer.ledger.records import EpisodeRecord, EpisodeState, GroupRecord, GroupState
 from replay_buffer.ledger.score import parts_of
 from replay_buffer.tools.reader import Look
 from replay_buffer.tools.tables import age, plain, rewards_text, size, span, steps_text, versions_text
@@ -25,7 +25,7 @@ MOST_TEXT = 4000
 """Characters of a text that are shown."""
 
 
-def group_page(look: Look, group: Group) -> RenderableType:
+def group_page(look: Look, group: GroupRecord) -> RenderableType:
     """What the ledger says of a group and each of its episodes."""
     state = GroupState(group.least_state).name
     rows = {
@@ -58,7 +58,7 @@ def group_page(look: Look, group: Group) -> RenderableType:
     return Stack(Text(group.group_id, "bold"), "", _fields(rows), "", table)
 
 
-def episode_page(look: Look, group: Group, sample: int, blob: bytes | None) -> RenderableType:
+def episode_page(look: Look, group: GroupRecord, sample: int, blob: bytes | None) -> RenderableType:
     """What the ledger says of an episode, and what the episode holds. `blob` is None when it is not held."""
     episode = group.episodes[sample]
     state = EpisodeState(episode.state).name
@@ -165,12 +165,12 @@ def _fields(rows: dict[str, str]) -> Table:
     return table
 
 
-def _task_text(look: Look, group: Group) -> str:
+def _task_text(look: Look, group: GroupRecord) -> str:
     source = look.index.tasks.task(group.row, group.pass_index).data_source
     return f"row {group.row} of the task file, pass {group.pass_index}" + (f" ({source})" if source else "")
 
 
-def _lease_text(look: Look, group: Group) -> str:
+def _lease_text(look: Look, group: GroupRecord) -> str:
     lease = look.index.leases.get(group.leases[-1]) if group.leases else None
     if lease is None:
         return "none is live"
@@ -179,7 +179,7 @@ def _lease_text(look: Look, group: Group) -> str:
     return f"{lease.lease_id} of {lease.worker}, serving {serving}, ends in {age(left_ms)} unless renewed"
 
 
-def _claim_text(look: Look, episode: Episode) -> str:
+def _claim_text(look: Look, episode: EpisodeRecord) -> str:
     claim = look.index.claims.get(episode.claim_id)
     if claim is None:
         newest = f", the newest: {plain(episode.no_score)}" if episode.no_score else ""
@@ -187,17 +187,17 @@ def _claim_text(look: Look, episode: Episode) -> str:
     return f"by {claim.scorer}, ends in {age(claim.deadline_ms - look.now_ms)}"
 
 
-def _reward_text(episode: Episode) -> str:
+def _reward_text(episode: EpisodeRecord) -> str:
     return f"{episode.reward:.6g}" if episode.state == EpisodeState.VERDICT else "–"
 
 
-def _components_text(episode: Episode) -> str:
+def _components_text(episode: EpisodeRecord) -> str:
     parts = episode.components or {}
     named = f" ({', '.join(f'{name} {value:g}' for name, value in parts.items())})" if parts else ""
     return named + _parts_text(episode)
 
 
-def _parts_text(episode: Episode) -> str:
+def _parts_text(episode: EpisodeRecord) -> str:
     """`; of segments 1: 0.5; of agents judge: 1; of 12 units`."""
     parts = parts_of(episode)
     if parts is None:

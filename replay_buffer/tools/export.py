@@ -10,7 +10,7 @@ from rich.console import Console
 from areal_async.cli.tools import ExportRequest, run_tool, step_range
 from areal_async.launch.runs import find_run
 from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode
-from replay_buffer.ledger.records import EpisodeState, Group, GroupState
+from replay_buffer.ledger.records import EpisodeState, GroupRecord, GroupState
 from replay_buffer.ledger.score import parts_of
 from replay_buffer.tools.reader import open_reader
 from replay_buffer.tools.tables import chosen, size, state_of, steps_of
@@ -47,7 +47,7 @@ async def export(request: ExportRequest) -> str:
     return f"{file.rows} episodes of {found} groups{gone}"
 
 
-def exported(group: Group, sample: int, blob: bytes, data_source: str) -> ExportedEpisode:
+def exported(group: GroupRecord, sample: int, blob: bytes, data_source: str) -> ExportedEpisode:
     """What the ledger says of an episode, beside its bytes."""
     episode = group.episodes[sample]
     judged = episode.state == EpisodeState.VERDICT

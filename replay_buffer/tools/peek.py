@@ -9,7 +9,7 @@ from rich.console import Console
 
 from areal_async.cli.tools import PeekRequest, run_tool
 from areal_async.launch.runs import find_run
-from replay_buffer.ledger.records import Group, GroupState
+from replay_buffer.ledger.records import GroupRecord, GroupState
 from replay_buffer.tools.details import episode_page, group_page
 from replay_buffer.tools.reader import Look, open_reader
 from replay_buffer.tools.tables import NotFound, chosen, near, state_of, table_of
@@ -46,7 +46,7 @@ async def _one(request: PeekRequest, name: str, console: Console) -> None:
             console.print(episode_page(look, group, sample, blob))
 
 
-def find(look: Look, name: str) -> tuple[Group, int | None]:
+def find(look: Look, name: str) -> tuple[GroupRecord, int | None]:
     """The group called `name`, or that of the episode called so and its sample. Raises `NotFound`."""
     groups = look.index.groups
     if name in groups:

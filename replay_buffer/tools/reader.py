@@ -23,7 +23,7 @@ from areal_async.runtime.context import short_socket_dir
 from areal_async.tasks import TaskFileError
 from replay_buffer.errors import StoreUnavailable
 from replay_buffer.ledger.index import Index
-from replay_buffer.ledger.records import Group
+from replay_buffer.ledger.records import GroupRecord
 from replay_buffer.ledger.rules import Rules, Tasks
 from replay_buffer.redis.address import RedisAddress
 from replay_buffer.redis.connection import RedisConnection, find_place, table
@@ -81,7 +81,7 @@ class LedgerReader:
             redis_bytes=used,
         )
 
-    async def blobs(self, group: Group) -> dict[int, bytes]:
+    async def blobs(self, group: GroupRecord) -> dict[int, bytes]:
         """The codec blobs of a group by sample; what is not held is missing."""
         names = [f"{group.group_id}.{sample}" for sample in range(len(group.episodes))]
         held = table(await self._redis.ask("HGETALL", self._keys.blobs(group.group_id)))

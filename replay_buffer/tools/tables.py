@@ -11,7 +11,7 @@ from rich.table import Table
 
 from areal_async.errors import ArealError
 from replay_buffer.ledger.index import Index
-from replay_buffer.ledger.records import Episode, EpisodeState, Group, GroupState
+from replay_buffer.ledger.records import EpisodeRecord, EpisodeState, GroupRecord, GroupState
 
 
 def state_of(name: str | None) -> GroupState | None:
@@ -27,13 +27,13 @@ def state_of(name: str | None) -> GroupState | None:
         ) from None
 
 
-def chosen(index: Index, state: GroupState | None) -> list[Group]:
+def chosen(index: Index, state: GroupState | None) -> list[GroupRecord]:
     """The groups in `state` (None: in any), the oldest first."""
     groups = sorted(index.groups.values(), key=attrgetter("seq"))
     return [group for group in groups if state is None or group.least_state == state]
 
 
-def table_of(groups: Iterable[Group], now_ms: int) -> Table:
+def table_of(groups: Iterable[GroupRecord], now_ms: int) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("group", no_wrap=True)
     table.add_column("state", no_wrap=True)
@@ -55,13 +55,13 @@ def table_of(groups: Iterable[Group], now_ms: int) -> Table:
     return table
 
 
-def episodes_text(group: Group) -> str:
+def episodes_text(group: GroupRecord) -> str:
     """`4 verdict`, or `1 missing, 3 stored`."""
     counts = ((group.count(state), state.name.lower()) for state in EpisodeState)
     return ", ".join(f"{count} {name}" for count, name in counts if count)
 
 
-def versions_text(episodes: Iterable[Episode]) -> str:
+def versions_text(episodes: Iterable[EpisodeRecord]) -> str:
     """`3 … 5`, or `alice 3 … 5, bob 2` where several policies sampled."""
     found: dict[str, tuple[int, int]] = {}
     for episode in episodes:
@@ -73,7 +73,7 @@ def versions_text(episodes: Iterable[Episode]) -> str:
     return ", ".join(f"{policy} {span(*versions)}" for policy, versions in found.items())
 
 
-def rewards_text(episodes: Iterable[Episode]) -> str:
+def rewards_text(episodes: Iterable[EpisodeRecord]) -> str:
     """The mean of the rewards, and from what to what they go: `0.25 (0 … 1)`."""
     rewards = [episode.reward for episode in episodes if episode.state == EpisodeState.VERDICT]
     if not rewards:
@@ -83,13 +83,13 @@ def rewards_text(episodes: Iterable[Episode]) -> str:
     return f"{fmean(rewards):.3g} ({min(rewards):.3g} … {max(rewards):.3g})"
 
 
-def steps_of(group: Group) -> list[int]:
+def steps_of(group: GroupRecord) -> list[int]:
     """Every step, of any policy, that the group is batched for or was trained in."""
     steps = {step for each in group.training.values() for step in (*each.steps, each.step) if step >= 0}
     return sorted(steps)
 
 
-def steps_text(group: Group) -> str:
+def steps_text(group: GroupRecord) -> str:
     return " ".join(map(str, steps_of(group))) or "–"
 
 

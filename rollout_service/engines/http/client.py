@@ -34,14 +34,14 @@ END = b"[DONE]"
 _encoder = msgspec.json.Encoder()
 
 
-class Problem(msgspec.Struct):
+class ServerProblem(msgspec.Struct):
     code: int = 500
 
 
-class Failed(msgspec.Struct):
+class StreamFailure(msgspec.Struct):
     """What a server sends in the middle of a stream, of which the status was 200."""
 
-    error: Problem
+    error: ServerProblem
 
 
 class ServerClient:
@@ -139,7 +139,7 @@ class ServerClient:
             return msgspec.json.decode(event, type=part)
         except msgspec.MsgspecError:
             try:
-                failed = msgspec.json.decode(event, type=Failed)
+                failed = msgspec.json.decode(event, type=StreamFailure)
             except msgspec.MsgspecError:
                 return self._decoded(path, 200, event, part)
             self._refuse(path, failed.error.code, event)

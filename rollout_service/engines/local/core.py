@@ -31,7 +31,7 @@ from rollout_service.engines.base import (
     checked_request,
     nothing_sampled,
 )
-from rollout_service.engines.local.kv import Decode, Extend, Kept, Prefill, PrefixStore, SlotKV
+from rollout_service.engines.local.kv import CacheExtension, Decode, Kept, Prefill, PrefixStore, SlotKV
 from rollout_service.engines.local.model import LocalModel
 from rollout_service.engines.local.sampling import draw
 from rollout_service.engines.local.table import RequestTable, pad
@@ -230,7 +230,7 @@ class EngineCore:
         start = torch.tensor([common for _, _, _, common in parts], device=device)
         lengths = torch.tensor([len(rest) for rest in rests], device=device)
         longest = max(len(rest) for rest in rests)
-        plan = Extend(self._kv, torch.tensor(rows, device=device), start, lengths)
+        plan = CacheExtension(self._kv, torch.tensor(rows, device=device), start, lengths)
         hidden_NTE = self.model.hidden(torch.from_numpy(pad(rests, longest)).to(device), plan.position, plan)
         last_NE = hidden_NTE[torch.arange(len(rows), device=device), lengths - 1]
         return self._sample(rows, self.model.logits(last_NE))

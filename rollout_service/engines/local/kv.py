@@ -194,7 +194,7 @@ class Prefill:
         return out.transpose(1, 2)
 
 
-class Extend:
+class CacheExtension:
     """A pass over the rest of sequences whose first positions are in the cache already, right-padded to T."""
 
     def __init__(self, kv: SlotKV, rows: Tensor, start: Tensor, lengths: Tensor) -> None:

@@ -25,12 +25,12 @@ from rollout_service.engines.http.settings import ServerSettings
 from rollout_service.engines.sglang.arguments import command, variables
 from rollout_service.engines.sglang.messages import (
     Generated,
-    Heard,
+    SglangStream,
     generate_body,
     logprobs_of,
     parse,
 )
-from rollout_service.engines.sglang.probe import PAUSE_MODES, ServerInfo, probe
+from rollout_service.engines.sglang.probe import PAUSE_MODES, SglangInfo, probe
 from rollout_service.engines.sglang.weights import TensorFeed, load_directory
 
 READING_TIMEOUT_S = 10.0
@@ -68,7 +68,7 @@ class SGLangAdapter(ServerAdapter):
         """`feed` brings the tensors of updates, where it can."""
         super().__init__(model, settings)
         self._feed = feed
-        self._info: ServerInfo | None = None
+        self._info: SglangInfo | None = None
         self._flush = settings.update_mode == "recompute"
 
     @property
@@ -112,8 +112,8 @@ class SGLangAdapter(ServerAdapter):
         key = None if self._flush else tag.label
         return generate_body(rid, prompt, request.sampling, room, cache_key=key)
 
-    def heard(self, tell: Tell) -> Heard:
-        return Heard(self._info is not None and self._info.incremental_streaming_output, tell)
+    def heard(self, tell: Tell) -> SglangStream:
+        return SglangStream(self._info is not None and self._info.incremental_streaming_output, tell)
 
     def parse(self, answer: Generated, sampling: Sampling) -> GenerateResult:
         return parse(answer, logprobs_of(sampling))

@@ -22,7 +22,7 @@ class FinishedBy(msgspec.Struct):
     status_code: int | None = None
 
 
-class Meta(msgspec.Struct):
+class AnswerMeta(msgspec.Struct):
     finish_reason: FinishedBy | None = None
     """None in the middle of a stream."""
     completion_tokens: int | None = None
@@ -39,7 +39,7 @@ class Generated(msgspec.Struct):
 
     text: str
     output_ids: list[int]
-    meta_info: Meta
+    meta_info: AnswerMeta
 
 
 def generate_body(
@@ -71,7 +71,7 @@ def generate_body(
     return body
 
 
-class Heard:
+class SglangStream:
     """A streamed answer, put together while its units are told. `disjoint`: each part has what is new in it;
     else each has everything so far."""
 
@@ -82,7 +82,7 @@ class Heard:
         self._text = ""
         self._ids: list[int] = []
         self._logprobs: list[UnitLogprob] = []
-        self._meta: Meta | None = None
+        self._meta: AnswerMeta | None = None
 
     def take(self, part: Generated) -> None:
         reason = part.meta_info.finish_reason
@@ -105,7 +105,7 @@ class Heard:
             self._tell(np.array(self._ids[self._told : known], np.int32))
             self._told = known
 
-    def _drop_repeated(self, meta: Meta) -> None:
+    def _drop_repeated(self, meta: AnswerMeta) -> None:
         """The part that ends an answer in the server's queue (where a pause or a want of KV room had put it)
         repeats its last id, all log-probs and the whole text, alone or behind what was new."""
         n_units, n_logprobs = meta.completion_tokens, meta.output_token_logprobs_length

@@ -27,7 +27,7 @@ class ModelInfo(msgspec.Struct):
     is_generation: bool = True
 
 
-class ServerInfo(msgspec.Struct):
+class SglangInfo(msgspec.Struct):
     """The part of `/server_info` that is used."""
 
     version: str
@@ -44,9 +44,9 @@ class ServerInfo(msgspec.Struct):
 
 async def probe(
     client: ServerClient, *, update_mode: UpdateMode, max_model_len: int, vocab_size: int, dtype: str
-) -> ServerInfo:
+) -> SglangInfo:
     """Raises `EngineError` for a server that cannot do what the engine promises."""
-    info = await client.get("/server_info", ServerInfo)
+    info = await client.get("/server_info", SglangInfo)
     if info.version not in RELEASES:
         raise EngineError(
             f"{client.name} is SGLang {info.version}; supported is {', '.join(sorted(RELEASES))}. {FIX}"
@@ -57,7 +57,7 @@ async def probe(
     return info
 
 
-def _settings(info: ServerInfo, update_mode: UpdateMode, max_model_len: int, dtype: str) -> list[str]:
+def _settings(info: SglangInfo, update_mode: UpdateMode, max_model_len: int, dtype: str) -> list[str]:
     """What is wrong with how a server was started (one that was attached: ours is started right)."""
     problems = []
     if info.context_length is not None and info.context_length < max_model_len + CONTEXT_MARGIN:

@@ -35,7 +35,7 @@ from rollout_service.engines.http.client import CONTROL_TIMEOUT_S, ServerClient
 from rollout_service.engines.http.settings import ServerSettings
 from rollout_service.engines.text import Detokenizer, trim
 from rollout_service.engines.vllm.arguments import command, variables
-from rollout_service.engines.vllm.messages import ID_PREFIX, Answer, Heard, generate_body, label, parse
+from rollout_service.engines.vllm.messages import ID_PREFIX, Answer, VllmStream, generate_body, label, parse
 from rollout_service.engines.vllm.probe import Paused, probe
 from rollout_service.engines.vllm.weights import is_tied, untied
 
@@ -50,7 +50,7 @@ KV_USED = "vllm:kv_cache_usage_perc"
 GENERATED = "vllm:generation_tokens_total"
 
 
-class Status(msgspec.Struct):
+class VllmStatus(msgspec.Struct):
     status: str
 
 
@@ -87,7 +87,7 @@ class VllmAdapter(ServerAdapter):
         release = await probe(client, max_model_len=self.max_model_len, tied=is_tied(weights.path))
         if self.settings.url is not None:
             # Whatever it did before, it is this engine's now.
-            await _control(client, "/pause?mode=abort&clear_cache=true", Status)
+            await _control(client, "/pause?mode=abort&clear_cache=true", VllmStatus)
             await self.load(client, await self.prepare(client, weights))
             await self.resume(client)
         else:
@@ -119,8 +119,8 @@ class VllmAdapter(ServerAdapter):
             priority=request.priority,
         )
 
-    def heard(self, tell: Tell) -> Heard:
-        return Heard(tell)
+    def heard(self, tell: Tell) -> VllmStream:
+        return VllmStream(tell)
 
     def parse(self, answer: Answer, sampling: Sampling) -> GenerateResult:
         def decode(ids: list[int]) -> str:
@@ -139,10 +139,10 @@ class VllmAdapter(ServerAdapter):
 
     async def pause(self, client: ServerClient) -> None:
         # It returns once no step is under way: what comes out later is sampled after `resume`.
-        await _control(client, "/pause?mode=keep&clear_cache=false", Status)
+        await _control(client, "/pause?mode=keep&clear_cache=false", VllmStatus)
 
     async def resume(self, client: ServerClient) -> None:
-        await _control(client, "/resume", Status)
+        await _control(client, "/resume", VllmStatus)
 
     async def prepare(self, client: ServerClient | None, weights: Directory) -> Directory:
         if client is not None and not (await client.get("/is_paused", Paused)).is_paused:

@@ -34,7 +34,7 @@ class Logprobs(msgspec.Struct):
     content: list[UnitLogprob]
 
 
-class Choice(msgspec.Struct):
+class AnswerChoice(msgspec.Struct):
     """An answer; of a stream, what is new in it, and at its end the spans of all of it."""
 
     finish_reason: str | None
@@ -46,21 +46,21 @@ class Choice(msgspec.Struct):
 class Answer(msgspec.Struct):
     """The part of the server's answer that is used. Its decoding fails where a field is missing."""
 
-    choices: list[Choice]
+    choices: list[AnswerChoice]
 
-    def only(self) -> Choice:
+    def only(self) -> AnswerChoice:
         """Raises `EngineError` where there is none, or more."""
         if len(self.choices) != 1:
             raise EngineError(f"the server gave {len(self.choices)} answers to one request")
         return self.choices[0]
 
 
-class Heard:
+class VllmStream:
     """A streamed answer, put together while its units are told."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
-        self._whole: Choice | None = None
+        self._whole: AnswerChoice | None = None
 
     def take(self, part: Answer) -> None:
         new = part.only()

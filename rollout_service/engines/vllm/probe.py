@@ -32,7 +32,7 @@ INFO_TIMEOUT_S = 120.0
 """The server describes its whole machine, once."""
 
 
-class Release(msgspec.Struct):
+class VllmRelease(msgspec.Struct):
     version: str
 
 
@@ -59,7 +59,7 @@ class Config(msgspec.Struct):
     device_config: dict[str, Any]
 
 
-class ServerInfo(msgspec.Struct):
+class VllmInfo(msgspec.Struct):
     vllm_config: Config
 
 
@@ -71,7 +71,7 @@ async def probe(client: ServerClient, *, max_model_len: int, tied: bool) -> str:
     """The server's release. `tied` says that the model's output layer is its embedding.
 
     Raises `EngineError`, which says what is missing and with which flag or variable it is there."""
-    release = (await client.get("/version", Release)).version
+    release = (await client.get("/version", VllmRelease)).version
     if not release.startswith(RELEASES):
         raise EngineError(
             f"{client.name} is release {release}; known are {', '.join(r + 'x' for r in RELEASES)}. Install "
@@ -81,7 +81,7 @@ async def probe(client: ServerClient, *, max_model_len: int, tied: bool) -> str:
     for fix, paths in ENDPOINTS.items():
         if missing := [path for path in paths if path not in offered]:
             raise EngineError(f"{client.name} does not offer {', '.join(missing)}: start it with {fix}")
-    info = await client.get("/server_info?config_format=json", ServerInfo, timeout_s=INFO_TIMEOUT_S)
+    info = await client.get("/server_info?config_format=json", VllmInfo, timeout_s=INFO_TIMEOUT_S)
     config = info.vllm_config
     _require(
         client,

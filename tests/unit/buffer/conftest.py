@@ -36,13 +36,13 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.verdicts import Score, Verdict
 from areal_async.runtime.context import short_socket_dir
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
-from replay_buffer.ledger.decide import Command, Expire, decide
-from replay_buffer.ledger.draft import Decision, Draft
-from replay_buffer.ledger.index import Edge, Index, Records
+from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
+from replay_buffer.ledger.index import Edge, Index, LedgerRecords
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import GroupState, Meta, Versions
+from replay_buffer.ledger.records import GroupState, LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
+from replay_buffer.ledger.transaction import Decision, Transaction
 from replay_buffer.redis.embedded import EmbeddedRedis
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8, stop=(), seed=1)
@@ -75,9 +75,11 @@ class Driver:
         self.now_ms = 1_000_000
         self.epoch = 0
         self.decisions: list[Decision] = []
-        self.index = self._index(Records(Meta(ledger_id="ledger", dataset_hash=self.tasks.dataset_hash)), 0)
+        self.index = self._index(
+            LedgerRecords(LedgerMeta(ledger_id="ledger", dataset_hash=self.tasks.dataset_hash)), 0
+        )
 
-    def _index(self, records: Records, revision: int) -> Index:
+    def _index(self, records: LedgerRecords, revision: int) -> Index:
         return Index(self.rules, self.tasks, records, nonce="n", revision=revision)
 
     # --- the way in ---
@@ -88,7 +90,7 @@ class Driver:
     def decide(self, command: Command) -> Decision:
         due_ms = self.index.next_deadline_ms
         if due_ms is not None and due_ms <= self.now_ms:
-            self._take(Expire())
+            self._take(ExpireDeadlines())
         return self._take(command)
 
     def _take(self, command: Command) -> Decision:
@@ -101,7 +103,9 @@ class Driver:
     def rebuilt(self) -> Index:
         """The index that a new front would make of the records alone."""
         now = self.index
-        records = Records(now.meta, dict(now.groups), dict(now.leases), dict(now.claims), dict(now.batches))
+        records = LedgerRecords(
+            now.meta, dict(now.groups), dict(now.leases), dict(now.claims), dict(now.batches)
+        )
         return self._index(records, now.revision)
 
     # --- shorthands ---
@@ -256,9 +260,9 @@ class Driver:
 
     def drop_by_name(self, group: LeasedGroup, reason: str) -> None:
         """Drop a group as some other part of the ledger would."""
-        draft = Draft(self.index, self.now_ms)
-        draft.drop(self.index.groups[group.group_id], reason)
-        writes = draft.decide(Ok()).writes
+        tx = Transaction(self.index, self.now_ms)
+        tx.drop(self.index.groups[group.group_id], reason)
+        writes = tx.decide(Ok()).writes
         assert writes is not None
         self.index.apply(writes)
 

@@ -31,10 +31,10 @@ from areal_async.rpc.messages import (
     Waiting,
 )
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, kind_of
-from replay_buffer.ledger.decide import Begun
-from replay_buffer.ledger.index import Records
+from replay_buffer.ledger.decide import BufferStarted
+from replay_buffer.ledger.index import LedgerRecords
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import EpisodeState, GroupState, Meta, Versions
+from replay_buffer.ledger.records import EpisodeState, GroupState, LedgerMeta, Versions
 from replay_buffer.ledger.rules import VerdictPolicy
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from tests.unit.buffer.ledger_model import Model, task_of
@@ -432,7 +432,7 @@ class LedgerMachine(Promises):
     def front_comes_back(self):
         """A new front makes its index of the records that are held."""
         self.use(self.reloaded())
-        self.send(Begun())
+        self.send(BufferStarted())
         assert not self.meta.failed
 
     def use(self, index):
@@ -457,7 +457,7 @@ class LedgerMachine(Promises):
     @rule()
     def redis_is_saved(self):
         index = self.ledger.index
-        records = Records(
+        records = LedgerRecords(
             index.meta, dict(index.groups), dict(index.leases), dict(index.claims), dict(index.batches)
         )
         self.saved = records, copy.deepcopy(self.model.held), set(self.model.trained.given_up)
@@ -491,7 +491,9 @@ class LedgerMachine(Promises):
         """All that is left is the copy in the newest checkpoint."""
         self.saved = None
         self.serial += 1
-        self.use(self.restored(Records(Meta(f"ledger {self.serial}", self.ledger.tasks.dataset_hash))))
+        self.use(
+            self.restored(LedgerRecords(LedgerMeta(f"ledger {self.serial}", self.ledger.tasks.dataset_hash)))
+        )
         self.model.held.blobs.clear()
         self.model.held.masked.clear()
         self.model.held.tries.clear()

@@ -29,7 +29,7 @@ def versions_in(batch):
 
 
 def test_the_commit_of_other_weights_ends_what_came_of_the_first_at_once(restarted, monkeypatch):
-    monkeypatch.setattr(batching, "on_lineage", lambda draft, policy, group: True)
+    monkeypatch.setattr(batching, "on_lineage", lambda tx, policy, group: True)
     restarted.send(Commit("policy", restarted.epoch, 0, []))
     assert restarted.count("dropped:abandoned") == 3, "the batches of steps 1 and 2, and what waited"
     assert all(newest_version(e, "policy") < 1 for g in restarted.index.groups.values() for e in g.episodes)
@@ -37,7 +37,7 @@ def test_the_commit_of_other_weights_ends_what_came_of_the_first_at_once(restart
 
 def test_a_batch_that_is_run_again_is_looked_at_once_more(restarted, monkeypatch):
     """As it stood before the commit of other weights was known to it."""
-    monkeypatch.setattr(committing, "_drop_abandoned", lambda draft, policy, version: None)
+    monkeypatch.setattr(committing, "_drop_abandoned", lambda tx, policy, version: None)
     planned = restarted.index.batches["policy", 1].group_ids
     restarted.send(Commit("policy", restarted.epoch, 0, []))
     assert restarted.index.batches["policy", 1].group_ids == planned
@@ -48,7 +48,7 @@ def test_a_batch_that_is_run_again_is_looked_at_once_more(restarted, monkeypatch
 
 
 def test_what_is_scored_is_looked_at_when_it_is_chosen(restarted, monkeypatch):
-    monkeypatch.setattr(committing, "_drop_abandoned", lambda draft, policy, version: None)
+    monkeypatch.setattr(committing, "_drop_abandoned", lambda tx, policy, version: None)
     for group in list(restarted.index.groups.values()):
         if group.least_state == 4 and group.training["policy"].step > 0:
             restarted.drop_by_name(group, "test")
@@ -123,7 +123,7 @@ def test_a_plan_of_an_earlier_epoch_is_not_given_out_unseen(restarted, monkeypat
     monkeypatch.setattr(
         batching,
         "on_lineage",
-        lambda draft, policy, group: seen.append(group.group_id) or on_lineage(draft, policy, group),
+        lambda tx, policy, group: seen.append(group.group_id) or on_lineage(tx, policy, group),
     )
     batch = restarted.batch(1)
     assert seen == [group.group_id for group in batch.groups]

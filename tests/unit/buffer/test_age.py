@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replay_buffer.ledger.decide import Expire, Extend
+from replay_buffer.ledger.decide import ExpireDeadlines, ExtendDeadlines
 
 AGE = 10_000
 
@@ -43,7 +43,7 @@ def test_a_batched_group_has_no_age(drive):
     ledger.now_ms += 10 * AGE
     ledger.commit()
     ledger.now_ms += 10 * AGE
-    ledger.send(Expire())
+    ledger.send(ExpireDeadlines())
     assert ledger.index.consumer("policy").episodes_trained == 4
     assert ledger.count("dropped:age") == 0
 
@@ -52,10 +52,10 @@ def test_the_age_of_a_new_attempt_begins_with_its_first_lease(drive):
     ledger = aging(drive)
     (group,) = ledger.lease()
     ledger.now_ms += AGE
-    ledger.send(Expire())
+    ledger.send(ExpireDeadlines())
     again = f"{group.task.task_id}#1"
     ledger.now_ms += 10 * AGE
-    ledger.send(Expire())
+    ledger.send(ExpireDeadlines())
     assert ledger.state(again) == "QUEUED", "it holds nothing that could be too old"
     (lease,) = ledger.lease()
     assert lease.group_id == again
@@ -68,7 +68,7 @@ def test_a_task_that_is_always_too_old_is_given_up_after_its_last_attempt(drive)
         (group,) = ledger.lease()
         assert group.attempt == attempt
         ledger.now_ms += AGE
-        ledger.send(Expire())
+        ledger.send(ExpireDeadlines())
     assert ledger.lease()[0].task.task_id != group.task.task_id
     assert ledger.count("dropped:age") == 3
 
@@ -84,11 +84,11 @@ def test_time_in_which_the_buffer_was_away_does_not_count(drive):
     ledger = aging(drive)
     (group,) = ledger.scored()
     ledger.now_ms += 100 * AGE
-    ledger._take(Extend(100 * AGE))
-    ledger.send(Expire())
+    ledger._take(ExtendDeadlines(100 * AGE))
+    ledger.send(ExpireDeadlines())
     assert ledger.state(group) == "SCORED"
     ledger.now_ms += AGE
-    ledger.send(Expire())
+    ledger.send(ExpireDeadlines())
     assert ledger.state(group) is None
 
 
@@ -97,7 +97,7 @@ def test_a_group_past_its_deadline_is_still_held_to_its_age(drive):
     (group,) = ledger.lease()
     ledger.put(group, [1])
     ledger.now_ms += 2000
-    ledger.send(Expire())
+    ledger.send(ExpireDeadlines())
     assert ledger.state(group) == "GENERATED"
     assert ledger.index.next_deadline_ms == ledger.now_ms + AGE - 2000
 
@@ -107,6 +107,6 @@ def test_where_both_have_come_the_age_ends_the_group(drive):
     (group,) = ledger.lease()
     ledger.put(group, [1])
     ledger.now_ms += AGE
-    ledger.send(Expire())
+    ledger.send(ExpireDeadlines())
     assert ledger.state(group) is None
     assert ledger.count("generated:deadline") == 0

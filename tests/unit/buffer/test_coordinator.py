@@ -29,7 +29,7 @@ from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score
 from replay_buffer import coordinator as front_module
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.errors import StoreFenced, StoreUnavailable, StoreUnusable
-from replay_buffer.ledger.decide import Expire
+from replay_buffer.ledger.decide import ExpireDeadlines
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
@@ -285,7 +285,7 @@ async def test_an_outage_of_the_front_moves_deadlines_on(a_front):
         (group,) = await lease(front)
         deadline_ms = front.index.leases[group.lease_id].deadline_ms
         shift = 30.0
-        await front.execute(Expire())
+        await front.execute(ExpireDeadlines())
         moved_ms = front.index.leases[group.lease_id].deadline_ms - deadline_ms
         assert 29_000 < moved_ms < 31_000
 

@@ -6,7 +6,7 @@ import pytest
 
 from areal_async.rpc.messages import Fault, Ok, Release
 from areal_async.rpc.verdicts import Abstain, Failure, Timeout
-from replay_buffer.ledger.decide import Begun
+from replay_buffer.ledger.decide import BufferStarted
 from replay_buffer.ledger.rules import MAX_LEASES, VerdictPolicy
 
 REASON = "ValueError: the template of this model has no tools"
@@ -70,7 +70,7 @@ def test_a_resumed_job_has_every_task_of_one_that_nothing_succeeded_in(drive, ba
     for _ in range(4):
         tried |= fail_rounds(ledger, 60, pause_s=0.3)
         assert ledger.index.meta.failed
-        ledger.send(Begun())
+        ledger.send(BufferStarted())
         assert not ledger.index.meta.failed
     trained = train_on(ledger, tried)
     assert tried <= set(trained)
@@ -164,7 +164,7 @@ def test_a_reward_that_fails_at_every_episode_ends_the_job_and_costs_no_task(dri
     for said in ("no episode got a score since the start", "NameError: name 'nunpy'", "Correct the reward"):
         assert said in message
     assert ledger.ask().message == message
-    ledger.send(Begun())
+    ledger.send(BufferStarted())
     assert tried <= set(train_on(ledger, tried))
 
 
@@ -180,7 +180,7 @@ def test_verdicts_on_their_way_when_the_job_fails_cost_no_task(drive):
     ledger.judge(items[5:6], wrong)
     assert ledger.index.meta.failed
     ledger.judge(items[6:], wrong)
-    ledger.send(Begun())
+    ledger.send(BufferStarted())
     tried = {lease.task.task_id for lease in leases}
     assert tried <= set(train_on(ledger, tried))
 
@@ -224,7 +224,7 @@ def test_a_fault_that_has_used_up_a_small_task_file_ends_the_job_and_costs_no_ta
         in ledger.index.meta.failed
     )
     assert ledger.now_ms - begun_ms <= 12_000
-    ledger.send(Begun())
+    ledger.send(BufferStarted())
     trained = []
     for _ in range(2):
         for lease in ledger.lease(100):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from areal_async.rpc.messages import ExportLedger
 from areal_async.rpc.verdicts import Abstain, Failure, Score
 from replay_buffer import audit as history
-from replay_buffer.ledger.decide import Expire, Extend, decide
+from replay_buffer.ledger.decide import ExpireDeadlines, ExtendDeadlines, decide
 from replay_buffer.ledger.records import EpisodeState, GroupState
 
 ENDED = 5_000
@@ -124,7 +124,7 @@ def test_a_partial_group_with_too_few_samples_is_dropped(drive):
     ledger.put(few, [0, 1])
     ledger.put(enough, [0, 1, 2])
     ledger.now_ms += ENDED
-    ledger.send(Expire())
+    ledger.send(ExpireDeadlines())
     assert (ledger.state(few), ledger.state(enough)) == (None, "GENERATED")
     assert ledger.count("dropped:deadline") == 1
     assert ledger.index.payload_bytes == 300
@@ -179,7 +179,7 @@ def test_an_outage_moves_the_deadline_on(drive):
     (group,) = ledger.lease()
     ledger.put(group, [0])
     ledger.now_ms += 60_000
-    ledger._take(Extend(60_000))
+    ledger._take(ExtendDeadlines(60_000))
     assert ledger.heartbeat(group) == []
     assert ledger.state(group) == "LEASED"
     ledger.now_ms += ENDED
@@ -193,7 +193,7 @@ def test_a_lease_and_its_group_that_end_at_the_same_moment_end_once(drive):
     for group in groups:
         ledger.put(group, [0, 1])
     ledger.now_ms += ENDED
-    ledger.send(Expire())
+    ledger.send(ExpireDeadlines())
     assert [ledger.state(group) for group in groups] == ["GENERATED"] * 2
     assert ledger.count("generated:deadline") == 2
     assert ledger.index.leases == {}
@@ -256,7 +256,7 @@ def test_a_partial_group_that_loses_samples_to_a_restart_may_be_made_whole_again
     ledger.put(group, [0], version=0)
     ledger.put(group, [3], version=1)
     ledger.now_ms += ENDED
-    ledger.send(Expire())
+    ledger.send(ExpireDeadlines())
     copy = ledger.decide(ExportLedger("policy", ledger.epoch, 0)).payload
     ledger.set_consumer(checkpoint=1)
     ledger.now_ms += 100 * ENDED
@@ -275,11 +275,11 @@ def test_what_is_given_up_is_never_reported_as_stored(drive, monkeypatch):
     (group,) = ledger.lease()
     ledger.put(group, [0, 1])
     ledger.now_ms += ENDED
-    decision = decide(ledger.index, Expire(), ledger.now_ms)
-    history.note_decided(ledger.index, decision.writes, "Expire", front_epoch=1)
+    decision = decide(ledger.index, ExpireDeadlines(), ledger.now_ms)
+    history.note_decided(ledger.index, decision.writes, "ExpireDeadlines", front_epoch=1)
     assert "stored" not in events[-1]
     assert events[-1]["moved"] == {group.group_id: ["LEASED", "GENERATED", -1]}
-    ledger.send(Expire())
+    ledger.send(ExpireDeadlines())
     history.note_loaded(ledger.index, front_epoch=2, idle_ms=0, lost_writes=0)
     assert events[-1]["groups"][group.group_id][2] == [0, 1]
 
@@ -400,7 +400,7 @@ def test_groups_are_whole_or_follow_their_policy(driver_type, seed, policy, filt
         elif choice == 8:
             outage_ms = rng.randrange(20_000)
             ledger.now_ms += outage_ms
-            ledger._take(Extend(outage_ms))
+            ledger._take(ExtendDeadlines(outage_ms))
         else:
             reply = ledger.ask()
             for group in getattr(reply, "groups", ()):
@@ -418,7 +418,7 @@ def test_groups_are_whole_or_follow_their_policy(driver_type, seed, policy, filt
         # As the front does: time that has come is decided on before anything else, and seen here alone.
         due_ms = ledger.index.next_deadline_ms
         if due_ms is not None and due_ms <= ledger.now_ms:
-            ledger._take(Expire())
+            ledger._take(ExpireDeadlines())
             check()
             due_ms = ledger.index.next_deadline_ms
             assert due_ms is None or due_ms > ledger.now_ms, "what is due is dealt with at once"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-from replay_buffer.ledger.order import Order
+from replay_buffer.ledger.sorted_index import SortedIndex
 
 
 def test_order_is_by_key_then_id_and_follows_changes():
     rng = random.Random(0)
-    order, model = Order(), {}
+    order, model = SortedIndex(), {}
     for _ in range(2000):
         id_ = f"g{rng.randrange(40)}"
         key = None if rng.random() < 0.3 else (rng.randrange(5), rng.randrange(5))

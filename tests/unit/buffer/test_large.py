@@ -26,9 +26,9 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.verdicts import Score
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.errors import StoreUnavailable
-from replay_buffer.ledger.index import Writes
+from replay_buffer.ledger.index import WriteSet
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import Meta, Versions
+from replay_buffer.ledger.records import LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.redis import files as shelf_module
@@ -291,6 +291,6 @@ def test_a_file_is_free_when_its_last_episode_is():
     large = Large(Keys("job"))
     refs = {b"g.0": [["f", FILE_BYTES, 0]], b"g.1": [["f", FILE_BYTES, FILE_BYTES]]}
     large.load({name: msgspec.msgpack.encode(ref[0]) for name, ref in refs.items()}, 1)
-    meta = Meta(ledger_id="l", dataset_hash="d")
-    assert large.prepare(Writes(meta, freed={"g": (0,)}), []).files_freed == []
-    assert large.prepare(Writes(meta, freed={"g": (1,)}), []).files_freed == ["f"]
+    meta = LedgerMeta(ledger_id="l", dataset_hash="d")
+    assert large.prepare(WriteSet(meta, freed={"g": (0,)}), []).files_freed == []
+    assert large.prepare(WriteSet(meta, freed={"g": (1,)}), []).files_freed == ["f"]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from areal_async.rpc.verdicts import Score
-from replay_buffer.ledger.records import MISSING, EpisodeState, Group, GroupState, Training
+from replay_buffer.ledger.records import MISSING, EpisodeState, GroupRecord, GroupState, Training
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.sampling import choose, overtaken_by_reuse, priority, rank
 
@@ -20,7 +20,7 @@ RULES = {"group_size": 2, "batch_groups": 2, "max_staleness": 2}
 def group(*rewards, seq=0, version=0):
     episodes = tuple(replace(MISSING, state=int(EpisodeState.VERDICT), reward=reward) for reward in rewards)
     training = {"policy": Training(min_version=version)}
-    return Group(f"g{seq}", seq, 0, 0, 0, int(GroupState.SCORED), episodes, 0, training)
+    return GroupRecord(f"g{seq}", seq, 0, 0, 0, int(GroupState.SCORED), episodes, 0, training)
 
 
 def ids(batch):

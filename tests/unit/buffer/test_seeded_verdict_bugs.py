@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from areal_async.rpc.messages import Claim, NextBatch
 from areal_async.rpc.verdicts import Abstain, Score
-from replay_buffer.ledger import batching, draft, policy, scoring, verdicts
+from replay_buffer.ledger import batching, scoring, transaction, verdicts
+from replay_buffer.ledger import group_policy as policy
 from replay_buffer.ledger.decide import DECIDES
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import EpisodeState
@@ -31,17 +32,17 @@ def failure_becomes_0(patch):
 
 def masked_one_becomes_0(patch):
     """A masked episode is trained, with the reward that it never got."""
-    patch.setattr(draft, "_masked", lambda episode: replace(episode, state=int(EpisodeState.VERDICT)))
+    patch.setattr(transaction, "_masked", lambda episode: replace(episode, state=int(EpisodeState.VERDICT)))
 
 
 def masked_bytes_are_kept(patch):
-    real = draft.Draft.free
+    real = transaction.Transaction.free
 
     def wrong(self, group_id, samples=None):
         if samples is None:
             real(self, group_id)
 
-    patch.setattr(draft.Draft, "free", wrong)
+    patch.setattr(transaction.Transaction, "free", wrong)
 
 
 def too_few_are_enough(patch):
@@ -52,7 +53,7 @@ def too_few_are_enough(patch):
 def tries_are_not_counted(patch):
     """What fails is tried again for ever."""
     real = verdicts._waiting
-    patch.setattr(verdicts, "_waiting", lambda draft_, held, *, tries: real(draft_, held, tries=0))
+    patch.setattr(verdicts, "_waiting", lambda tx, held, *, tries: real(tx, held, tries=0))
 
 
 def every_policy_drops(patch):
@@ -70,12 +71,12 @@ def a_second_verdict_overwrites(patch):
     """Whoever had the claim may judge again."""
     real = verdicts._taken
 
-    def wrong(draft_, group, items):
+    def wrong(tx, group, items):
         episodes = [
             replace(e, state=int(EpisodeState.CLAIMED)) if e.state == EpisodeState.VERDICT else e
             for e in group.episodes
         ]
-        return real(draft_, replace(group, episodes=tuple(episodes)), items)
+        return real(tx, replace(group, episodes=tuple(episodes)), items)
 
     patch.setattr(verdicts, "_taken", wrong)
 
@@ -84,10 +85,10 @@ def a_lost_claim_may_judge(patch):
     """Verdicts are not fenced by claim."""
     real = verdicts._taken
 
-    def wrong(draft_, group, items):
+    def wrong(tx, group, items):
         held = {f"{group.group_id}.{n}": e.claim_id for n, e in enumerate(group.episodes)}
         items = [replace(item, claim_id=held.get(item.episode_id) or item.claim_id) for item in items]
-        return real(draft_, group, items)
+        return real(tx, group, items)
 
     patch.setattr(verdicts, "_taken", wrong)
 
@@ -121,12 +122,12 @@ def only_the_failed_one_is_tried_again(patch):
 
 
 def judged_one_by_one(real):
-    def wrong(draft_, group, taken):
-        known, draft_.index._scores_groups = draft_.index._scores_groups, False
+    def wrong(tx, group, taken):
+        known, tx.index._scores_groups = tx.index._scores_groups, False
         try:
-            real(draft_, group, taken)
+            real(tx, group, taken)
         finally:
-            draft_.index._scores_groups = known
+            tx.index._scores_groups = known
 
     return wrong
 

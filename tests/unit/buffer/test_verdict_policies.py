@@ -6,11 +6,11 @@ import pytest
 
 from areal_async.rpc.messages import Claim, ExportLedger, Fault, OpenTrainer
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout
-from replay_buffer.ledger.decide import Begun, Expire, stats
-from replay_buffer.ledger.draft import MOST_KINDS, MOST_MESSAGE
+from replay_buffer.ledger.decide import BufferStarted, ExpireDeadlines, stats
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState
 from replay_buffer.ledger.rules import VerdictPolicy
+from replay_buffer.ledger.transaction import MOST_KINDS, MOST_MESSAGE
 
 MASK = VerdictPolicy(0, "mask")
 FAIL = VerdictPolicy(0, "fail_job")
@@ -201,7 +201,7 @@ def test_masked_and_absent_samples_together_leave_what_is_left(drive):
     items = ledger.claim()
     ledger.judge(items[:1], Timeout(5))
     ledger.now_ms += 1000
-    ledger.send(Expire())
+    ledger.send(ExpireDeadlines())
     assert states(ledger, group) == ["MASKED", "CLAIMED", "CLAIMED", "ABSENT"]
     ledger.judge(items[1:], Score(1.0))
     assert ledger.state(group) == "SCORED"
@@ -215,7 +215,7 @@ def test_masked_samples_are_none_of_those_that_have_come_by_the_deadline(drive, 
     ledger.put(group, [0, 1])
     ledger.judge(ledger.claim()[:1], Timeout(5))
     ledger.now_ms += 1000
-    ledger.send(Expire())
+    ledger.send(ExpireDeadlines())
     assert ledger.state(group) is None
     assert ledger.count("dropped:deadline") == 1
 
@@ -312,7 +312,7 @@ def test_a_job_that_failed_gets_no_more_scores_until_it_is_resumed(drive):
     assert ledger.claim() == []
     ledger.open(0)
     assert isinstance(ledger.ask(), Fault), "a trainer that comes back does not lift it"
-    ledger.send(Begun())
+    ledger.send(BufferStarted())
     items = ledger.claim()
     assert [item.tries for item in items] == [0, 0]
     ledger.judge(items)
@@ -343,7 +343,7 @@ def test_a_failure_is_not_taken_over_with_the_ledger_copy_of_a_checkpoint(drive)
     generated(ledger)
     ledger.judge(ledger.claim(), Failure("exception", "no"))
     copy = ledger.decide(ExportLedger("policy", ledger.epoch, 0)).payload
-    ledger.send(Begun())
+    ledger.send(BufferStarted())
     ledger.index.meta = type(ledger.index.meta)("another", ledger.tasks.dataset_hash)
     ledger.send(OpenedWith("policy", "t", 0, copy))
     assert ledger.index.meta.failed == ""

@@ -17,8 +17,8 @@ from areal_async.cli.tools import (
     PeekRequest,
     RehearsalRequest,
     ReplayRequest,
-    Request,
     StatsRequest,
+    ToolRequest,
     module_of,
     step_range,
 )
@@ -39,7 +39,7 @@ from areal_async.config.errors import ConfigError
         ),
     ],
 )
-def test_a_command_becomes_one_request(monkeypatch, arguments: list[str], request_: Request) -> None:
+def test_a_command_becomes_one_request(monkeypatch, arguments: list[str], request_: ToolRequest) -> None:
     asked = []
     monkeypatch.setattr("areal_async.cli.buffer.become", asked.append)
     assert CliRunner().invoke(app, ["buffer", *arguments]).exit_code == 0

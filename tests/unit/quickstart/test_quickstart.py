@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_async.config.advice import advise
 from areal_async.config.load import load_job
 from areal_async.quickstart.main import N_HELD_OUT, prepare
-from areal_async.quickstart.tasks import Problem, split_problems
+from areal_async.quickstart.tasks import Sum, split_problems
 from areal_async.tasks import read_tasks
 
 
@@ -36,7 +36,7 @@ def test_the_split_is_a_function_of_the_seed():
 
 def test_the_tokenizer_gives_one_token_a_character_and_back(files):
     tokenizer = AutoTokenizer.from_pretrained(files / "base")
-    text = Problem(12, "-", 34).prompt + "-22"
+    text = Sum(12, "-", 34).prompt + "-22"
     ids = tokenizer(text).input_ids
     assert len(ids) == len(text)
     assert tokenizer.decode(ids) == text

@@ -135,7 +135,7 @@ def sglang_part(ids: Sequence[int], *, so_far: int, text: str = "", reason: Any 
 @pytest.mark.parametrize("disjoint", [True, False], ids=["disjoint", "cumulative"])
 def test_parts_make_the_answer_in_both_forms(disjoint: bool) -> None:
     told: list[list[int]] = []
-    heard = wire.Heard(disjoint, lambda piece: told.append(piece.tolist()))
+    heard = wire.SglangStream(disjoint, lambda piece: told.append(piece.tolist()))
     ends = [1, 3, 3, 4]
     for begin, end in zip([0, *ends], ends, strict=False):
         ids = [5, 6, 7, 8][begin if disjoint else 0 : end]
@@ -152,7 +152,7 @@ def test_parts_make_the_answer_in_both_forms(disjoint: bool) -> None:
 def test_what_an_abort_in_the_servers_queue_repeats_is_told_once(joined: bool) -> None:
     """See `_handle_abort_req` of SGLang 0.5.23. `joined`: the server has made one part of the last two."""
     told: list[int] = []
-    heard = wire.Heard(True, lambda piece: told.extend(piece.tolist()))
+    heard = wire.SglangStream(True, lambda piece: told.extend(piece.tolist()))
     heard.take(sglang_part([5, 6], so_far=2, text="ab"))
     if not joined:
         heard.take(sglang_part([7], so_far=3, text="c"))
@@ -172,7 +172,7 @@ def test_what_an_abort_in_the_servers_queue_repeats_is_told_once(joined: bool) -
 
 def test_an_id_without_a_log_prob_is_not_told() -> None:
     told: list[int] = []
-    heard = wire.Heard(True, lambda piece: told.extend(piece.tolist()))
+    heard = wire.SglangStream(True, lambda piece: told.extend(piece.tolist()))
     part = sglang_part([5, 6], so_far=2, reason={"type": "abort"})
     assert part.meta_info.output_token_logprobs is not None
     del part.meta_info.output_token_logprobs[1]
@@ -182,14 +182,14 @@ def test_an_id_without_a_log_prob_is_not_told() -> None:
 
 @pytest.mark.parametrize(("status", "error"), [(400, RequestError), (503, EngineError)])
 def test_a_refusal_inside_sglangs_stream_is_no_abort(status: int, error: Any) -> None:
-    heard = wire.Heard(True, lambda piece: None)
+    heard = wire.SglangStream(True, lambda piece: None)
     reason = {"type": "abort", "message": "why", "status_code": status}
     with pytest.raises(error, match="why"):
         heard.take(sglang_part([], so_far=0, reason=reason))
 
 
 def test_an_sglang_stream_that_never_finished_is_no_answer() -> None:
-    heard = wire.Heard(True, lambda piece: None)
+    heard = wire.SglangStream(True, lambda piece: None)
     with pytest.raises(EngineError, match="with nothing"):
         heard.answer()
     heard.take(sglang_part([5], so_far=1))
@@ -218,7 +218,7 @@ def parsed(whole: answer.Answer) -> GenerateResult:
 
 def test_vllms_deltas_make_the_answer() -> None:
     told: list[list[int]] = []
-    heard = answer.Heard(lambda piece: told.append(piece.tolist()))
+    heard = answer.VllmStream(lambda piece: told.append(piece.tolist()))
     for part in (vllm_part([5]), vllm_part([6, 7]), vllm_part([], reason="abort", units=3)):
         heard.take(part)
     result = parsed(heard.answer())
@@ -228,7 +228,7 @@ def test_vllms_deltas_make_the_answer() -> None:
 
 
 def test_a_vllm_stream_that_never_finished_is_no_answer() -> None:
-    heard = answer.Heard(lambda piece: None)
+    heard = answer.VllmStream(lambda piece: None)
     with pytest.raises(EngineError, match="0 answers"):
         parsed(heard.answer())
     heard.take(vllm_part([5]))

@@ -1,6 +1,6 @@
-"""Decisions, and the draft in which one is put together.
+"""Decisions, and the transaction in which one is put together.
 
-A draft is an overlay on an index: it reads through to the index, keeps what it changes to itself, and counts
+A transaction is an overlay on an index: it reads through to the index, keeps what it changes to itself, and counts
 every transition with its reason.
 """
 
@@ -15,19 +15,19 @@ from msgspec.structs import replace
 
 from areal_async.rpc.messages import Fault, FaultKind, Message
 from replay_buffer.ledger import faults
-from replay_buffer.ledger.index import Index, Writes
+from replay_buffer.ledger.index import Index, WriteSet
 from replay_buffer.ledger.records import (
     MISSING,
     NO_VERSION,
     BatchPlan,
-    Claim,
+    ClaimRecord,
     Consumer,
-    Episode,
+    EpisodeRecord,
     EpisodeState,
-    Group,
+    GroupRecord,
     GroupState,
-    Lease,
-    Meta,
+    LeaseRecord,
+    LedgerMeta,
     NoScores,
     Training,
 )
@@ -56,7 +56,7 @@ class Decision:
     """What to answer, and what must be written first. Without writes there is nothing to make true."""
 
     reply: Message
-    writes: Writes | None = None
+    writes: WriteSet | None = None
     payload: bytes | None = None
     """The reply's attachment, where it has one that is no episode."""
 
@@ -65,25 +65,25 @@ def fault(kind: FaultKind, message: str) -> Decision:
     return Decision(Fault(kind, message))
 
 
-class Draft:
+class Transaction:
     """One decision in the making, at the time `now_ms` of Redis."""
 
     def __init__(self, index: Index, now_ms: int) -> None:
         self.index = index
         self.rules = index.rules
         self.now_ms = now_ms
-        self.meta: Meta = index.meta
+        self.meta: LedgerMeta = index.meta
         self.counts: Counter[str] = Counter()
-        self._writes = Writes(index.meta)
+        self._writes = WriteSet(index.meta)
 
     # --- reading ---
 
-    def group(self, group_id: str) -> Group | None:
+    def group(self, group_id: str) -> GroupRecord | None:
         if group_id in self._writes.groups:
             return self._writes.groups[group_id]
         return self.index.groups.get(group_id)
 
-    def groups(self, ids: Iterable[str]) -> list[Group]:
+    def groups(self, ids: Iterable[str]) -> list[GroupRecord]:
         """Those of `ids` that still exist."""
         return [group for group_id in ids if (group := self.group(group_id)) is not None]
 
@@ -102,20 +102,20 @@ class Draft:
         changed = replace(self.meta.consumer(policy), **changes)
         self.set_meta(consumers={**self.meta.consumers, policy: changed})
 
-    def set_training(self, group: Group, policy: str, **changes: Any) -> Group:
+    def set_training(self, group: GroupRecord, policy: str, **changes: Any) -> GroupRecord:
         """Replace fields of one training of a group without a change of state."""
         changed = replace(group.training[policy], **changes)
         return self.set_group(group, training={**group.training, policy: changed})
 
-    def set_group(self, group: Group, **changes: Any) -> Group:
+    def set_group(self, group: GroupRecord, **changes: Any) -> GroupRecord:
         """Replace fields of a group without a change of state."""
         self._writes.groups[group.group_id] = group = replace(group, **changes)
         return group
 
-    def set_lease(self, lease_id: str, lease: Lease | None) -> None:
+    def set_lease(self, lease_id: str, lease: LeaseRecord | None) -> None:
         self._writes.leases[lease_id] = lease
 
-    def set_claim(self, claim_id: str, claim: Claim | None) -> None:
+    def set_claim(self, claim_id: str, claim: ClaimRecord | None) -> None:
         self._writes.claims[claim_id] = claim
 
     def set_batch(self, policy: str, step: int, batch: BatchPlan | None) -> None:
@@ -149,14 +149,14 @@ class Draft:
 
     def new_group(
         self, row: int, pass_index: int, attempt: int, policies: tuple[str, ...] | None = None
-    ) -> Group:
+    ) -> GroupRecord:
         """A task is QUEUED, for `policies` or all that train it. An attempt for fewer of them bears their
         names, so that no other attempt has its id."""
         task = self.index.tasks.task(row, pass_index)
         whole = self.rules.policies_of(task)
         policies = whole if policies is None else policies
         rest = "" if policies == whole else f":{'+'.join(policies)}"
-        group = Group(
+        group = GroupRecord(
             group_id=f"{task.task_id}#{attempt}{rest}",
             seq=self.meta.seq,
             row=row,
@@ -171,13 +171,15 @@ class Draft:
         self.count("queued")
         return self.set_group(group)
 
-    def move(self, group: Group, state: GroupState, reason: str = "", **changes: Any) -> Group:
+    def move(self, group: GroupRecord, state: GroupState, reason: str = "", **changes: Any) -> GroupRecord:
         """One transition, counted under the state's name and, if given, its reason."""
         self._check(group, GroupState(group.state), state, LEGAL)
         self._count_state(state, reason)
         return self.set_group(group, state=int(state), since_ms=self.now_ms, **changes)
 
-    def train(self, group: Group, policy: str, state: GroupState, reason: str = "", **changes: Any) -> Group:
+    def train(
+        self, group: GroupRecord, policy: str, state: GroupState, reason: str = "", **changes: Any
+    ) -> GroupRecord:
         """One transition of the group's training by `policy`. With the last one that ends, the group does."""
         self._check(group, GroupState(group.training[policy].state), state, LEGAL_TRAINING)
         trained = replace(group.training[policy], state=int(state), **changes)
@@ -190,7 +192,7 @@ class Draft:
         return group
 
     def _check(
-        self, group: Group, was: GroupState, now: GroupState, legal: dict[GroupState, set[GroupState]]
+        self, group: GroupRecord, was: GroupState, now: GroupState, legal: dict[GroupState, set[GroupState]]
     ) -> None:
         if now not in legal.get(was, ()):
             raise AssertionError(f"{group.group_id}: {was.name} → {now.name} is no transition")
@@ -198,7 +200,7 @@ class Draft:
     def _count_state(self, state: GroupState, reason: str) -> None:
         self.count(f"{state.name.lower()}:{reason}" if reason else state.name.lower())
 
-    def drop(self, group: Group, reason: str) -> None:
+    def drop(self, group: GroupRecord, reason: str) -> None:
         """The group ends as DROPPED(reason), and its bytes go; its task may be QUEUED as a new attempt. One
         that has begun to be trained ends so for each policy that still waits for it."""
         if group.has_begun:
@@ -238,12 +240,12 @@ class Draft:
         for row, pass_index, attempt in given_up:
             self.new_group(row, pass_index, attempt + 1)
 
-    def remove(self, group: Group, reason: str) -> None:
+    def remove(self, group: GroupRecord, reason: str) -> None:
         """Forget a group that another ledger does not know, whatever its state."""
         self.count(reason)
         self.forget(group)
 
-    def forget(self, group: Group) -> None:
+    def forget(self, group: GroupRecord) -> None:
         """Delete the record of a group, what it holds, and its bytes."""
         self._writes.groups[group.group_id] = None
         if group.state == L:
@@ -252,15 +254,15 @@ class Draft:
             self.set_claim(claim_id, None)
         self.free(group.group_id)
 
-    def set_episodes(self, group: Group, changed: dict[int, Episode]) -> Group:
+    def set_episodes(self, group: GroupRecord, changed: dict[int, EpisodeRecord]) -> GroupRecord:
         """Replace some episodes by themselves in another state: the figures of the group stay."""
         return self.set_group(group, episodes=_with(group, changed))
 
-    def add_episodes(self, group: Group, arrived: dict[int, Episode]) -> Group:
+    def add_episodes(self, group: GroupRecord, arrived: dict[int, EpisodeRecord]) -> GroupRecord:
         """Replace MISSING episodes, and the group's figures."""
         return self.set_group(group, **figures(group, _with(group, arrived)))
 
-    def mask(self, group: Group, masked: dict[int, Episode]) -> Group:
+    def mask(self, group: GroupRecord, masked: dict[int, EpisodeRecord]) -> GroupRecord:
         """Give up some episodes, whose verdicts were no scores; their bytes go."""
         gone = {sample: _masked(episode) for sample, episode in masked.items()}
         for sample, episode in masked.items():
@@ -272,7 +274,7 @@ class Draft:
     # --- end ---
 
     def decide(self, reply: Message, payload: bytes | None = None) -> Decision:
-        """The decision that the draft has become."""
+        """The decision that the transaction has become."""
         writes = self._writes
         changed = writes.groups or writes.leases or writes.claims or writes.batches or writes.freed
         if not changed and not self.counts and self.meta is self.index.meta:
@@ -284,16 +286,16 @@ class Draft:
         return Decision(reply, writes, payload)
 
 
-def _with(group: Group, changed: dict[int, Episode]) -> tuple[Episode, ...]:
+def _with(group: GroupRecord, changed: dict[int, EpisodeRecord]) -> tuple[EpisodeRecord, ...]:
     episodes = list(group.episodes)
     for sample, episode in changed.items():
         episodes[sample] = episode
     return tuple(episodes)
 
 
-def _masked(episode: Episode) -> Episode:
+def _masked(episode: EpisodeRecord) -> EpisodeRecord:
     """What is kept of an episode: enough to answer a repeated put or verdict."""
-    return Episode(
+    return EpisodeRecord(
         state=int(EpisodeState.MASKED),
         lease=episode.lease,
         tries=episode.tries,
@@ -302,7 +304,7 @@ def _masked(episode: Episode) -> Episode:
     )
 
 
-def figures(group: Group, episodes: tuple[Episode, ...]) -> dict[str, Any]:
+def figures(group: GroupRecord, episodes: tuple[EpisodeRecord, ...]) -> dict[str, Any]:
     """The fields of `group` with these episodes that follow from them."""
     training = {
         policy: replace(

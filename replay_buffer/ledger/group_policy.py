@@ -11,9 +11,9 @@ with too few of them left the group ends, whatever it still waits for.
 
 from __future__ import annotations
 
-from replay_buffer.ledger.draft import Draft
-from replay_buffer.ledger.records import ABSENT, EpisodeState, Group, GroupState
+from replay_buffer.ledger.records import ABSENT, EpisodeState, GroupRecord, GroupState
 from replay_buffer.ledger.rules import MAX_LEASES, Rules
+from replay_buffer.ledger.transaction import Transaction
 
 SAME = 1e-12
 """Rewards this close, relative to their size, are equal: rounding makes no difference to learn from."""
@@ -23,39 +23,39 @@ DRAINED = "drained"
 """The reason with which a worker that stops as planned gives a lease back."""
 
 
-def end_lease(draft: Draft, group: Group, reason: str) -> None:
+def end_lease(tx: Transaction, group: GroupRecord, reason: str) -> None:
     """A live lease ends with samples missing. What is stored stays; a new lease names only the rest.
 
     After `MAX_LEASES` of them no other is tried: what is missing does not come. A lease that was handed over
     (`drained`) is none of these."""
-    draft.set_lease(group.leases[-1], None)
+    tx.set_lease(group.leases[-1], None)
     handed_over = group.handed_over + (reason == DRAINED)
-    group = draft.move(group, GroupState.QUEUED, reason, handed_over=handed_over)
+    group = tx.move(group, GroupState.QUEUED, reason, handed_over=handed_over)
     if len(group.leases) - handed_over >= MAX_LEASES:
-        _end_unfinished(draft, group, "leases_used_up")
+        _end_unfinished(tx, group, "leases_used_up")
 
 
-def end_overdue(draft: Draft, group: Group) -> None:
+def end_overdue(tx: Transaction, group: GroupRecord) -> None:
     """The time of `group` is up (see `index.due_ms`): its age, or the deadline of what is missing."""
-    rules = draft.rules
-    if rules.max_age_ms is not None and group.begun_ms + rules.max_age_ms <= draft.now_ms:
-        draft.drop(group, "age")
+    rules = tx.rules
+    if rules.max_age_ms is not None and group.begun_ms + rules.max_age_ms <= tx.now_ms:
+        tx.drop(group, "age")
     else:
-        _end_unfinished(draft, group, "deadline")
+        _end_unfinished(tx, group, "deadline")
 
 
-def finish(draft: Draft, group: Group) -> None:
+def finish(tx: Transaction, group: GroupRecord) -> None:
     """A GENERATED group is SCORED once every sample has its score or was given up; under dynamic filtering
     it is dropped then if its rewards are all equal, which makes room for another."""
     if group.state != GroupState.GENERATED or not group.judged:
         return
-    if draft.rules.dynamic_filtering and not _rewards_differ(group):
-        draft.drop(group, "no_variance")
+    if tx.rules.dynamic_filtering and not _rewards_differ(group):
+        tx.drop(group, "no_variance")
     else:
-        draft.move(group, GroupState.SCORED)
+        tx.move(group, GroupState.SCORED)
 
 
-def has_too_few(rules: Rules, group: Group, *, without: int = 0) -> bool:
+def has_too_few(rules: Rules, group: GroupRecord, *, without: int = 0) -> bool:
     """Whether fewer than `min_scored` episodes of a group with masked ones have or may yet get a score.
     `without`: of those that may, how many will not come."""
     masked = group.count(EpisodeState.MASKED)
@@ -63,22 +63,22 @@ def has_too_few(rules: Rules, group: Group, *, without: int = 0) -> bool:
     return masked > 0 and len(group.episodes) - given_up < rules.min_scored
 
 
-def _end_unfinished(draft: Draft, group: Group, reason: str) -> None:
+def _end_unfinished(tx: Transaction, group: GroupRecord, reason: str) -> None:
     """No more samples will come: GENERATED with those that have, if the policy has it so, else DROPPED. A
     worker that still generates learns it by its next heartbeat."""
-    rules, missing = draft.rules, group.missing
+    rules, missing = tx.rules, group.missing
     held = len(group.episodes) - len(missing) - group.count(EpisodeState.MASKED)
     too_few = held < rules.min_samples or has_too_few(rules, group, without=len(missing))
     if rules.group_policy != "deadline_partial" or too_few:
-        draft.drop(group, reason)
+        tx.drop(group, reason)
         return
     if group.state == GroupState.LEASED:
-        draft.set_lease(group.leases[-1], None)
-    group = draft.set_episodes(group, dict.fromkeys(missing, ABSENT))
-    draft.count("absent", len(missing))
-    finish(draft, draft.move(group, GroupState.GENERATED, reason))
+        tx.set_lease(group.leases[-1], None)
+    group = tx.set_episodes(group, dict.fromkeys(missing, ABSENT))
+    tx.count("absent", len(missing))
+    finish(tx, tx.move(group, GroupState.GENERATED, reason))
 
 
-def _rewards_differ(group: Group) -> bool:
+def _rewards_differ(group: GroupRecord) -> bool:
     rewards = [episode.reward for episode in group.episodes if episode.state == EpisodeState.VERDICT]
     return max(rewards) - min(rewards) > SAME * max(map(abs, rewards))

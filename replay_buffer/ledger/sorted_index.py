@@ -8,7 +8,7 @@ from collections.abc import Iterator
 Key = tuple[float, ...]
 
 
-class Order:
+class SortedIndex:
     """Ids sorted by (key, id). A change costs a binary search and a move of at most a few thousand
     pointers."""
 
