@@ -1,7 +1,7 @@
 """Decisions, and the transaction in which one is put together.
 
-A transaction is an overlay on an index: it reads through to the index, keeps what it changes to itself, and counts
-every transition with its reason.
+A transaction is an overlay on an index: it reads through to the index, keeps what it changes to itself, and
+counts every transition with its reason.
 """
 
 from __future__ import annotations
