@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from areal_async.config.job import JobConfig as Job
     from areal_async.errors import ArealError
     from areal_async.launch.runs import Run, run
-    from areal_async.rpc.messages import Task
+    from areal_async.rpc.schema import Task
     from areal_async.rpc.verdicts import Abstain, Parts, Score
     from areal_async.status.aggregator import RunStatus
     from reward_service.sdk import RewardInput, load_reward, reward

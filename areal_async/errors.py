@@ -17,7 +17,7 @@ paragraph that a person can act on: it is what a service prints before it ends w
 
 from __future__ import annotations
 
-from areal_async.rpc.messages import Fault, FaultKind
+from areal_async.rpc.schema import Fault, FaultKind
 
 
 class ArealError(Exception):

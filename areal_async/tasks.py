@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from areal_async.errors import ArealError
 from areal_async.nesting import MOST_LEVELS, MOST_NODES, too_nested
 from areal_async.ownfiles import open_regular
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 
 COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
 VISION_COLUMNS = ("images", "videos", "audios")

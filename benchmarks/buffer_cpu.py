@@ -42,15 +42,13 @@ from areal_async.rpc.messages import (
     LeasedGroup,
     Leases,
     NextBatch,
-    Ok,
     OpenTrainer,
     PutAck,
     PutEpisodes,
     PutVerdicts,
     Stats,
-    Task,
-    VersionTag,
 )
+from areal_async.rpc.schema import Ok, Task, VersionTag
 from areal_async.rpc.verdicts import Score
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
 from rollout_service.worker import Worker

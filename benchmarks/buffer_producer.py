@@ -17,7 +17,8 @@ import redis
 from buffer_service import JOB, episode, secret_at
 
 from areal_async.rpc.client import Client
-from areal_async.rpc.messages import Lease, LeasedGroup, PutEpisodes, VersionTag
+from areal_async.rpc.messages import Lease, LeasedGroup, PutEpisodes
+from areal_async.rpc.schema import VersionTag
 from rollout_service.worker.uploader import LeaseUpload, PutBatch, UploadQueue
 
 LINGER_S, MAX_PUTS = 0.05, 4

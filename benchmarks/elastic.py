@@ -32,7 +32,7 @@ import yaml
 from areal_async.cli.workers import ask
 from areal_async.quickstart.model import write_model
 from areal_async.quickstart.tasks import split_problems, write_parquet
-from areal_async.rpc.messages import DrainWorker, ScaleWorkers
+from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from tests.chaos.history import check
 from tests.chaos.job import REWARD, Job, promise_of
 

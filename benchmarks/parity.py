@@ -26,7 +26,8 @@ import torch
 from agreement import Reference, Snapshots, job_for, logprobs, one_thread, write_sharp_model
 
 from areal_async.config.trainer import OptimizerSection
-from areal_async.rpc.messages import BatchEpisode, VersionTag
+from areal_async.rpc.messages import BatchEpisode
+from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack, summarise
 from areal_async.weights.snapshot import Snapshot
 from rollout_service.engines import make_engine

@@ -25,12 +25,10 @@ from areal_async.rpc.messages import (
     EpisodeVerdict,
     Lease,
     LeasedGroup,
-    Message,
     NextBatch,
     PutVerdicts,
-    Task,
-    VersionTag,
 )
+from areal_async.rpc.schema import Message, Task, VersionTag
 from areal_async.rpc.verdicts import Score
 from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
 from replay_buffer.ledger.index import Index, LedgerRecords

@@ -33,7 +33,7 @@ import zmq
 from blake3 import blake3
 
 from areal_async.rpc.client import Client
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import CurveKeys, RunSecret
 from areal_async.weights.channels.chunk_server import ChunkServer
 from areal_async.weights.channels.chunks import ChunkStore, ChunkTable, PartialDownload, build_table, map_file

@@ -20,7 +20,8 @@ from functools import partial
 from typing import Any
 
 from areal_async.errors import FaultError
-from areal_async.rpc.messages import Arrived, Lease, Leases, Message
+from areal_async.rpc.messages import Arrived, Lease, Leases
+from areal_async.rpc.schema import Message
 from areal_async.runtime.events import record, recording
 from areal_async.runtime.failpoint import failpoint
 from areal_async.runtime.log import get_logger

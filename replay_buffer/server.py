@@ -34,16 +34,15 @@ from areal_async.rpc.messages import (
     Heartbeat,
     Lease,
     Leases,
-    Message,
     NextBatch,
     OpenTrainer,
     PutEpisodes,
     PutVerdicts,
     Release,
-    Request,
     Stats,
     Waiting,
 )
+from areal_async.rpc.schema import Message, Request
 from areal_async.rpc.server import Answer, Peer, Server, by_type
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger

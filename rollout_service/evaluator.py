@@ -24,8 +24,9 @@ from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import ServerSection
 from areal_async.errors import ArealError, FaultError, RpcTimeout, SnapshotError
-from areal_async.rpc.messages import SnapshotNotice, Task, VersionTag
+from areal_async.rpc.schema import Task, VersionTag
 from areal_async.rpc.verdicts import Score, Verdict
+from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.events import record
 from areal_async.runtime.log import get_logger

@@ -14,7 +14,9 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from areal_async.config.engines import engine_part
 from areal_async.errors import ArealError, FaultError, RpcTimeout
 from areal_async.rpc.client import Client
-from areal_async.rpc.messages import Arrived, NoNews, VersionTag
+from areal_async.rpc.messages import Arrived
+from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.weights_messages import NoNews
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.restart import NO_RESTARTS, RestartPolicy

@@ -12,7 +12,8 @@ from typing import Any
 from msgspec.structs import asdict
 from typing_extensions import Buffer
 
-from areal_async.rpc.messages import OpenTrainer, PutEpisodes, Request
+from areal_async.rpc.messages import OpenTrainer, PutEpisodes
+from areal_async.rpc.schema import Request
 
 
 def _begin(fake: object, request: Request[Any], attachments: Sequence[Any]) -> Any:

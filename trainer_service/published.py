@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 
 FILE = "published.jsonl"
 

@@ -137,7 +137,7 @@ def scale(
     """Have more or fewer rollout workers in a run that goes on; the newest leave first."""
     with readable_errors():
         from areal_async.cli.workers import ask
-        from areal_async.rpc.messages import ScaleWorkers
+        from areal_async.rpc.control_messages import ScaleWorkers
 
         print(ask(run, ScaleWorkers(workers, int(timeout_s * 1000))).text)
 
@@ -154,7 +154,7 @@ def drain(
     """Have a rollout worker finish what it has, hand back the rest and end, and wait for that."""
     with readable_errors():
         from areal_async.cli.workers import ask
-        from areal_async.rpc.messages import DrainWorker
+        from areal_async.rpc.control_messages import DrainWorker
 
         print(ask(run, DrainWorker(worker, int(timeout_s * 1000), outside)).text)
 

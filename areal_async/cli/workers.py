@@ -7,7 +7,7 @@ from pathlib import Path
 from areal_async.errors import ArealError, FaultError
 from areal_async.launch.errors import RunFolderError
 from areal_async.launch.runs import find_run
-from areal_async.rpc.messages import DrainWorker, ScaleWorkers, WorkersChanged
+from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers, WorkersChanged
 
 ANSWER_S = 30.0
 """Beyond the time that a drain may take."""

@@ -19,7 +19,7 @@ from areal_async.config.run import (
 )
 from areal_async.config.tasks import TasksSection
 from areal_async.config.trainer import SftSection, TrainerSection
-from areal_async.rpc.messages import POLICY, POLICY_NAME
+from areal_async.rpc.schema import POLICY, POLICY_NAME
 
 
 class JobConfig(Section):

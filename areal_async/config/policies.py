@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from areal_async.config.errors import Mistake
-from areal_async.rpc.messages import POLICY_NAME
+from areal_async.rpc.schema import POLICY_NAME
 
 OF_A_POLICY = ("model", "trainer", "rollout")
 """What each policy has of its own."""

@@ -19,14 +19,14 @@ from typing import Any
 
 from areal_async.errors import FaultError, WireError
 from areal_async.rpc.client import Client
-from areal_async.rpc.messages import (
+from areal_async.rpc.control_messages import (
     DescribeRun,
-    Drain,
     DrainWorker,
     RunDescription,
     ScaleWorkers,
     WorkersChanged,
 )
+from areal_async.rpc.messages import Drain
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.server import Peer
 from areal_async.runtime.control import ControlServer

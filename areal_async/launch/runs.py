@@ -32,7 +32,8 @@ from areal_async.launch.folders import LOCK, check_run_folder, supervisor_of
 from areal_async.launch.plan import MODULES
 from areal_async.ownfiles import NotOurs, read_own
 from areal_async.rpc.client import SyncClient
-from areal_async.rpc.messages import DescribeRun, R, Request
+from areal_async.rpc.control_messages import DescribeRun
+from areal_async.rpc.schema import R, Request
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.context import Role, RunPlaces
 from areal_async.runtime.process import ChildProcess, exit_text

@@ -32,7 +32,7 @@ from areal_async.launch.elastic import name_is_held, worker_to_drain, workers_to
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase
 from areal_async.launch.plan import MODULES, ready_limit_s, services_of, thread_count
-from areal_async.rpc.messages import DrainWorker, ScaleWorkers
+from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.runtime import events
 from areal_async.runtime.context import SERVED_VARIABLE, Role, RunPlaces, ServicePlace
 from areal_async.runtime.log import get_logger

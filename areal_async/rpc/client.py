@@ -35,7 +35,7 @@ from areal_async.errors import ArealError, EndpointError, FaultError, PeerGone, 
 from areal_async.rpc import endpoints
 from areal_async.rpc.endpoints import Access
 from areal_async.rpc.frames import Kind, read_attachments, read_header, read_reply, write_frames
-from areal_async.rpc.messages import SCHEMA, Fault, Hello, Message, R, Request, Welcome, replies_to
+from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, R, Request, Welcome, replies_to
 from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
 
 TIMEOUT_S = 60.0

@@ -24,7 +24,8 @@ import msgspec
 from typing_extensions import Buffer
 
 from areal_async.errors import MessageTooLarge, ProtocolError
-from areal_async.rpc.messages import REPLIES, REQUESTS, Message, Request
+from areal_async.rpc.schema import Message, Request
+from areal_async.rpc.table import REPLIES, REQUESTS
 
 MAGIC = b"AA"
 WIRE_VERSION = 1

@@ -37,8 +37,8 @@ from areal_async.rpc.frames import (
     read_request,
     write_frames,
 )
-from areal_async.rpc.messages import SCHEMA, Fault, Hello, Message, Request, Welcome
 from areal_async.rpc.replies import Admission, ReplyBook
+from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, Request, Welcome
 from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
 
 log = logging.getLogger("areal.wire")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from areal_async.rpc.endpoints import Access
-from areal_async.rpc.messages import Request
+from areal_async.rpc.schema import Request
 from areal_async.rpc.server import Handler, Server, by_type
 
 START_WAIT_S = 10.0

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import prometheus_client
 
-from areal_async.rpc.messages import NoScore, ServiceState, ServiceStatus, Status
+from areal_async.rpc.control_messages import ServiceState, ServiceStatus, Status
+from areal_async.rpc.messages import NoScore
 from areal_async.rpc.server import Peer
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.control import ControlServer

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_async.config.job import JobConfig
-from areal_async.rpc.messages import ServiceStatus
+from areal_async.rpc.control_messages import ServiceStatus
 from areal_async.status.dropped import DropReport, lost_in
 from areal_async.status.rates import BUSY, Figures, RateTracker, total
 from areal_async.status.watchdog import SILENT_S, Facts, Stall, find_stall

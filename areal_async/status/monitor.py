@@ -17,8 +17,8 @@ from pathlib import Path
 
 from areal_async.errors import ArealError
 from areal_async.rpc.client import Client
+from areal_async.rpc.control_messages import ServiceStatus, Status
 from areal_async.rpc.endpoints import Access
-from areal_async.rpc.messages import ServiceStatus, Status
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import STALL
 from areal_async.runtime.status import status_endpoint

@@ -31,7 +31,8 @@ from pathlib import Path
 import numpy as np
 
 from areal_async.errors import SnapshotError, WrongBase
-from areal_async.rpc.messages import DeltaOffer, VersionTag
+from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.weights_messages import DeltaOffer
 from areal_async.runtime.log import get_logger
 from areal_async.weights.delta_codec import Elements, Encoded, Reader, apply, blocks_of, encode
 from areal_async.weights.manifest import (

@@ -16,7 +16,7 @@ import msgspec
 from blake3 import blake3
 
 from areal_async.errors import SnapshotError
-from areal_async.rpc.messages import POLICY_NAME, VersionTag
+from areal_async.rpc.schema import POLICY_NAME, VersionTag
 
 MANIFEST_SCHEMA = 2
 MANIFEST_FILE = "manifest.json"

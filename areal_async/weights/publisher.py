@@ -26,16 +26,9 @@ import torch
 
 from areal_async.errors import FaultError, SnapshotError
 from areal_async.rpc.endpoints import Access
-from areal_async.rpc.messages import (
-    AckSnapshot,
-    Message,
-    NoNews,
-    Ok,
-    SnapshotNotice,
-    VersionTag,
-    WaitSnapshot,
-)
+from areal_async.rpc.schema import Message, Ok, VersionTag
 from areal_async.rpc.server import Answer, Peer, Server
+from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
 from areal_async.runtime.context import ServiceContext
 from areal_async.weights.channels import PublishingEnd, channel_of, makes_deltas
 from areal_async.weights.delta import DeltaPolicy, DeltaPublisher, DeltaStats, write_delta

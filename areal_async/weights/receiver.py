@@ -24,14 +24,8 @@ from functools import partial
 from areal_async.errors import ArealError, SnapshotError
 from areal_async.rpc.client import Client
 from areal_async.rpc.endpoints import Access
-from areal_async.rpc.messages import (
-    AckSnapshot,
-    NoNews,
-    SnapshotNotice,
-    VersionTag,
-    WaitSnapshot,
-    Welcome,
-)
+from areal_async.rpc.schema import VersionTag, Welcome
+from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
 from areal_async.runtime.context import ServiceContext
 from areal_async.weights.channels import ReceivingEnd, channel_of
 from areal_async.weights.retention import Purpose

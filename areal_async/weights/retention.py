@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 
 Purpose = Literal["serve", "evaluate"]
 MAX_PENDING = 2

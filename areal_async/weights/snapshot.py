@@ -31,7 +31,7 @@ import msgspec
 import torch
 
 from areal_async.errors import SnapshotError
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.weights.manifest import (
     MANIFEST_FILE,
     MANIFEST_SCHEMA,

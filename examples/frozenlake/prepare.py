@@ -18,7 +18,7 @@ from typing import Any
 
 from areal_async.quickstart.example import copy_files, prepare_command, task_row, write_tasks
 from areal_async.quickstart.model import make_tokenizer, write_model
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from rollout_service.environments.frozenlake import MOVES, FrozenLake, distances, draw_map, moved
 
 HERE = Path(__file__).parent

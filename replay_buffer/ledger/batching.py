@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup, Message, NextBatch, Waiting
+from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup, NextBatch, Waiting
+from areal_async.rpc.schema import Message
 from replay_buffer.ledger.index import Index, has_place
 from replay_buffer.ledger.records import (
     NO_VERSION,

@@ -6,7 +6,8 @@ from operator import attrgetter
 
 import msgspec
 
-from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, LedgerCopy, Ok
+from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, LedgerCopy
+from areal_async.rpc.schema import Ok
 from replay_buffer.ledger.batching import refused
 from replay_buffer.ledger.index import Index, has_place
 from replay_buffer.ledger.lineage import continued, pruned, undecided

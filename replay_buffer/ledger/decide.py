@@ -18,13 +18,12 @@ from areal_async.rpc.messages import (
     Lease,
     NextBatch,
     NoScore,
-    Ok,
     PolicyStats,
     PutVerdicts,
     Release,
-    Request,
     Stats,
 )
+from areal_async.rpc.schema import Ok, Request
 from replay_buffer.ledger import (
     batching,
     committing,

@@ -14,10 +14,9 @@ from areal_async.rpc.messages import (
     Lease,
     LeasedGroup,
     Leases,
-    Ok,
     Release,
-    VersionTag,
 )
+from areal_async.rpc.schema import Ok, VersionTag
 from replay_buffer.ledger import faults
 from replay_buffer.ledger.admission import Demand, Space, room, space
 from replay_buffer.ledger.group_policy import DRAINED, end_lease, end_overdue

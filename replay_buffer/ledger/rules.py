@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from areal_async.config.job import JobConfig
 from areal_async.config.reward import PolicySection, Scope
 from areal_async.rewards import Routing
-from areal_async.rpc.messages import POLICY, Task
+from areal_async.rpc.schema import POLICY, Task
 from areal_async.rpc.verdicts import VerdictKind
 
 MAX_LEASES = 5

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from areal_async.rpc.messages import Fault, FaultKind, Message
+from areal_async.rpc.schema import Fault, FaultKind, Message
 from replay_buffer.ledger import faults
 from replay_buffer.ledger.index import Index, WriteSet
 from replay_buffer.ledger.records import (

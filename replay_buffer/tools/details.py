@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from areal_async.trajectory import Episode as Trajectory
 from areal_async.trajectory import SegmentKind, TrajectoryError, unpack
 from replay_buffer.ledger.records import EpisodeRecord, EpisodeState, GroupRecord, GroupState

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from areal_async.launch.errors import RunFolderError
 from areal_async.launch.runs import Run
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from areal_async.runtime.context import short_socket_dir
 from areal_async.tasks import TaskFileError
 from replay_buffer.errors import StoreUnavailable

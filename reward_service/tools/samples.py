@@ -11,7 +11,8 @@ import msgspec
 
 from areal_async.errors import ArealError
 from areal_async.prompts import message_texts
-from areal_async.rpc.messages import ClaimedEpisode, Task
+from areal_async.rpc.messages import ClaimedEpisode
+from areal_async.rpc.schema import Task
 from areal_async.tasks import TaskTable, read_tasks
 from areal_async.trajectory.parquet import read_episodes
 from reward_service.sdk import RewardInput

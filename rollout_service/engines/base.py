@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_async.errors import ArealError
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.trajectory.header import FinishReason, LogprobsOf
 

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from areal_async.config.base import Section
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from rollout_service.environments.base import Step, level_seed
 from rollout_service.environments.expression import evaluate
 

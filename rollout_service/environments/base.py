@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from areal_async.errors import ArealError
 from areal_async.registry import ENVIRONMENTS, PartError
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 
 
 class EnvironmentFailure(ArealError):

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from areal_async.config.base import Section
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from rollout_service.environments.base import EnvironmentFailure, Step, level_seed
 
 Place = tuple[int, int]

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import Field
 
 from areal_async.config.base import Section
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from rollout_service.environments.base import EnvironmentFailure, Step, level_seed
 
 KNOWN_ACTIONS = {

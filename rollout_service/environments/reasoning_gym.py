@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from areal_async.config.base import Section
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from reward_service.verifiers.reasoning_gym import harmless
 from rollout_service.environments.base import EnvironmentFailure, Step, level_seed
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from areal_async.errors import RpcTimeout, SnapshotError, WireError
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.events import record
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.restart import RestartPolicy, Restarts

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from areal_async.errors import FaultError, RpcTimeout
 from areal_async.rpc.client import Caller
-from areal_async.rpc.messages import Lease, Leases, VersionTag
+from areal_async.rpc.messages import Lease, Leases
+from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.log import get_logger
 
 log = get_logger("rollout")

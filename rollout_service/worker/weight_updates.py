@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from areal_async.errors import FaultError, RpcTimeout, SnapshotError, SnapshotSkipped
-from areal_async.rpc.messages import NoNews, SnapshotNotice, VersionTag
+from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.weights_messages import NoNews, SnapshotNotice
 from areal_async.runtime.log import get_logger
 from rollout_service import metrics
 from rollout_service.engines.base import Engine, EngineError, Weights

@@ -30,7 +30,8 @@ from typing import Any
 from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError, RpcTimeout
 from areal_async.rpc.client import Caller
-from areal_async.rpc.messages import Drain, Heartbeat, LeasedGroup, Leases, VersionTag
+from areal_async.rpc.messages import Drain, Heartbeat, LeasedGroup, Leases
+from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.events import record
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.status import board

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from areal_async.config.job import JobConfig
 from areal_async.errors import ArealError
 from areal_async.registry import TOOLS, WORKFLOWS, PartError, section_mistakes
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from rollout_service.workflows.branch import Branch
 from rollout_service.workflows.context import Context, EpisodeAborted, WorkflowResources
 from rollout_service.workflows.render import Renderer, Reply

@@ -17,7 +17,7 @@ import numpy as np
 
 from areal_async.errors import ArealError
 from areal_async.prompts import Tokenizer
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult, Tell

@@ -16,7 +16,7 @@ from areal_async.config.job import JobConfig
 from areal_async.config.rewardcheck import part_of, runs_in_pool, scopes_of
 from areal_async.errors import ArealError
 from areal_async.registry import REWARDS
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from areal_async.rpc.verdicts import Abstain, Score
 from areal_async.trajectory import SegmentKind
 from reward_service.sdk import RewardInput, load_reward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from rollout_service.workflows.context import Context
 
 

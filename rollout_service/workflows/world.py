@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_async.config.errors import Mistake
 from areal_async.registry import ENVIRONMENTS
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from rollout_service.environments import (
     Environment,
     EnvironmentFactory,

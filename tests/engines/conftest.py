@@ -25,7 +25,7 @@ from agreement import Snapshots, job_for, write_sharp_model
 from transformers import AutoModelForCausalLM
 
 from areal_async.quickstart.model import write_model
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, EngineError, GenerateResult

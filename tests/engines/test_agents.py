@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from agreement import Snapshots, job_for
 
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import EngineError

@@ -19,7 +19,7 @@ from areal_async.config.engines import EngineMissing, find_engine_python
 from areal_async.config.reward import RewardSection
 from areal_async.quickstart.model import write_model
 from areal_async.quickstart.tasks import split_problems, write_parquet
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Failure, Score
 from areal_async.trajectory import unpack
 from reward_service.client import LocalScorer

@@ -15,7 +15,7 @@ import pytest
 from agreement import Snapshots
 
 from areal_async.config.job import JobConfig
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.restart import RestartPolicy
 from areal_async.trajectory import Sampling

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.rpc.messages import POLICY, BatchEpisode
+from areal_async.rpc.messages import BatchEpisode
+from areal_async.rpc.schema import POLICY
 from areal_async.trajectory import (
     Episode,
     PolicyVersions,

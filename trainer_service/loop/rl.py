@@ -24,7 +24,8 @@ import torch
 
 from areal_async.config.job import JobConfig
 from areal_async.rpc.client import SyncCaller
-from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, OpenTrainer, VersionTag
+from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, OpenTrainer
+from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.events import record as record_event
 from areal_async.runtime.events import recording
 from areal_async.runtime.failpoint import failpoint

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from areal_async.config.job import JobConfig
 from areal_async.config.trainer import ObjectiveSection
 from areal_async.prompts import prompt_ids
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.status.record import RunLog

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from areal_async.cli.tools import ReplayRequest, run_tool, step_range
 from areal_async.launch.runs import Run, find_run
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.weights.snapshot import write_snapshot
 from trainer_service.backends.base import POLICY, TrainingBackend
 from trainer_service.checkpoint import Checkpoint, named_checkpoints, open_checkpoint

@@ -30,7 +30,8 @@ from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.registry import CHANNELS
-from areal_async.rpc.messages import Message, SnapshotNotice, VersionTag
+from areal_async.rpc.schema import Message, VersionTag
+from areal_async.rpc.weights_messages import SnapshotNotice
 
 if TYPE_CHECKING:
     import torch

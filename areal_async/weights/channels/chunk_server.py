@@ -14,8 +14,9 @@ import asyncio
 
 from areal_async.errors import FaultError, SnapshotError
 from areal_async.rpc.endpoints import Access
-from areal_async.rpc.messages import GetChunk, Message, Ok
+from areal_async.rpc.schema import Message, Ok
 from areal_async.rpc.server import Answer, Peer, Server
+from areal_async.rpc.weights_messages import GetChunk
 from areal_async.runtime.failpoint import failpoint
 from areal_async.weights import metrics
 from areal_async.weights.channels.chunks import ChunkStore

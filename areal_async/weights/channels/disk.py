@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.errors import SnapshotError
-from areal_async.rpc.messages import SnapshotNotice, VersionTag
+from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.weights import metrics
 from areal_async.weights.channels import Channel, ReceivingEnd
 from areal_async.weights.channels.host_cache import HostCache

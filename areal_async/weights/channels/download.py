@@ -20,7 +20,7 @@ from pathlib import Path
 
 from areal_async.errors import ProtocolError, SnapshotError, WireError
 from areal_async.rpc.client import Client
-from areal_async.rpc.messages import GetChunk
+from areal_async.rpc.weights_messages import GetChunk
 from areal_async.runtime.failpoint import failpoint
 from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics

@@ -20,7 +20,8 @@ from pathlib import Path
 from areal_async.errors import FaultError, ProtocolError, RpcTimeout, SnapshotError, SnapshotSkipped
 from areal_async.rpc.client import Client
 from areal_async.rpc.endpoints import Access
-from areal_async.rpc.messages import FindSources, SnapshotNotice, VersionTag
+from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.weights_messages import FindSources, SnapshotNotice
 from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
 from areal_async.weights.channels import ReceivingEnd

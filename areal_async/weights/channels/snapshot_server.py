@@ -15,8 +15,9 @@ from pathlib import Path
 
 from areal_async.errors import FaultError, SnapshotError
 from areal_async.rpc.endpoints import Access
-from areal_async.rpc.messages import FindSources, Message, Sources
+from areal_async.rpc.schema import Message
 from areal_async.rpc.server import Answer
+from areal_async.rpc.weights_messages import FindSources, Sources
 from areal_async.weights.channels import PublishingEnd
 from areal_async.weights.channels.chunk_server import ChunkServer
 from areal_async.weights.channels.chunks import ChunkStore, build_table, encode_table

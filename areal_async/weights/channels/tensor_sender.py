@@ -34,14 +34,8 @@ import torch
 import torch.distributed as dist
 
 from areal_async.errors import SnapshotError
-from areal_async.rpc.messages import (
-    AskTensors,
-    Message,
-    SendsNothing,
-    SendsTensors,
-    TensorBucket,
-    VersionTag,
-)
+from areal_async.rpc.schema import Message, VersionTag
+from areal_async.rpc.weights_messages import AskTensors, SendsNothing, SendsTensors, TensorBucket
 from areal_async.runtime.failpoint import failpoint
 from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics

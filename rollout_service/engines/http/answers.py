@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory.header import FinishReason, LogprobsOf
 from rollout_service.engines.base import EngineError, GenerateResult
 

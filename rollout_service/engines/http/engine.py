@@ -19,7 +19,7 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.log import get_logger
 from rollout_service.engines.base import (
     EngineError,

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_async.rpc.messages import POLICY, VersionTag
+from areal_async.rpc.schema import POLICY, VersionTag
 from rollout_service.engines.base import (
     EngineError,
     FinishReason,

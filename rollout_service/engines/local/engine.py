@@ -18,7 +18,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from rollout_service.engines.base import (

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult, Tell
 from rollout_service.engines.http.adapter import Directory, Launch, ServerAdapter, ServerLoad

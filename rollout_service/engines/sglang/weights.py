@@ -25,7 +25,8 @@ import msgspec
 import torch
 
 from areal_async.errors import ArealError
-from areal_async.rpc.messages import AskTensors, R, Request, SendsNothing, SendsTensors, TensorBucket
+from areal_async.rpc.schema import R, Request
+from areal_async.rpc.weights_messages import AskTensors, SendsNothing, SendsTensors, TensorBucket
 from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
 from rollout_service.engines.base import EngineError, EngineLost

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import (
     EngineError,

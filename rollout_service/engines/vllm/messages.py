@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.trajectory.header import LogprobsOf
 from rollout_service.engines.base import EngineError, EngineLost, GenerateResult, Tell

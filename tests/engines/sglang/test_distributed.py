@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from areal_async.rpc.client import Client
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.trajectory import Sampling
 from areal_async.weights import metrics

@@ -26,7 +26,7 @@ import pytest
 from safetensors.torch import save_file
 
 from areal_async.quickstart.model import make_tokenizer
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult
 from rollout_service.engines.http.client import ServerClient

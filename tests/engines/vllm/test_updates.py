@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from rollout_service.engines.base import EngineError, EngineLost, GenerateResult
 from rollout_service.engines.http.engine import HttpEngine
 from tests.engines.vllm.served import Served, kept_logits, logits, worst

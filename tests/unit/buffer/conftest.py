@@ -22,17 +22,14 @@ from areal_async.rpc.messages import (
     Heartbeat,
     Lease,
     LeasedGroup,
-    Message,
     NextBatch,
-    Ok,
     PutAck,
     PutVerdicts,
     Release,
-    Task,
     VerdictAck,
-    VersionTag,
     Waiting,
 )
+from areal_async.rpc.schema import Message, Ok, Task, VersionTag
 from areal_async.rpc.verdicts import Score, Verdict
 from areal_async.runtime.context import short_socket_dir
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack

@@ -18,18 +18,16 @@ from areal_async.rpc.messages import (
     Commit,
     EpisodeVerdict,
     ExportLedger,
-    Fault,
     Heartbeat,
     Lease,
     NextBatch,
-    Ok,
     PutVerdicts,
     Release,
     Stats,
     TrainerOpened,
-    VersionTag,
     Waiting,
 )
+from areal_async.rpc.schema import Fault, Ok, VersionTag
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, kind_of
 from replay_buffer.ledger.decide import BufferStarted
 from replay_buffer.ledger.index import LedgerRecords

@@ -9,7 +9,7 @@ import copy
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 
 
 @dataclass

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.rpc.messages import Batch, Commit, Fault, Lease, VersionTag
+from areal_async.rpc.messages import Batch, Commit, Lease
+from areal_async.rpc.schema import Fault, VersionTag
 from replay_buffer.ledger import batching, committing
 from replay_buffer.ledger.lineage import Span, accepts, undecided
 from replay_buffer.ledger.training import newest_version

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.rpc.messages import Batch, Fault
+from areal_async.rpc.messages import Batch
+from areal_async.rpc.schema import Fault
 
 
 def ids(batch):

@@ -24,9 +24,9 @@ from areal_async.rpc.messages import (
     OpenTrainer,
     PutVerdicts,
     Stats,
-    VersionTag,
     Waiting,
 )
+from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import ServiceContext
 from replay_buffer import metrics

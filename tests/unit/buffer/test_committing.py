@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from areal_async.rpc.messages import ExportLedger, Fault, Ok
+from areal_async.rpc.messages import ExportLedger
+from areal_async.rpc.schema import Fault, Ok
 from replay_buffer.ledger.committing import Copy
 
 

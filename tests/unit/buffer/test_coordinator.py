@@ -16,15 +16,14 @@ from areal_async.rpc.messages import (
     Commit,
     EpisodeVerdict,
     ExportLedger,
-    Fault,
     Lease,
     Leases,
     NextBatch,
     PutVerdicts,
     Stats,
-    VersionTag,
     Waiting,
 )
+from areal_async.rpc.schema import Fault, VersionTag
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score
 from replay_buffer import coordinator as front_module
 from replay_buffer.coordinator import Coordinator

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.rpc.messages import Fault, Ok, Release
+from areal_async.rpc.messages import Release
+from areal_async.rpc.schema import Fault, Ok
 from areal_async.rpc.verdicts import Abstain, Failure, Timeout
 from replay_buffer.ledger.decide import BufferStarted
 from replay_buffer.ledger.rules import MAX_LEASES, VerdictPolicy

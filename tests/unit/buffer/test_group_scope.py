@@ -7,7 +7,8 @@ import pytest
 from areal_async.config.job import JobConfig
 from areal_async.config.reward import RewardSection, RouteSection
 from areal_async.rewards import Routing
-from areal_async.rpc.messages import Claim, Task
+from areal_async.rpc.messages import Claim
+from areal_async.rpc.schema import Task
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from replay_buffer.ledger.records import EpisodeState
 from replay_buffer.ledger.rules import Rules, VerdictPolicy

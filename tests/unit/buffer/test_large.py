@@ -21,8 +21,8 @@ from areal_async.rpc.messages import (
     NextBatch,
     PutVerdicts,
     Stats,
-    VersionTag,
 )
+from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.errors import StoreUnavailable

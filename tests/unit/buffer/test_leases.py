@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from areal_async.rpc.messages import Arrived, Claim, Lease, VersionTag
+from areal_async.rpc.messages import Arrived, Claim, Lease
+from areal_async.rpc.schema import VersionTag
 
 
 def test_a_lease_names_the_task_and_all_its_samples(drive):

@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from areal_async.rpc.messages import Claim, Lease, VersionTag
+from areal_async.rpc.messages import Claim, Lease
+from areal_async.rpc.schema import VersionTag
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.errors import StoreFenced, StoreUnavailable
 from replay_buffer.ledger.opening import OpenedWith

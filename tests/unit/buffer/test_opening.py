@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from areal_async.rpc.messages import Batch, Commit, ExportLedger, Fault, TrainerOpened
+from areal_async.rpc.messages import Batch, Commit, ExportLedger, TrainerOpened
+from areal_async.rpc.schema import Fault
 from replay_buffer.ledger.committing import Copy
 from replay_buffer.ledger.opening import OpenedWith
 

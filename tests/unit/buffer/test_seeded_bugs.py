@@ -25,12 +25,11 @@ from areal_async.rpc.messages import (
     ExportLedger,
     Lease,
     NextBatch,
-    Ok,
     PutVerdicts,
     TrainerOpened,
-    VersionTag,
     Waiting,
 )
+from areal_async.rpc.schema import Ok, VersionTag
 from areal_async.rpc.verdicts import Score
 from replay_buffer import coordinator as front
 from replay_buffer.coordinator import Coordinator

@@ -31,11 +31,11 @@ from areal_async.rpc.messages import (
     PutVerdicts,
     Release,
     Stats,
-    VersionTag,
     Waiting,
-    WaitSnapshot,
 )
+from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Failure, Score
+from areal_async.rpc.weights_messages import WaitSnapshot
 from areal_async.runtime.context import ServiceContext
 from replay_buffer import metrics
 from replay_buffer.redis.store import Store

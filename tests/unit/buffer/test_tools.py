@@ -30,8 +30,8 @@ from areal_async.rpc.messages import (
     NextBatch,
     OpenTrainer,
     PutVerdicts,
-    VersionTag,
 )
+from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import RunPlaces, ServiceContext
 from areal_async.trajectory import unpack

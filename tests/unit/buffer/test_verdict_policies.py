@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.rpc.messages import Claim, ExportLedger, Fault, OpenTrainer
+from areal_async.rpc.messages import Claim, ExportLedger, OpenTrainer
+from areal_async.rpc.schema import Fault
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout
 from replay_buffer.ledger.decide import BufferStarted, ExpireDeadlines, stats
 from replay_buffer.ledger.opening import OpenedWith

@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from areal_async.config.rollout import GatewaySection
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service.engines.base import GenerateRequest, GenerateResult, Tell
 from rollout_service.gateway import Gateway

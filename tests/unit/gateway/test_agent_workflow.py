@@ -16,7 +16,7 @@ import pytest
 
 from areal_async.config.errors import ConfigError
 from areal_async.config.load import job_from_mapping
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from rollout_service.workflows import WorkflowError, load_workflow
 from rollout_service.workflows.agent import AgentError
 from tests.unit.gateway.fakes import Scripted, assert_recorded_is_what_the_engine_said, serving

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import training_rows
 from rollout_service.engines.local.engine import LocalEngine
 from rollout_service.replicas import ReplicaSet, exchange

@@ -24,7 +24,7 @@ from areal_async.launch.folders import RunFolders, claim_folders
 from areal_async.launch.lifecycle import STAGE_LIMITS_S, Action, Ending, Lifecycle, Phase
 from areal_async.launch.plan import MODULES, services_of
 from areal_async.launch.supervisor import Supervisor
-from areal_async.rpc.messages import DrainWorker, ScaleWorkers
+from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.runtime.context import ServicePlace
 from areal_async.runtime.restart import RestartPolicy
 

@@ -31,9 +31,8 @@ from areal_async.rpc.messages import (
     Lease,
     NextBatch,
     PutVerdicts,
-    Task,
-    VersionTag,
 )
+from areal_async.rpc.schema import Task, VersionTag
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import short_socket_dir
 from replay_buffer.coordinator import Coordinator

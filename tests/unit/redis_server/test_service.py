@@ -12,7 +12,8 @@ import pytest
 from areal_async.config.job import JobConfig
 from areal_async.launch.preflight import find_redis_server
 from areal_async.rpc.client import Client
-from areal_async.rpc.messages import Lease, OpenTrainer, VersionTag
+from areal_async.rpc.messages import Lease, OpenTrainer
+from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.context import ServiceContext
 from replay_buffer import metrics
 from replay_buffer.errors import StoreUnusable

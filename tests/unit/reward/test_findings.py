@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from reward_service.sdk import RewardInput
 from reward_service.tools.findings import Bar, Judged, distinct, histogram, in_words, summed_up

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from areal_async.config.reward import RewardSection
-from areal_async.rpc.messages import ClaimedEpisode, Claims, Task, VerdictAck
+from areal_async.rpc.messages import ClaimedEpisode, Claims, VerdictAck
+from areal_async.rpc.schema import Task
 from areal_async.rpc.verdicts import Failure, Score, Timeout
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from reward_service import router

@@ -10,7 +10,8 @@ from prometheus_client import REGISTRY
 
 from areal_async.errors import FaultError, RpcTimeout
 from areal_async.rewards import RewardSpec
-from areal_async.rpc.messages import ClaimedEpisode, Claims, Refusal, Task, VerdictAck
+from areal_async.rpc.messages import ClaimedEpisode, Claims, Refusal, VerdictAck
+from areal_async.rpc.schema import Task
 from areal_async.rpc.verdicts import Failure, Score, Timeout
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from reward_service import metrics

@@ -4,16 +4,8 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from areal_async.rpc.messages import (
-    Arrived,
-    Claim,
-    ClaimedEpisode,
-    Claims,
-    Ok,
-    PutVerdicts,
-    Task,
-    VerdictAck,
-)
+from areal_async.rpc.messages import Arrived, Claim, ClaimedEpisode, Claims, PutVerdicts, VerdictAck
+from areal_async.rpc.schema import Ok, Task
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.server import Server
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack

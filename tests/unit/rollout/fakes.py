@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from areal_async.config.job import JobConfig
-from areal_async.rpc.messages import HeartbeatAck, LeasedGroup, Leases, PutAck, Task, VersionTag
+from areal_async.rpc.messages import HeartbeatAck, LeasedGroup, Leases, PutAck
+from areal_async.rpc.schema import Task, VersionTag
 from rollout_service.engines.base import (
     EngineStats,
     GenerateRequest,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.restart import RestartPolicy
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import (

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from areal_async.rpc.verdicts import Abstain, Score
 from areal_async.trajectory import SegmentKind, training_rows
 from reward_service.sdk import RewardInput, load_reward

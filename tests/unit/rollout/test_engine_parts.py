@@ -20,7 +20,7 @@ from tests.unit.rollout.fakes import FakeBuffer, drive, group, job
 STUB = """
 import numpy as np
 from areal_async.config.engines import EnginePart
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from rollout_service.engines.base import EngineStats, GenerateResult
 
 class Backwards:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from rollout_service.environments import (
     EnvironmentFailure,
     arithmetic,

@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import RpcTimeout, SnapshotError
-from areal_async.rpc.messages import NoNews, SnapshotNotice, Task, VersionTag
+from areal_async.rpc.schema import Task, VersionTag
 from areal_async.rpc.verdicts import Abstain, Score, Verdict
+from areal_async.rpc.weights_messages import NoNews, SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from areal_async.status.record import RunLog
 from rollout_service.engines.base import EngineLost, EngineStats

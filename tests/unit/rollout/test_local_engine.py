@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, RequestError
 from rollout_service.engines.local.engine import LocalEngine

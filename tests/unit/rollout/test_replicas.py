@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal_async.errors import RpcTimeout
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from rollout_service.engines.base import DeadlinePassed, EngineError, EngineLost
 from rollout_service.replicas import ReplicaGone, exchange, replica, replica_set
 from rollout_service.worker import Worker

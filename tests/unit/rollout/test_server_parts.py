@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from areal_async.config.engines import EngineMissing, find_engine_python
 from areal_async.config.job import JobConfig
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.context import RunPlaces, ServiceContext
 from areal_async.trajectory import Sampling

@@ -11,7 +11,8 @@ import pytest
 
 from areal_async.errors import RpcTimeout
 from areal_async.launch.elastic import name_is_held
-from areal_async.rpc.messages import SnapshotNotice, VersionTag
+from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from rollout_service import service
 from rollout_service.service import NameTaken, name_of_our_own

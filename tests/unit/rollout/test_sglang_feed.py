@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from areal_async.errors import RpcTimeout
-from areal_async.rpc.messages import AskTensors, SendsNothing, SendsTensors, TensorBucket, VersionTag
+from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.weights_messages import AskTensors, SendsNothing, SendsTensors, TensorBucket
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.http.adapter import Directory
 from rollout_service.engines.sglang.probe import ModelInfo

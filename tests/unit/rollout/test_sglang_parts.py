@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, EngineLost, RequestError
 from rollout_service.engines.http import client as http

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from areal_async.errors import FaultError, RpcTimeout, SnapshotError
-from areal_async.rpc.messages import NoNews, SnapshotNotice, VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.weights_messages import NoNews, SnapshotNotice
 from areal_async.trajectory import Sampling
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_async.quickstart.model import write_model
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, EngineLost, GenerateResult
 from rollout_service.engines.http.adapter import Directory, Launch, ServerLoad

@@ -12,7 +12,8 @@ from prometheus_client import REGISTRY
 from transformers import AutoTokenizer
 
 from areal_async.errors import FaultError, RpcTimeout
-from areal_async.rpc.messages import PutAck, Refusal, Task, VersionTag
+from areal_async.rpc.messages import PutAck, Refusal
+from areal_async.rpc.schema import Task, VersionTag
 from areal_async.trajectory import unpack
 from rollout_service.engines.base import (
     EngineError,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from areal_async.rpc.messages import Leases, VersionTag
+from areal_async.rpc.messages import Leases
+from areal_async.rpc.schema import VersionTag
 from rollout_service.engines.base import (
     EngineError,
     GenerateRequest,

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from areal_async.prompts import prompt_ids, prompt_text
-from areal_async.rpc.messages import Task
+from areal_async.rpc.schema import Task
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, training_rows
 from replay_buffer.server import read_arrival
 from rollout_service.engines.base import GenerateRequest, GenerateResult, RequestError

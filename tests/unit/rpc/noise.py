@@ -12,7 +12,8 @@ import zmq
 from areal_async.rpc import endpoints
 from areal_async.rpc.endpoints import Access
 from areal_async.rpc.frames import HEADER, Kind, write_frames
-from areal_async.rpc.messages import SCHEMA, Commit, Hello
+from areal_async.rpc.messages import Commit
+from areal_async.rpc.schema import SCHEMA, Hello
 
 SEND_LIMIT_MS = 60_000
 

@@ -3,7 +3,8 @@ import pytest
 from areal_async.errors import EndpointError, RpcTimeout
 from areal_async.rpc.client import Client
 from areal_async.rpc.endpoints import Access
-from areal_async.rpc.messages import Arrived, Message, Ok
+from areal_async.rpc.messages import Arrived
+from areal_async.rpc.schema import Message, Ok
 from areal_async.rpc.secret import CurveKeys, RunSecret
 from areal_async.rpc.server import Answer, Peer, Server
 

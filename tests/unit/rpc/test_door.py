@@ -15,7 +15,8 @@ import pytest
 from areal_async.rpc import door as door_module
 from areal_async.rpc.client import Client
 from areal_async.rpc.door import MOST_COMMAND_BYTES, Door
-from areal_async.rpc.messages import Arrived, Message, Ok
+from areal_async.rpc.messages import Arrived
+from areal_async.rpc.schema import Message, Ok
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.server import Answer, Peer, Server
 

@@ -9,7 +9,8 @@ import pytest
 from areal_async.errors import EndpointError
 from areal_async.rpc.client import Client
 from areal_async.rpc.endpoints import CurveKeys, check_bindable
-from areal_async.rpc.messages import Arrived, Message, Ok
+from areal_async.rpc.messages import Arrived
+from areal_async.rpc.schema import Message, Ok
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.server import Peer, Server
 

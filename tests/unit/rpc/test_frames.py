@@ -22,18 +22,15 @@ from areal_async.rpc.frames import (
 from areal_async.rpc.messages import (
     BatchEpisode,
     EpisodeVerdict,
-    Fault,
     Fetch,
     LeasedGroup,
     Leases,
-    Ok,
     PutVerdicts,
     Stats,
-    Task,
-    VersionTag,
-    WaitSnapshot,
 )
+from areal_async.rpc.schema import Fault, Ok, Task, VersionTag
 from areal_async.rpc.verdicts import Score
+from areal_async.rpc.weights_messages import WaitSnapshot
 
 
 def blob(size: int) -> bytes:

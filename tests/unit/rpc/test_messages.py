@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from areal_async.rpc import messages
+from areal_async.rpc import messages, schema
 from areal_async.rpc.frames import Kind, read_reply, read_request, write_frames
-from areal_async.rpc.messages import REPLIES, REQUESTS, Message, Request
+from areal_async.rpc.schema import Message, Request
+from areal_async.rpc.table import MODULES, REPLIES, REQUESTS
 
 text = st.text(max_size=8)
 SCALARS: dict[type, st.SearchStrategy[Any]] = {
@@ -43,7 +44,8 @@ def values(info: inspect.Type) -> st.SearchStrategy[Any]:
 def test_every_message_is_a_request_or_a_reply() -> None:
     defined = {
         value
-        for value in vars(messages).values()
+        for module in (schema, *MODULES)
+        for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Message) and value not in (Message, Request)
     }
     assert defined == {*REQUESTS, *REPLIES}

@@ -15,7 +15,7 @@ import areal_async
 from areal_async.errors import SnapshotError
 from areal_async.rpc import endpoints
 from areal_async.rpc.frames import HEADER, Kind, write_frames
-from areal_async.rpc.messages import SCHEMA, Fault, Hello, Message, Ok, Welcome
+from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, Ok, Welcome
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.weights.manifest import unseal

@@ -20,7 +20,8 @@ from areal_async.rpc import client as client_module
 from areal_async.rpc import endpoints
 from areal_async.rpc.client import Client
 from areal_async.rpc.frames import HEADER, Kind, write_frames
-from areal_async.rpc.messages import SCHEMA, Arrived, Commit, Fault, Hello, Message, Ok, Welcome
+from areal_async.rpc.messages import Arrived, Commit
+from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, Ok, Welcome
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.server import Answer, Peer, Server
 
@@ -212,7 +213,8 @@ SERVE = """
 import asyncio, sys
 from areal_async.rpc.messages import Arrived
 from areal_async.rpc.server import Server
-from areal_async.rpc.messages import Ok, Commit
+from areal_async.rpc.messages import Commit
+from areal_async.rpc.schema import Ok
 from areal_async.rpc.secret import RunSecret
 
 SECRET = RunSecret(bytes(32))
@@ -273,7 +275,8 @@ def test_one_death_is_local_a_killed_server_process_is_replaced_under_its_client
 
 ABANDON = """
 import asyncio, gc, sys
-from areal_async.rpc.messages import Ok, Arrived
+from areal_async.rpc.messages import Arrived
+from areal_async.rpc.schema import Ok
 from areal_async.rpc.client import Client, SyncClient
 from areal_async.rpc.server import Server
 from areal_async.rpc.secret import RunSecret

@@ -11,20 +11,8 @@ import pytest
 from areal_async.errors import FaultError, PeerGone, ProtocolError, RpcTimeout
 from areal_async.rpc import frames
 from areal_async.rpc.client import Client, SyncClient
-from areal_async.rpc.messages import (
-    SCHEMA,
-    Arrived,
-    BufferStats,
-    Claim,
-    Claims,
-    Commit,
-    Fetch,
-    Fetched,
-    Hello,
-    Message,
-    Ok,
-    Welcome,
-)
+from areal_async.rpc.messages import Arrived, BufferStats, Claim, Claims, Commit, Fetch, Fetched
+from areal_async.rpc.schema import SCHEMA, Hello, Message, Ok, Welcome
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.server import Answer, Peer, Server, by_type
 

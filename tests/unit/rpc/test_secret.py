@@ -10,7 +10,8 @@ import zmq
 from areal_async.errors import EndpointError, RpcTimeout
 from areal_async.rpc.client import Client
 from areal_async.rpc.frames import Kind, write_frames
-from areal_async.rpc.messages import SCHEMA, Arrived, Hello, Message, Ok
+from areal_async.rpc.messages import Arrived
+from areal_async.rpc.schema import SCHEMA, Hello, Message, Ok
 from areal_async.rpc.secret import FILE, RunSecret
 from areal_async.rpc.server import Answer, Peer, Server
 

@@ -18,7 +18,8 @@ import zmq
 
 from areal_async.rpc import endpoints
 from areal_async.rpc.client import Client
-from areal_async.rpc.messages import Arrived, Message, Ok
+from areal_async.rpc.messages import Arrived
+from areal_async.rpc.schema import Message, Ok
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.weights.channels.chunk_server import MAX_ASKED_BYTES, ChunkServer

@@ -10,7 +10,7 @@ import pytest
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import PeerGone, RpcTimeout
-from areal_async.rpc.messages import ServiceStatus
+from areal_async.rpc.control_messages import ServiceStatus
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy

@@ -10,7 +10,8 @@ import pytest
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import PeerGone
-from areal_async.rpc.messages import NoScore, ServiceStatus
+from areal_async.rpc.control_messages import ServiceStatus
+from areal_async.rpc.messages import NoScore
 from areal_async.status.aggregator import MESSAGE_LIFE_S, RunStatus, StatusAggregator
 from areal_async.status.monitor import Monitor, Tail
 

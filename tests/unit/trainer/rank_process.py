@@ -21,11 +21,11 @@ from areal_async.rpc.messages import (
     Fetched,
     LedgerCopy,
     NextBatch,
-    Ok,
     OpenTrainer,
     TrainerOpened,
     Waiting,
 )
+from areal_async.rpc.schema import Ok
 from areal_async.status.record import RunLog
 from trainer_service.checkpoint import Checkpoint
 from trainer_service.data.recording import read_step

@@ -1,4 +1,4 @@
-from areal_async.rpc.messages import VersionTag
+from areal_async.rpc.schema import VersionTag
 from trainer_service.published import PublishedVersions
 
 

@@ -12,8 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_async.config.job import JobConfig
-from areal_async.rpc.messages import NoNews, VersionTag, Waiting
+from areal_async.rpc.messages import Waiting
+from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.weights_messages import NoNews
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.weights.channels import PublishingEnd
 from areal_async.weights.delta import DeltaPolicy

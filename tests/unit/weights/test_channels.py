@@ -11,7 +11,8 @@ import torch
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import SnapshotError, SnapshotSkipped
-from areal_async.rpc.messages import NoNews, SnapshotNotice, VersionTag
+from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.weights_messages import NoNews, SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from areal_async.weights.channels import channel_of, makes_deltas
 from areal_async.weights.channels.disk import DiskReader

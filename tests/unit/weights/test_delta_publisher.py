@@ -13,8 +13,9 @@ import torch
 
 from areal_async.errors import SnapshotError
 from areal_async.rpc.client import Client
-from areal_async.rpc.messages import AckSnapshot, NoNews, SnapshotNotice, VersionTag, WaitSnapshot
+from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
 from areal_async.weights.delta import DeltaPolicy, apply_delta, write_delta
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo, open_snapshot

@@ -11,8 +11,9 @@ import pytest
 
 from areal_async.errors import EndpointError, FaultError, SnapshotError
 from areal_async.rpc.client import Client
-from areal_async.rpc.messages import GetChunk, Stats
+from areal_async.rpc.messages import Stats
 from areal_async.rpc.secret import CurveKeys
+from areal_async.rpc.weights_messages import GetChunk
 from areal_async.weights.channels.chunk_server import ChunkServer
 from areal_async.weights.keys import make_keys, read_keys
 from areal_async.weights.snapshot import open_snapshot

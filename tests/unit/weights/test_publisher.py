@@ -10,8 +10,10 @@ import torch
 
 from areal_async.errors import EndpointError, FaultError, RpcTimeout, SnapshotError
 from areal_async.rpc.client import Client
-from areal_async.rpc.messages import AckSnapshot, NoNews, SnapshotNotice, Stats, VersionTag
+from areal_async.rpc.messages import Stats
+from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
 from areal_async.weights.retention import Purpose

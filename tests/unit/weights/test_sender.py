@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_async.rpc.messages import AskTensors, SendsNothing, SendsTensors, VersionTag
+from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.weights_messages import AskTensors, SendsNothing, SendsTensors
 from areal_async.weights.channels.tensor_sender import TensorSender, in_buckets
 
 LIMIT_S = 60.0
@@ -155,7 +156,7 @@ DIES = """
 import os, sys
 sys.path.insert(0, sys.argv[2])
 from test_sender import Member
-from areal_async.rpc.messages import SendsTensors
+from areal_async.rpc.weights_messages import SendsTensors
 import msgspec
 plan = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=SendsTensors)
 Member().take(plan, buckets=1)

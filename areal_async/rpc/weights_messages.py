@@ -1,0 +1,124 @@
+"""How weights travel: what receivers and engines ask the trainer for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from areal_async.rpc.schema import Message, Ok, Record, Request, VersionTag
+
+# --- weights: receivers -> trainer -------------------------------------------------------------------
+
+
+class DeltaOffer(Record, frozen=True):
+    """The directory `path` makes the announced snapshot out of `base`, for whoever holds exactly that."""
+
+    base: VersionTag
+    path: str
+    manifest_hash: str
+    size_bytes: int
+
+
+class SnapshotNotice(Message, frozen=True):
+    """A complete snapshot: `path` is its directory, `manifest_hash` the hash of its manifest, `size_bytes`
+    the sum of its files. `final` marks the last one of the job.
+
+    `path` is on the host `node_id`; how other hosts come by the files is the affair of the job's channel."""
+
+    tag: VersionTag
+    path: str
+    manifest_hash: str
+    final: bool = False
+    size_bytes: int = 0
+    node_id: str = ""
+    delta: DeltaOffer | None = None
+    """Only in the answer to a receiver that said that it holds the base and can use it."""
+
+
+class NoNews(Message, frozen=True):
+    """Nothing newer within the wait. `finished`: none will come."""
+
+    finished: bool = False
+
+
+class WaitSnapshot(Request[SnapshotNotice | NoNews], frozen=True):
+    """Ask for the newest snapshot after `after` for a `purpose`; waits at most `wait_ms`.
+
+    `serve` gets the newest of all. `evaluate` gets, in order, the ones pinned for evaluation. `deltas`: the
+    receiver holds the files of `after` and can make others of them; it waits for a delta being made."""
+
+    receiver: str
+    purpose: Literal["serve", "evaluate"]
+    after: VersionTag | None = None
+    wait_ms: int = 0
+    deltas: bool = False
+
+
+class Sources(Message, frozen=True):
+    """Endpoints of chunk servers, best first; `origin` is the publisher's. The chunk table is attached."""
+
+    endpoints: list[str]
+    origin: str
+
+
+class FindSources(Request[Sources], frozen=True):
+    """Ask who serves the chunks of the directory with this manifest. `endpoint` is where the asker will serve
+    them itself."""
+
+    manifest_hash: str
+    endpoint: str
+
+
+class GetChunk(Request[Ok], frozen=True):
+    """Ask a chunk server for one chunk of the directory with this manifest. It is attached to the `Ok`."""
+
+    manifest_hash: str
+    number: int
+
+
+class AckSnapshot(Request[Ok], frozen=True):
+    """A receiver serves (or has evaluated) `tag`; with `error`, it could not, and why."""
+
+    receiver: str
+    purpose: Literal["serve", "evaluate"]
+    tag: VersionTag
+    stall_ms: float = 0.0
+    error: str = ""
+
+
+class TensorBucket(Record, frozen=True):
+    """Tensors sent in this order under one request. `dtypes` are torch's names."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class SendsTensors(Message, frozen=True):
+    """The trainer sends `buckets` in this order, as rank 0 of `group`. A group of another name than the one
+    asked with is yet to be formed: its members meet at `host:port`. Each bucket must be taken within
+    `limit_ms`."""
+
+    group: str
+    host: str
+    port: int
+    backend: Literal["nccl", "gloo"]
+    buckets: list[TensorBucket]
+    limit_ms: int
+
+
+class SendsNothing(Message, frozen=True):
+    """No tensors come: the snapshot is to be loaded instead."""
+
+    reason: str
+
+
+class AskTensors(Request[SendsTensors | SendsNothing], frozen=True):
+    """An engine that is paused asks the trainer for the tensors of `tag`, through a process group.
+
+    `engine` is its name among all engines; `group` the one that it is a member of and in which nothing
+    failed, or empty; `ranks` the members on its side."""
+
+    engine: str
+    group: str
+    tag: VersionTag
+    ranks: int
