@@ -93,7 +93,7 @@ class Snapshots:
         return tied_names(self._source)
 
     def path(self, tag: VersionTag) -> Path:
-        return self.root / f"e{tag.epoch}-v{tag.version}"
+        return self.root / tag.label
 
 
 class Reference:

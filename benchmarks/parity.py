@@ -27,7 +27,7 @@ from agreement import Reference, Snapshots, job_for, logprobs, one_thread, write
 
 from areal_async.config.trainer import OptimizerSection
 from areal_async.rpc.messages import BatchEpisode
-from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.schema import POLICY, VersionTag
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack, summarise
 from areal_async.weights.snapshot import Snapshot
 from rollout_service.engines import make_engine
@@ -173,8 +173,9 @@ def against_trainer(
         )
         blob = pack(builder.build())
         told = summarise(blob)
+        versions = told.versions[POLICY]
         entry = BatchEpisode(
-            told.episode_id, 0, told.n_units, told.n_sampled, told.min_version, told.max_version, 0.0
+            told.episode_id, 0, told.n_units, told.n_sampled, versions.oldest, versions.newest, 0.0
         )
         rows += rows_to_compare(
             memoryview(blob),

@@ -17,6 +17,7 @@ import msgspec
 from areal_async.rpc.messages import Batch, BatchEpisode
 from areal_async.status.record import as_it_became, read_run_log
 from areal_async.trajectory import TrajectoryError, summarise
+from trainer_service.data.rows import NO_VERSIONS
 from trainer_service.errors import BatchError
 from trainer_service.files import room_for
 from trainer_service.published import hashes_of
@@ -100,18 +101,19 @@ class Recording:
         found = read_step(self._root, step)
         for group in found.batch.groups:
             for entry in group.episodes:
-                _verify(step, entry, found.blobs[entry.episode_id])
+                _verify(found.batch, entry, found.blobs[entry.episode_id])
         return replace(found, weights_hash=self._hashes.get(step + 1, ""))
 
 
-def _verify(step: int, entry: BatchEpisode, blob: bytes) -> None:
-    damaged = f"the recording of step {step} is damaged:"
+def _verify(batch: Batch, entry: BatchEpisode, blob: bytes) -> None:
+    damaged = f"the recording of step {batch.step} is damaged:"
     try:
         found = summarise(blob)
     except TrajectoryError as error:
         raise BatchError(f"{damaged} episode {entry.episode_id}: {error}") from error
-    fields = ("episode_id", "n_units", "n_sampled", "min_version", "max_version")
-    named, held = ([getattr(source, field) for field in fields] for source in (entry, found))
+    versions = found.versions.get(batch.policy, NO_VERSIONS)
+    named = (entry.episode_id, entry.n_units, entry.n_sampled, entry.min_version, entry.max_version)
+    held = (found.episode_id, found.n_units, found.n_sampled, versions.oldest, versions.newest)
     if named != held:
         raise BatchError(f"{damaged} its manifest says {named} of an episode that is {held}")
 

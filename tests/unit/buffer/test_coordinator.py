@@ -109,7 +109,8 @@ async def test_one_death_is_local_a_new_front_finds_the_ledger_as_it_was(a_front
     async with a_front() as front:
         groups = await some_life(front)
         before = ledger(front)
-        orders = [list(front.index.ready), list(front.index.claimable), list(front.index.deadlines)]
+        ready = list(front.index.consumers["policy"].ready)
+        orders = [ready, list(front.index.claimable), list(front.index.deadlines)]
         revision = front.index.revision
         blobs = await front.blobs([(groups[0].group_id, 1), (groups[3].group_id, 0)])
     async with a_front() as again:
@@ -120,7 +121,7 @@ async def test_one_death_is_local_a_new_front_finds_the_ledger_as_it_was(a_front
         assert set(leases) == set(before[2])
         assert set(claims) == set(before[3])
         assert [
-            list(again.index.ready),
+            list(again.index.consumers["policy"].ready),
             list(again.index.claimable),
             list(again.index.deadlines),
         ] == orders

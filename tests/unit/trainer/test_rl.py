@@ -154,7 +154,7 @@ class Recorder(PublishingEnd):
         self.calls, self.weights = [], {}
 
     def offer(self, tag, tensors):
-        self.calls.append(f"offer e{tag.epoch}-v{tag.version}")
+        self.calls.append(f"offer {tag.label}")
         self.weights[tag.version] = {name: tensor.clone() for name, tensor in tensors.items()}
 
     def add(self, directory, manifest_hash):
@@ -173,9 +173,11 @@ def test_tensors_can_be_had_before_their_version_is_announced(tmp_path, model_di
         changes = {"weights": {"channel": "nccl"}}
         trainer = _trainer(model_dir, tmp_path, buffer, publisher=publisher, changes=changes)
         assert trainer.run(name="trainer", ready=lambda: None)
-        assert channel.calls == [f"{what} e1-v{version}" for version in range(5) for what in ("offer", "add")]
+        assert channel.calls == [
+            f"{what} policy-e1-v{version}" for version in range(5) for what in ("offer", "add")
+        ]
         for version, offered in channel.weights.items():
-            published = open_snapshot(tmp_path / "shm" / f"e1-v{version}").tensors
+            published = open_snapshot(tmp_path / "shm" / f"policy-e1-v{version}").tensors
             assert offered.keys() == published.keys()
             assert all(torch.equal(tensor, published[name]) for name, tensor in offered.items())
 
@@ -210,7 +212,7 @@ def test_the_record_of_a_step_says_how_much_of_the_weights_it_changed(tmp_path, 
         assert _trainer(model_dir, tmp_path, buffer, publisher=publisher).run(
             name="trainer", ready=lambda: None
         )
-        versions = [open_snapshot(tmp_path / "shm" / f"e1-v{v}").tensors for v in range(5)]
+        versions = [open_snapshot(tmp_path / "shm" / f"policy-e1-v{v}").tensors for v in range(5)]
         size = sum(f.stat().st_size for f in (tmp_path / "shm" / "policy-e1-v1").iterdir())
     records = read_run_log(tmp_path / "metrics.jsonl")
     assert len(records) == 4

@@ -182,7 +182,7 @@ def test_what_was_not_sampled_from_what_is_trained_reaches_no_gradient(sampling,
 def test_calls_of_other_policies_cannot_be_trained():
     other = EpisodeBuilder("job", "t", "t#0", 0, policies=("policy", "judge"), agents=(("main", 0), ("j", 1)))
     _sampled(other, 1, other.prompt([1]), agent=1)
-    with pytest.raises(BatchError, match="only `policy` is trained"):
+    with pytest.raises(BatchError, match="only 'policy' is trained"):
         call_temperatures(unpack(pack(other.build())))
 
 

@@ -62,7 +62,7 @@ def episode(two_turns) -> Episode:
 
 def test_the_example_itself_is_valid(episode):
     assert rebuilt(episode) == episode
-    assert check(episode.header, episode.segments, episode.units) == (7, 4, 6, 0)
+    assert check(episode.header, episode.segments, episode.units) == (7, 4, 6, 0, {"policy": (4, 6, 0)})
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def plain(value: Any) -> Any:
 
 def test_the_kept_bytes_say_what_they_said(blob, expected):
     assert as_read_by_us(unpack(blob)) == expected["episode"]
-    assert msgspec.to_builtins(summarise(blob)) == expected["summary"]
+    assert plain(msgspec.to_builtins(summarise(blob))) == expected["summary"]
 
 
 def test_a_reader_of_the_documented_layout_reads_the_same(blob, expected):

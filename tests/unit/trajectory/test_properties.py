@@ -96,14 +96,22 @@ def test_a_summary_agrees_with_the_log(histories, data):
     history = data.draw(histories)
     blob = pack(history.episode)
     summary = summarise(blob)
-    versions, epochs = history.trained("versions"), history.trained("epochs")
+    versions = history.trained("versions")
     assert summary.n_units == sum(history.episode.segments.length.tolist())
     assert summary.n_sampled == len(versions)
-    assert summary.min_version == min(versions, default=-1)
-    assert summary.max_version == max(versions, default=-1)
-    assert summary.min_epoch == min(epochs, default=-1)
-    assert summary.size_bytes == len(blob)
     header = history.episode.header
+    by_policy: dict[str, list[tuple[int, int]]] = {}
+    for call, told in zip(history.calls, header.calls, strict=True):
+        units = zip(call.versions, call.epochs, call.mask, strict=True)
+        trained = [(version, epoch) for version, epoch, mask in units if mask]
+        by_policy.setdefault(header.policies[told.policy], []).extend(trained)
+    expected = {
+        policy: (min(v for v, _ in units), max(v for v, _ in units), min(e for _, e in units))
+        for policy, units in by_policy.items()
+        if units
+    }
+    assert summary.versions == expected
+    assert summary.size_bytes == len(blob)
     assert summary.episode_id == f"{header.group_id}.{header.sample}" == history.episode.episode_id
     for name in ("job", "task_id", "group_id", "sample", "attempt"):
         assert getattr(summary, name) == getattr(header, name)
