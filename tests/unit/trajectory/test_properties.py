@@ -115,7 +115,7 @@ def test_a_summary_agrees_with_the_log(histories, data):
     assert summary.episode_id == f"{header.group_id}.{header.sample}" == history.episode.episode_id
     for name in ("job", "task_id", "group_id", "sample", "attempt"):
         assert getattr(summary, name) == getattr(header, name)
-    for name in ("n_units", "n_sampled", "min_version", "max_version", "min_epoch"):
+    for name in ("n_units", "n_sampled", "versions"):
         assert getattr(summary, name) == getattr(history.episode, name)
 
 
