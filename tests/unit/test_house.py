@@ -1,0 +1,98 @@
+"""The order of the house: which package imports which, one meaning a class name, no module too long to read."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("areal_async", "rollout_service", "replay_buffer", "reward_service", "trainer_service")
+OF_OTHER_SERVICES = {
+    "rollout_service": (
+        "reward_service.client",
+        "reward_service.sdk",
+        "reward_service.verifiers.reasoning_gym",  # one rule says which answers its scorers may be given
+    )
+}
+"""Service → modules of other services that it may import. Every service may import `areal_async`, which
+imports none of them: it finds them by name."""
+NAMES_FOR_TYPES = "areal_async/__init__.py"
+"""Imports services for type checkers alone: what a user imports is loaded when it is first used."""
+SHARED_NAMES = {"Arguments"}
+"""Every part calls the section of its arguments so (`areal_async/registry.py`)."""
+MOST_LINES = 600
+
+
+def broken_rules(files: Mapping[str, str]) -> Iterator[str]:
+    """What breaks the order of the house, in the texts of modules by path."""
+    homes: defaultdict[str, list[str]] = defaultdict(list)
+    for path, text in files.items():
+        tree = ast.parse(text)
+        if (length := text.count("\n")) > MOST_LINES:
+            yield f"{path} has {length} lines"
+        for module in imported(tree, for_types=path != NAMES_FOR_TYPES):
+            if not may_import(path.split("/")[0], module):
+                yield f"{path} imports {module}"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(path)
+    for name, paths in homes.items():
+        if len(paths) > 1 and name not in SHARED_NAMES:
+            yield f"{name} is a class in {' and '.join(paths)}"
+
+
+def imported(tree: ast.AST, *, for_types: bool) -> Iterator[str]:
+    """The modules that a module imports; without `for_types` not those under `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif for_types or not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield from imported(node, for_types=for_types)
+
+
+def may_import(package: str, module: str) -> bool:
+    other = module.split(".")[0]
+    if other not in PACKAGES or other == package:
+        return True
+    if package == "areal_async":
+        return False
+    return other == "areal_async" or module in OF_OTHER_SERVICES.get(package, ())
+
+
+def test_packages_meet_by_the_arrows_and_every_class_name_has_one_meaning() -> None:
+    files = {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
+    assert len(files) > 200
+    assert list(broken_rules(files)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "rule"),
+    [
+        ("areal_async/x.py", "def f():\n    from trainer_service import main\n", "imports trainer_service"),
+        ("areal_async/x.py", "if TYPE_CHECKING:\n    import replay_buffer.server\n", "replay_buffer.server"),
+        ("trainer_service/x.py", "from rollout_service.worker import worker\n", "imports rollout_service"),
+        ("rollout_service/x.py", "from reward_service.pool import pool\n", "imports reward_service.pool"),
+        ("rollout_service/x.py", "class Lease: ...\n", "Lease is a class in"),
+        ("trainer_service/x.py", "\n" * 601, "has 601 lines"),
+    ],
+)
+def test_what_breaks_the_order_is_named(path: str, text: str, rule: str) -> None:
+    good = {
+        "areal_async/y.py": "class Lease: ...\n",
+        "rollout_service/y.py": "from reward_service.sdk import reward\nclass Arguments: ...\n",
+        "trainer_service/y.py": "import areal_async.errors\nclass Arguments: ...\n",
+        NAMES_FOR_TYPES: "if TYPE_CHECKING:\n    from reward_service.sdk import reward\n",
+    }
+    assert list(broken_rules(good)) == []
+    (found,) = broken_rules(good | {path: text})
+    assert rule in found
