@@ -1,4 +1,4 @@
-"""The order of the house: which package imports which, one meaning a class name, no module too long to read."""
+"""The order of the house: package arrows, one meaning a class name, no module too long to read."""
 
 from __future__ import annotations
 
