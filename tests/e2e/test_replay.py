@@ -94,7 +94,7 @@ def test_another_learning_rate_is_tried_on_the_recorded_batches_and_its_differen
 def test_a_finished_run_can_be_looked_at(synchronous_run):
     done = buffer("stats", synchronous_run.folder, "--json")
     assert done.returncode == 0, done.stderr
-    stats = json.loads(done.stdout)["stats"]
+    stats = json.loads(done.stdout)["stats"]["policies"]["policy"]
     assert (stats["v_train"], stats["checkpoint"], stats["episodes_trained"]) == (10, 10, 320)
     done = buffer("peek", synchronous_run.folder)
     assert done.returncode == 0, done.stderr
@@ -107,7 +107,7 @@ def test_a_job_that_trains_is_watched_without_its_noticing(workspace, running):
         job.read_until(r"step [1-9]\d*/2000", 200)
         stats = json.loads(buffer("stats", job_file, "--json").stdout)
         assert stats["alive"]
-        assert stats["stats"]["trainer_epoch"] == 1
+        assert stats["stats"]["policies"]["policy"]["trainer_epoch"] == 1
         listing = buffer("peek", job.folder, "--limit", "3").stdout
         assert len(listing.splitlines()) >= 2
         job.wait_for_steps(3)
