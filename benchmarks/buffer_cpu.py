@@ -81,7 +81,7 @@ class TimerEngine:
     def serve(self, version: int) -> None:
         self._tag = VersionTag("policy", 1, version)
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest, tell: object = None) -> GenerateResult:
         now_s = time.monotonic()
         self._next_s = max(self._next_s, now_s) + 1 / self._rate
         tag, n = self._tag, len(self._ids)
@@ -304,7 +304,7 @@ async def measure(options: argparse.Namespace, outstanding: int, making_s: float
     }
     return {
         "outstanding": outstanding,
-        "held_outstanding": ended.outstanding,
+        "held_outstanding": ended.policies["policy"].outstanding,
         "episodes": episodes,
         "episodes_per_s": episodes / wall_s,
         "ms_per_episode": {**parts, "all": sum(parts.values())},

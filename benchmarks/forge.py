@@ -45,7 +45,7 @@ def forged_ones(each: int) -> Iterator[tuple[str, str, str, RewardInput]]:
     for name, task in TASKS.items():
         words = set(re.findall(r"\w+", str(task.truth)))
         for kind, what, program in by_entry[task.entry]:
-            aimed = kind in ("names", "files") and re.match(r"\w+", what)[0] in words
+            aimed = kind in ("names", "files") and not words.isdisjoint(re.findall(r"^\w+", what))
             number += 40 if aimed else 1 if kind in ("names", "files") else 4
             if number >= 4 * each:
                 number -= 4 * each

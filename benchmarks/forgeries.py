@@ -303,11 +303,11 @@ def forgeries(entry: str) -> Iterator[tuple[str, str, str]]:
     cached += "    py_compile.compile('x.py', f'__pycache__/{to}.cpython-311.pyc')\n"
     yield "files", "__pycache__", program(cached)
     for base in BASES:
-        text = [f"class Yes({base}):", "    def __new__(cls, *a): return super().__new__(cls)"]
-        for names, value in DUNDERS.items():
-            text += [f"    def __{name}__(self, *a): return {value}" for name in names.split()]
-        text.insert(2, "    __class__ = property(lambda self: int)")
-        whole = "\n".join(text)
+        members = [f"class Yes({base}):", "    def __new__(cls, *a): return super().__new__(cls)"]
+        for methods, value in DUNDERS.items():
+            members += [f"    def __{name}__(self, *a): return {value}" for name in methods.split()]
+        members.insert(2, "    __class__ = property(lambda self: int)")
+        whole = "\n".join(members)
         yield "objects", f"a {base} that says yes to all", program(whole, "return Yes()")
         yield "objects", f"a list of those ({base})", program(whole, "return [Yes() for _ in range(3)]")
         yield (
@@ -317,15 +317,15 @@ def forgeries(entry: str) -> Iterator[tuple[str, str, str]]:
         )
         yield "objects", f"keys and values ({base})", program(whole, "return {Yes(): Yes()}")
         yield "objects", f"the class ({base})", program(whole, "return Yes")
-        for names, value in DUNDERS.items():
+        for methods, value in DUNDERS.items():
             few = "\n".join(
                 [
                     f"class Yes({base}):",
-                    *(f"    def __{name}__(self, *a): return {value}" for name in names.split()),
+                    *(f"    def __{name}__(self, *a): return {value}" for name in methods.split()),
                 ]
             )
-            if base in ("object", "int", "str", "list", "dict") and "getattr" not in names:
-                yield "objects", f"a {base} with {names.split()[0]}", program(few, "return Yes()")
+            if base in ("object", "int", "str", "list", "dict") and "getattr" not in methods:
+                yield "objects", f"a {base} with {methods.split()[0]}", program(few, "return Yes()")
     meta = "class Meta(type):\n    def __instancecheck__(self, other): return True\n"
     meta += "    __eq__ = lambda *a: True\n"
     meta += "    __hash__ = type.__hash__\n    __len__ = __iter__ = __contains__ = lambda *a: True\n"

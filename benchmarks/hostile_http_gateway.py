@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 
 from areal_async.config.rollout import GatewaySection
+from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.log import setup_logging
 from areal_async.trajectory import EpisodeBuilder, Sampling
-from rollout_service.engines.base import GenerateRequest, GenerateResult
+from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
 from rollout_service.gateway import Gateway
+from rollout_service.workflows.context import Context
+from rollout_service.workflows.render import Renderer
 
 SAID = "<tool_call>[[["
 
@@ -25,17 +28,22 @@ class Bytes:
 
     chat_template = "{% if tools %}<tool_call>{% endif %}"
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": list(text.encode())}
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return bytes(ids).decode("utf-8", "replace")
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
-        return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **_: Any) -> str:
+        return "".join(f"{message['role']}: {message['content']}\n" for message in conversation)
 
 
 class Same:
+    version = VersionTag("policy", 0, 0)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(0, 0, 1, 0.0, 0, 0, 0.0)
+
     async def generate(self, request: GenerateRequest, tell: object = None) -> GenerateResult:
         ids = np.frombuffer(SAID.encode(), np.uint8).astype(np.int32)[: request.sampling.max_new_tokens]
         zeros = np.zeros(len(ids), np.int32)
@@ -45,13 +53,21 @@ class Same:
 
 async def main() -> None:
     gateway = Gateway(GatewaySection(), Bytes(), job="hostile", max_model_len=1 << 20)
-    how: Any = {"sampling": Sampling(max_new_tokens=64), "seed": 0, "attempt": 0, "requests": "r"}
+    render = Renderer(Bytes())
     async with AsyncExitStack() as stack:
         keys = []
         for sample in range(2):
-            episode = EpisodeBuilder("hostile", "t", "t#0", sample)
-            access = gateway.session(Same(), episode, sample=sample, **how)  # type: ignore[arg-type]
-            keys.append((await stack.enter_async_context(access)).api_key)
+            ctx = Context(
+                Same(),
+                render,
+                EpisodeBuilder("hostile", "t", "t#0", sample),
+                episode_id=f"t#0.{sample}",
+                sampling=Sampling(max_new_tokens=64),
+                seed=0,
+                sample=sample,
+                gateway=gateway,
+            )
+            keys.append((await stack.enter_async_context(ctx.gateway())).api_key)
         print(json.dumps({"url": gateway.address, "keys": keys}), flush=True)
         await asyncio.to_thread(sys.stdin.read)
     await gateway.close()

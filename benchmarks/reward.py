@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def shares(row: Row, case: str, ideal: float, least: float | None) -> Row:
     return {"case": case, "ideal_calls_per_s": ideal, "share": share, **judged}
 
 
-CASES: dict[str, Callable[[float], Awaitable[list[Row]]]] = {
+CASES: dict[str, Callable[[float], Coroutine[Any, Any, list[Row]]]] = {
     "compute": compute,
     "batch": batch,
     "nothing": nothing,

@@ -158,7 +158,7 @@ class Simulation:
         self.free = [scenario.slots] * scenario.workers
         self.serving = [0] * scenario.workers
         self.staleness: list[int] = []
-        self._events: list[tuple[int, int, Callable[[], None]]] = []
+        self._events: list[tuple[int, int, Callable[[], object]]] = []
         self._order = itertools.count()
         self._edges: set[str] = set()
         self._training = False
@@ -212,7 +212,7 @@ class Simulation:
 
     # --- everybody else ---
 
-    def _after(self, delay_ms: float, event: Callable[[], None]) -> None:
+    def _after(self, delay_ms: float, event: Callable[[], object]) -> None:
         heapq.heappush(self._events, (self.now_ms + max(1, round(delay_ms)), next(self._order), event))
 
     def _drawn(self, group_id: str) -> tuple[float, float]:

@@ -189,7 +189,10 @@ def write_docs(pages: Sequence[Path], tables: dict[str, str]) -> None:
         holders = [page for page in pages if pattern.search(texts[page])]
         if len(holders) != 1:
             raise SystemExit(f"the table {name!r} has a place on {len(holders)} of the pages")
-        texts[holders[0]] = pattern.sub(lambda m, c=content: f"{m[1]}{c}\n{m[2]}", texts[holders[0]])
+        texts[holders[0]] = pattern.sub(
+            lambda found, content=content: f"{found[1]}{content}\n{found[2]}",  # type: ignore[misc]
+            texts[holders[0]],
+        )
     for page, text in texts.items():
         page.write_text(text, encoding="utf-8")
 

@@ -100,24 +100,25 @@ def figures() -> dict[str, dict[str, float]]:
 
 
 class NoticeHandler(logging.Handler):
-    """Puts warnings and errors of ours on the board."""
+    """Puts warnings and errors of ours on a board."""
 
-    def __init__(self) -> None:
+    def __init__(self, board: StatusBoard) -> None:
         super().__init__(logging.WARNING)
+        self._board = board
 
     def emit(self, record: logging.LogRecord) -> None:
         fields = getattr(record, "areal_fields", {})
         extra = ", ".join(str(fields[name]) for name in NOTICE_FIELDS if fields.get(name))
-        board.tell(record.getMessage() + (f" ({extra})" if extra else ""))
+        self._board.tell(record.getMessage() + (f" ({extra})" if extra else ""))
 
 
-def answer_status(ctx: ServiceContext) -> None:
-    """Answer `Status` for the service of `ctx`, as long as this process lives."""
+def answer_status(ctx: ServiceContext, board: StatusBoard = board) -> None:
+    """Answer `Status` for the service of `ctx` from `board`, as long as this process lives."""
 
     async def answer(peer: Peer, request: Status, attachments: list[memoryview]) -> ServiceStatus:
         return board.status(ctx.name, serves=ctx.has_served)
 
-    logging.getLogger("areal").addHandler(NoticeHandler())
+    logging.getLogger("areal").addHandler(NoticeHandler(board))
     endpoint = status_endpoint(ctx.socket_dir, ctx.name)
     ControlServer(
         endpoint, service=ctx.name, job=ctx.job.job, access=ctx.secret, handlers={Status: answer}

@@ -38,7 +38,7 @@ def ask(ctx: ServiceContext, name: str = "rollout-0") -> ServiceStatus:
 
 
 def test_a_service_says_its_state_its_figures_and_its_newest_notice(ctx: ServiceContext) -> None:
-    answer_status(ctx)
+    answer_status(ctx, StatusBoard())
     before = ask(ctx)
     assert (before.name, before.state) == ("rollout-0", "starting")
     ctx.ready()
@@ -53,7 +53,7 @@ def test_a_service_says_its_state_its_figures_and_its_newest_notice(ctx: Service
 
 
 def test_a_service_whose_thread_is_held_up_answers(ctx: ServiceContext) -> None:
-    answer_status(ctx)
+    answer_status(ctx, StatusBoard())
     release, held = threading.Event(), threading.Event()
 
     async def blocks() -> None:
