@@ -135,7 +135,8 @@ def served(kind: str, folder: Path) -> Iterator[Subject]:
     if kind in ("reward", "sandbox"):
         token = folder / "token"
         token.write_text(TOKEN)
-        command += ["--http", f"127.0.0.1:{port}", "--token-file", str(token)]
+        option = "--listen" if kind == "reward" else "--http"
+        command += [option, f"127.0.0.1:{port}", "--token-file", str(token)]
     with open(log, "wb") as written:
         process = subprocess.Popen(
             command,

@@ -1,11 +1,10 @@
-"""What a reward in another process costs: calls per second and time of a request, by transport and batch.
+"""What a reward in another process costs: calls per second and time of a request, by server and batch.
 
     python benchmarks/reward_servers.py [--calls N]
 
 The reward is the cheapest there is (the share of one character), so what is measured is the way there: by
-HTTP and JSON to plain Node.js, by ZMQ and msgpack to plain Python, by both to `areal-async reward serve`,
-beside the pool of this process. Prints one JSON object for each, with the milliseconds of a request (median
-and 99 %).
+HTTP and JSON to plain Node.js and to `areal-async reward serve`, beside the pool of this process. Prints one
+JSON object for each, with the milliseconds of a request (median and 99 %).
 """
 
 from __future__ import annotations
@@ -54,9 +53,7 @@ def main() -> None:
         report("pool", 0, asyncio.run(in_the_pool(reward, calls)), calls)
         serve = [sys.executable, "-m", "areal_async.cli.main", "reward", "serve", reward]
         servers = {
-            "pyzmq": [sys.executable, str(SERVERS / "server.py")],
-            "serve-http": [*serve, "--http", "127.0.0.1:0"],
-            "serve-zmq": [*serve, "--zmq", "127.0.0.1:0"],
+            "serve": [*serve, "--listen", "127.0.0.1:0"],
         }
         if node := shutil.which("node"):
             servers["node"] = [node, str(SERVERS / "server.js")]

@@ -29,15 +29,13 @@ class ServeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     rewards: list[str]
     args: dict[str, Any] = {}
-    http: str = ""
-    zmq: str = ""
+    listen: str = "127.0.0.1:8700"
     workers: int = 1
     timeout_s: float = 10.0
     batch: int = 64
     token_file: str = ""
     tls_cert: str = ""
     tls_key: str = ""
-    curve_key: str = ""
     episodes: bool = False
 
 
@@ -72,7 +70,7 @@ class ReplayRequest(ToolRequest, frozen=True):
     """Folder to keep the replay in; None keeps nothing."""
 
 
-class RehearsalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TrialRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A reward to be tried on a file."""
 
     reward: str
@@ -81,14 +79,9 @@ class RehearsalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A task file; empty for that of the job file."""
     fields: list[str] = []
     """`key=value` of the section `reward`."""
-    episodes: str = ""
-    """An export of `areal-async buffer export`, whose responses are scored; empty for none."""
     column: str = "response"
     """The column of the task file that has the responses."""
-    repeats: int = 2
     limit: int = 1000
-    slowest: int = 5
-    as_json: bool = False
 
 
 def step_range(text: str | None) -> range:
@@ -114,7 +107,7 @@ def module_of(request: msgspec.Struct) -> str:
         PeekRequest: "replay_buffer.tools.peek",
         ExportRequest: "replay_buffer.tools.export",
         ReplayRequest: "trainer_service.tools.replay",
-        RehearsalRequest: "reward_service.tools.rehearse",
+        TrialRequest: "reward_service.tools.trial",
     }
     return modules[type(request)]
 

@@ -4,7 +4,7 @@
                                                       [--steps 1800] [--result FILE]
 
 The job has all kinds of sockets: RPC and Redis in its folder, stations, gateway and metrics on ports, and a
-reward server of its own over ZMQ and HTTP; a sandbox server runs beside it. Each gets so many malformed
+reward server of its own; a sandbox server runs beside it. Each gets so many malformed
 messages from somebody who knows its secret, as many from a stranger, and so many connections that are held
 open together. Then the job is let run to its end, and the checker of the chaos runs judges it.
 """
@@ -32,12 +32,11 @@ from hostile_http import Subject, free_port, listens, many_files, send_malformed
 
 from areal_async.rpc.endpoints import Access
 from areal_async.rpc.secret import RunSecret
-from reward_service.backends.remote.host.access import Gate
 from tests.chaos.history import Verdict
 from tests.chaos.job import Job, JobFailed, write_job
 from tests.chaos.plan import Disturbance
 from tests.chaos.storm import Storm
-from tests.unit.rpc.noise import asked, flood, shapes
+from tests.unit.rpc.noise import flood, shapes
 
 TOKEN = "token-of-this-server"
 CONNECT_LIMIT = struct.pack("ll", 20, 0)
@@ -83,27 +82,26 @@ def job_of_all_kinds(folder: Path, steps: int, reward_url: str, token_file: Path
 @dataclass(frozen=True)
 class Rewards:
     process: subprocess.Popen[bytes]
-    zmq_port: int
-    http_port: int
+    port: int
     token_file: Path
 
 
 @contextlib.contextmanager
 def reward_server(folder: Path) -> Iterator[Rewards]:
-    """A `reward serve` of the job's reward, over both transports."""
+    """A `reward serve` of the job's reward."""
     token_file = folder / "token"
     token_file.write_text(TOKEN)
     token_file.chmod(0o600)
-    ports = free_port(), free_port()
+    port = free_port()
     command = [sys.executable, "-m", "areal_async.cli.main", "reward", "serve", "reward.py:share_of_ones"]
-    command += ["--zmq", f"127.0.0.1:{ports[0]}", "--http", f"127.0.0.1:{ports[1]}"]
+    command += ["--listen", f"127.0.0.1:{port}"]
     with open(folder / "reward.out", "wb") as output:
         process = subprocess.Popen(
             [*command, "--token-file", str(token_file)], cwd=folder, stdout=output, stderr=output
         )
     try:
-        until(lambda: all(map(listens, ports)), "the reward server does not start")
-        yield Rewards(process, *ports, token_file)
+        until(lambda: listens(port), "the reward server does not start")
+        yield Rewards(process, port, token_file)
     finally:
         process.terminate()
         process.wait(30)
@@ -167,11 +165,7 @@ class Flood:
             kind = kind_of(port)
             send = self._zmq(f"tcp://127.0.0.1:{port}", secret) if kind == "station" else http(kind, port)
             yield Face(f"{kind} of {name}", port, send)
-        port = self.rewards.zmq_port
-        yield Face(
-            "reward server, zmq", port, self._zmq(f"tcp://127.0.0.1:{port}", Gate(TOKEN).password, asked)
-        )
-        for kind, port in (("reward", self.rewards.http_port), ("sandbox", self.sandbox.port)):
+        for kind, port in (("reward", self.rewards.port), ("sandbox", self.sandbox.port)):
             yield Face(f"{kind} server, http", port, http(kind, port, TOKEN))
 
     def _round(self, faces: list[Face], messages: int, connections: int) -> dict[str, dict[str, Any]]:

@@ -1,5 +1,5 @@
-"""Rewards in other languages: servers that hold none of our code drive a real job, and one that is killed and
-started again in mid-job loses nothing."""
+"""Rewards in other languages: a server that holds none of our code drives a real job, and loses nothing when
+it is killed and started again in mid-job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import selectors
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,13 @@ STEPS = 12
 
 
 class RewardServer:
-    """One of the example servers; started again at the same address."""
+    """The example server; started again at the same address."""
 
-    def __init__(self, kind: str) -> None:
-        if kind == "node":
-            node = shutil.which("node")
-            if node is None:
-                pytest.skip("needs Node.js: the Debian package nodejs")
-            self._command = [node, str(SERVERS / "server.js")]
-        else:
-            self._command = [sys.executable, str(SERVERS / "server.py")]
+    def __init__(self) -> None:
+        node = shutil.which("node")
+        if node is None:
+            pytest.skip("needs Node.js: the Debian package nodejs")
+        self._command = [node, str(SERVERS / "server.js")]
         self.url = ""
         self.start()
 
@@ -58,31 +54,23 @@ class RewardServer:
 
 
 @pytest.fixture
-def reward_server() -> Iterator[Callable[[str], RewardServer]]:
-    started: list[RewardServer] = []
-
-    def start(kind: str) -> RewardServer:
-        started.append(RewardServer(kind))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.kill()
+def reward_server() -> Iterator[RewardServer]:
+    server = RewardServer()
+    yield server
+    server.kill()
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", ["node", "pyzmq"])
 def test_a_server_in_another_language_trains_a_job_and_its_death_loses_nothing(
-    kind: str,
     workspace: Workspace,
     running: Callable[..., Any],
-    reward_server: Callable[[str], RewardServer],
+    reward_server: RewardServer,
     nothing_is_left: Callable[[dict[str, Any]], None],
     tmp_path: Path,
 ) -> None:
-    server = reward_server(kind)
+    server = reward_server
     job_file = workspace.job(
-        f"{kind}-reward",
+        "node-reward",
         reward={"name": "remote", "timeout_s": 10, "args": {"urls": [server.url], "reward": "share_of_ones"}},
         trainer__steps=STEPS,
         observe={"metrics_port": 0, "event_log": True, "stall_s": 2},

@@ -1,11 +1,11 @@
-"""The reward `judge`: a language model behind OpenAI-compatible servers grades the responses."""
+"""The reward `judge`, as a job file asks for it: a language model behind OpenAI-compatible servers grades the
+responses."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -43,8 +43,6 @@ class JudgeArguments(Section):
     requests are balanced."""
     model: str = Field(min_length=1)
     """Name of the model, as the server knows it."""
-    api: Literal["chat", "completions"] = "chat"
-    """`/chat/completions`, or `/completions` for a model without a chat template."""
     template: str = TEMPLATE
     """What is asked, with `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{ability}` and
     `{extra_info.NAME}` filled in; other braces stay as they are."""
@@ -75,9 +73,7 @@ class JudgeArguments(Section):
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """Further fields of the request; a field set to null is left out."""
     requests_per_minute: int | None = Field(default=None, ge=1)
-    """Most requests begun in any 60 seconds by one scoring process; more wait."""
-    tokens_per_minute: int | None = Field(default=None, ge=1)
-    """Most tokens, prompt and reply, in any 60 seconds, estimated before a request and corrected after it."""
+    """Most requests begun in any 60 seconds by one scoring process: they are spaced evenly, and more wait."""
     max_in_flight: int = Field(default=16, ge=1, le=65_536)
     """Most requests under way."""
     retries: int = Field(default=4, ge=0, le=1000)
@@ -87,8 +83,6 @@ class JudgeArguments(Section):
     """Name of the environment variable that holds the key."""
     cache_entries: int = Field(default=10_000, ge=0)
     """Replies that are kept; 0: none. The same request is then answered without the server."""
-    cache_file: Path | None = None
-    """File that keeps as many replies beyond the job; relative to the job file."""
 
     @field_validator("base_url")
     @classmethod
@@ -136,10 +130,6 @@ class JudgeArguments(Section):
             raise ValueError("several votes at temperature 0 are all the same: set temperature above 0")
         if self.min_votes is not None and self.min_votes > self.votes:
             raise ValueError(f"min_votes = {self.min_votes} can never be reached with votes = {self.votes}")
-        if self.system and self.api != "chat":
-            raise ValueError("`system` is a message of a chat: remove it, or set api to chat")
-        if self.cache_file and not self.cache_entries:
-            raise ValueError("cache_file keeps cache_entries replies, and that is 0")
         return self
 
 

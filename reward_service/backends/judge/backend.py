@@ -17,7 +17,9 @@ import math
 import os
 import random
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, Self
 
 import msgspec
@@ -28,14 +30,18 @@ from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Timeout, Verdict
 from areal_async.runtime.log import get_logger
 from reward_service import metrics
-from reward_service.backends import Call, OnVerdicts
+from reward_service.backends import Call, MissingText, OnVerdicts, fill
 from reward_service.backends.judge import JudgeArguments
-from reward_service.backends.judge.endpoint import Endpoint, JudgeReply, Trouble, advice
-from reward_service.backends.judge.grades import LONGEST_REPLY, NoGrade, Parser, verdict_of
-from reward_service.backends.judge.limits import MINUTE_S, Budget, RateEntry, spread
-from reward_service.backends.judge.replies import Replies, key_of
+from reward_service.backends.judge.replies import (
+    Endpoint,
+    JudgeReply,
+    NoGrade,
+    Parser,
+    Trouble,
+    advice,
+    verdict_of,
+)
 from reward_service.backends.servers import ServerState, choose
-from reward_service.backends.templates import MissingText, fill
 from reward_service.metrics import cache_lookup
 from reward_service.sdk import RewardInput, RewardLoadError
 
@@ -47,8 +53,7 @@ START_LIMIT_S = 30.0
 START_PAUSE_S = 0.5
 GREETING = "1 + 1 ="
 """The request that shows at the start that a server answers. Not cut short: some servers refuse that."""
-CHARACTERS_PER_TOKEN = 3.5
-"""For the estimate of a prompt; corrected by what the server counts."""
+MINUTE_S = 60.0
 
 Vote = float | Failure | Timeout
 
@@ -79,24 +84,22 @@ class Judge:
         self._needed = given.min_votes or given.votes // 2 + 1
         self._parse = Parser(given.parse, given.take, given.scale, given.grades)
         self._spec = spec
-        self._budget = _budget(given, spec.timeout_s)
-        self._admission = asyncio.Lock()
+        self._requests_per_s = _requests_per_s(given, spec.timeout_s)
+        self._next_s = -math.inf
+        """When the rate limit lets the next request begin."""
         rng = random.Random()
         self._servers = [ServerState(url, rng) for url in given.base_url]
         self._changed = asyncio.Event()
         """A request ended, so that another may begin."""
         self._slots = asyncio.Semaphore(given.max_in_flight)
-        self._replies = Replies(given.cache_entries, given.cache_file)
+        self._kept: OrderedDict[bytes, float] = OrderedDict()
+        """Grades that are kept, by request: the one used last at the end."""
         self._flights: dict[bytes, Flight] = {}
         self._waiting: asyncio.Queue[tuple[int, Call, OnVerdicts]] = asyncio.Queue(MAX_QUEUED)
         self._closed = False
         self._runners: list[asyncio.Task[None]] = []
         self._endpoint: Endpoint | None = None
         self._call_s = 1.0
-        self._tokens = float(given.max_tokens)
-        """Recent mean of a request."""
-        self._tokens_last = self._tokens
-        """Estimate of the latest one, prompt and reply."""
         self._requests_last = given.votes
         """Of the latest call."""
         self._requests_open = 0
@@ -126,11 +129,6 @@ class Judge:
         """Beyond its deadline and its turn, how long a call may wait: until the rate has let all begin."""
         return self._requests_open / self._requests_per_s
 
-    @property
-    def _requests_per_s(self) -> float:
-        """By the rate limit, with the dearer of what requests cost in the mean and what the latest may."""
-        return self._budget.requests_per_s(max(self._tokens, self._tokens_last))
-
     async def __aenter__(self) -> Self:
         """Raises `RewardLoadError` when no server takes a request."""
         name = self._arguments.api_key_env
@@ -140,13 +138,12 @@ class Judge:
                 f"the reward 'judge': api_key_env names the variable {name}, which is not set where the "
                 "reward service runs. Set it to the key, or remove api_key_env."
             )
-        self._endpoint = Endpoint(self._arguments.api, key)
+        self._endpoint = Endpoint(key)
         try:
             await self._greet()
         except BaseException:
             await self._endpoint.close()
             self._endpoint = None
-            self._replies.close()
             raise
         self._runners = [
             asyncio.create_task(self._run(), name="judge") for _ in range(self._arguments.max_in_flight)
@@ -164,7 +161,6 @@ class Judge:
         if self._endpoint is not None:
             await self._endpoint.close()
             self._endpoint = None
-        self._replies.close()
 
     async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
         """Queue calls; waits while the queue is full."""
@@ -257,21 +253,17 @@ class Judge:
     async def _vote(self, text: str, system: str, vote: int, flights: list[Flight]) -> Vote:
         """One vote: kept, under way, or asked for."""
         body = self._body(text, system, vote)
-        key = key_of(self._arguments.api, body, vote)
-        kept = self._replies.get(key)
+        key = blake2b(b"%d\0%s" % (vote, body), digest_size=20).digest()
+        kept = self._kept.get(key)
         if kept is not None:
-            try:
-                grade = self._parse(kept)
-            except NoGrade:
-                pass  # kept by a job that parsed otherwise: asked again
-            else:
-                cache_lookup(self._spec, hit=True)
-                return grade
+            self._kept.move_to_end(key)
+            cache_lookup(self._spec, hit=True)
+            return kept
         flight = self._flights.get(key)
         cache_lookup(self._spec, hit=flight is not None)
         if flight is None:
             flight = self._flights[key] = Flight()
-            flight.task = asyncio.create_task(self._fly(flight, key, body, len(text) + len(system)))
+            flight.task = asyncio.create_task(self._fly(flight, key, body))
             flight.task.add_done_callback(lambda _: self._flights.pop(key, None))
         flights.append(flight)
         return await flight.task
@@ -279,11 +271,8 @@ class Judge:
     def _body(self, text: str, system: str, vote: int) -> bytes:
         given = self._arguments
         body: dict[str, Any] = {"model": given.model}
-        if given.api == "chat":
-            messages = [{"role": "system", "content": system}] if system else []
-            body["messages"] = [*messages, {"role": "user", "content": text}]
-        else:
-            body["prompt"] = text
+        messages = [{"role": "system", "content": system}] if system else []
+        body["messages"] = [*messages, {"role": "user", "content": text}]
         body["max_tokens"] = given.max_tokens
         body["temperature"] = given.temperature
         if given.seed is not None:
@@ -293,39 +282,37 @@ class Judge:
 
     # --- requests ------------------------------------------------------------------------------------
 
-    async def _fly(self, flight: Flight, key: bytes, body: bytes, characters: int) -> Vote:
+    async def _fly(self, flight: Flight, key: bytes, body: bytes) -> Vote:
         """From the rate limit to a vote, or to the reason why there is none."""
-        tokens = self._tokens_last = characters / CHARACTERS_PER_TOKEN + self._arguments.max_tokens
         async with self._slots:
-            entry = await self._admit(tokens)
+            await self._admit()
             flight.begun_s = time.monotonic()
             try:
                 async with asyncio.timeout(self._timeout_s):
                     left = self._arguments.retries
                     while True:
-                        outcome = await self._attempt(flight, body, entry)
+                        outcome = await self._attempt(flight, body)
                         if isinstance(outcome, JudgeReply):
                             return self._graded(key, outcome)
                         if not outcome.passes or left == 0:
                             return Failure(outcome.kind, str(outcome))
                         left -= 1
-                        entry = await self._admit(tokens)
+                        await self._admit()
             except TimeoutError:
                 trouble = None if flight.on_the_wire else flight.trouble or self._trouble
                 if trouble is None:
                     return Timeout(round(self._timeout_s * 1000))
                 return Failure(trouble.kind, f"{trouble} (until the deadline of {self._timeout_s:g} s)")
 
-    async def _admit(self, tokens: float) -> RateEntry | None:
-        """Wait for the rate limit; first come, first served."""
-        async with self._admission:
-            while True:
-                now_s = time.monotonic()
-                if (wait_s := self._budget.wait_s(now_s, tokens)) <= 0:
-                    return self._budget.add(now_s, tokens)
-                await asyncio.sleep(wait_s)
+    async def _admit(self) -> None:
+        """Wait for the rate limit: requests are spaced evenly; first come, first served."""
+        now_s = time.monotonic()
+        begins_s = max(now_s, self._next_s)
+        self._next_s = begins_s + 1 / self._requests_per_s
+        if begins_s > now_s:
+            await asyncio.sleep(begins_s - now_s)
 
-    async def _attempt(self, flight: Flight, body: bytes, entry: RateEntry | None) -> JudgeReply | Trouble:
+    async def _attempt(self, flight: Flight, body: bytes) -> JudgeReply | Trouble:
         server = await self._take()
         assert self._endpoint is not None
         flight.on_the_wire = True
@@ -353,8 +340,6 @@ class Judge:
             self._changed.set()
         self._trouble = None
         if reply.tokens:
-            self._budget.settle(entry, reply.tokens)
-            self._tokens += 0.1 * (reply.tokens - self._tokens)
             metrics.JUDGE_TOKENS.inc(reply.tokens)
         return reply
 
@@ -379,26 +364,25 @@ class Judge:
             return Failure("judge", f"{error}{cut}")
         metrics.JUDGE_REQUESTS.labels("ok").inc()
         # Only a reply with a grade is kept: another attempt at the others may bring one.
-        self._replies.put(key, reply.text[-LONGEST_REPLY:])
+        self._kept[key] = grade
+        if len(self._kept) > self._arguments.cache_entries:
+            self._kept.popitem(last=False)
         return grade
 
 
-def _budget(given: JudgeArguments, timeout_s: float) -> Budget:
-    """Raises `RewardLoadError` for a rate at which a call would have to wait longer than it may take."""
-    requests = tokens = None
-    if given.requests_per_minute is not None:
-        requests = spread(given.requests_per_minute, given.votes, timeout_s)
-        if requests.window_s > timeout_s or requests.limit < given.votes:
-            least_s = math.ceil(MINUTE_S * given.votes / given.requests_per_minute)
-            raise RewardLoadError(
-                f"the reward 'judge': requests_per_minute = {given.requests_per_minute} with votes = "
-                f"{given.votes} lets a call begin every {least_s} s, and reward.timeout_s is {timeout_s:g}. "
-                f"Set reward.timeout_s to {least_s} or more."
-            )
-    if given.tokens_per_minute is not None:
-        # Room for several long replies in each window, or one of them would make all others wait.
-        tokens = spread(given.tokens_per_minute, 8 * given.max_tokens, timeout_s)
-    return Budget(requests, tokens)
+def _requests_per_s(given: JudgeArguments, timeout_s: float) -> float:
+    """The rate limit; infinite where there is none. Raises `RewardLoadError` for a rate at which a call would
+    have to wait longer than it may take."""
+    if given.requests_per_minute is None:
+        return math.inf
+    least_s = math.ceil(MINUTE_S * given.votes / given.requests_per_minute)
+    if least_s > timeout_s:
+        raise RewardLoadError(
+            f"the reward 'judge': requests_per_minute = {given.requests_per_minute} with "
+            f"votes = {given.votes} lets a call begin every {least_s} s, and reward.timeout_s is "
+            f"{timeout_s:g}. Set reward.timeout_s to {least_s} or more."
+        )
+    return given.requests_per_minute / MINUTE_S
 
 
 def _closed(call: Call) -> list[Verdict]:

@@ -1,100 +1,265 @@
-"""Replies of a judge that are kept: in memory, and in a file beyond the job. Bounded both ways."""
+"""One request to an OpenAI-compatible server, and what its reply is worth: from texts to votes, from votes to
+a verdict."""
 
 from __future__ import annotations
 
-import sqlite3
-from collections import OrderedDict
-from hashlib import blake2b
-from pathlib import Path
+import asyncio
+import math
+import re
+import ssl
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal
 
-from areal_async.runtime.log import get_logger
+import aiohttp
+import msgspec
 
-log = get_logger("judge")
+from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout, Verdict
 
-SWEEP_EVERY = 256
-"""Replies written between two looks at the size of the file."""
-WAIT_S = 0.5
-"""For another process that writes the same file; then the reply is not kept."""
+MOST_BYTES = 4 << 20
+"""Largest answer that is read."""
+CONNECT_TIMEOUT_S = 10.0
+KEEPALIVE_S = 2.0
+"""An idle connection is closed from this side: servers close theirs after 5 s, and a request on one that is
+just being closed would fail for nothing."""
+MOST_SHOWN = 300
+"""Characters of an answer that an error repeats."""
+LONGEST_REPLY = 20_000
+"""Characters at the end of a reply in which the grade is looked for."""
+MOST_QUOTED = 120
+"""Characters of a reply that an error repeats."""
+PASSES = frozenset({408, 409, 425, 429})
+"""Statuses below 500 that may pass."""
 
-
-class Replies:
-    """The `most` replies used last, by request; those not in memory are looked for in `file`.
-
-    A file that cannot be read or written costs the cache, never a verdict: it is said once, and left alone
-    from then on. Several processes may share one file on a local disk."""
-
-    def __init__(self, most: int, file: Path | None = None) -> None:
-        self._most = most
-        self._memory: OrderedDict[bytes, str] = OrderedDict()
-        self._file = _open(file) if file is not None and most else None
-        self._written = 0
-
-    def get(self, key: bytes) -> str | None:
-        if key in self._memory:
-            self._memory.move_to_end(key)
-            return self._memory[key]
-        if self._file is None:
-            return None
-        try:
-            row = self._file.execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
-        except sqlite3.Error as error:
-            self._leave_file(error)
-            return None
-        if row is None:
-            return None
-        self._remember(key, str(row[0]))
-        return str(row[0])
-
-    def put(self, key: bytes, reply: str) -> None:
-        if not self._most:
-            return
-        self._remember(key, reply)
-        if self._file is None:
-            return
-        try:
-            self._file.execute("INSERT OR REPLACE INTO replies (key, reply) VALUES (?, ?)", (key, reply))
-            self._written += 1
-            if self._written % SWEEP_EVERY == 0:
-                self._file.execute(
-                    "DELETE FROM replies WHERE rowid <= (SELECT max(rowid) FROM replies) - ?", (self._most,)
-                )
-        except sqlite3.Error as error:
-            self._leave_file(error)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _remember(self, key: bytes, reply: str) -> None:
-        self._memory[key] = reply
-        self._memory.move_to_end(key)
-        if len(self._memory) > self._most:
-            self._memory.popitem(last=False)
-
-    def _leave_file(self, error: sqlite3.Error) -> None:
-        log.warning("the judge's cache file is left alone from now on", error=str(error))
-        self.close()
+Aggregate = Literal["mean", "majority", "median"]
 
 
-def _open(file: Path) -> sqlite3.Connection | None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(file, timeout=WAIT_S, isolation_level=None)
-        file.chmod(0o600)  # replies may quote the tasks
-        connection.execute("PRAGMA journal_mode = WAL")
-        # What a power cut takes is asked again.
-        connection.execute("PRAGMA synchronous = OFF")
-        connection.execute(
-            "CREATE TABLE IF NOT EXISTS replies (rowid INTEGER PRIMARY KEY AUTOINCREMENT,"
-            " key BLOB UNIQUE NOT NULL, reply TEXT NOT NULL)"
+class JudgeReply(msgspec.Struct, frozen=True):
+    """What the model said."""
+
+    text: str
+    tokens: int = 0
+    """Of prompt and reply, as the server counted them; 0: it did not say."""
+    finish_reason: str = ""
+
+
+class Trouble(Exception):
+    """No reply. `passes`: another attempt may succeed. `kind`: as in `Failure.kind`."""
+
+    def __init__(
+        self, kind: str, message: str, *, passes: bool, told_s: float | None = None, status: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.passes = passes
+        self.told_s = told_s
+        """Seconds that the server asked to wait."""
+        self.status = status
+
+
+class CompletionMessage(msgspec.Struct):
+    content: str | None = None
+
+
+class CompletionChoice(msgspec.Struct):
+    message: CompletionMessage | None = None
+    finish_reason: str | None = None
+
+
+class TokenUsage(msgspec.Struct):
+    total_tokens: int | None = None
+
+
+class JudgeCompletion(msgspec.Struct):
+    choices: list[CompletionChoice] = []
+    usage: TokenUsage | None = None
+
+
+class Endpoint:
+    """Asks servers for chat completions. To be made inside an event loop, and closed."""
+
+    def __init__(self, key: str) -> None:
+        self._session = aiohttp.ClientSession(
+            # What is in flight is bounded by the judge.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
         )
-    except (sqlite3.Error, OSError) as error:
-        log.warning("the judge's cache file cannot be used", file=str(file), error=str(error))
-        return None
-    return connection
+
+    async def ask(self, url: str, body: bytes) -> JudgeReply:
+        """The reply to one request, without a time limit of its own. Raises `Trouble`."""
+        content = await self._post(f"{url}/chat/completions", body)
+        try:
+            answer = msgspec.json.decode(content, type=JudgeCompletion)
+            choice = answer.choices[0]
+        except (msgspec.MsgspecError, IndexError):
+            raise Trouble(
+                "judge", f"{url} answered in an unknown form: {words(content)}", passes=False
+            ) from None
+        text = choice.message.content if choice.message is not None else ""
+        tokens = answer.usage.total_tokens if answer.usage is not None else 0
+        return JudgeReply(text or "", tokens or 0, choice.finish_reason or "")
+
+    async def close(self) -> None:
+        await self._session.close()
+        await asyncio.sleep(0)  # lets the transports of closed connections go
+
+    async def _post(self, url: str, body: bytes) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        try:
+            async with self._session.post(
+                url,
+                data=body,
+                headers={"Content-Type": "application/json"},
+                timeout=timeout,
+                # Followed, a redirect would carry the key and the texts to a server that nobody named.
+                allow_redirects=False,
+            ) as answer:
+                content = await _read(answer)
+                if answer.status == 200:
+                    return content
+                raise _refusal(url, answer.status, answer.headers, content)
+        except (aiohttp.ClientError, TimeoutError, ssl.SSLError, OSError) as error:
+            raise Trouble(
+                "unreachable", f"{url} is not to be reached: {error or repr(error)}", passes=True
+            ) from error
 
 
-def key_of(api: str, body: bytes, vote: int) -> bytes:
-    """Of one request: the endpoint, all that is sent, and which vote it is."""
-    return blake2b(b"%s\0%d\0%s" % (api.encode(), vote, body), digest_size=20).digest()
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    content = bytearray()
+    async for chunk in answer.content.iter_any():
+        content += chunk
+        if len(content) > MOST_BYTES:
+            answer.close()
+            raise Trouble("judge", f"{answer.url} answered with more than {MOST_BYTES} bytes", passes=False)
+    return bytes(content)
+
+
+def _refusal(url: str, status: int, headers: Mapping[str, str], content: bytes) -> Trouble:
+    message = f"{url} answered with status {status}: {words(content)}"
+    if status == 429:
+        return Trouble("rate_limited", message, passes=True, told_s=retry_after_s(headers), status=status)
+    if status >= 500 or status in PASSES:
+        return Trouble("unreachable", message, passes=True, told_s=retry_after_s(headers), status=status)
+    return Trouble("judge", message, passes=False, status=status)
+
+
+def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> float | None:
+    """What `Retry-After` asks for, given in seconds or as a date; None when it is missing or unreadable."""
+    text = headers.get("Retry-After", "").strip()
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = (parsedate_to_datetime(text) - (now or datetime.now(UTC))).total_seconds()
+        except (ValueError, TypeError):
+            return None
+    return max(0.0, seconds) if seconds == seconds else None
+
+
+def words(content: bytes) -> str:
+    """The message in an error body, else its beginning."""
+    text = content.decode(errors="replace")
+    try:
+        value: Any = msgspec.json.decode(content)
+    except msgspec.MsgspecError:
+        return text[:MOST_SHOWN]
+    for key in ("error", "message", "detail"):
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+    return (value if isinstance(value, str) else text)[:MOST_SHOWN]
+
+
+def advice(status: int) -> str:
+    """What to do about a status that refuses for good."""
+    match status:
+        case 401 | 403:
+            return "Set api_key_env in reward.args to the variable that holds the key."
+        case 404:
+            return "Correct base_url (it ends in /v1 with most servers) or model in reward.args."
+        case _:
+            return "Correct reward.args."
+
+
+# --- what a reply is worth --------------------------------------------------------------------------
+
+
+class NoGrade(ValueError):
+    """A reply that holds no grade: never a grade of 0."""
+
+
+class Parser:
+    """`Parser(pattern, take, scale, grades)(reply)` is the vote in a reply; see `JudgeArguments`."""
+
+    def __init__(
+        self,
+        pattern: str,
+        take: Literal["last", "first"],
+        scale: tuple[float, float],
+        grades: Mapping[str, float],
+    ) -> None:
+        self._pattern = re.compile(pattern)
+        self._last = take == "last"
+        self._low, self._high = scale
+        self._grades = {word.strip().lower(): value for word, value in grades.items()}
+
+    def __call__(self, reply: str) -> float:
+        """Raises `NoGrade`."""
+        matches = list(self._pattern.finditer(reply[-LONGEST_REPLY:]))
+        if not matches:
+            raise NoGrade(f"the reply holds no grade: {_clip(reply)}")
+        match = matches[-1 if self._last else 0]
+        found = (match.group(1) if self._pattern.groups else match.group()) or ""
+        if self._grades:
+            if (word := found.strip().lower()) not in self._grades:
+                raise NoGrade(f"the grade {_clip(found)} is none of {', '.join(self._grades)}")
+            return self._grades[word]
+        try:
+            number = float(found)
+        except ValueError:
+            raise NoGrade(f"the grade {_clip(found)} is not a number") from None
+        share = (number - self._low) / (self._high - self._low)
+        if not (math.isfinite(share) and 0 <= share <= 1):
+            raise NoGrade(
+                f"the grade {_clip(found)} is not on the scale from {self._low:g} to {self._high:g}"
+            )
+        return share
+
+
+def verdict_of(
+    votes: Sequence[float], lost: Sequence[Failure | Timeout], needed: int, how: Aggregate
+) -> Verdict:
+    """The verdict of `votes`, beside which some were `lost`.
+
+    Fewer votes than `needed`: what became of the lost ones, a broken server before a reply without a grade. A
+    majority that is none, because two grades have equally many votes, is an `Abstain`. With several votes the
+    components say how many counted and how far apart they lie."""
+    asked = len(votes) + len(lost)
+    if len(votes) < needed:
+        return _lost(len(votes), asked, needed, lost)
+    match how:
+        case "mean":
+            value = math.fsum(votes) / len(votes)
+        case "median":
+            value = statistics.median(votes)
+        case "majority":
+            (value, most), *others = Counter(votes).most_common(2)
+            if others and others[0][1] == most:
+                return Abstain(f"no majority: {most} votes each for {value:g} and {others[0][0]:g}")
+    if asked == 1:
+        return Score(value)
+    return Score(value, {"votes": float(len(votes)), "spread": max(votes) - min(votes)})
+
+
+def _lost(n: int, asked: int, needed: int, lost: Sequence[Failure | Timeout]) -> Verdict:
+    worst = next((v for v in lost if not (isinstance(v, Failure) and v.kind == "judge")), lost[0])
+    if isinstance(worst, Timeout) or asked == 1:
+        return worst
+    return Failure(worst.kind, f"{n} of {asked} votes have a grade, and {needed} are needed: {worst.message}")
+
+
+def _clip(text: str) -> str:
+    short = " ".join(text.split())
+    return repr(short if len(short) <= MOST_QUOTED else "…" + short[-MOST_QUOTED:])

@@ -1,5 +1,5 @@
-"""The reward `remote`: a reward in other processes, over HTTP + JSON or ZMQ + msgpack. docs/reward-rpc.md is
-the page about it."""
+"""The reward `remote`: a reward in other processes, over HTTP and JSON. docs/reward-rpc.md is the page about
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from reward_service.backends import BackendReward
 
 ANSWER_GRACE_S = 1.0
 """Beyond the deadline of an input, for the answer to arrive."""
-SCHEMES = ("http", "https", "tcp", "ipc")
 
 
 def check_url(url: str) -> str:
@@ -24,15 +23,11 @@ def check_url(url: str) -> str:
     refuse_password(url, "token_env or token_file")
     try:
         parts = urlsplit(url)
-        place = parts.path if parts.scheme == "ipc" else parts.hostname
-        whole = parts.scheme in SCHEMES and bool(place) and (parts.scheme != "tcp" or parts.port is not None)
+        whole = parts.scheme in ("http", "https") and bool(parts.hostname)
     except ValueError:
         whole = False
     if not whole:
-        raise ValueError(
-            f"{url!r} is no address of a reward server: write http://host:port, https://host, "
-            "tcp://host:port or ipc://path"
-        )
+        raise ValueError(f"{url!r} is no address of a reward server: write http://host:port or https://host")
     return url
 
 
@@ -42,8 +37,8 @@ class RemoteArguments(Section):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     urls: Annotated[tuple[Annotated[str, AfterValidator(check_url)], ...], Field(min_length=1)]
-    """Its servers: `http://host:port` or `https://host` (HTTP and JSON), `tcp://host:port` or `ipc://path`
-    (ZMQ and msgpack). The least loaded one that answers gets the next request."""
+    """Its servers: `http://host:port` or `https://host`. The least loaded one that answers gets the next
+    request."""
     reward: str = ""
     """The reward's name at the server; may be left out where it offers one only."""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -67,15 +62,11 @@ class RemoteArguments(Section):
     """File that holds the token; an absolute path."""
     ca_file: Path | None = None
     """Certificates that a server's is checked against, for https with an authority of your own."""
-    server_key: str = ""
-    """The servers' public CURVE key (Z85), for ZMQ across machines."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.token_env and self.token_file is not None:
             raise ValueError("token_env and token_file are both given: keep one of them")
-        if self.server_key and len(self.server_key) != 40:
-            raise ValueError("server_key is no CURVE key: it has 40 characters")
         for name in ("token_file", "ca_file"):
             path: Path | None = getattr(self, name)
             if path is not None and not path.is_absolute():

@@ -32,24 +32,24 @@ from areal_async.trajectory import TrajectoryError
 from reward_service import metrics
 from reward_service.backends import Call, OnVerdicts
 from reward_service.backends.remote import RemoteArguments
-from reward_service.backends.remote.http import HttpTransport
-from reward_service.backends.remote.replica import RemoteServer, RequestPace, Wanted
-from reward_service.backends.remote.schema import NOT_RUN, to_wire
-from reward_service.backends.remote.transport import (
-    Form,
+from reward_service.backends.remote.connection import (
+    RemoteServer,
+    RequestPace,
+    RewardConnection,
     ServerBroken,
     ServerGone,
     ServerLate,
     ServerRefused,
-    Transport,
+    Wanted,
 )
-from reward_service.backends.remote.zeromq import ZmqTransport
+from reward_service.backends.remote.schema import NOT_RUN, to_wire
 from reward_service.backends.servers import pause_s
 from reward_service.checking import as_verdict, clip
 from reward_service.sdk import RewardInput, RewardLoadError
 
 log = get_logger("reward")
 
+VERDICT_DECODER = msgspec.json.Decoder(Verdict)
 MAX_QUEUED = 8192
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
@@ -138,7 +138,7 @@ class RemoteBackend:
             for url in dict.fromkeys(arguments.urls):
                 replica = RemoteServer(
                     url,
-                    self._connect(url),
+                    RewardConnection(url, token=self._token, ca_file=arguments.ca_file),
                     wanted,
                     self._pace,
                     max_in_flight=arguments.max_in_flight,
@@ -184,11 +184,6 @@ class RemoteBackend:
             await self._replicas.pop().close()
 
     # --- servers -------------------------------------------------------------------------------------
-
-    def _connect(self, url: str) -> Transport:
-        if url.startswith("http"):
-            return HttpTransport(url, token=self._token, ca_file=self._arguments.ca_file)
-        return ZmqTransport(url, token=self._token, server_key=self._arguments.server_key)
 
     async def _await_first(self) -> None:
         """Until one server is ready, or all say that they cannot be used, or the limit is up."""
@@ -255,8 +250,8 @@ class RemoteBackend:
             if batch and (call.alone or batch[0].alone or len(inputs) >= most or self._spec.scope == "group"):
                 break
             try:
-                encode = replica.transport.form.encode
-                written = [msgspec.Raw(encode(to_wire(g, replica.reward.wants))) for g in call.inputs]
+                wants = replica.reward.wants
+                written = [msgspec.Raw(msgspec.json.encode(to_wire(g, wants))) for g in call.inputs]
             except TrajectoryError as error:
                 self._queue.popleft().fail("episode", str(error))
                 continue
@@ -303,7 +298,7 @@ class RemoteBackend:
             raise
         else:
             given = [one for call in batch for one in call.inputs]
-            verdicts = iter(read_verdicts(answer.verdicts, replica.transport.form, given))
+            verdicts = iter(read_verdicts(answer.verdicts, given))
             unknown = []
             for call in batch:
                 own = list(itertools.islice(verdicts, len(call.inputs)))
@@ -385,15 +380,13 @@ class RemoteBackend:
             self._queue.popleft().fail("unreachable", f"no reward server for {limit_s:g} s: {told}")
 
 
-def read_verdicts(
-    answered: Sequence[msgspec.Raw], form: Form, inputs: Sequence[RewardInput]
-) -> list[Verdict]:
+def read_verdicts(answered: Sequence[msgspec.Raw], inputs: Sequence[RewardInput]) -> list[Verdict]:
     """The verdict for each of `inputs`, checked as those of the pool are. One that is none is an error of the
     kind `remote`, and spoils no other. Of the same length as `inputs`."""
     verdicts: list[Verdict] = []
     for raw, given in zip(answered, inputs, strict=True):
         try:
-            verdict = form.verdicts.decode(raw)
+            verdict = VERDICT_DECODER.decode(raw)
         except msgspec.MsgspecError as error:
             verdicts.append(Failure("remote", clip(f"the server's verdict is none: {error}")))
         else:

@@ -1,8 +1,7 @@
 """The reward protocol: what a client and a reward server say to each other. docs/reward-rpc.md explains it.
 
-One schema for two transports: over HTTP a message is a JSON object and the path says what is asked; over ZMQ
-it is a msgpack map and its field `op` does. Readers ignore fields that they do not know, so fields may be
-added within one protocol version.
+A message is a JSON object; the path says what is asked. Readers ignore fields that they do not know, so
+fields may be added within one protocol version.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ PROTOCOL = 1
 NOT_RUN = "not_run"
 """Kind of the error that says: no verdict yet, through no fault of the input."""
 
-Op = Literal["info", "health", "score"]
 Extra = Literal["trajectory", "blob"]
 Status = Literal["ready", "starting", "draining"]
 RefusalKind = Literal[
@@ -40,7 +38,7 @@ STATUS_OF: dict[RefusalKind, int] = {
     "internal": 500,
     "unavailable": 503,
 }
-"""Refusal → the status that carries it over HTTP."""
+"""Refusal → the status that carries it."""
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
@@ -128,7 +126,7 @@ class Input(msgspec.Struct, frozen=True, kw_only=True):
     truncated: bool = False
     trajectory: Trajectory | msgspec.UnsetType = msgspec.UNSET
     blob: bytes | msgspec.UnsetType = msgspec.UNSET
-    """The episode in our codec; base64 in JSON."""
+    """The episode in our codec; as base64."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,16 +144,6 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Encoded `Input`s: with the scope `group` those of one group, in the order of its samples."""
     scope: Scope = "episode"
     args: dict[str, Any] = {}
-    op: Op | msgspec.UnsetType = msgspec.UNSET
-    """Over ZMQ: `score`."""
-
-
-class Ask(msgspec.Struct, frozen=True):
-    """`info` or `health` over ZMQ, where every request has these fields."""
-
-    op: Op
-    request_id: str
-    protocol: int = PROTOCOL
 
 
 class RequestRefusal(msgspec.Struct, frozen=True):
@@ -167,7 +155,7 @@ class RequestRefusal(msgspec.Struct, frozen=True):
 
 
 class RefusedAnswer(msgspec.Struct, frozen=True):
-    """The answer to a request that was not carried out. Over HTTP its status says the same."""
+    """The answer to a request that was not carried out; its status says the same."""
 
     error: RequestRefusal
     request_id: str = ""

@@ -21,8 +21,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from areal_async.rpc.verdicts import Failure, Score, Verdict
+from reward_service.backends import MissingText, fill
 from reward_service.backends.reward_model import RewardModelArguments
-from reward_service.backends.templates import MissingText, fill
 from reward_service.checking import describe
 from reward_service.sdk import RewardInput, RewardLoadError
 

@@ -33,10 +33,9 @@ def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("kind", ["plain", "batch", "group"])
-def test_the_files_of_a_new_reward_work_as_they_are(tmp_path: Path, kind: str) -> None:
+def test_the_files_of_a_new_reward_work_as_they_are(tmp_path: Path) -> None:
     command = ["-m", "areal_async.cli.main", "reward"]
-    made = call(*command, "new", "tidy", "--kind", kind, cwd=tmp_path)
+    made = call(*command, "new", "tidy", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     assert "areal-async reward test tidy/tidy.py:tidy --data tidy/tasks.jsonl" in made.stdout
     own_test = call("-m", "pytest", "-q", "-p", "no:cacheprovider", "tidy", cwd=tmp_path)
@@ -47,13 +46,11 @@ def test_the_files_of_a_new_reward_work_as_they_are(tmp_path: Path, kind: str) -
     assert "sums/carry" in tried.stdout
 
 
-@pytest.mark.parametrize("kind", ["plain", "batch", "group"])
-def test_the_job_file_of_a_new_reward_names_it(tmp_path: Path, kind: str) -> None:
-    folder = write_reward_files("tidy", tmp_path, kind)  # type: ignore[arg-type]
+def test_the_job_file_of_a_new_reward_names_it(tmp_path: Path) -> None:
+    folder = write_reward_files("tidy", tmp_path)
     job = yaml.safe_load((folder / "job.yaml").read_text())
     section = RewardSection.model_validate(job["reward"])
     assert section.name == "tidy.py:tidy"
-    assert section.scope == ("group" if kind == "group" else "episode")
     assert len(read_tasks(folder / job["tasks"]["train"])) == 64
     wrong = CliRunner().invoke(app, ["validate", str(folder / "job.yaml")])
     assert wrong.exit_code == 2, "all that is missing is the model"
@@ -62,13 +59,13 @@ def test_the_job_file_of_a_new_reward_names_it(tmp_path: Path, kind: str) -> Non
 
 
 def test_the_page_shows_what_is_made(tmp_path: Path) -> None:
-    made = (write_reward_files("tidy", tmp_path, "plain") / "tidy.py").read_text()
+    made = (write_reward_files("tidy", tmp_path) / "tidy.py").read_text()
     code = made.partition("\n\n")[2].strip()
     assert code in (REPOSITORY / "docs" / "rewards.md").read_text()
 
 
 def test_the_tasks_are_the_same_every_time(tmp_path: Path) -> None:
-    one, two = (write_reward_files("tidy", tmp_path / name, "plain") for name in "ab")
+    one, two = (write_reward_files("tidy", tmp_path / name) for name in "ab")
     assert (one / "tasks.jsonl").read_bytes() == (two / "tasks.jsonl").read_bytes()
     sources = {json.loads(line)["data_source"] for line in (one / "tasks.jsonl").read_text().splitlines()}
     assert sources == {"sums/carry", "sums/plain"}
@@ -85,7 +82,7 @@ def test_the_tasks_are_the_same_every_time(tmp_path: Path) -> None:
 )
 def test_a_name_that_cannot_serve_is_refused(tmp_path: Path, name: str, words: str) -> None:
     with pytest.raises(RewardFilesError, match=words):
-        write_reward_files(name, tmp_path, "plain")
+        write_reward_files(name, tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -15,10 +15,10 @@ from areal_async.cli.main import app
 from areal_async.cli.tools import (
     ExportRequest,
     PeekRequest,
-    RehearsalRequest,
     ReplayRequest,
     StatsRequest,
     ToolRequest,
+    TrialRequest,
     module_of,
     step_range,
 )
@@ -48,12 +48,12 @@ def test_a_command_becomes_one_request(monkeypatch, arguments: list[str], reques
 
 def test_reward_test_becomes_one_request(monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr("areal_async.cli.reward_test.become", asked.append)
-    arguments = ["a.py:f", "args.n=2", "--data", "t.parquet", "--repeats", "3", "--episodes", "e.parquet"]
+    monkeypatch.setattr("areal_async.cli.reward.become", asked.append)
+    arguments = ["a.py:f", "args.n=2", "--data", "t.parquet", "--limit", "3"]
     assert CliRunner().invoke(app, ["reward", "test", *arguments]).exit_code == 0
-    request = RehearsalRequest("a.py:f", "t.parquet", fields=["args.n=2"], episodes="e.parquet", repeats=3)
+    request = TrialRequest("a.py:f", "t.parquet", fields=["args.n=2"], limit=3)
     assert asked == [request]
-    assert module_of(request) == "reward_service.tools.rehearse"
+    assert module_of(request) == "reward_service.tools.trial"
 
 
 def test_a_request_starts_the_program_of_the_service_whose_data_it_reads(monkeypatch) -> None:

@@ -31,20 +31,17 @@ def grader(folder):
 
 
 def test_files_are_beside_the_job_file_and_other_names_are_of_the_hub(load, grader, folder):
-    judge = {**JUDGE["args"], "cache_file": "judge.sqlite"}
     job = load(
         {
             "name": "reward_model",
             "args": {"model": "grader"},
             "routes": [
-                {"data_source": "a", "name": "judge", "args": judge},
                 {"name": "reward_model", "args": {"model": "someone/some-reward-model"}},
             ],
         }
     )
     assert job.reward.args["model"] == str(grader)
-    assert job.reward.routes[0].args["cache_file"] == str(folder / "judge.sqlite")
-    assert job.reward.routes[1].args["model"] == "someone/some-reward-model"
+    assert job.reward.routes[0].args["model"] == "someone/some-reward-model"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_service.backends.remote.replica import RequestPace
+from reward_service.backends.remote.connection import RequestPace
 from reward_service.backends.servers import ServerState, choose, pause_s
 
 

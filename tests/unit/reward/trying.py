@@ -1,11 +1,8 @@
 """Rewards for the tests of `areal-async reward test`."""
 
-import random
 import time
 
 from reward_service.sdk import Abstain, RewardInput, Score, reward
-
-SEEN = []
 
 
 @reward
@@ -17,25 +14,6 @@ def right(given: RewardInput) -> Score:
 def talkative(given: RewardInput) -> float:
     print("judging", given.response, "\x1b[31m")
     return 1.0
-
-
-@reward
-def forgetful(given: RewardInput) -> float:
-    """Judges what it saw before differently."""
-    SEEN.append(given.response)
-    return float(SEEN.count(given.response) > 1)
-
-
-@reward
-def envious(given: RewardInput) -> float:
-    """Judges by what came before."""
-    SEEN.append(given.response)
-    return float(SEEN[-2:-1] < [given.response])
-
-
-@reward
-def lucky(given: RewardInput) -> float:
-    return random.random()
 
 
 @reward

@@ -17,10 +17,9 @@ from reward_service.sdk import RewardInput
 DEADLINE_S = 30.0
 
 
-def reply(text: str, *, api: str = "chat", tokens: int = 10, finish: str = "stop") -> web.Response:
+def reply(text: str, *, tokens: int = 10, finish: str = "stop") -> web.Response:
     """An answer of an OpenAI-compatible server."""
-    said = {"message": {"role": "assistant", "content": text}} if api == "chat" else {"text": text}
-    choice = {"index": 0, "finish_reason": finish, **said}
+    choice = {"index": 0, "finish_reason": finish, "message": {"role": "assistant", "content": text}}
     return web.json_response({"choices": [choice], "usage": {"total_tokens": tokens}})
 
 
@@ -73,7 +72,7 @@ class JudgeServer:
 
 def question(body: dict[str, Any]) -> str:
     """What was asked."""
-    return str(body["messages"][-1]["content"]) if "messages" in body else str(body["prompt"])
+    return str(body["messages"][-1]["content"])
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The pure parts: parsing and counting votes, rate limits, the choice of a server, batches, templates."""
+"""The pure parts: parsing and counting votes, batches, templates."""
 
 import contextlib
 from datetime import UTC, datetime
@@ -9,14 +9,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
+from reward_service.backends import MissingText, fill
 from reward_service.backends.judge import GRADE, TEMPLATE, JudgeArguments
-from reward_service.backends.judge.endpoint import retry_after_s
-from reward_service.backends.judge.grades import NoGrade, Parser, verdict_of
-from reward_service.backends.judge.limits import MINUTE_S, Budget, Window, spread
-from reward_service.backends.judge.replies import Replies
+from reward_service.backends.judge.replies import NoGrade, Parser, retry_after_s, verdict_of
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.scorer import cut_by_tokens
-from reward_service.backends.templates import MissingText, fill
 from reward_service.sdk import RewardInput
 
 # --- grades ------------------------------------------------------------------------------------------
@@ -86,79 +83,6 @@ def test_lost_votes_are_no_zeros():
     assert verdict_of([], [UNREADABLE, Timeout(5)], 2, "mean") == Timeout(5)
 
 
-# --- limits ------------------------------------------------------------------------------------------
-
-REQUESTS = st.lists(
-    st.tuples(st.floats(0, 30, allow_nan=False), st.integers(1, 400), st.floats(0.2, 1.0)), max_size=60
-)
-
-
-@hypothesis_given(st.integers(400, 900), REQUESTS)
-def test_no_window_holds_more_than_the_limit(limit, requests):
-    window, now_s, begun = Window(limit), 0.0, []
-    for pause_s, amount, used in requests:
-        now_s += pause_s
-        while (wait_s := window.wait_s(now_s, amount)) > 0:
-            assert wait_s <= MINUTE_S + 1e-6
-            now_s += wait_s
-        entry = window.add(now_s, amount)
-        if used < 0.5:
-            amount *= used
-            window.settle(entry, amount)
-        begun.append((now_s, amount))
-    assert most_in(begun, MINUTE_S) <= limit + 1e-3
-
-
-@hypothesis_given(st.integers(1, 50), REQUESTS)
-def test_an_amount_above_the_limit_takes_the_windows_it_fills(limit, requests):
-    window, now_s, begun = Window(limit, 5.0), 0.0, []
-    for pause_s, amount, _ in requests[:10]:
-        now_s += pause_s
-        while (wait_s := window.wait_s(now_s, amount)) > 0:
-            now_s += wait_s
-        window.add(now_s, amount)
-        begun.append((now_s, amount))
-    span_s = now_s + 5.0 * max(1, -(-begun[-1][1] // limit)) if begun else 0.0
-    assert sum(amount for _, amount in begun) <= limit * (span_s / 5.0 + 1)
-
-
-def most_in(begun, window_s):
-    """Most that any span of so long holds."""
-    return max(
-        (
-            sum(amount for other_s, amount in begun if at_s <= other_s < at_s + window_s * (1 - 1e-9))
-            for at_s, _ in begun
-        ),
-        default=0.0,
-    )
-
-
-@pytest.mark.parametrize("per_minute", [6, 7, 10, 45, 60, 601])
-@pytest.mark.parametrize("patience_s", [3.0, 7.0, 10.0, 45.0, 120.0])
-def test_a_limit_is_kept_in_every_minute_and_used_nearly_all(per_minute, patience_s):
-    window, begun, now_s = spread(per_minute, 1, patience_s), [], 0.0
-    while now_s < 4 * MINUTE_S - 1e-6:
-        if (wait_s := window.wait_s(now_s)) > 0:
-            assert wait_s <= max(patience_s, MINUTE_S / per_minute) + 1e-6
-            now_s += wait_s
-        else:
-            window.add(now_s)
-            begun.append((now_s, 1))
-    assert most_in(begun, MINUTE_S) <= per_minute
-    assert len(begun) >= 4 * per_minute * 0.85
-
-
-def test_requests_and_tokens_are_both_limited():
-    budget = Budget(Window(100), Window(1000))
-    entry = budget.add(0.0, 900)
-    assert budget.wait_s(1.0, 200) == pytest.approx(59.0)
-    budget.settle(entry, 100)
-    assert budget.wait_s(1.0, 200) == 0
-    assert Budget(None, None).wait_s(0.0, 1e9) == 0
-    assert budget.requests_per_s(5) == pytest.approx(100 / 60)
-    assert budget.requests_per_s(50) == pytest.approx(20 / 60)
-
-
 # --- batches -----------------------------------------------------------------------------------------
 
 LENGTHS = st.lists(st.integers(0, 5000), min_size=1, max_size=300)
@@ -185,28 +109,6 @@ def test_what_a_response_contains_is_not_taken_for_a_placeholder():
             fill(template, RewardInput())
 
 
-def test_nothing_is_unbounded_kept_replies_are_the_last_used(tmp_path):
-    replies = Replies(3, tmp_path / "sub" / "cache")
-    for n in range(1000):
-        replies.put(b"%d" % n, str(n))
-        assert replies.get(b"0") == "0" or n >= 3
-    assert len(replies._memory) == 3
-    assert replies.get(b"999") == "999"
-    assert replies.get(b"500") is None
-    replies.close()
-    again = Replies(3, tmp_path / "sub" / "cache")
-    assert again.get(b"999") == "999"
-    again.close()
-
-
-def test_a_cache_file_that_is_none_costs_the_cache_alone(tmp_path):
-    (tmp_path / "cache").write_text("not a data base at all, but long enough to look at" * 20)
-    replies = Replies(3, tmp_path / "cache")
-    replies.put(b"a", "1")
-    assert replies.get(b"a") == "1"
-    replies.close()
-
-
 def test_retry_after_is_read_in_both_of_its_forms():
     now = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
     assert retry_after_s({"Retry-After": "7"}) == 7
@@ -229,7 +131,6 @@ def test_retry_after_is_read_in_both_of_its_forms():
         ({"scale": [1, 1]}, "the same"),
         ({"votes": 3}, "temperature 0"),
         ({"votes": 3, "temperature": 1, "min_votes": 4}, "never be reached"),
-        ({"api": "completions", "system": "x"}, "message of a chat"),
         ({"temprature": 1}, "Extra inputs"),
     ],
 )

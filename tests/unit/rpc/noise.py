@@ -49,19 +49,6 @@ def shapes(rng: random.Random) -> list[bytes]:
     return [first, *rng.choice(rest)()]
 
 
-def asked(rng: random.Random) -> list[bytes]:
-    """The same for a reward server: an envelope, and what is no request."""
-    bodies: list[Callable[[], bytes]] = [
-        lambda: rng.randbytes(rng.randrange(300)),
-        lambda: msgspec.msgpack.encode({"op": rng.choice(["", "stop", None, 3, "score"]), "request_id": "r"}),
-        lambda: msgspec.msgpack.encode({"op": "score", "inputs": rng.choice([None, [], {}, [[]], 2**63])}),
-        lambda: b"\x91" * rng.randrange(1, 3000) + b"\xc0",
-        lambda: b"\xdd\xff\xff\xff\xff",
-    ]
-    envelope: list[list[bytes]] = [[], [b""], [b"", b""], [rng.randbytes(9)], [b""] * 30]
-    return [*rng.choice(envelope), rng.choice(bodies)()]
-
-
 def flood(
     endpoint: str,
     access: Access | None,

@@ -127,7 +127,7 @@ def test_a_reward_that_is_tried_or_served_is_refused_likewise(tmp_path):
     data.write_text(json.dumps(row) + "\n")
     cli = (sys.executable, "-m", "areal_async.cli.main", "reward")
     tried = where_none_can_be_isolated(*cli, "test", "code_stdio", "--data", str(data))
-    served = where_none_can_be_isolated(*cli, "serve", "code_stdio", "--http", "127.0.0.1:0")
+    served = where_none_can_be_isolated(*cli, "serve", "code_stdio", "--listen", "127.0.0.1:0")
     for done in (tried, served):
         assert done.returncode != 0
         assert "cannot isolate programs" in " ".join(done.stderr.split())

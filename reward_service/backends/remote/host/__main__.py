@@ -10,7 +10,6 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-import zmq
 from rich.console import Console
 
 from areal_async.cli.tools import ServeRequest, run_tool
@@ -18,11 +17,8 @@ from areal_async.errors import ArealError
 from areal_async.runtime.log import setup_logging
 from reward_service import metrics
 from reward_service.backends.remote import read_token
-from reward_service.backends.remote.host.access import Gate, http_socket
-from reward_service.backends.remote.host.http import http_server, tls_of
-from reward_service.backends.remote.host.served import ServedReward, read_offers, version_of
-from reward_service.backends.remote.host.service import ScoringService
-from reward_service.backends.remote.host.zeromq import ZmqServer
+from reward_service.backends.remote.host.http import Gate, http_server, http_socket, tls_of
+from reward_service.backends.remote.host.service import ScoringService, ServedReward, read_offers, version_of
 from reward_service.backends.remote.schema import RequestLimits
 from reward_service.pool.pool import WorkerPool
 
@@ -44,7 +40,6 @@ async def serve(request: ServeRequest) -> None:
     offers = read_offers(request.rewards, ("blob",) if request.episodes else (), request.args)
     try:
         gate = Gate(token_in(Path(request.token_file)) if request.token_file else "")
-        secret = curve_secret(Path(request.curve_key)) if request.curve_key else b""
         key = Path(request.tls_key) if request.tls_key else None
         tls = tls_of(Path(request.tls_cert), key) if request.tls_cert else None
     except ValueError as error:
@@ -55,9 +50,8 @@ async def serve(request: ServeRequest) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with contextlib.AsyncExitStack() as stack:
-        listening = http_socket(request.http, gate) if request.http else None
-        if listening is not None:
-            stack.callback(listening.close)
+        listening = http_socket(request.listen, gate)
+        stack.callback(listening.close)
         # Not strict: arguments of one client that do not fit must not end the service of the others.
         pool = await stack.enter_async_context(WorkerPool([], workers=request.workers, strict=False))
         limits = RequestLimits(max_inputs=request.batch, max_in_flight=max(8, 2 * request.workers))
@@ -71,17 +65,10 @@ async def serve(request: ServeRequest) -> None:
         )
         await service.load()
         metrics.watch(pool)
-        urls: list[str] = []
-        if request.zmq:
-            over_zmq = ZmqServer(service, gate, request.zmq, secret=secret)
-            stack.push_async_callback(over_zmq.close)
-            urls.append(over_zmq.url)
-        if listening is not None:
-            over_http = http_server(service, gate, listening, tls)
-            over_http.start()
-            stack.push_async_callback(over_http.close)
-            urls.insert(0, over_http.url)
-        announce(offers, urls, request.workers, gate, secret)
+        server = http_server(service, gate, listening, tls)
+        server.start()
+        stack.push_async_callback(server.close)
+        announce(offers, server.url, request.workers, gate)
         ends = (asyncio.ensure_future(stop.wait()), pool.broken)
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
@@ -89,9 +76,7 @@ async def serve(request: ServeRequest) -> None:
         await service.drain(DRAIN_LIMIT_S)
 
 
-def announce(
-    offers: Sequence[ServedReward], urls: Sequence[str], workers: int, gate: Gate, secret: bytes
-) -> None:
+def announce(offers: Sequence[ServedReward], url: str, workers: int, gate: Gate) -> None:
     """Say what is served where, and what a job file says to use it."""
     console = Console(soft_wrap=True, highlight=False)
     for offer in offers:
@@ -99,16 +84,12 @@ def announce(
             f"reward [bold]{offer.name}[/] ({offer.target}), version {version_of(offer.target)}, "
             f"{workers} worker{'s' if workers > 1 else ''}"
         )
-    for url in urls:
-        console.print(f"serves {url} ({'HTTP and JSON' if url.startswith('http') else 'ZMQ and msgpack'})")
+    console.print(f"serves {url}")
     console.print("In the job file:", style="dim")
     console.print("  reward:\n    name: remote\n    args:", markup=False)
-    console.print(f"      urls: [{urls[0]}]\n      reward: {offers[0].name}", markup=False)
+    console.print(f"      urls: [{url}]\n      reward: {offers[0].name}", markup=False)
     if gate.guarded:
         console.print("      token_env: REWARD_TOKEN   # or token_file: an absolute path", markup=False)
-    if secret and any(url.startswith("tcp") for url in urls):
-        public = zmq.curve_public(secret).decode()
-        console.print(f"      server_key: '{public}'   # for the tcp address", markup=False)
     console.print("Ctrl-C ends it.", style="dim")
 
 
@@ -122,21 +103,6 @@ def token_in(path: Path) -> str:
     except OSError as error:
         raise ValueError(f"token_file: {path}: {error.strerror}") from error
     return read_token(path)
-
-
-def curve_secret(path: Path) -> bytes:
-    """The server's secret CURVE key in the file at `path`, made where there is none. Raises ValueError."""
-    try:
-        if not path.exists():
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(zmq.curve_keypair()[1] + b"\n")
-        secret = path.read_bytes().strip()
-        zmq.curve_public(secret)
-    except OSError as error:
-        raise ValueError(f"curve_key: {path}: {error.strerror}") from error
-    except (zmq.ZMQError, ValueError) as error:
-        raise ValueError(f"curve_key: {path} holds no secret CURVE key of 40 characters") from error
-    return secret
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""The reference server's HTTP: starlette on the project's `HttpServer`, over the one `ScoringService`."""
+"""The reference server's HTTP: starlette on the project's `HttpServer`; who may reach it, and what a request
+must show."""
 
 from __future__ import annotations
 
+import hmac
 import socket
 import ssl
 from pathlib import Path
@@ -15,18 +17,53 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import areal_async.runtime.metrics  # noqa: F401  (it settles which series a counter has)
+from areal_async.errors import EndpointError
+from areal_async.rpc.endpoints import is_loopback
 from areal_async.rpc.verdicts import Verdict
-from areal_async.runtime.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, read_body
-from reward_service.backends.remote.host.access import Gate
+from areal_async.runtime.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
 from reward_service.backends.remote.host.service import LONGEST_DEADLINE_S, RequestRefused, ScoringService
 from reward_service.backends.remote.schema import STATUS_OF, RefusedAnswer, ScoreRequest
-from reward_service.backends.remote.transport import Json
 
 CONNECTIONS = 512
 BODIES_AT_ONCE = 8
 """So many of the largest bodies are held at a time, or more of smaller ones."""
 ANSWER_GRACE_S = 30.0
 BUSY_REST_MS = 1000
+
+
+class Gate:
+    """Lets a request pass that shows `token`; any, where there is none."""
+
+    def __init__(self, token: str = "") -> None:
+        self._token = token.encode()
+
+    def passes(self, shown: str) -> bool:
+        """Takes the same time whatever is shown."""
+        return not self._token or hmac.compare_digest(self._token, shown.encode(errors="replace"))
+
+    @property
+    def guarded(self) -> bool:
+        return bool(self._token)
+
+
+def http_socket(address: str, gate: Gate) -> socket.socket:
+    """A listening socket at `host:port`; port 0 picks one. Raises `EndpointError`, also for one that other
+    machines would reach without a token."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise EndpointError(f"{address!r} is no address: write HOST:PORT, for example 127.0.0.1:8700")
+    if not is_loopback(host) and not gate.guarded:
+        raise EndpointError(
+            f"refusing to serve {address} without a token: other machines reach it. Give --token-file, or "
+            "serve 127.0.0.1."
+        )
+    try:
+        return listen(host, int(port), guarded=gate.guarded)
+    except OSError as error:
+        raise EndpointError(
+            f"cannot serve {address}: {error.strerror or error}. Choose another address or port."
+        ) from error
 
 
 class VerdictsAnswer(msgspec.Struct, frozen=True):
@@ -38,11 +75,10 @@ class VerdictsAnswer(msgspec.Struct, frozen=True):
 
 def make_app(service: ScoringService, gate: Gate) -> Starlette:
     """`/v1/health` is open to anyone, so that a prober needs no token; the rest passes the gate."""
-    form = Json()
 
     def answer(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
         return Response(
-            form.encode(content), status_code=status, headers=headers, media_type="application/json"
+            msgspec.json.encode(content), status_code=status, headers=headers, media_type="application/json"
         )
 
     def check(request: HttpRequest) -> None:
@@ -73,10 +109,10 @@ def make_app(service: ScoringService, gate: Gate) -> Starlette:
         except ServerFull:
             raise RequestRefused("busy", "too many bytes of requests are under way", BUSY_REST_MS) from None
         try:
-            asked = form.decode(body, ScoreRequest)
+            asked = msgspec.json.decode(body, type=ScoreRequest)
         except msgspec.MsgspecError as error:
             raise RequestRefused("invalid", f"the body is no request: {error}") from error
-        return answer(VerdictsAnswer(await service.score(asked, form), asked.request_id))
+        return answer(VerdictsAnswer(await service.score(asked), asked.request_id))
 
     async def metrics(request: HttpRequest) -> Response:
         check(request)

@@ -1,4 +1,5 @@
-"""The reference server's work, whatever a request came over: admission, scoring, deadline.
+"""The reference server's work: what it offers, told from the rewards' files without running them; admission,
+scoring, deadline.
 
 Promises: a request that is taken is answered within its deadline, with one verdict for each input; an input
 that has none by then is an error that says so, and is no timeout: it may never have begun. What is under way
@@ -8,34 +9,43 @@ with the time after which to come again. No request sees another's verdicts.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from importlib.metadata import version as package_version
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from areal_async.config.reward import Scope
+from areal_async.config.rewardcheck import marked_scope, part_of, runs_in_pool, scopes_of
+from areal_async.registry import REWARDS
 from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Score, Verdict, kind_of
 from reward_service import metrics
 from reward_service.backends import Call
-from reward_service.backends.remote.host.served import ServedReward
 from reward_service.backends.remote.schema import (
     NOT_RUN,
     PROTOCOL,
+    Extra,
     Health,
     Info,
     Input,
     RefusalKind,
     RequestLimits,
     RequestRefusal,
+    RewardInfo,
     ScoreRequest,
     Status,
     from_wire,
 )
-from reward_service.backends.remote.transport import Form
 from reward_service.pool.pool import WorkerPool
+from reward_service.pool.queue import own_file
 from reward_service.sdk import RewardLoadError
 
 MOST_VARIANTS = 32
@@ -43,6 +53,92 @@ MOST_VARIANTS = 32
 LONGEST_DEADLINE_S = 3600.0
 SHORTEST_REST_S = 0.05
 LONGEST_REST_S = 5.0
+LOCKED = ("parts", "of", "remote", "token_env", "sandbox", "live_objects", "dataset_args")
+"""Arguments of built-in rewards that name code to run, an address to send a secret to, the variable that
+holds it, how well programs are shut in and how far their objects are believed, or (data sets of
+reasoning_gym) a file to read. Who may have episodes scored may not choose them."""
+
+
+@dataclass(frozen=True)
+class ServedReward:
+    """One reward. `target` is what it is loaded by: a built-in name, or `path.py:function`."""
+
+    name: str
+    target: str
+    scope: Scope = "episode"
+    wants: tuple[Extra, ...] = ()
+    description: str = ""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """What it takes, where a request says nothing else."""
+
+    def locked(self, args: Mapping[str, Any]) -> list[str]:
+        """Which of a request's `args` only the server may set. What a reward of one's own takes is its
+        author's matter."""
+        if own_file(self.target) is not None:
+            return []
+        return [
+            key for key in LOCKED if key in args and (key not in self.args or args[key] != self.args[key])
+        ]
+
+    def spec(self, args: Mapping[str, Any], timeout_s: float) -> RewardSpec:
+        return RewardSpec(self.target, {**self.args, **args}, self.scope, timeout_s)
+
+    def info(self) -> RewardInfo:
+        return RewardInfo(self.name, version_of(self.target), self.scope, self.wants, self.description)
+
+
+def read_offers(
+    targets: Sequence[str], wants: tuple[Extra, ...] = (), args: Mapping[str, Any] | None = None
+) -> list[ServedReward]:
+    """The offers that the command line names; `args` are those of the only one. Raises `RewardLoadError`."""
+    if args and len(targets) > 1:
+        raise RewardLoadError("--args are those of one reward: serve the others by a server of their own")
+    offers: dict[str, ServedReward] = {}
+    for target in targets:
+        offer = replace(_offer(target, wants), args=dict(args or {}))
+        if offer.name in offers:
+            raise RewardLoadError(f"two rewards are called {offer.name!r}: a server has one of each name")
+        offers[offer.name] = offer
+    return list(offers.values())
+
+
+def version_of(target: str) -> str:
+    """Changes when the code behind `target` does: the hash of its own file, or our version."""
+    file = own_file(target)
+    if file is None:
+        return package_version("areal-async")
+    try:
+        return blake2b(file.read_bytes(), digest_size=8).hexdigest()
+    except OSError:
+        return ""
+
+
+def _offer(target: str, wants: tuple[Extra, ...]) -> ServedReward:
+    file = own_file(target)
+    if file is None:
+        part = part_of(target)
+        if part is None or not runs_in_pool(part):
+            names = ", ".join(name for name in REWARDS.names if runs_in_pool(part_of(name)))
+            raise RewardLoadError(
+                f"there is no reward {target!r}. Write path.py:function, or one of {names}."
+            )
+        scope: Scope = "episode" if "episode" in scopes_of(part) else "group"
+        return ServedReward(target, target, scope, wants)
+    name = target.rpartition(":")[2]
+    definition = _definition(target, file, name)
+    described = (ast.get_docstring(definition) or "").strip().split("\n")[0] if definition else ""
+    scope = "group" if definition and marked_scope(definition) == "group" else "episode"
+    return ServedReward(name, f"{file.resolve()}:{name}", scope, wants, described)
+
+
+def _definition(target: str, file: Path, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The function, where the file itself defines it (it may also import it)."""
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise RewardLoadError(f"the reward {target!r}: {file} cannot be read: {error}") from None
+    found = (n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == name)
+    return next(found, None)
 
 
 class RequestRefused(Exception):
@@ -109,12 +205,12 @@ class ScoringService:
         except TimeoutError:
             return
 
-    async def score(self, request: ScoreRequest, form: Form) -> list[Verdict]:
+    async def score(self, request: ScoreRequest) -> list[Verdict]:
         """One verdict for each input. Raises `RequestRefused`. Without inputs it only loads the reward,
         however long that takes: so a client sees whether its arguments are right."""
         arrived_s = asyncio.get_running_loop().time()
         offer = self._check(request)
-        inputs = [from_wire(_read(form, raw, at)) for at, raw in enumerate(request.inputs)]
+        inputs = [from_wire(_read(raw, at)) for at, raw in enumerate(request.inputs)]
         self._admit(len(inputs), request.deadline_ms / 1000)
         self._begin(len(inputs))
         deadline_s = arrived_s + min(request.deadline_ms / 1000, LONGEST_DEADLINE_S)
@@ -265,8 +361,8 @@ def _count(label: str, verdicts: list[Verdict], elapsed_ms: float) -> None:
             metrics.failed(label, verdict.kind)
 
 
-def _read(form: Form, raw: msgspec.Raw, at: int) -> Input:
+def _read(raw: msgspec.Raw, at: int) -> Input:
     try:
-        return form.decode(bytes(raw), Input)
+        return msgspec.json.decode(raw, type=Input)
     except msgspec.MsgspecError as error:
         raise RequestRefused("invalid", f"inputs[{at}]: {error}") from error

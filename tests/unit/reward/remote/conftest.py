@@ -1,4 +1,4 @@
-"""Reward servers for the tests: those of examples/reward_servers, and one that does what each input says."""
+"""Reward servers for the tests: that of examples/reward_servers, and one that does what each input says."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,6 @@ import selectors
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,20 +22,18 @@ ROOT = Path(__file__).parents[4]
 DEADLINE_S = 30.0
 
 
-def command(kind):
-    if kind == "node":
-        node = shutil.which("node")
-        if node is None:
-            pytest.skip("needs Node.js: the Debian package nodejs")
-        return [node, str(ROOT / "examples" / "reward_servers" / "server.js")]
-    return [sys.executable, str(ROOT / "examples" / "reward_servers" / "server.py")]
+def command():
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs Node.js: the Debian package nodejs")
+    return [node, str(ROOT / "examples" / "reward_servers" / "server.js")]
 
 
 class Example:
-    """One of the example servers, as a process."""
+    """The example server, as a process."""
 
-    def __init__(self, kind, **environment):
-        self._command = command(kind)
+    def __init__(self, **environment):
+        self._command = command()
         self._environment = environment
         self.process = None
         self.url = ""
@@ -63,11 +60,11 @@ class Example:
 
 @pytest.fixture
 def example():
-    """`example("node")` or `example("pyzmq")`: a running server."""
+    """`example()`: a running server."""
     started = []
 
-    def start(kind, **environment):
-        started.append(Example(kind, **environment).start())
+    def start(**environment):
+        started.append(Example(**environment).start())
         return started[-1]
 
     yield start

@@ -10,10 +10,8 @@ from starlette.responses import PlainTextResponse
 
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.http_server import HttpLimits, HttpServer, listen
-from reward_service.backends.remote.host.access import Gate, http_socket
-from reward_service.backends.remote.host.http import http_server, tls_of
-from reward_service.backends.remote.host.served import read_offers
-from reward_service.backends.remote.host.service import ScoringService
+from reward_service.backends.remote.host.http import Gate, http_server, http_socket, tls_of
+from reward_service.backends.remote.host.service import ScoringService, read_offers
 from reward_service.backends.remote.schema import RequestLimits
 from reward_service.pool.pool import WorkerPool
 from reward_service.sdk import RewardInput, RewardLoadError

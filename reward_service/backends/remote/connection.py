@@ -1,8 +1,9 @@
-"""One reward server as its client sees it: the handshake, its health, its load, whether it may be asked.
+"""One reward server as its client sees it: the connection, the handshake, its health, its load, whether it
+may be asked.
 
-`keep` runs as long as the client lives: it shakes hands, again after every loss with growing pauses, and asks
-for the health in between. A server that cannot be used (another protocol, another reward, a wrong token) is
-asked again too: it may come back as what it should be.
+`RemoteServer.keep` runs as long as the client lives: it shakes hands, again after every loss with growing
+pauses, and asks for the health in between. A server that cannot be used (another protocol, another reward, a
+wrong token) is asked again too: it may come back as what it should be.
 """
 
 from __future__ import annotations
@@ -12,37 +13,43 @@ import contextlib
 import itertools
 import random
 import secrets
+import ssl
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+import aiohttp
 import msgspec
 
 from areal_async.config.reward import Scope
+from areal_async.errors import ArealError
 from areal_async.runtime.log import get_logger
 from reward_service import metrics
 from reward_service.backends.remote import ANSWER_GRACE_S
 from reward_service.backends.remote.schema import (
     PROTOCOL,
+    STATUS_OF,
     Health,
     Info,
+    RefusalKind,
     RequestLimits,
+    RequestRefusal,
     RewardInfo,
     ScoreRequest,
     Verdicts,
 )
-from reward_service.backends.remote.transport import (
-    RemoteError,
-    ServerBroken,
-    ServerGone,
-    ServerLate,
-    ServerRefused,
-    Transport,
-)
 from reward_service.backends.servers import ServerState, pause_s
+
+T = TypeVar("T")
 
 log = get_logger("reward")
 
+CONNECT_LIMIT_S = 5.0
+KEEPALIVE_S = 15.0
+MAX_ANSWER_BYTES = 64 << 20
+GATEWAY_STATUSES = (502, 503, 504)
+"""What a proxy says when the server behind it is away."""
 HEALTH_S = 2.0
 """Between two looks at a server's health."""
 INFO_S = 30.0
@@ -60,6 +67,127 @@ SHARE = 0.25
 """A request holds at most as many inputs as took this share of the deadline of late: so that one slow input
 does not make those beside it late, on a server that runs them one after another."""
 WEIGHT = 0.2
+
+
+class RemoteError(ArealError):
+    """Base of what a connection raises."""
+
+
+class ServerGone(RemoteError):
+    """The server is not reachable, or was lost under the request: whether it was run is not known."""
+
+
+class ServerLate(RemoteError):
+    """No answer came in time, from a server whose connection stands."""
+
+
+class ServerBroken(RemoteError):
+    """An answer is none of the protocol."""
+
+
+class ServerRefused(RemoteError):
+    """The server says that it did not carry out the request."""
+
+    def __init__(self, refusal: RequestRefusal) -> None:
+        super().__init__(f"{refusal.kind}: {refusal.message}")
+        self.refusal = refusal
+
+
+class RewardConnection:
+    """Asks one reward server over HTTP or HTTPS. `url` is the server's root: `http://host:port`, also with a
+    path before `/v1`. `ca_file` holds the certificates that an https server's is checked against, where the
+    system's do not do."""
+
+    def __init__(self, url: str, *, token: str = "", ca_file: Path | None = None) -> None:
+        self._root = url.rstrip("/")
+        secure: ssl.SSLContext | bool = ssl.create_default_context(cafile=ca_file) if ca_file else True
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=secure),
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            auto_decompress=False,
+        )
+
+    async def info(self, timeout_s: float) -> Info:
+        return await self._request("GET", "info", Info, None, timeout_s)
+
+    async def health(self, timeout_s: float) -> Health:
+        return await self._request("GET", "health", Health, None, timeout_s)
+
+    async def score(self, request: ScoreRequest, timeout_s: float) -> Verdicts:
+        return await self._request("POST", "score", Verdicts, msgspec.json.encode(request), timeout_s)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _request(
+        self, method: str, path: str, kind: type[T], body: bytes | None, timeout_s: float
+    ) -> T:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_LIMIT_S)
+        headers = {"Content-Type": "application/json"} if body is not None else None
+        url = f"{self._root}/v1/{path}"
+        try:
+            async with self._session.request(
+                method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as answer:
+                content = await answer.content.read(MAX_ANSWER_BYTES + 1)
+                while len(content) <= MAX_ANSWER_BYTES and (more := await answer.content.readany()):
+                    content += more
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise ServerGone(f"its certificate is not to be trusted: {error.certificate_error}") from error
+        except aiohttp.ClientConnectorError as error:
+            raise ServerGone(f"cannot connect: {error.os_error.strerror or error.os_error}") from error
+        except aiohttp.ConnectionTimeoutError as error:
+            raise ServerGone(f"cannot connect within {CONNECT_LIMIT_S:g} s") from error
+        except TimeoutError as error:
+            raise ServerLate(f"no answer to {path} within {timeout_s:.1f} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerGone(f"the connection was lost: {str(error) or type(error).__name__}") from error
+        except RuntimeError as error:  # the session was closed under the request
+            raise ServerGone("the connection was closed") from error
+        if len(content) > MAX_ANSWER_BYTES:
+            raise ServerBroken(f"its answer is above {MAX_ANSWER_BYTES} bytes")
+        if answer.status != 200:
+            raise _failure(answer.status, content, answer.headers.get("Retry-After", ""))
+        return read_answer(content, kind)
+
+
+def _failure(status: int, content: bytes, retry_after: str) -> RemoteError:
+    """What a status other than 200 means. The body says it better where it is a refusal of the protocol."""
+    asked_ms = int(float(retry_after) * 1000) if retry_after.replace(".", "", 1).isdigit() else 0
+    try:
+        read_answer(content, dict)
+    except ServerRefused as refused:
+        refusal = refused.refusal
+        return ServerRefused(
+            msgspec.structs.replace(refusal, retry_after_ms=max(refusal.retry_after_ms, asked_ms))
+        )
+    except ServerBroken:
+        pass  # a proxy's page, or a server's own way to fail: the status has to do
+    told = content[:200].decode(errors="replace").strip()
+    message = f"status {status}" + (f": {told}" if told else "")
+    if 300 <= status < 400:
+        return ServerBroken(f"it answers with a redirection ({message}): give the address it points to")
+    kind: RefusalKind = "unavailable" if status in GATEWAY_STATUSES else "internal"
+    if 400 <= status < 500:
+        kind = next((kind for kind, code in STATUS_OF.items() if code == status), "invalid")
+        kind = "unauthorized" if status == 403 else kind
+    return ServerRefused(RequestRefusal(kind, message, asked_ms))
+
+
+def read_answer(content: bytes, kind: type[T]) -> T:
+    """The answer `content`, which is a `kind` or a refusal. Raises `ServerRefused`, `ServerBroken`."""
+    try:
+        refusal = msgspec.json.decode(content, type=_MayBeRefused).error
+        if refusal is not None:
+            raise ServerRefused(refusal)
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ServerBroken(f"the server's answer is none of the protocol: {error}") from error
+
+
+class _MayBeRefused(msgspec.Struct):
+    error: RequestRefusal | None = None
 
 
 class RequestPace:
@@ -105,7 +233,7 @@ class RemoteServer:
     def __init__(
         self,
         url: str,
-        transport: Transport,
+        connection: RewardConnection,
         wanted: Wanted,
         pace: RequestPace,
         *,
@@ -114,7 +242,7 @@ class RemoteServer:
         changed: Callable[[], None],
     ) -> None:
         self.url = url
-        self.transport = transport
+        self.connection = connection
         self.pace = pace
         self.state = ServerState(url, rng, tolerated=TOLERATED)
         self.trouble = "it was not asked yet"
@@ -133,14 +261,13 @@ class RemoteServer:
         self._lost = asyncio.Event()
         self._prefix = secrets.token_hex(6)
         self._numbers = itertools.count(1)
-        transport.on_lost = self._lose
         metrics.watch_ready(url, self._ready_now)
 
     async def close(self) -> None:
         """Once, when nothing is under way any more."""
         self._ready = False
         metrics.unwatch_ready(self.url, self._ready_now)
-        await self.transport.close()
+        await self.connection.close()
 
     def _ready_now(self) -> bool:
         return self.ready(time.monotonic())
@@ -167,13 +294,13 @@ class RemoteServer:
         return (self.state.in_flight + 1) / self.slots + busy
 
     async def score(self, inputs: list[msgspec.Raw]) -> Verdicts:
-        """One request, after `state.begin()`. Raises the errors of a transport; ends within the reward's
+        """One request, after `state.begin()`. Raises `RemoteError`; ends within the reward's
         deadline and `ANSWER_GRACE_S`."""
         request = self._request(inputs)
         began_s = time.monotonic()
         outcome = "ok"
         try:
-            answer = await self.transport.score(request, self._wanted.timeout_s + ANSWER_GRACE_S)
+            answer = await self.connection.score(request, self._wanted.timeout_s + ANSWER_GRACE_S)
             if len(answer.verdicts) != len(inputs):
                 raise ServerBroken(
                     f"the server answered {len(inputs)} inputs with {len(answer.verdicts)} verdicts"
@@ -243,7 +370,7 @@ class RemoteServer:
             self._lost.clear()
             try:
                 if not self._ready or time.monotonic() - self._greeted_s > INFO_S:
-                    self._greet(await self.transport.info(ASK_LIMIT_S))
+                    self._greet(await self.connection.info(ASK_LIMIT_S))
                 await self._look()
                 if not self._ready:
                     await self._try_out()
@@ -308,7 +435,7 @@ class RemoteServer:
 
     async def _look(self) -> None:
         try:
-            self._health = await self.transport.health(ASK_LIMIT_S)
+            self._health = await self.connection.health(ASK_LIMIT_S)
         except ServerRefused as refused:
             if refused.refusal.kind not in ("invalid", "unknown_reward", "busy"):
                 raise
@@ -319,7 +446,7 @@ class RemoteServer:
     async def _try_out(self) -> None:
         """A request without inputs: it shows whether the server takes the reward's arguments."""
         try:
-            await self.transport.score(self._request([]), ASK_LIMIT_S)
+            await self.connection.score(self._request([]), ASK_LIMIT_S)
         except ServerRefused as refused:
             if refused.refusal.kind == "invalid":
                 raise Unfit(f"it refuses the request, most likely reward.args.args: {refused}") from refused

@@ -1,0 +1,279 @@
+"""`areal-async reward test`: one reward, or all of a job, over answers of a task file.
+
+Everything runs as in the service: the same worker processes, deadlines and verdicts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from areal_async.cli.tools import TrialRequest, run_tool
+from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.explain import explain
+from areal_async.config.load import apply_overrides, load_job
+from areal_async.config.reward import RewardSection
+from areal_async.config.rewardcheck import reward_file_mistakes, scope_in_file, section_mistakes
+from areal_async.errors import ArealError
+from areal_async.prompts import message_texts
+from areal_async.rpc.verdicts import Failure, Score, Timeout, Verdict, kind_of
+from areal_async.tasks import TaskTable, read_tasks
+from reward_service.client import LocalScorer
+from reward_service.processes import on_print
+from reward_service.sdk import RewardInput
+
+COMMAND_LINE = "the command line"
+KINDS = ("score", "timeout", "error", "abstain")
+STYLES = {"timeout": "bold red", "error": "bold red", "abstain": "yellow"}
+MOST_SHOWN = 8
+"""Answers whose verdict is shown by itself."""
+SLOWEST = 5
+
+
+class SamplesError(ArealError):
+    """There is nothing to judge: the text says what is missing."""
+
+
+class AnswerSample(msgspec.Struct, frozen=True):
+    """One answer to the task in row `row` of its file. Those of one row are one group."""
+
+    row: int
+    given: RewardInput
+
+
+class JudgedAnswer(msgspec.Struct, frozen=True):
+    """An answer, what the reward made of it, and how long its call took."""
+
+    sample: AnswerSample
+    verdict: Verdict
+    elapsed_ms: float
+
+
+def main(request: TrialRequest) -> int:
+    section, data = target(request)
+    samples, source = read_samples(data, request.column, request.limit)
+    with shown_prints():
+        judged = asyncio.run(judge(section, samples))
+    console = Console(highlight=False)
+    workers = f"{section.workers} worker{'s' if section.workers > 1 else ''}"
+    console.print(Text(f"{Path(section.name).name}, {len(judged)} answers from {source}, {workers}\n"))
+    for table in (by_source(judged), shown(judged), problems(judged), slowest(judged)):
+        if table.row_count:
+            console.print(table)
+            console.print()
+    wrong = why_it_fails(judged)
+    console.print(Text(f"failed: {', '.join(wrong)}", "bold red") if wrong else Text("ok", "bold green"))
+    return 1 if wrong else 0
+
+
+def target(request: TrialRequest) -> tuple[RewardSection, Path]:
+    """What is tried, and on which task file. Raises `ConfigError`."""
+    content: dict[str, Any] = {"name": request.reward}
+    data = request.data
+    if request.reward.endswith((".yaml", ".yml")):
+        job = load_job(Path(request.reward), files=False)
+        content = job.reward.model_dump(mode="json")
+        data = data or str(job.tasks.train)
+    mistakes = apply_overrides(content, request.fields)
+    if not data:
+        fix = "Name a task file with --data; a job file brings its own"
+        mistakes.append(Mistake("--data", "nothing says what is to be judged", fix))
+    if ".py:" in str(content["name"]):
+        path, _, function = str(content["name"]).rpartition(":")
+        content["name"] = f"{Path(path).expanduser().absolute()}:{function}"
+        content.setdefault("scope", scope_in_file(content["name"]) or "episode")
+    try:
+        section = RewardSection.model_validate(content)
+    except ValidationError as error:
+        details = [detail | {"loc": ("reward", *detail["loc"])} for detail in error.errors(include_url=False)]
+        raise ConfigError(COMMAND_LINE, [*mistakes, *map(explain, details)]) from error
+    mistakes += [*section_mistakes(section), *reward_file_mistakes(section)]
+    if mistakes:
+        raise ConfigError(COMMAND_LINE, mistakes)
+    return section, Path(data)
+
+
+def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSample], str]:
+    """Answers to at most `limit` tasks, evenly spaced over the file, and where they come from: the column, or
+    the ground truth where there is no column `response`. Raises `SamplesError`, `TaskFileError`."""
+    table = read_tasks(tasks, extra=[column])
+    rows = (
+        [index * len(table) // limit for index in range(limit)] if len(table) > limit else range(len(table))
+    )
+    answers = {row: table.extra(row, column) for row in rows}
+    if all(answer is None for answer in answers.values()):
+        if column != "response":
+            raise SamplesError(
+                f"{tasks} has no column {column!r} with answers: name another with --column, or leave it out."
+            )
+        truths = [(row, table.task(row).ground_truth) for row in rows]
+        samples = [_sample(table, row, _as_text(truth)) for row, truth in truths]
+        return samples, "the ground truth (there is no column response)"
+    samples = []
+    for row, answer in answers.items():
+        texts = answer if isinstance(answer, list) else [answer] if answer is not None else []
+        if not all(isinstance(text, str) for text in texts):
+            raise SamplesError(
+                f"{tasks}, row {row}: column {column!r} must be a text or a list of texts; found "
+                f"{answer!r:.80}."
+            )
+        samples += [_sample(table, row, text) for text in texts]
+    return samples, f"column {column}"
+
+
+def _sample(table: TaskTable, row: int, response: str) -> AnswerSample:
+    task = table.task(row)
+    given = RewardInput(
+        prompt=message_texts(task.prompt),
+        response=response,
+        ground_truth=task.ground_truth,
+        data_source=task.data_source,
+        ability=task.ability,
+        reward_style=task.reward_style,
+        extra_info=task.extra_info,
+    )
+    return AnswerSample(row, given)
+
+
+def _as_text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+async def judge(section: RewardSection, samples: Sequence[AnswerSample]) -> list[JudgedAnswer]:
+    """Each answer judged once, in order. Raises `RewardLoadError`."""
+    async with LocalScorer(section) as scorer:
+        given, groups = [sample.given for sample in samples], [sample.row for sample in samples]
+        results = await scorer.score_timed(given, groups)
+    return [JudgedAnswer(sample, *result) for sample, result in zip(samples, results, strict=True)]
+
+
+@contextmanager
+def shown_prints() -> Iterator[None]:
+    """Show what rewards print on standard error, and nothing of the log: the page says the rest."""
+    logger = logging.getLogger("areal")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    token = on_print.set(_show)
+    try:
+        yield
+    finally:
+        on_print.reset(token)
+        logger.setLevel(level)
+
+
+def _show(pid: int, text: str) -> None:
+    for line in text.splitlines():
+        print(f"printed: {plain(line)}", file=sys.stderr, flush=True)
+
+
+# --- what is shown -----------------------------------------------------------------------------------
+
+
+def why_it_fails(judged: Sequence[JudgedAnswer]) -> list[str]:
+    """What makes the command fail: a call that went wrong, or nothing that was scored."""
+    kinds: Counter[str] = Counter(kind_of(one.verdict) for one in judged)
+    counted = ((kind, kinds[kind]) for kind in ("error", "timeout"))
+    wrong = [f"{n} {kind}{'s' if n > 1 else ''}" for kind, n in counted if n]
+    return wrong if kinds["score"] else [*wrong, "no score at all"]
+
+
+def by_source(judged: Sequence[JudgedAnswer]) -> Table:
+    """Verdicts and scores of each data source, and of all where there are several."""
+    verdicts: dict[str, list[Verdict]] = defaultdict(list)
+    for one in judged:
+        verdicts[one.sample.given.data_source].append(one.verdict)
+    rows = sorted(verdicts.items())
+    if len(rows) > 1:
+        rows.append(("all", [one.verdict for one in judged]))
+    table = _table("data source", "calls", *KINDS, "mean", "low", "high")
+    for name, of_source in rows:
+        kinds: Counter[str] = Counter(kind_of(verdict) for verdict in of_source)
+        counts = [Text(str(kinds[kind]), STYLES.get(kind, "") if kinds[kind] else "dim") for kind in KINDS]
+        scores = [verdict.value for verdict in of_source if isinstance(verdict, Score)]
+        figures = (math.fsum(scores) / len(scores), min(scores), max(scores)) if scores else ()
+        table.add_row(short(name) or "–", str(len(of_source)), *counts, *(f"{one:.4g}" for one in figures))
+    return table
+
+
+def shown(judged: Sequence[JudgedAnswer]) -> Table:
+    """The verdicts on the first answers."""
+    table = _table("row", "verdict", "answer")
+    for one in judged[:MOST_SHOWN]:
+        kind = kind_of(one.verdict)
+        said = f"{one.verdict.value:.4g}" if isinstance(one.verdict, Score) else kind
+        table.add_row(str(one.sample.row), Text(said, STYLES.get(kind, "")), short(one.sample.given.response))
+    return table
+
+
+def problems(judged: Sequence[JudgedAnswer]) -> Table:
+    """Verdicts that are no score, by kind, with what the first of each says."""
+    found: dict[str, list[JudgedAnswer]] = defaultdict(list)
+    for one in judged:
+        if isinstance(one.verdict, Failure):
+            found[f"error: {one.verdict.kind}"].append(one)
+        elif not isinstance(one.verdict, Score):
+            found[kind_of(one.verdict)].append(one)
+    table = _table("no score", "calls", "first row", "which says")
+    for kind, of_kind in sorted(found.items()):
+        row = str(of_kind[0].sample.row)
+        table.add_row(kind, str(len(of_kind)), row, short(_message(of_kind[0].verdict), 300))
+    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
+    return table
+
+
+def _message(verdict: Verdict) -> str:
+    match verdict:
+        case Failure(_, message):
+            return message
+        case Timeout(limit_ms):
+            return f"not back within {limit_ms / 1000:g} s"
+        case _:
+            return getattr(verdict, "reason", "") or "no reason given"
+
+
+def slowest(judged: Sequence[JudgedAnswer]) -> Table:
+    """How long calls took: the median, and the slowest ones."""
+    times = sorted(one.elapsed_ms for one in judged)
+    table = _table("time of a call", "row", "answer")
+    table.add_row(f"{times[len(times) // 2]:.3g} ms", "", "(the median)")
+    for one in sorted(judged, key=lambda one: -one.elapsed_ms)[:SLOWEST]:
+        table.add_row(f"{one.elapsed_ms:.3g} ms", str(one.sample.row), short(one.sample.given.response))
+    return table
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for title in titles:
+        table.add_column(title, overflow="ellipsis", no_wrap=True)
+    return table
+
+
+def short(text: str, most: int = 60) -> str:
+    """One line of a text that somebody else wrote, safe to print."""
+    line = plain(" ".join(text.split()))
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def plain(text: str) -> str:
+    """The text with its control characters shown, not obeyed."""
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+
+
+if __name__ == "__main__":
+    run_tool(TrialRequest, main)
