@@ -33,8 +33,7 @@ from areal_async.runtime.context import Role
 from areal_async.runtime.events import close_events, open_events
 from areal_async.runtime.log import end_logging, setup_logging
 from areal_async.runtime.metrics import serve_metrics
-from areal_async.status.aggregator import StatusAggregator, self_check_text
-from areal_async.status.dropped import lost_in
+from areal_async.status.aggregator import DropReport, StatusAggregator, self_check_text
 from areal_async.status.monitor import Monitor, StatusClients
 from areal_async.status.record import RunLog, as_it_became, read_run_log
 from areal_async.status.view import open_view
@@ -121,13 +120,13 @@ def _run(
         describe=describe,
     )
     aggregator = StatusAggregator(job, list(supervisor.phases()), started_s)
-    with open_view(console, plain=plain) as view:
+    with open_view(console, plain=plain) as show:
         monitor = Monitor(
             aggregator,
             folders.run_dir / "metrics.jsonl",
             clients=lambda: StatusClients(folders.socket_dir, job.job, folders.secret),
             phases=supervisor.phases,
-            show=view.show,
+            show=show,
         )
         monitor.start()
         try:
@@ -238,7 +237,7 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
         table.add_row(
             "episodes", f"{summary['episodes_trained']} trained, {summary['episodes_dropped']} dropped"
         )
-        if lost := lost_in(summary["transitions"] or {}).text:
+        if lost := DropReport.of(summary["transitions"] or {}).text:
             table.add_row("dropped", lost)
     for number, (kind, note) in enumerate(summary["no_scores"].items()):
         table.add_row("" if number else "no score", f"{kind} ×{note['count']}, the last: {note['message']}")

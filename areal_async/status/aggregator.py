@@ -12,14 +12,112 @@ from typing import Any
 
 from areal_async.config.job import JobConfig
 from areal_async.rpc.control_messages import ServiceStatus
-from areal_async.status.dropped import DropReport, lost_in
-from areal_async.status.rates import BUSY, Figures, RateTracker, total
+from areal_async.rpc.messages import NoScore
 from areal_async.status.watchdog import SILENT_S, Facts, Stall, find_stall
 
 RECENT_STEPS = 20
 HISTORY = 240
 MESSAGE_LIFE_S = 30.0
 """A warning older than this is not shown any more."""
+RATE_WINDOW_S = 10.0
+"""Rates and busy shares are over the last so many seconds."""
+BUSY = "areal_busy_seconds_total"
+IDLE_ACTIVITIES = frozenset({"wait", "idle"})
+DROPPED, MASKED, BY_VERDICT = "dropped:", "episode_masked:", "verdict_"
+
+Figures = Mapping[str, Mapping[str, float]]
+"""A service's series: name → the values of its labels, joined by commas → value."""
+
+
+@dataclass(frozen=True)
+class DropReport:
+    """What a run has lost so far, the most frequent reason first."""
+
+    groups: Mapping[str, int] = field(default_factory=dict)
+    """Groups dropped, by reason."""
+    masked: Mapping[str, int] = field(default_factory=dict)
+    """Episodes masked, by the kind of their verdict."""
+    no_scores: Sequence[NoScore] = ()
+    """Verdicts without a score by kind, the newest last."""
+
+    @classmethod
+    def of(cls, transitions: Mapping[str, float], no_scores: Sequence[NoScore] = ()) -> DropReport:
+        """What the buffer's counts of transitions, and its verdicts without a score, say was lost."""
+
+        def under(prefix: str) -> dict[str, int]:
+            found = {
+                reason.removeprefix(prefix): int(count)
+                for reason, count in transitions.items()
+                if reason.startswith(prefix) and count
+            }
+            return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+        return cls(under(DROPPED), under(MASKED), sorted(no_scores, key=lambda note: -note.age_ms))
+
+    @property
+    def by_verdict(self) -> int:
+        """Groups dropped because scoring them gave no score."""
+        return sum(count for reason, count in self.groups.items() if reason.startswith(BY_VERDICT))
+
+    @property
+    def text(self) -> str:
+        """One line; empty when nothing was lost."""
+        return ", ".join(
+            f"{sum(counts.values())} {what} ({', '.join(f'{why} {n}' for why, n in counts.items())})"
+            for what, counts in (("groups", self.groups), ("episodes masked", self.masked))
+            if counts
+        )
+
+
+def no_score_text(note: NoScore) -> str:
+    return f"{note.kind} ×{note.count}: {note.message}"
+
+
+def total(figures: Figures, name: str) -> float:
+    """The sum of a series over its labels; 0 for one that is not there."""
+    return sum(figures.get(name, {}).values())
+
+
+class RateTracker:
+    """Rates and busy shares of one process, over the last seconds and from the first to the last step."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, Figures]] = deque(maxlen=64)
+        self._steps_done = 0
+        self._at_steps: list[tuple[float, Figures]] = []
+        """The figures at the first and at the last finished step."""
+
+    def add(self, now_s: float, figures: Figures, steps_done: int) -> None:
+        self._recent.append((now_s, figures))
+        while len(self._recent) > 2 and now_s - self._recent[1][0] >= RATE_WINDOW_S:
+            self._recent.popleft()
+        if steps_done > self._steps_done:
+            self._steps_done = steps_done
+            self._at_steps = [*self._at_steps[:1], (now_s, figures)]
+
+    def rate(self, name: str) -> float | None:
+        """Growth of a counter per second over the window."""
+        if len(self._recent) < 2:
+            return None
+        (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
+        if name not in last or last_s <= first_s:
+            return None
+        return max(0.0, total(last, name) - total(first, name)) / (last_s - first_s)
+
+    def busy(self) -> float | None:
+        """Share of the window in the busiest activity."""
+        return _busy_share(self._recent[0], self._recent[-1]) if self._recent else None
+
+    def busy_while_training(self) -> float | None:
+        """The same from the first to the last step that this process has seen finished."""
+        return _busy_share(self._at_steps[0], self._at_steps[-1]) if self._at_steps else None
+
+
+def _busy_share(first: tuple[float, Figures], last: tuple[float, Figures]) -> float | None:
+    before, after = first[1].get(BUSY, {}), last[1].get(BUSY, {})
+    spent_s = [sum_s - before.get(what, 0.0) for what, sum_s in after.items() if what not in IDLE_ACTIVITIES]
+    elapsed_s = last[0] - first[0]
+    return min(1.0, max(0.0, *spent_s) / elapsed_s) if spent_s and elapsed_s > 0 else None
 
 
 @dataclass(frozen=True)
@@ -138,7 +236,7 @@ class StatusAggregator:
                 if phase == "starting":
                     self._goes_on = self._goes_on or (name == "trainer" and service.status is not None)
                     service.status = None
-                    service.rates.start_again()
+                    service.rates = RateTracker()
             service.phase = phase
 
     def feed_record(self, record: Mapping[str, Any]) -> None:
@@ -195,7 +293,7 @@ class StatusAggregator:
                 self._tell_steps_done_again(int(total(status.figures, "areal_trainer_version")), now_s)
         if name == "buffer":
             transitions = status.figures.get("areal_buffer_transitions_total", {})
-            self._dropped = lost_in(transitions, status.no_scores)
+            self._dropped = DropReport.of(transitions, status.no_scores)
 
     def _tell_steps_done_again(self, step: int, now_s: float) -> None:
         if step < self._furthest:
@@ -254,7 +352,7 @@ class StatusAggregator:
             max_groups=job.buffer.max_groups,
             steps_left=job.trainer.steps - self._done,
             dropped_by_verdict=max(0, self._dropped.by_verdict - self._dropped_before),
-            no_score=self._dropped.newest,
+            no_score=no_score_text(notes[-1]) if (notes := self._dropped.no_scores) else "",
         )
         return find_stall(facts, job.observe.stall_s)
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,8 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.status.aggregator import RunStatus, ServiceActivity
-from areal_async.status.dropped import no_score_text
+from areal_async.status.aggregator import RunStatus, ServiceActivity, no_score_text
 
 PLAIN_EVERY_S = 5.0
 STALL_EVERY_S = 30.0
@@ -33,45 +31,23 @@ STATE_ORDER = ("queued", "leased", "generated", "scored", "batched", "trained", 
 LABEL, DIM, GOOD, WARN = "bold", "bright_black", "green", "yellow"
 
 
-class View(Protocol):
-    """Shows a run between entering and leaving; `say` prints a line that stays."""
-
-    def show(self, status: RunStatus) -> None: ...
-
-    def say(self, text: str) -> None: ...
-
-    def __enter__(self) -> View: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+Show = Callable[[RunStatus], None]
+"""Shows a status of the run."""
 
 
-def open_view(console: Console, *, plain: bool) -> View:
+@contextmanager
+def open_view(console: Console, *, plain: bool) -> Iterator[Show]:
     """The live view on a terminal, else plain lines."""
-    return PlainView(console) if plain or not console.is_terminal else LiveView(console)
+    if plain or not console.is_terminal:
+        yield PlainView(console).show
+        return
+    with Live(console=console, auto_refresh=False) as live:
 
+        def show(status: RunStatus) -> None:
+            width = max(MIN_WIDTH, min(MAX_WIDTH, console.width))
+            live.update(render(status, width), refresh=True)
 
-class LiveView:
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live = Live(console=console, auto_refresh=False, transient=False)
-
-    def show(self, status: RunStatus) -> None:
-        width = max(MIN_WIDTH, min(MAX_WIDTH, self._console.width))
-        self._live.update(render(status, width), refresh=True)
-
-    def say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
-
-    def __enter__(self) -> LiveView:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
+        yield show
 
 
 class PlainView:
@@ -93,26 +69,18 @@ class PlainView:
         news = status.stall.edge if status.stall is not None else status.message
         again = status.stall is not None and self._clock() >= self._again_s
         if news and (news != self._news or again):
-            self.say(f"{clock_text(status.elapsed_s)} {_message(status)}")
+            self._say(f"{clock_text(status.elapsed_s)} {_message(status)}")
             self._again_s = self._clock() + STALL_EVERY_S
         self._news = news
         if status.self_check != self._self_check:
             self._self_check = status.self_check
-            self.say(f"{clock_text(status.elapsed_s)} self-check {status.self_check}")
+            self._say(f"{clock_text(status.elapsed_s)} self-check {status.self_check}")
         if self._clock() >= self._next_s:
             self._next_s = self._clock() + self._every_s
-            self.say(plain_line(status))
+            self._say(plain_line(status))
 
-    def say(self, text: str) -> None:
+    def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def __enter__(self) -> PlainView:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
 
 
 def plain_line(status: RunStatus) -> str:
@@ -271,15 +239,11 @@ def _groups(groups: Mapping[str, int]) -> Text:
 
 def _dropped(status: RunStatus, width: int) -> list[tuple[str, RenderableType]]:
     """What was lost and why; no row while nothing was."""
-    dropped = status.dropped
     rows: list[tuple[str, RenderableType]] = []
-    for text in filter(None, (dropped.groups_text, dropped.masked_text)):
-        label = "dropped" if not rows else ""
-        rows.append((label, Text(_clip(text, width), overflow="ellipsis", no_wrap=True)))
-    newest = dropped.no_scores[-MAX_NO_SCORES:]
-    for number, note in enumerate(reversed(newest)):
-        said = Text(_clip(no_score_text(note), width), style=WARN, overflow="ellipsis", no_wrap=True)
-        rows.append(("no score" if not number else "", said))
+    if text := status.dropped.text:
+        rows.append(("dropped", Text(text)))
+    for note in reversed(status.dropped.no_scores[-MAX_NO_SCORES:]):
+        rows.append(("no score", Text(_clip(no_score_text(note), width), style=WARN, no_wrap=True)))
     return rows
 
 

@@ -7,17 +7,8 @@ import pytest
 from rich.console import Console
 
 from areal_async.rpc.messages import NoScore
-from areal_async.status.aggregator import RunStatus, ServiceActivity
-from areal_async.status.dropped import DropReport
-from areal_async.status.view import (
-    LiveView,
-    PlainView,
-    clock_text,
-    open_view,
-    plain_line,
-    render,
-    sparkline,
-)
+from areal_async.status.aggregator import DropReport, RunStatus, ServiceActivity
+from areal_async.status.view import PlainView, clock_text, open_view, plain_line, render, sparkline
 from areal_async.status.watchdog import Stall
 
 SERVICES = tuple(
@@ -114,9 +105,9 @@ def test_the_interval_and_the_self_check_have_a_place() -> None:
     assert "0.380 → 0.630 [0.590, 0.671]  at version 100" in drawn(shown)
     assert "self-check  passed: 512 log-probs" in drawn(shown)
     console = Console(file=io.StringIO(), width=200)
-    with PlainView(console) as view:
-        for _ in range(3):
-            view.show(shown)
+    view = PlainView(console)
+    for _ in range(3):
+        view.show(shown)
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().count("self-check passed: 512 log-probs") == 1
 
@@ -143,10 +134,10 @@ def test_the_plain_line_has_it_all() -> None:
 def test_plain_lines_come_every_few_seconds_and_warnings_at_once() -> None:
     console = Console(file=io.StringIO(), width=200)
     now_s = 0.0
-    with PlainView(console, every_s=5.0, clock=lambda: now_s) as view:
-        for tick in range(24):
-            now_s = tick * 0.5
-            view.show(status(message="odd" if tick in (3, 4) else ""))
+    view = PlainView(console, every_s=5.0, clock=lambda: now_s)
+    for tick in range(24):
+        now_s = tick * 0.5
+        view.show(status(message="odd" if tick in (3, 4) else ""))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert sum("step 123/300" in line for line in lines) == 3
@@ -156,12 +147,12 @@ def test_plain_lines_come_every_few_seconds_and_warnings_at_once() -> None:
 def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again() -> None:
     console = Console(file=io.StringIO(), width=200)
     now_s = 0.0
-    with PlainView(console, every_s=1e9, clock=lambda: now_s) as view:
-        for tick in range(80):
-            now_s = tick * 0.5
-            edge = "reward" if tick < 70 else "rollout"
-            stall = Stall(edge, f"trainer waits; {edge} has not answered for {now_s:.0f} s")
-            view.show(status(elapsed_s=now_s, stall=stall, stall_s=now_s))
+    view = PlainView(console, every_s=1e9, clock=lambda: now_s)
+    for tick in range(80):
+        now_s = tick * 0.5
+        edge = "reward" if tick < 70 else "rollout"
+        stall = Stall(edge, f"trainer waits; {edge} has not answered for {now_s:.0f} s")
+        view.show(status(elapsed_s=now_s, stall=stall, stall_s=now_s))
     assert isinstance(console.file, io.StringIO)
     assert [line for line in console.file.getvalue().splitlines() if "stalled" in line] == [
         "0:00 stalled for 0:00: trainer waits; reward has not answered for 0 s",
@@ -178,18 +169,16 @@ def test_a_service_started_again_is_not_drawn_with_the_share_of_the_dead_one() -
     assert "silent" in text
 
 
-def test_the_live_view_is_for_terminals() -> None:
-    assert isinstance(open_view(Console(file=io.StringIO()), plain=False), PlainView)
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=90)
-    assert isinstance(open_view(terminal, plain=True), PlainView)
-    view = open_view(terminal, plain=False)
-    assert isinstance(view, LiveView)
-    with view:
-        view.show(status())
-        view.say("[not markup]")
-    assert isinstance(terminal.file, io.StringIO)
-    assert "[not markup]" in terminal.file.getvalue()
-    assert "step 123/300" in terminal.file.getvalue()
+@pytest.mark.parametrize(
+    ("terminal", "plain", "live"), [(False, False, False), (True, True, False), (True, False, True)]
+)
+def test_the_live_view_is_for_terminals(terminal: bool, plain: bool, live: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=90)
+    with open_view(console, plain=plain) as show:
+        show(status())
+    assert isinstance(console.file, io.StringIO)
+    assert ("╭" in console.file.getvalue()) == live
+    assert "step 123/300" in console.file.getvalue()
 
 
 def test_times_and_sparks() -> None:
@@ -228,7 +217,7 @@ LOST = DropReport(
 )
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [100, 120])
 def test_the_panel_says_what_was_lost_and_why(width):
     text = drawn(status(dropped=LOST), width)
     assert "9 groups (verdict_error 6, overtaken 3)" in text
