@@ -91,3 +91,19 @@ class WrongBase(SnapshotError):
 
 class SnapshotSkipped(SnapshotError):
     """A newer snapshot was announced while most of this one was still to come: ask for that."""
+
+
+class RunError(ArealError):
+    """Base of everything that keeps a run from starting or from finishing."""
+
+
+class RunFolderError(RunError):
+    """The run folder cannot be used: busy, finished before, or not ours."""
+
+
+class RunFailed(RunError):
+    """A service did not start, or ended before the job was done."""
+
+
+class RunInterrupted(RunError):
+    """A person or the system asked the run to stop."""

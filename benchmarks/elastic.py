@@ -29,7 +29,7 @@ from pathlib import Path
 
 import yaml
 
-from areal_async.cli.workers import ask
+from areal_async.launch.runs import change_workers
 from areal_async.quickstart.model import write_model
 from areal_async.quickstart.tasks import split_problems, write_parquet
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
@@ -174,7 +174,7 @@ def play(folder: Path, *, phase_s: float, tool_s: float, steps: int = 0) -> Outc
         until(lambda: workers() == {"rollout-0"} and job.steps_logged() >= 2, "the second step")
         measure(phases[0], time.monotonic())
         began_s = time.monotonic()
-        told.append(ask(job.run_dir, ScaleWorkers(3, DRAIN_MS)).text)
+        told.append(change_workers(job.run_dir, ScaleWorkers(3, DRAIN_MS)).text)
         until(lambda: len(workers()) == 3, "the third worker")
         measure(phases[1], began_s)
         began_s = time.monotonic()
@@ -183,7 +183,7 @@ def play(folder: Path, *, phase_s: float, tool_s: float, steps: int = 0) -> Outc
         until(lambda: len(workers()) == 3, "the third worker again")
         measure(phases[2], began_s, from_now=False)
         began_s = time.monotonic()
-        told.append(ask(job.run_dir, DrainWorker("rollout-2", DRAIN_MS)).text)
+        told.append(change_workers(job.run_dir, DrainWorker("rollout-2", DRAIN_MS)).text)
         measure(phases[3], began_s)
         if job.wait(LIMIT_S + 5 * phase_s) != 0:
             raise SystemExit(f"the job failed: {job.told()}")

@@ -14,8 +14,7 @@ import typer
 from rich.console import Console
 
 from areal_async.config.errors import ConfigError
-from areal_async.errors import ArealError
-from areal_async.launch.errors import RunFolderError, RunInterrupted
+from areal_async.errors import ArealError, RunFolderError, RunInterrupted
 
 DEBUG_VARIABLE = "AREAL_ASYNC_DEBUG"
 

@@ -77,7 +77,7 @@ def run(
     """Run a job on this machine until it is done."""
     with readable_errors():
         from areal_async.config.load import load_job
-        from areal_async.launch.contents import check_contents
+        from areal_async.launch.preflight import check_contents
         from areal_async.launch.run import run_job
 
         job = load_job(job_file, overrides or ())
@@ -96,12 +96,13 @@ def resume(
 ) -> None:
     """Go on with a run that was killed, interrupted or failed."""
     with readable_errors():
-        from areal_async.launch.resume import job_to_resume, note_on_changes
         from areal_async.launch.run import run_job
+        from areal_async.launch.runs import job_to_resume
 
         job = job_to_resume(target, overrides or ())
-        if target.is_file() and (note := note_on_changes(target, job_to_resume(target))):
-            print(f"note: {note}", flush=True)
+        if target.is_file():
+            recorded = job.run_dir / job.job / "job.yaml"
+            print(f"note: it goes on as {recorded} says; to change a field, name it: key=value", flush=True)
         print_warnings(job)
         run_job(job, resume=True, plain=plain)
 
@@ -111,7 +112,7 @@ def validate(job_file: JobFile, overrides: Overrides = None) -> None:
     """Check a job file, what it names and what it needs, and print it with every field resolved."""
     with readable_errors():
         from areal_async.config.load import dump_job, load_job
-        from areal_async.launch.contents import check_contents
+        from areal_async.launch.preflight import check_contents
 
         job = load_job(job_file, overrides or ())
         check_contents(job, source=str(job_file))
@@ -136,10 +137,10 @@ def scale(
 ) -> None:
     """Have more or fewer rollout workers in a run that goes on; the newest leave first."""
     with readable_errors():
-        from areal_async.cli.workers import ask
+        from areal_async.launch.runs import change_workers
         from areal_async.rpc.control_messages import ScaleWorkers
 
-        print(ask(run, ScaleWorkers(workers, int(timeout_s * 1000))).text)
+        print(change_workers(run, ScaleWorkers(workers, int(timeout_s * 1000))).text)
 
 
 @app.command()
@@ -153,10 +154,10 @@ def drain(
 ) -> None:
     """Have a rollout worker finish what it has, hand back the rest and end, and wait for that."""
     with readable_errors():
-        from areal_async.cli.workers import ask
+        from areal_async.launch.runs import change_workers
         from areal_async.rpc.control_messages import DrainWorker
 
-        print(ask(run, DrainWorker(worker, int(timeout_s * 1000), outside)).text)
+        print(change_workers(run, DrainWorker(worker, int(timeout_s * 1000), outside)).text)
 
 
 @app.command()

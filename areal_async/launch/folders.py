@@ -29,7 +29,7 @@ import msgspec
 import psutil
 
 from areal_async.config.job import JobConfig
-from areal_async.launch.errors import RunFolderError
+from areal_async.errors import RunFolderError
 from areal_async.ownfiles import NotOurs, check_own, check_owner, close_folder, is_own_folder, read_own
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.context import short_socket_dir

@@ -1,9 +1,15 @@
-"""What a job needs of the machine, checked before any process is started: ports, Redis, memory, GPUs, the
-sandbox."""
+"""What a job needs of this machine, and what its files hold, tried before any process is started.
+
+Reading a file is not enough for the model's tokenizer, which is tried on the prompts, and for the job's own
+rewards, which are imported: each in a process of its own, so that the command line loads neither torch nor
+the user's code.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
 import math
 import os
 import shutil
@@ -12,16 +18,21 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import psutil
 
 from areal_async.config.devices import device_mistakes
 from areal_async.config.engines import EngineMissing, declared_engine, evaluation_engine, find_engine_python
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
-from areal_async.config.rewardcheck import programs_run
+from areal_async.config.rewardcheck import asked, programs_run
 from areal_async.launch.folders import SHM_ROOT
+from areal_async.prompts import message_texts, prompt_ids, prompt_text
+from areal_async.rewards import RewardSpec
 from areal_async.runtime.context import ServicePlace
+from areal_async.tasks import TaskFileError, task_rows
 from areal_async.weights.channels import makes_deltas
 
 SANDBOX_LIMIT_S = 60.0
@@ -187,34 +198,27 @@ def _check_memory(job: JobConfig) -> list[Mistake]:
 
 
 def _check_shared_memory(job: JobConfig, services: Sequence[ServicePlace]) -> list[Mistake]:
-    size, weights = model_bytes(job.model), job.weights
+    weights = job.weights
     # Beside the newest, an evaluation pins two, and one is being written; deltas keep a base and themselves.
     published = weights.keep + 3 + (2 if makes_deltas(job) else 0)
     if weights.channel == "disk":
         published = 0  # they lie in weights.directory
     received = snapshots_received(job, services)
     snapshots = published + sum(received.values())
-    needed = snapshots * size
+    needed = snapshots * model_bytes(job.model)
     root = SHM_ROOT if SHM_ROOT.is_dir() else Path("/tmp")
     free = shutil.disk_usage(root).free
     if needed <= free:
         return []
+    nodes = f", those of the receiving nodes {', '.join(received)} among them," if received else ""
+    problem = f"{snapshots} snapshots of this model{nodes} take {needed} bytes, but {root} has {free} free"
     fix = f"Make {root} larger (`mount -o remount,size=… {root}`), or free it"
-    if published * size > free:
-        problem = f"{snapshots} snapshots of this model take {needed} bytes, but {root} has {free} free"
-        return [Mistake("model", problem, fix)]
-    problem = (
-        f"the receiving nodes of this machine ({', '.join(received)}) keep {sum(received.values())} "
-        f"snapshots beside {published} of the trainer's: {needed} bytes, but {root} has {free} free"
-    )
-    if weights.channel == "disk":
-        return [Mistake("weights.copy_from_disk", problem, f"{fix}, or set it to false")]
-    return [Mistake("weights.nodes", problem, f"{fix}, or name fewer nodes")]
+    return [Mistake("model", problem, fix + (", or name fewer nodes" if received else ""))]
 
 
 def snapshots_received(job: JobConfig, services: Sequence[ServicePlace]) -> dict[str, int]:
     """How many snapshots each node keeps of those it receives, in shared memory of this machine, on which all
-    `services` are started. Workers that join by hand are elsewhere, or come later."""
+    `services` are started."""
     weights = job.weights
     if weights.channel == "shm" or (weights.channel == "disk" and not weights.copy_from_disk):
         return {}
@@ -231,15 +235,178 @@ def snapshots_received(job: JobConfig, services: Sequence[ServicePlace]) -> dict
 
 def _listener(port: int) -> str:
     try:
-        for connection in psutil.net_connections("tcp"):
-            address = connection.laddr
-            if (
-                address
-                and address.port == port
-                and connection.status == psutil.CONN_LISTEN
-                and connection.pid
-            ):
-                return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
+        for found in psutil.net_connections("tcp"):
+            if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
+                return f"process {found.pid} ({psutil.Process(found.pid).name()})"
     except psutil.Error:
         pass  # the table is not ours to read; who it is only adds to the message
     return "another program"
+
+
+# --- what the job's files hold ---------------------------------------------------------------------------
+
+MOST_ROWS = 200_000
+"""Rows of one task file that are looked at."""
+SAMPLE = 256
+"""Prompts whose tokens are looked at, evenly spaced."""
+TEMPLATE_TOKENS = 256
+"""Allowance for what a chat template adds to a prompt."""
+UNKNOWN_SHARE = 0.1
+"""With a larger share of unknown characters in the sampled prompts the tokenizer is the wrong one."""
+TRIAL_LIMIT_S = 600.0
+"""The longest that loading a tokenizer or a reward may take."""
+
+
+def check_contents(job: JobConfig, *, source: str) -> None:
+    """Raise `ConfigError` with every reason why the job would fail once it runs."""
+    mistakes = installed_mistakes(job)
+    try:
+        said = _answer(["areal_async.launch.preflight"], job.model_dump_json().encode())
+        mistakes += msgspec.json.decode(said, type=list[Mistake])
+    except (TrialFailed, msgspec.DecodeError) as error:
+        mistakes.append(Mistake("model", f"reading its tokenizer failed: {error}", "Correct the model"))
+    if job.kind == "rl":
+        mistakes += reward_load_mistakes(job)
+    if mistakes:
+        raise ConfigError(source, mistakes)
+
+
+class TrialFailed(Exception):
+    """A process that tries something did not answer."""
+
+
+def _answer(arguments: Sequence[str], given: bytes) -> bytes:
+    """The last line that a module of ours prints. Raises `TrialFailed`."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", *arguments],
+            input=given,
+            capture_output=True,
+            timeout=TRIAL_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TrialFailed(f"it takes longer than {TRIAL_LIMIT_S:g} s") from None
+    if done.returncode != 0 or not done.stdout.strip():
+        last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise TrialFailed(f"its process ended with {done.returncode} ({last:.200})")
+    return done.stdout.splitlines()[-1]
+
+
+def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
+    """Whether the model's tokenizer and configuration load, and what is wrong with the prompts as it reads
+    them."""
+    from transformers import AutoConfig, AutoTokenizer  # seconds, which no other command pays
+
+    try:
+        config = AutoConfig.from_pretrained(job.model, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(job.model, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a broken file makes the library raise
+        return [_not_loaded(job.model, error)]
+    mistakes = []
+    for field, path in (("tasks.train", job.tasks.train), ("tasks.evaluation", job.tasks.evaluation)):
+        if path is not None:
+            mistakes += list(
+                _prompt_mistakes(job, field, path, tokenizer, getattr(config, "vocab_size", None))
+            )
+    return mistakes
+
+
+def _not_loaded(model: Path, error: Exception) -> Mistake:
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        problem = (
+            f"{model} needs code of its own, and code that comes with a model is never run: it would have "
+        )
+        return Mistake(
+            "model", problem + "the rights of the job", "Give a model that transformers itself knows"
+        )
+    problem = f"transformers cannot read the configuration or tokenizer of {model} ({type(error).__name__}: "
+    return Mistake("model", f"{problem}{text:.300})", "Give a complete Hugging Face model directory")
+
+
+def _prompt_mistakes(
+    job: JobConfig, field: str, path: Path, tokenizer: Any, vocab_size: int | None
+) -> Iterator[Mistake]:
+    try:
+        prompts = [row["prompt"] for row in itertools.islice(task_rows(path, ("prompt",)), MOST_ROWS)]
+    except TaskFileError as error:
+        yield Mistake(field, str(error).rstrip("."), "Correct the file, or choose another")
+        return
+    spaced = prompts[:: max(1, len(prompts) // SAMPLE)]
+    tokens = [prompt_ids(tokenizer, prompt) for prompt in spaced]
+    flat = list(itertools.chain.from_iterable(tokens))
+    largest = max(flat, default=0)
+    if vocab_size is not None and largest >= vocab_size:
+        yield Mistake(
+            "model",
+            f"its tokenizer gives the token {largest} for prompts of {path}, and the model has {vocab_size}",
+            "Give the model with the tokenizer that it was trained with",
+            (field,),
+        )
+        return
+    # Some tokenizers have a token for what they do not know, and some leave it out.
+    texts = [prompt_text(tokenizer, prompt) for prompt in spaced]
+    known = [tokenizer.decode([token for token in ids if token != tokenizer.unk_token_id]) for ids in tokens]
+    lost = 1 - sum(map(len, known)) / max(1, sum(map(len, texts)))
+    if lost > UNKNOWN_SHARE:
+        yield Mistake(
+            field,
+            f"{lost:.0%} of the characters of the prompts in {path} are unknown to the model's tokenizer",
+            "Give tasks in the characters that it knows, or another model",
+            ("model",),
+        )
+    if job.kind == "rl":
+        yield from _too_long(job, field, path, tokenizer, prompts)
+
+
+def _too_long(
+    job: JobConfig, field: str, path: Path, tokenizer: Any, prompts: list[Any]
+) -> Iterator[Mistake]:
+    """Prompts that leave no room for an answer: each would fail in every worker that gets it."""
+    length = job.rollout.max_model_len
+    # A token is at least one byte, so only long texts have to be tokenised.
+    may_be = [p for p in prompts if len(message_texts(p).encode()) + TEMPLATE_TOKENS >= length]
+    lengths = [count for prompt in may_be if (count := len(prompt_ids(tokenizer, prompt))) >= length]
+    if lengths:
+        yield Mistake(
+            field,
+            f"{len(lengths)} of {len(prompts)} prompts in {path} have {length} tokens or more (the longest "
+            f"{max(lengths)}), which leaves no room for an answer in rollout.max_model_len = {length}",
+            "Raise rollout.max_model_len, or take them out of the file",
+            ("rollout.max_model_len",),
+        )
+
+
+class RewardTrial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `reward_service.tools.loads` is asked: rewards to load."""
+
+    rewards: list[RewardSpec]
+
+
+def reward_load_mistakes(job: JobConfig) -> list[Mistake]:
+    """What a scoring process would say of the job's own rewards, and of those inside built-in ones."""
+    own = [
+        (field, section)
+        for field, section in asked(job.reward)
+        if ".py:" in section.name or ".py:" in json.dumps(section.args, default=str)
+    ]
+    trial = RewardTrial([RewardSpec(s.name, dict(s.args), s.scope) for _, s in own])
+    if not own:
+        return []
+    fix = "Correct the file"
+    try:
+        answer = _answer(["reward_service.tools.loads"], msgspec.json.encode(trial))
+        said = msgspec.json.decode(answer, type=list[str])
+    except (TrialFailed, msgspec.DecodeError) as error:
+        return [Mistake(f"{own[0][0]}.name", f"the reward cannot be loaded: {error}", fix)]
+    return [
+        Mistake(f"{field}.name", problem.rstrip("."), fix)
+        for (field, _), problem in zip(own, said, strict=True)
+        if problem
+    ]
+
+
+if __name__ == "__main__":
+    asked_job = JobConfig.model_validate_json(sys.stdin.buffer.read())
+    print(msgspec.json.encode(tokenizer_mistakes(asked_job)).decode())

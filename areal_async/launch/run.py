@@ -1,9 +1,15 @@
-"""Running one job from its configuration to its summary: what `areal-async run` and the quickstart do."""
+"""Running one job from its configuration to its summary: what `areal-async run` and the quickstart do.
+
+As a program, `python -m areal_async.launch.run`, it is the process of a run that `areal_async.run` started:
+it reads `{"job": …, "overwrite": …, "resume": …, "modules": …}` from its standard input, runs the job with
+plain lines, and says how it failed as JSON in the last line that it prints.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,14 +23,12 @@ from rich.panel import Panel
 from rich.table import Table
 
 from areal_async.config.job import JobConfig
-from areal_async.errors import WireError
-from areal_async.launch.errors import RunFailed, RunInterrupted
-from areal_async.launch.failure import failure_text
+from areal_async.errors import ArealError, RunFailed, RunInterrupted, WireError
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
 from areal_async.launch.lifecycle import Ending
 from areal_async.launch.plan import MODULES, services_of, supervisor_port
 from areal_async.launch.preflight import check_machine
-from areal_async.launch.summary import summarise
+from areal_async.launch.report import failure_text, summarise
 from areal_async.launch.supervisor import Supervisor
 from areal_async.ownfiles import private_files
 from areal_async.rpc.client import SyncClient
@@ -261,3 +265,24 @@ def _short(path: Path) -> str:
     with suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
+
+
+def main() -> int:
+    request = json.load(sys.stdin)
+    job = JobConfig.model_validate(request["job"])
+    try:
+        run_job(
+            job,
+            overwrite=request["overwrite"],
+            resume=request["resume"],
+            modules=request["modules"],
+            plain=True,
+        )
+    except ArealError as error:
+        print(json.dumps({"error": type(error).__name__, "message": str(error)}), flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

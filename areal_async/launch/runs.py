@@ -1,6 +1,8 @@
-"""Runs as Python and the tools see them: started, found by folder or job file, asked, stopped, waited for.
+"""Runs as Python and the tools see them: started, found by folder or job file, asked, resumed, waited for.
 
-What the job of a run points at (model, tasks, reward) need not be there any more.
+What the job of a run points at (model, tasks, reward) need not be there any more. A resumed run goes on with
+the job that its folder has recorded, not with what the job file says by now: the batches of the redo log were
+made under it.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ import msgspec
 
 from areal_async.config.job import JobConfig
 from areal_async.config.load import job_from_mapping, load_job
-from areal_async.errors import ArealError
+from areal_async.config.yamlfile import read_mapping
+from areal_async.errors import ArealError, FaultError, RunError, RunFailed, RunFolderError, RunInterrupted
 from areal_async.launch.commands import control_endpoint
-from areal_async.launch.contents import check_contents
-from areal_async.launch.errors import RunFailed, RunFolderError, RunInterrupted
-from areal_async.launch.folders import LOCK, check_run_folder, supervisor_of
+from areal_async.launch.folders import LOCK, check_run_folder, describe_work, refuse_running, supervisor_of
 from areal_async.launch.plan import MODULES
+from areal_async.launch.preflight import check_contents
 from areal_async.ownfiles import NotOurs, read_own
 from areal_async.rpc.client import SyncClient
-from areal_async.rpc.control_messages import DescribeRun
+from areal_async.rpc.control_messages import DescribeRun, DrainWorker, ScaleWorkers, WorkersChanged
 from areal_async.rpc.schema import R, Request
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.context import Role, RunPlaces
@@ -43,6 +45,8 @@ from areal_async.status.record import read_run_log
 
 CONNECT_S = 5.0
 ANSWER_S = 5.0
+CHANGE_S = 30.0
+"""Longest wait for a change of workers, beyond the time that a drain may take."""
 LOOK_S = 0.1
 """How often a run is looked at that is waited for."""
 SAID_BYTES = 16 << 10
@@ -196,7 +200,7 @@ def start(
     def live() -> None:
         # The kernel ends the run with the thread that started it: this one is there as long as the run.
         try:
-            command = [sys.executable, "-P", "-m", "areal_async.launch.background"]
+            command = [sys.executable, "-P", "-m", "areal_async.launch.run"]
             child = ChildProcess(command, given=request, output=output.fileno())
         except BaseException as error:
             started.set_exception(error)
@@ -223,7 +227,7 @@ def start(
 
 
 def _failure(status: int, said: str) -> ArealError:
-    """What a run that ended with `status` raised, from its last words (see `launch/background.py`)."""
+    """What a run that ended with `status` raised, from its last words (see `launch/run.py`)."""
     kinds: dict[str, type[ArealError]] = {
         kind.__name__: kind for kind in (RunFailed, RunFolderError, RunInterrupted)
     }
@@ -280,3 +284,79 @@ def _read_places(path: Path) -> RunPlaces:
         return msgspec.json.decode(read_own(path), type=RunPlaces)
     except (OSError, NotOurs, msgspec.DecodeError) as error:
         raise RunFolderError(f"{path}, which says where the run serves, cannot be read: {error}") from error
+
+
+FIXED = (
+    "job",
+    "kind",
+    "run_dir",
+    "seed",
+    "model",
+    "tasks.train",
+    "tasks.passes",
+    "rollout.group_size",
+    "buffer.redis",
+    "buffer.batch_groups",
+)
+"""What a resumed run cannot change, nor what is below it."""
+
+
+def job_to_resume(target: Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """The job of the run at `target`: a run folder, or a job file whose run is meant.
+
+    Raises `RunFolderError` when there is nothing to go on with, `ConfigError` when what was recorded cannot
+    be run any more."""
+    run_dir = target.resolve() if target.is_dir() else _folder_of(target)
+    _refuse_to_resume(run_dir, target)
+    for override in overrides:
+        name = override.partition("=")[0].strip()
+        if any(name == field or name.startswith(f"{field}.") for field in FIXED):
+            raise RunFolderError(
+                f"{name} cannot be changed on resume: the run in {run_dir} was begun with another value, and "
+                "its batches depend on it. Start a job of another name instead."
+            )
+    # The folder may have been moved since.
+    job = load_job(run_dir / "job.yaml", [*overrides, f"run_dir={run_dir.parent}"])
+    if job.job != run_dir.name:
+        raise RunFolderError(f"{run_dir} holds the run of job {job.job!r}: rename the folder to {job.job}")
+    return job
+
+
+def _refuse_to_resume(run_dir: Path, target: Path) -> None:
+    start = f"`areal-async run {target}`" if target.is_file() else "`areal-async run`"
+    if not run_dir.is_dir():
+        raise RunFolderError(f"there is nothing to resume: {run_dir} does not exist. Start it with {start}.")
+    check_run_folder(run_dir)
+    if not (run_dir / LOCK).exists() or not (run_dir / "job.yaml").exists():
+        raise RunFolderError(f"there is nothing to resume: {run_dir} is not the folder of a run.")
+    refuse_running(run_dir)
+    if (run_dir / "summary.json").exists():
+        raise RunFolderError(
+            f"there is nothing to resume: the run in {run_dir} is finished. Its model is "
+            f"{run_dir / 'model'}; a job of another name can go on from there (`model:`)."
+        )
+    if read_mapping(run_dir / "job.yaml").get("kind") == "sft":
+        raise RunFolderError(
+            f"there is nothing to resume: jobs of kind sft keep no checkpoints. Run it again with {start} "
+            "and --overwrite."
+        )
+    if not describe_work(run_dir) and not any((run_dir / "buffer").glob("appendonly*")):
+        raise RunFolderError(
+            f"there is nothing to resume: the run in {run_dir} ended before it had done anything. Start it "
+            f"again with {start}."
+        )
+
+
+def change_workers(target: Path, request: ScaleWorkers | DrainWorker) -> WorkersChanged:
+    """Have the supervisor of the run at `target` change its workers, and return once it has. Raises
+    `RunFolderError` where nothing runs, `RunError` with its reason where it refuses."""
+    run = find_run(target)
+    if run.places is None:
+        raise RunFolderError(
+            f"the run in {run.folder} is not running. `areal-async resume {target} rollout.workers=N` "
+            "goes on with it with N workers."
+        )
+    try:
+        return run.ask(request, timeout_s=request.limit_ms / 1000 + CHANGE_S)
+    except FaultError as error:
+        raise RunError(f"nothing was changed: {error.message}.") from error

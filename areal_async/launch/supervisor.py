@@ -28,10 +28,17 @@ from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
 from areal_async.errors import FaultError
 from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorker, WorkerExit
-from areal_async.launch.elastic import name_is_held, worker_to_drain, workers_to_change
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase
-from areal_async.launch.plan import MODULES, ready_limit_s, services_of, thread_count
+from areal_async.launch.plan import (
+    MODULES,
+    name_is_held,
+    ready_limit_s,
+    services_of,
+    thread_count,
+    worker_to_drain,
+    workers_to_change,
+)
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.runtime import events
 from areal_async.runtime.context import SERVED_VARIABLE, Role, RunPlaces, ServicePlace

@@ -22,8 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.cli.tools import StatsRequest, run_tool
-from areal_async.errors import WireError
-from areal_async.launch.errors import RunFolderError
+from areal_async.errors import RunFolderError, WireError
 from areal_async.launch.runs import Run, find_run
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import BufferStats, Stats

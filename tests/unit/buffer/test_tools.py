@@ -19,7 +19,7 @@ from rich.console import Console
 from areal_async.cli.tools import ExportRequest
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
-from areal_async.launch.errors import RunFolderError
+from areal_async.errors import RunFolderError
 from areal_async.launch.runs import find_run
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import (

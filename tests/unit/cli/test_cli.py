@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from areal_async.cli import doctor as doctor_module
 from areal_async.cli.doctor import Finding, examine
 from areal_async.cli.main import app
-from areal_async.launch.errors import RunFailed, RunInterrupted
+from areal_async.errors import RunFailed, RunInterrupted
 from areal_async.quickstart.model import write_model
 
 

@@ -13,16 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.cli.workers import WorkersError, ask
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
-from areal_async.errors import FaultError
+from areal_async.errors import FaultError, RunError, RunFolderError
 from areal_async.launch import commands
-from areal_async.launch.elastic import name_is_held, worker_to_drain, workers_to_change
-from areal_async.launch.errors import RunFolderError
 from areal_async.launch.folders import RunFolders, claim_folders
 from areal_async.launch.lifecycle import STAGE_LIMITS_S, Action, Ending, Lifecycle, Phase
-from areal_async.launch.plan import MODULES, services_of
+from areal_async.launch.plan import MODULES, name_is_held, services_of, worker_to_drain, workers_to_change
+from areal_async.launch.runs import change_workers
 from areal_async.launch.supervisor import Supervisor
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.runtime.context import ServicePlace
@@ -209,7 +207,7 @@ def test_workers_join_and_leave_a_run(job: JobConfig, folders: RunFolders, behav
     first = {"buffer", "trainer", "reward", "rollout-0"}
 
     def script(supervisor: Supervisor) -> None:
-        told = ask(folders.run_dir, ScaleWorkers(3, 1000))
+        told = change_workers(folders.run_dir, ScaleWorkers(3, 1000))
         assert told.text == "started rollout-1, rollout-2"
         assert told.workers == ["rollout-0", "rollout-1", "rollout-2"]
         wait_for(lambda: watched(folders) == first | {"rollout-1", "rollout-2"})
@@ -218,21 +216,22 @@ def test_workers_join_and_leave_a_run(job: JobConfig, folders: RunFolders, behav
         assert context["job"]["rollout"]["workers"] == 3
         assert set(supervisor.phases()) == first | {"rollout-1", "rollout-2"}
 
-        told = ask(folders.run_dir, DrainWorker("rollout-1", 20_000))
+        told = change_workers(folders.run_dir, DrainWorker("rollout-1", 20_000))
         assert told.text.startswith("rollout-1 has finished, handed back the rest and ended")
         assert told.workers == ["rollout-0", "rollout-2"]
         wait_for(lambda: watched(folders) == first | {"rollout-2"})
         assert set(supervisor.phases()) == first | {"rollout-2"}
 
         # This one does not end by itself.
-        told = ask(folders.run_dir, ScaleWorkers(1, 1000))
+        told = change_workers(folders.run_dir, ScaleWorkers(1, 1000))
         assert told.text.startswith("draining rollout-2 (at most 1 s)")
         assert supervisor.phases()["rollout-2"] == "draining"
         assert supervisor.phases()["rollout-0"] == "serving"
         wait_for(lambda: set(supervisor.phases()) == first)
         assert "asked to stop" in (folders.logs / "rollout-2.log").read_text()
 
-        assert ask(folders.run_dir, ScaleWorkers(2, 100)).text == "started rollout-1", "a name is used again"
+        started = change_workers(folders.run_dir, ScaleWorkers(2, 100))
+        assert started.text == "started rollout-1", "a name is used again"
 
     drive(job, folders, script)
     # A resume begins with as many workers as were wanted last.
@@ -250,13 +249,14 @@ def test_what_makes_no_sense_is_refused_with_the_reason(
             (DrainWorker("rollout-0", 100), "the only worker"),
             (ScaleWorkers(1000, 100), "1 to 256 workers"),
         ):
-            with pytest.raises(WorkersError, match=words):
-                ask(folders.run_dir, request)
-        assert ask(folders.run_dir, ScaleWorkers(1, 100)).text == "nothing to do: the workers are rollout-0"
+            with pytest.raises(RunError, match=words):
+                change_workers(folders.run_dir, request)
+        told = change_workers(folders.run_dir, ScaleWorkers(1, 100))
+        assert told.text == "nothing to do: the workers are rollout-0"
 
     drive(job, folders, script)
     with pytest.raises(RunFolderError, match="is not running"):
-        ask(folders.run_dir, ScaleWorkers(2, 100))
+        change_workers(folders.run_dir, ScaleWorkers(2, 100))
 
 
 def test_a_worker_that_cannot_start_leaves_the_run_alone(
@@ -267,7 +267,7 @@ def test_a_worker_that_cannot_start_leaves_the_run_alone(
 
     def script(supervisor: Supervisor) -> None:
         supervisor._on_restart = lambda name, text: told.append(text)
-        ask(folders.run_dir, ScaleWorkers(2, 100))
+        change_workers(folders.run_dir, ScaleWorkers(2, 100))
         wait_for(lambda: told)
 
     supervisor = drive(job, folders, script)

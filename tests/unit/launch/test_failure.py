@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.launch.failure import failure_text, last_lines, readable
 from areal_async.launch.lifecycle import Ending
+from areal_async.launch.report import failure_text, last_lines, readable
 
 
 def test_the_paragraph_names_service_status_words_and_log(tmp_path: Path) -> None:

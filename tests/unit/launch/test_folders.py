@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_async.config.job import JobConfig
-from areal_async.launch.errors import RunFolderError
+from areal_async.errors import RunFolderError
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work, leftovers
 from areal_async.runtime.context import SOCKET_PATH_LIMIT, short_socket_dir
 from areal_async.status.record import RunLog

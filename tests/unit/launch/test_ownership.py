@@ -13,10 +13,9 @@ import pytest
 from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
-from areal_async.launch.errors import RunFolderError
+from areal_async.errors import RunFolderError
 from areal_async.launch.folders import claim_folders, leftovers
-from areal_async.launch.resume import job_to_resume
-from areal_async.launch.runs import find_run
+from areal_async.launch.runs import find_run, job_to_resume
 
 STRANGER = 54321
 """A user id that nobody has."""

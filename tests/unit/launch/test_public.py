@@ -15,7 +15,7 @@ import pytest
 import areal_async
 from areal_async import Job, Run
 from areal_async.config.errors import ConfigError
-from areal_async.launch.errors import RunFailed, RunFolderError, RunInterrupted
+from areal_async.errors import RunFailed, RunFolderError, RunInterrupted
 from areal_async.launch.plan import MODULES
 from areal_async.launch.runs import start
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from areal_async.config.load import dump_job, load_job
-from areal_async.launch.errors import RunFolderError
+from areal_async.errors import RunFolderError
 from areal_async.launch.folders import claim_folders
-from areal_async.launch.resume import job_to_resume, note_on_changes
+from areal_async.launch.runs import job_to_resume
 
 
 @pytest.fixture
@@ -46,14 +46,6 @@ def test_the_recorded_job_is_run_not_what_the_file_says_now(job_file: Path, run_
     job_file.write_text(job_file.read_text().replace("max_staleness: 2", "max_staleness: 7"))
     assert job_to_resume(job_file).buffer.max_staleness == 2
     assert job_to_resume(job_file, ["buffer.max_staleness=3"]).buffer.max_staleness == 3
-
-
-def test_a_job_file_that_was_changed_is_said_to_be(job_file: Path, run_dir: Path) -> None:
-    assert note_on_changes(job_file, job_to_resume(job_file)) == ""
-    job_file.write_text(job_file.read_text().replace("max_staleness: 2", "max_staleness: 7") + "seed: 9\n")
-    note = note_on_changes(job_file, job_to_resume(job_file))
-    assert "(buffer.max_staleness, seed)" in note
-    assert "key=value" in note
 
 
 def test_a_run_that_runs_is_not_resumed(job_file: Path, run_dir: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
-from areal_async.launch.errors import RunFolderError
+from areal_async.errors import RunFolderError
 from areal_async.launch.runs import find_run
 from areal_async.runtime.context import RunPlaces
 

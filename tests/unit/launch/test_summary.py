@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from areal_async.config.job import JobConfig
-from areal_async.launch.summary import summarise, training_s
+from areal_async.launch.report import summarise, training_s
 from areal_async.rpc.messages import BufferStats, PolicyStats
 
 PROMISED = [

@@ -15,10 +15,10 @@ import pytest
 
 from areal_async.config.buffer import RedisLoginSection
 from areal_async.config.job import JobConfig
-from areal_async.launch.failure import failure_text
 from areal_async.launch.folders import RunFolders, claim_folders
 from areal_async.launch.lifecycle import Ending
 from areal_async.launch.plan import MODULES
+from areal_async.launch.report import failure_text
 from areal_async.launch.supervisor import Supervisor
 from areal_async.runtime.process import RUN_VARIABLE, kill_processes_of, service_environment
 

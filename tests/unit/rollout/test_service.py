@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal_async.errors import RpcTimeout
-from areal_async.launch.elastic import name_is_held
+from areal_async.launch.plan import name_is_held
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.runtime.context import ServiceContext
