@@ -9,7 +9,6 @@
     │   ├── PeerGone             the connection was closed under the call
     │   └── FaultError           the service answered, with a `Fault`
     └── SnapshotError            a snapshot that is torn, mixed, corrupt or not there
-        └── SnapshotSkipped      a fetch ended for the sake of a newer snapshot
 
 A package that has more to say derives its own from `ArealError`. The text of every error is one
 paragraph that a person can act on: it is what a service prints before it ends with status 1.
@@ -87,10 +86,6 @@ class SnapshotError(ArealError):
 
 class WrongBase(SnapshotError):
     """A delta whose base is not the snapshot at hand: the full snapshot is needed."""
-
-
-class SnapshotSkipped(SnapshotError):
-    """A newer snapshot was announced while most of this one was still to come: ask for that."""
 
 
 class RunError(ArealError):

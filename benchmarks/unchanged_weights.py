@@ -31,7 +31,6 @@ SEED = 1
 COMMON = (
     "weights.codec=delta",
     "weights.delta_below=1.0",
-    "weights.anchor_every=0",
     "trainer.optimizer.warmup_steps=0",
     "trainer.optimizer.schedule=constant",
     "observe.metrics_port=0",

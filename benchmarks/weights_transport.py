@@ -35,9 +35,9 @@ from blake3 import blake3
 from areal_async.rpc.client import Client
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import CurveKeys, RunSecret
-from areal_async.weights.channels.chunk_server import ChunkServer
 from areal_async.weights.channels.chunks import ChunkStore, ChunkTable, PartialDownload, build_table, map_file
-from areal_async.weights.channels.download import Download
+from areal_async.weights.channels.fetching import Download
+from areal_async.weights.channels.serving import ChunkServer
 from areal_async.weights.snapshot import SnapshotInfo, write_snapshot
 
 WINDOW_BYTES = 16 << 20
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    CONTEXT.set_forkserver_preload(["areal_async.weights.channels.download", "areal_async.weights.snapshot"])
+    CONTEXT.set_forkserver_preload(["areal_async.weights.channels.fetching", "areal_async.weights.snapshot"])
     receivers = [int(n) for n in options.receivers.split(",")]
     rows = []
     for mib in options.mib.split(","):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from areal_async.config.channels import hosts_can_be_reached
 from areal_async.config.engines import declared_engine, evaluation_engine
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
@@ -314,5 +313,4 @@ RL_ONLY: tuple[Rule, ...] = (
     _groups_come_of_age,
     _minibatches_hold_groups,
     _evaluation_engine_is_its_own,
-    hosts_can_be_reached,
 )

@@ -27,8 +27,6 @@ class WeightsSection(Section):
     the trainer wrote."""
     delta_below: float = Field(default=0.5, gt=0, le=1)
     """A delta is offered where it is smaller than this share of the full snapshot."""
-    anchor_every: int = Field(default=50, ge=0)
-    """Every so many versions all receivers take the full snapshot; 0 means only when they have to."""
     keep: int = Field(default=2, ge=2, le=10_000)
     """Newest snapshots kept beside those that an evaluation still needs."""
     node_id: str = Field(default="local", pattern=NODE_ID)
@@ -51,8 +49,6 @@ class WeightsSection(Section):
     snapshot."""
     directory: Path | None = None
     """For `disk`: directory on a file system that all hosts share. Snapshots lie in `<directory>/<job>`."""
-    copy_from_disk: bool = False
-    """For `disk`: one process per host copies a snapshot to shared memory, and all read it there."""
 
 
 class CheckpointSection(Section):

@@ -220,7 +220,7 @@ def snapshots_received(job: JobConfig, services: Sequence[ServicePlace]) -> dict
     """How many snapshots each node keeps of those it receives, in shared memory of this machine, on which all
     `services` are started."""
     weights = job.weights
-    if weights.channel == "shm" or (weights.channel == "disk" and not weights.copy_from_disk):
+    if weights.channel in ("shm", "disk"):
         return {}
     each = RECEIVED + (math.ceil(2 * weights.delta_below) if makes_deltas(job) else 0)
     received: dict[str, int] = {}

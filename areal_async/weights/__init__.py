@@ -8,8 +8,8 @@ channels/                         how the bytes get from the one to the other
 
 CHANNELS = {
     "shm": "areal_async.weights.channels:Shm",
-    "zmq": "areal_async.weights.channels.zmq:Zmq",
-    "disk": "areal_async.weights.channels.disk:Disk",
-    "nccl": "areal_async.weights.channels.nccl:Nccl",
+    "zmq": "areal_async.weights.channels:Zmq",
+    "disk": "areal_async.weights.channels:Disk",
+    "nccl": "areal_async.weights.channels:Nccl",
 }
 """The built-in channels by the name that `weights.channel` has them by."""

@@ -347,61 +347,44 @@ def _staging(final: Path) -> Iterator[Path]:
 # --- the publisher's ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DeltaPolicy:
-    """When a delta is made and offered."""
-
-    below_share: float = 0.5
-    """A delta is offered only below this share of the full snapshot's bytes."""
-    anchor_every: int = 50
-    """Every so many versions there is none; 0 means that there always is."""
-
-
 class DeltaPublisher:
     """The publisher's deltas: made beside training, offered to whoever holds the base.
 
     A delta is made by a thread of its own from two published directories, so a publication waits for nothing
     and the trainer may change its tensors meanwhile. At most one is being made; a version published while the
-    thread is busy gets none (deltas that are slower than steps must not queue up behind them). Every
-    `anchor_every` versions there is none either: then all receivers take the full snapshot, so what a
-    receiver has built up out of deltas has a bounded history.
+    thread is busy gets none (deltas that are slower than steps must not queue up behind them).
 
     Everything here is called under the publisher's `lock`, which the thread takes too once it is done. It
-    then calls `on_done(base, new)`: both directories are not read any more. `write` is `write_delta`."""
+    then calls `on_done(base, new)`: both directories are not read any more. `write` is `write_delta`; a delta
+    is offered only below `below_share` of the full snapshot's bytes, and without that none is made."""
 
     def __init__(
         self,
-        policy: DeltaPolicy | None,
+        below_share: float | None,
         lock: threading.Condition,
         on_done: Callable[[VersionTag, VersionTag], None],
         write: Callable[..., DeltaStats] = write_delta,
     ) -> None:
-        self._policy = policy
+        self._below_share = below_share
         self._lock = lock
         self._on_done = on_done
         self._write = write
         self._offers: dict[VersionTag, DeltaOffer] = {}
         self._making: tuple[VersionTag, VersionTag] | None = None
-        self._since_anchor = 0
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-delta")
         self.stats: DeltaStats | None = None
         """What the newest version that was compared with its base had changed."""
 
-    def begin(self, base: SnapshotInfo | None, new: SnapshotInfo) -> bool:
-        """`new` is published. Whether a delta against `base` is being made from now on; without a policy none
-        ever is."""
-        if (policy := self._policy) is None:
-            return False
-        self._since_anchor += 1
-        if base is None or self._since_anchor == policy.anchor_every:
-            self._since_anchor = 0
+    def begin(self, base: SnapshotInfo, new: SnapshotInfo) -> bool:
+        """`new` is published. Whether a delta against `base` is being made from now on."""
+        if self._below_share is None:
             return False
         if self._making is not None:
             log.debug("no delta: the last one is still being made", version=new.tag.version)
             return False
         self._making = (base.tag, new.tag)
-        self._pool.submit(self._make, base, new, int(new.size_bytes * policy.below_share))
+        self._pool.submit(self._make, base, new, int(new.size_bytes * self._below_share))
         return True
 
     def pending(self, tag: VersionTag | None, holds: VersionTag | None) -> bool:

@@ -4,16 +4,14 @@
     apply(copy_of_base, Reader(data), width)        # in place: now bit for bit `new`
 
 Elements of `width` bytes are compared as unsigned integers, so the sign of zero, the payload of a NaN and
-denormals all count and all come back. What is larger than `BLOCK_BYTES` is cut into blocks; each says by
-itself how the positions of its changed elements are coded: as distances between them (`GAPS`), or as one bit
-per element (`BITMAP`). A value is the difference new - base of the two integers, modulo their size: a weight
-that moved by one unit in the last place is +1 or -1 whatever its exponent. Differences are zigzag-coded
-(small ones of either sign become small) and split into byte planes, so what does not move compresses to
-almost nothing.
+denormals all count and all come back. What is larger than `BLOCK_BYTES` is cut into blocks; each has the
+distances between its changed elements, and for each of them the difference new - base of the two integers,
+modulo their size: a weight that moved by one unit in the last place is +1 or -1 whatever its exponent.
+Differences are zigzag-coded (small ones of either sign become small) and split into byte planes, so what does
+not move compresses to almost nothing.
 
-Format of a block: u8 mode, u32 changed elements, u32 bytes of positions before and after compression, u32
-bytes of values after compression (little-endian), then both as zstandard frames; only the head where nothing
-changed.
+Format of a block: u32 changed elements, u32 bytes of distances before and after compression, u32 bytes of
+values after compression (little-endian), then both as zstandard frames; only the head where nothing changed.
 
 Promises: hostile bytes end in `SnapshotError`: no size is believed before it is bounded by what the block can
 need, and no position outside the block is written.
@@ -21,10 +19,8 @@ need, and no position outside the block is written.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterator
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,19 +31,12 @@ from areal_async.errors import SnapshotError
 
 BLOCK_BYTES = 4 << 20
 LEVEL = 1
-GAPS_BELOW = 1 / 8
-"""Share of changed elements from which a bit per element is as small as a byte per change."""
 LONG_GAP = 255
 """A byte of this value adds 255 to the distance that the next bytes go on with."""
 
-_HEAD = struct.Struct("<BIIII")
+_HEAD = struct.Struct("<IIII")
 
 Elements = npt.NDArray[Any]
-
-
-class Mode(IntEnum):
-    GAPS = 1
-    BITMAP = 2
 
 
 class Encoded(NamedTuple):
@@ -82,14 +71,11 @@ def encode(base: Elements, new: Elements, width: int) -> Encoded:
     old, now = (array.view(f"<u{width}") for array in (base, new))
     at = np.flatnonzero(old != now)
     if not len(at):
-        return Encoded(_HEAD.pack(Mode.GAPS, 0, 0, 0, 0), 0)
-    if len(at) < GAPS_BELOW * len(now):
-        mode, positions = Mode.GAPS, _gaps(at)
-    else:
-        mode, positions = Mode.BITMAP, np.packbits(old != now).tobytes()
+        return Encoded(_HEAD.pack(0, 0, 0, 0), 0)
+    positions = _gaps(at)
     compress = zstandard.ZstdCompressor(level=LEVEL).compress
     packed_positions, packed_values = compress(positions), compress(_planes(now[at] - old[at]))
-    head = _HEAD.pack(mode, len(at), len(positions), len(packed_positions), len(packed_values))
+    head = _HEAD.pack(len(at), len(positions), len(packed_positions), len(packed_values))
     return Encoded(b"".join((head, packed_positions, packed_values)), len(at))
 
 
@@ -97,21 +83,16 @@ def apply(target: Elements, source: Reader, width: int) -> int:
     """Change the block `target` (uint8) by the next block of `source`; returns how many elements changed.
     Raises `SnapshotError`; `target` is then of no use."""
     size = target.nbytes // width
-    mode, changed, raw_positions, packed_positions, packed_values = _HEAD.unpack(source.read(_HEAD.size))
-    fits = (mode == Mode.GAPS and changed <= raw_positions <= changed + size // LONG_GAP) or (
-        mode == Mode.BITMAP and raw_positions == math.ceil(size / 8)
-    )
-    if not fits or changed > size:
-        raise SnapshotError(
-            f"a delta's block of {size} elements cannot have {changed} changed so (mode {mode})"
-        )
+    changed, raw_positions, packed_positions, packed_values = _HEAD.unpack(source.read(_HEAD.size))
+    if changed > size or not changed <= raw_positions <= changed + size // LONG_GAP:
+        raise SnapshotError(f"a delta's block of {size} elements cannot have {changed} changed so")
     if not changed:
         if raw_positions or packed_positions or packed_values:
             raise SnapshotError("an unchanged block has bytes")
         return 0
     positions = np.frombuffer(_unpack(source, packed_positions, raw_positions), np.uint8)
     values = _unpack(source, packed_values, changed * width)
-    at = _from_gaps(positions) if mode == Mode.GAPS else np.flatnonzero(np.unpackbits(positions))
+    at = _from_gaps(positions)
     if len(at) != changed or at[-1] >= size:
         raise SnapshotError("the positions of a block are not those of its changed elements")
     target.view(f"<u{width}")[at] += _from_planes(values, width)

@@ -24,6 +24,5 @@ FETCH_SECONDS = Histogram(
     "From the first wish for a chunk until the directory has its name.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0),
 )
-SKIPPED = Counter("areal_weights_snapshots_skipped_total", "Fetches ended for the sake of a newer snapshot.")
 WAITS = Gauge("areal_weights_waits", "1 while a snapshot is on its way here and nothing comes.", ["what"])
 """`what` says in words what it waits for."""

@@ -31,7 +31,7 @@ from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
 from areal_async.runtime.context import ServiceContext
 from areal_async.weights.channels import PublishingEnd, channel_of, makes_deltas
-from areal_async.weights.delta import DeltaPolicy, DeltaPublisher, DeltaStats, write_delta
+from areal_async.weights.delta import DeltaPublisher, DeltaStats, write_delta
 from areal_async.weights.manifest import SPARE_FILE, directory_name, remove_snapshots
 from areal_async.weights.retention import RetentionPolicy, Retired
 from areal_async.weights.snapshot import SnapshotInfo, write_snapshot
@@ -45,8 +45,9 @@ class Publisher:
     """Write snapshots under `root` and tell receivers at `endpoint` about them.
 
     `files` go into every snapshot (see `write_snapshot`), as do `tied` names. `keep` newest snapshots stay; a
-    receiver that was told of one may read it for `hold_s` without acknowledging. Without `deltas` none are
-    made. `channel` is the publishing end of the way to the receivers; `node_id` is the name of this host.
+    receiver that was told of one may read it for `hold_s` without acknowledging. Deltas are offered below the
+    share `deltas_below` of the full size; None makes none. `channel` is the publishing end of the way to the
+    receivers; `node_id` is the name of this host.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Publisher:
         files: Mapping[str, bytes | Path] | None = None,
         tied: Mapping[str, str] | None = None,
         hold_s: float = 600.0,
-        deltas: DeltaPolicy | None = None,
+        deltas_below: float | None = None,
         channel: PublishingEnd | None = None,
         node_id: str = "",
         delta_writer: Callable[..., DeltaStats] = write_delta,
@@ -75,14 +76,14 @@ class Publisher:
         self._channel = channel if channel is not None else PublishingEnd()
         self._node_id = node_id
         self._clock = clock
-        self._kept = RetentionPolicy(keep, int(hold_s * 1000), bases=deltas is not None)
+        self._kept = RetentionPolicy(keep, int(hold_s * 1000))
         self._spare: MappedFile | None = None
         self._written: dict[VersionTag, SnapshotInfo] = {}
         self._acks: deque[AckSnapshot] = deque(maxlen=MAX_ACKS)
         self._finished = False
         self._closing = False
         self._lock = threading.Condition()
-        self._deltas = DeltaPublisher(deltas, self._lock, self._delta_done, delta_writer)
+        self._deltas = DeltaPublisher(deltas_below, self._lock, self._delta_done, delta_writer)
         self._server = Server(endpoint, service="weights", job=job, access=access, handler=self._handle)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -217,9 +218,8 @@ class Publisher:
                 shutil.rmtree(delta.path)
 
     def _begin_delta(self, written: SnapshotInfo) -> None:
-        base = self._kept.base()
-        if self._deltas.begin(self._written[base] if base is not None else None, written):
-            assert base is not None
+        base = self._kept.previous
+        if base is not None and self._deltas.begin(self._written[base], written):
             self._kept.use(base, written.tag)
 
     def _delta_done(self, base: VersionTag, new: VersionTag) -> None:
@@ -265,8 +265,6 @@ class Publisher:
         if isinstance(message, AckSnapshot):
             with self._lock:
                 self._kept.acknowledge(message.receiver, message.purpose, message.tag)
-                if message.purpose == "serve" and not message.error:
-                    self._kept.serves(message.receiver, message.tag, self._now_ms())
                 self._acks.append(message)
                 self._lock.notify_all()
             self._wake_waiters()
@@ -320,7 +318,6 @@ def make_publisher(
 ) -> Publisher:
     """The publisher of the job. Raises `EndpointError`."""
     section, channel = ctx.job.weights, channel_of(ctx.job)
-    policy = DeltaPolicy(below_share=section.delta_below, anchor_every=section.anchor_every)
     return Publisher(
         channel.directory(ctx.job) or ctx.shm_dir,
         ctx.weights_endpoint,
@@ -329,7 +326,7 @@ def make_publisher(
         keep=section.keep,
         files=files,
         tied=tied,
-        deltas=policy if makes_deltas(ctx.job) else None,
+        deltas_below=section.delta_below if makes_deltas(ctx.job) else None,
         channel=channel.publishing_end(ctx),
         node_id=ctx.node_id,
     )

@@ -11,17 +11,14 @@
 Promise (`versions_are_true`): `open` returns tensors only after every hash of exactly the announced
 snapshot matched. After `ack` the publisher may overwrite the files; what was opened stays as it is.
 
-`open` first has the channel bring the files to this host, and is ended with `SnapshotSkipped` when that takes
-so long that a newer one should be fetched instead.
+`open` first has the channel bring the files to this host.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
-from functools import partial
 
-from areal_async.errors import ArealError, SnapshotError
+from areal_async.errors import SnapshotError
 from areal_async.rpc.client import Client
 from areal_async.rpc.endpoints import Access
 from areal_async.rpc.schema import VersionTag, Welcome
@@ -33,7 +30,6 @@ from areal_async.weights.snapshot import Snapshot, open_snapshot
 
 ANSWER_S = 10.0
 """What an answer may take beyond the wait that was asked for."""
-NEWER_WAIT_MS = 10_000
 
 
 class Receiver:
@@ -63,18 +59,14 @@ class Receiver:
 
     async def next(self, after: VersionTag | None, wait_ms: int = 0) -> SnapshotNotice | NoNews:
         """The next snapshot for this purpose that is newer than `after`, waiting at most `wait_ms`."""
-        return await self._ask(after, wait_ms, self._channel.makes_deltas)
-
-    async def _ask(self, after: VersionTag | None, wait_ms: int, deltas: bool) -> SnapshotNotice | NoNews:
-        ask = WaitSnapshot(self._name, self._purpose, after, wait_ms, deltas)
+        ask = WaitSnapshot(self._name, self._purpose, after, wait_ms, self._channel.makes_deltas)
         return await self._client.call(ask, timeout_s=ANSWER_S)
 
     async def open(self, notice: SnapshotNotice) -> Snapshot:
         """Read and verify the announced snapshot, in a thread, after bringing it to this host if need be.
 
-        Raises `SnapshotError`; then `ack` with the error and ask again. `SnapshotSkipped`: just ask again."""
-        newer = partial(self._newer, notice.tag) if self._purpose == "serve" else None
-        path = await self._channel.bring(notice, self._client, newer)
+        Raises `SnapshotError`; then `ack` with the error and ask again."""
+        path = await self._channel.bring(notice, self._client)
         try:
             snapshot = await asyncio.to_thread(
                 open_snapshot, path, manifest_hash=notice.manifest_hash, tensors=self._tensors
@@ -85,17 +77,6 @@ class Receiver:
         if snapshot.tag != notice.tag:
             raise SnapshotError(f"{path} holds {snapshot.tag}, announced as {notice.tag}")
         return snapshot
-
-    async def _newer(self, tag: VersionTag) -> bool:
-        """Return once a snapshot after `tag` is announced; False when none will be, or nobody answers."""
-        with suppress(ArealError):
-            while True:
-                news = await self._ask(tag, NEWER_WAIT_MS, deltas=False)
-                if isinstance(news, SnapshotNotice):
-                    return True
-                if news.finished:
-                    return False
-        return False
 
     async def ack(self, tag: VersionTag, stall_ms: float = 0.0, error: str = "") -> None:
         """Say that `tag` is served (or evaluated), or could not be, and that its files are no longer read."""

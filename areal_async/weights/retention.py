@@ -1,16 +1,14 @@
 """Which snapshots are kept, which are due for evaluation, which may be overwritten. Pure; time is passed in.
 
 Kept are: the newest `keep`; the ones pinned for evaluation, until evaluated; those a receiver was told of
-and has neither acknowledged nor outlived its hold; those that a delta is being made of; and, where deltas are
-made at all (`bases`), the one version that most receivers serve: the next delta starts from it.
+and has neither acknowledged nor outlived its hold; and those that a delta is being made of.
 
 A delta lives as long as the snapshot that it makes; its base may go before, since a delta needs none of its
 bytes to be given out.
 
 Bounds: at most `MAX_PENDING` pinned ones wait beside version 0 and the final one (an older one is dropped
-and counted: evaluation that falls behind must not hold memory), at most `MAX_HOLDS` are held per receiver and
-purpose, and the word of at most `MAX_RECEIVERS` receivers about what they serve is remembered, until they
-were silent for `SILENT_MS`.
+and counted: evaluation that falls behind must not hold memory), and at most `MAX_HOLDS` are held per receiver
+and purpose.
 
 A retired snapshot is `reusable` (its bytes may be overwritten) unless a hold on it ended without an
 acknowledgement: then somebody may still be reading, and it may only be unlinked.
@@ -19,7 +17,6 @@ acknowledgement: then somebody may still be reading, and it may only be unlinked
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
 from areal_async.rpc.schema import VersionTag
@@ -27,10 +24,6 @@ from areal_async.rpc.schema import VersionTag
 Purpose = Literal["serve", "evaluate"]
 MAX_PENDING = 2
 MAX_HOLDS = 2
-MAX_RECEIVERS = 1024
-SILENT_MS = 120_000
-"""The word of a receiver that was not heard of for so long counts no more: it may have left. One that lives
-asks again every few seconds, unless it exchanges weights, and says what it serves after that."""
 
 
 class Retired(NamedTuple):
@@ -41,18 +34,14 @@ class Retired(NamedTuple):
 class RetentionPolicy:
     """All times are milliseconds of one monotonic clock."""
 
-    def __init__(self, keep: int, hold_ms: int, *, bases: bool = False) -> None:
+    def __init__(self, keep: int, hold_ms: int) -> None:
         self._keep = keep
-        self._bases = bases
         self._hold_ms = hold_ms
         self._tags: list[VersionTag] = []
         self._final: VersionTag | None = None
         self._pins: list[VersionTag] = []
         self._holds: dict[tuple[str, Purpose], dict[VersionTag, int]] = {}
         self._doubtful: set[VersionTag] = set()
-        self._serving: dict[str, VersionTag] = {}
-        self._heard_ms: dict[str, int] = {}
-        """When each of those that serve something was last heard of."""
         self._used: Counter[VersionTag] = Counter()
         self.evaluations_dropped = 0
 
@@ -85,11 +74,10 @@ class RetentionPolicy:
                 self._pins.remove(pin)
                 self.evaluations_dropped += 1
 
-    def base(self) -> VersionTag | None:
-        """What the delta to the newest snapshot should start from: the version that most receivers serve (of
-        equally many the newest), as long as it is here; otherwise the one before."""
-        earlier = self._tags[:-1]
-        return _most_served(self._serving, earlier) or (earlier[-1] if earlier else None)
+    @property
+    def previous(self) -> VersionTag | None:
+        """The snapshot before the newest: what a delta to that starts from."""
+        return self._tags[-2] if len(self._tags) > 1 else None
 
     def use(self, *tags: VersionTag) -> None:
         """Keep them until `release`."""
@@ -99,18 +87,8 @@ class RetentionPolicy:
         self._used.subtract(tags)
         self._used += Counter()  # forgets those that nobody uses
 
-    def serves(self, receiver: str, tag: VersionTag, now_ms: int) -> None:
-        """The receiver says that it serves `tag`."""
-        self._serving.pop(receiver, None)
-        self._serving[receiver] = tag
-        self._heard_ms[receiver] = now_ms
-        while len(self._serving) > MAX_RECEIVERS:
-            self._forget(next(iter(self._serving)))
-
     def serve(self, receiver: str, after: VersionTag | None, now_ms: int) -> VersionTag | None:
         """The newest snapshot, if it is newer than `after`; it is held for the receiver from now on."""
-        if receiver in self._heard_ms:
-            self._heard_ms[receiver] = now_ms
         newest = self.newest
         if newest is None or (after is not None and newest <= after):
             return None
@@ -145,10 +123,7 @@ class RetentionPolicy:
     def retire(self, now_ms: int) -> list[Retired]:
         """Forget every snapshot that nothing keeps, and return them."""
         self._expire(now_ms)
-        kept = {*self._tags[-self._keep :], *self._pins}
-        kept.update(self._used)
-        base = _most_served(self._serving, self._tags) if self._bases else None
-        kept.update([base] if base is not None else ())
+        kept = {*self._tags[-self._keep :], *self._pins, *self._used}
         for holds in self._holds.values():
             kept.update(holds)
         gone = [tag for tag in self._tags if tag not in kept]
@@ -173,14 +148,3 @@ class RetentionPolicy:
                 self._doubtful.add(tag)
             if not holds:
                 del self._holds[key]
-        for receiver in [name for name, heard in self._heard_ms.items() if now_ms - heard >= SILENT_MS]:
-            self._forget(receiver)
-
-    def _forget(self, receiver: str) -> None:
-        del self._serving[receiver], self._heard_ms[receiver]
-
-
-def _most_served(serving: Mapping[str, VersionTag], among: Collection[VersionTag]) -> VersionTag | None:
-    """The tag that most receivers serve, of equally many the newest."""
-    counts = Counter(tag for tag in serving.values() if tag in among)
-    return max(counts, key=lambda tag: (counts[tag], tag)) if counts else None

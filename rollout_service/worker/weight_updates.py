@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from areal_async.errors import FaultError, RpcTimeout, SnapshotError, SnapshotSkipped
+from areal_async.errors import FaultError, RpcTimeout, SnapshotError
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.weights_messages import NoNews, SnapshotNotice
 from areal_async.runtime.log import get_logger
@@ -99,11 +99,6 @@ class WeightUpdates:
         self._offered = notice.tag
         try:
             return await self._source.open(notice)
-        except SnapshotSkipped as skipped:
-            # No acknowledgement: that of the newer one covers it.
-            metrics.UPDATES.labels("skipped").inc()
-            log.info("snapshot skipped", version=notice.tag.version, reason=str(skipped))
-            return None
         except SnapshotError as error:
             metrics.UPDATES.labels("refused").inc()
             log.warning("snapshot refused", version=notice.tag.version, error=str(error))

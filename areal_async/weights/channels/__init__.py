@@ -12,7 +12,7 @@ members of `Channel`, usually derived from it. It is never instantiated; it make
                     and close. `start`, `answer` and `close` run on the publisher's event loop, the others on
                     the trainer's thread.
     ReceivingEnd    in each process that serves or evaluates, driven by `Receiver` on its event loop:
-                    bring(notice, publisher, newer)   the directory's path on this host, once it is there
+                    bring(notice, publisher)          the directory's path on this host, once it is there
                     served(tag), distrust(notice)     what became of it
                     and close.
 
@@ -22,14 +22,17 @@ No end decides that a snapshot is true: `open_snapshot` hashes what `bring` retu
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+import ipaddress
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_async.config.base import Section
+from areal_async.config.devices import rollout_gpus
+from areal_async.config.engines import declared_engine
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
-from areal_async.registry import CHANNELS
+from areal_async.registry import CHANNELS, ENGINES
 from areal_async.rpc.schema import Message, VersionTag
 from areal_async.rpc.weights_messages import SnapshotNotice
 
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     import torch
 
     from areal_async.rpc.client import Client
+    from areal_async.rpc.endpoints import Access
     from areal_async.rpc.server import Answer
     from areal_async.runtime.context import ServiceContext
 
@@ -72,13 +76,9 @@ class ReceivingEnd:
     makes_deltas = False
     """Whether the snapshot that was brought last is held here, so that the next can be made of it."""
 
-    async def bring(
-        self, notice: SnapshotNotice, publisher: Client, newer: Callable[[], Awaitable[bool]] | None
-    ) -> Path:
+    async def bring(self, notice: SnapshotNotice, publisher: Client) -> Path:
         """The path of the announced snapshot on this host. `publisher` is the receiver's connection to it.
-
-        `newer()`, where given, returns True once a newer snapshot is announced: what is under way may then be
-        given up, with `SnapshotSkipped`. Raises `SnapshotError` for what cannot be brought."""
+        Raises `SnapshotError` for what cannot be brought."""
         return Path(notice.path)
 
     def served(self, tag: VersionTag, *, failed: bool = False) -> None:
@@ -136,14 +136,11 @@ def makes_deltas(job: JobConfig) -> bool:
 
 
 def no_directory(job: JobConfig) -> Iterator[Mistake]:
-    """The settings of `disk` do nothing on another channel."""
-    weights = job.weights
-    if weights.directory is not None or weights.copy_from_disk:
-        field = "directory" if weights.directory is not None else "copy_from_disk"
-        problem = f"with weights.channel = {weights.channel} this would do nothing"
-        yield Mistake(
-            f"weights.{field}", problem, "Remove it, or set weights.channel to disk", ("weights.channel",)
-        )
+    """The directory of `disk` does nothing on another channel."""
+    if job.weights.directory is not None:
+        problem = f"with weights.channel = {job.weights.channel} this would do nothing"
+        fix = "Remove it, or set weights.channel to disk"
+        yield Mistake("weights.directory", problem, fix, ("weights.channel",))
 
 
 class Shm(Channel):
@@ -158,3 +155,122 @@ class Shm(Channel):
                 problem = f"{name} is on {node}, and shared memory reaches no other host than {here}"
                 yield Mistake("weights.channel", problem, "Set it to zmq or disk", ("weights.nodes",))
                 return
+
+
+class Disk(Channel):
+    """Channel `disk`: the trainer writes to a directory that all hosts see, and receivers read there."""
+
+    @staticmethod
+    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        if job.weights.directory is None:
+            problem = "`disk` needs a directory that all hosts see, and none is given"
+            fix = "Set it, or weights.channel to zmq or shm"
+            yield Mistake("weights.directory", problem, fix, ("weights.channel",))
+
+    @staticmethod
+    def directory(job: JobConfig) -> Path | None:
+        return job.weights.directory / job.job if job.weights.directory is not None else None
+
+
+class Nccl(Shm):
+    """Channel `nccl`: as `shm`, and the trainer sends the tensors from its own device to SGLang servers that
+    serve already. The servers' side is `rollout_service/engines/sglang/distributed.py`."""
+
+    from_device = True
+
+    @staticmethod
+    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        yield from Shm.check_job(job, arguments, field)
+        rollout, trainer = job.rollout, job.trainer
+        if reason := declared_engine(rollout.engine).no_group:
+            able = (name for name in ENGINES.built_in if not declared_engine(name).no_group)
+            yield Mistake(
+                "weights.channel",
+                f"`nccl` is not for rollout.engine {rollout.engine}: {reason}",
+                f"Set it to shm, or rollout.engine to {' or '.join(able)}",
+                ("rollout.engine",),
+            )
+        kinds = {device.partition(":")[0] for device in (rollout.device, trainer.device)}
+        devices = ("rollout.device", "trainer.device")
+        if len(kinds) > 1:
+            yield Mistake(
+                "weights.channel",
+                f"a process group joins GPUs with GPUs (by NCCL) or CPUs with CPUs (by gloo), not the "
+                f"trainer's {trainer.device} with the engine's {rollout.device}",
+                "Set it to shm, or both devices to one kind",
+                devices,
+            )
+        elif kinds == {"cuda"} and int(trainer.device.partition(":")[2] or 0) in rollout_gpus(job):
+            yield Mistake(
+                "weights.channel",
+                f"trainer and engine are on one GPU ({trainer.device}), and NCCL takes only one member from "
+                "each",
+                "Set it to shm, or one of the devices to another GPU",
+                devices,
+            )
+
+    @staticmethod
+    def publishing_end(ctx: ServiceContext) -> PublishingEnd:
+        from areal_async.weights.channels.tensor_sender import TensorSender
+
+        return TensorSender(device=ctx.job.trainer.device, limit_s=ctx.job.weights.give_up_s)
+
+
+class Zmq(Channel):
+    """Channel `zmq`: receivers on other hosts fetch snapshots in chunks, and hand chunks on to each other."""
+
+    deltas = True
+
+    @staticmethod
+    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        """Each address can be listened on, and one beyond loopback only with keys."""
+        yield from no_directory(job)
+        for node, address in job.weights.addresses.items():
+            try:
+                loopback = ipaddress.ip_address(address).is_loopback
+                usable = not ipaddress.ip_address(address).is_unspecified
+            except ValueError:
+                loopback, usable = False, False
+            if not usable:
+                problem = f"{address!r} (of {node}) is no address at which others could reach that host"
+                yield Mistake("weights.addresses", problem, "Give the IP address of one of its interfaces")
+            elif not loopback and job.weights.key_file is None:
+                problem = f"{address} (of {node}) is reachable from other machines, and no keys are given"
+                fix = "Make some with `python -m areal_async.weights.keys FILE`, and name the file"
+                yield Mistake("weights.key_file", problem, fix, ("weights.addresses",))
+
+    @staticmethod
+    def publishing_end(ctx: ServiceContext) -> PublishingEnd:
+        """Raises `EndpointError`."""
+        from areal_async.weights.channels.serving import SnapshotServer
+
+        fan_out = ctx.job.weights.relay_fan_out
+        return SnapshotServer(_listen(ctx), job=ctx.job.job, access=_access(ctx), fan_out=fan_out)
+
+    @staticmethod
+    def receiving_end(ctx: ServiceContext, name: str) -> ReceivingEnd:
+        """Raises `EndpointError`."""
+        from areal_async.weights.channels.fetching import SnapshotFetcher
+
+        return SnapshotFetcher(
+            ctx.shm_dir / "weights" / ctx.node_id,
+            node_id=ctx.node_id,
+            name=name,
+            job=ctx.job.job,
+            listen=_listen(ctx),
+            access=_access(ctx),
+            patience_s=ctx.job.weights.patience_s,
+            give_up_s=ctx.job.weights.give_up_s,
+        )
+
+
+def _listen(ctx: ServiceContext) -> str:
+    return f"tcp://{ctx.job.weights.addresses.get(ctx.node_id, '127.0.0.1')}:0"
+
+
+def _access(ctx: ServiceContext) -> Access:
+    """What chunks are fetched with: the keys that the job's hosts share, else the secret of the run."""
+    from areal_async.weights.keys import read_keys
+
+    key_file = ctx.job.weights.key_file
+    return read_keys(key_file) if key_file is not None else ctx.secret

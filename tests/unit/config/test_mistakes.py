@@ -362,7 +362,6 @@ CASES = [
     # --- weights between hosts
     Case("no directory", ["weights.channel=disk"], "weights.directory", "needs a directory", "zmq or shm"),
     Case("idle directory", ["weights.directory=model"], "weights.directory", "do nothing", "Remove it"),
-    Case("idle copy", ["weights.copy_from_disk=true"], "weights.copy_from_disk", "do nothing", "Remove it"),
     Case(
         "directory that is none",
         ["weights.channel=disk", "weights.directory=nowhere"],
@@ -419,9 +418,27 @@ CASES = [
         "reaches no",
         "zmq or disk",
     ),
-    Case("no address", ["weights.addresses={b: gpu-7}"], "weights.addresses", "no address", "IP address"),
-    Case("any address", ["weights.addresses={b: 0.0.0.0}"], "weights.addresses", "no address", "IP address"),
-    Case("no keys", ["weights.addresses={b: 10.0.0.7}"], "weights.key_file", "no keys", "weights.keys FILE"),
+    Case(
+        "no address",
+        ["weights.channel=zmq", "weights.addresses={b: gpu-7}"],
+        "weights.addresses",
+        "no address",
+        "IP address",
+    ),
+    Case(
+        "any address",
+        ["weights.channel=zmq", "weights.addresses={b: 0.0.0.0}"],
+        "weights.addresses",
+        "no address",
+        "IP address",
+    ),
+    Case(
+        "no keys",
+        ["weights.channel=zmq", "weights.addresses={b: 10.0.0.7}"],
+        "weights.key_file",
+        "no keys",
+        "weights.keys FILE",
+    ),
     Case("keys away", ["weights.key_file=keys"], "weights.key_file", "does not exist", "Correct the path"),
     Case("node id", ["weights.node_id='a/b'"], "weights.node_id", "right form", "Match"),
 ]

@@ -195,7 +195,6 @@ def weights_job(job: JobConfig, **weights: object) -> JobConfig:
             {"b": 3, "c": 4},
         ),
         ({"channel": "disk", "directory": "d"}, {}),
-        ({"channel": "disk", "directory": "d", "copy_from_disk": True}, {"local": 4}),
     ],
 )
 def test_shared_memory_is_counted_by_the_nodes_that_receive(

@@ -22,7 +22,7 @@ from areal_async.rpc.messages import Arrived
 from areal_async.rpc.schema import Message, Ok
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.server import Answer, Peer, Server
-from areal_async.weights.channels.chunk_server import MAX_ASKED_BYTES, ChunkServer
+from areal_async.weights.channels.serving import MAX_ASKED_BYTES, ChunkServer
 from tests.unit.rpc.noise import flood
 
 MESSAGES = 10_000

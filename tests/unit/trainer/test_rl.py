@@ -18,7 +18,6 @@ from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.weights_messages import NoNews
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.weights.channels import PublishingEnd
-from areal_async.weights.delta import DeltaPolicy
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
 from areal_async.weights.snapshot import open_snapshot
@@ -204,7 +203,7 @@ def test_the_record_of_a_step_says_how_much_of_the_weights_it_changed(tmp_path, 
         files=companion_files(model_dir, "float32"),
         tied={"lm_head.weight": "model.embed_tokens.weight"},
         keep=9,
-        deltas=DeltaPolicy(below_share=1.0, anchor_every=0),
+        deltas_below=1.0,
     )
     publisher.start()
     with closing(publisher):

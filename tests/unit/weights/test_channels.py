@@ -10,19 +10,16 @@ import pytest
 import torch
 
 from areal_async.config.job import JobConfig
-from areal_async.errors import SnapshotError, SnapshotSkipped
+from areal_async.errors import SnapshotError
 from areal_async.rpc.schema import VersionTag
-from areal_async.rpc.weights_messages import NoNews, SnapshotNotice
+from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from areal_async.weights.channels import channel_of, makes_deltas
-from areal_async.weights.channels.disk import DiskReader
-from areal_async.weights.channels.fetcher import SnapshotFetcher, should_skip
-from areal_async.weights.channels.host_cache import HostCache
-from areal_async.weights.channels.snapshot_server import SnapshotServer
-from areal_async.weights.delta import DeltaPolicy
+from areal_async.weights.channels.fetching import SnapshotFetcher
+from areal_async.weights.channels.serving import SnapshotServer
 from areal_async.weights.publisher import Publisher, make_publisher
 from areal_async.weights.receiver import Receiver, make_receiver
-from tests.unit.weights.world import LIMIT_S, PATIENCE_S, SECRET, Held, until
+from tests.unit.weights.world import PATIENCE_S, SECRET
 
 
 def tag(version, epoch=1):
@@ -35,24 +32,22 @@ def weights(version, n=400_000):
 
 @pytest.fixture
 def publishers(place):
-    """Make publishers, by channel; closed at the end. Those of `zmq` have their server in `.chunks`."""
+    """Make publishers of `zmq`, closed at the end. They have their server in `.chunks`."""
     with ExitStack() as stack:
 
-        def make(channel="zmq", root="shm", deltas=None, **options):
-            end = None
-            if channel == "zmq":
-                end = SnapshotServer("tcp://127.0.0.1:0", job="j", access=SECRET, **options)
+        def make(deltas_below=None):
+            end = SnapshotServer("tcp://127.0.0.1:0", job="j", access=SECRET)
             made = Publisher(
-                place / root,
+                place / "shm",
                 f"ipc://{place}/s",
                 job="j",
                 files={"config.json": b"{}"},
                 channel=end,
                 node_id="trainer",
-                deltas=deltas,
+                deltas_below=deltas_below,
                 access=SECRET,
             )
-            made.chunks = end.chunks if end is not None else None
+            made.chunks = end.chunks
             made.start()
             stack.callback(made.close)
             return made
@@ -60,8 +55,8 @@ def publishers(place):
         yield make
 
 
-async def receiver(place, node, name="r", purpose="serve", channel=None):
-    end = channel or SnapshotFetcher(
+async def receiver(place, node, name="r", purpose="serve"):
+    end = SnapshotFetcher(
         place / "nodes" / node,
         node_id=node,
         name=name,
@@ -197,42 +192,6 @@ def test_versions_are_true_what_was_damaged_here_is_refused_and_fetched_again(pl
     asyncio.run(main())
 
 
-def test_a_fetch_under_way_is_skipped_for_a_newer_snapshot_once_and_then_finished(place, publishers):
-    p = publishers(server=Held)
-    p.publish(tag(0), weights(0))
-
-    async def main():
-        r = await receiver(place, "n")
-        p.chunks.limit = 0
-        notice = await r.next(None, 5000)
-        opening = asyncio.create_task(r.open(notice))
-        await until(lambda: p.chunks.asked > 0)
-        p.publish(tag(1), weights(1))
-        with pytest.raises(SnapshotSkipped, match="policy-e1-v0 was skipped"):
-            await asyncio.wait_for(opening, LIMIT_S)
-        newer = await r.next(notice.tag, 5000)
-        assert newer.tag == tag(1)
-        asked = p.chunks.asked
-        opening = asyncio.create_task(r.open(newer))
-        await until(lambda: p.chunks.asked > asked)
-        p.publish(tag(2), weights(2))
-        await r.next(newer.tag, 5000)  # told, and still it goes on
-        p.chunks.limit = 1 << 30
-        assert (await asyncio.wait_for(opening, LIMIT_S)).tag == tag(1)
-        await r.ack(tag(1))
-        notice, snapshot = await take(r, tag(1))
-        assert snapshot.tag == tag(2)
-        await r.close()
-
-    asyncio.run(main())
-
-
-def test_at_least_every_second_fetch_is_finished_and_none_is_ended_near_its_end():
-    assert should_skip(0.1, skipped_last=False)
-    assert not should_skip(0.1, skipped_last=True)
-    assert not should_skip(0.6, skipped_last=False)
-
-
 def test_a_receiver_survives_a_trainer_that_comes_back_with_another_epoch(place, publishers):
     p = publishers()
     p.publish(tag(0), weights(0))
@@ -255,25 +214,6 @@ def test_a_receiver_survives_a_trainer_that_comes_back_with_another_epoch(place,
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("copy", [False, True])
-def test_a_shared_directory_is_read_in_place_or_copied_once_per_host(place, publishers, copy):
-    p = publishers("disk", root="shared")
-    p.publish(tag(0), weights(0))
-
-    async def main():
-        ends = [DiskReader(HostCache(place / "nodes" / "n") if copy else None) for _ in range(2)]
-        rs = [await receiver(place, "n", f"r{i}", channel=end) for i, end in enumerate(ends)]
-        for _, snapshot in await asyncio.gather(*(take(r) for r in rs)):
-            assert snapshot.tensors["w"][0] == 0
-            assert snapshot.path.parent == (place / "nodes" / "n" if copy else place / "shared")
-        for r in rs:
-            await r.ack(tag(0))
-            assert await r.next(tag(0)) == NoNews()
-            await r.close()
-
-    asyncio.run(main())
-
-
 # --- deltas between hosts -------------------------------------------------------------------------------
 
 
@@ -284,13 +224,13 @@ def sparse(version):
 
 
 def test_a_chain_of_deltas_crosses_hosts_at_a_fraction_of_the_bytes(place, publishers):
-    p = publishers(deltas=DeltaPolicy(anchor_every=4))
+    p = publishers(deltas_below=0.5)
     sent, offered = [], []
 
     async def main():
         r = await receiver(place, "n")
         after = None
-        for version in range(6):
+        for version in range(4):
             p.publish(tag(version), sparse(version))
             news = await r.next(after, 20_000)
             assert news.tag == tag(version)
@@ -307,12 +247,12 @@ def test_a_chain_of_deltas_crosses_hosts_at_a_fraction_of_the_bytes(place, publi
         await r.close()
 
     asyncio.run(main())
-    assert offered == [False, True, True, True, False, True]
+    assert offered == [False, True, True, True]
     assert all((n < 0.05 * sent[0]) == delta for n, delta in zip(sent, offered, strict=True))
 
 
 def test_versions_are_true_a_delta_that_cannot_be_used_is_replaced_by_the_full_snapshot(place, publishers):
-    p = publishers(deltas=DeltaPolicy())
+    p = publishers(deltas_below=0.5)
 
     async def main():
         r = await receiver(place, "n")
@@ -345,7 +285,7 @@ class Sender(PublishingEnd):
 
 class Taker(ReceivingEnd):
     def __init__(self, post): self.post = post
-    async def bring(self, notice, publisher, newer):
+    async def bring(self, notice, publisher):
         return (self.post / notice.manifest_hash).rename(self.post / Path(notice.path).name)
 
 class Courier(Channel):
@@ -401,7 +341,7 @@ def test_a_channel_of_the_users_own_brings_snapshots_from_publisher_to_receiver(
     [
         ("shm", "PublishingEnd", "ReceivingEnd"),
         ("zmq", "SnapshotServer", "SnapshotFetcher"),
-        ("disk", "PublishingEnd", "DiskReader"),
+        ("disk", "PublishingEnd", "ReceivingEnd"),
         ("nccl", "TensorSender", "ReceivingEnd"),
     ],
 )

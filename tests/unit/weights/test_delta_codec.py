@@ -10,9 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from areal_async.errors import SnapshotError
-from areal_async.weights.delta_codec import BLOCK_BYTES, Encoded, Mode, Reader, apply, blocks_of, encode
+from areal_async.weights.delta_codec import BLOCK_BYTES, Encoded, Reader, apply, blocks_of, encode
 
-HEAD = struct.Struct("<BIIII")
+HEAD = struct.Struct("<IIII")
 FLOATS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
@@ -40,7 +40,7 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
-@pytest.mark.parametrize("share", [0, 0.0005, 0.01, 0.12, 0.13, 0.6, 1])
+@pytest.mark.parametrize("share", [0, 0.0005, 0.01, 0.6, 1])
 def test_every_share_of_changes_comes_back(width: int, share: float) -> None:
     base, new = with_share(width, 10_001, share)
     encoded = made_again(base, new, width)
@@ -100,44 +100,39 @@ def test_blocks_cover_every_byte_once() -> None:
     ]
 
 
-def block(mode: int, changed: int, raw: int, positions: bytes, values: bytes) -> bytes:
+def block(changed: int, raw: int, positions: bytes, values: bytes) -> bytes:
     packed = [zstandard.ZstdCompressor().compress(d) if d else b"" for d in (positions, values)]
-    return HEAD.pack(mode, changed, raw, len(packed[0]), len(packed[1])) + packed[0] + packed[1]
+    return HEAD.pack(changed, raw, len(packed[0]), len(packed[1])) + packed[0] + packed[1]
 
 
 def with_values(frame: bytes) -> bytes:
     """A block of eight changed elements with these bytes for the frame of its values."""
-    positions = zstandard.ZstdCompressor().compress(b"\xff")
-    return HEAD.pack(Mode.BITMAP, 8, 1, len(positions), len(frame)) + positions + frame
+    positions = zstandard.ZstdCompressor().compress(bytes(8))
+    return HEAD.pack(8, 8, len(positions), len(frame)) + positions + frame
 
 
 BOMB = zstandard.ZstdCompressor().compress(bytes(1 << 20))
 SMALL = zstandard.ZstdCompressor().compress(bytes(16))
 UNSIZED = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(range(16)))
 EIGHT = {
-    "no mode": block(9, 1, 1, b"\0", b"\2\0"),
-    "unchanged with positions": block(Mode.GAPS, 0, 0, b"\0", b""),
-    "unchanged with bytes": HEAD.pack(Mode.GAPS, 0, 0, 0, 9) + b"123456789",
-    "unchanged with a bitmap": block(Mode.BITMAP, 0, 1, b"\0", b""),
-    "more changes than elements": block(Mode.GAPS, 9, 9, bytes(9), bytes(18)),
-    "a position behind the block": block(Mode.GAPS, 1, 1, b"\x08", b"\2\0"),
-    "positions that run out of the block": block(Mode.GAPS, 5, 5, b"\1" * 5, bytes(10)),
-    "fewer positions than changes": block(Mode.GAPS, 2, 2, b"\0", bytes(4)),
-    "more positions than changes": block(Mode.GAPS, 1, 2, b"\0\0", bytes(2)),
-    "a gap without end": block(Mode.GAPS, 1, 1, b"\xff", bytes(2)),
-    "a bit behind the block": block(Mode.BITMAP, 1, 1, b"\0", bytes(2)),
-    "other bits than changes": block(Mode.BITMAP, 3, 1, b"\x03", bytes(6)),
-    "a bitmap of another size": block(Mode.BITMAP, 1, 2, b"\x80\0", bytes(2)),
-    "too few values": block(Mode.GAPS, 1, 1, b"\0", b"\2"),
-    "too many values": block(Mode.BITMAP, 8, 1, b"\xff", bytes(18)),
-    "no values": block(Mode.BITMAP, 8, 1, b"\xff", b""),
-    "no positions": HEAD.pack(Mode.BITMAP, 8, 1, 0, len(SMALL)) + SMALL,
+    "unchanged with positions": block(0, 0, b"\0", b""),
+    "unchanged with bytes": HEAD.pack(0, 0, 0, 9) + b"123456789",
+    "more changes than elements": block(9, 9, bytes(9), bytes(18)),
+    "a position behind the block": block(1, 1, b"\x08", b"\2\0"),
+    "positions that run out of the block": block(5, 5, b"\1" * 5, bytes(10)),
+    "fewer positions than changes": block(2, 2, b"\0", bytes(4)),
+    "more positions than changes": block(1, 2, b"\0\0", bytes(2)),
+    "a gap without end": block(1, 1, b"\xff", bytes(2)),
+    "too few values": block(1, 1, b"\0", b"\2"),
+    "too many values": block(8, 8, bytes(8), bytes(18)),
+    "no values": block(8, 8, bytes(8), b""),
+    "no positions": HEAD.pack(8, 8, 0, len(SMALL)) + SMALL,
     "no frame": with_values(bytes(16)),
     "a frame that says nothing of its size": with_values(UNSIZED),
     "a bomb of values": with_values(BOMB),
     "a frame of absurd size": with_values(b"")[:-4] + struct.pack("<I", 1 << 31) + bytes(100),
     "two frames": with_values(SMALL + SMALL),
-    "nothing but a head": HEAD.pack(Mode.BITMAP, 8, 1, 10, 10),
+    "nothing but a head": HEAD.pack(8, 8, 10, 10),
     "half a head": b"\1\0",
 }
 

@@ -16,9 +16,9 @@ from areal_async.rpc.client import Client
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
-from areal_async.weights.delta import DeltaPolicy, apply_delta, write_delta
+from areal_async.weights.delta import apply_delta, write_delta
 from areal_async.weights.publisher import Publisher
-from areal_async.weights.snapshot import SnapshotInfo, open_snapshot
+from areal_async.weights.snapshot import open_snapshot
 
 SECRET = RunSecret(bytes(32))
 
@@ -62,7 +62,7 @@ def publisher(place: Path, gate: Gate) -> Iterator[Publisher]:
         place / "shm",
         f"ipc://{place}/s",
         job="j",
-        deltas=DeltaPolicy(anchor_every=5),
+        deltas_below=0.5,
         delta_writer=gate,
         access=SECRET,
     )
@@ -178,63 +178,6 @@ def test_what_a_delta_is_made_of_stays_until_it_is_made(publisher: Publisher, ga
     _until(lambda: publisher.delta_stats is not None)
     publisher.publish(tag(4), weights(4))
     assert [w.path.exists() for w in made] == [False, False, True, True]
-
-
-def test_the_base_is_what_most_receivers_serve(publisher: Publisher, gate: Gate) -> None:
-    gate.open.set()
-    made: list[SnapshotInfo] = [publisher.publish(tag(0), weights(0))]
-
-    async def main() -> None:
-        async with Node(publisher, "a") as a, Node(publisher, "b") as b:
-            await a.serves(0)
-            await b.serves(0)
-            for version in range(1, 4):
-                made.append(publisher.publish(tag(version), weights(version)))
-                news = await a.notice(0, wait_ms=20_000)
-                assert news.delta is not None
-                assert (news.tag, news.delta.base) == (tag(version), tag(0))
-            await a.serves(3)
-            await b.serves(3)
-            made.append(publisher.publish(tag(4), weights(4)))
-            assert (await a.notice(0)).delta is None  # it is not what this delta starts from
-            news = await b.notice(3, wait_ms=20_000)
-            assert news.delta is not None
-
-    asyncio.run(main())
-    assert [w.path.exists() for w in made] == [False, False, True, True, True]
-
-
-def test_a_receiver_that_refused_a_version_does_not_serve_it(publisher: Publisher, gate: Gate) -> None:
-    gate.open.set()
-    for version in range(2):
-        publisher.publish(tag(version), weights(version))
-    _until(lambda: publisher.delta_stats is not None)
-
-    async def main() -> None:
-        async with Node(publisher) as node:
-            await node.serves(0)
-            await node.serves(1, error="no room")
-            publisher.publish(tag(2), weights(2))
-            news = await node.notice(0, wait_ms=20_000)
-            assert news.delta is not None
-
-    asyncio.run(main())
-
-
-def test_every_so_many_versions_all_take_the_full_snapshot(publisher: Publisher, gate: Gate) -> None:
-    gate.open.set()
-    offered = []
-
-    async def main() -> None:
-        async with Node(publisher) as node:
-            for version in range(12):
-                publisher.publish(tag(version), weights(version))
-                news = await node.notice(version - 1 if version else None, wait_ms=20_000)
-                offered.append(news.delta is not None)
-                await node.serves(version)
-
-    asyncio.run(main())
-    assert offered == [False, True, True, True, True, False, True, True, True, True, False, True]
 
 
 def test_a_delta_that_saves_little_is_counted_and_not_offered(publisher: Publisher, gate: Gate) -> None:

@@ -14,7 +14,7 @@ from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Stats
 from areal_async.rpc.secret import CurveKeys
 from areal_async.rpc.weights_messages import GetChunk
-from areal_async.weights.channels.chunk_server import ChunkServer
+from areal_async.weights.channels.serving import ChunkServer
 from areal_async.weights.keys import make_keys, read_keys
 from areal_async.weights.snapshot import open_snapshot
 from tests.unit.weights.world import LIMIT_S, SECRET, download, files_of, server, table_of, until, written

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.weights.channels.snapshot_server import MAX_SOURCES, RelayTree, sources
+from areal_async.weights.channels.serving import MAX_SOURCES, RelayTree, sources
 
 ORIGIN = "o"
 LINE = [f"r{i}" for i in range(40)]

@@ -4,22 +4,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from areal_async.rpc.schema import VersionTag
-from areal_async.weights.retention import (
-    MAX_HOLDS,
-    MAX_PENDING,
-    MAX_RECEIVERS,
-    SILENT_MS,
-    RetentionPolicy,
-    Retired,
-)
+from areal_async.weights.retention import MAX_HOLDS, MAX_PENDING, RetentionPolicy, Retired
 
 
 def tag(version: int, epoch: int = 1) -> VersionTag:
     return VersionTag("policy", epoch, version)
 
 
-def policy_with(*versions: int, evaluate: bool = False, bases: bool = False) -> RetentionPolicy:
-    policy = RetentionPolicy(2, hold_ms=1000, bases=bases)
+def policy_with(*versions: int, evaluate: bool = False) -> RetentionPolicy:
+    policy = RetentionPolicy(2, hold_ms=1000)
     add(policy, *versions, evaluate=evaluate)
     return policy
 
@@ -27,49 +20,6 @@ def policy_with(*versions: int, evaluate: bool = False, bases: bool = False) -> 
 def add(policy: RetentionPolicy, *versions: int, evaluate: bool = False) -> None:
     for version in versions:
         policy.add(tag(version), evaluate=evaluate, final=False)
-
-
-def test_the_next_delta_starts_from_what_most_receivers_serve() -> None:
-    policy = RetentionPolicy(2, hold_ms=1000, bases=True)
-    assert policy.base() is None
-    policy.add(tag(0), evaluate=False, final=False)
-    assert policy.base() is None
-    add(policy, *(1, 2))
-    assert policy.base() == tag(1)  # nobody has said anything: the one before
-    policy.serves("a", tag(0), 0)
-    assert policy.base() == tag(0)
-    policy.serves("b", tag(1), 0)
-    assert policy.base() == tag(1)  # of equally many the newest
-    policy.serves("c", tag(0), 0)
-    assert policy.base() == tag(0)
-    policy.serves("c", tag(1), 0)
-    policy.serves("a", tag(2), 0)  # the newest is no base of itself
-    assert policy.base() == tag(1)
-
-
-def test_a_base_in_use_stays_and_goes_when_its_receivers_move_on() -> None:
-    policy = policy_with(0, 1, 2, 3, 4, bases=True)
-    policy.serves("slow", tag(0), 0)
-    assert policy.retire(0) == [Retired(tag(1), True), Retired(tag(2), True)]
-    assert policy.base() == tag(0)
-    policy.serves("slow", tag(3), 0)
-    assert policy.retire(0) == [Retired(tag(0), True)]
-    add(policy, *range(5, 8))
-    policy.serves("slow", tag(2), 0)  # gone long ago: it keeps nothing, and is no base
-    assert [retired.tag for retired in policy.retire(0)] == [tag(3), tag(4), tag(5)]
-    assert policy.base() == tag(6)
-
-
-def test_what_workers_that_left_had_served_is_no_base_for_ever() -> None:
-    policy = policy_with(0, 1, 2, bases=True)
-    for gone in ("a", "b"):
-        policy.serves(gone, tag(0), 0)
-    policy.serves("stays", tag(1), 0)
-    assert policy.retire(SILENT_MS - 1) == []
-    assert policy.base() == tag(0)
-    policy.serve("stays", tag(2), SILENT_MS - 1)  # it has nothing to say, and is there
-    assert policy.retire(SILENT_MS) == [Retired(tag(0), True)]
-    assert policy.base() == tag(1)
 
 
 def test_what_a_delta_is_being_made_of_stays() -> None:
@@ -82,14 +32,6 @@ def test_what_a_delta_is_being_made_of_stays() -> None:
     assert [retired.tag for retired in policy.retire(0)] == [tag(0)]
     policy.release(tag(1), tag(4))
     assert [retired.tag for retired in policy.retire(0)] == [tag(1)]
-
-
-def test_nothing_is_unbounded_the_word_of_receivers_is_forgotten_in_time() -> None:
-    policy = policy_with(0, 1, 2, bases=True)
-    policy.serves("first", tag(0), 0)
-    for i in range(MAX_RECEIVERS):
-        policy.serves(f"r{i}", tag(9), 0)
-    assert policy.base() == tag(1)
 
 
 def test_serving_skips_to_the_newest() -> None:

@@ -19,9 +19,9 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.server import Answer
 from areal_async.rpc.weights_messages import GetChunk
-from areal_async.weights.channels.chunk_server import ChunkServer
 from areal_async.weights.channels.chunks import ChunkStore, ChunkTable, PartialDownload, build_table
-from areal_async.weights.channels.download import Download
+from areal_async.weights.channels.fetching import Download
+from areal_async.weights.channels.serving import ChunkServer
 from areal_async.weights.manifest import MANIFEST_SCHEMA, Manifest, directory_name
 from areal_async.weights.snapshot import SnapshotInfo, publish_directory, write_snapshot
 from areal_async.weights.tensor_file import write_tensors

@@ -1,0 +1,342 @@
+"""A receiver's end of channel `zmq`: from a notice to a complete directory on this host.
+
+`Download` brings one directory, chunk by chunk, from one source at a time: the first of the list that was not
+left in this round. A source is left when it has sent nothing for the patience, does not have the snapshot or
+cannot be reached. When all were left, a new round begins with all of them, and with twice the patience: the
+link may be slower than was thought. A chunk whose hash is wrong is fetched again from the publisher. With
+nothing from anybody for `give_up_s` the download fails; what was verified stays on disk for the next. At most
+`window_bytes` are asked for and not received: that is all that a source ever queues for a receiver.
+
+Promises:
+- One process per host fetches a snapshot (`host_cache.py`); the others wait for it, with a deadline.
+- A fetch whose process dies is gone on with by another, with the chunks that were verified.
+- What was brought stays until a later snapshot was acknowledged, here and by everybody else who holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from pathlib import Path
+
+from areal_async.errors import FaultError, ProtocolError, RpcTimeout, SnapshotError, WireError
+from areal_async.rpc.client import Client
+from areal_async.rpc.endpoints import Access
+from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.weights_messages import FindSources, GetChunk, SnapshotNotice
+from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.log import get_logger
+from areal_async.weights import metrics
+from areal_async.weights.channels import ReceivingEnd
+from areal_async.weights.channels.chunks import PartialDownload, decode_table
+from areal_async.weights.channels.host_cache import HostCache
+from areal_async.weights.channels.serving import MAX_ASKED, ChunkServer
+from areal_async.weights.delta import apply_delta
+from areal_async.weights.manifest import DELTA_SUFFIX, directory_name
+
+log = get_logger("weights")
+
+MAX_PATIENCE_S = 60.0
+ROUND_PAUSE_S = 0.25
+"""Between two rounds: with no source that answers there is nothing to hurry for."""
+VERIFY_THREADS = 2
+"""Threads that verify and write chunks: one alone is slower than what a socket delivers."""
+STARVED_S = 3.0
+"""Without a chunk for so long, it is said what is waited for."""
+TABLE_S = 120.0
+"""Longest wait for the answer with a chunk table: the publisher reads the whole snapshot for it, once."""
+MAKING_PREFIX = ".making-"
+
+
+class Download:
+    """Fills `partial` from `sources` (endpoints, best first); `origin` is the publisher's among them.
+    `client(endpoint)` makes the clients that it asks with."""
+
+    def __init__(
+        self,
+        partial: PartialDownload,
+        sources: Sequence[str],
+        *,
+        origin: str,
+        client: Callable[[str], Client],
+        patience_s: float = 5.0,
+        give_up_s: float = 60.0,
+        window_bytes: int = 16 << 20,
+    ) -> None:
+        self.partial = partial
+        self.bytes_received = 0
+        self._sources = list(sources)
+        self._origin = origin
+        self._client = client
+        self._patience_s = patience_s
+        self._give_up_s = give_up_s
+        chunk_bytes = partial.layout.table.chunk_bytes
+        self._credits = min(MAX_ASKED, max(4, window_bytes // chunk_bytes))
+        self._fed_s = time.monotonic()
+        self._active = ""
+        self._clients: dict[str, Client] = {}
+
+    @property
+    def starved_s(self) -> float:
+        """Seconds since the last chunk came."""
+        return time.monotonic() - self._fed_s
+
+    @property
+    def state(self) -> str:
+        """How far it is and what it waits for, for a person."""
+        share = f"{100 * self.partial.progress:.0f} % of {self.partial.final.name} are here"
+        return f"{share}; {self._active or 'no source'} has sent nothing for {self.starved_s:.0f} s"
+
+    async def run(self) -> Path:
+        """Download what is missing; the directory's path once it is complete. Raises `SnapshotError`."""
+        began_s = self._fed_s = time.monotonic()
+        async with AsyncExitStack() as stack:
+            stack.callback(self._end)
+            stack.push_async_callback(self._close_clients)
+            pool = stack.enter_context(ThreadPoolExecutor(VERIFY_THREADS, "weights-verify"))
+            patience_s, left = self._patience_s, set[str]()
+            while self.partial.missing:
+                source = next((name for name in self._sources if name not in left), "")
+                limit_s = min(patience_s, self._give_up_s - self.starved_s)
+                if limit_s <= 0:
+                    raise SnapshotError(f"no source sent anything for {self._give_up_s:g} s: {self.state}")
+                if source:
+                    left.add(source)
+                    await self._take_from(source, limit_s, pool)
+                else:
+                    left.clear()
+                    patience_s = min(MAX_PATIENCE_S, 2 * patience_s)
+                    await asyncio.sleep(ROUND_PAUSE_S)
+            self.partial.finish()
+        metrics.FETCH_SECONDS.observe(time.monotonic() - began_s)
+        return self.partial.final
+
+    async def _take_from(self, source: str, patience_s: float, pool: ThreadPoolExecutor) -> None:
+        """Take chunks until none is missing, or the source is to be left."""
+        self._active = source
+        wanted = iter(self.partial.missing)
+        reason = f"it has sent nothing for {patience_s:g} s"
+        try:
+            async with asyncio.timeout(patience_s) as limit:
+                client = await self._connected(source)
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(self._credits):
+                        group.create_task(self._take(client, source, wanted, limit, patience_s, pool))
+            return
+        except TimeoutError:
+            metrics.REFUSED.labels("late").inc()
+        except WireError as error:
+            reason = str(error)
+        except ExceptionGroup as group_error:
+            first = group_error.exceptions[0]
+            if not isinstance(first, WireError):
+                raise first from None
+            reason = str(first)
+        finally:
+            self._active = ""
+        log.warning("source left", source=source, snapshot=self.partial.final.name, reason=reason)
+        # What it was asked for it need not send any more.
+        if source in self._clients:
+            await self._clients.pop(source).close()
+
+    async def _take(
+        self,
+        client: Client,
+        source: str,
+        wanted: Iterator[int],
+        limit: asyncio.Timeout,
+        patience_s: float,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        """One credit: take one chunk after the other."""
+        loop = asyncio.get_running_loop()
+        for number in wanted:
+            data = await self._chunk(client, number, source)
+            if not limit.expired():
+                limit.reschedule(loop.time() + patience_s)
+            while not await loop.run_in_executor(pool, self.partial.put, number, data):
+                metrics.REFUSED.labels("hash").inc()
+                log.warning("chunk with a wrong hash", source=source, chunk=number)
+                if source == self._origin:
+                    raise SnapshotError(f"the publisher sent other bytes than chunk {number}'s")
+                source = self._origin
+                data = await self._chunk(await self._connected(source), number, source)
+            failpoint("weights.received")
+            self._fed_s = time.monotonic()
+            self.bytes_received += data.nbytes
+            self.partial.announce(number)
+
+    async def _chunk(self, client: Client, number: int, source: str) -> memoryview:
+        ask = GetChunk(self.partial.layout.table.manifest_hash, number)
+        _, attached = await client.exchange(ask, timeout_s=self._give_up_s)
+        if len(attached) != 1:
+            raise ProtocolError(f"{len(attached)} attachments came with a chunk")
+        metrics.RECEIVED.labels("zmq", "publisher" if source == self._origin else "peer").inc(
+            attached[0].nbytes
+        )
+        return attached[0]
+
+    async def _connected(self, source: str) -> Client:
+        if source not in self._clients:
+            self._clients[source] = self._client(source)
+        await self._clients[source].connect(self._give_up_s)
+        return self._clients[source]
+
+    async def _close_clients(self) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients.values()))
+
+    def _end(self) -> None:
+        if self.partial.missing or self.partial.directory != self.partial.final:
+            self.partial.abandon()
+
+
+class SnapshotFetcher(ReceivingEnd):
+    """Brings snapshots to host `node_id`, into `root`, for the receiver called `name`, and serves their
+    chunks to others at `listen`. `patience_s` and `give_up_s` are those of a `Download`."""
+
+    makes_deltas = False
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        node_id: str,
+        name: str,
+        job: str,
+        listen: str,
+        access: Access,
+        patience_s: float,
+        give_up_s: float,
+    ) -> None:
+        self.server = ChunkServer(listen, job=job, source="peer", access=access)
+        self.bytes_received = 0
+        self._cache = HostCache(root)
+        self._node_id = node_id
+        self._client = partial(Client, job=job, role="peer", name=name, access=access)
+        self._patience_s = patience_s
+        self._give_up_s = give_up_s
+        self._serving = False
+        self._shared: dict[str, str] = {}
+        """Directories whose chunks are served, with the hashes of their manifests."""
+
+    async def bring(self, notice: SnapshotNotice, publisher: Client) -> Path:
+        self.makes_deltas = False
+        if notice.node_id == self._node_id:
+            return Path(notice.path)
+        path = await self._cache.obtain(
+            directory_name(notice.tag), notice.manifest_hash, lambda: self._make(notice, publisher)
+        )
+        self.makes_deltas = True
+        for name in [name for name in self._shared if not self._cache.path(name).exists()]:
+            self.server.remove(self._shared.pop(name))
+        return path
+
+    def served(self, tag: VersionTag, *, failed: bool = False) -> None:
+        self._cache.served(directory_name(tag), failed=failed)
+
+    def distrust(self, notice: SnapshotNotice) -> None:
+        self.makes_deltas = False
+        self._cache.discard(directory_name(notice.tag))
+
+    async def close(self) -> None:
+        await self.server.close()
+        self._cache.close()
+
+    # --- making a directory, which this process alone does on this host ------------------------------
+
+    async def _make(self, notice: SnapshotNotice, publisher: Client) -> None:
+        name = directory_name(notice.tag)
+        if not await self._make_of_delta(notice, publisher):
+            await self._fetch(name, notice.manifest_hash, publisher)
+
+    async def _make_of_delta(self, notice: SnapshotNotice, publisher: Client) -> bool:
+        """Whether the snapshot could be made from its difference to one that is here."""
+        if notice.delta is None:
+            return False
+        cache, name, base = self._cache, directory_name(notice.tag), directory_name(notice.delta.base)
+        delta = f"{name}{DELTA_SUFFIX}"
+        staging = cache.path(f"{MAKING_PREFIX}{name}")
+        kept = base in cache.held
+        cache.hold(base)
+        try:
+            if not cache.path(base).exists():
+                return False
+            if cache.find(delta, notice.delta.manifest_hash) is None:
+                await self._fetch(delta, notice.delta.manifest_hash, publisher)
+            shutil.rmtree(staging, ignore_errors=True)
+            await asyncio.to_thread(apply_delta, cache.path(base), cache.path(delta), staging)
+            os.rename(staging, cache.path(name))
+        except (SnapshotError, OSError) as error:
+            log.warning("delta not used; the full snapshot is fetched", snapshot=name, error=str(error))
+            shutil.rmtree(staging, ignore_errors=True)
+            cache.discard(delta)
+            return False
+        finally:
+            if not kept:
+                cache.free(base)
+        return True
+
+    async def _fetch(self, name: str, manifest_hash: str, publisher: Client) -> None:
+        if not self._serving:
+            await self.server.start()
+            self._serving = True
+        question = FindSources(manifest_hash, self.server.endpoint)
+        try:
+            found, attached = await publisher.exchange(question, timeout_s=TABLE_S)
+        except (RpcTimeout, FaultError) as error:
+            raise SnapshotError(f"nobody says who serves {name}: {error}") from error
+        if len(attached) != 1:
+            raise ProtocolError(f"{len(attached)} attachments came with the sources of {name}")
+        table = decode_table(attached[0])
+        if table.manifest_hash != manifest_hash:
+            raise SnapshotError(f"the chunk table of {name} is of another snapshot")
+        store = PartialDownload(self._cache.path(name), table)
+        await asyncio.to_thread(store.resume)
+        download = Download(
+            store,
+            found.endpoints,
+            origin=found.origin,
+            client=self._client,
+            patience_s=self._patience_s,
+            give_up_s=self._give_up_s,
+        )
+        self.server.add(store)
+        try:
+            await self._follow(download)
+        except BaseException:
+            self.server.remove(manifest_hash)
+            raise
+        finally:
+            self.bytes_received += download.bytes_received
+        self._shared[name] = manifest_hash
+
+    async def _follow(self, download: Download) -> None:
+        """Wait for the end of the download, and tell what it waits for when nothing comes."""
+        running = asyncio.ensure_future(download.run())
+        told = ""
+        try:
+            while not running.done():
+                await asyncio.wait({running}, timeout=STARVED_S / 4)
+                told = _tell(told, download.state if download.starved_s > STARVED_S else "")
+            running.result()
+        finally:
+            _tell(told, "")
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+def _tell(before: str, now: str) -> str:
+    """Say what is waited for; the metric has one series while something is."""
+    if before != now:
+        if before:
+            with suppress(KeyError):
+                metrics.WAITS.remove(before)
+        if now:
+            metrics.WAITS.labels(now).set(1)
+    return now
