@@ -1,4 +1,4 @@
-"""What hostile clients can do to each kind of HTTP server: metrics, gateway, rewards, sandbox.
+"""What hostile clients can do to each kind of HTTP server: metrics, gateway, rewards.
 
     python benchmarks/hostile_http.py [--kinds metrics,gateway] [--connections 3000] [--requests 10000]
                                       [--json FILE]
@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).parents[1]
-KINDS = ("metrics", "gateway", "reward", "sandbox")
+KINDS = ("metrics", "gateway", "reward")
 OPEN_FILES = 1024
 TOKEN = "token-of-this-server"
 HONEST_S = 200.0
@@ -62,7 +62,6 @@ ASKED: dict[str, tuple[str, Any]] = {
     "metrics": ("/metrics", None),
     "gateway": ("/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "go"}]}),
     "reward": ("/v1/score", SCORE),
-    "sandbox": ("/v1/sandbox/run", {"source": "print(1)", "limits": {"wall_s": 20}}),
 }
 
 
@@ -130,13 +129,11 @@ def served(kind: str, folder: Path) -> Iterator[Subject]:
         "metrics": [*python, "-c", METRICS],
         "gateway": [*python, str(ROOT / "benchmarks" / "hostile_http_gateway.py")],
         "reward": [*python, "-m", "areal_async.cli.main", "reward", "serve", "exact_match"],
-        "sandbox": [*python, "-m", "reward_service.sandbox"],
     }[kind]
-    if kind in ("reward", "sandbox"):
+    if kind == "reward":
         token = folder / "token"
         token.write_text(TOKEN)
-        option = "--listen" if kind == "reward" else "--http"
-        command += [option, f"127.0.0.1:{port}", "--token-file", str(token)]
+        command += ["--listen", f"127.0.0.1:{port}", "--token-file", str(token)]
     with open(log, "wb") as written:
         process = subprocess.Popen(
             command,
@@ -149,7 +146,7 @@ def served(kind: str, folder: Path) -> Iterator[Subject]:
         )
     try:
         subject = Subject(kind, process, port, log)
-        if kind in ("reward", "sandbox"):
+        if kind == "reward":
             subject.key = subject.other_key = TOKEN
         if process.stdout is not None:
             said = json.loads(process.stdout.readline())
@@ -204,7 +201,7 @@ HELD: dict[str, Callable[[Subject], bytes]] = {
         unknown(subject, beginning(subject, 1 << 24)) + b" " * 65536
     ),
     "answered once, then idle": lambda subject: b"GET /v1/nothing HTTP/1.1\r\nHost: x\r\n\r\n",
-    # Who has the token of a reward or sandbox server may keep it busy, as anyone whom it serves.
+    # Who has the token of a reward server may keep it busy, as anyone whom it serves.
     "answers that are not read": lambda subject: (
         (unknown(subject, whole(subject)) if subject.key == TOKEN else whole(subject)) * 4
     ),

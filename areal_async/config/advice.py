@@ -27,7 +27,7 @@ def _programs_unprotected(job: JobConfig) -> Iterator[Mistake]:
             yield Mistake(
                 f"{field}.sandbox",
                 "programs that the model writes run without any protection: they may do whatever the reward "
-                "service, or the sandbox server, may do on its machine",
+                "service may do on its machine",
                 "Remove it, so that they are isolated (docs/sandbox.md)",
             )
 

@@ -49,12 +49,10 @@ def check_machine(job: JobConfig, services: Sequence[ServicePlace], *, source: s
         raise ConfigError(source, mistakes)
 
 
-def no_sandbox(remote: str = "", token_env: str = "") -> tuple[str, str]:
-    """(why programs cannot be isolated here, or on the sandbox server `remote`; what to change), both empty
-    where they can. Tries it, in a process of the reward service."""
+def no_sandbox() -> tuple[str, str]:
+    """(why programs cannot be isolated here; what to change), both empty where they can. Tries it, in a
+    process of the reward service."""
     command = [sys.executable, "-P", "-m", "reward_service.sandbox"]
-    command += ["--remote", remote] if remote else []
-    command += ["--token-env", token_env] if token_env else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -175,18 +173,9 @@ def _check_redis(job: JobConfig) -> list[Mistake]:
 
 
 def _check_sandbox(job: JobConfig) -> list[Mistake]:
-    found: dict[tuple[str, str], tuple[str, str]] = {}
-    mistakes = []
-    for field, arguments in programs_run(job):
-        if arguments.get("sandbox") == "none":
-            continue
-        where = (arguments.get("remote") or "", arguments.get("token_env") or "")
-        if where not in found:
-            found[where] = no_sandbox(*where)
-        why, fix = found[where]
-        if why:
-            mistakes.append(Mistake(f"{field}.{'remote' if where[0] else 'sandbox'}", why, fix))
-    return mistakes
+    fields = [field for field, arguments in programs_run(job) if arguments.get("sandbox") != "none"]
+    why, fix = no_sandbox() if fields else ("", "")
+    return [Mistake(f"{field}.sandbox", why, fix) for field in fields] if why else []
 
 
 def _check_memory(job: JobConfig) -> list[Mistake]:

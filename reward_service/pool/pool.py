@@ -83,7 +83,7 @@ class WorkerPool:
 
     @property
     def alive(self) -> int:
-        return min(self._workers.alive, self._workers.count)
+        return self._workers.alive
 
     @property
     def busy(self) -> int:

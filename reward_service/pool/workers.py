@@ -1,7 +1,7 @@
 """The workers of a pool: started, replaced when they die, renewed when they have grown or run long.
 
 Promises: a place whose process died is filled again, at growing intervals while that fails; a worker is
-renewed between its calls, and only once another is ready for them; a reward that was loaded before is tried
+renewed between its calls, one at a time; a reward that was loaded before is tried
 again before it is given up.
 """
 
@@ -37,8 +37,6 @@ log = get_logger("pool")
 MAX_FAILED_STARTS = 4
 """Starts in a row that do not get ready before the pool gives up."""
 FIRST_PAUSE_S = 0.2
-RENEWAL_PAUSE_S = 10.0
-"""After a renewal that failed."""
 SOFT_SHARE = 0.75
 """Of the memory limit beyond what loading took: a worker that has grown so far is renewed between calls."""
 
@@ -90,9 +88,7 @@ class WorkerSlot:
     doomed: bool = False
     """The process is being killed."""
     leaving: bool = False
-    """It gets nothing more; once it has nothing left, the place goes."""
-    replaces: WorkerSlot | None = None
-    """The slot that leaves for this one once this one has loaded."""
+    """It gets nothing more; once it has nothing left, another process takes the place."""
     inflight: dict[int, Invocation] = field(default_factory=dict)
     """What the process was given and has not reported, by the number of its unit."""
     inflight_bytes: int = 0
@@ -117,7 +113,7 @@ class WorkerSlot:
 
     @property
     def ready(self) -> bool:
-        return self.loaded and not (self.doomed or self.leaving or self.loading or self.replaces)
+        return self.loaded and not (self.doomed or self.leaving or self.loading)
 
     @property
     def taken(self) -> bool:
@@ -169,7 +165,6 @@ class Workers:
         self._started = False
         self._closed = False
         self._restarts: set[asyncio.Task[None]] = set()
-        self._renew_after_s = 0.0
         self._looked_s = 0.0
 
     @property
@@ -234,13 +229,13 @@ class Workers:
         if now_s - self._looked_s < self._limits.look_s or self._closed:
             return
         self._looked_s = now_s
-        if now_s >= self._renew_after_s and not any(slot.replaces for slot in self.slots):
-            self._replace_used_up()
+        if not any(slot.leaving for slot in self.slots):
+            self._renew_used_up()
 
     # --- a worker's life -----------------------------------------------------------------------------
 
     def _start(self, slot: WorkerSlot) -> None:
-        slot.loaded = slot.doomed = slot.over_memory = False
+        slot.loaded = slot.doomed = slot.leaving = slot.over_memory = False
         slot.overdue, slot.trouble = None, ""
         slot.units_done = slot.seen = 0
         slot.loading, slot.rewards = set(), set()
@@ -304,10 +299,6 @@ class Workers:
                 return
         for number in slot.rewards:
             self._rewards[number].loaded_once = True
-        if slot.replaces is not None:
-            slot.replaces.leaving = True
-            self.end_if_done(slot.replaces)
-            slot.replaces = None
         self.changed.set()
         self._owner.on_ready()
 
@@ -321,11 +312,9 @@ class Workers:
             self._not_loaded(slot, reward, f"the reward {reward.spec.name!r}: {message}")
 
     def _not_loaded(self, slot: WorkerSlot, reward: PooledReward, message: str) -> None:
-        if slot.replaces is not None:
-            slot.kill()
-        elif slot.doomed:
+        if slot.doomed:
             return
-        elif self._started and reward.loaded_once and slot.failed_starts < MAX_FAILED_STARTS - 1:
+        if self._started and reward.loaded_once and slot.failed_starts < MAX_FAILED_STARTS - 1:
             # It may pass: what it imports may be half saved, or memory short.
             log.warning("a reward was not loaded and is tried again", reward=reward.spec.name, cause=message)
             slot.trouble = message
@@ -346,12 +335,6 @@ class Workers:
         slot.marker.close()
         slot.process = slot.marker = None
         self.changed.set()
-        if slot.leaving or slot.replaces is not None:
-            self.slots.remove(slot)
-            if slot.replaces is not None and not self._closed:
-                self._renew_after_s = time.monotonic() + RENEWAL_PAUSE_S
-                log.warning("worker could not be renewed", cause=cause)
-            return
         if not slot.loaded:
             self._failed_to_start(slot, f"a worker ended while loading its rewards: {slot.trouble or cause}")
         if not self._closed:
@@ -381,8 +364,8 @@ class Workers:
         if slot.leaving and not slot.inflight and not slot.doomed:
             slot.kill()
 
-    def _replace_used_up(self) -> None:
-        """Begin to replace a worker that has run enough calls or has grown too much."""
+    def _renew_used_up(self) -> None:
+        """Begin to renew a worker that has run enough calls or has grown too much."""
         limits = self._limits
         for slot in self.slots:
             if not slot.ready or slot.process is None:
@@ -397,12 +380,6 @@ class Workers:
                 continue
             metrics.RENEWED.labels(reason).inc()
             log.info("worker is renewed", pid=slot.process.pid, calls=slot.units_done, reason=reason)
-            successor = WorkerSlot(replaces=slot)
-            try:
-                self._start(successor)
-            except OSError as error:
-                self._renew_after_s = time.monotonic() + RENEWAL_PAUSE_S
-                log.warning("worker could not be renewed", cause=str(error))
-            else:
-                self.slots.append(successor)
+            slot.leaving = True
+            self.end_if_done(slot)
             return

@@ -28,11 +28,11 @@ NAMESPACES = ("user", "pid", "mount", "net", "ipc", "uts", "cgroup")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": ".", "TMPDIR": "."}
 INSIDE = {"HOME": "/work", "TMPDIR": "/work/.tmp"}
 REMEDY = (
-    "Install bubblewrap and libseccomp (Debian: `apt-get install bubblewrap libseccomp2`), run programs on a "
-    "sandbox server elsewhere (`remote`), or allow user namespaces here: Docker: --security-opt "
-    "seccomp=unconfined --security-opt apparmor=unconfined; Kubernetes: hostUsers: false; elsewhere: sysctl "
-    "user.max_user_namespaces above 0. `sandbox: none` in the reward's arguments runs them without any "
-    "protection (docs/sandbox.md)"
+    "Install bubblewrap and libseccomp (Debian: `apt-get install bubblewrap libseccomp2`), run programs "
+    "elsewhere (`areal-async reward serve` on a machine that can, and the reward `remote` here), or allow "
+    "user namespaces here: Docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined; "
+    "Kubernetes: hostUsers: false; elsewhere: sysctl user.max_user_namespaces above 0. `sandbox: none` in "
+    "the reward's arguments runs them without any protection (docs/sandbox.md)"
 )
 
 

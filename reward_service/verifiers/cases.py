@@ -59,8 +59,6 @@ class Cases(msgspec.Struct, frozen=True):
     """Code before the first of `codes`."""
     entries: dict[str, str] = {}
     """Name in `codes` and `setup` → entry point of the program."""
-    live: bool = False
-    """Whether `codes` cannot do without objects of the program."""
 
     def __len__(self) -> int:
         return len(self.stdio) + len(self.calls) + len(self.codes)
@@ -201,8 +199,12 @@ def _with_names(codes: list[CodeCase], setup: list[str], entry_point: str) -> Ca
             "the tests use nothing of the program: every name in them is their own, Python's or a "
             "library's. Give the function's name as `entry_point`"
         )
-    live = needs_live_objects(texts, entries)
-    return Cases(codes=codes, setup=[*names.imports, *setup], entries=entries, live=live)
+    if needs_live_objects(texts, entries):
+        raise ValueError(
+            "the tests use objects of the program (attributes, calls or items of what it returns), which "
+            "could answer for themselves: write tests that compare plain data"
+        )
+    return Cases(codes=codes, setup=[*names.imports, *setup], entries=entries)
 
 
 def _typed(value: Any) -> Any:

@@ -26,7 +26,6 @@ from reward_service.sdk import RewardInput, Score
 from reward_service.verifiers import verifier
 from reward_service.verifiers.answers import Block, blocks
 from reward_service.verifiers.cases import Cases, code_cases, read_cases
-from reward_service.verifiers.code_rewards import readable
 from reward_service.verifiers.run_cases import SandboxArguments, prepare_runner, run_cases, runner
 
 LONGEST_TESTS = 10_000
@@ -58,11 +57,11 @@ def code_matrix(given: list[RewardInput], arguments: CodeMatrixArguments) -> lis
 
 
 def _scores(given: list[RewardInput], arguments: CodeMatrixArguments) -> list[Score]:
-    level = runner(arguments).level
+    level = runner(arguments.sandbox).level
     deadline_s = time.monotonic() + arguments.budget_s
     programs, tests = zip(*(split(one.response, arguments) for one in given), strict=True)
     truths = [one.ground_truth for one in given]
-    task = readable(read_cases(truths[0]), arguments) if truths and truths[0] is not None else None
+    task = read_cases(truths[0]) if truths and truths[0] is not None else None
     out_of_time = False
     texts = len(dict.fromkeys(programs))
     runs_left = texts * len([one for k, one in enumerate(tests) if tests.index(one) == k])
@@ -142,6 +141,6 @@ def _readable(block: Block | None, arguments: CodeMatrixArguments) -> Cases | No
     if block is None or len(block.text) > LONGEST_TESTS:
         return None
     try:
-        return readable(code_cases([block.text]), arguments).first(arguments.max_tests)
+        return code_cases([block.text]).first(arguments.max_tests)
     except ValueError:
         return None

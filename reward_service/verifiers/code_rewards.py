@@ -20,12 +20,12 @@ from reward_service.sandbox.languages import ALIASES, LANGUAGES
 from reward_service.sdk import Abstain, RewardInput, Score
 from reward_service.verifiers import verifier
 from reward_service.verifiers.answers import program_of
-from reward_service.verifiers.cases import Cases, read_cases
+from reward_service.verifiers.cases import read_cases
 from reward_service.verifiers.run_cases import Compare, Result, SandboxArguments, prepare_runner, run_cases
 
 log = get_logger("sandbox")
 
-COMPONENTS = ("extracted", "compiled", "passed", "out_of_time", "live_objects")
+COMPONENTS = ("extracted", "compiled", "passed", "out_of_time")
 
 
 class CodeArguments(SandboxArguments):
@@ -54,9 +54,8 @@ def code_stdio(given: RewardInput, arguments: CodeStdioArguments) -> Score | Abs
     """1 when every case passes, else 0; with `partial` the share that passes. A ground truth with `fn_name`
     is run as function tests.
 
-    Components: `extracted`, `compiled`, `passed` (share of the cases), `out_of_time`, `live_objects` (1 where
-    tests were answered by objects of the program). A language that the model chose (`auto`) and that is not
-    installed is its fault."""
+    Components: `extracted`, `compiled`, `passed` (share of the cases), `out_of_time`. A language that the
+    model chose (`auto`) and that is not installed is its fault."""
     return _judged(given, arguments, arguments.language, arguments.compare)
 
 
@@ -74,7 +73,7 @@ def _judged(
 ) -> Score | Abstain | Failure:
     if given.ground_truth is None:
         return Abstain("the task has no ground truth")
-    cases = readable(read_cases(given.ground_truth), arguments).first(arguments.max_cases)
+    cases = read_cases(given.ground_truth).first(arguments.max_cases)
     block = program_of(given.response, extract=arguments.extract)
     if block is None:
         return _no_score()
@@ -109,17 +108,6 @@ def _warn_of_missing(why: str) -> None:
     log.warning("a program in a language that is not installed counts as wrong", why=why)
 
 
-def readable(cases: Cases, arguments: SandboxArguments) -> Cases:
-    """Raises ValueError for tests that need objects of the program where the job refuses them."""
-    if cases.live and arguments.live_objects == "refuse":
-        raise ValueError(
-            "the tests use objects of the program (attributes, calls or items of what it returns), which "
-            "could answer for themselves. Set `live_objects: allow` among the reward's arguments, or write "
-            "tests that compare plain data"
-        )
-    return cases
-
-
 def _no_score(**components: float) -> Score:
     """0, for a program that was not run."""
     return Score(0.0, dict.fromkeys(COMPONENTS, 0.0) | components)
@@ -131,7 +119,6 @@ def _score_of(result: Result, *, partial: bool) -> Score:
         "compiled": float(result.compiled),
         "passed": result.share,
         "out_of_time": float(result.out_of_time),
-        "live_objects": float(result.live),
     }
     value = result.share if partial else float(all(result.passed))
     return Score(value, components, sandbox=result.level)

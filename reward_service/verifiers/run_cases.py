@@ -9,15 +9,14 @@ import time
 from typing import Any, ClassVar, Literal
 
 import msgspec
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from areal_async.config.base import Section, refuse_password
+from areal_async.config.base import Section
 from reward_service.sandbox import Program, RunLimits, RunOutcome, Sandbox, SandboxError
 from reward_service.sandbox.harness import START, files_of
 from reward_service.sandbox.harness.plain import encode
 from reward_service.sandbox.languages import HARNESS_PYTHON
-from reward_service.sandbox.program import CannotIsolate, Level
-from reward_service.sandbox.remote import RemoteSandbox
+from reward_service.sandbox.program import Level
 from reward_service.sdk import RewardLoadError
 from reward_service.verifiers.cases import CallCase, Cases, StdioCase
 from reward_service.verifiers.entry_points import marked
@@ -26,22 +25,16 @@ LEAST_RUN_S = 0.05
 """A run with less time than this left is not begun."""
 
 Compare = Literal["tokens", "lines", "exact"]
-Runner = Sandbox | RemoteSandbox
-_runners: dict[tuple[str, str, str], Runner] = {}
 
 
 class SandboxArguments(Section):
     """Where and within which limits programs run, and what their tests may ask of them."""
 
     runs_programs: ClassVar[bool] = True
-    """Read where a job is checked: this machine, or `remote`, must be able to isolate programs."""
+    """Read where a job is checked: the machine must be able to isolate programs."""
     sandbox: Level = "isolated"
     """`isolated` (docs/sandbox.md): the job is refused where programs cannot be isolated. `none`: they are
     plain child processes of the service, free to do what it may: no protection."""
-    remote: str | None = None
-    """URL of a sandbox server to run programs on, instead of this machine."""
-    token_env: str | None = None
-    """Environment variable that holds the token for `remote`."""
     cpu_s: float = Field(default=2.0, gt=0)
     """CPU time of one run, in seconds."""
     wall_s: float = Field(default=5.0, gt=0)
@@ -53,17 +46,6 @@ class SandboxArguments(Section):
     budget_s: float = Field(default=8.0, gt=0)
     """Time for compiling and all runs of one episode, in seconds. What has not run by then has failed. It has
     to end before the reward's `timeout_s`, past which the whole call is a timeout."""
-    live_objects: Literal["allow", "refuse"] = "refuse"
-    """Whether tests may use objects of the program (instances of its classes, closures, endless iterators),
-    which answer for themselves. `refuse`: a task whose tests need them is an error; everything that crosses
-    to the tests is plain data. `allow`: the component `live_objects` says where it was so."""
-
-    @field_validator("remote")
-    @classmethod
-    def _holds_no_password(cls, value: str | None) -> str | None:
-        if value is not None:
-            refuse_password(value, "token_env")
-        return value
 
 
 class Result(msgspec.Struct):
@@ -75,8 +57,6 @@ class Result(msgspec.Struct):
     out_of_time: bool = False
     """Whether the budget ended before the cases did."""
     level: str = ""
-    live: bool = False
-    """Whether the tests were answered by objects of the program: the weaker form."""
     why: str = ""
     """How the first case that failed did."""
 
@@ -90,27 +70,18 @@ class Result(msgspec.Struct):
             self.why = why
 
 
-def runner(arguments: SandboxArguments) -> Runner:
+@functools.cache
+def runner(level: Level) -> Sandbox:
     """The sandbox of this process, made when first asked for. Raises SandboxError."""
-    key = (arguments.sandbox, arguments.remote or "", arguments.token_env or "")
-    if key not in _runners:
-        if arguments.remote:
-            _runners[key] = RemoteSandbox(
-                arguments.remote, token_env=arguments.token_env, level=arguments.sandbox
-            )
-        else:
-            _runners[key] = Sandbox.at(arguments.sandbox)
-    return _runners[key]
+    return Sandbox.at(level)
 
 
 def prepare_runner(arguments: SandboxArguments) -> None:
-    """Have the sandbox ready before the first call. Raises RewardLoadError where there is none; a server that
-    does not answer may come back."""
+    """Have the sandbox ready before the first call. Raises RewardLoadError where there is none."""
     try:
-        runner(arguments)
+        runner(arguments.sandbox)
     except SandboxError as error:
-        away = bool(arguments.remote) and not isinstance(error, CannotIsolate)
-        raise RewardLoadError(f"programs cannot be run: {error}", may_pass=away) from None
+        raise RewardLoadError(f"programs cannot be run: {error}") from None
 
 
 def run_cases(
@@ -125,7 +96,7 @@ def run_cases(
 ) -> Result:
     """All cases, or until the first that fails unless `partial`. Raises SandboxError, CompilerMissing, and
     ValueError for tests that fail or end before they have asked anything of the program."""
-    sandbox = runner(arguments)
+    sandbox = runner(arguments.sandbox)
     deadline_s = time.monotonic() + arguments.budget_s
     result = Result([], level=sandbox.level)
     for case in cases.stdio:
@@ -160,7 +131,7 @@ def _limits(arguments: SandboxArguments, left_s: float) -> RunLimits:
 
 
 def _run_stdio(
-    sandbox: Runner, source: str, language: str, case: StdioCase, arguments: SandboxArguments, left_s: float
+    sandbox: Sandbox, source: str, language: str, case: StdioCase, arguments: SandboxArguments, left_s: float
 ) -> tuple[RunOutcome, bool]:
     """(how the program ended, whether the time that was left is what ended it)."""
     program = Program(
@@ -177,7 +148,7 @@ def _run_stdio(
 
 
 def _run_tests(
-    sandbox: Runner,
+    sandbox: Sandbox,
     source: str,
     cases: Cases,
     arguments: SandboxArguments,
@@ -191,7 +162,6 @@ def _run_tests(
         "entries": cases.entries,
         "setup": [_marked(text) for text in cases.setup],
         "tests": tests,
-        "live": cases.live and arguments.live_objects == "allow",
         "tolerance": tolerance,
     }
     limits = _limits(arguments, left_s)
@@ -217,7 +187,6 @@ def _run_tests(
     for index in range(len(tests)):
         line = lines[index] if index < len(lines) else {"why": ended.describe()}
         result.add(line.get("passed") is True, str(line.get("why")))
-        result.live = result.live or line.get("live") is True
 
 
 _marked = functools.lru_cache(maxsize=256)(marked)

@@ -4,7 +4,7 @@
                                                       [--steps 1800] [--result FILE]
 
 The job has all kinds of sockets: RPC and Redis in its folder, stations, gateway and metrics on ports, and a
-reward server of its own; a sandbox server runs beside it. Each gets so many malformed
+reward server of its own. Each gets so many malformed
 messages from somebody who knows its secret, as many from a stranger, and so many connections that are held
 open together. Then the job is let run to its end, and the checker of the chaos runs judges it.
 """
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import yaml
-from hostile_http import Subject, free_port, listens, many_files, send_malformed, served, until
+from hostile_http import Subject, free_port, listens, many_files, send_malformed, until
 
 from areal_async.rpc.endpoints import Access
 from areal_async.rpc.secret import RunSecret
@@ -123,7 +123,6 @@ class Flood:
 
     job: Job
     rewards: Rewards
-    sandbox: Subject
     messages: int
     connections: int
     quiet_steps: int
@@ -145,7 +144,6 @@ class Flood:
         sizes.append(sizes_of(names))
         self.figures |= self._round(faces, self.messages, self.connections)
         sizes.append(sizes_of(names))
-        self.sandbox.honest()
         if ended := names.keys() - sizes[-1].keys():
             raise JobFailed(f"processes have ended: {sorted(names[one] for one in ended)}")
         for what, before, after in zip(("first", "quiet", "growth"), sizes, sizes[1:], strict=False):
@@ -165,8 +163,8 @@ class Flood:
             kind = kind_of(port)
             send = self._zmq(f"tcp://127.0.0.1:{port}", secret) if kind == "station" else http(kind, port)
             yield Face(f"{kind} of {name}", port, send)
-        for kind, port in (("reward", self.rewards.port), ("sandbox", self.sandbox.port)):
-            yield Face(f"{kind} server, http", port, http(kind, port, TOKEN))
+        port = self.rewards.port
+        yield Face("reward server, http", port, http("reward", port, TOKEN))
 
     def _round(self, faces: list[Face], messages: int, connections: int) -> dict[str, dict[str, Any]]:
         done: dict[str, dict[str, Any]] = {}
@@ -314,10 +312,10 @@ def run(
 ) -> tuple[Verdict, dict[str, Any]]:
     """The verdict on the job, and the figures of the flood. Raises `JobFailed`."""
     write_job(folder, "flooded", steps=steps, seed=7, durability="always")
-    with reward_server(folder) as rewards, served("sandbox", folder) as sandbox:
-        url = f"tcp://127.0.0.1:{rewards.zmq_port}"
+    with reward_server(folder) as rewards:
+        url = f"http://127.0.0.1:{rewards.port}"
         job = Job(job_of_all_kinds(folder, steps, url, rewards.token_file))
-        flooding = Flood(job, rewards, sandbox, messages, connections, quiet_steps)
+        flooding = Flood(job, rewards, messages, connections, quiet_steps)
         storm = Storm(job, limit_s=limit_s)
         storm.run(flooding.plan())
         verdict = storm.judge()

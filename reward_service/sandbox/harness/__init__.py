@@ -3,8 +3,6 @@
     examiner.py    beside the tests: runs them, asks the program over the link, says what passed
     candidate.py   beside the program: does what the examiner asks
     plain.py       beside both: plain data and its encoding, the messages of the link
-    same.py        beside the tests: whether a result is the one that was expected
-    proxies.py     beside the tests, where a task has them use objects of the program: the weaker form
 
 What crosses the link is plain data: whatever the program sends becomes a value of one of Python's own types,
 made anew by the examiner, and the tests' questions (`==`, `<`, `in`, `len`, truth) are answered by it. The
@@ -31,7 +29,7 @@ sys.path.remove(os.getcwd())
 """
 """What a side's interpreter runs: nothing is imported from its folder afterwards."""
 SHARED = ("plain",)
-OF_SIDE = {"examiner": (*SHARED, "examiner", "same", "proxies"), "candidate": (*SHARED, "candidate")}
+OF_SIDE = {"examiner": (*SHARED, "examiner"), "candidate": (*SHARED, "candidate")}
 
 
 @functools.cache

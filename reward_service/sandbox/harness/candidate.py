@@ -1,8 +1,7 @@
 """The program's side: runs the program, then does what the examiner asks, until it is gone.
 
-Nothing here is trusted by the examiner: the program shares this process and may change all of it. Where the
-task is open to live objects (`live`), objects that are no plain data stay here under a number, which the
-examiner is given.
+Nothing here is trusted by the examiner: the program shares this process and may change all of it. Instances
+of its class `Solution` stay here under a number, which the examiner is given.
 """
 
 from __future__ import annotations
@@ -11,17 +10,15 @@ import builtins
 import os
 import sys
 
-from .plain import PLAIN_TYPES, HarnessLink, LinkEnded, Malformed, Unplain, decode, encode, installed_packages
+from .plain import HarnessLink, LinkEnded, Malformed, Unplain, decode, encode, installed_packages
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any
 
 LINK = 3
 RECURSION = 20_000
 """Depth that programs may recurse to."""
-PLAIN: tuple[type, ...] = tuple(getattr(builtins, name) for name in PLAIN_TYPES)
 CHANGEABLE = ("list", "dict", "set", "bytearray", "deque", "OrderedDict", "Counter")
 """What a function may change for its caller to see."""
 OF_SOLUTION = "Solution()."
@@ -30,7 +27,6 @@ OF_SOLUTION = "Solution()."
 class Candidate:
     def __init__(self, link: HarnessLink) -> None:
         self.link = link
-        self.live = False
         self.held: list[Any] = []
         self.names: dict[str, Any] = {}
 
@@ -47,7 +43,6 @@ class Candidate:
 
     def serve(self) -> None:
         broken = self.load()
-        self.live = bool(self.link.receive()["live"])
         self.link.send({"broken": broken} if broken else {"ready": True})
         while not broken:
             self.act(self.link.receive())
@@ -71,15 +66,8 @@ class Candidate:
                 reply = {"value": self.keep(target(*arguments, **named))}
             case "method":
                 reply = {"value": self.encoded(getattr(target, message["name"])(*arguments, **named))}
-            case "plain":
-                reply = {"value": encode(target, self.refer_within(target))}
-            case "next":
-                try:
-                    reply = {"value": self.encoded(next(target))}
-                except StopIteration:
-                    reply = {"end": True}
             case other:
-                reply = {"value": self.encoded(ASKED[other](target, *arguments))}
+                raise Malformed(f"nothing is done by {other!r}")
         if message["back"]:
             reply["changed"] = [self.changed(one) for one in (*arguments, *named.values())]
         return reply
@@ -100,19 +88,13 @@ class Candidate:
         kind = type(value)
         if isinstance(value, Callback):
             return ["callback", value.number]
-        if self.live and (last or hasattr(kind, "__next__") or of_the_program(kind)):
-            return self.keep(value)
         if last and kind.__module__ == "numpy" and hasattr(value, "tolist"):
             return self.encoded(value.tolist())
         return None
 
-    def refer_within(self, content: Any) -> Callable[[Any, bool], Any]:
-        """A `refer` that gives no reference to `content` itself, whose content is wanted."""
-        return lambda value, last: None if value is content else self.refer(value, last)
-
     def keep(self, value: Any) -> list[Any]:
         self.held.append(value)
-        return ["held", len(self.held) - 1, isinstance(value, PLAIN)]
+        return ["held", len(self.held) - 1]
 
     def value(self, data: Any) -> Any:
         return decode(data, self.referred)
@@ -160,11 +142,6 @@ class Callback:
             side.act(message)
 
 
-def of_the_program(kind: type) -> bool:
-    """Whether it is a class that the program has written; its named tuples are tuples."""
-    return kind.__module__ == "solution" and not hasattr(kind, "_fields")
-
-
 def raised(error: BaseException) -> dict[str, Any]:
     """The nearest of Python's own exceptions, which is what tests know."""
     kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
@@ -173,24 +150,6 @@ def raised(error: BaseException) -> dict[str, Any]:
     except BaseException:
         arguments = ["list", str(error)[:300]]
     return {"raised": kind, "args": arguments}
-
-
-ASKED: dict[str, Any] = {
-    "getattr": getattr,
-    "setattr": setattr,
-    "iter": iter,
-    "len": len,
-    "bool": bool,
-    "str": str,
-    "repr": repr,
-    "getitem": lambda one, key: one[key],
-    "setitem": lambda one, key, value: one.__setitem__(key, value),
-    "contains": lambda one, key: key in one,
-    "equal": lambda one, other: bool(one == other),
-    "less": lambda one, other: bool(one < other),
-    "isinstance": isinstance,
-}
-"""What objects of the program answer themselves, where the task is open to it."""
 
 
 def main() -> None:

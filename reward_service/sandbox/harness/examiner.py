@@ -1,8 +1,7 @@
 """The tests' side: runs the tests, asks the program over the link, and says what passed.
 
 Standard input is one object of JSON; see `Examination`. Standard output is a line of JSON for each test:
-`passed`, `why` not, and by then whether the program was `ready` to be asked, was `asked` anything, and
-whether `live` objects of it were used.
+`passed`, `why` not, and by then whether the program was `ready` to be asked and was `asked` anything.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import sys
 
 from .plain import HarnessLink, LinkEnded, Malformed, decode, encode, installed_packages
-from .same import same_result
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,12 +24,12 @@ if TYPE_CHECKING:
         """Code that goes before the tests."""
         tests: list[dict[str, Any]]
         """`{"code": text}`, or `{"call": name, "args": …, "expected": …, "wrapped": …}`, values encoded."""
-        live: bool
         tolerance: float
 
 
 LINK = 3
 WHY = 300
+VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 IN_PLACE = "__in_place__"
 """What a call that is a statement of its own is handed through: `__in_place__(f)(x)`."""
 FOR_ITERATION = (StopIteration, StopAsyncIteration, GeneratorExit)
@@ -45,12 +43,10 @@ class Spoiled(BaseException):
 class Examiner:
     """Asks the program. What comes back is plain data, a reference, or an exception of Python's own."""
 
-    def __init__(self, link: HarnessLink, *, live: bool) -> None:
+    def __init__(self, link: HarnessLink) -> None:
         self.link = link
-        self.live = live
         self.ready = False
         self.asked = False
-        self.used_live = False
         self.broken = ""
         """Why no later test can pass."""
         self.failed = ""
@@ -59,7 +55,6 @@ class Examiner:
 
     def begin(self) -> str:
         """Why the program cannot be tested, if so."""
-        self.link.send({"live": self.live})
         opening = self.link.receive()
         self.ready = opening.get("ready") is True
         return "" if self.ready else str(opening.get("broken"))[:WHY]
@@ -94,8 +89,6 @@ class Examiner:
                 self.call_back(reply)
             if "raised" in reply:
                 raise exception(reply["raised"], self.value(reply.get("args")))
-            if do == "next" and reply.get("end") is True:
-                raise StopIteration
             if do == "new":
                 return Instance(self, reference_of(reply.get("value")))
             value = self.value(["list", reply.get("value")])[0]
@@ -149,12 +142,6 @@ class Examiner:
     def referred(self, kind: str, content: list[Any]) -> Any:
         if kind == "callback" and len(content) == 1 and content[0] in range(len(self.callbacks)):
             return self.callbacks[content[0]]
-        if kind == "held" and self.live:
-            from .proxies import PlainProxy, Proxy
-
-            self.used_live = True
-            reference = reference_of([kind, *content])
-            return (PlainProxy if reference[2] else Proxy)(self, reference)
         raise Malformed(f"nothing is of the kind {kind!r}")
 
 
@@ -166,12 +153,11 @@ class Reference:
     _reference: list[Any]
 
     def __init__(self, examiner: Examiner, reference: list[Any]) -> None:
-        object.__setattr__(self, "_examiner", examiner)  # a proxy sets attributes elsewhere
-        object.__setattr__(self, "_reference", reference)
+        self._examiner = examiner
+        self._reference = reference
 
     def __instancecheck__(self, instance: Any) -> bool:
-        live = self._examiner.live and isinstance(instance, Reference)
-        return live and self._examiner.ask("isinstance", instance, (self,)) is True
+        return False
 
     def __bool__(self) -> bool:
         raise TypeError("an object of the program's is neither true nor false")
@@ -229,7 +215,7 @@ def in_place(function: Any) -> Any:
 
 def reference_of(data: Any) -> list[Any]:
     """Raises Malformed unless it is a reference to an object that the program holds."""
-    if type(data) is list and [type(one) for one in data] == [str, int, bool] and data[0] == "held":
+    if type(data) is list and [type(one) for one in data] == [str, int] and data[0] == "held":
         return data
     raise Malformed("no reference")
 
@@ -264,6 +250,54 @@ def exception(name: Any, arguments: Any) -> BaseException:
         return kind(*arguments)
     except Exception:
         return RuntimeError(f"the program raised {name}")
+
+
+def same_result(got: Any, expected: Any, tolerance: float, *, wrapped: bool) -> bool:
+    """`got` is a plain value. What is given out piece by piece (an iterator, the keys of a dictionary) is
+    compared as a list. `wrapped`: the data set puts every result into a list of its own, which a program may
+    leave out."""
+    if hasattr(type(got), "__next__") or isinstance(got, VIEWS):
+        got = list(got)
+    if wrapped and same_value(got, expected[0], tolerance):
+        return True
+    return same_value(got, expected, tolerance)
+
+
+def same_value(got: Any, expected: Any, tolerance: float) -> bool:
+    """Whether content and kind agree. `expected` comes from JSON, which has no tuples: these count as lists,
+    and nothing else does. An integer is exact, a decimal is met up to `tolerance`, relative or absolute; True
+    is no 1. Keys of a dictionary keep their types."""
+    if isinstance(got, bool) or isinstance(expected, bool):
+        return got is expected
+    if isinstance(got, int | float) and isinstance(expected, int | float):
+        return _same_number(got, expected, tolerance)
+    if isinstance(expected, list):
+        return (
+            isinstance(got, list | tuple)
+            and len(got) == len(expected)
+            and all(same_value(one, two, tolerance) for one, two in zip(got, expected, strict=True))
+        )
+    if isinstance(expected, dict):
+        if not isinstance(got, dict) or len(got) != len(expected):
+            return False
+        typed = {(type(key), key): one for key, one in got.items()}  # else Python takes True and 1.0 for 1
+        wanted = {(type(key), key): one for key, one in expected.items()}
+        return typed.keys() == wanted.keys() and all(
+            same_value(typed[key], wanted[key], tolerance) for key in wanted
+        )
+    return type(got) is type(expected) and bool(got == expected)
+
+
+def _same_number(got: float, expected: float, tolerance: float) -> bool:
+    if got == expected or (got != got and expected != expected):
+        return True
+    if isinstance(expected, int):
+        return False
+    try:
+        error = abs(float(got) - expected)
+        return error <= tolerance * max(1.0, abs(float(got)), abs(expected)) < float("inf")
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def run(examiner: Examiner, test: dict[str, Any], space: dict[str, Any], tolerance: float) -> str:
@@ -308,10 +342,6 @@ def results(task: Examination, examiner: Examiner) -> Any:
 
 def entry(examiner: Examiner, target: str) -> Reference:
     reference = ["entry", target]
-    if examiner.live:
-        from .proxies import Proxy
-
-        return Proxy(examiner, reference)
     return (SolutionClass if target == "Solution" else EntryPoint)(examiner, reference)
 
 
@@ -322,9 +352,8 @@ def main() -> None:
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)  # what tests print is no answer
     sys.path += installed_packages()
-    examiner = Examiner(HarnessLink(LINK), live=task["live"])
+    examiner = Examiner(HarnessLink(LINK))
     for why in results(task, examiner):
-        by_then = {"ready": examiner.ready, "asked": examiner.asked, "live": examiner.used_live}
-        line = {"passed": not why, "why": why, **by_then}
+        line = {"passed": not why, "why": why, "ready": examiner.ready, "asked": examiner.asked}
         os.write(answers, json.dumps(line).encode() + b"\n")
     os._exit(0)

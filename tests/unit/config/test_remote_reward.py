@@ -5,8 +5,6 @@ import pytest
 from areal_async.config.errors import ConfigError
 from areal_async.config.load import job_from_mapping
 from reward_service.backends.remote import RemoteArguments
-from reward_service.sandbox.program import SandboxError
-from reward_service.sandbox.remote import RemoteSandbox
 
 URL = "http://127.0.0.1:8700"
 
@@ -74,15 +72,6 @@ def test_a_token_that_is_none_is_named(content, tmp_path):
         ({"name": "remote", "args": {"urls": ["http://me:secret@host:1"]}}, "token_env or token_file"),
         ({"name": "remote", "args": {"urls": [URL, "https://me:secret@host"]}}, "token_env or token_file"),
         ({"name": "remote", "args": {"urls": ["http://me:secret@[::1"]}}, "token_env or token_file"),
-        ({"name": "code_stdio", "args": {"remote": "http://me:secret@host:1"}}, "token_env"),
-        ({"name": "code_matrix", "args": {"remote": "https://secret@host"}}, "token_env"),
-        (
-            {
-                "name": "weighted",
-                "args": {"parts": [{"name": "code_tests", "args": {"remote": "http://me:secret@host:1"}}]},
-            },
-            "token_env",
-        ),
     ],
 )
 def test_an_address_with_a_password_is_refused_and_not_shown(reward, instead, tmp_path):
@@ -96,9 +85,6 @@ def test_an_address_with_a_password_is_shown_nowhere_without_a_job_file_either()
     with pytest.raises(ValueError, match="holds a password") as raised:
         RemoteArguments(urls=("http://me:secret@host:1",))
     assert "secret" not in str(raised.value)
-    with pytest.raises(SandboxError, match="holds a password; use token_env") as refused:
-        RemoteSandbox("http://me:secret@host:1")
-    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize("url", ["http://host/team@home", "https://host/u@h/reward"])

@@ -64,8 +64,8 @@ def best(secret):
 
 @pytest.fixture(autouse=True)
 def isolation(request):
-    """Code rewards and sandbox servers isolate unless told otherwise."""
-    if request.path.name in ("test_code_rewards.py", "test_remote.py"):
+    """Code rewards isolate unless told otherwise."""
+    if request.path.name == "test_code_rewards.py":
         request.getfixturevalue("best")
 
 

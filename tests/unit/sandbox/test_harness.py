@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_service.sandbox.harness.examiner import Examiner, Spoiled
+from reward_service.sandbox.harness.examiner import Examiner, Spoiled, same_result, same_value
 from reward_service.sandbox.harness.plain import HarnessLink, LinkEnded, Malformed, Unplain, decode, encode
-from reward_service.sandbox.harness.same import same_result, same_value
 from reward_service.verifiers.cases import read_cases
 from reward_service.verifiers.entry_points import names_of, needs_live_objects
 
@@ -143,15 +142,15 @@ def test_what_is_no_encoding_is_refused(data):
         decode(data, refused)
 
 
-def talk(messages, do="call"):
+def talk(messages):
     """What an examiner makes of these bytes, sent in answer."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(b"".join(len(one).to_bytes(4, "big") + one for one in messages))
         theirs.shutdown(socket.SHUT_WR)
-        examiner = Examiner(HarnessLink(ours.fileno()), live=False)
+        examiner = Examiner(HarnessLink(ours.fileno()))
         entry = type("E", (), {"_reference": ["entry", "f"]})()
-        return examiner.ask(do, entry)
+        return examiner.ask("call", entry)
 
 
 @pytest.mark.parametrize(
@@ -178,10 +177,8 @@ def test_a_reply_that_is_none_fails_the_test_whatever_it_catches(reply):
         talk([reply])
 
 
-def test_an_end_of_iteration_is_none_where_something_else_was_asked():
+def test_an_exception_that_a_program_names_is_pythons_own_and_ends_no_loop():
     assert talk([b'{"end": true}']) is None
-    with pytest.raises(StopIteration):
-        talk([b'{"end": true}'], do="next")
     with pytest.raises(RuntimeError, match="StopIteration"):
         talk([b'{"raised": "StopIteration", "args": ["list"]}'])
     with pytest.raises(KeyError, match="gone"):

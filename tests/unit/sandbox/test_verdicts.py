@@ -135,7 +135,6 @@ QUESTIONS = [
 @pytest.mark.parametrize("base", ["", "(int)", "(str)", "(list)"])
 def test_an_object_does_not_answer_for_itself(tests, base):
     assert value(ANSWERING.format(base), tests) == 0
-    assert value(ANSWERING.format(base), tests, live_objects="allow") == 0
 
 
 @pytest.mark.parametrize("name", ["StopIteration", "GeneratorExit", "StopAsyncIteration", "SystemExit"])
@@ -238,28 +237,12 @@ STACK = ["s = Stack()\ns.push(1)\nassert s.pop() == 1", "assert not Stack() and 
 RIGHT = "class Stack(list):\n    push = list.append"
 
 
-def test_live_objects_are_refused_unless_the_job_allows_them_and_then_named():
+def test_tests_that_need_objects_of_the_program_are_an_error_of_the_task():
     given = RewardInput(response=f"```\n{RIGHT}\n```", ground_truth=STACK)
-    with pytest.raises(ValueError, match="live_objects: allow"):
+    with pytest.raises(ValueError, match="compare plain data"):
         code_tests(given)
-    allowed = code_tests(given, live_objects="allow")
-    assert (allowed.value, allowed.components["live_objects"]) == (1, 1)
-    plain = RewardInput(response="```\ndef f(): return 1\n```", ground_truth=["assert f() == 1"])
-    assert code_tests(plain, live_objects="allow").components["live_objects"] == 0
 
 
-def test_a_live_object_with_plain_content_is_not_asked_what_it_is():
-    program = "class Stack(list):\n    push = list.append\n    def __eq__(self, other): return True\n"
-    program += "    def __len__(self): return 0\n    def __contains__(self, x): return True\n"
-    for test in ("assert s == [7]", "assert len(s) == 0", "assert 7 in s", "assert not s"):
-        assert value(program, [f"s = Stack()\ns.push(1)\n{test}"], live_objects="allow") == 0
-    assert value(program, ["s = Stack()\ns.push(1)\nassert s == [1] and 1 in s"], live_objects="allow") == 1
-
-
-def test_endless_generators_and_closures_are_live_and_finite_ones_plain():
-    fib = "def f():\n    a, b = 0, 1\n    while True:\n        yield a\n        a, b = b, a + b"
-    endless = ["g = f()\nassert [next(g) for _ in range(6)] == [0, 1, 1, 2, 3, 5]"]
-    assert value(fib, endless, live_objects="allow") == 1
-    assert value("def f(n):\n    return lambda x: x + n", ["assert f(2)(3) == 5"], live_objects="allow") == 1
+def test_finite_generators_cross_as_what_they_yield():
     assert value("def f(n):\n    yield from range(n)", ["assert list(f(3)) == [0, 1, 2]"]) == 1
     assert value("def f(n):\n    yield from range(n)", ["assert f(3) == [0, 1, 2]"]) == 0

@@ -53,9 +53,8 @@ MOST_VARIANTS = 32
 LONGEST_DEADLINE_S = 3600.0
 SHORTEST_REST_S = 0.05
 LONGEST_REST_S = 5.0
-LOCKED = ("parts", "of", "remote", "token_env", "sandbox", "live_objects", "dataset_args")
-"""Arguments of built-in rewards that name code to run, an address to send a secret to, the variable that
-holds it, how well programs are shut in and how far their objects are believed, or (data sets of
+LOCKED = ("parts", "of", "sandbox", "dataset_args")
+"""Arguments of built-in rewards that name code to run, how well programs are shut in, or (data sets of
 reasoning_gym) a file to read. Who may have episodes scored may not choose them."""
 
 

@@ -269,11 +269,10 @@ def test_what_cannot_be_carried_out_is_refused_by_kind(content, token, status, k
             {"of": {"name": "exact_match"}, "limit": 9},
             {"of": {"name": "weighted", "args": {"parts": [{"name": "FILE"}]}}},
         ),
-        ("code_stdio", {}, {"remote": "http://127.0.0.1:9", "token_env": "HOME"}),
         ("code_stdio", {}, {"sandbox": "none"}),
     ],
 )
-def test_no_client_chooses_code_addresses_or_variables(name, own, asked, host, backend, tmp_path):
+def test_no_client_chooses_code_or_the_sandbox(name, own, asked, host, backend, tmp_path):
     ran = tmp_path / "ran"
     file = tmp_path / "evil.py"
     file.write_text(f"import pathlib\npathlib.Path({str(ran)!r}).touch()\n")
