@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from reward_service.sdk import Abstain, RewardInput, Score, load_reward
-from reward_service.verifiers import symbolic
+from reward_service.verifiers.equality import preload
 from reward_service.verifiers.math import math
 
 TABLE = Path(__file__).parents[1] / "tests" / "golden" / "maths_answers.yaml"
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=10.0, help="seconds that one answer may take")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    symbolic.preload()
+    preload()
     tables = {path.stem: accuracy(path) for path in (TABLE, BLIND)}
     for name, rows in tables.items():
         show(name, rows)

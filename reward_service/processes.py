@@ -20,7 +20,7 @@ import msgspec
 
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import ChildProcess
-from reward_service.frames import FrameError, FrameReader, framed
+from reward_service.pool.protocol import FrameError, FrameReader, framed
 
 log = get_logger("pool")
 

@@ -24,12 +24,12 @@ import msgspec
 
 from areal_async.rpc.verdicts import Failure, Verdict
 from reward_service.checking import as_verdict, as_verdicts, clip, describe
-from reward_service.frames import FrameLink
 from reward_service.pool.protocol import (
     MAX_REPORT_BYTES,
     Assignment,
     FinishedUnit,
     ForgetReward,
+    FrameLink,
     LoadReward,
     Marker,
     RewardLoaded,

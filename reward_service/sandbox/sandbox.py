@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from reward_service.sandbox.confinement import Confinement, find
+from reward_service.sandbox.confinement import ANSWER_GRACE_S, Confinement, LauncherClient, LauncherDied, find
 from reward_service.sandbox.languages import COMPILE_LIMITS, Language, language
-from reward_service.sandbox.launcher_client import ANSWER_GRACE_S, LauncherClient, LauncherDied
 from reward_service.sandbox.program import EndKind, Level, Program, RunLimits, RunOutcome, SandboxError
 
 CACHED_BUILDS = 64

@@ -16,10 +16,9 @@ from pydantic import Field
 
 from areal_async.config.base import Section
 from reward_service.sdk import Abstain, RewardInput, Score
-from reward_service.verifiers import symbolic, verifier
+from reward_service.verifiers import TooCostly, verifier, within
 from reward_service.verifiers.answers import BOX, Where, after_thinking, answer_of, closing, last_match
-from reward_service.verifiers.budget import TooCostly, within
-from reward_service.verifiers.equality import same
+from reward_service.verifiers.equality import preload, same
 from reward_service.verifiers.writing import last_maths, said_maths, tidy
 
 LONGEST_ANSWER = 2_000
@@ -38,7 +37,7 @@ class MathArguments(Section):
     reward's `timeout_s`, past which the whole call is a timeout."""
 
 
-@verifier(MathArguments, prepare=lambda _: symbolic.preload())
+@verifier(MathArguments, prepare=lambda _: preload())
 def math(given: RewardInput, arguments: MathArguments) -> Score | Abstain:
     """1 when the answer is right, else 0. Component `answered`: 1 when there was an answer at all. Component
     `too_costly`: 1, and there only when so, for an answer that was not compared with every ground truth,

@@ -18,8 +18,7 @@ from reward_service.sandbox.harness.plain import encode
 from reward_service.sandbox.languages import HARNESS_PYTHON
 from reward_service.sandbox.program import Level
 from reward_service.sdk import RewardLoadError
-from reward_service.verifiers.cases import CallCase, Cases, StdioCase
-from reward_service.verifiers.entry_points import marked
+from reward_service.verifiers.cases import CallCase, Cases, StdioCase, marked
 
 LEAST_RUN_S = 0.05
 """A run with less time than this left is not begun."""

@@ -1,4 +1,5 @@
-"""Verifiers that compare texts: `exact_match`, `f1`, `regex` and `format_tags`.
+"""Verifiers of texts: `exact_match`, `f1`, `regex`, `format_tags`, `choice`; and rewards that shape length:
+`overlong`, `repetition` and `cosine_length`.
 
 `f1` is the score of SQuAD's evaluation (Rajpurkar et al., 2016): lower case, without punctuation and
 articles; with `c` words in common (as often as both have them), precision p = c / words of the answer, recall
@@ -7,24 +8,34 @@ else 0.
 
 Where a pattern of `regex` goes back over a response again and again, looking ends after `BUDGET_S`: the
 answer is wrong. The library `regex` is used for that limit; it reads the syntax of `re`.
+
+`overlong` is DAPO's soft overlong punishment (Yu et al., 2025, eq. 13). With length y, limit L and buffer C:
+0 for y <= L - C; ((L - C) - y) / C for L - C < y <= L; -1 for y > L. `repetition`: with n-grams of words (or
+of characters) penalty * (1 - different / all), the form used by open-r1. `cosine_length` is the cosine reward
+of Yeo et al. (2025): with length y and limit L an answer is worth r_L + (r_0 - r_L) * (1 + cos(pi * y / L)) /
+2.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import math
 import re
 import unicodedata
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import regex as patterns
 from pydantic import Field, model_validator
 
 from areal_async.config.base import Section
+from areal_async.rpc.verdicts import Verdict
 from reward_service.sdk import Abstain, RewardInput, Score
 from reward_service.verifiers import verifier
 from reward_service.verifiers.answers import Where, accepted, answer_of
+from reward_service.verifiers.composed import PartSection, outcome, prepare_parts
 
 ARTICLES = frozenset(("a", "an", "the"))
 BUDGET_S = 2.0
@@ -228,3 +239,207 @@ def _in_order(text: str, tags: Sequence[str], *, outside: bool, empty: bool) -> 
             return False
         position = end + len(closing)
     return outside or not text[position:].strip()
+
+
+# --- the option that was chosen ----------------------------------------------------------------------
+
+
+LETTERS = "ABCDEFGHIJ"
+DECORATION = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
+DENIED = re.compile(r"(?:is|was)?\s*(?:n't|not|wrong|incorrect|false)\b", re.I)
+IN_A_SENTENCE = r"(?<=[AI])\s(?!(?:is|was|are|or|and|nor|has|can|may|might|could|would)\b)[a-z]"
+"""Matches behind `A` or `I` as a word of a sentence, which names no option: `A cat`, `I think`."""
+LONGEST = 2_000
+
+
+class ChoiceArguments(Section):
+    letters: str = Field(default=LETTERS, pattern=r"^[A-Z]{2,26}$")
+    """Those of the options."""
+
+
+@verifier(ChoiceArguments)
+def choice(given: RewardInput, arguments: ChoiceArguments) -> float | Abstain:
+    """1 when the right option was chosen, else 0. Raises ValueError for a ground truth that is no option: the
+    task is wrong."""
+    if given.ground_truth is None:
+        return Abstain("the task has no ground truth")
+    letters = arguments.letters
+    options = _options(given.extra_info.get("choices"), letters)
+    wanted = _wanted(given.ground_truth, options, letters)
+    stated = answer_of(given.response[-20_000:], "any")
+    return float(stated is not None and chosen(stated, options, letters) == wanted)
+
+
+def chosen(stated: str, options: dict[str, str], letters: str = LETTERS) -> str | None:
+    """The letter that a stated answer chooses; None for none, or for more than one."""
+    plain = DECORATION.sub(r"\1", stated[:LONGEST]).strip().strip("*$ ").strip()
+    for letter, text in options.items():
+        if _plain(plain) == _plain(text) != "":
+            return letter
+    named = re.compile(
+        rf"(?:option|choice)?\s*[*\"'(\[]*([{re.escape(letters)}])(?![\w'])[*\"')\].:,]*(.*)",
+        re.DOTALL | re.I,
+    )
+    match = named.fullmatch(plain)
+    if match is None:
+        return None
+    letter, rest = match[1].upper(), match[2].strip()
+    if match[1].islower() and rest:
+        return None  # "a cat" is an article
+    if (
+        match[1] in "AI"
+        and rest
+        and not re.match(r"[A-I]\s*[.):\]]|\(?[A-I]\)", plain)
+        and _plain(rest) != _plain(options.get(letter, ""))
+    ):
+        return None  # "A cat", "I think"
+    if _plain(rest) == _plain(options.get(letter, "")) or not rest:
+        return letter
+    if DENIED.match(rest) or re.fullmatch(rf"[^\w]*[{re.escape(letters.lower())}][^\w]*", rest):
+        return None
+    others = re.findall(rf"(?<![\w'])\(?([{re.escape(letters)}])\)?(?![\w'])(?!{IN_A_SENTENCE})", rest)
+    return None if set(others) - {letter} or re.match(r"(?:or|and)\b|/", rest) else letter
+
+
+def _options(choices: Any, letters: str) -> dict[str, str]:
+    if isinstance(choices, dict):
+        if isinstance(choices.get("text"), list) and isinstance(choices.get("label"), list):
+            return dict(zip(map(str, choices["label"]), map(str, choices["text"]), strict=False))
+        return {str(letter): str(text) for letter, text in choices.items()}
+    return dict(zip(letters, map(str, choices or ()), strict=False))
+
+
+def _wanted(truth: object, options: dict[str, str], letters: str) -> str:
+    if isinstance(truth, int) and not isinstance(truth, bool) and 0 <= truth < len(options):
+        return list(options)[truth]
+    text = str(truth).strip()
+    if text.strip("(). ").upper() in set(letters):
+        return text.strip("(). ").upper()
+    found = [letter for letter, option in options.items() if _plain(option) == _plain(text)]
+    if len(found) != 1:
+        raise ValueError(
+            f"the ground truth {truth!r:.80} is neither a letter of {letters} nor one of the choices"
+        )
+    return found[0]
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split()).strip(". ")
+
+
+# --- rewards that shape length -----------------------------------------------------------------------
+
+
+LengthIn = Literal["tokens", "words", "characters"]
+MOST_WORDS = 200_000
+"""Words looked at, from the start of the response: bounded work for one of any length."""
+
+
+class OverlongArguments(Section):
+    limit: int = Field(ge=1)
+    """Length beyond which the penalty is -1."""
+    buffer: int = Field(ge=1)
+    """Length below the limit over which the penalty grows."""
+    unit: LengthIn = "tokens"
+    """What length is counted in."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> OverlongArguments:
+        if self.buffer > self.limit:
+            raise ValueError(f"buffer = {self.buffer} is above limit = {self.limit}")
+        return self
+
+
+@verifier(OverlongArguments)
+def overlong(given: RewardInput, arguments: OverlongArguments) -> float:
+    """A number from -1 to 0. An answer that was cut off at its length limit is longer than `limit`."""
+    if given.truncated:
+        return -1.0
+    beyond = arguments.limit - arguments.buffer - length_of(given, arguments.unit)
+    return min(0.0, max(-1.0, beyond / arguments.buffer))
+
+
+class RepetitionArguments(Section):
+    n: int = Field(default=4, ge=1, le=100)
+    """Length of an n-gram."""
+    penalty: float = Field(default=-1.0, le=0)
+    """Reward of a response that only repeats itself."""
+    unit: Literal["words", "characters"] = "words"
+    """What an n-gram is made of."""
+
+
+@verifier(RepetitionArguments)
+def repetition(given: RewardInput, arguments: RepetitionArguments) -> Score:
+    """A number from `penalty` to 0. Component `repeated`: the share of n-grams that were there before. A
+    response shorter than n repeats nothing."""
+    items = given.response.lower().split() if arguments.unit == "words" else list(given.response)
+    items, n = items[:MOST_WORDS], arguments.n
+    total = len(items) - n + 1
+    if total < 1:
+        return Score(0.0, {"repeated": 0.0})
+    different = len({tuple(items[i : i + n]) for i in range(total)})
+    repeated = 1 - different / total
+    return Score(arguments.penalty * repeated, {"repeated": repeated})
+
+
+class CosineLengthArguments(Section):
+    of: PartSection
+    """The reward that says what is right."""
+    limit: int = Field(ge=1)
+    """Length from which the reward is `exceeded`."""
+    threshold: float = 1.0
+    """Least score of what is right."""
+    right_short: float = 2.0
+    """Reward of a right answer of length 0."""
+    right_long: float = 1.0
+    """Reward of a right answer just below the limit."""
+    wrong_short: float = -1.0
+    """Reward of a wrong answer of length 0."""
+    wrong_long: float = 0.0
+    """Reward of a wrong answer just below the limit."""
+    exceeded: float = -1.0
+    """Reward of what reaches the limit, or was cut off."""
+    unit: LengthIn = "tokens"
+    """What length is counted in."""
+
+
+@verifier(CosineLengthArguments, prepare=lambda arguments: prepare_parts([arguments.of]))
+def cosine_length(given: RewardInput, arguments: CosineLengthArguments) -> Any:
+    """A Score by rightness and length; where the reward `of` gives no score, its verdict. Components: `right`
+    (0 or 1), `length` in `unit`, and that reward's score under its name. Raises PartFailed where that reward
+    fails."""
+    a = arguments
+    judged = outcome(a.of, a.of.name, given)
+
+    def shaped(found: Verdict) -> Verdict:
+        if not isinstance(found, Score):
+            return found
+        right, length = found.value >= a.threshold, length_of(given, a.unit)
+        short, long = (a.right_short, a.right_long) if right else (a.wrong_short, a.wrong_long)
+        cut = given.truncated or length >= a.limit
+        value = a.exceeded if cut else cosine(length / a.limit, short, long)
+        components = {"right": float(right), "length": float(length), a.of.name: found.value}
+        return Score(value, components, sandbox=found.sandbox)
+
+    async def later() -> Verdict:
+        return shaped(await judged)
+
+    return later() if inspect.isawaitable(judged) else shaped(judged)
+
+
+def cosine(share: float, short: float, long: float) -> float:
+    """The value at `share`: from `short` at 0 to `long` at 1, along half a cosine."""
+    return long + (short - long) * (1 + math.cos(math.pi * share)) / 2
+
+
+def length_of(given: RewardInput, unit: LengthIn) -> int:
+    """Sampled tokens, words or characters. Raises ValueError for tokens of an input that has only texts."""
+    if unit == "characters":
+        return len(given.response)
+    if unit == "words":
+        return len(given.response.split())
+    if given.response and not given.response_tokens:
+        raise ValueError(
+            "the number of tokens is not known of an input of texts: set unit to words or characters"
+        )
+    return given.response_tokens

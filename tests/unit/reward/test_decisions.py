@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from areal_async.rewards import RewardSpec
 from areal_async.rpc.messages import EpisodeVerdict
 from areal_async.rpc.verdicts import Parts, Score
-from reward_service.frames import FrameError, FrameReader, framed
-from reward_service.intake import MAX_CLAIM, MAX_PENDING, MAX_PENDING_BYTES, ClaimLoad, episodes_to_claim
-from reward_service.pool.protocol import Marker
+from reward_service.pool.protocol import FrameError, FrameReader, Marker, framed
 from reward_service.pool.queue import (
     FairQueue,
     LatencyEstimate,
@@ -22,7 +20,17 @@ from reward_service.pool.queue import (
     WorkerView,
     next_action,
 )
-from reward_service.server import MAX_BYTES, MAX_VERDICTS, VALUE_BYTES, portion
+from reward_service.server import (
+    MAX_BYTES,
+    MAX_CLAIM,
+    MAX_PENDING,
+    MAX_PENDING_BYTES,
+    MAX_VERDICTS,
+    VALUE_BYTES,
+    ClaimLoad,
+    episodes_to_claim,
+    portion,
+)
 
 
 def load(**changes):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from reward_service.sandbox import Program, RunLimits, Sandbox, SandboxError, launcher_client
+from reward_service.sandbox import Program, RunLimits, Sandbox, SandboxError, confinement
 
 ISOLATED = ("grouped", "summed")
 """How memory is held: by a memory group, or by looking."""
@@ -24,8 +24,8 @@ def opened(kind):
         return Sandbox.at("none")
     with pytest.MonkeyPatch.context() as patch:
         if kind == "summed":
-            path, rest = launcher_client.START.split("; from ", 1)
-            patch.setattr(launcher_client, "START", f"{path}; {WITHOUT_GROUP}from {rest}")
+            path, rest = confinement.START.split("; from ", 1)
+            patch.setattr(confinement, "START", f"{path}; {WITHOUT_GROUP}from {rest}")
         try:
             box = Sandbox.at("isolated")
         except SandboxError as error:

@@ -16,8 +16,14 @@ from reward_service.sandbox import CompilerMissing, RunOutcome, languages
 from reward_service.sdk import RewardInput
 from reward_service.verifiers.answers import blocks, program_of
 from reward_service.verifiers.cases import Cases, CodeCase, read_cases
-from reward_service.verifiers.code_matrix import CodeMatrixArguments, code_matrix, judged, split
-from reward_service.verifiers.code_rewards import code_stdio, code_tests
+from reward_service.verifiers.code_rewards import (
+    CodeMatrixArguments,
+    code_matrix,
+    code_stdio,
+    code_tests,
+    judged,
+    split,
+)
 from reward_service.verifiers.run_cases import SandboxArguments, answers, run_cases, same_output
 
 SUM = "a, b = map(int, input().split())\nprint(a + b)"

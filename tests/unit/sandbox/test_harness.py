@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from reward_service.sandbox.harness.examiner import Examiner, Spoiled, same_result, same_value
 from reward_service.sandbox.harness.plain import HarnessLink, LinkEnded, Malformed, Unplain, decode, encode
-from reward_service.verifiers.cases import read_cases
-from reward_service.verifiers.entry_points import names_of, needs_live_objects
+from reward_service.verifiers.cases import names_of, needs_live_objects, read_cases
 
 
 def nothing(*_):

@@ -10,7 +10,7 @@ from reward_service.sdk import RewardInput, load_reward
 from reward_service.verifiers import answers, choice, json_schema, quantities, writing
 from reward_service.verifiers.answers import WHERES, answer_of
 from reward_service.verifiers.arithmetic import final_number, number_of
-from reward_service.verifiers.instructions import CHECKS, follows
+from reward_service.verifiers.json_schema import CHECKS, follows
 
 PIECES = [
     *"\n \t1a{}[]()\\$*-_<>\"`#'^=,;.!?%~:|&/+é\u00a0",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from areal_async.rpc.verdicts import Abstain, Parts, Score
 from reward_service.sdk import RewardInput, RewardLoadError
 from reward_service.verifiers.composed import PartFailed, weighted
-from reward_service.verifiers.lengths import cosine_length, overlong, repetition
+from reward_service.verifiers.text import cosine_length, overlong, repetition
 
 OWN = """
 from areal_async.rpc.verdicts import Failure, Parts, Timeout

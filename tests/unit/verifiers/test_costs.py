@@ -18,8 +18,8 @@ from areal_async.config.reward import RewardSection
 from areal_async.rpc.verdicts import Score
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
-from reward_service.verifiers import symbolic
-from reward_service.verifiers.budget import TooCostly, within
+from reward_service.verifiers import TooCostly, within
+from reward_service.verifiers.equality import preload
 from reward_service.verifiers.json_schema import json_schema
 from reward_service.verifiers.math import math
 from reward_service.verifiers.text import regex
@@ -85,7 +85,7 @@ def test_an_answer_that_takes_longer_than_its_budget_is_wrong_and_says_so():
 
 
 def test_after_a_comparison_was_ended_the_next_ones_are_judged_as_before():
-    symbolic.preload()
+    preload()
     formula = r"\boxed{" + "+".join(rf"\sin({i}x)\tan({i}x)" for i in range(1, 12)) + "}"
     for budget_s in (0.005, 0.02, 0.08):
         assert math(RewardInput(response=formula, ground_truth="x+1"), budget_s=budget_s).value == 0
@@ -175,7 +175,7 @@ def test_reading_an_answer_takes_work_in_proportion_to_its_length(kind, size):
 
 
 def test_a_million_blank_lines_follow_no_instruction():
-    from reward_service.verifiers.instructions import follows
+    from reward_service.verifiers.json_schema import follows
 
     text = "\n" * 1_000_000 + "x"
     assert not follows(text, "detectable_content:postscript", {})

@@ -6,7 +6,7 @@ import pytest
 from verifiers import judged
 
 from reward_service.sdk import RewardInput, load_reward
-from reward_service.verifiers.instructions import follows
+from reward_service.verifiers.json_schema import follows
 
 MATHS = {
     "5": [

@@ -12,7 +12,7 @@ from areal_async.registry import REWARDS
 from areal_async.rpc.verdicts import Abstain, Score
 from reward_service.sdk import BUILT_IN, RewardInput, load_reward
 from reward_service.verifiers.answers import answer_of
-from reward_service.verifiers.instructions import CHECKS, follows
+from reward_service.verifiers.json_schema import CHECKS, follows
 
 ARGUMENTS = {name: part.Arguments for name in BUILT_IN if hasattr(part := REWARDS.find(name), "Arguments")}
 
