@@ -21,8 +21,8 @@ import blake3
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from areal_async.config.yamlfile import MOST_LEVELS, MOST_NODES, too_nested
 from areal_async.errors import ArealError
-from areal_async.nesting import MOST_LEVELS, MOST_NODES, too_nested
 from areal_async.ownfiles import open_regular
 from areal_async.rpc.schema import Task
 

@@ -38,8 +38,7 @@ from typing import Any, Literal
 import psutil
 import yaml
 
-from areal_async.quickstart.model import write_model
-from areal_async.quickstart.tasks import split_problems, write_parquet
+from areal_async.quickstart.model import split_problems, write_model, write_parquet
 from areal_async.runtime.process import kill_processes_of
 from areal_async.status.record import as_it_became, read_run_log
 

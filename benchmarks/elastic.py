@@ -30,8 +30,7 @@ from pathlib import Path
 import yaml
 
 from areal_async.launch.runs import change_workers
-from areal_async.quickstart.model import write_model
-from areal_async.quickstart.tasks import split_problems, write_parquet
+from areal_async.quickstart.model import split_problems, write_model, write_parquet
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from tests.chaos.history import check
 from tests.chaos.job import REWARD, Job, promise_of

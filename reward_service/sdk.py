@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import msgspec
 
 from areal_async.errors import ArealError
+from areal_async.registry import run_user_file
 from areal_async.rpc.verdicts import Abstain, Parts, Score
-from areal_async.usercode import run_user_file
 
 if TYPE_CHECKING:
     from areal_async.config.base import Section

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,8 +11,8 @@ from rich.text import Text
 
 from areal_async import __version__
 from areal_async.cli.buffer import buffer
-from areal_async.cli.errors import readable_errors
 from areal_async.cli.reward import reward
+from areal_async.cli.tools import readable_errors
 
 if TYPE_CHECKING:
     from areal_async.config.job import JobConfig
@@ -25,10 +24,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-LEAST_COLUMNS = 30
-"""For what `doctor` has found, however narrow the terminal."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -62,7 +57,7 @@ Overwrite = Annotated[
 
 def print_warnings(job: JobConfig) -> None:
     """One line on standard error for everything that `job` may say but will regret."""
-    from areal_async.config.advice import advise
+    from areal_async.config.checks import advise
 
     console = Console(stderr=True, soft_wrap=True)
     for warning in advise(job):
@@ -170,22 +165,15 @@ def doctor(
         from areal_async.launch.folders import volatile_roots
 
         console = Console(soft_wrap=True)
-        if clean:
-            for folder in remove_leftovers(volatile_roots()):
-                console.print(f"removed {folder}", highlight=False)
-        findings = list(examine())
-        width = max(len(finding.about) for finding in findings)
-        for finding in findings:
+        for folder in remove_leftovers(volatile_roots()) if clean else ():
+            console.print(f"removed {folder}", highlight=False)
+        failed = False
+        for finding in examine():
+            failed = failed or finding.level == "fail"
             color = {"ok": "green", "warn": "yellow", "fail": "bold red"}[finding.level]
             told = f"{finding.found}. {finding.fix}." if finding.fix else finding.found
-            head = f"{finding.level:4}  {finding.about:{width}}  "
-            room = max(LEAST_COLUMNS, console.width - len(head))
-            # A path is never broken: it is there to be copied.
-            lines = textwrap.wrap(told, room, break_long_words=False, break_on_hyphens=False)
-            text = Text(head + f"\n{' ' * len(head)}".join(lines))
-            text.stylize(color, 0, 4)
-            console.print(text)
-        if any(finding.level == "fail" for finding in findings):
+            console.print(Text.assemble((f"{finding.level:4}", color), f"  {finding.about:13}  {told}"))
+        if failed:
             raise typer.Exit(1)
 
 

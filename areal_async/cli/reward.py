@@ -9,8 +9,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from areal_async.cli.errors import readable_errors
-from areal_async.cli.tools import ServeRequest, TrialRequest, become
+from areal_async.cli.tools import ServeRequest, TrialRequest, become, readable_errors
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.yamlfile import parse_yaml
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import typer
+from rich.console import Console
 
-from areal_async.cli.errors import readable_errors
 from areal_async.config.errors import ConfigError, Mistake
+from areal_async.errors import ArealError, RunFolderError, RunInterrupted
 
 
 class ToolRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,7 +49,7 @@ class StatsRequest(ToolRequest, frozen=True):
 
 class PeekRequest(ToolRequest, frozen=True):
     name: str | None = None
-    """Of a group or an episode; None lists the groups."""
+    """The id of a group or an episode; None lists the groups."""
     state: str | None = None
     limit: int = 20
 
@@ -59,7 +61,7 @@ class ExportRequest(ToolRequest, frozen=True):
     steps: str | None = None
     """`a:b`, the steps from a to before b."""
     batches: bool = False
-    """From the recorded batches instead of the buffer."""
+    """Whether the recorded batches are meant, not the buffer."""
     overwrite: bool = False
 
 
@@ -129,3 +131,41 @@ def run_tool(kind: type[R], main: Callable[[R], int | None]) -> NoReturn:
     except typer.Exit as ending:
         sys.exit(ending.exit_code)
     sys.exit(status)
+
+
+DEBUG_VARIABLE = "AREAL_ASYNC_DEBUG"
+
+
+@contextmanager
+def readable_errors() -> Iterator[None]:
+    """Turn what is raised inside into one paragraph on standard error and a status, never a traceback.
+
+    Status 2: the job file, the command line or the run folder is wrong, and nothing was started. 1: the run
+    failed. 130: it was interrupted. With `AREAL_ASYNC_DEBUG=1` errors pass through."""
+    if os.environ.get(DEBUG_VARIABLE) == "1":
+        yield
+        return
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except (ConfigError, RunFolderError) as error:
+        raise _exit(str(error), 2) from None
+    except RunInterrupted as error:
+        raise _exit(str(error), 130) from None
+    except ArealError as error:
+        raise _exit(str(error), 1) from None
+    except KeyboardInterrupt:
+        raise _exit("interrupted.", 130) from None
+    except Exception as error:
+        text = (
+            f"{type(error).__name__}: {error}. This is a bug of areal-async; {DEBUG_VARIABLE}=1 shows where."
+        )
+        raise _exit(text, 1) from None
+
+
+def _exit(text: str, status: int) -> typer.Exit:
+    console = Console(stderr=True, soft_wrap=True)
+    console.print("error:", style="bold red", end=" ")
+    console.print(text, markup=False, highlight=False)
+    return typer.Exit(status)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 LARGEST = 1_000_000_000
-"""Of a number whose field sets no upper bound of its own: more seconds or tokens than anybody means."""
+"""The largest number where a field sets no bound of its own: more seconds or tokens than anybody means."""
 
 
 class Section(BaseModel):

@@ -17,9 +17,21 @@ from areal_async.config.run import (
     SupervisorSection,
     WeightsSection,
 )
-from areal_async.config.tasks import TasksSection
 from areal_async.config.trainer import SftSection, TrainerSection
 from areal_async.rpc.schema import POLICY, POLICY_NAME
+
+
+class TasksSection(Section):
+    """Parquet or jsonl files with the columns `data_source, prompt, ability, reward_model, extra_info`."""
+
+    train: Path
+    """Tasks to train on."""
+    evaluation: Path | None = None
+    """Held-out tasks; none means that accuracy is not measured."""
+    shuffle: bool = True
+    """Draw a new order for each pass from `seed`; off means file order."""
+    passes: int | None = Field(default=None, ge=1)
+    """How often the training file is gone through; none means as often as the steps need."""
 
 
 class JobConfig(Section):

@@ -1,10 +1,15 @@
-"""From a job file and overrides to a checked `JobConfig`, or every reason why not."""
+"""Reading a job: from a job file and overrides to a checked `JobConfig`, or every reason why not.
+
+`policies: {name: {model, trainer, rollout}}` is flattened first: the flat form is the shorthand for one.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +18,20 @@ from pydantic import ValidationError
 
 from areal_async.config.checks import check_fields
 from areal_async.config.errors import ConfigError, Mistake
-from areal_async.config.explain import explain
+from areal_async.config.fields import explain
 from areal_async.config.files import OWN_CODE, check_files
 from areal_async.config.job import JobConfig
-from areal_async.config.policies import as_written, flattened
 from areal_async.config.rewardcheck import with_paths
-from areal_async.config.yamlfile import dump_yaml, parse_yaml, read_mapping, syntax_problem
-from areal_async.nesting import MOST_LEVELS, MOST_NODES, too_nested
+from areal_async.config.yamlfile import (
+    MOST_LEVELS,
+    MOST_NODES,
+    dump_yaml,
+    parse_yaml,
+    read_mapping,
+    syntax_problem,
+    too_nested,
+)
+from areal_async.rpc.schema import POLICY_NAME
 
 PATH_FIELDS = (
     "run_dir",
@@ -43,6 +55,8 @@ CODE_FIELDS = (
     *(f"trainer.objective.{part}" for part in ("advantage", "loss", "correction", "normaliser")),
 )
 """Fields that may hold `path.py:name`."""
+OF_A_POLICY = ("model", "trainer", "rollout")
+"""What each policy has of its own."""
 
 
 def load_job(path: Path, overrides: Sequence[str] = (), *, files: bool = True) -> JobConfig:
@@ -65,7 +79,7 @@ def job_from_mapping(
         raise ConfigError(source, [Mistake(where, problem, "Flatten it")])
     content = copy.deepcopy(content)
     mistakes = apply_overrides(content, overrides)
-    content, policy, of_policies = flattened(content)
+    content, policy, of_policies = _flattened(content)
     _resolve_paths(content, base)
     job, structural = _validate(content)
     mistakes += structural
@@ -76,7 +90,7 @@ def job_from_mapping(
             for mistake in (*check_fields(job), *(check_files(job) if files else ()))
             if not broken & {mistake.field, *mistake.involves}
         ]
-    mistakes = of_policies + as_written(mistakes, policy)
+    mistakes = of_policies + _as_written(mistakes, policy)
     if mistakes or job is None:
         raise ConfigError(source, mistakes)
     return job
@@ -190,3 +204,57 @@ def _rewrite(content: dict[str, Any], field: str, change: Callable[[str], str]) 
 
 def _absolute(text: str, base: Path) -> str:
     return os.path.normpath(os.path.join(base, os.path.expanduser(text)))
+
+
+def _flattened(content: dict[str, Any]) -> tuple[dict[str, Any], str, list[Mistake]]:
+    """The flat form of a job's mapping, the name of the policy that it had a section for (or empty), and what
+    is wrong with `policies`. Where it names several, the first stands for them, so that the rest can be
+    checked."""
+    policies = content.get("policies")
+    if policies is None:
+        return content, "", []
+    rest = {key: value for key, value in content.items() if key != "policies"}
+    if not isinstance(policies, dict) or not policies:
+        fix = "Write `policies: {name: {model: …}}`, or `model` alone for one policy"
+        return rest, "", [Mistake("policies", "it names no policy", fix)]
+    name = str(next(iter(policies)))
+    return rest | {"policy": name} | _sections(policies[name]), name, [*_policy_mistakes(rest, policies)]
+
+
+def _sections(policy: Any) -> dict[str, Any]:
+    return {key: policy[key] for key in OF_A_POLICY if key in policy} if isinstance(policy, dict) else {}
+
+
+def _policy_mistakes(rest: dict[str, Any], policies: dict[Any, Any]) -> Iterator[Mistake]:
+    if len(policies) > 1:
+        names = ", ".join(map(str, policies))
+        problem = (
+            f"{names} are {len(policies)} policies; agents cannot say yet which of them answers for them"
+        )
+        yield Mistake("policies", problem, "Keep one of them")
+    for name, policy in policies.items():
+        field = f"policies.{name}"
+        if not isinstance(name, str) or not re.fullmatch(POLICY_NAME, name):
+            problem = f"{name!r} cannot be the name of a policy"
+            yield Mistake(field, problem, "Use lower-case letters, digits, - and _, at most 32")
+        if not isinstance(policy, dict):
+            yield Mistake(field, "it is no section", f"Give it {', '.join(OF_A_POLICY)}")
+            continue
+        for key in policy:
+            if key not in OF_A_POLICY:
+                yield Mistake(f"{field}.{key}", "no policy has it", f"A policy has {', '.join(OF_A_POLICY)}")
+            elif key in rest:
+                yield Mistake(key, f"{field}.{key} is given too", "Keep one of the two")
+    if "policy" in rest:
+        yield Mistake("policy", "`policies` names the policy already", "Remove it")
+
+
+def _as_written(mistakes: Iterable[Mistake], name: str) -> list[Mistake]:
+    """The mistakes with the fields that stand under `policies.<name>` called so."""
+
+    def path(field: str) -> str:
+        return f"policies.{name}.{field}" if name and field.split(".")[0] in OF_A_POLICY else field
+
+    return [
+        replace(each, field=path(each.field), involves=tuple(map(path, each.involves))) for each in mistakes
+    ]

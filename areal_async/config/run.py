@@ -48,7 +48,7 @@ class WeightsSection(Section):
     For `nccl`, the longest that a group may take to form, or 512 MB to be taken; then the engine loads the
     snapshot."""
     directory: Path | None = None
-    """For `disk`: directory on a file system that all hosts share. Snapshots lie in `<directory>/<job>`."""
+    """Used by `disk`: a directory that all hosts share. Snapshots lie in `<directory>/<job>`."""
 
 
 class CheckpointSection(Section):
@@ -87,8 +87,8 @@ class EvaluationSection(Section):
     """Where that engine computes: `cpu`, `cuda` (the GPU after the rollout's, or the first again) or
     `cuda:N`; none means as `rollout.device`."""
     server: ServerSection = ServerSection()
-    """Of an engine that is a server: `urls` lends it one that runs already. As a whole it replaces
-    `rollout.server`; left out, that one's settings but its `urls` are used."""
+    """The server of that engine, where it is one: `urls` lends it one that runs already. As a whole it
+    replaces `rollout.server`; left out, that one's settings but its `urls` are used."""
     samples: int = Field(default=1, ge=1)
     """Answers to each task: gives mean@n, best@n and maj@n. Above 1 it needs a temperature."""
     sampling: EvaluationSamplingSection = EvaluationSamplingSection()

@@ -1,11 +1,13 @@
-"""Reading YAML strictly: a key given twice is a mistake, and `1e-5` is a number. How deep and large it is,
-aliases followed, is counted before anything is made of it.
+"""Reading YAML strictly: a key given twice is a mistake, and `1e-5` is a number.
+
+How deep and large data of others is, aliases followed, is counted before anything is made of it: what reads
+it further goes one call deeper for each level.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,13 @@ from typing import Any
 import yaml
 
 from areal_async.config.errors import ConfigError, Mistake
-from areal_async.nesting import MOST_LEVELS, MOST_NODES
 
 MOST_BYTES = 4 << 20
-"""Of a YAML file."""
+"""The largest YAML file that is read."""
+MOST_LEVELS = 32
+"""Levels of lists and mappings in one another."""
+MOST_NODES = 1_000_000
+"""Values in one structure, each counted as often as it is referred to."""
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -162,3 +167,30 @@ def syntax_problem(error: yaml.YAMLError) -> str:
 
 def _refused(source: str, problem: str, fix: str) -> ConfigError:
     return ConfigError(source, [Mistake("file", problem, fix)])
+
+
+def too_nested(value: Any) -> str | None:
+    """The dotted path of the first place that lies deeper than `MOST_LEVELS`, or at which there are more than
+    `MOST_NODES` values; None where all is well. A structure that holds itself is too deep."""
+    nodes = 0
+    levels: list[Iterator[tuple[str, Any]]] = [iter([("", value)])]
+    path: list[str] = [""]
+    while levels:
+        found = next(levels[-1], None)
+        if found is None:
+            levels.pop()
+            path.pop()
+            continue
+        path[-1], inner = found
+        nodes += 1
+        if isinstance(inner, Mapping):
+            below = ((str(key), each) for key, each in inner.items())
+        elif isinstance(inner, list | tuple):
+            below = ((str(index), each) for index, each in enumerate(inner))
+        else:
+            continue
+        if len(levels) > MOST_LEVELS or nodes > MOST_NODES:
+            return ".".join(path[1:5])
+        levels.append(below)
+        path.append("")
+    return None

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from areal_async.config.load import load_job
 from areal_async.launch.run import RunResult, run_job
-from areal_async.quickstart.model import write_model
-from areal_async.quickstart.tasks import split_problems, write_parquet
+from areal_async.quickstart.model import split_problems, write_model, write_parquet
 
 N_HELD_OUT = 512
 SIGNS = "+"

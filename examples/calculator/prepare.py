@@ -12,13 +12,16 @@ while most episodes still go wrong somewhere.
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
-from areal_async.quickstart.example import copy_files, prepare_command, task_row, write_tasks
 from areal_async.quickstart.model import make_tokenizer, write_model
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from preparing import copy_files, prepare_command, task_row, write_tasks  # noqa: E402 - beside the examples
+
 N_TRAIN, N_SHOWN, N_HELD_OUT = 6000, 3000, 256
 CHARACTERS = "0123456789+-*=;()Ecal"
 

@@ -13,15 +13,18 @@ the environment's reward alone, 1 at the goal.
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
-from areal_async.quickstart.example import copy_files, prepare_command, task_row, write_tasks
 from areal_async.quickstart.model import make_tokenizer, write_model
 from areal_async.rpc.schema import Task
 from rollout_service.environments.frozenlake import MOVES, FrozenLake, distances, draw_map, moved
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from preparing import copy_files, prepare_command, task_row, write_tasks  # noqa: E402 - beside the examples
+
 N_MAPS = 8
 CHARACTERS = "SFHGA:0123LRUD?"
 OPTIONS = {"size": 4, "holes": 0.3, "later": "position", "terse": True}

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from areal_async.cli.tools import TrialRequest, run_tool
 from areal_async.config.errors import ConfigError, Mistake
-from areal_async.config.explain import explain
+from areal_async.config.fields import explain
 from areal_async.config.load import apply_overrides, load_job
 from areal_async.config.reward import RewardSection
 from areal_async.config.rewardcheck import reward_file_mistakes, scope_in_file, section_mistakes

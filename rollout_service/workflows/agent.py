@@ -22,8 +22,8 @@ from pydantic import Field, model_validator
 
 from areal_async.config.base import Section
 from areal_async.errors import ArealError
+from areal_async.registry import run_user_file
 from areal_async.rpc.schema import Task
-from areal_async.usercode import run_user_file
 from rollout_service.workflows.context import Context, WorkflowResources
 
 if TYPE_CHECKING:

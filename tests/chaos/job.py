@@ -17,8 +17,7 @@ import yaml
 
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
-from areal_async.quickstart.model import write_model
-from areal_async.quickstart.tasks import split_problems, write_parquet
+from areal_async.quickstart.model import split_problems, write_model, write_parquet
 from areal_async.runtime.events import read_events
 from areal_async.runtime.failpoint import VARIABLE
 from areal_async.status.record import read_run_log

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from areal_async.quickstart.tasks import split_problems, write_parquet
+from areal_async.quickstart.model import split_problems, write_parquet
 
 STEPS, TASKS = 12, 100
 pytestmark = [pytest.mark.slow, pytest.mark.alone]

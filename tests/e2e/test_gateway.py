@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_async.quickstart.tasks import split_problems, write_parquet
+from areal_async.quickstart.model import split_problems, write_parquet
 from areal_async.trajectory import training_rows, unpack
 from trainer_service.data.recording import read_step
 

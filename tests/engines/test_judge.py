@@ -17,8 +17,7 @@ import torch
 
 from areal_async.config.engines import EngineMissing, find_engine_python
 from areal_async.config.reward import RewardSection
-from areal_async.quickstart.model import write_model
-from areal_async.quickstart.tasks import split_problems, write_parquet
+from areal_async.quickstart.model import split_problems, write_model, write_parquet
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Failure, Score
 from areal_async.trajectory import unpack

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.config.advice import advise, running_groups
+from areal_async.config.checks import advise, running_groups
 from areal_async.config.load import load_job
 
 

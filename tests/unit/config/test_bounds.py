@@ -21,8 +21,7 @@ from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.config.load import job_from_mapping, load_job
 from areal_async.config.reward import RouteSection
-from areal_async.config.yamlfile import parse_yaml
-from areal_async.nesting import MOST_LEVELS, too_nested
+from areal_async.config.yamlfile import MOST_LEVELS, parse_yaml, too_nested
 from areal_async.registry import ENVIRONMENTS, REWARDS, WORKFLOWS
 from areal_async.tasks import TaskFileError, read_tasks
 from reward_service.verifiers.composed import WeightedPart
