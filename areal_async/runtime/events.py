@@ -1,7 +1,7 @@
 """The event log: what each process of a run knows to have happened, for a checker that reads it afterwards.
 
-It is off unless `observe.event_log` is set. `docs/event-log.md` has the events and their fields. A line written
-survives SIGKILL of its process; a last line without its newline was cut off by the kill and is to be ignored.
+It is off unless `observe.event_log` is set; `docs/event-log.md` has the events with their fields. A line that
+is written survives SIGKILL of its process. A last line without its newline was cut off and is to be ignored.
 """
 
 from __future__ import annotations
