@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 WORKFLOW = """
 import pathlib
 
-BROKEN = pathlib.Path(__file__).with_name("out_of_order")
+BROKEN = pathlib.Path(__file__).with_name("broken_workflow")
 
 
 async def talks(ctx, task):
@@ -26,7 +26,7 @@ import pathlib
 
 from reward_service.sdk import reward
 
-BROKEN = pathlib.Path(__file__).with_name("out_of_order")
+BROKEN = pathlib.Path(__file__).with_name("broken_reward")
 
 
 @reward
@@ -36,41 +36,36 @@ def strict(given):
     return given.response.count("1") / max(1, len(given.response))
 """
 FAULTS = {
-    "workflow": ("no episode could be generated", "ValueError: the template of this model has no tools"),
-    "reward": ("no episode got a score", "name 'nunpy' is not defined"),
+    "broken_workflow": (
+        "no episode could be generated",
+        "ValueError: the template of this model has no tools",
+    ),
+    "broken_reward": ("no episode got a score", "name 'nunpy' is not defined"),
 }
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("where", FAULTS)
 def test_a_fault_of_every_episode_ends_the_job_with_its_reason_and_burns_no_task(
-    where, workspace, running, nothing_is_left
+    workspace, running, nothing_is_left
 ):
+    """First the workflow is at fault, then the reward, then neither."""
     (workspace.folder / "talks.py").write_text(WORKFLOW, encoding="utf-8")
     (workspace.folder / "strict.py").write_text(REWARD, encoding="utf-8")
-    broken = workspace.folder / "out_of_order"
-    broken.touch()
+    for fault in FAULTS:
+        (workspace.folder / fault).touch()
     train, _ = split_problems(seed=0, n_held_out=64, signs="+")
     write_parquet(train[:TASKS], workspace.folder / "hundred.parquet", "hundred")
-    changes = {"reward": {"name": "strict.py:strict"}} if where == "reward" else {}
-    rollout = {
-        "group_size": 4,
-        "max_concurrent": 32,
-        "max_model_len": 48,
-        "sampling": {"temperature": 0.9, "max_new_tokens": 32},
-    }
-    if where == "workflow":
-        changes["rollout"] = rollout | {"workflow": "talks.py:talks"}
     job_file = workspace.job(
-        f"faulty-{where}",
+        "at-fault",
         tasks={"train": "hundred.parquet", "passes": 1, "shuffle": False},
+        rollout__workflow="talks.py:talks",
+        reward={"name": "strict.py:strict"},
         trainer__steps=STEPS,
         buffer={"max_staleness": 4, "batch_groups": 8},
         checkpoint={"every_steps": 6, "keep": 2},
-        **changes,
     )
-    what, reason = FAULTS[where]
-    for verb in ("run", "resume"):
+    verb = "run"
+    for fault, (what, reason) in FAULTS.items():
         with running(verb, job_file) as job:
             job.read_until(f"step 0/{STEPS}", 90)
             job.read_all(60)
@@ -82,7 +77,8 @@ def test_a_fault_of_every_episode_ends_the_job_with_its_reason_and_burns_no_task
         assert "it is started again" not in words, "no service had to die for it"
         lines = (job.folder / "logs" / "rollout-0.log").read_text().splitlines()
         assert sum("episode failed" in line for line in lines) < 40
-    broken.unlink()
+        (workspace.folder / fault).unlink()
+        verb = "resume"
     with running("resume", job_file) as job:
         job.wait_for_steps(1, 120)
         run = job.record
