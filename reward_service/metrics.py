@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -75,21 +73,6 @@ class Working(Protocol):
     def queued(self) -> int: ...
 
 
-_ages: dict[str, list[Callable[[], float]]] = defaultdict(list)
-
-
-@contextmanager
-def queue_age(spec: RewardSpec, age_s: Callable[[], float]) -> Iterator[None]:
-    """Have the age of a reward's queue count; of several jobs the oldest is shown."""
-    ages = _ages[spec.label]
-    ages.append(age_s)
-    QUEUE_AGE.labels(spec.label).set_function(lambda: max((age() for age in ages), default=0.0))
-    try:
-        yield
-    finally:
-        ages.remove(age_s)
-
-
 _kinds: dict[str, set[str]] = defaultdict(set)
 
 
@@ -127,9 +110,6 @@ JUDGE_REQUESTS = Counter(
     "Requests to judges, by outcome: ok, no_grade, rate_limited, unreachable, refused, abandoned.",
     ["outcome"],
 )
-JUDGE_TOKENS = Counter(
-    "areal_reward_judge_tokens", "Tokens of prompts and replies, as the judge's server counts them."
-)
 REMOTE_REQUESTS = Counter(
     "areal_reward_remote_requests",
     "Requests to a reward server, by how they ended: ok, gone, late, broken, refused.",
@@ -142,31 +122,7 @@ REMOTE_REQUEST_SECONDS = Histogram(
     buckets=(1e-3, 1e-2, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
 REMOTE_READY = Gauge(
-    "areal_reward_remote_ready", "Whether a reward server may get requests now: 1, else 0.", ["server"]
-)
-_users: dict[str, list[Callable[[], bool]]] = {}
-
-
-def watch_ready(url: str, ready: Callable[[], bool]) -> None:
-    """Have the gauge show whether the server at `url` is ready to one of those who ask it."""
-    users = _users.setdefault(url, [])
-    users.append(ready)
-    REMOTE_READY.labels(url).set_function(lambda: float(any(ready() for ready in users)))
-
-
-def unwatch_ready(url: str, ready: Callable[[], bool]) -> None:
-    """`ready` counts no longer; a server that nobody asks any more is not shown."""
-    users = _users[url]
-    users.remove(ready)
-    if not users:
-        del _users[url]
-        REMOTE_READY.remove(url)
-
-
-REMOTE_BREAKS = Counter(
-    "areal_reward_remote_breaks",
-    "Times that a server was left alone for failing again and again.",
-    ["server"],
+    "areal_reward_remote_ready", "Whether a reward server can be used: 1, else 0.", ["server"]
 )
 REMOTE_RESENT = Counter(
     "areal_reward_remote_resent_calls", "Calls that were sent again, by cause.", ["cause"]

@@ -18,7 +18,6 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -126,12 +125,8 @@ class RewardServer:
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set. Raises what makes going on pointless: a `RewardLoadError`, or a `FaultError`
         that no retry cures."""
-        with ExitStack() as ages:
-            for held in self._of.values():
-                ages.enter_context(metrics.queue_age(held.spec, held.age_s))
-            await self._run(stop)
-
-    async def _run(self, stop: asyncio.Event) -> None:
+        for held in self._of.values():
+            metrics.QUEUE_AGE.labels(held.spec.label).set_function(held.age_s)
         claiming = asyncio.create_task(self._claim(), name="claim")
         sending = asyncio.create_task(self._send(), name="send")
         stopping = asyncio.create_task(stop.wait(), name="stop")

@@ -52,9 +52,8 @@ CLOSE_LIMIT_S = 2.0
 class WorkerPool:
     """`async with WorkerPool([spec], workers=2) as pool: await pool.submit([given], on_verdicts)`.
 
-    Entering starts every worker and raises `RewardLoadError` when a reward cannot be loaded. With `strict` a
-    reward that later can be loaded no longer breaks the pool; else only its own calls fail. All methods
-    belong to one event loop."""
+    Entering starts every worker and raises `RewardLoadError` when a reward cannot be loaded; one that later
+    can be loaded no longer breaks the pool. All methods belong to one event loop."""
 
     def __init__(
         self,
@@ -62,7 +61,6 @@ class WorkerPool:
         *,
         workers: int,
         limits: WorkerLimits | None = None,
-        strict: bool = True,
     ) -> None:
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
         """Done when the pool has given up; every call is then a `Failure`."""
@@ -71,7 +69,6 @@ class WorkerPool:
         self._call_s = 0.001
         self._specs = list(specs)
         self._limits = limits or WorkerLimits()
-        self._strict = strict
         self._rewards: dict[int, PooledReward] = {}
         self._by_key: dict[str, PooledReward] = {}
         self._workers = Workers(workers, self._rewards, self._limits, self)
@@ -128,24 +125,6 @@ class WorkerPool:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def add(self, spec: RewardSpec) -> None:
-        """Have the workers load one more reward, which the pool does not have. Raises `RewardLoadError`."""
-        reward = self._register(spec)
-        await self._workers.load(reward)
-        if reward.broken:
-            message = reward.broken
-            self.discard(spec)
-            raise RewardLoadError(message)
-
-    def discard(self, spec: RewardSpec) -> None:
-        """Forget a reward; its calls that wait are refused."""
-        reward = self._by_key.pop(spec.key)
-        reward.broken = reward.broken or "the reward was discarded"
-        for call in self._queue.drain([reward]):
-            self._refuse(call)
-        del self._rewards[reward.number]
-        self._workers.forget(reward)
-
     async def submit(
         self, calls: Sequence[Call], on_verdicts: OnVerdicts, *, spec: RewardSpec | None = None
     ) -> None:
@@ -166,7 +145,7 @@ class WorkerPool:
                 self._dispatch()
                 await self._queue.room.wait()
             call = QueuedCall(reward, index, payloads, on_verdicts)
-            if self._open() and not reward.broken:
+            if self._open():
                 self._queue.push(call)
             else:
                 self._refuse(call)
@@ -248,13 +227,6 @@ class WorkerPool:
         verdict: Verdict = Timeout(limit_ms) if late else Failure("process_died", cause)
         call.on_verdicts(call.index, [verdict] * len(call.payloads), elapsed_s * 1000)
 
-    def on_unloadable(self, reward: PooledReward, message: str) -> None:
-        reward.broken = message
-        if self._strict:
-            self.on_hopeless(message)
-        for call in self._queue.drain([reward]):
-            self._refuse(call)
-
     def on_hopeless(self, message: str) -> None:
         if not self.broken.done():
             self.broken.set_result(RewardLoadError(message))
@@ -298,7 +270,7 @@ class WorkerPool:
 
     def _again(self, call: QueuedCall) -> None:
         """A call that was with a worker is to go to one again, before those that never were."""
-        if self._open() and not call.reward.broken:
+        if self._open():
             self._queue.push(call, front=True)
         else:
             self._refuse(call)
@@ -382,8 +354,6 @@ class WorkerPool:
         failure = Failure("pool", "the pool was closed")
         if self.broken.done():
             failure = Failure("pool", str(self.broken.result()))
-        elif call.reward.broken:
-            failure = Failure("load", call.reward.broken)
         call.on_verdicts(call.index, [failure] * len(call.payloads), 0.0)
 
     def _refuse_queued(self) -> None:

@@ -37,12 +37,6 @@ class LoadReward(msgspec.Struct, array_like=True, tag="load"):
     most `batch` inputs, which is an attribute of it. Empty for a function."""
 
 
-class ForgetReward(msgspec.Struct, array_like=True, tag="forget"):
-    """No unit of this reward comes any more."""
-
-    reward: int
-
-
 class WorkUnit(msgspec.Struct, array_like=True):
     """One invocation of a reward: of one input, of several at once (`batch`), or of the inputs of a group."""
 
@@ -58,7 +52,7 @@ class Assignment(msgspec.Struct, array_like=True, tag="run"):
     units: list[WorkUnit]
 
 
-WorkerOrder = LoadReward | ForgetReward | Assignment
+WorkerOrder = LoadReward | Assignment
 
 
 class FinishedUnit(msgspec.Struct, array_like=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -73,8 +73,6 @@ class PooledReward:
         """Inputs that one invocation takes; 0: one, or those of a group. Known once it is loaded."""
         self.loaded_once = False
         """A worker was ready with it."""
-        self.broken = ""
-        """Why it can be loaded no longer, or that it was discarded."""
         self.waiting: deque[QueuedCall] = deque()
         self.used_s = 0.0
         """Time of workers that it has used, on a clock that stands still while it has nothing to do."""
@@ -162,10 +160,9 @@ class FairQueue:
             self.room.set()
         return reward.waiting.popleft()
 
-    def drain(self, rewards: Sequence[PooledReward] | None = None) -> list[QueuedCall]:
-        """Take out everything, or everything of some rewards, and let those who wait for room go on."""
-        chosen = list(self._rewards.values()) if rewards is None else rewards
-        taken = [self.pop(reward) for reward in chosen for _ in range(len(reward.waiting))]
+    def drain(self) -> list[QueuedCall]:
+        """Take out everything, and let those who wait for room go on."""
+        taken = [self.pop(reward) for reward in self._rewards.values() for _ in range(len(reward.waiting))]
         self.room.set()
         return taken
 

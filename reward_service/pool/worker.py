@@ -28,7 +28,6 @@ from reward_service.pool.protocol import (
     MAX_REPORT_BYTES,
     Assignment,
     FinishedUnit,
-    ForgetReward,
     FrameLink,
     LoadReward,
     Marker,
@@ -61,8 +60,6 @@ class UnitRunner:
                     self._run(units)
                 case LoadReward() as order:
                     self._link.send(msgspec.msgpack.encode(self._load(order)))
-                case ForgetReward(reward):
-                    self._rewards.pop(reward, None)
 
     def _load(self, order: LoadReward) -> RewardLoaded | RewardNotLoaded:
         try:

@@ -21,7 +21,6 @@ from reward_service import metrics
 from reward_service.pool.protocol import (
     MAX_REPORT_BYTES,
     FinishedUnit,
-    ForgetReward,
     Marker,
     RewardLoaded,
     RewardNotLoaded,
@@ -66,11 +65,8 @@ class WorkerOwner(Protocol):
     def on_lost(self, slot: WorkerSlot, cause: str) -> None:
         """The process is gone, its last reports are in: settle what it had. The cause is in words."""
 
-    def on_unloadable(self, reward: PooledReward, message: str) -> None:
-        """A reward of the pool cannot be loaded."""
-
     def on_hopeless(self, message: str) -> None:
-        """No worker can be kept running."""
+        """A reward cannot be loaded, or no worker can be kept running."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,8 +79,6 @@ class WorkerSlot:
     """The process has loaded every reward that it was started with."""
     loading: set[int] = field(default_factory=set)
     """Rewards that it was told to load and has said nothing about yet."""
-    rewards: set[int] = field(default_factory=set)
-    """Those that it has loaded."""
     doomed: bool = False
     """The process is being killed."""
     leaving: bool = False
@@ -113,7 +107,7 @@ class WorkerSlot:
 
     @property
     def ready(self) -> bool:
-        return self.loaded and not (self.doomed or self.leaving or self.loading)
+        return self.loaded and not (self.doomed or self.leaving)
 
     @property
     def taken(self) -> bool:
@@ -201,30 +195,11 @@ class Workers:
             if slot.process is not None:
                 await slot.process.ended.wait()
 
-    async def load(self, reward: PooledReward) -> None:
-        """Have every worker that lacks it load one more reward, one worker after the other. Ends early when
-        that fails."""
-        for slot in list(self.slots):
-            if slot.process is None or slot.doomed or reward.broken or reward.number in slot.rewards:
-                continue
-            if reward.number not in slot.loading:
-                self._order_load(slot, reward)
-            while reward.number in slot.loading and slot.process is not None and not reward.broken:
-                self.changed.clear()
-                await self.changed.wait()
-
-    def forget(self, reward: PooledReward) -> None:
-        for slot in self.slots:
-            slot.rewards.discard(reward.number)
-            slot.order(ForgetReward(reward.number))
-
     def look_after(self, now_s: float) -> None:
         """End what loads for too long, and renew what is due; to be called often."""
         for slot in self.slots:
-            if slot.loaded and slot.running()[0] in slot.inflight:
-                slot.started_s = now_s  # what it is to load waits behind a call, which has its own deadline
             late = now_s - slot.started_s > self._limits.start_s
-            if late and slot.process is not None and (not slot.loaded or slot.loading):
+            if late and slot.process is not None and not slot.loaded:
                 slot.kill()
         if now_s - self._looked_s < self._limits.look_s or self._closed:
             return
@@ -238,7 +213,7 @@ class Workers:
         slot.loaded = slot.doomed = slot.leaving = slot.over_memory = False
         slot.overdue, slot.trouble = None, ""
         slot.units_done = slot.seen = 0
-        slot.loading, slot.rewards = set(), set()
+        slot.loading = set()
         slot.marker = Marker.create()
         try:
             slot.process = FramedProcess(
@@ -257,16 +232,8 @@ class Workers:
             raise
         slot.started_s = time.monotonic()
         for reward in self._rewards.values():
-            if not reward.broken:
-                self._order_load(slot, reward)
-        if not slot.loading:
-            slot.loaded = True
-            self.changed.set()
-
-    def _order_load(self, slot: WorkerSlot, reward: PooledReward) -> None:
-        slot.loading.add(reward.number)
-        slot.started_s = time.monotonic()
-        slot.order(reward.load_order())
+            slot.loading.add(reward.number)
+            slot.order(reward.load_order())
 
     def _on_frame(self, slot: WorkerSlot, payload: bytes) -> None:
         match self._reports.decode(payload):
@@ -277,28 +244,22 @@ class Workers:
                 self.end_if_done(slot)
             case RewardLoaded(number, batch):
                 slot.loading.discard(number)
-                if (reward := self._rewards.get(number)) is not None:
-                    slot.rewards.add(number)
-                    reward.batch = batch
-                self._on_loaded(slot)
+                self._rewards[number].batch = batch
+                if not slot.loading and not slot.doomed:
+                    self._on_loaded(slot)
             case RewardNotLoaded(number, message):
-                slot.loading.discard(number)
-                if (reward := self._rewards.get(number)) is not None:
-                    self._not_loaded(slot, reward, message)
+                self._not_loaded(slot, self._rewards[number], message)
 
     def _on_loaded(self, slot: WorkerSlot) -> None:
-        if slot.loading or slot.doomed:
+        slot.loaded_bytes = slot.process.memory_bytes() if slot.process is not None else 0
+        if 0 < self._limits.memory_bytes < slot.loaded_bytes:
+            self._too_large(slot)
             return
-        if not slot.loaded:
-            slot.loaded = True
-            slot.failed_starts = 0
-            slot.moved_s = time.monotonic()
-            slot.loaded_bytes = slot.process.memory_bytes() if slot.process is not None else 0
-            if 0 < self._limits.memory_bytes < slot.loaded_bytes:
-                self._too_large(slot)
-                return
-        for number in slot.rewards:
-            self._rewards[number].loaded_once = True
+        slot.loaded = True
+        slot.failed_starts = 0
+        slot.moved_s = time.monotonic()
+        for reward in self._rewards.values():
+            reward.loaded_once = True
         self.changed.set()
         self._owner.on_ready()
 
@@ -307,8 +268,7 @@ class Workers:
             f"once loaded it takes {slot.loaded_bytes >> 20} MiB, and reward.worker_memory_mb is "
             f"{self._limits.memory_bytes >> 20}. Raise that, or load less."
         )
-        slot.loaded = False
-        for reward in [self._rewards[number] for number in slot.rewards]:
+        for reward in list(self._rewards.values()):
             self._not_loaded(slot, reward, f"the reward {reward.spec.name!r}: {message}")
 
     def _not_loaded(self, slot: WorkerSlot, reward: PooledReward, message: str) -> None:
@@ -318,12 +278,9 @@ class Workers:
             # It may pass: what it imports may be half saved, or memory short.
             log.warning("a reward was not loaded and is tried again", reward=reward.spec.name, cause=message)
             slot.trouble = message
-            slot.loaded = False
             slot.kill()
         else:
-            self._owner.on_unloadable(reward, message)
-            if not self._closed:
-                self._on_loaded(slot)
+            self._owner.on_hopeless(message)
         self.changed.set()
 
     def _on_exit(self, slot: WorkerSlot, cause: str) -> None:

@@ -133,9 +133,6 @@ SYSTEM_FILES = (
     "/etc/nsswitch.conf",
     "/etc/localtime",
     "/etc/ssl/openssl.cnf",
-    "/etc/java-11-openjdk",
-    "/etc/java-17-openjdk",
-    "/etc/java-21-openjdk",
 )
 NAMESPACES = ("user", "pid", "mount", "net", "ipc", "uts", "cgroup")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": ".", "TMPDIR": "."}

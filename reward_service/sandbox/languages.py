@@ -143,26 +143,6 @@ def _cpp() -> Language:
 
 
 @functools.cache
-def _rust() -> Language:
-    compiler = _found(("rustc",), "rust")
-    if Path(compiler).name == "rustup":
-        # A switch that starts the chosen compiler through files of the user's; the jail needs it itself.
-        compiler = _rustup(Path(compiler))
-    flags = ("-O", "--edition", "2021", "-A", "warnings", "-o", "program", "main.rs")
-    return Language(
-        "rust", "main.rs", ("./program",), (compiler, *flags), ("program",), binds=_prefix(compiler)
-    )
-
-
-def _rustup(switch: Path) -> str:
-    home = Path(os.environ.get("RUSTUP_HOME", Path.home() / ".rustup")) / "toolchains"
-    chains = sorted(home.glob("stable-*/bin/rustc")) + sorted(home.glob("*/bin/rustc"))
-    if not chains:
-        raise CompilerMissing(f"rust needs a toolchain: {switch} is there, but none under {home}")
-    return str(chains[0])
-
-
-@functools.cache
 def _javascript() -> Language:
     path = _found(("node", "nodejs"), "javascript")
     return Language(
@@ -175,41 +155,17 @@ def _javascript() -> Language:
     )
 
 
-@functools.cache
-def _java() -> Language:
-    compiler, runtime = _found(("javac",), "java"), _found(("java",), "java")
-    # Performance data lie in a file that the runtime would lock, and warn that it cannot.
-    small = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xss64m", "-XX:-UsePerfData")
-    packer = str(Path(compiler).with_name("jar"))
-    frugal = "-J-Xmx384m -J-XX:+UseSerialGC -J-XX:-UsePerfData"
-    steps = f"{compiler} {frugal} -nowarn -encoding utf-8 -d out Main.java"
-    return Language(
-        "java",
-        "Main.java",
-        (runtime, "-Xmx384m", *small, "-cp", "program.jar", "Main"),
-        ("/bin/sh", "-c", f"{steps} && {packer} -J-Xmx128m -J-XX:-UsePerfData cf program.jar -C out ."),
-        ("program.jar",),
-        binds=tuple({*_prefix(compiler), *_prefix(runtime)}),
-        address_space=False,
-        processes=64,
-        compiler_mb=768,
-    )
-
-
 LANGUAGES: dict[str, Callable[[], Language]] = {
     "python": _python,
     "c": _c,
     "cpp": _cpp,
-    "rust": _rust,
     "javascript": _javascript,
-    "java": _java,
 }
 ALIASES = {
     "py": "python",
     "python3": "python",
     "c++": "cpp",
     "cc": "cpp",
-    "rs": "rust",
     "js": "javascript",
     "node": "javascript",
 }

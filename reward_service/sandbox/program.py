@@ -26,7 +26,7 @@ class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
     memory_mb: int = 512
     """Memory of all processes together, whoever maps it; and address space of each, if `address_space`."""
     address_space: bool = True
-    """Runtimes that reserve far more than they use (Java, Node.js) cannot work under such a limit."""
+    """Runtimes that reserve far more than they use (Node.js) cannot work under such a limit."""
     processes: int = 16
     """Threads count."""
     files_mb: int = 32

@@ -58,7 +58,7 @@ class CodeArguments(SandboxArguments):
 
 
 class CodeStdioArguments(CodeArguments):
-    language: Literal["python", "c", "cpp", "rust", "javascript", "java", "auto"] = "python"
+    language: Literal["python", "c", "cpp", "javascript", "auto"] = "python"
     """Language of the programs. `auto`: as the fence of the block says, else Python."""
     compare: Compare = "tokens"
     """`tokens`: the words of the output, numbers up to `tolerance`. `lines`: the lines, without white space

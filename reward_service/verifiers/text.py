@@ -116,15 +116,9 @@ def _words(text: str) -> list[str]:
 
 class RegexArguments(Section):
     pattern: str | None = None
-    """The pattern in the syntax of Python; by default the ground truth is the pattern."""
+    """The pattern in the syntax of Python, flags as `(?im)` included; by default the ground truth is it."""
     match: Literal["search", "start", "whole"] = "search"
     """Where it must match."""
-    case: bool = True
-    """Whether upper and lower case differ."""
-    multiline: bool = False
-    """Whether `^` and `$` match at every line."""
-    dot_all: bool = False
-    """Whether `.` matches the end of a line too."""
     group: int | str | None = None
     """The group whose text must be the ground truth."""
     negate: bool = False
@@ -159,12 +153,7 @@ def regex(given: RewardInput, arguments: RegexArguments) -> float | Score | Abst
     if given.ground_truth is None and (pattern is None or group is not None):
         return Abstain("the task has no ground truth")
     text = given.response if arguments.where is None else answer_of(given.response, arguments.where)
-    compiled = _compiled(
-        str(given.ground_truth) if pattern is None else pattern,
-        arguments.case,
-        arguments.multiline,
-        arguments.dot_all,
-    )
+    compiled = _compiled(str(given.ground_truth) if pattern is None else pattern)
     found = None
     if text is not None:
         try:
@@ -182,15 +171,8 @@ def regex(given: RewardInput, arguments: RegexArguments) -> float | Score | Abst
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(pattern: str, case: bool, multiline: bool, dot_all: bool) -> patterns.Pattern[str]:
-    flags = patterns.VERSION0
-    for wanted, flag in (
-        (not case, patterns.IGNORECASE),
-        (multiline, patterns.MULTILINE),
-        (dot_all, patterns.DOTALL),
-    ):
-        flags |= flag if wanted else patterns.VERSION0
-    return patterns.compile(pattern, flags)
+def _compiled(pattern: str) -> patterns.Pattern[str]:
+    return patterns.compile(pattern, patterns.VERSION0)
 
 
 class FormatTagsArguments(Section):

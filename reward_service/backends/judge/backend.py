@@ -339,8 +339,6 @@ class Judge:
         finally:
             self._changed.set()
         self._trouble = None
-        if reply.tokens:
-            metrics.JUDGE_TOKENS.inc(reply.tokens)
         return reply
 
     async def _take(self) -> ServerState:

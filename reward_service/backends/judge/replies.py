@@ -41,8 +41,6 @@ class JudgeReply(msgspec.Struct, frozen=True):
     """What the model said."""
 
     text: str
-    tokens: int = 0
-    """Of prompt and reply, as the server counted them; 0: it did not say."""
     finish_reason: str = ""
 
 
@@ -69,13 +67,8 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class TokenUsage(msgspec.Struct):
-    total_tokens: int | None = None
-
-
 class JudgeCompletion(msgspec.Struct):
     choices: list[CompletionChoice] = []
-    usage: TokenUsage | None = None
 
 
 class Endpoint:
@@ -99,8 +92,7 @@ class Endpoint:
                 "judge", f"{url} answered in an unknown form: {words(content)}", passes=False
             ) from None
         text = choice.message.content if choice.message is not None else ""
-        tokens = answer.usage.total_tokens if answer.usage is not None else 0
-        return JudgeReply(text or "", tokens or 0, choice.finish_reason or "")
+        return JudgeReply(text or "", choice.finish_reason or "")
 
     async def close(self) -> None:
         await self._session.close()

@@ -34,13 +34,10 @@ from reward_service.backends import Call, OnVerdicts
 from reward_service.backends.remote import RemoteArguments
 from reward_service.backends.remote.connection import (
     RemoteServer,
-    RequestPace,
-    RewardConnection,
     ServerBroken,
     ServerGone,
     ServerLate,
     ServerRefused,
-    Wanted,
 )
 from reward_service.backends.remote.schema import NOT_RUN, to_wire
 from reward_service.backends.servers import pause_s
@@ -100,7 +97,9 @@ class RemoteBackend:
         """Only by a fault of this side: a server that is away may come back."""
         self._spec = spec
         self._rng = rng or random.Random()
-        self._pace = RequestPace(self._arguments.batch if spec.scope == "episode" else 1, spec.timeout_s)
+        self._batch = self._arguments.batch if spec.scope == "episode" else 1
+        self._request_s = 0.05
+        """Recent mean of a request; a guess until the first."""
         self._replicas: list[RemoteServer] = []
         self._queue: deque[Pending] = deque()
         self._room = asyncio.Event()
@@ -118,32 +117,23 @@ class RemoteBackend:
 
     @property
     def capacity(self) -> int:
-        return sum(replica.slots for replica in self._replicas) * self._pace.inputs
+        return sum(replica.slots for replica in self._replicas) * self._batch
 
     @property
     def alive(self) -> int:
         now_s = time.monotonic()
-        return sum(r.slots for r in self._replicas if r.ready(now_s)) * self._pace.inputs
+        return sum(r.slots for r in self._replicas if r.ready(now_s)) * self._batch
 
     @property
     def call_seconds(self) -> float:
-        return self._pace.request_s
+        return self._request_s
 
     async def __aenter__(self) -> Self:
         arguments = self._arguments
-        wanted = Wanted(
-            arguments.reward, self._spec.scope, arguments.version, arguments.args, self._spec.timeout_s
-        )
         try:
             for url in dict.fromkeys(arguments.urls):
                 replica = RemoteServer(
-                    url,
-                    RewardConnection(url, token=self._token, ca_file=arguments.ca_file),
-                    wanted,
-                    self._pace,
-                    max_in_flight=arguments.max_in_flight,
-                    rng=self._rng,
-                    changed=self._news.set,
+                    url, arguments, self._spec, token=self._token, rng=self._rng, changed=self._news.set
                 )
                 self._replicas.append(replica)
                 self._start(replica.keep())
@@ -222,7 +212,9 @@ class RemoteBackend:
                 free = [replica for replica in self._replicas if replica.has_room(now_s)]
                 if not free:
                     break
-                self._hand_out(min(free, key=lambda replica: (replica.load, self._rng.random())))
+                self._hand_out(
+                    min(free, key=lambda one: (one.state.in_flight / one.slots, self._rng.random()))
+                )
             self._note_outage(now_s)
             if len(self._queue) < MAX_QUEUED:
                 self._room.set()
@@ -241,7 +233,7 @@ class RemoteBackend:
 
     def _cut(self, replica: RemoteServer) -> tuple[list[Pending], list[msgspec.Raw]]:
         """The next calls for `replica`, as many as a request may hold, and their inputs as it wants them."""
-        most = min(self._pace.inputs, replica.limits.max_inputs)
+        most = min(self._batch, replica.limits.max_inputs)
         room_bytes = max(1, replica.limits.max_body_bytes - REQUEST_ROOM_BYTES)
         batch: list[Pending] = []
         inputs: list[msgspec.Raw] = []
@@ -297,6 +289,7 @@ class RemoteBackend:
                 call.fail("pool", "the request to the reward server was broken off", elapsed_ms())
             raise
         else:
+            self._request_s += 0.2 * (elapsed_ms() / 1000 - self._request_s)
             given = [one for call in batch for one in call.inputs]
             verdicts = iter(read_verdicts(answer.verdicts, given))
             unknown = []

@@ -6,7 +6,6 @@ fields may be added within one protocol version.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ PROTOCOL = 1
 NOT_RUN = "not_run"
 """Kind of the error that says: no verdict yet, through no fault of the input."""
 
-Extra = Literal["trajectory", "blob"]
+Extra = Literal["blob"]
 Status = Literal["ready", "starting", "draining"]
 RefusalKind = Literal[
     "protocol", "unauthorized", "unknown_reward", "invalid", "too_large", "busy", "unavailable", "internal"
@@ -60,7 +59,7 @@ class RewardInfo(msgspec.Struct, frozen=True):
     """Text that changes when the reward does."""
     scope: Scope = "episode"
     wants: tuple[Extra, ...] = ()
-    """What its inputs carry beside texts: `trajectory`, or `blob`."""
+    """What its inputs carry beside texts: `blob`, the episode."""
     description: str = ""
 
 
@@ -83,33 +82,6 @@ class Health(msgspec.Struct, frozen=True):
     request_id: str = ""
 
 
-class Segment(msgspec.Struct, frozen=True):
-    """A run of units by one author; `parent` is the segment it goes on after, -1 for none."""
-
-    kind: Literal["prompt", "sampled", "tool", "environment"]
-    agent: str
-    turn: int
-    parent: int
-    offset: int
-    """Its first unit."""
-    length: int
-    """Its units."""
-    reward: float | None = None
-    """What the workflow recorded for it."""
-
-
-class Trajectory(msgspec.Struct, frozen=True):
-    """An episode's tokens. The lists have one entry for each unit."""
-
-    segments: list[Segment]
-    token_ids: list[int]
-    mask: list[int]
-    """1: the model sampled this unit, and it is trained."""
-    logprobs: list[float]
-    versions: list[int]
-    """Of the weights that sampled the unit; -1 where nobody did."""
-
-
 class Input(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be scored: the fields of `RewardInput`, and the id of the episode for logs."""
 
@@ -124,7 +96,6 @@ class Input(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}
     response_tokens: int = 0
     truncated: bool = False
-    trajectory: Trajectory | msgspec.UnsetType = msgspec.UNSET
     blob: bytes | msgspec.UnsetType = msgspec.UNSET
     """The episode in our codec; as base64."""
 
@@ -168,9 +139,6 @@ class Verdicts(msgspec.Struct, frozen=True):
     request_id: str = ""
 
 
-KINDS = ("prompt", "sampled", "tool", "environment")
-
-
 def to_wire(given: RewardInput, wants: Collection[Extra]) -> Input:
     """The texts of `given`, and what else is wanted of it where it has an episode. Raises TrajectoryError
     for a damaged one."""
@@ -186,7 +154,6 @@ def to_wire(given: RewardInput, wants: Collection[Extra]) -> Input:
         metadata=given.metadata,
         response_tokens=given.response_tokens,
         truncated=given.truncated,
-        trajectory=trajectory_of(given) if "trajectory" in wants and given.blob else msgspec.UNSET,
         blob=given.blob if "blob" in wants and given.blob else msgspec.UNSET,
     )
 
@@ -204,28 +171,4 @@ def from_wire(given: Input) -> RewardInput:
         response_tokens=given.response_tokens,
         truncated=given.truncated,
         blob=b"" if given.blob is msgspec.UNSET else given.blob,
-    )
-
-
-def trajectory_of(given: RewardInput) -> Trajectory:
-    """The tokens of the episode behind `given`. Raises what `RewardInput.episode` does."""
-    episode = given.episode
-    table, units = episode.segments, episode.units
-    return Trajectory(
-        segments=[
-            Segment(
-                kind=KINDS[int(table.kind[at])],  # type: ignore[arg-type]
-                agent=episode.header.agents[int(table.agent[at])].name,
-                turn=int(table.turn[at]),
-                parent=int(table.parent[at]),
-                offset=int(table.offset[at]),
-                length=int(table.length[at]),
-                reward=None if math.isnan(table.reward[at]) else float(table.reward[at]),
-            )
-            for at in range(len(table))
-        ],
-        token_ids=units.token_id.tolist(),
-        mask=units.mask.tolist(),
-        logprobs=units.logprob.tolist(),
-        versions=units.version.tolist(),
     )

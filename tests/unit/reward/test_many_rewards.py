@@ -1,7 +1,6 @@
 """One pool with many rewards: arguments, batches, groups, parts, and a deadline of each reward's own."""
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from areal_async.rpc.verdicts import Failure, Score, Timeout
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from reward_service.client import LocalScorer
 from reward_service.pool.pool import WorkerPool
-from reward_service.pool.workers import WorkerLimits
 from reward_service.sdk import RewardInput, RewardLoadError
 
 FILE = Path(__file__).with_name("kinds.py")
@@ -180,51 +178,6 @@ async def ask(pool, spec, inputs):
     await pool.submit(inputs, take, spec=spec)
     await asyncio.wait_for(done.wait(), 60)
     return [verdicts[index] for index in range(len(inputs))]
-
-
-def test_rewards_are_added_to_a_pool_that_runs_and_one_that_does_not_load_spoils_nothing(tmp_path):
-    bad = tmp_path / "bad.py"
-    bad.write_text("raise RuntimeError('no')\n")
-
-    async def run():
-        spec = RewardSpec(f"{FILE}:scaled", {"scale": 2.0})
-        async with WorkerPool([], workers=2, strict=False) as pool:
-            await pool.add(spec)
-            with pytest.raises(RewardLoadError, match="RuntimeError: no"):
-                await pool.add(RewardSpec(f"{bad}:f"))
-            return await ask(pool, spec, texts(1, 2, 3))
-
-    assert asyncio.run(run()) == [Score(2.0), Score(4.0), Score(6.0)]
-
-
-def test_loading_a_reward_behind_a_slow_call_costs_that_call_nothing():
-    async def run():
-        slow, other = RewardSpec(f"{FILE}:held", timeout_s=30.0), RewardSpec(f"{FILE}:scaled", {"scale": 2.0})
-        async with WorkerPool([slow], workers=1, strict=False, limits=WorkerLimits(start_s=2.5)) as pool:
-            given = RewardInput(response="1", extra_info={"seconds": 4.0})
-            under_way = asyncio.create_task(ask(pool, slow, [given]))
-            while not pool.busy:
-                await asyncio.to_thread(time.sleep, 0.001)
-            await pool.add(other)
-            return await under_way, await ask(pool, other, texts(1))
-
-    assert asyncio.run(run()) == ([Score(1.0)], [Score(2.0)])
-
-
-def test_a_reward_that_is_discarded_takes_its_waiting_calls_with_it():
-    async def run():
-        leaves, stays = RewardSpec(f"{FILE}:held", timeout_s=30.0), RewardSpec(f"{FILE}:held", timeout_s=29.0)
-        async with WorkerPool([leaves, stays], workers=1, strict=False) as pool:
-            gone = []
-            slow = [RewardInput(response="1", extra_info={"seconds": 0.2}) for _ in range(20)]
-            await pool.submit(slow, lambda i, verdicts, ms: gone.append(verdicts[0]), spec=leaves)
-            pool.discard(leaves)
-            refused = [verdict for verdict in gone if isinstance(verdict, Failure)]
-            return len(refused), await ask(pool, stays, texts(1, 2))
-
-    refused, stayed = asyncio.run(run())
-    assert refused >= 10
-    assert stayed == [Score(1.0), Score(2.0)]
 
 
 def test_a_reward_of_quick_calls_is_not_held_up_by_one_of_slow_calls():

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_service.backends.remote.connection import RequestPace
 from reward_service.backends.servers import ServerState, choose, pause_s
 
 
@@ -100,14 +99,3 @@ def test_a_request_given_up_counts_only_against_a_server_that_answered_nobody():
     server.begin()
     server.abandoned(12.0, 22.0)
     assert (server.failures, server.in_flight) == (1, 0)
-
-
-def test_requests_shrink_to_one_input_when_inputs_are_slow_and_grow_back():
-    pace = RequestPace(most=32, deadline_s=10.0)
-    assert pace.inputs == 32
-    for _ in range(30):
-        pace.note(10.0, pace.inputs)
-    assert pace.inputs == 1
-    for _ in range(100):
-        pace.note(0.01 * pace.inputs, pace.inputs)
-    assert pace.inputs == 32

@@ -160,19 +160,19 @@ def test_tests_that_are_nested_too_deeply_are_no_tests_and_end_nothing(assertion
 
 
 def test_a_language_that_the_model_chose_and_cannot_have_is_a_wrong_answer():
-    function_tests = RewardInput(response="```java\nclass Main {}\n```", ground_truth=["assert f(1) == 1"])
+    function_tests = RewardInput(response="```javascript\nlet x\n```", ground_truth=["assert f(1) == 1"])
     assert code_stdio(function_tests, language="auto").value == 0
-    assert code_stdio(function_tests, language="java").kind == "sandbox"
+    assert code_stdio(function_tests, language="javascript").kind == "sandbox"
 
 
 def test_a_language_that_is_not_installed_is_a_wrong_answer_where_the_model_chose_it(monkeypatch):
     def missing():
-        raise CompilerMissing("rust is not installed")
+        raise CompilerMissing("cpp is not installed")
 
-    monkeypatch.setitem(languages.LANGUAGES, "rust", missing)
-    program = RewardInput(response="```rust\nfn main() {}\n```", ground_truth=TRUTH)
+    monkeypatch.setitem(languages.LANGUAGES, "cpp", missing)
+    program = RewardInput(response="```cpp\nint main() {}\n```", ground_truth=TRUTH)
     assert code_stdio(program, language="auto").value == 0
-    assert code_stdio(program, language="rust").kind == "compile"
+    assert code_stdio(program, language="cpp").kind == "compile"
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_a_missing_compiler_is_an_error_and_never_a_score(monkeypatch):
 
     monkeypatch.setattr("reward_service.sandbox.sandbox.language", gone)
     given = RewardInput(response="```\nx\n```", ground_truth={"inputs": [""], "outputs": ["1"]})
-    verdict = code_stdio(given, language="rust")
+    verdict = code_stdio(given, language="cpp")
     assert isinstance(verdict, Failure)
     assert verdict.kind == "compile"
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 import sys
 
 from reward_service.sdk import RewardInput, load_reward
-from reward_service.verifiers import answers, choice, json_schema, quantities, writing
+from reward_service.verifiers import answers, json_schema, writing
 from reward_service.verifiers.answers import WHERES, answer_of
 from reward_service.verifiers.arithmetic import final_number, number_of
 from reward_service.verifiers.json_schema import CHECKS, follows
+from reward_service.verifiers.text import chosen
 
 PIECES = [
     *"\n \t1a{}[]()\\$*-_<>\"`#'^=,;.!?%~:|&/+é\u00a0",
@@ -66,13 +67,13 @@ def read_by_parts(text: str) -> None:
     writing.tidy(text)
     writing.last_maths(text)
     writing.said_maths(text)
-    quantities.quantity(writing.one_spaced(text))
-    quantities.number(text)
-    quantities.based(text)
-    quantities.ratio(text)
+    writing.quantity(writing.one_spaced(text))
+    writing.number(text)
+    writing.based(text)
+    writing.ratio(text)
     answers.hedged(text)
     json_schema.fenced(text)
-    choice.chosen(text, {"A": "x", "B": "y"})
+    chosen(text, {"A": "x", "B": "y"})
     number_of(text, flexible=True)
     final_number(text)
     for instruction in CHECKS:

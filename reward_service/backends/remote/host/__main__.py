@@ -19,7 +19,7 @@ from reward_service import metrics
 from reward_service.backends.remote import read_token
 from reward_service.backends.remote.host.http import Gate, http_server, http_socket, tls_of
 from reward_service.backends.remote.host.service import ScoringService, ServedReward, read_offers, version_of
-from reward_service.backends.remote.schema import RequestLimits
+from reward_service.backends.remote.schema import Extra, RequestLimits
 from reward_service.pool.pool import WorkerPool
 
 DRAIN_LIMIT_S = 5.0
@@ -37,7 +37,8 @@ def main(request: ServeRequest) -> None:
 
 async def serve(request: ServeRequest) -> None:
     """Until SIGTERM or SIGINT. Raises `ArealError` for what is wrong before anything is served."""
-    offers = read_offers(request.rewards, ("blob",) if request.episodes else (), request.args)
+    wants: tuple[Extra, ...] = ("blob",) if request.episodes else ()
+    offers = read_offers(request.rewards, wants, request.args, request.timeout_s)
     try:
         gate = Gate(token_in(Path(request.token_file)) if request.token_file else "")
         key = Path(request.tls_key) if request.tls_key else None
@@ -52,18 +53,16 @@ async def serve(request: ServeRequest) -> None:
     async with contextlib.AsyncExitStack() as stack:
         listening = http_socket(request.listen, gate)
         stack.callback(listening.close)
-        # Not strict: arguments of one client that do not fit must not end the service of the others.
-        pool = await stack.enter_async_context(WorkerPool([], workers=request.workers, strict=False))
+        specs = [offer.spec for offer in offers]
+        pool = await stack.enter_async_context(WorkerPool(specs, workers=request.workers))
         limits = RequestLimits(max_inputs=request.batch, max_in_flight=max(8, 2 * request.workers))
         service = ScoringService(
             pool,
             offers,
             name="areal-async",
-            timeout_s=request.timeout_s,
             limits=limits,
             max_waiting=waiting,
         )
-        await service.load()
         metrics.watch(pool)
         server = http_server(service, gate, listening, tls)
         server.start()
@@ -81,7 +80,7 @@ def announce(offers: Sequence[ServedReward], url: str, workers: int, gate: Gate)
     console = Console(soft_wrap=True, highlight=False)
     for offer in offers:
         console.print(
-            f"reward [bold]{offer.name}[/] ({offer.target}), version {version_of(offer.target)}, "
+            f"reward [bold]{offer.name}[/] ({offer.spec.name}), version {version_of(offer.spec.name)}, "
             f"{workers} worker{'s' if workers > 1 else ''}"
         )
     console.print(f"serves {url}")

@@ -42,18 +42,17 @@ class Host(NamedTuple):
 def host():
     @contextlib.asynccontextmanager
     async def serving(*names, token="", wants=(), timeout_s=20.0, max_waiting=1024, offers=(), **limits):
-        offers = offers or read_offers([f"{FILE}:{name}" for name in names or ("behave",)], wants)
+        targets = [f"{FILE}:{name}" for name in names or ("behave",)]
+        offers = offers or read_offers(targets, wants, timeout_s=timeout_s)
         gate = Gate(token)
-        async with WorkerPool([], workers=1, strict=False) as pool:
+        async with WorkerPool([offer.spec for offer in offers], workers=1) as pool:
             service = ScoringService(
                 pool,
                 offers,
                 name="test",
-                timeout_s=timeout_s,
                 limits=RequestLimits(**limits),
                 max_waiting=max_waiting,
             )
-            await service.load()
             server = http_server(service, gate, http_socket("127.0.0.1:0", gate))
             server.start()
             try:
@@ -106,9 +105,8 @@ def test_verdicts_are_those_of_the_pool(host, backend, collect):
 
 def test_what_the_server_does_not_get_to_in_time_is_no_timeout(host, until):
     async def run():
-        async with host() as server:
-            await post(server.url, body("x", timeout_ms=3000))  # the reward with this limit is loaded
-            first = asyncio.create_task(post(server.url, body("hang", timeout_ms=3000)))
+        async with host(timeout_s=3.0) as server:
+            first = asyncio.create_task(post(server.url, body("hang")))
             await until(lambda: server.service.health().in_flight == 1, "the first request")
             return await post(server.url, body("one", deadline_ms=200)), await first
 
@@ -119,37 +117,9 @@ def test_what_the_server_does_not_get_to_in_time_is_no_timeout(host, until):
     assert hung["verdicts"] == [{"type": "timeout", "limit_ms": 3000}]
 
 
-def test_loading_for_one_client_is_within_its_deadline_and_delays_no_other(host, until, monkeypatch):
-    loaded = asyncio.Event()
-
-    async def run():
-        async with host("behave", "concise") as server:
-            add = WorkerPool.add
-
-            async def slowly(pool, spec):
-                await loaded.wait()
-                await add(pool, spec)
-
-            monkeypatch.setattr(WorkerPool, "add", slowly)
-            fresh = {"reward": "concise", "args": {"most": 3}}
-            first = asyncio.create_task(post(server.url, body("1", deadline_ms=1500, **fresh)))
-            await until(lambda: server.service.health().in_flight == 1, "the first request")
-            other = await post(server.url, body("one"))
-            assert not first.done()
-            late = await first
-            assert server.service.health().in_flight == 0
-            loaded.set()
-            return other, late, await post(server.url, body("1", **fresh))
-
-    answers = asyncio.run(asyncio.wait_for(run(), 60))
-    other, late, again = [answer["verdicts"][0] for _, _, answer in answers]
-    assert (other["value"], again["value"]) == (0.5, 1.0)
-    assert (late["type"], late["kind"]) == ("error", "not_run")
-
-
 def test_calls_behind_one_that_hangs_are_scored_all_the_same(host, backend, collect):
     async def run():
-        async with host() as server, backend(server.url, timeout_s=1.0, batch=8) as entered:
+        async with host(timeout_s=1.0) as server, backend(server.url, timeout_s=1.0, batch=8) as entered:
             return await collect(entered, [given("hang" if n == 5 else "four") for n in range(40)])
 
     verdicts = asyncio.run(run())
@@ -187,35 +157,6 @@ def test_a_server_that_asks_for_episodes_gets_them(host, backend, collect):
                 return await collect(entered, [given("57", blob=episode_blob())])
 
     assert asyncio.run(run()) == [Score(5.0)]
-
-
-def test_a_server_that_asks_for_trajectories_gets_them_as_lists(scripted, backend, collect):
-    async def run():
-        server = scripted()
-        server.info["rewards"][0]["wants"] = ["trajectory"]
-        async with server.serving(), backend(server.url) as entered:
-            await collect(entered, [given('{"type": "abstain"}', blob=episode_blob())])
-            return server.requests[0]
-
-    request = asyncio.run(run())
-    (sent,) = request["inputs"]
-    check("Request", request)
-    assert sent["episode_id"] == "t#0.0"
-    assert sent["trajectory"] == {
-        "segments": [
-            segment("prompt", parent=-1, offset=0, length=3, reward=None),
-            segment("sampled", parent=0, offset=3, length=2, reward=0.5),
-        ],
-        "token_ids": [1, 2, 3, 5, 6],
-        "mask": [0, 0, 0, 1, 1],
-        "logprobs": [0.0, 0.0, 0.0, -0.5, -0.25],
-        "versions": [-1, -1, -1, 3, 4],
-    }
-    assert "blob" not in sent
-
-
-def segment(kind, **fields):
-    return {"kind": kind, "agent": "main", "turn": 0, **fields}
 
 
 def test_values_by_unit_must_be_as_many_as_the_units(scripted, backend, collect):
@@ -329,28 +270,18 @@ def test_a_server_that_ends_takes_nothing_more_and_finishes_what_it_has(host):
     assert (refused, answer["error"]["kind"]) == (503, "unavailable")
 
 
-def test_wrong_arguments_are_found_before_the_job_starts(host, backend):
+def test_arguments_that_are_not_the_servers_are_found_before_the_job_starts(host, backend):
     async def run():
-        async with host("concise") as server:
-            with pytest.raises(RewardLoadError, match="nope"):
-                async with backend(server.url, args={"nope": 1}):
-                    pass
+        offers = read_offers([f"{FILE}:concise"], args={"most": 1})
+        async with host(offers=offers) as server:
+            for args in ({"nope": 1}, {"most": 2}):
+                with pytest.raises(RewardLoadError, match="only the server may set"):
+                    async with backend(server.url, args=args):
+                        pass
             async with backend(server.url, args={"most": 1}) as entered:
                 return entered.alive
 
     assert asyncio.run(run()) > 0
-
-
-def test_arguments_of_one_client_do_not_reach_another(host, backend, collect):
-    async def run():
-        async with host("concise") as server:
-            async with (
-                backend(server.url, args={"most": 2}) as strict,
-                backend(server.url) as lax,
-            ):
-                return await collect(strict, [given("the 1")]), await collect(lax, [given("the 1")])
-
-    assert asyncio.run(run()) == ([Score(0.0)], [Score(1.0)])
 
 
 def test_the_reference_server_is_what_the_document_says(host):

@@ -34,12 +34,12 @@ def test_https_works_with_a_certificate_that_is_trusted_and_with_no_other(certif
 
     async def run():
         gate = Gate("t")
-        async with WorkerPool([], workers=1, strict=False) as pool:
+        offers = read_offers(["exact_match"])
+        async with WorkerPool([offers[0].spec], workers=1) as pool:
             service = ScoringService(
                 pool,
-                read_offers(["exact_match"]),
+                offers,
                 name="test",
-                timeout_s=10.0,
                 limits=RequestLimits(),
                 max_waiting=64,
             )
