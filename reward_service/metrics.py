@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from areal_async.rewards import RewardSpec
+
+if TYPE_CHECKING:
+    from reward_service.pool.pool import WorkerPool
+    from reward_service.router import Router
 
 VERDICTS = Counter(
     "areal_reward_verdicts",
@@ -51,26 +55,13 @@ QUEUE_AGE = Gauge(
 QUEUED = Gauge("areal_reward_queued_calls", "Calls that wait for a scoring process.")
 WORKERS_ALIVE = Gauge("areal_reward_workers_alive", "Scoring processes that are ready for calls.")
 WORKERS_BUSY = Gauge("areal_reward_workers_busy", "Scoring processes that have a call.")
-RENEWED = Counter("areal_reward_workers_renewed", "Scoring processes renewed between calls.", ["reason"])
+RENEWED = Counter("areal_reward_workers_renewed", "Scoring processes renewed between calls for their memory.")
 OVERDUE = Counter(
     "areal_reward_overdue_calls", "Calls that a remote reward or a model never answered.", ["reward"]
 )
 CACHE = Counter(
     "areal_reward_cache_lookups", "Looked up in a reward's cache: hit or miss.", ["reward", "outcome"]
 )
-
-
-class Working(Protocol):
-    """What the gauges of the processes are read from."""
-
-    @property
-    def alive(self) -> int: ...
-
-    @property
-    def busy(self) -> int: ...
-
-    @property
-    def queued(self) -> int: ...
 
 
 _kinds: dict[str, set[str]] = defaultdict(set)
@@ -93,7 +84,7 @@ def failed(label: str, kind: str) -> None:
     ERRORS.labels(label, kind).inc()
 
 
-def watch(working: Working) -> None:
+def watch(working: Router | WorkerPool) -> None:
     """Have the gauges of the processes show `working` from now on."""
     WORKERS_ALIVE.set_function(lambda: working.alive)
     WORKERS_BUSY.set_function(lambda: working.busy)

@@ -64,7 +64,7 @@ class Router:
                     await self._add_backend(spec, part)
             if functions:
                 section = self._section
-                limits = WorkerLimits(section.recycle_calls, section.worker_memory_mb << 20)
+                limits = WorkerLimits(section.worker_memory_mb << 20)
                 pool = WorkerPool(functions, workers=self._workers, limits=limits)
                 self.pool = await self._stack.enter_async_context(pool)
                 pool.broken.add_done_callback(self._break)

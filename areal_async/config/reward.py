@@ -64,8 +64,6 @@ class RewardSection(Section):
     """Scoring processes."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Deadline of one call, in seconds; past it its process is killed and the verdict is `timeout`."""
-    recycle_calls: int = Field(default=0, ge=0)
-    """Calls after which a scoring process is renewed, for rewards that leak; 0: never for their number."""
     worker_memory_mb: int = Field(default=4096, ge=0, le=1 << 24)
     """Most memory of one scoring process, in MiB; 0: no limit. One that comes near it is renewed between
     calls; a call that goes beyond it is ended, with the verdict `error`."""

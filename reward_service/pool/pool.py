@@ -191,7 +191,8 @@ class WorkerPool:
         self._dispatch()
 
     def on_lost(self, slot: WorkerSlot, cause: str) -> None:
-        """Give the call that the dead worker ran its verdicts; send the others round again.
+        """The process is gone, its last reports are in. Give the call that it ran its verdicts; send the
+        others round again.
 
         Where none can be blamed (a reward may spoil the marker itself) each of them goes round alone, and a
         call that loses a worker that had nothing else to do is the one."""
@@ -228,6 +229,7 @@ class WorkerPool:
         call.on_verdicts(call.index, [verdict] * len(call.payloads), elapsed_s * 1000)
 
     def on_hopeless(self, message: str) -> None:
+        """A reward cannot be loaded, or no worker can be kept running."""
         if not self.broken.done():
             self.broken.set_result(RewardLoadError(message))
         self._workers.halt()

@@ -1,4 +1,4 @@
-"""The workers of a pool: started, replaced when they die, renewed when they have grown or run long.
+"""The workers of a pool: started, replaced when they die, renewed when they have grown.
 
 Promises: a place whose process died is filled again, at growing intervals while that fails; a worker is
 renewed between its calls, one at a time; a reward that was loaded before is tried
@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,7 +20,6 @@ from areal_async.runtime.log import get_logger
 from reward_service import metrics
 from reward_service.pool.protocol import (
     MAX_REPORT_BYTES,
-    FinishedUnit,
     Marker,
     RewardLoaded,
     RewardNotLoaded,
@@ -30,6 +29,9 @@ from reward_service.pool.protocol import (
 )
 from reward_service.pool.queue import Invocation, PooledReward
 from reward_service.processes import FramedProcess
+
+if TYPE_CHECKING:
+    from reward_service.pool.pool import WorkerPool
 
 log = get_logger("pool")
 
@@ -44,29 +46,12 @@ SOFT_SHARE = 0.75
 class WorkerLimits:
     """How long a worker may load, and when it is renewed."""
 
-    recycle_calls: int = 0
-    """After so many invocations; 0: never for their number."""
     memory_bytes: int = 0
     """Killed beyond this; 0: no limit."""
     start_s: float = 60.0
     """For loading the rewards."""
     look_s: float = 0.5
-    """How often memory and the number of calls are looked at."""
-
-
-class WorkerOwner(Protocol):
-    """What the workers tell their pool."""
-
-    def on_ready(self) -> None:
-        """A worker can take work."""
-
-    def on_finished(self, slot: WorkerSlot, units: list[FinishedUnit]) -> None: ...
-
-    def on_lost(self, slot: WorkerSlot, cause: str) -> None:
-        """The process is gone, its last reports are in: settle what it had. The cause is in words."""
-
-    def on_hopeless(self, message: str) -> None:
-        """A reward cannot be loaded, or no worker can be kept running."""
+    """How often memory is looked at."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +88,6 @@ class WorkerSlot:
     started_s: float = 0.0
     loaded_bytes: int = 0
     """Its memory when it had loaded."""
-    units_done: int = 0
 
     @property
     def ready(self) -> bool:
@@ -146,7 +130,7 @@ class Workers:
     one event loop."""
 
     def __init__(
-        self, count: int, rewards: Mapping[int, PooledReward], limits: WorkerLimits, owner: WorkerOwner
+        self, count: int, rewards: Mapping[int, PooledReward], limits: WorkerLimits, owner: WorkerPool
     ) -> None:
         self.count = count
         self.slots = [WorkerSlot() for _ in range(count)]
@@ -212,7 +196,7 @@ class Workers:
     def _start(self, slot: WorkerSlot) -> None:
         slot.loaded = slot.doomed = slot.leaving = slot.over_memory = False
         slot.overdue, slot.trouble = None, ""
-        slot.units_done = slot.seen = 0
+        slot.seen = 0
         slot.loading = set()
         slot.marker = Marker.create()
         try:
@@ -239,7 +223,6 @@ class Workers:
         match self._reports.decode(payload):
             case UnitsFinished(units):
                 slot.moved_s = time.monotonic()
-                slot.units_done += len(units)
                 self._owner.on_finished(slot, units)
                 self.end_if_done(slot)
             case RewardLoaded(number, batch):
@@ -322,21 +305,15 @@ class Workers:
             slot.kill()
 
     def _renew_used_up(self) -> None:
-        """Begin to renew a worker that has run enough calls or has grown too much."""
-        limits = self._limits
+        """Begin to renew a worker that has grown too much."""
+        limit_bytes = self._limits.memory_bytes
         for slot in self.slots:
-            if not slot.ready or slot.process is None:
+            if not limit_bytes or not slot.ready or slot.process is None:
                 continue
-            reason: Literal["calls", "memory", ""] = ""
-            soft_bytes = slot.loaded_bytes + SOFT_SHARE * max(0, limits.memory_bytes - slot.loaded_bytes)
-            if limits.recycle_calls and slot.units_done >= limits.recycle_calls:
-                reason = "calls"
-            elif limits.memory_bytes and slot.process.memory_bytes() > soft_bytes:
-                reason = "memory"
-            if not reason:
-                continue
-            metrics.RENEWED.labels(reason).inc()
-            log.info("worker is renewed", pid=slot.process.pid, calls=slot.units_done, reason=reason)
-            slot.leaving = True
-            self.end_if_done(slot)
-            return
+            soft_bytes = slot.loaded_bytes + SOFT_SHARE * max(0, limit_bytes - slot.loaded_bytes)
+            if slot.process.memory_bytes() > soft_bytes:
+                metrics.RENEWED.inc()
+                log.info("worker is renewed", pid=slot.process.pid)
+                slot.leaving = True
+                self.end_if_done(slot)
+                return

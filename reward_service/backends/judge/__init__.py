@@ -49,9 +49,8 @@ class JudgeArguments(Section):
     system: str = ""
     """System message of a chat; none where it is empty. Filled in as `template`."""
     parse: str = GRADE
-    """Regular expression that finds the grade in the reply: its one group, or all that matches."""
-    take: Literal["last", "first"] = "last"
-    """Which match counts where there are several."""
+    """Regular expression that finds the grade in the reply: its one group, or all that matches. The last
+    match counts."""
     scale: tuple[float, float] = (0.0, 10.0)
     """Grades that stand for the rewards 0 and 1; others follow in proportion, and a grade outside of them is
     none. The first may be the larger."""
@@ -59,9 +58,7 @@ class JudgeArguments(Section):
     """Reward of each word that `parse` may find, in place of `scale`: `{yes: 1, no: 0}`. Upper and lower case
     count the same."""
     votes: int = Field(default=1, ge=1, le=64)
-    """Requests for each response."""
-    min_votes: int | None = Field(default=None, ge=1)
-    """Fewest votes with a grade; below it the verdict is `error`. None: more than half."""
+    """Requests for each response. Without a grade from more than half of them the verdict is `error`."""
     aggregate: Literal["mean", "majority", "median"] = "mean"
     """What the reward is of the votes."""
     temperature: float = Field(default=0.0, ge=0)
@@ -128,8 +125,6 @@ class JudgeArguments(Section):
     def _votes_can_differ(self) -> JudgeArguments:
         if self.votes > 1 and self.temperature == 0:
             raise ValueError("several votes at temperature 0 are all the same: set temperature above 0")
-        if self.min_votes is not None and self.min_votes > self.votes:
-            raise ValueError(f"min_votes = {self.min_votes} can never be reached with votes = {self.votes}")
         return self
 
 

@@ -81,8 +81,8 @@ class Judge:
         given = self._arguments
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
         self._timeout_s = spec.timeout_s
-        self._needed = given.min_votes or given.votes // 2 + 1
-        self._parse = Parser(given.parse, given.take, given.scale, given.grades)
+        self._needed = given.votes // 2 + 1
+        self._parse = Parser(given.parse, given.scale, given.grades)
         self._spec = spec
         self._requests_per_s = _requests_per_s(given, spec.timeout_s)
         self._next_s = -math.inf

@@ -183,17 +183,15 @@ class NoGrade(ValueError):
 
 
 class Parser:
-    """`Parser(pattern, take, scale, grades)(reply)` is the vote in a reply; see `JudgeArguments`."""
+    """`Parser(pattern, scale, grades)(reply)` is the vote in a reply; see `JudgeArguments`."""
 
     def __init__(
         self,
         pattern: str,
-        take: Literal["last", "first"],
         scale: tuple[float, float],
         grades: Mapping[str, float],
     ) -> None:
         self._pattern = re.compile(pattern)
-        self._last = take == "last"
         self._low, self._high = scale
         self._grades = {word.strip().lower(): value for word, value in grades.items()}
 
@@ -202,7 +200,7 @@ class Parser:
         matches = list(self._pattern.finditer(reply[-LONGEST_REPLY:]))
         if not matches:
             raise NoGrade(f"the reply holds no grade: {_clip(reply)}")
-        match = matches[-1 if self._last else 0]
+        match = matches[-1]
         found = (match.group(1) if self._pattern.groups else match.group()) or ""
         if self._grades:
             if (word := found.strip().lower()) not in self._grades:

@@ -32,24 +32,3 @@ def test_a_reward_process_starts_again_while_its_reward_is_away_if_it_was_there_
     with pytest.raises(RewardLoadError) as caught:
         asyncio.run(own.main(ctx))
     assert restart_may_help(caught.value, served=False) is (may_pass and served_before)
-
-
-def test_a_router_that_was_entered_is_left_whatever_ends_the_service(monkeypatch, tmp_path):
-    ended = []
-
-    class Router:
-        def __init__(self, section):
-            self.specs = []
-
-        async def __aenter__(self):
-            return self
-
-        async def __aexit__(self, *_):
-            ended.append(self)
-
-    monkeypatch.setattr(own, "Router", Router)
-    monkeypatch.setattr(own.metrics, "watch", lambda router: 1 / 0)
-    ctx = ServiceContext.for_test(JobConfig.model_validate(JOB), tmp_path, "reward", "reward")
-    with pytest.raises(ZeroDivisionError):
-        asyncio.run(own.main(ctx))
-    assert len(ended) == 1

@@ -155,22 +155,12 @@ def talk(messages):
 @pytest.mark.parametrize(
     "reply",
     [
-        b"",
-        b"[]",
-        b"{",
-        b"[" * 100_000,
-        b'{"callback": 0, "args": [], "named": {}}',
-        b'{"value": ["held", 0, true]}',
-        b'{"callback": true}',
-        b'{"raised": "print", "args": ["list"]}',
-        b'{"raised": 7, "args": 7}',
-        b"\xff",
-        b'{"raised": "ValueError", "args": {}}',
-        b'{"value": ["set", ["list"]]}',
-        b'{"value": {"a": 1}}',
-        b"NaN",
+        b"", b"[]", b"{", b"[" * 100_000, b'{"callback": 0, "args": [], "named": {}}',
+        b'{"value": ["held", 0, true]}', b'{"callback": true}', b'{"raised": "print", "args": ["list"]}',
+        b'{"raised": 7, "args": 7}', b"\xff", b'{"raised": "ValueError", "args": {}}',
+        b'{"value": ["set", ["list"]]}', b'{"value": {"a": 1}}', b"NaN",
     ],
-)
+)  # fmt: skip
 def test_a_reply_that_is_none_fails_the_test_whatever_it_catches(reply):
     with pytest.raises(Spoiled):
         talk([reply])
@@ -199,47 +189,20 @@ def test_a_link_takes_no_message_above_its_cap():
 @pytest.mark.parametrize(
     ("got", "expected", "same"),
     [
-        ((1, 2), [1, 2], True),
-        ({1, 2}, [1, 2], False),
-        ({1, 2}, [2, 1], False),
-        (frozenset([1]), [1], False),
-        ({1: "a"}, {"1": "a"}, False),
-        ({"1": "a"}, {"1": "a"}, True),
-        ({1: "a"}, {1: "a"}, True),
-        ({1.0: "a"}, {1: "a"}, False),
-        ({True: "a"}, {1: "a"}, False),
-        ({1: "a", "1": "a"}, {1: "a"}, False),
-        (True, 1, False),
-        (1, True, False),
-        (1, 1.0, True),
-        (1.0, 1, True),
-        (0.1 + 0.2, 0.3, True),
-        (0.3001, 0.3, False),
-        (1e15 + 1, 10**15, False),
-        (1000000.4, 1000000, False),
-        (float(10**22), 10**22, True),
-        (1e300 * 10, 10**400, False),
-        (10**400, 1.5, False),
-        (10**20, 10**20 + 1, False),
-        (math.nan, math.nan, True),
-        (math.nan, 1.0, False),
-        (1.0, math.nan, False),
-        (-0.0, 0.0, True),
-        (math.inf, 1.0, False),
-        (5.0, math.inf, False),
-        (math.inf, math.inf, True),
-        ("1", 1, False),
-        (b"a", "a", False),
-        (None, None, True),
-        (None, 0, False),
-        ([], None, False),
-        ([[]], [], False),
-        ({"a": [1.0]}, {"a": [1]}, True),
-        ([1, 2], (1, 2), False),
-        (collections.OrderedDict(a=1), {"a": 1}, True),
-        (collections.deque([1]), [1], False),
+        ((1, 2), [1, 2], True), ({1, 2}, [1, 2], False), ({1, 2}, [2, 1], False),
+        (frozenset([1]), [1], False), ({1: "a"}, {"1": "a"}, False), ({"1": "a"}, {"1": "a"}, True),
+        ({1: "a"}, {1: "a"}, True), ({1.0: "a"}, {1: "a"}, False), ({True: "a"}, {1: "a"}, False),
+        ({1: "a", "1": "a"}, {1: "a"}, False), (True, 1, False), (1, True, False), (1, 1.0, True),
+        (1.0, 1, True), (0.1 + 0.2, 0.3, True), (0.3001, 0.3, False), (1e15 + 1, 10**15, False),
+        (1000000.4, 1000000, False), (float(10**22), 10**22, True), (1e300 * 10, 10**400, False),
+        (10**400, 1.5, False), (10**20, 10**20 + 1, False), (math.nan, math.nan, True),
+        (math.nan, 1.0, False), (1.0, math.nan, False), (-0.0, 0.0, True), (math.inf, 1.0, False),
+        (5.0, math.inf, False), (math.inf, math.inf, True), ("1", 1, False), (b"a", "a", False),
+        (None, None, True), (None, 0, False), ([], None, False), ([[]], [], False),
+        ({"a": [1.0]}, {"a": [1]}, True), ([1, 2], (1, 2), False),
+        (collections.OrderedDict(a=1), {"a": 1}, True), (collections.deque([1]), [1], False),
     ],
-)
+)  # fmt: skip
 def test_results_are_compared_by_content_and_kind(got, expected, same):
     assert same_value(got, expected, 1e-6) == same
 
@@ -293,18 +256,13 @@ def test_only_what_nobody_else_defines_is_taken_from_the_program(tests, entries,
 @pytest.mark.parametrize(
     ("tests", "live"),
     [
-        ("assert f(1) == [1]", False),
-        ("assert f(1).upper() == 'A'", False),
-        ("x = f(1)\nx.sort()\nassert x == [1]", False),
-        ("x = f(1)\nassert x.size() == 1", True),
-        ("f(1).left = 2", True),
-        ("assert f(1)(2) == 3", True),
-        ("g = f(1)\nassert g(2) == 3", True),
-        ("g = f()\nassert next(g) == 3", True),
-        ("assert Solution().add(1) == 2", False),
+        ("assert f(1) == [1]", False), ("assert f(1).upper() == 'A'", False),
+        ("x = f(1)\nx.sort()\nassert x == [1]", False), ("x = f(1)\nassert x.size() == 1", True),
+        ("f(1).left = 2", True), ("assert f(1)(2) == 3", True), ("g = f(1)\nassert g(2) == 3", True),
+        ("g = f()\nassert next(g) == 3", True), ("assert Solution().add(1) == 2", False),
         ("def check(candidate):\n    assert candidate(3).value == 4", True),
         ("import math\nassert math.floor(f(1)) == 1", False),
     ],
-)
+)  # fmt: skip
 def test_tests_that_need_objects_of_the_program_are_known_by_their_text(tests, live):
     assert needs_live_objects([tests], ["f", "Solution"]) == live

@@ -28,32 +28,16 @@ CPU_LIMIT_S = 90
 """Many times what reading takes; a pattern that is worse than linear takes hours."""
 
 COSTLY = [
-    r"(a+b+c+d+e+f)^{20}",
-    r"(a+b+c)^{90}",
-    r"(a+b+c+d)^{99}(x+y+z)^{99}",
-    r"10^{10^{10}}",
-    r"9^{9^{9^{9}}}",
-    r"2^{2^{2^{2^{2^{2}}}}}",
-    r"e^{e^{e^{e^{5}}}}",
-    r"((((9^{99})^{99})^{99})^{99})^{99}",
-    r"99999999999!",
-    r"(((5!)!)!)!",
-    r"\binom{99999999}{4999999}",
-    r"9" * 350 + "^{99}",
-    r"\sum_{n=1}^{1000000000} n^{n}",
-    r"\prod_{n=1}^{1000000000} n",
-    r"\int_0^1 x^x dx",
-    r"\lim_{x \to 0} \frac{\sin x}{x}",
-    r"\begin{pmatrix}1&1\\1&0\end{pmatrix}^{1000000000}",
-    "+".join(["x"] * 300),
-    r"\sqrt{" * 100 + "2" + "}" * 100,
-    "(" * 300 + "x" + ")" * 300,
-    r"\frac{1}{x+" * 40 + "1" + "}" * 40,
-    r"\sqrt[99999999]{2}",
+    r"(a+b+c+d+e+f)^{20}", r"(a+b+c)^{90}", r"(a+b+c+d)^{99}(x+y+z)^{99}", r"10^{10^{10}}",
+    r"9^{9^{9^{9}}}", r"2^{2^{2^{2^{2^{2}}}}}", r"e^{e^{e^{e^{5}}}}", r"((((9^{99})^{99})^{99})^{99})^{99}",
+    r"99999999999!", r"(((5!)!)!)!", r"\binom{99999999}{4999999}", r"9" * 350 + "^{99}",
+    r"\sum_{n=1}^{1000000000} n^{n}", r"\prod_{n=1}^{1000000000} n", r"\int_0^1 x^x dx",
+    r"\lim_{x \to 0} \frac{\sin x}{x}", r"\begin{pmatrix}1&1\\1&0\end{pmatrix}^{1000000000}",
+    "+".join(["x"] * 300), r"\sqrt{" * 100 + "2" + "}" * 100, "(" * 300 + "x" + ")" * 300,
+    r"\frac{1}{x+" * 40 + "1" + "}" * 40, r"\sqrt[99999999]{2}",
     r"\{" + ",".join(rf"(x+{i})^{{30}}" for i in range(40)) + r"\}",
-    "+".join(rf"\sin({i}x)" for i in range(1, 40)),
-    r"\sin(\cos(\sin(\cos(\sin(\cos(\sin(\cos(x^{9})))))))",
-]
+    "+".join(rf"\sin({i}x)" for i in range(1, 40)), r"\sin(\cos(\sin(\cos(\sin(\cos(\sin(\cos(x^{9})))))))",
+]  # fmt: skip
 
 
 def scored(section: RewardSection, inputs: list[RewardInput]) -> list[object]:

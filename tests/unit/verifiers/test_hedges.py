@@ -76,21 +76,10 @@ def test_gsm8k_takes_no_number_with_something_beside_it(answer):
 @pytest.mark.parametrize(
     "answer",
     [
-        "5",
-        "$5",
-        r"\$5",
-        "**5**",
-        "5 apples",
-        "5 dollars/hour",
-        "5%",
-        r"5\%",
-        "5kg",
-        "5 m",
-        "5.",
-        "(5)",
+        "5", "$5", r"\$5", "**5**", "5 apples", "5 dollars/hour", "5%", r"5\%", "5kg", "5 m", "5.", "(5)",
         r"\text{5}",
     ],
-)
+)  # fmt: skip
 def test_gsm8k_takes_a_number_with_its_unit(answer):
     assert load_reward("gsm8k")(RewardInput(response=f"#### {answer}", ground_truth="5")) == 1
 

@@ -80,30 +80,16 @@ def test_a_task_without_ground_truth_is_not_judged_and_an_empty_one_is_an_error(
 
 
 HURTFUL = [
-    r"\boxed{10^{10^{10}}}",
-    r"\boxed{9^{9^{9^{9}}}}",
-    r"\boxed{(((9^9)^9)^9)^9}",
-    r"\boxed{\binom{99999999}{4999999}}",
-    r"\boxed{123456789!!}",
-    r"\boxed{" + "(" * 300 + "1" + ")" * 300 + "}",
-    r"\boxed{" + r"\{" * 300 + "1" + r"\}" * 300 + "}",
-    r"\boxed{" + r"\sqrt{" * 200 + "2" + "}" * 200 + "}",
-    r"\boxed{" + "1+" * 5000 + "1}",
-    r"\boxed{" + ",".join(["x+1"] * 300) + "}",
-    r"\boxed{" + "9" * 100_000 + "}",
-    "{" * 50_000,
-    r"\boxed{" * 20_000,
-    "$" * 50_000,
-    "answer is " * 20_000,
-    "1 " * 50_000,
-    r"\boxed{\sum_{n=1}^{1000000000} n}",
-    r"\boxed{\begin{pmatrix}1&1\\1&0\end{pmatrix}^{1000000000}}",
-    r"\boxed{1e9999999999}",
-    r"\boxed{\sqrt[99999999]{2}}",
-    r"\boxed{0.\overline{" + "123456789" * 30 + "}}",
-    r"\boxed{i < 3}",
-    "\x00\ud800",
-]
+    r"\boxed{10^{10^{10}}}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{(((9^9)^9)^9)^9}",
+    r"\boxed{\binom{99999999}{4999999}}", r"\boxed{123456789!!}",
+    r"\boxed{" + "(" * 300 + "1" + ")" * 300 + "}", r"\boxed{" + r"\{" * 300 + "1" + r"\}" * 300 + "}",
+    r"\boxed{" + r"\sqrt{" * 200 + "2" + "}" * 200 + "}", r"\boxed{" + "1+" * 5000 + "1}",
+    r"\boxed{" + ",".join(["x+1"] * 300) + "}", r"\boxed{" + "9" * 100_000 + "}", "{" * 50_000,
+    r"\boxed{" * 20_000, "$" * 50_000, "answer is " * 20_000, "1 " * 50_000,
+    r"\boxed{\sum_{n=1}^{1000000000} n}", r"\boxed{\begin{pmatrix}1&1\\1&0\end{pmatrix}^{1000000000}}",
+    r"\boxed{1e9999999999}", r"\boxed{\sqrt[99999999]{2}}",
+    r"\boxed{0.\overline{" + "123456789" * 30 + "}}", r"\boxed{i < 3}", "\x00\ud800",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("truth", ["5", "x^2+1", r"\{1,2\}"])

@@ -97,20 +97,14 @@ def test_no_answer_is_run_as_a_program(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "answer", "may"),
     [
-        ("string_insertion", "['A', 'B']", True),
-        ("string_insertion", "ABCD", True),
-        ("string_insertion", "A.B", False),
-        ("string_insertion", "A[0]", False),
-        ("string_insertion", "A + B", False),
-        ("string_insertion", "A B C D", True),
-        ("n_queens", "Q _\n_ Q", True),
-        ("countdown", "(1 + 2) * 8", True),
-        ("countdown", "(1).__class__", False),
-        ("countdown", "9**9**9**9", False),
-        ("countdown", "quit()", False),
-        ("simple_integration", "x**2/2 + sin(x) + C", True),
+        ("string_insertion", "['A', 'B']", True), ("string_insertion", "ABCD", True),
+        ("string_insertion", "A.B", False), ("string_insertion", "A[0]", False),
+        ("string_insertion", "A + B", False), ("string_insertion", "A B C D", True),
+        ("n_queens", "Q _\n_ Q", True), ("countdown", "(1 + 2) * 8", True),
+        ("countdown", "(1).__class__", False), ("countdown", "9**9**9**9", False),
+        ("countdown", "quit()", False), ("simple_integration", "x**2/2 + sin(x) + C", True),
         ("chain_sum", "__import__('os')", True),
     ],
-)
+)  # fmt: skip
 def test_what_a_scorer_would_run_must_be_a_literal_or_plain_maths(name, answer, may):
     assert harmless(answer, name) is may

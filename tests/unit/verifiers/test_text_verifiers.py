@@ -64,31 +64,16 @@ def test_parts_are_told_apart_and_run_in_the_pool(parts):
 
 
 PLACES = [
-    ("whole", "a b", "a b"),
-    ("whole", "<think>a</think> b", "b"),
-    ("whole", "<think>a", ""),
-    ("boxed", r"\boxed{1} \boxed{2}", "2"),
-    ("boxed", r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-    ("boxed", r"\boxed{\}}", r"\}"),
-    ("boxed", r"\boxed 5", "5"),
-    ("boxed", r"\boxed{1", None),
-    ("boxed", "1", None),
-    ("tag", "<answer>1</answer> <answer> 2 </answer>", "2"),
-    ("tag", "<answer>1", None),
-    ("tag", "1</answer>", None),
-    ("hash", "x\n#### 5\ny", "5"),
-    ("hash", "5", None),
-    ("said", "The answer is 5. Or so.", "5"),
-    ("said", "The answer is 5.5", "5.5"),
-    ("said", "**Answer:** 5", "5"),
-    ("said", "The answers vary.", None),
-    ("last_line", "a\nb\n\n", "b"),
-    ("last_line", "", None),
-    ("marked", r"answer is 1 #### 2 \boxed{3} <answer>4</answer>", "4"),
-    ("marked", r"answer is 1 #### 2 \boxed{3}", "3"),
-    ("marked", "5", None),
-    ("any", "5", "5"),
-]
+    ("whole", "a b", "a b"), ("whole", "<think>a</think> b", "b"), ("whole", "<think>a", ""),
+    ("boxed", r"\boxed{1} \boxed{2}", "2"), ("boxed", r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    ("boxed", r"\boxed{\}}", r"\}"), ("boxed", r"\boxed 5", "5"), ("boxed", r"\boxed{1", None),
+    ("boxed", "1", None), ("tag", "<answer>1</answer> <answer> 2 </answer>", "2"),
+    ("tag", "<answer>1", None), ("tag", "1</answer>", None), ("hash", "x\n#### 5\ny", "5"),
+    ("hash", "5", None), ("said", "The answer is 5. Or so.", "5"), ("said", "The answer is 5.5", "5.5"),
+    ("said", "**Answer:** 5", "5"), ("said", "The answers vary.", None), ("last_line", "a\nb\n\n", "b"),
+    ("last_line", "", None), ("marked", r"answer is 1 #### 2 \boxed{3} <answer>4</answer>", "4"),
+    ("marked", r"answer is 1 #### 2 \boxed{3}", "3"), ("marked", "5", None), ("any", "5", "5"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("where", "response", "answer"), PLACES)
@@ -102,28 +87,13 @@ def test_a_place_that_is_none_is_an_error():
 
 
 GSM8K = [
-    ("so\n#### 42", "42", 1),
-    ("#### 42", "Some steps.\n#### 42", 1),
-    ("#### 1,234", 1234, 1),
-    ("#### $1,234.50", "1234.5", 1),
-    ("#### 42 apples", "42", 1),
-    ("#### 42.", "42", 1),
-    ("#### **42**", "42", 1),
-    ("#### -42", "-42", 1),
-    ("#### −42", "-42", 1),
-    ("#### 42%", "42", 1),
-    ("#### 41\n#### 42", "42", 1),
-    (r"so \boxed{42}", "42", 1),
-    (r"\boxed{42} then #### 43", "42", 0),
-    ("#### 42 or 43", "42", 0),
-    ("#### 420", "42", 0),
-    ("#### 4.2", "42", 0),
-    ("#### 42 + 1", "42", 0),
-    ("#### x", "42", 0),
-    ("#### ", "42", 0),
-    ("42", "42", 0),
-    ("<think>#### 42</think> #### 41", "42", 0),
-]
+    ("so\n#### 42", "42", 1), ("#### 42", "Some steps.\n#### 42", 1), ("#### 1,234", 1234, 1),
+    ("#### $1,234.50", "1234.5", 1), ("#### 42 apples", "42", 1), ("#### 42.", "42", 1),
+    ("#### **42**", "42", 1), ("#### -42", "-42", 1), ("#### −42", "-42", 1), ("#### 42%", "42", 1),
+    ("#### 41\n#### 42", "42", 1), (r"so \boxed{42}", "42", 1), (r"\boxed{42} then #### 43", "42", 0),
+    ("#### 42 or 43", "42", 0), ("#### 420", "42", 0), ("#### 4.2", "42", 0), ("#### 42 + 1", "42", 0),
+    ("#### x", "42", 0), ("#### ", "42", 0), ("42", "42", 0), ("<think>#### 42</think> #### 41", "42", 0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("response", "truth", "score"), GSM8K)
@@ -139,24 +109,14 @@ def test_gsm8k_takes_the_last_number_only_when_asked_to():
 
 
 COUNTDOWN = [
-    ("<answer>(1 + 2) * 8</answer>", "all", 1, 1),
-    ("<answer>(1 + 2) × 8 = 24</answer>", "all", 1, 1),
-    (r"\boxed{(1+2)\times 8}", "all", 1, 1),
-    ("First 1 + 2 is 3.\n(1 + 2) * 8", "all", 1, 1),
-    ("8 / (1 / (1 + 2))", "all", 0, 0),
-    ("8 * 2 + 8", "all", 0, 0),
-    ("8 * 2", "all", 0, 0),
-    ("8 + 2 + 1", "all", 0, 1),
-    ("8 * 1 - 2", "some", 0, 1),
-    ("24", "all", 0, 0),
-    ("(1 + 2) * 8 = 25", "all", 0, 1),
-    ("(1 + 2) * (8", "all", 0, 0),
-    ("8 / (1 + 2 - 3)", "some", 0, 0),
-    ("8 ** 2", "some", 0, 0),
-    ("__import__('os')", "all", 0, 0),
-    ("((((((((" * 30, "all", 0, 0),
+    ("<answer>(1 + 2) * 8</answer>", "all", 1, 1), ("<answer>(1 + 2) × 8 = 24</answer>", "all", 1, 1),
+    (r"\boxed{(1+2)\times 8}", "all", 1, 1), ("First 1 + 2 is 3.\n(1 + 2) * 8", "all", 1, 1),
+    ("8 / (1 / (1 + 2))", "all", 0, 0), ("8 * 2 + 8", "all", 0, 0), ("8 * 2", "all", 0, 0),
+    ("8 + 2 + 1", "all", 0, 1), ("8 * 1 - 2", "some", 0, 1), ("24", "all", 0, 0),
+    ("(1 + 2) * 8 = 25", "all", 0, 1), ("(1 + 2) * (8", "all", 0, 0), ("8 / (1 + 2 - 3)", "some", 0, 0),
+    ("8 ** 2", "some", 0, 0), ("__import__('os')", "all", 0, 0), ("((((((((" * 30, "all", 0, 0),
     ("", "all", 0, 0),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("response", "use", "score", "proper"), COUNTDOWN)
@@ -177,34 +137,14 @@ def test_countdown_reads_the_forms_that_tasks_have():
 
 CHOICES = {"choices": ["Paris", "Rome", "a cat", "Bern"]}
 CHOICE = [
-    ("B", "B", 1),
-    ("(B)", "B", 1),
-    ("**B**", "B", 1),
-    ("B.", "(B)", 1),
-    ("b", "B", 1),
-    ("The answer is B.", "B", 1),
-    ("The answer is (B) Rome.", "B", 1),
-    (r"\boxed{\text{B}}", "B", 1),
-    ("<answer>B</answer>", "B", 1),
-    ("Answer: Rome", "B", 1),
-    ("Rome", "Rome", 1),
-    ("B. Rome", 1, 1),
-    ("A", 0, 1),
-    ("Let me think.\nB", "B", 1),
-    ("A", "B", 0),
-    ("The answer is A or B.", "B", 0),
-    ("The answer is A or B.", "A", 0),
-    ("B and C", "B", 0),
-    ("B, C", "B", 0),
-    ("The answer is B, not C.", "C", 0),
-    ("I think so", "I", 0),
-    ("A good question", "A", 0),
-    ("a dog", "A", 0),
-    ("Bern", "B", 0),
-    ("Bern", "D", 1),
-    ("None of them", "D", 0),
-    ("", "A", 0),
-]
+    ("B", "B", 1), ("(B)", "B", 1), ("**B**", "B", 1), ("B.", "(B)", 1), ("b", "B", 1),
+    ("The answer is B.", "B", 1), ("The answer is (B) Rome.", "B", 1), (r"\boxed{\text{B}}", "B", 1),
+    ("<answer>B</answer>", "B", 1), ("Answer: Rome", "B", 1), ("Rome", "Rome", 1), ("B. Rome", 1, 1),
+    ("A", 0, 1), ("Let me think.\nB", "B", 1), ("A", "B", 0), ("The answer is A or B.", "B", 0),
+    ("The answer is A or B.", "A", 0), ("B and C", "B", 0), ("B, C", "B", 0),
+    ("The answer is B, not C.", "C", 0), ("I think so", "I", 0), ("A good question", "A", 0),
+    ("a dog", "A", 0), ("Bern", "B", 0), ("Bern", "D", 1), ("None of them", "D", 0), ("", "A", 0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("response", "truth", "score"), CHOICE)
@@ -249,22 +189,15 @@ def test_f1_is_that_of_the_words_in_common():
 
 
 REGEX = [
-    ("abc 5", "5", {"pattern": r"\d"}, 1),
-    ("abc", None, {"pattern": r"\d"}, 0),
-    ("abc", None, {"pattern": r"\d", "negate": True}, 1),
-    ("ABC", None, {"pattern": "b"}, 0),
-    ("ABC", None, {"pattern": "(?i)b"}, 1),
-    ("abc", None, {"pattern": "b", "match": "start"}, 0),
-    ("abc", None, {"pattern": "b.", "match": "whole"}, 0),
-    ("a\nb", None, {"pattern": "^b$"}, 0),
-    ("a\nb", None, {"pattern": "(?m)^b$"}, 1),
-    ("a\nb", None, {"pattern": "a.b"}, 0),
-    ("a\nb", None, {"pattern": "(?s)a.b"}, 1),
-    ("x=1 x=2", "2", {"pattern": r"x=(\d)", "group": 1}, 1),
-    ("x=1 x=2", "1", {"pattern": r"x=(\d)", "group": 1}, 0),
-    ("abc", "b.", {}, 1),
+    ("abc 5", "5", {"pattern": r"\d"}, 1), ("abc", None, {"pattern": r"\d"}, 0),
+    ("abc", None, {"pattern": r"\d", "negate": True}, 1), ("ABC", None, {"pattern": "b"}, 0),
+    ("ABC", None, {"pattern": "(?i)b"}, 1), ("abc", None, {"pattern": "b", "match": "start"}, 0),
+    ("abc", None, {"pattern": "b.", "match": "whole"}, 0), ("a\nb", None, {"pattern": "^b$"}, 0),
+    ("a\nb", None, {"pattern": "(?m)^b$"}, 1), ("a\nb", None, {"pattern": "a.b"}, 0),
+    ("a\nb", None, {"pattern": "(?s)a.b"}, 1), ("x=1 x=2", "2", {"pattern": r"x=(\d)", "group": 1}, 1),
+    ("x=1 x=2", "1", {"pattern": r"x=(\d)", "group": 1}, 0), ("abc", "b.", {}, 1),
     ("<answer>b</answer>a", None, {"pattern": "a", "where": "tag"}, 0),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("response", "truth", "args", "score"), REGEX)
@@ -273,21 +206,17 @@ def test_regex(response, truth, args, score):
 
 
 TAGS = [
-    ("<think>a</think><answer>b</answer>", {}, 1),
-    (" <think>a</think>\n<answer>b</answer>\n", {}, 1),
+    ("<think>a</think><answer>b</answer>", {}, 1), (" <think>a</think>\n<answer>b</answer>\n", {}, 1),
     ("x<think>a</think><answer>b</answer>", {}, 0),
     ("x<think>a</think><answer>b</answer>", {"outside": True}, 1),
-    ("<think>a</think><answer></answer>", {}, 0),
-    ("<think>a</think><answer></answer>", {"empty": True}, 1),
+    ("<think>a</think><answer></answer>", {}, 0), ("<think>a</think><answer></answer>", {"empty": True}, 1),
     ("<answer>b</answer><think>a</think>", {}, 0),
     ("<answer>b</answer><think>a</think>", {"outside": True}, 0),
     ("<think>a<answer>b</answer></think>", {}, 0),
-    ("<think>a</think><think>a</think><answer>b</answer>", {}, 0),
-    ("<think>a</think>", {}, 0),
+    ("<think>a</think><think>a</think><answer>b</answer>", {}, 0), ("<think>a</think>", {}, 0),
     ("<think>a</think>", {"partial": True}, 0.5),
-    ("a</think><answer>b</answer>", {"opened_by_prompt": True}, 1),
-    ("", {}, 0),
-]
+    ("a</think><answer>b</answer>", {"opened_by_prompt": True}, 1), ("", {}, 0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("response", "args", "score"), TAGS)
@@ -297,19 +226,12 @@ def test_format_tags(response, args, score):
 
 SCHEMA = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
 JSON = [
-    ('{"a": 1}', {}, 1, 1),
-    ('{"a": "1"}', {}, 0, 1),
-    ('Here:\n```json\n{"a": 1}\n```\nDone.', {}, 1, 1),
-    ('```\n{"a": 2}\n```\n```json\n{"b": 1}\n```', {}, 0, 1),
-    ('<answer>{"a": 1}</answer>', {}, 1, 1),
-    ('{"a": 1}', {"where": "fenced"}, 0, 0),
-    ('Here: {"a": 1}', {}, 0, 0),
-    ('{"a": NaN}', {}, 0, 0),
-    ('{"a": 1} {"a": 1}', {}, 0, 0),
-    ("[" * 100_000, {}, 0, 0),
-    ('{"a": ' + "9" * 10_000 + "}", {}, 0, 0),
+    ('{"a": 1}', {}, 1, 1), ('{"a": "1"}', {}, 0, 1), ('Here:\n```json\n{"a": 1}\n```\nDone.', {}, 1, 1),
+    ('```\n{"a": 2}\n```\n```json\n{"b": 1}\n```', {}, 0, 1), ('<answer>{"a": 1}</answer>', {}, 1, 1),
+    ('{"a": 1}', {"where": "fenced"}, 0, 0), ('Here: {"a": 1}', {}, 0, 0), ('{"a": NaN}', {}, 0, 0),
+    ('{"a": 1} {"a": 1}', {}, 0, 0), ("[" * 100_000, {}, 0, 0), ('{"a": ' + "9" * 10_000 + "}", {}, 0, 0),
     ("", {}, 0, 0),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("response", "args", "score", "parsed"), JSON)

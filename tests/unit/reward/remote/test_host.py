@@ -176,19 +176,15 @@ def test_values_by_unit_must_be_as_many_as_the_units(scripted, backend, collect)
 @pytest.mark.parametrize(
     ("content", "token", "status", "kind"),
     [
-        (b"{", "t", 400, "invalid"),
-        (body("a", protocol=2), "t", 400, "protocol"),
+        (b"{", "t", 400, "invalid"), (body("a", protocol=2), "t", 400, "protocol"),
         (body("a", reward="other"), "t", 404, "unknown_reward"),
-        (body("a", scope="group"), "t", 400, "invalid"),
-        (body("a", deadline_ms=0), "t", 400, "invalid"),
+        (body("a", scope="group"), "t", 400, "invalid"), (body("a", deadline_ms=0), "t", 400, "invalid"),
         (body("a", args={"word": 1}), "t", 400, "invalid"),
-        (body("a", inputs=[{"response": 1}]), "t", 400, "invalid"),
-        (body(*"abcde"), "t", 413, "too_large"),
-        (b" " * 20_000, "t", 413, "too_large"),
-        (body("a"), "wrong", 401, "unauthorized"),
+        (body("a", inputs=[{"response": 1}]), "t", 400, "invalid"), (body(*"abcde"), "t", 413, "too_large"),
+        (b" " * 20_000, "t", 413, "too_large"), (body("a"), "wrong", 401, "unauthorized"),
         (body("a"), "", 401, "unauthorized"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_carried_out_is_refused_by_kind(content, token, status, kind, host):
     async def run():
         async with host(token="t", max_inputs=4, max_body_bytes=10_000) as server:
