@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from agreement import Reference, Snapshots, job_for, logprobs, one_thread, write_sharp_model
 
-from areal_async.config.trainer import OptimizerSection
+from areal_async.config.job import OptimizerSection
 from areal_async.rpc.messages import BatchEpisode
 from areal_async.rpc.schema import POLICY, VersionTag
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack, summarise

@@ -22,8 +22,7 @@ from typing import Any
 from areal_async.errors import FaultError
 from areal_async.rpc.messages import Arrived, Lease, Leases
 from areal_async.rpc.schema import Message
-from areal_async.runtime.events import record, recording
-from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.events import failpoint, record, recording
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from replay_buffer.audit import note_decided, note_loaded

@@ -26,8 +26,7 @@ from areal_async.rewards import RewardSpec
 from areal_async.rpc.client import Caller
 from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutVerdicts, VerdictAck
 from areal_async.rpc.verdicts import Failure, Score, Verdict, VerdictKind, kind_of
-from areal_async.runtime.events import record, recording
-from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.events import failpoint, record, recording
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.trajectory import TrajectoryError, unpack

@@ -19,7 +19,7 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.weights_messages import NoNews
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
-from areal_async.runtime.restart import NO_RESTARTS, RestartPolicy
+from areal_async.runtime.process import NO_RESTARTS, RestartPolicy
 from areal_async.weights.receiver import make_receiver
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, Weights

@@ -17,7 +17,7 @@ from pathlib import Path
 import blake3
 import msgspec
 
-from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.events import failpoint
 from areal_async.runtime.log import get_logger
 from trainer_service.errors import CheckpointError, DiskFull
 from trainer_service.files import replace_folder, room_for

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from areal_async.config.run import ObserveSection
+from areal_async.config.job import ObserveSection
 from areal_async.launch.folders import SHM_ROOT, leftovers, volatile_roots
 from areal_async.launch.preflight import find_redis_server, no_sandbox, port_holder, redis_server_version
 

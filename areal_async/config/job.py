@@ -2,23 +2,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from areal_async.config.base import Section
-from areal_async.config.buffer import BufferSection
 from areal_async.config.reward import RewardSection
-from areal_async.config.rollout import RolloutSection, SamplingSection
-from areal_async.config.run import (
-    CheckpointSection,
-    EvaluationSection,
-    ObserveSection,
-    SupervisorSection,
-    WeightsSection,
-)
-from areal_async.config.trainer import SftSection, TrainerSection
+from areal_async.config.rollout import RolloutSection, SamplingSection, ServerSection
 from areal_async.rpc.schema import POLICY, POLICY_NAME
+
+NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Accuracy = Annotated[float, Field(ge=0, le=1)]
 
 
 class TasksSection(Section):
@@ -32,6 +27,315 @@ class TasksSection(Section):
     """Draw a new order for each pass from `seed`; off means file order."""
     passes: int | None = Field(default=None, ge=1)
     """How often the training file is gone through; none means as often as the steps need."""
+
+
+class WeightsSection(Section):
+    """The way of new weights from the trainer to the engines."""
+
+    channel: str = "shm"
+    """How new weights reach the engines: `shm` is shared memory on one host; `zmq` sends them to other hosts
+    in chunks, which receivers hand on to each other; `disk` is a directory that all hosts see; `nccl` is
+    `shm`, and the trainer sends the tensors from its own device to SGLang servers that serve already. A
+    channel of another package is named by its entry point, one of your own as `path.py:name`."""
+    channel_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of a channel that is not built in; the others have the fields of this section."""
+    codec: Literal["auto", "full", "delta"] = "auto"
+    """What travels: whole snapshots (`full`), or for receivers that hold the version before what changed
+    (`delta`, lossless). `auto` is `delta` on `zmq` and `full` elsewhere, where receivers read the files that
+    the trainer wrote."""
+    delta_below: float = Field(default=0.5, gt=0, le=1)
+    """A delta is offered where it is smaller than this share of the full snapshot."""
+    keep: int = Field(default=2, ge=2, le=10_000)
+    """Newest snapshots kept beside those that an evaluation still needs."""
+    node_id: str = Field(default="local", pattern=NODE_ID)
+    """Name of the trainer's host, and of every process that neither `nodes` nor its environment variable
+    `AREAL_ASYNC_NODE_ID` puts elsewhere. Processes of one name share memory; nothing else decides that."""
+    nodes: dict[str, Annotated[str, Field(pattern=NODE_ID)]] = Field(default_factory=dict)
+    """Host of a process by the name of the process, such as `rollout-0: gpu-7`."""
+    addresses: dict[str, str] = Field(default_factory=dict)
+    """IP address by host on which its weights sockets listen for others; 127.0.0.1 where none is named."""
+    key_file: Path | None = None
+    """CURVE keys of the job's hosts (`python -m areal_async.weights.keys FILE`), the same file on
+    each. Needed for every address beyond loopback."""
+    relay_fan_out: int = Field(default=1, ge=0)
+    """Receivers that one receiver hands chunks on to: 1 is a chain, 0 has all fetch from the trainer."""
+    patience_s: float = Field(default=5.0, gt=0)
+    """A source that has not sent a chunk so many seconds after it was asked for is left for another."""
+    give_up_s: float = Field(default=60.0, gt=0)
+    """A fetch that has received nothing for so many seconds fails; what is verified is kept for the next.
+    For `nccl`, the longest that a group may take to form, or 512 MB to be taken; then the engine loads the
+    snapshot."""
+    directory: Path | None = None
+    """Used by `disk`: a directory that all hosts share. Snapshots lie in `<directory>/<job>`."""
+
+
+class CheckpointSection(Section):
+    """Weights, optimizer and the buffer's ledger, together on disk."""
+
+    every_steps: int = Field(default=50, ge=1)
+    """Steps between two checkpoints; the last step always makes one. Episodes are kept until then."""
+    keep: int = Field(default=2, ge=1, le=10_000)
+    """Newest checkpoints kept."""
+
+
+class EvaluationSamplingSection(Section):
+    """Sampling parameters of the evaluation; greedy unless told otherwise."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    """0 means greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the most likely tokens of this total probability; 1 means from all."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from so many most likely tokens; 0 means from all."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of one response; null means as many as `rollout.sampling.max_new_tokens`."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response (beside the model's end-of-sequence token)."""
+
+
+class EvaluationSection(Section):
+    """Held-out accuracy, measured beside training by an engine of its own (needs `tasks.evaluation`)."""
+
+    every_steps: int = Field(default=25, ge=1)
+    """Steps between two evaluations; version 0 and the final one are always evaluated."""
+    engine: str = "same"
+    """What answers: an engine of its own of the rollout's kind (`same`), or of another kind, named as in
+    `rollout.engine`."""
+    device: str | None = Field(default=None, pattern=r"^(cpu|cuda(:[0-9]+)?)$")
+    """Where that engine computes: `cpu`, `cuda` (the GPU after the rollout's, or the first again) or
+    `cuda:N`; none means as `rollout.device`."""
+    server: ServerSection = ServerSection()
+    """The server of that engine, where it is one: `urls` lends it one that runs already. As a whole it
+    replaces `rollout.server`; left out, that one's settings but its `urls` are used."""
+    samples: int = Field(default=1, ge=1)
+    """Answers to each task: gives mean@n, best@n and maj@n. Above 1 it needs a temperature."""
+    sampling: EvaluationSamplingSection = EvaluationSamplingSection()
+    max_concurrent: int = Field(default=128, ge=1)
+    """Most answers in the engine at once."""
+    torch_threads: int = Field(default=1, ge=1)
+    """CPU threads of the evaluator's torch."""
+
+
+class ObserveSection(Section):
+    """Metrics and logs."""
+
+    metrics_port: int = Field(default=9470, ge=0, le=65_000)
+    """First of the consecutive ports that the services serve Prometheus metrics on; 0 picks free ones."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe events that the services log."""
+    event_log: bool = False
+    """Every process appends what it knows to have happened to `events/` in the run folder, for tests that
+    look for what was lost or done twice. It costs time and disk."""
+    stall_s: float = Field(default=30.0, gt=0)
+    """A trainer that has waited for a batch so many seconds is reported, with the edge that starves."""
+
+
+class SupervisorSection(Section):
+    """Starting and stopping the services."""
+
+    ready_s: float = Field(default=300.0, gt=0)
+    """Longest time from starting a service until it serves, in seconds; loading a large model takes long.
+    `rollout.server.ready_s` comes on top of it where the engine is a server."""
+    restarts: int = Field(default=5, ge=0, le=1_000_000)
+    """Deaths of one service within `window_s` that are survived by starting it again; one more ends the job,
+    which can be resumed. 0 ends it at the first."""
+    window_s: float = Field(default=300.0, gt=0)
+    """Deaths longer ago than so many seconds are forgotten."""
+    first_pause_s: float = Field(default=0.5, ge=0)
+    """Pause before a service is started again that died within 10 s of serving, doubled with each such death
+    in a row. One that had served longer is started again at once."""
+    longest_pause_s: float = Field(default=30.0, ge=0)
+    """The pause is doubled up to here."""
+
+
+class OvertakenSection(Section):
+    """What step `v` does about a group with a live lease and minimum version `v - max_staleness`."""
+
+    policy: Literal["wait", "drop", "mask"] = "wait"
+    """`wait`: the step waits for the group and takes it in; `drop`: the group is dropped at once, counted;
+    `mask`: it is trained later without its tokens that are too old by then."""
+    limit_s: float = Field(default=60.0, gt=0)
+    """Longest wait for such groups, in seconds; then they are dropped, counted."""
+
+
+class RedisLoginSection(Section):
+    """How to log in to a Redis given by URL. The user's name is in the URL; passwords are never in a job
+    file, which is copied into the run folder."""
+
+    password_env: str = ""
+    """Environment variable that holds the password."""
+    password_file: Path | None = None
+    """File that holds the password and nothing else. It is read at each connection, so it may change."""
+    sentinel_username: str = ""
+    """User to log in to the Sentinels as, where they want one."""
+    sentinel_password_env: str = ""
+    """Environment variable that holds the Sentinels' password, where they have one of their own."""
+    sentinel_password_file: Path | None = None
+    """File that holds it."""
+
+
+class RedisTlsSection(Section):
+    """Certificates for `rediss://` and `sentinels://`. The server's certificate is always checked."""
+
+    ca_file: Path | None = None
+    """PEM file of the authority that signed the server's certificate; the system's authorities without."""
+    cert_file: Path | None = None
+    """PEM file of the client certificate, where the server asks for one."""
+    key_file: Path | None = None
+    """PEM file of its key, without a passphrase."""
+    check_hostname: bool = True
+    """Whether the certificate must be for the host in the URL (with Sentinel: the address they name)."""
+
+
+class GroupSection(Section):
+    """What becomes of a group of which not all samples have come."""
+
+    policy: Literal["complete", "deadline_drop", "deadline_partial"] = "complete"
+    """`complete`: it is waited for; `deadline_drop`: it is dropped at the deadline, counted;
+    `deadline_partial`: what has come by then is trained, the rest is given up."""
+    deadline_s: float | None = Field(default=None, gt=0)
+    """Seconds from the group's first lease until its deadline."""
+    min_samples: int = Field(default=1, ge=1)
+    """Under `deadline_partial`, a group with fewer samples at the deadline is dropped, counted."""
+
+
+class BufferSection(Section):
+    redis: str = "embedded"
+    """`embedded` starts a redis-server of the job's own; else a URL: `redis://`, `rediss://` (TLS), `unix://`,
+    `sentinel://HOST:PORT,HOST:PORT/SERVICE` or `sentinels://` (see docs/redis.md)."""
+    redis_login: RedisLoginSection = RedisLoginSection()
+    redis_tls: RedisTlsSection = RedisTlsSection()
+    durability: Literal["memory", "everysec", "always"] = "everysec"
+    """What an acknowledged episode survives: the death of every process but Redis (`memory`); of Redis too,
+    where a machine that fails may lose two seconds (`everysec`); of the machine as well (`always`)."""
+    max_staleness: int = Field(default=4, ge=0, le=10_000)
+    """η: no token whose weights were more than so many steps older than the step's is ever in a gradient;
+    0 is synchronous training."""
+    batch_groups: int = Field(default=16, ge=1, le=1_000_000)
+    """B: groups in one step."""
+    sampling: Literal["fifo", "freshest", "priority"] = "fifo"
+    """Which scored groups a step takes: those of the oldest version (`fifo`), of the newest (`freshest`), or
+    of the highest `priority`. Under each, what would otherwise become too old goes first."""
+    priority: Literal["reward_variance", "advantage"] = "reward_variance"
+    """What `sampling: priority` goes by: the variance of the group's rewards, or the mean size of their
+    differences from the group's mean."""
+    max_reuse: int = Field(default=1, ge=1, le=10_000)
+    """Most steps that one group is trained in. Above 1, groups trained before fill the places of a step that
+    new ones leave free, while they are young enough."""
+    on_overtaken: OvertakenSection = OvertakenSection()
+    group: GroupSection = GroupSection()
+    dynamic_filtering: bool = False
+    """Drop a group whose rewards are all equal, counted, and generate another: it has no advantage to learn
+    from."""
+    lease_s: float = Field(default=30.0, gt=0)
+    """A worker not heard of for so many seconds loses its groups; another generates what is missing."""
+    max_groups: int = Field(default=4096, ge=1, le=100_000_000)
+    """Most groups held at once, from their first lease to the checkpoint that holds them."""
+    max_bytes: int = Field(default=1 << 30, ge=1 << 20, le=1 << 50)
+    """Most bytes of episodes held at once."""
+    max_age_s: float | None = Field(default=None, gt=0)
+    """A group that is in no batch so many seconds after its first lease is dropped, counted, and its task
+    tried again; null: the versions alone decide what is too old."""
+
+
+class OptimizerSection(Section):
+    """AdamW."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    """Learning rate."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay rates of the two moments."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer updates over which the rate rises linearly."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the rate does after the warm-up, down to `final_lr_share` at the last update."""
+    final_lr_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of `lr` that is left at the end of a `linear` or `cosine` schedule."""
+    clip_grad_norm: float = Field(default=1.0, gt=0)
+    """Largest gradient norm of an update; larger ones are scaled down to it."""
+
+
+class ObjectiveSection(Section):
+    """advantage × loss × correction × normaliser (see docs/objectives.md). Each is a built-in part, an
+    installed one, or `path.py:name` of your own."""
+
+    advantage: str = Field(default="grpo", min_length=1)
+    """`grpo`: the reward less its group's mean, over its group's standard deviation; or one of your own."""
+    advantage_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the advantage."""
+    loss: str = Field(default="ppo", min_length=1)
+    """`ppo`: the clipped ratio loss; `sft`: the log-likelihood (for `kind: sft`); or one of your own."""
+    loss_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the loss beside `clip_low` and `clip_high`."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The ratio is clipped below 1 - this, by a loss that has a parameter of this name."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """The ratio is clipped above 1 + this, by a loss that has a parameter of this name."""
+    correction: str = Field(default="decoupled", min_length=1)
+    """What makes up for stale samples: `decoupled` weighs each token by exp(prox - behaviour); `none`; or
+    one of your own."""
+    correction_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the correction beside its `cap`."""
+    correction_cap: float = Field(default=5.0, gt=0)
+    """C: a correction with a parameter `cap` truncates its weight at it."""
+    prox: Literal["recompute", "reuse"] = "recompute"
+    """Where proximal log-probs come from: a forward pass of their own, or `reuse` of the update's own forward
+    pass, which is right with one minibatch per step."""
+    allow_uncorrected: bool = False
+    """Allow `correction: none` with stale samples, for an experiment."""
+    normaliser: str = Field(default="token", min_length=1)
+    """`token`: mean over all tokens of the update; `sequence`: mean over episodes of the mean over each one's
+    tokens; or one of your own."""
+
+
+class SelfCheckSection(Section):
+    """Recomputing the engine's log-probs before the first gradient (see docs/trainer.md)."""
+
+    bound: float | None = Field(default=None, gt=0)
+    """Largest difference of a log-prob, in nats; none means the table's value for engine and dtype. The mean
+    difference must stay below a twentieth of it."""
+    action: Literal["stop", "warn"] = "stop"
+    """Above the bound the job stops, or goes on with a warning."""
+
+
+class TrainerSection(Section):
+    backend: str = Field(default="fsdp", min_length=1)
+    """What holds and updates the weights: `fsdp` is torch FSDP2."""
+    ranks: int = Field(default=1, ge=1, le=65_536)
+    """Training processes; this version trains on one."""
+    steps: int = Field(default=100, ge=1, le=100_000_000)
+    """Steps of the job: batches trained and versions published."""
+    minibatches: int = Field(default=1, ge=1, le=1_000_000)
+    """Optimizer updates in one step; groups are dealt to them whole."""
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Most tokens in one packed forward pass; a longer episode gets a pass of its own."""
+    optimizer: OptimizerSection = OptimizerSection()
+    objective: ObjectiveSection = ObjectiveSection()
+    self_check: SelfCheckSection = SelfCheckSection()
+    record_batches: bool = False
+    """Keep the episodes, manifest and losses of every step under `batches/` in the run's folder."""
+    torch_threads: int = Field(default=1, ge=1, le=1024)
+    """CPU threads of the trainer's torch."""
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
+    """Where the trainer computes: `cpu`, `cuda` or `cuda:N`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number type of the computation and of the published weights."""
+
+
+class SftSection(Section):
+    """Supervised warm-up on the tasks' own ground truth (`kind: sft`)."""
+
+    batch_size: int = Field(default=64, ge=1, le=1_000_000)
+    """Examples in one optimizer step."""
+    evaluate_every: int = Field(default=25, ge=1)
+    """Steps between two held-out measurements (greedy exact match, by teacher forcing)."""
+    stop_between: tuple[Accuracy, Accuracy] | None = None
+    """Lowest and highest held-out accuracy: the job ends at the first measurement within them. Early in
+    training accuracy jumps between measurements, so a lower limit alone may be passed by far."""
 
 
 class JobConfig(Section):

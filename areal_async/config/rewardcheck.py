@@ -89,7 +89,7 @@ def _resolved(section: dict[str, Any], base: Path) -> dict[str, Any]:
 
 def reward_mistakes(job: JobConfig) -> Iterator[Mistake]:
     """What is wrong with the rewards of `job`, as far as no file has to be read. Names and arguments are
-    another rule's matter (`config/parts.py`)."""
+    another rule's matter (`config/checks.py`)."""
     yield from _how_it_is_asked(job.reward)
     yield from _environment_is_there(job)
     yield from _masked_groups_can_go_on(job)

@@ -29,9 +29,9 @@ from areal_async.rpc.control_messages import (
 from areal_async.rpc.messages import Drain
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.server import Peer
-from areal_async.runtime.control import ControlServer
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import exit_text
+from areal_async.runtime.status import ControlServer
 
 BUFFER_WAIT_S = 10.0
 MAX_ASKED = 64

@@ -13,7 +13,6 @@ folder's place.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import secrets
 import shutil
@@ -23,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
@@ -46,14 +44,30 @@ SHM_ROOT = Path("/dev/shm")
 RECORD_BYTES = 4096
 
 
-class _Record(msgspec.Struct):
-    """What a supervisor writes into the lock of its run folder."""
+class Owner(msgspec.Struct):
+    """The supervisor of a run, as it is written down in its volatile folders and, with them, in its lock."""
 
     pid: int
     created_s: float
-    run_id: str
-    socket_dir: str
-    shm_dir: str
+    job: str = ""
+    run_id: str = ""
+    socket_dir: str = ""
+    shm_dir: str = ""
+
+    @classmethod
+    def read(cls, path: Path) -> Owner | None:
+        """What a file of ours says; None where there is none that can be believed."""
+        with suppress(OSError, NotOurs, msgspec.DecodeError):
+            return msgspec.json.decode(read_own(path, max_bytes=RECORD_BYTES), type=Owner)
+        return None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process lives; its start time tells it from a later one of the same pid."""
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.created_s) < 1.0
+        except (psutil.Error, ValueError):
+            return False
 
 
 @dataclass(frozen=True)
@@ -113,8 +127,10 @@ def claim_folders(
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         run_dir.mkdir(mode=0o700, exist_ok=True)
-        _close(run_dir)
+        close_folder(run_dir)  # before anything in it is trusted
         lock_fd = _lock(run_dir)
+    except NotOurs as error:
+        raise RunFolderError(str(error)) from error
     except OSError as error:
         raise RunFolderError(f"{run_dir} cannot be used: {error.strerror}. Set another `run_dir`.") from error
     try:
@@ -145,10 +161,10 @@ def describe_work(run_dir: Path) -> str:
     return f"an unfinished run ({', '.join(sorted(kept))})" if kept else ""
 
 
-def supervisor_of(run_dir: Path) -> dict[str, Any] | None:
-    """What the supervisor that runs the job of `run_dir` now has written down; None while nobody does."""
-    record = _read_json(run_dir / LOCK)
-    return record if record is not None and _is_alive(record) else None
+def supervisor_of(run_dir: Path) -> Owner | None:
+    """The supervisor that runs the job of `run_dir` now; None while nobody does."""
+    owner = Owner.read(run_dir / LOCK)
+    return owner if owner is not None and owner.alive else None
 
 
 def check_run_folder(run_dir: Path) -> None:
@@ -174,8 +190,8 @@ def leftovers(roots: Sequence[Path]) -> Iterator[Path]:
         for folder in sorted(root.glob(f"areal-{os.getuid()}-*")) if root.is_dir() else ():
             if not is_own_folder(folder):
                 continue  # /tmp and /dev/shm are everybody's: another user may take any name there
-            owner = _read_json(folder / OWNER)
-            if owner is not None and not _is_alive(owner):
+            owner = Owner.read(folder / OWNER)
+            if owner is not None and not owner.alive:
                 yield folder
 
 
@@ -191,10 +207,11 @@ def _lock(run_dir: Path) -> int:
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = _parse_json(os.pread(lock_fd, 4096, 0)) or {}
+        holder = Owner.read(path)
         os.close(lock_fd)
+        pid = holder.pid if holder is not None else "unknown"
         raise RunFolderError(
-            f"this job is already running (process {holder.get('pid', 'unknown')} uses {run_dir}). Wait for "
+            f"this job is already running (process {pid} uses {run_dir}). Wait for "
             "it, stop it with Ctrl-C, or give this one another name (job=NAME)."
         ) from None
     return lock_fd
@@ -209,7 +226,7 @@ def _end_dead_run(lock_fd: int) -> None:
     """End the processes and remove the volatile folders of a run that lost its supervisor: the lock was
     free, but its record was not taken out."""
     try:
-        record = msgspec.json.decode(os.pread(lock_fd, RECORD_BYTES, 0), type=_Record)
+        record = msgspec.json.decode(os.pread(lock_fd, RECORD_BYTES, 0), type=Owner)
     except msgspec.DecodeError:
         return
     deadline_s = time.monotonic() + 5.0
@@ -218,14 +235,6 @@ def _end_dead_run(lock_fd: int) -> None:
     for folder in (Path(record.socket_dir), Path(record.shm_dir)):
         if folder.name.startswith(f"areal-{os.getuid()}-") and is_own_folder(folder):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _close(run_dir: Path) -> None:
-    """Close a run folder to others before anything in it is trusted."""
-    try:
-        close_folder(run_dir)
-    except NotOurs as error:
-        raise RunFolderError(str(error)) from error
 
 
 def _clear(run_dir: Path) -> None:
@@ -244,13 +253,15 @@ def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFol
     usable = shm_root.is_dir() and os.access(shm_root, os.W_OK | os.X_OK)
     shm_dir = (shm_root if usable else Path(tempfile.gettempdir())) / f"{name}-shm"
     socket_dir = short_socket_dir(Path(tempfile.gettempdir()) / name)
-    record = {"pid": os.getpid(), "created_s": psutil.Process().create_time(), "job": job.job}
-    places = {"run_id": run_id, "socket_dir": str(socket_dir), "shm_dir": str(shm_dir)}
+    created_s = psutil.Process().create_time()
+    record = msgspec.json.encode(
+        Owner(os.getpid(), created_s, job.job, run_id, str(socket_dir), str(shm_dir))
+    )
     os.ftruncate(lock_fd, 0)
-    os.pwrite(lock_fd, json.dumps(record | places).encode(), 0)
+    os.pwrite(lock_fd, record, 0)
     for folder in (socket_dir, shm_dir):
         folder.mkdir(mode=0o700)
-        (folder / OWNER).write_text(json.dumps(record))
+        (folder / OWNER).write_bytes(record)
     folders = RunFolders(
         run_id=run_id,
         run_dir=run_dir,
@@ -270,26 +281,3 @@ def _holds_anything(path: Path) -> bool:
     if path.is_dir():
         return any(path.iterdir())
     return path.is_file() and path.stat().st_size > 0
-
-
-def _is_alive(owner: dict[str, Any]) -> bool:
-    """Whether the process of the record lives; its start time tells it from a later one of the same pid."""
-    try:
-        return abs(psutil.Process(owner["pid"]).create_time() - owner["created_s"]) < 1.0
-    except (psutil.Error, KeyError, TypeError, ValueError):
-        return False
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        return _parse_json(read_own(path, max_bytes=RECORD_BYTES))
-    except (OSError, NotOurs):
-        return None
-
-
-def _parse_json(text: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

@@ -1,7 +1,7 @@
 """The life of a run as a pure state machine: events in, actions out; the clock comes with each event.
 
 Promises: the buffer serves before anything else is started; a service that dies is started again after the
-pause that `runtime/restart.py` decides, and the others go on meanwhile; one that dies too often, that a
+pause that `runtime/process.py` decides, and the others go on meanwhile; one that dies too often, that a
 restart would not cure, or that does not serve in time, ends the run with a reason that names it, unless it
 joined later and has never served; one that is drained leaves, in whatever way it ends; once a stop has begun
 nothing is started, the stages of `plan.STOP_STAGES` are ended in order, and `STOP_LIMIT_S` after the stop
@@ -18,7 +18,7 @@ from typing import Literal
 
 from areal_async.launch.plan import STOP_STAGES, awaited_first, ends_the_job
 from areal_async.runtime.context import ServicePlace
-from areal_async.runtime.restart import NO_RESTARTS, RestartPolicy, Restarts
+from areal_async.runtime.process import NO_RESTARTS, RestartPolicy, Restarts
 
 STAGE_LIMITS_S = (4.5, 1.5, 2.0)
 """From asking a stage to end until what is left of it is killed. The first is above the services' own

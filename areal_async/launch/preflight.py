@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import math
 import os
 import shutil
 import socket
@@ -36,15 +35,13 @@ from areal_async.tasks import TaskFileError, task_rows
 from areal_async.weights.channels import makes_deltas
 
 SANDBOX_LIMIT_S = 60.0
-RECEIVED = 3
-"""Snapshots that a node keeps of those it receives: the newest, the one before it, and one being made."""
 
 
 def check_machine(job: JobConfig, services: Sequence[ServicePlace], *, source: str = "job") -> None:
     """Raise `ConfigError` with every reason why this machine cannot run the job as it is."""
     mistakes = [*_check_ports(services), *installed_mistakes(job)]
     if job.kind == "rl":
-        mistakes += [*_check_memory(job), *_check_shared_memory(job, services)]
+        mistakes += [*_check_memory(job), *_check_shared_memory(job)]
     if mistakes:
         raise ConfigError(source, mistakes)
 
@@ -186,40 +183,18 @@ def _check_memory(job: JobConfig) -> list[Mistake]:
     return []
 
 
-def _check_shared_memory(job: JobConfig, services: Sequence[ServicePlace]) -> list[Mistake]:
+def _check_shared_memory(job: JobConfig) -> list[Mistake]:
     weights = job.weights
     # Beside the newest, an evaluation pins two, and one is being written; deltas keep a base and themselves.
-    published = weights.keep + 3 + (2 if makes_deltas(job) else 0)
-    if weights.channel == "disk":
-        published = 0  # they lie in weights.directory
-    received = snapshots_received(job, services)
-    snapshots = published + sum(received.values())
+    snapshots = weights.keep + 3 + (2 if makes_deltas(job) else 0)
     needed = snapshots * model_bytes(job.model)
     root = SHM_ROOT if SHM_ROOT.is_dir() else Path("/tmp")
     free = shutil.disk_usage(root).free
-    if needed <= free:
+    if weights.channel == "disk" or needed <= free:  # on disk they lie in weights.directory
         return []
-    nodes = f", those of the receiving nodes {', '.join(received)} among them," if received else ""
-    problem = f"{snapshots} snapshots of this model{nodes} take {needed} bytes, but {root} has {free} free"
+    problem = f"{snapshots} snapshots of this model take {needed} bytes, but {root} has {free} free"
     fix = f"Make {root} larger (`mount -o remount,size=… {root}`), or free it"
-    return [Mistake("model", problem, fix + (", or name fewer nodes" if received else ""))]
-
-
-def snapshots_received(job: JobConfig, services: Sequence[ServicePlace]) -> dict[str, int]:
-    """How many snapshots each node keeps of those it receives, in shared memory of this machine, on which all
-    `services` are started."""
-    weights = job.weights
-    if weights.channel in ("shm", "disk"):
-        return {}
-    each = RECEIVED + (math.ceil(2 * weights.delta_below) if makes_deltas(job) else 0)
-    received: dict[str, int] = {}
-    for service in services:
-        node = service.node_id or weights.node_id
-        # Over zmq, the trainer's node reads what the trainer wrote.
-        if service.role in ("rollout", "evaluator") and (weights.channel, node) != ("zmq", weights.node_id):
-            # An evaluation may hold one that is older than what is kept.
-            received[node] = received.get(node, each) + (service.role == "evaluator")
-    return dict(sorted(received.items()))
+    return [Mistake("model", problem, fix)]
 
 
 def _listener(port: int) -> str:

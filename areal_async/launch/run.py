@@ -37,7 +37,7 @@ from areal_async.runtime.context import Role
 from areal_async.runtime.events import close_events, open_events
 from areal_async.runtime.log import end_logging, setup_logging
 from areal_async.runtime.metrics import serve_metrics
-from areal_async.status.aggregator import DropReport, StatusAggregator, self_check_text
+from areal_async.status.aggregator import DropReport, StatusAggregator
 from areal_async.status.monitor import Monitor, StatusClients
 from areal_async.status.record import RunLog, as_it_became, read_run_log
 from areal_async.status.view import open_view
@@ -219,18 +219,10 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
     table.add_column(style="bold")
     start, end = summary["accuracy_start"], summary["accuracy_end"]
     if end is not None:
-        table.add_row(f"held-out {summary['held_out']}", f"{start:.3f} → {end:.3f}{_interval(summary)}")
+        table.add_row(f"held-out {summary['held_out']}", f"{start:.3f} → {end:.3f}")
     elif summary["reward_last"] is not None:
         first, last = summary["reward_first"], summary["reward_last"]
         table.add_row("mean reward", f"{first:.3f} → {last:.3f}  (first and last steps' batches)")
-    if (summary["evaluation_samples"] or 1) > 1:
-        n, best, maj = (summary[name] for name in ("evaluation_samples", "best_end", "maj_end"))
-        table.add_row(f"best@{n}, maj@{n}", f"{best:.3f}, {maj:.3f}")
-    by_source = summary["accuracy_by_source"] or {}
-    if len(by_source) > 1:
-        table.add_row("by source", ", ".join(f"{name} {value:.3f}" for name, value in by_source.items()))
-    if check := summary["self_check"]:
-        table.add_row("self-check", self_check_text(check))
     table.add_row("steps", f"{summary['steps']} in {summary['wall_s']:.0f} s")
     if job.kind == "rl":
         seen, bound = summary["max_staleness_seen"], summary["max_staleness_bound"]
@@ -243,8 +235,8 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
         )
         if lost := DropReport.of(summary["transitions"] or {}).text:
             table.add_row("dropped", lost)
-    for number, (kind, note) in enumerate(summary["no_scores"].items()):
-        table.add_row("" if number else "no score", f"{kind} ×{note['count']}, the last: {note['message']}")
+    for kind, note in summary["no_scores"].items():
+        table.add_row("no score", f"{kind} ×{note['count']}, the last: {note['message']}")
     if restarts := summary["restarts"]:
         times = ", ".join(f"{name} {count}" for name, count in sorted(restarts.items()))
         table.add_row("restarts", times)
@@ -254,11 +246,6 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
     console.print(
         Panel(table, title=f"{job.job} is done", title_align="left", border_style="green", expand=False)
     )
-
-
-def _interval(summary: dict[str, Any]) -> str:
-    interval = summary["accuracy_interval"]
-    return "" if interval is None else f"  (95 %: {interval[0]:.3f} to {interval[1]:.3f})"
 
 
 def _short(path: Path) -> str:

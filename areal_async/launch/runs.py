@@ -121,7 +121,7 @@ class Run:
         record = supervisor_of(self.folder)
         if record is not None:
             with suppress(ProcessLookupError):
-                os.kill(record["pid"], signal.SIGTERM)
+                os.kill(record.pid, signal.SIGTERM)
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Wait for the end of the run, and return its summary.
@@ -216,7 +216,7 @@ def start(
     pid = started.result()
     while not ended.done():
         record, context = supervisor_of(folder), folder / "context.json"
-        if record is not None and record["pid"] == pid and context.exists():
+        if record is not None and record.pid == pid and context.exists():
             places = _read_places(context)
             if places.supervisor_pid == pid:
                 return Run(folder, job, places, ended, said)

@@ -45,12 +45,12 @@ from areal_async.runtime.context import SERVED_VARIABLE, Role, RunPlaces, Servic
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import (
     ChildProcess,
+    RestartPolicy,
     exit_text,
     kill_processes_of,
     service_environment,
     start_service,
 )
-from areal_async.runtime.restart import RestartPolicy
 
 TICK_S = 0.1
 SAME_INTERRUPT_S = 0.5

@@ -1,14 +1,17 @@
-"""The event log: what each process of a run knows to have happened, for a checker that reads it afterwards.
+"""The event log, what each process of a run knows to have happened, and failpoints, where one kills itself.
 
-It is off unless `observe.event_log` is set; `docs/event-log.md` has the events with their fields. A line that
-is written survives SIGKILL of its process. A last line without its newline was cut off and is to be ignored.
+The log is off unless `observe.event_log` is set; `docs/event-log.md` has the events with their fields, and
+the places. A line that is written survives SIGKILL of its process. A last line without its newline was cut
+off. Where `AREAL_ASYNC_FAILPOINTS` is not set, a failpoint costs one look at an empty dictionary.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +74,64 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
         *lines, _ = path.read_bytes().split(b"\n")
         events += [json.loads(line) for line in lines]
     return sorted(events, key=lambda event: event["mono_s"])
+
+
+VARIABLE = "AREAL_ASYNC_FAILPOINTS"
+SPENT_FOLDER = "failpoints"
+
+
+@dataclass
+class Point:
+    at: int
+    """The pass at which it fires, from 1."""
+    always: bool = False
+    passed: int = 0
+
+
+_armed: dict[str, Point] = {}
+_spent_dir: Path | None = None
+
+
+def arm(spec: str, run_dir: Path | None = None) -> None:
+    """Replace what is armed. Raises ValueError for what is no such list."""
+    global _spent_dir
+    points = {}
+    for entry in filter(None, (part.strip() for part in spec.split(","))):
+        name, at, count = entry.removesuffix("*").partition("@")
+        if not name or (at and not (count.isdecimal() and int(count) > 0)):
+            raise ValueError(f"{VARIABLE}: {entry!r} is not NAME, NAME@N or NAME@N*")
+        points[name] = Point(int(count or 1), always=entry.endswith("*"))
+    _armed.clear()
+    _armed.update(points)
+    _spent_dir = run_dir / SPENT_FOLDER if run_dir is not None else None
+
+
+def arm_from_environment(run_dir: Path) -> None:
+    if spec := os.environ.get(VARIABLE):
+        arm(spec, run_dir)
+
+
+def failpoint(name: str) -> None:
+    """Kill this process here, if this place is armed and it is its turn."""
+    if not _armed:
+        return
+    point = _armed.get(name)
+    if point is None:
+        return
+    point.passed += 1
+    if point.passed < point.at or (point.passed > point.at and not point.always):
+        return
+    if point.always or _first_in_run(f"{name}@{point.at}"):
+        record("failpoint", name=name, hit=point.passed)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _first_in_run(entry: str) -> bool:
+    if _spent_dir is None:
+        return True
+    _spent_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        os.close(os.open(_spent_dir / entry, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True

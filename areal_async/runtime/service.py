@@ -27,8 +27,7 @@ from types import FrameType
 from areal_async.errors import ArealError
 from areal_async.ownfiles import PRIVATE_UMASK
 from areal_async.runtime.context import Role, ServiceContext
-from areal_async.runtime.events import open_events
-from areal_async.runtime.failpoint import arm_from_environment
+from areal_async.runtime.events import arm_from_environment, open_events
 from areal_async.runtime.log import end_logging, get_logger, setup_logging
 from areal_async.runtime.metrics import start_metrics_server
 from areal_async.runtime.status import answer_status

@@ -205,10 +205,7 @@ class StatusAggregator:
         self._rewards: deque[tuple[int, float]] = deque(maxlen=HISTORY)
         """Steps done, and the reward of the last of them."""
         self._done = 0
-        self._furthest = 0
         self._trained = False
-        self._goes_on = False
-        """Whether the trainer is to go on from a checkpoint, and has not said from which step."""
         self._step_times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
         self._first_accuracy: tuple[int, float] | None = None
         self._last_accuracy: tuple[int, float] | None = None
@@ -234,7 +231,6 @@ class StatusAggregator:
             if phase != service.phase:
                 service.answered_s = None  # silence is counted from its first answer
                 if phase == "starting":
-                    self._goes_on = self._goes_on or (name == "trainer" and service.status is not None)
                     service.status = None
                     service.rates = RateTracker()
             service.phase = phase
@@ -246,12 +242,10 @@ class StatusAggregator:
             self._trained = False
             self._self_check = ""  # it speaks of the life before
             self._step_times.clear()
-            self._goes_on = True
         if kind in ("step", "sft"):
             self._trained = True
             self._step = {**self._step, **record}
             done, self._done = self._done, steps_done(record)
-            self._furthest = max(self._furthest, self._done)
             if self._done <= done:
                 # A restarted trainer does steps again: not drawn twice, and at a pace of their own.
                 self._step_times.clear()
@@ -288,18 +282,9 @@ class StatusAggregator:
             if busy_s != self._trainer_busy_s or self._computed_s is None:
                 self._trainer_busy_s, self._computed_s = busy_s, now_s
                 self._dropped_before = self._dropped.by_verdict
-            if self._goes_on and status.state == "serving":
-                self._goes_on = False
-                self._tell_steps_done_again(int(total(status.figures, "areal_trainer_version")), now_s)
         if name == "buffer":
             transitions = status.figures.get("areal_buffer_transitions_total", {})
             self._dropped = DropReport.of(transitions, status.no_scores)
-
-    def _tell_steps_done_again(self, step: int, now_s: float) -> None:
-        if step < self._furthest:
-            # Some may be done already: the records are read before the services are asked.
-            again = f"steps to do again: {self._furthest - step}"
-            self.tell(f"trainer goes on from the checkpoint of step {step}; {again}", now_s)
 
     def tell(self, text: str, now_s: float) -> None:
         """Something to show for a while."""

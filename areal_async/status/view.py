@@ -185,7 +185,7 @@ def _rows(status: RunStatus, width: int) -> list[tuple[str, RenderableType]]:
         rows.append(("staleness", _staleness(status)))
         rows.append(("groups", _groups(status.groups)))
         rows += _dropped(status, width)
-    rows.append(("busy", _busy(status.services, width)))
+    rows.append(("busy", _busy(status.services)))
     if status.self_check:
         rows.append(("self-check", Text(status.self_check, overflow="ellipsis", no_wrap=True)))
     return rows
@@ -247,24 +247,15 @@ def _dropped(status: RunStatus, width: int) -> list[tuple[str, RenderableType]]:
     return rows
 
 
-def _busy(services: Sequence[ServiceActivity], width: int) -> RenderableType:
-    columns = 2 if width >= 62 else 1
-    table = Table.grid(padding=(0, 3), expand=False)
-    cells = [_busy_cell(service) for service in services[:MAX_SERVICES]]
-    if hidden := len(services) - len(cells):
-        cells.append(Text(f"and {hidden} more", style=DIM))
-    for index in range(0, len(cells), columns):
-        table.add_row(*cells[index : index + columns])
-    return table
-
-
-def _busy_cell(service: ServiceActivity) -> Text:
-    text = Text(f"{service.name:<12.12}")
-    if service.busy is None or service.phase != "serving":
-        return text.append(service.phase, style=DIM)
-    filled = round(service.busy * 10)
-    text.append("█" * filled, style="blue").append("░" * (10 - filled), style=DIM)
-    return text.append(f" {service.busy:>4.0%}")
+def _busy(services: Sequence[ServiceActivity]) -> Text:
+    shown = [
+        f"{service.name} "
+        + (service.phase if service.busy is None or service.phase != "serving" else f"{service.busy:.0%}")
+        for service in services[:MAX_SERVICES]
+    ]
+    if hidden := len(services) - len(shown):
+        shown.append(f"and {hidden} more")
+    return Text(" · ".join(shown))
 
 
 def _message(status: RunStatus) -> str:

@@ -11,7 +11,7 @@ import ssl
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from areal_async.config.buffer import BufferSection, RedisLoginSection, RedisTlsSection
+from areal_async.config.job import BufferSection, RedisLoginSection, RedisTlsSection
 from areal_async.config.redis_url import RedisUrl, host_port, parse_redis_url
 from replay_buffer.errors import StoreUnusable
 

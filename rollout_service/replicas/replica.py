@@ -19,7 +19,7 @@ from areal_async.errors import RpcTimeout, SnapshotError, WireError
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.events import record
 from areal_async.runtime.log import get_logger
-from areal_async.runtime.restart import RestartPolicy, Restarts
+from areal_async.runtime.process import RestartPolicy, Restarts
 from rollout_service import metrics
 from rollout_service.engines.base import Engine, EngineError, Weights
 from rollout_service.replicas.placement import ReplicaLoad, most_requests

@@ -23,7 +23,7 @@ from typing import Literal
 
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.log import get_logger
-from areal_async.runtime.restart import NO_RESTARTS, RestartPolicy
+from areal_async.runtime.process import NO_RESTARTS, RestartPolicy
 from rollout_service import metrics
 from rollout_service.engines.base import (
     DeadlinePassed,

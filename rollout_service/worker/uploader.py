@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from areal_async.errors import FaultError, RpcTimeout
 from areal_async.rpc.client import Caller
 from areal_async.rpc.messages import PutAck, PutEpisodes, Release
-from areal_async.runtime.events import record
-from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.events import failpoint, record
 from areal_async.runtime.log import get_logger
 from rollout_service import metrics
 from rollout_service.worker.lease_client import IDLE_WAIT_S, first_of, wait_out

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from areal_async.runtime.failpoint import VARIABLE
+from areal_async.runtime.events import VARIABLE
 from areal_async.trajectory import unpack
 from tests.e2e.test_versions_are_true import model_of, recomputed_logprobs
 from tests.scrape import fetch_samples

@@ -17,7 +17,7 @@ from agreement import Snapshots
 from areal_async.config.job import JobConfig
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.context import ServiceContext
-from areal_async.runtime.restart import RestartPolicy
+from areal_async.runtime.process import RestartPolicy
 from areal_async.trajectory import Sampling
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, EngineError, GenerateRequest

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import tensor
 
-from areal_async.config.trainer import ObjectiveSection
+from areal_async.config.job import ObjectiveSection
 from trainer_service.algorithms import advantages, corrections, losses, normalisers
 from trainer_service.algorithms.objective import Objective, UnitTerms
 from trainer_service.algorithms.statistics import StepStatistics

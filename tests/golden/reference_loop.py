@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_async.config.trainer import TrainerSection
+from areal_async.config.job import TrainerSection
 from areal_async.trajectory import unpack
 from trainer_service.data.recording import RecordedStep
 

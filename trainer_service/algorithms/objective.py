@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from areal_async.config.job import JobConfig
-from areal_async.config.trainer import ObjectiveSection
+from areal_async.config.job import JobConfig, ObjectiveSection
 from areal_async.registry import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISERS
 from trainer_service.algorithms.corrections import behaviour_weight
 from trainer_service.algorithms.parts import COLUMNS, Advantage, Correction, Loss, ObjectivePart, UnitPart

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from areal_async.config.trainer import OptimizerSection
+from areal_async.config.job import OptimizerSection
 from trainer_service.data.microbatch import MicroBatch
 
 POLICY = "policy"

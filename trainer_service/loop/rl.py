@@ -26,9 +26,8 @@ from areal_async.config.job import JobConfig
 from areal_async.rpc.client import SyncCaller
 from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, OpenTrainer
 from areal_async.rpc.schema import VersionTag
+from areal_async.runtime.events import failpoint, recording
 from areal_async.runtime.events import record as record_event
-from areal_async.runtime.events import recording
-from areal_async.runtime.failpoint import failpoint
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.status.record import RunLog, read_run_log

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from areal_async.config.job import JobConfig
-from areal_async.config.trainer import ObjectiveSection
+from areal_async.config.job import JobConfig, ObjectiveSection
 from areal_async.prompts import prompt_ids
 from areal_async.rpc.schema import Task
 from areal_async.runtime.log import get_logger

@@ -30,7 +30,7 @@ from areal_async.rpc.client import Client
 from areal_async.rpc.endpoints import Access
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.weights_messages import FindSources, GetChunk, SnapshotNotice
-from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.events import failpoint
 from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
 from areal_async.weights.channels import ReceivingEnd

@@ -27,7 +27,7 @@ from areal_async.rpc.endpoints import Access
 from areal_async.rpc.schema import Message, Ok
 from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.rpc.weights_messages import FindSources, GetChunk, Sources
-from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.events import failpoint
 from areal_async.weights import metrics
 from areal_async.weights.channels import PublishingEnd
 from areal_async.weights.channels.chunks import ChunkStore, build_table, encode_table

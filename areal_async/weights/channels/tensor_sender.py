@@ -36,7 +36,7 @@ import torch.distributed as dist
 from areal_async.errors import SnapshotError
 from areal_async.rpc.schema import Message, VersionTag
 from areal_async.rpc.weights_messages import AskTensors, SendsNothing, SendsTensors, TensorBucket
-from areal_async.runtime.failpoint import failpoint
+from areal_async.runtime.events import failpoint
 from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
 from areal_async.weights.channels import PublishingEnd

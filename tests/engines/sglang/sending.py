@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from areal_async.rpc.secret import RunSecret
-from areal_async.runtime.failpoint import arm
+from areal_async.runtime.events import arm
 from areal_async.weights.channels import tensor_sender as module
 from areal_async.weights.channels.tensor_sender import TensorSender
 from areal_async.weights.manifest import MANIFEST_FILE

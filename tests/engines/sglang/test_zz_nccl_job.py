@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from areal_async.runtime.failpoint import VARIABLE
+from areal_async.runtime.events import VARIABLE
 from tests.e2e.conftest import nothing_is_left, running, workspace
 from tests.e2e.test_weights_channels import TOUGH, assert_versions_are_true, weights_in
 from tests.scrape import fetch_samples

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from areal_async import registry
+from areal_async.config.checks import named_parts, own_part_mistakes, part_mistakes
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
-from areal_async.config.parts import named_parts, own_part_mistakes, part_mistakes
 from areal_async.registry import Registry
 
 

@@ -24,7 +24,7 @@ from areal_async.launch.runs import change_workers
 from areal_async.launch.supervisor import Supervisor
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.runtime.context import ServicePlace
-from areal_async.runtime.restart import RestartPolicy
+from areal_async.runtime.process import RestartPolicy
 
 STAND_IN = dict.fromkeys(MODULES, "stand_in")
 Behave = Callable[[dict[str, str]], None]

@@ -10,7 +10,7 @@ from areal_async.errors import ArealError, FaultError, RpcTimeout
 from areal_async.launch.lifecycle import Action, Lifecycle, Phase
 from areal_async.launch.plan import MODULES
 from areal_async.runtime.context import ServicePlace
-from areal_async.runtime.restart import RestartPolicy
+from areal_async.runtime.process import RestartPolicy
 from areal_async.runtime.service import restart_may_help
 from replay_buffer.errors import StoreUnavailable, StoreUnusable
 from trainer_service.errors import CheckpointError, StalenessViolation

@@ -21,7 +21,7 @@ from areal_async.config.load import load_job
 from areal_async.errors import RunFailed, RunFolderError, RunInterrupted
 from areal_async.launch import preflight
 from areal_async.launch.folders import claim_folders
-from areal_async.launch.plan import MODULES, services_of
+from areal_async.launch.plan import MODULES
 from areal_async.launch.report import summarise
 from areal_async.launch.run import RunResult, print_closing, run_job
 from areal_async.runtime.context import ServicePlace
@@ -173,46 +173,6 @@ def test_what_the_machine_lacks_is_found_before_anything_starts(
         "buffer.max_bytes",
         "model",
     ]
-
-
-def weights_job(job: JobConfig, **weights: object) -> JobConfig:
-    return JobConfig.model_validate(
-        job.model_dump()
-        | {"weights": weights, "rollout": {"workers": 3, "group_size": 2}}
-        | {"tasks": {"train": "t.jsonl", "evaluation": "e.jsonl"}}
-    )
-
-
-@pytest.mark.parametrize(
-    ("weights", "kept"),
-    [
-        ({"channel": "shm"}, {}),
-        ({"channel": "zmq"}, {}),
-        # Newest, the one before and one being made; the deltas of two; what an evaluation holds.
-        ({"channel": "zmq", "nodes": {"rollout-1": "b", "rollout-2": "b"}}, {"b": 4}),
-        (
-            {"channel": "zmq", "codec": "full", "nodes": {"rollout-1": "b", "evaluator": "c"}},
-            {"b": 3, "c": 4},
-        ),
-        ({"channel": "disk", "directory": "d"}, {}),
-    ],
-)
-def test_shared_memory_is_counted_by_the_nodes_that_receive(
-    job: JobConfig, weights: dict[str, object], kept: dict[str, int]
-) -> None:
-    job = weights_job(job, **weights)
-    assert preflight.snapshots_received(job, services_of(job)) == kept
-
-
-def test_receiving_nodes_that_do_not_fit_are_named(job: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = weights_job(job, channel="zmq", codec="full", nodes={"rollout-1": "gpu-7"})
-    free = preflight.shutil.disk_usage(preflight.SHM_ROOT)._replace(free=1000 * (job.weights.keep + 3 + 3))
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda root: free)
-    monkeypatch.setattr(preflight, "model_bytes", lambda model: 1000)
-    preflight.check_machine(job, services_of(job))
-    monkeypatch.setattr(preflight, "model_bytes", lambda model: 1001)
-    with pytest.raises(ConfigError, match=r"model: 8 snapshots.*nodes gpu-7.*or name fewer nodes"):
-        preflight.check_machine(job, services_of(job))
 
 
 def test_the_redis_server_in_use_is_found_and_runs() -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_async.config.buffer import RedisLoginSection
-from areal_async.config.job import JobConfig
+from areal_async.config.job import JobConfig, RedisLoginSection
 from areal_async.launch.folders import RunFolders, claim_folders
 from areal_async.launch.lifecycle import Ending
 from areal_async.launch.plan import MODULES

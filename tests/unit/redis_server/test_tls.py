@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.config.buffer import BufferSection
+from areal_async.config.job import BufferSection
 from replay_buffer.errors import StoreUnusable
 from replay_buffer.redis.address import RedisAddress
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from areal_async.config.checks import check_fields
+from areal_async.config.checks import check_fields, own_part_mistakes
 from areal_async.config.engines import EnginePart, declared_engine
 from areal_async.config.job import JobConfig
-from areal_async.config.parts import own_part_mistakes
 from areal_async.launch.plan import ready_limit_s
 from areal_async.registry import ENGINES
 from rollout_service.engines import BUILT_IN, make_engine

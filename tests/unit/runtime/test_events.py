@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from areal_async.runtime import events
-from areal_async.runtime.failpoint import arm, failpoint
+from areal_async.runtime.events import arm, failpoint
 from areal_async.status.record import as_it_became
 
 
@@ -51,7 +51,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from areal_async.runtime.events import open_events
-from areal_async.runtime.failpoint import arm_from_environment, failpoint
+from areal_async.runtime.events import arm_from_environment, failpoint
 open_events(Path(sys.argv[1]), "trainer")
 arm_from_environment(Path(sys.argv[1]))
 for _ in range(3):

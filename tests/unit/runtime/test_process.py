@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_async.runtime.process import ChildProcess
-from areal_async.runtime.restart import RestartPolicy, Restarts
+from areal_async.runtime.process import ChildProcess, RestartPolicy, Restarts
 
 SLEEPS = "import time; time.sleep(600)"
 DEAF = (

@@ -140,19 +140,13 @@ def test_busy_shares_and_rates_are_of_the_process_that_is_there(aggregator: Stat
     assert aggregator.status(210.0).generated_per_s == pytest.approx(10.0)
 
 
-def test_steps_done_again_are_told_and_not_drawn_twice(aggregator: StatusAggregator) -> None:
+def test_steps_done_again_are_not_drawn_twice(aggregator: StatusAggregator) -> None:
     def step(number: int, time_s: float) -> None:
         record = {"kind": "step", "step": number, "time_s": time_s, "reward_mean": number / 10}
         aggregator.feed_record(record)
 
     for number in range(8):
         step(number, 1000.0 + number)
-    aggregator.feed_status("trainer", said("trainer", pid=1), 109.0)
-    again = said("trainer", {"areal_trainer_version": 5}, pid=2)
-    aggregator.set_phases(dict.fromkeys(NAMES, "starting"))
-    aggregator.feed_status("trainer", again, 110.0)
-    told = aggregator.status(111.0).message
-    assert told == "trainer goes on from the checkpoint of step 5; steps to do again: 3"
     step(5, 1020.0)
     assert aggregator.status(111.0).eta_s is None
     step(6, 1021.0)

@@ -62,8 +62,7 @@ def drawn(shown: RunStatus, width: int = 100) -> str:
         "4,512 generated · 4,310 trained   version 123",
         "mean 1.31 · max 3 · largest seen 4 of 4 allowed",
         "2 queued · 130 leased · 70 scored · 1,472 trained",
-        "trainer     ████████░░  81%",
-        "rollout-0   ██████████  96%",
+        "trainer 81% · reward 8% · rollout-0 96%",
     ],
 )
 def test_the_panel_shows(figure: str) -> None:
@@ -197,7 +196,7 @@ def test_times_and_sparks() -> None:
 
 def test_a_draining_worker_and_what_a_starting_one_is_at_are_shown() -> None:
     draining = ServiceActivity("rollout-1", "draining", 0.4)
-    assert "rollout-1   draining" in drawn(status(services=(*SERVICES, draining)))
+    assert "rollout-1 draining" in drawn(status(services=(*SERVICES, draining)))
     assert "rollout-1 40% (draining)" in plain_line(status(services=(*SERVICES, draining)))
     starting = ServiceActivity("rollout-0", "starting", None, "its SGLang server to load")
     shown = status(services=(*SERVICES[:3], starting), trained=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_async.config.trainer import OptimizerSection
+from areal_async.config.job import OptimizerSection
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.recording import read_step, write_step
 from trainer_service.errors import BatchError

@@ -6,7 +6,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from areal_async.config.trainer import OptimizerSection
+from areal_async.config.job import OptimizerSection
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.fsdp.shards import read_shard, row_range, write_shard
 from trainer_service.data.microbatch import build_micro_batch, row_of

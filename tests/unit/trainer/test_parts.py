@@ -7,8 +7,8 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
+from areal_async.config.job import ObjectiveSection
 from areal_async.config.load import load_job
-from areal_async.config.trainer import ObjectiveSection
 from areal_async.registry import ADVANTAGES
 from tests.unit.trainer import rank_process
 from trainer_service.algorithms.objective import Objective

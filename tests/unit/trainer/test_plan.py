@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.config.trainer import ObjectiveSection
+from areal_async.config.job import ObjectiveSection
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
 from trainer_service.algorithms.objective import Objective
 from trainer_service.data.plan import figures_of, plan_step

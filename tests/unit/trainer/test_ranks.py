@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from areal_async.config.trainer import ObjectiveSection
+from areal_async.config.job import ObjectiveSection
 from areal_async.status.record import read_run_log
 from tests.unit.trainer import rank_process
 from trainer_service.algorithms.objective import Objective

@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_async.config.trainer import OptimizerSection
+from areal_async.config.job import OptimizerSection
 from trainer_service.backends.base import learning_rate
 
 

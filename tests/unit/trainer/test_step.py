@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_async.config.trainer import ObjectiveSection, OptimizerSection
+from areal_async.config.job import ObjectiveSection, OptimizerSection
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.plan import plan_step

@@ -12,8 +12,7 @@ from areal_async.config.errors import Mistake
 if TYPE_CHECKING:
     import torch
 
-    from areal_async.config.job import JobConfig
-    from areal_async.config.trainer import OptimizerSection
+    from areal_async.config.job import JobConfig, OptimizerSection
     from trainer_service.backends.base import TrainingBackend
     from trainer_service.ranks import Ranks
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from areal_async.config.trainer import OptimizerSection
+from areal_async.config.job import OptimizerSection
 from trainer_service.backends.base import POLICY, learning_rate
 from trainer_service.backends.fsdp.loading import load_sharded, tied_names
 from trainer_service.backends.fsdp.shards import read_shard, write_shard
