@@ -16,7 +16,7 @@ from areal_async.rpc.messages import NoScore
 from areal_async.status.watchdog import SILENT_S, Facts, Stall, find_stall
 
 RECENT_STEPS = 20
-HISTORY = 240
+RECENT_REWARDS = 10
 MESSAGE_LIFE_S = 30.0
 """A warning older than this is not shown any more."""
 RATE_WINDOW_S = 10.0
@@ -144,7 +144,7 @@ class RunStatus:
     eta_s: float | None
     version: int | None
     reward: float | None
-    rewards: tuple[float, ...]
+    """Mean training reward of the last few steps."""
     loss: float | None
     accuracy: float | None
     accuracy_start: float | None
@@ -202,8 +202,7 @@ class StatusAggregator:
         self._started_s = started_s
         self._services = {name: _Service() for name in service_names}
         self._step: dict[str, Any] = {}
-        self._rewards: deque[tuple[int, float]] = deque(maxlen=HISTORY)
-        """Steps done, and the reward of the last of them."""
+        self._rewards: deque[float] = deque(maxlen=RECENT_REWARDS)
         self._done = 0
         self._trained = False
         self._step_times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
@@ -247,14 +246,11 @@ class StatusAggregator:
             self._step = {**self._step, **record}
             done, self._done = self._done, steps_done(record)
             if self._done <= done:
-                # A restarted trainer does steps again: not drawn twice, and at a pace of their own.
-                self._step_times.clear()
-                while self._rewards and self._rewards[-1][0] >= self._done:
-                    self._rewards.pop()
+                self._step_times.clear()  # a restarted trainer does steps again, at a pace of their own
             if isinstance(record.get("time_s"), int | float):
                 self._step_times.append((self._done, record["time_s"]))
             if isinstance(record.get("reward_mean"), int | float):
-                self._rewards.append((self._done, record["reward_mean"]))
+                self._rewards.append(record["reward_mean"])
             if isinstance(record.get("staleness_max"), int | float):
                 self._staleness_seen = max(self._staleness_seen or 0, int(record["staleness_max"]))
         accuracy, at = record.get("accuracy"), record.get("version", record.get("step"))
@@ -358,8 +354,7 @@ class StatusAggregator:
             steps=steps,
             eta_s=self._eta_s(steps - done),
             version=step.get("version"),
-            reward=step.get("reward_mean"),
-            rewards=tuple(reward for _, reward in self._rewards),
+            reward=sum(self._rewards) / len(self._rewards) if self._rewards else None,
             loss=step.get("loss"),
             accuracy=last[1] if last else None,
             accuracy_start=first[1] if first else None,

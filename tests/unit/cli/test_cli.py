@@ -67,11 +67,8 @@ def test_the_commands_and_their_options_are_these() -> None:
         if name in ("new", "test")
     }
     assert surface == {
-        "new": ["--in", "--kind", "name"],
-        "test": [
-            *("--column", "--data", "--episodes", "--json", "--limit", "--repeats", "--slowest"),
-            *("fields", "reward"),
-        ],
+        "new": ["--in", "name"],
+        "test": ["--column", "--data", "--limit", "fields", "reward"],
     }
     buffer = group.commands["buffer"]
     assert isinstance(buffer, typer.core.TyperGroup)

@@ -71,13 +71,6 @@ def test_a_half_built_environment_is_made_anew(place: Place) -> None:
     assert not place.was_made()
 
 
-def test_a_whole_environment_without_a_mark_is_kept(place: Place) -> None:
-    place.make()
-    (place.venv / ".complete").unlink()
-    assert not place.was_made()
-    assert (place.venv / ".complete").exists()
-
-
 def test_a_folder_that_is_no_environment_is_not_touched(place: Place) -> None:
     place.venv.mkdir(parents=True)
     (place.venv / "thesis.tex").touch()

@@ -14,6 +14,24 @@ tasks:
 """
 
 
+OWN = """
+from reward_service.sdk import reward
+import reward_service.sdk as sdk
+
+@reward
+def close(given, *, digits, scale=1.0): ...
+
+@reward(batch=8)
+def many(inputs): ...
+
+@sdk.reward(scope="group")
+async def tournament(inputs, *, rounds=3): ...
+
+@reward(**{"scope": "group"})
+def hidden(inputs, **anything): ...
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a job file and everything that it names."""
@@ -29,6 +47,7 @@ def folder(tmp_path: Path) -> Path:
         "from reward_service.sdk import reward\n\n@reward\ndef close(item):\n    return 1.0\n\n"
         "raise SystemExit\n"
     )
+    (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "flows.py").write_text("async def talk(ctx, task): ...\n\ndef shout(ctx, task): ...\n")
     (tmp_path / "job.yaml").write_text(JOB)
     return tmp_path

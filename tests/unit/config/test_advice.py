@@ -32,8 +32,9 @@ def test_more_groups_at_once_than_the_bound_leaves_time_for_are_warned_of(folder
     assert bool(advise(job)) == warned
 
 
-def test_synchronous_training_overtakes_nothing(folder):
-    assert advise(load_job(folder / "job.yaml", overrides(0, 16, 8, 64))) == []
+@pytest.mark.parametrize("fields", [overrides(0, 16, 8, 64), [*overrides(1, 4, 2, 64), "kind=sft"]])
+def test_synchronous_and_supervised_training_overtake_nothing(folder, fields):
+    assert advise(load_job(folder / "job.yaml", fields)) == []
 
 
 def test_the_warning_names_the_fields_and_fixes_that_help(folder):
@@ -52,8 +53,3 @@ def test_a_limit_below_one_group_is_not_proposed(folder):
     (warning,) = advise(load_job(folder / "job.yaml", overrides(1, 4, 2, 16)))
     assert "max_concurrent to" not in str(warning)
     assert "Raise max_staleness to 4" in str(warning)
-
-
-def test_sft_has_nothing_to_pace(folder):
-    job = load_job(folder / "job.yaml", [*overrides(1, 4, 2, 64), "kind=sft"])
-    assert advise(job) == []

@@ -61,20 +61,3 @@ def test_a_folder_that_is_no_reward_model_is_said(load, grader, spoil, says):
     with pytest.raises(ConfigError, match=r"reward\.args\.model: ") as found:
         load({"name": "reward_model", "args": {"model": "./grader"}})
     assert says in str(found.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "field", "says"),
-    [
-        ({"votes": 2}, "reward.args", "temperature 0"),
-        ({"base_url": "nowhere"}, "reward.args.base_url", "is not an address"),
-        ({"modell": "m"}, "reward.args.modell", "no argument"),
-        ({"requests_per_minute": 3}, "reward.args.requests_per_minute", "Set reward.timeout_s to 20 or more"),
-    ],
-)
-def test_wrong_arguments_of_a_judge_name_their_field(load, changes, field, says):
-    with pytest.raises(ConfigError) as found:
-        load({**JUDGE, "args": {**JUDGE["args"], **changes}})
-    (mistake,) = found.value.mistakes
-    assert mistake.field == field
-    assert says in str(mistake)

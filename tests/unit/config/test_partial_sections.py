@@ -94,13 +94,6 @@ def test_evaluation_answers_are_as_long_as_the_rollouts_unless_told_otherwise(fo
     assert job.evaluation_sampling.max_new_tokens == 9
 
 
-@pytest.mark.parametrize("part", [[], ["evaluation.sampling.max_new_tokens=8"]])
-def test_several_samples_of_a_greedy_answer_are_refused(folder: Path, part: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_job(folder / "job.yaml", ["evaluation.samples=4", *part])
-    assert "evaluation.sampling.temperature above 0" in str(caught.value)
-
-
 def test_the_length_of_evaluation_answers_matters_only_where_there_is_an_evaluation(folder: Path) -> None:
     short = [
         "rollout.max_model_len=64",

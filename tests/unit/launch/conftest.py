@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from areal_async.config.job import JobConfig
-from areal_async.launch.plan import MODULES
-
-STAND_IN = dict.fromkeys(MODULES, "stand_in")
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import STAND_IN, Behave, wait_for
 
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
@@ -19,15 +19,12 @@ from areal_async.errors import FaultError, RunError, RunFolderError
 from areal_async.launch import commands
 from areal_async.launch.folders import RunFolders, claim_folders
 from areal_async.launch.lifecycle import STAGE_LIMITS_S, Action, Ending, Lifecycle, Phase
-from areal_async.launch.plan import MODULES, name_is_held, services_of, worker_to_drain, workers_to_change
+from areal_async.launch.plan import name_is_held, services_of, worker_to_drain, workers_to_change
 from areal_async.launch.runs import change_workers
 from areal_async.launch.supervisor import Supervisor
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.runtime.context import ServicePlace
 from areal_async.runtime.process import RestartPolicy
-
-STAND_IN = dict.fromkeys(MODULES, "stand_in")
-Behave = Callable[[dict[str, str]], None]
 
 
 def worker(number: int) -> ServicePlace:
@@ -166,7 +163,12 @@ def folders(job: JobConfig, monkeypatch: pytest.MonkeyPatch) -> RunFolders:
     return claim_folders(job, overwrite=False)
 
 
-def drive(job: JobConfig, folders: RunFolders, script: Callable[[Supervisor], None]) -> Supervisor:
+def drive(
+    job: JobConfig,
+    folders: RunFolders,
+    script: Callable[[Supervisor], None],
+    on_restart: Callable[[str, str], None] = lambda name, text: None,
+) -> Supervisor:
     """Run the supervisor; `script` runs beside it, in a thread, once all serve. The run is then stopped."""
     failures: list[BaseException] = []
 
@@ -179,7 +181,7 @@ def drive(job: JobConfig, folders: RunFolders, script: Callable[[Supervisor], No
             os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=follow)
-    supervisor = Supervisor(job, folders, modules=STAND_IN, on_serving=thread.start)
+    supervisor = Supervisor(job, folders, modules=STAND_IN, on_serving=thread.start, on_restart=on_restart)
     try:
         ending = supervisor.run()
     finally:
@@ -189,13 +191,6 @@ def drive(job: JobConfig, folders: RunFolders, script: Callable[[Supervisor], No
         raise failures[0]
     assert ending == Ending("interrupted")
     return supervisor
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def watched(folders: RunFolders) -> set[str]:
@@ -266,11 +261,10 @@ def test_a_worker_that_cannot_start_leaves_the_run_alone(
     told: list[str] = []
 
     def script(supervisor: Supervisor) -> None:
-        supervisor._on_restart = lambda name, text: told.append(text)
         change_workers(folders.run_dir, ScaleWorkers(2, 100))
         wait_for(lambda: told)
 
-    supervisor = drive(job, folders, script)
+    supervisor = drive(job, folders, script, lambda name, text: told.append(text))
     assert told == ["rollout-1 joined but did not come to serve; see logs/rollout-1.log"]
     assert [place.name for place in supervisor.services][-1] == "rollout-0"
     assert load_job(folders.run_dir / "job.yaml", files=False).rollout.workers == 1

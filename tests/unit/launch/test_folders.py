@@ -86,14 +86,6 @@ def test_work_is_never_deleted_silently(job: JobConfig, shm: Path, entry: str) -
     assert not kept.exists()
 
 
-def test_a_finished_run_is_refused_by_that_name(job: JobConfig, shm: Path) -> None:
-    folders = claim_folders(job, overwrite=False, shm_root=shm)
-    (folders.run_dir / "summary.json").write_text("{}")
-    folders.release()
-    with pytest.raises(RunFolderError, match=r"a finished run.*job=NAME.*--overwrite"):
-        claim_folders(job, overwrite=False, shm_root=shm)
-
-
 def test_a_run_that_did_nothing_is_simply_started_again(job: JobConfig, shm: Path) -> None:
     folders = claim_folders(job, overwrite=False, shm_root=shm)
     (folders.logs / "buffer.log").write_text("died")

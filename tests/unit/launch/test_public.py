@@ -7,20 +7,16 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import STAND_IN, Behave
 
 import areal_async
 from areal_async import Job, Run
 from areal_async.config.errors import ConfigError
 from areal_async.errors import RunFailed, RunFolderError, RunInterrupted
-from areal_async.launch.plan import MODULES
 from areal_async.launch.runs import start
-
-STAND_IN = dict.fromkeys(MODULES, "stand_in")
-Behave = Callable[[dict[str, str]], None]
 
 
 def test_the_public_names_are_these() -> None:

@@ -15,14 +15,9 @@ from areal_async.runtime.service import restart_may_help
 from replay_buffer.errors import StoreUnavailable, StoreUnusable
 from trainer_service.errors import CheckpointError, StalenessViolation
 
-NAMES = {
-    "buffer": "buffer",
-    "trainer": "trainer",
-    "reward": "reward",
-    "rollout-0": "rollout",
-    "evaluator": "evaluator",
-}
-PLACES = [ServicePlace(name, role, 0, MODULES[role], 0) for name, role in NAMES.items()]  # type: ignore[index, arg-type]
+NAMES = ("buffer", "trainer", "reward", "rollout-0", "evaluator")
+ROLES = [name.partition("-")[0] for name in NAMES]
+PLACES = [ServicePlace(name, role, 0, MODULES[role], 0) for name, role in zip(NAMES, ROLES, strict=True)]
 POLICY = RestartPolicy(limit=2, window_s=100.0, first_pause_s=1.0, longest_pause_s=8.0)
 
 

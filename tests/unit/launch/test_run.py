@@ -8,11 +8,11 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from launching import STAND_IN, Behave
 from rich.console import Console
 
 from areal_async.config.errors import ConfigError
@@ -21,14 +21,9 @@ from areal_async.config.load import load_job
 from areal_async.errors import RunFailed, RunFolderError, RunInterrupted
 from areal_async.launch import preflight
 from areal_async.launch.folders import claim_folders
-from areal_async.launch.plan import MODULES
 from areal_async.launch.report import summarise
 from areal_async.launch.run import RunResult, print_closing, run_job
-from areal_async.runtime.context import ServicePlace
 from areal_async.status.record import RunLog
-
-STAND_IN = dict.fromkeys(MODULES, "stand_in")
-Behave = Callable[[dict[str, str]], None]
 
 
 def run(job: JobConfig, **options: bool) -> tuple[RunResult, str]:
@@ -103,18 +98,15 @@ def test_a_finished_run_is_only_replaced_when_asked(job: JobConfig, behave: Beha
     run(small, overwrite=True)
 
 
-def test_a_supervised_job_starts_the_trainer_alone(job: JobConfig, behave: Behave) -> None:
+def test_a_supervised_job_starts_the_trainer_alone_and_its_resolved_file_runs_again(
+    job: JobConfig, behave: Behave
+) -> None:
     behave({"trainer": "trains"})
     run(changed(job.model_copy(update={"kind": "sft"}), "trainer", steps=1))
-    logs = {path.name for path in (job.run_dir / "test" / "logs").iterdir()}
-    assert logs == {"trainer.log", "supervisor.log"}
-
-
-def test_the_resolved_job_file_of_a_run_runs_again(job: JobConfig, behave: Behave, tmp_path: Path) -> None:
-    behave({"trainer": "trains"})
-    run(changed(job.model_copy(update={"kind": "sft"}), "trainer", steps=1))
+    folder = job.run_dir / "test"
+    assert {path.name for path in (folder / "logs").iterdir()} == {"trainer.log", "supervisor.log"}
     with pytest.raises(ConfigError) as caught:  # this test's job has no model and no tasks
-        load_job(tmp_path / "runs" / "test" / "job.yaml")
+        load_job(folder / "job.yaml")
     assert {mistake.field for mistake in caught.value.mistakes} == {"model", "tasks.train"}
 
 
@@ -182,10 +174,6 @@ def test_the_redis_server_in_use_is_found_and_runs() -> None:
     assert version is not None
     assert int(version.split(".")[0]) >= 6
     assert preflight.redis_server_version(Path("/bin/false")) is None
-
-
-def test_ports_that_services_pick_themselves_are_not_checked(job: JobConfig) -> None:
-    preflight.check_machine(job, [ServicePlace("buffer", "buffer", 0, "m", 0)])
 
 
 def test_more_engines_than_visible_gpus_are_refused_before_the_start(

@@ -22,23 +22,28 @@ from areal_async.runtime.context import RunPlaces, ServiceContext
 Start = Callable[..., subprocess.Popen[str]]
 
 
-@pytest.fixture
-def start(job: JobConfig, tmp_path: Path, behave: Callable[..., None]) -> Iterator[Start]:
-    """Start the stand-in `reward` with a behaviour; its folders are below tmp_path."""
-    for name in ("run", "shm"):
-        (tmp_path / name).mkdir()
+def write_context(job: JobConfig, folder: Path) -> Path:
     places = RunPlaces(
         run_id="x",
         supervisor_pid=os.getpid(),
-        run_dir=str(tmp_path / "run"),
-        socket_dir=str(tmp_path),
-        shm_dir=str(tmp_path / "shm"),
+        run_dir=str(folder / "run"),
+        socket_dir=str(folder),
+        shm_dir=str(folder / "shm"),
         buffer_endpoint="ipc://b",
         weights_endpoint="ipc://w",
         services=services_of(job),
         job=job.model_dump(mode="json"),
     )
-    (tmp_path / "context.json").write_bytes(msgspec.json.encode(places))
+    (folder / "context.json").write_bytes(msgspec.json.encode(places))
+    return folder / "context.json"
+
+
+@pytest.fixture
+def start(job: JobConfig, tmp_path: Path, behave: Callable[..., None]) -> Iterator[Start]:
+    """Start the stand-in `reward` with a behaviour; its folders are below tmp_path."""
+    for name in ("run", "shm"):
+        (tmp_path / name).mkdir()
+    write_context(job, tmp_path)
     RunSecret.make(tmp_path)
     processes: list[subprocess.Popen[str]] = []
 
@@ -82,20 +87,21 @@ def test_a_service_that_finishes_exits_with_0(start: Start, tmp_path: Path, job:
     assert start("finishes").wait(timeout=20) == 0
 
 
-def test_an_error_of_ours_is_one_paragraph_without_a_traceback(start: Start) -> None:
-    process = start("dies at start")
+@pytest.mark.parametrize(
+    ("behaviour", "traced", "last"),
+    [
+        ("dies at start", False, "reward: the model directory /nowhere has no config.json. Give another."),
+        ("crashes at start", True, "RuntimeError: an index was out of range"),
+    ],
+)
+def test_an_error_of_ours_is_one_paragraph_and_any_other_shows_where_it_came_from(
+    start: Start, behaviour: str, traced: bool, last: str
+) -> None:
+    process = start(behaviour)
     _, text = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "Traceback" not in text
-    assert text.splitlines()[-1] == "reward: the model directory /nowhere has no config.json. Give another."
-
-
-def test_any_other_error_shows_where_it_came_from(start: Start) -> None:
-    process = start("crashes at start")
-    _, text = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "Traceback" in text
-    assert text.rstrip().endswith("RuntimeError: an index was out of range")
+    assert ("Traceback" in text) == traced
+    assert text.splitlines()[-1] == last
 
 
 def test_a_second_ctrl_c_by_hand_ends_it_at_once(start: Start) -> None:
@@ -129,19 +135,7 @@ def test_a_name_that_is_not_of_the_run_is_refused(start: Start, tmp_path: Path) 
 def test_a_context_file_gives_each_service_its_own(job: JobConfig, tmp_path: Path) -> None:
     weights = job.weights.model_copy(update={"nodes": {"rollout-7": "gpu-7"}})
     job = job.model_copy(update={"weights": weights})
-    places = RunPlaces(
-        run_id="x",
-        supervisor_pid=1,
-        run_dir="/r",
-        socket_dir=str(tmp_path),
-        shm_dir="/m",
-        buffer_endpoint="ipc:///s/b",
-        weights_endpoint="ipc:///s/w",
-        services=services_of(job),
-        job=job.model_dump(mode="json"),
-    )
-    path = tmp_path / "context.json"
-    path.write_bytes(msgspec.json.encode(places))
+    path = write_context(job, tmp_path)
     with pytest.raises(EndpointError, match="secret of the run"):
         ServiceContext.load(path, "rollout-0")
     secret = RunSecret.make(tmp_path)
@@ -150,7 +144,7 @@ def test_a_context_file_gives_each_service_its_own(job: JobConfig, tmp_path: Pat
     assert secret.token("wire") not in path.read_text() + repr(ctx)
     assert (ctx.role, ctx.name, ctx.index) == ("rollout", "rollout-0", 0)
     assert ctx.job == job
-    assert ctx.run_log == Path("/r/metrics.jsonl")
+    assert ctx.run_log == tmp_path / "run" / "metrics.jsonl"
     for name in ("trainer-1", "rollout", "rollout-A", "evaluator"):
         with pytest.raises(KeyError):
             ServiceContext.load(path, name)

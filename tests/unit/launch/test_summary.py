@@ -91,18 +91,16 @@ def test_without_the_buffer_the_records_still_count(job: JobConfig) -> None:
 
 
 def test_a_supervised_run(job: JobConfig) -> None:
-    records: list[dict[str, Any]] = [
-        {"kind": "sft", "step": 0, "accuracy": 0.0, "time_s": 1.0},
-        {
-            "kind": "sft",
-            "step": 10,
-            "loss": 2.0,
-            "tokens": 100,
-            "step_s": 0.5,
-            "time_s": 6.0,
-            "accuracy": 0.38,
-        },
-    ]
+    last = {
+        "kind": "sft",
+        "step": 10,
+        "loss": 2.0,
+        "tokens": 100,
+        "step_s": 0.5,
+        "time_s": 6.0,
+        "accuracy": 0.38,
+    }
+    records: list[dict[str, Any]] = [{"kind": "sft", "step": 0, "accuracy": 0.0}, last]
     summary = summarise(job.model_copy(update={"kind": "sft"}), records)
     assert (summary["accuracy_start"], summary["accuracy_end"], summary["steps"]) == (0.0, 0.38, 10)
     assert summary["max_staleness_seen"] is None
@@ -114,41 +112,15 @@ def test_training_time_includes_the_first_step() -> None:
 
 
 def test_the_last_evaluation_and_self_check_are_kept(job: JobConfig) -> None:
-    records = [
-        {"kind": "self_check", "step": 0, "passed": True, "engine": "local", "n": 9, "max": 0.5, "mean": 0.1},
-        {
-            "kind": "evaluation",
-            "version": 0,
-            "accuracy": 0.2,
-            "samples": 4,
-            "mean": [0.2, 0.1, 0.3],
-            "best": [0.4, 0.3, 0.5],
-            "maj": [0.3, 0.2, 0.4],
-            "by_source": {"a": 0.2},
-            "unscored": 0,
-        },
-        {
-            "kind": "self_check",
-            "step": 7,
-            "passed": True,
-            "engine": "local",
-            "n": 5,
-            "max": 1e-6,
-            "mean": 1e-7,
-        },
-        {
-            "kind": "evaluation",
-            "version": 10,
-            "accuracy": 0.6,
-            "samples": 4,
-            "mean": [0.6, 0.5, 0.7],
-            "best": [0.9, 0.8, 1.0],
-            "maj": [0.7, 0.6, 0.8],
-            "by_source": {"a": 0.5, "b": 0.7},
-            "unscored": 3,
-        },
-    ]
-    summary = summarise(job, records)
+    def check(n: int) -> dict[str, Any]:
+        return {"kind": "self_check", "passed": True, "engine": "local", "n": n, "max": 0.5, "mean": 0.1}
+
+    def evaluation(version: int, **figures: Any) -> dict[str, Any]:
+        return {"kind": "evaluation", "version": version, "accuracy": 0.2, "samples": 4} | figures
+
+    early = evaluation(0, mean=[0.2, 0.1, 0.3], best=[0.4, 0.3, 0.5], maj=[0.3, 0.2, 0.4], unscored=0)
+    late = evaluation(10, mean=[0.6, 0.5, 0.7], best=[0.9, 0.8, 1.0], maj=[0.7, 0.6, 0.8], unscored=3)
+    summary = summarise(job, [check(9), early, check(5), late | {"by_source": {"a": 0.5, "b": 0.7}}])
     assert summary["accuracy_interval"] == (0.5, 0.7)
     assert (summary["best_end"], summary["maj_end"], summary["evaluation_samples"]) == (0.9, 0.7, 4)
     assert (summary["accuracy_by_source"], summary["unscored_end"]) == ({"a": 0.5, "b": 0.7}, 3)

@@ -5,24 +5,20 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from launching import STAND_IN, Behave, wait_for
 
 from areal_async.config.job import JobConfig, RedisLoginSection
 from areal_async.launch.folders import RunFolders, claim_folders
 from areal_async.launch.lifecycle import Ending
-from areal_async.launch.plan import MODULES
 from areal_async.launch.report import failure_text
 from areal_async.launch.supervisor import Supervisor
 from areal_async.runtime.process import RUN_VARIABLE, kill_processes_of, service_environment
-
-STAND_IN = dict.fromkeys(MODULES, "stand_in")
-Behave = Callable[[dict[str, str]], None]
 
 
 @pytest.fixture
@@ -223,21 +219,6 @@ def volatile_folders(job: JobConfig) -> list[Path]:
         return []
     places = json.loads(record)
     return [path for name in ("socket_dir", "shm_dir") if (path := Path(places[name])).exists()]
-
-
-def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition did not come true in time"
-        time.sleep(0.02)
-
-
-def test_run_folders_are_private_and_short(folders: RunFolders) -> None:
-    for folder in (folders.socket_dir, folders.shm_dir):
-        assert folder.stat().st_mode & 0o777 == 0o700
-    assert len(str(folders.socket_dir)) <= 107 - 24
-    assert folders.socket_dir.is_relative_to(tempfile.gettempdir())
-    folders.release()
 
 
 def test_a_password_for_redis_reaches_the_buffer_alone(

@@ -17,8 +17,7 @@ CONFIG = Path(__file__).parents[3] / "deploy" / "prometheus" / "prometheus.yml"
 DEADLINE_S = 60.0
 
 needs_prometheus = pytest.mark.skipif(
-    not (shutil.which("prometheus") and shutil.which("promtool")),
-    reason="needs prometheus and promtool: the Debian package prometheus",
+    not shutil.which("prometheus"), reason="needs the Debian package prometheus"
 )
 
 SERVICE = """
@@ -49,15 +48,6 @@ def checkout(tmp_path, service_port):
     labels = {"job": "demo", "process": "trainer"}
     targets.write_text(json.dumps([{"targets": [f"127.0.0.1:{service_port}"], "labels": labels}]))
     return tmp_path
-
-
-@needs_prometheus
-def test_promtool_accepts_the_scrape_file(checkout):
-    config = checkout / "deploy" / "prometheus" / "prometheus.yml"
-    check = subprocess.run(
-        ["promtool", "check", "config", config], capture_output=True, text=True, timeout=60
-    )
-    assert check.returncode == 0, check.stdout + check.stderr
 
 
 @needs_prometheus
