@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import STAND_IN, Behave, wait_for
 
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
@@ -25,6 +24,7 @@ from areal_async.launch.supervisor import Supervisor
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.runtime.context import ServicePlace
 from areal_async.runtime.process import RestartPolicy
+from tests.unit.launch.launching import STAND_IN, Behave, wait_for
 
 
 def worker(number: int) -> ServicePlace:

@@ -10,13 +10,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from launching import STAND_IN, Behave
 
 import areal_async
 from areal_async import Job, Run
 from areal_async.config.errors import ConfigError
 from areal_async.errors import RunFailed, RunFolderError, RunInterrupted
 from areal_async.launch.runs import start
+from tests.unit.launch.launching import STAND_IN, Behave
 
 
 def test_the_public_names_are_these() -> None:

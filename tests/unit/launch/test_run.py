@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import STAND_IN, Behave
 from rich.console import Console
 
 from areal_async.config.errors import ConfigError
@@ -24,6 +23,7 @@ from areal_async.launch.folders import claim_folders
 from areal_async.launch.report import summarise
 from areal_async.launch.run import RunResult, print_closing, run_job
 from areal_async.status.record import RunLog
+from tests.unit.launch.launching import STAND_IN, Behave
 
 
 def run(job: JobConfig, **options: bool) -> tuple[RunResult, str]:

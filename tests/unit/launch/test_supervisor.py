@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import STAND_IN, Behave, wait_for
 
 from areal_async.config.job import JobConfig, RedisLoginSection
 from areal_async.launch.folders import RunFolders, claim_folders
@@ -19,6 +18,7 @@ from areal_async.launch.lifecycle import Ending
 from areal_async.launch.report import failure_text
 from areal_async.launch.supervisor import Supervisor
 from areal_async.runtime.process import RUN_VARIABLE, kill_processes_of, service_environment
+from tests.unit.launch.launching import STAND_IN, Behave, wait_for
 
 
 @pytest.fixture
