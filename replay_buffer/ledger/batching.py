@@ -60,7 +60,8 @@ def refused(index: Index, policy: str, epoch: int) -> Decision | None:
     if policy not in index.consumers:
         return fault("invalid", f"this job trains {', '.join(index.consumers)}, and no policy {policy!r}")
     running = index.consumer(policy)
-    if epoch == running.epoch != 0:
+    # Where another policy's copy won, nobody speaks for this one before its trainer has come back.
+    if epoch == running.epoch != 0 and running.trainer:
         return None
     return fault(
         "fenced",

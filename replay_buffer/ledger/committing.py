@@ -93,7 +93,7 @@ def _drop_abandoned(tx: Transaction, policy: str, version: int) -> None:
     for group in list(tx.index.groups.values()):
         if any(newest_version(episode, policy) >= version for episode in group.episodes):
             held = tx.group(group.group_id)
-            if held is None or held.state_for(policy) > GroupState.BATCHED:
+            if held is None or policy not in held.training or held.state_for(policy) > GroupState.BATCHED:
                 continue
             if not all(map(may_stay, held.episodes)):
                 tx.drop_for(group.group_id, policy, "abandoned")

@@ -11,11 +11,12 @@ are left to be tried.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 
 from msgspec.structs import replace
 
-from replay_buffer.ledger.records import GroupRecord, Streak
+from replay_buffer.ledger.records import Attempt, GroupRecord, Streak
 from replay_buffer.ledger.rules import MAX_ATTEMPTS
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ def succeeded(tx: Transaction, what: What) -> None:
         return
     tx.set_meta(**{what: Streak(succeeded=True)})
     if what == "generating" and len(streak.tasks) >= TASKS:
-        tx.queue_again(entry for entry in streak.given_up if _may_be_tried_again(streak, entry))
+        for entry in streak.given_up:
+            if _may_be_tried_again(streak, entry):
+                tx.queue_again(entry)
 
 
 def failed(tx: Transaction, what: What, group: GroupRecord, reason: str) -> None:
@@ -87,27 +90,29 @@ def gave_up(tx: Transaction, group: GroupRecord, reason: str) -> None:
     what = GIVEN_UP.get(reason)
     if what is None:
         return
-    entry = (group.row, group.pass_index, group.attempt)
+    entry = Attempt(group.row, group.pass_index, group.attempt, tuple(group.training))
     if tx.meta.failed:
-        tx.queue_again((entry,))
+        tx.queue_again(entry)
         return
     streak: Streak = getattr(tx.meta, what)
     if streak.count and len(streak.given_up) < MOST_GIVEN_UP:
         tx.set_meta(**{what: replace(streak, given_up=(*streak.given_up, entry))})
 
 
-def take_back(tx: Transaction) -> tuple[int, int, int] | None:
-    """(row, pass, attempt) of a task that a streak over several tasks gave up, to be tried once more: where
-    no others are left, only another try shows whether anything succeeds. None where there is none."""
+def take_back(tx: Transaction, has_room: Callable[[Iterable[str]], bool]) -> GroupRecord | None:
+    """A new attempt at a task that a streak over several tasks gave up, whose policies have room: where no
+    others are left, only another try shows whether anything succeeds. None where there is none."""
     for what in WORDS:
         streak: Streak = getattr(tx.meta, what)
-        if len(streak.tasks) >= TASKS and streak.given_up:
-            entry, *others = streak.given_up
+        fitting = [entry for entry in streak.given_up if has_room(_policies(tx, entry))]
+        if len(streak.tasks) >= TASKS and fitting:
+            entry = fitting[0]
+            others = tuple(other for other in streak.given_up if other is not entry)
             taken = streak.taken_back
-            if all(entry[:2] != other[:2] for other in taken):
+            if not any(entry.is_for_the_same(other) for other in taken):
                 taken = (*taken, entry)
-            tx.set_meta(**{what: replace(streak, given_up=tuple(others), taken_back=taken)})
-            return entry
+            tx.set_meta(**{what: replace(streak, given_up=others, taken_back=taken)})
+            return tx.queue_again(entry)
     return None
 
 
@@ -116,10 +121,14 @@ def forget(tx: Transaction) -> None:
     tx.set_meta(generating=Streak(), scoring=Streak())
 
 
-def _may_be_tried_again(streak: Streak, entry: tuple[int, int, int]) -> bool:
+def _policies(tx: Transaction, entry: Attempt) -> tuple[str, ...]:
+    return entry.policies or tx.rules.policies_of(tx.index.tasks.task(entry.row, entry.pass_index))
+
+
+def _may_be_tried_again(streak: Streak, entry: Attempt) -> bool:
     """Whether the task had tries left when the streak gave it up first: those since were the streak's."""
-    first = next((other for other in streak.taken_back if other[:2] == entry[:2]), entry)
-    return first[2] + 1 < MAX_ATTEMPTS
+    first = next((other for other in streak.taken_back if entry.is_for_the_same(other)), entry)
+    return first.attempt + 1 < MAX_ATTEMPTS
 
 
 def _end(tx: Transaction, what: What, streak: Streak, reason: str) -> None:
@@ -134,4 +143,5 @@ def _end(tx: Transaction, what: What, streak: Streak, reason: str) -> None:
     for each in WORDS:
         held: Streak = getattr(tx.meta, each)
         tx.set_meta(**{each: replace(held, given_up=(), taken_back=())})
-        tx.queue_again(held.given_up)
+        for entry in held.given_up:
+            tx.queue_again(entry)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -108,8 +108,12 @@ def _candidates(
 
     The limits on groups and bytes hold for new groups only: what is queued is held already, and finishing it
     is what makes room. The first groups of a job pass while the size of an episode is not known."""
+
+    def has_room(policies: Iterable[str]) -> bool:
+        return all(places[policy] > 0 for policy in policies)
+
     for group in map(tx.index.groups.__getitem__, tx.index.queue):
-        if all(places[policy] > 0 for policy in group.training):
+        if has_room(group.training):
             yield group
     group_bytes = tx.rules.group_size * tx.index.mean_episode_bytes
     for _ in range(new):
@@ -117,14 +121,12 @@ def _candidates(
             return
         bytes_left -= group_bytes
         if (place := tx.index.tasks.at(tx.meta.position)) is not None:
-            policies = tx.rules.policies_of(tx.index.tasks.task(*place))
-            if not all(places[policy] > 0 for policy in policies):
+            if not has_room(tx.rules.policies_of(tx.index.tasks.task(*place))):
                 return
             tx.set_meta(position=tx.meta.position + 1)
             yield tx.new_group(*place, attempt=0)
-        elif (again := faults.take_back(tx)) is not None:
-            row, pass_index, attempt = again
-            yield tx.new_group(row, pass_index, attempt + 1)
+        elif (again := faults.take_back(tx, has_room)) is not None:
+            yield again
         else:
             return
 

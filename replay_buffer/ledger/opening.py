@@ -13,6 +13,7 @@ says.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -107,7 +108,9 @@ def _continues(index: Index, policy: str, step: int, copy: Copy | None) -> bool:
     """Whether Redis is the copy's continuation, with every batch of `policy` from `step` on. It is not where
     it has lost the very epoch that the copy is of: its steps may then be those of another lineage."""
     running = index.consumer(policy)
-    known = copy is None or copy.meta.consumer(policy).epoch <= running.epoch
+    # Where another policy's copy won, no trainer has had the running epoch: it only fences.
+    newest = running.epoch if running.trainer else running.epoch - 1
+    known = copy is None or copy.meta.consumer(policy).epoch <= newest
     return known and running.checkpoint <= step <= running.v_train and _same_ledger(index, copy)
 
 
@@ -164,15 +167,18 @@ def _adopted(tx: Transaction, policy: str, each: str, copy: Copy) -> Consumer:
     epoch = max(now.epoch, then.epoch)
     if each != policy:
         epoch += 1
-        then = replace(then, lineage=reopened(then.lineage, epoch, then.v_train), trainer="")
+        # Nobody publishes under the epoch that fences: what came of it before it was lost is abandoned.
+        lineage = reopened(then.lineage, epoch, then.v_train)[:-1]
+        then = replace(then, lineage=lineage, trainer="")
     else:
         then = replace(then, trainer=now.trainer)
     return replace(then, epoch=epoch, checkpoint=then.v_train, overtaken=None)
 
 
 def _adopt_group(tx: Transaction, group: GroupRecord, held: GroupRecord | None) -> None:
+    open_for = [policy for policy, each in group.training.items() if not each.has_ended]
     episodes = tuple(
-        _survivor(tx, held.episodes[sample]) if held is not None else MISSING
+        _survivor(tx, held.episodes[sample], open_for) if held is not None else MISSING
         for sample in range(len(group.episodes))
     )
     lost = tuple(
@@ -201,10 +207,12 @@ def _adopt_group(tx: Transaction, group: GroupRecord, held: GroupRecord | None) 
         tx.count("committed:adopted")
         if held is not None:
             tx.forget(held)
-        open_for = [p for p, each in group.training.items() if not each.steps and not each.has_ended]
-        if open_for:
-            tx.new_group(group.row, group.pass_index, group.attempt + 1, tuple(open_for))
+        if untrained := tuple(policy for policy in open_for if not group.training[policy].steps):
+            tx.new_group(group.row, group.pass_index, group.attempt + 1, untrained)
         return
+    if state != GroupState.SCORED:
+        # Policies for which it has ended have no part in it when it is generated or scored again.
+        group = replace(group, training={policy: group.training[policy] for policy in open_for})
     last = held if held is not None else group
     tx.set_group(
         group,
@@ -230,9 +238,10 @@ def _refreshed(fields: dict[str, Any]) -> dict[str, Any]:
     return {**fields, "training": training}
 
 
-def _survivor(tx: Transaction, episode: EpisodeRecord) -> EpisodeRecord:
-    """The episode as Redis holds it, its claim ended; MISSING if abandoned weights had a part in it."""
-    for policy in episode.versions:
+def _survivor(tx: Transaction, episode: EpisodeRecord, policies: Iterable[str]) -> EpisodeRecord:
+    """The episode as Redis holds it, its claim ended; MISSING if abandoned weights of one of `policies` had a
+    part in it."""
+    for policy in policies:
         consumer = tx.consumer(policy)
         lineage = reopened(consumer.lineage, consumer.epoch + 1, consumer.v_train)
         if not is_on_lineage(lineage, episode, policy):

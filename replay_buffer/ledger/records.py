@@ -228,6 +228,20 @@ class NoScores(LedgerRecord, frozen=True, array_like=True, gc=False):
     at_ms: int
 
 
+class Attempt(LedgerRecord, frozen=True, array_like=True, gc=False):
+    """A group that was dropped, as far as its task is to be tried again."""
+
+    row: int
+    pass_index: int
+    attempt: int
+    policies: tuple[str, ...] = ()
+    """Those that it was for; empty for all that train the task."""
+
+    def is_for_the_same(self, other: Attempt) -> bool:
+        """Whether both are attempts at one task for the same policies."""
+        return (self.row, self.pass_index, self.policies) == (other.row, other.pass_index, other.policies)
+
+
 class Streak(LedgerRecord, frozen=True, array_like=True, gc=False):
     """Tries of one kind that failed since the last that succeeded (`faults.py`)."""
 
@@ -238,10 +252,10 @@ class Streak(LedgerRecord, frozen=True, array_like=True, gc=False):
     """When the first of them failed."""
     tasks: tuple[tuple[int, int], ...] = ()
     """(row, pass) of the first few different tasks that they met."""
-    given_up: tuple[tuple[int, int, int], ...] = ()
-    """(row, pass, attempt) of groups dropped for it meanwhile."""
-    taken_back: tuple[tuple[int, int, int], ...] = ()
-    """(row, pass, attempt) of those of them that were tried once more, as they were given up first."""
+    given_up: tuple[Attempt, ...] = ()
+    """Groups dropped for it meanwhile."""
+    taken_back: tuple[Attempt, ...] = ()
+    """Those of them that were tried once more, as they were given up first."""
 
 
 class Consumer(LedgerRecord, frozen=True, array_like=True, gc=False):

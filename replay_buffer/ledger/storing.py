@@ -86,20 +86,26 @@ def _problem(index: Index, group: GroupRecord, arrival: Arrival, lease_number: i
         return "lease_lost"
     if arrival.problem:
         return f"invalid: {arrival.problem}"
-    problems = [_of_versions(index, policy, held) for policy, held in arrival.versions.items()]
+    problems = [
+        _of_versions(index, policy, held, trained=policy in group.training)
+        for policy, held in arrival.versions.items()
+    ]
     return next(filter(None, problems), "")
 
 
-def _of_versions(index: Index, policy: str, held: Versions) -> str:
-    """Why units of a policy's weights `held` cannot be trained; empty when they can."""
+def _of_versions(index: Index, policy: str, held: Versions, *, trained: bool) -> str:
+    """Why an episode cannot be stored with units of a policy's weights `held`; empty when it can. Where the
+    group is not `trained` by the policy, its units are context, of any age."""
     if policy not in index.consumers:
-        return ""  # it is not trained: its units are context
+        return ""
     running, rules = index.consumer(policy), index.rules.consumers[policy]
     if held.epoch > running.epoch or (held.epoch == running.epoch and held.newest > running.v_train + 1):
         return (
             f"version_unknown: version {held.newest} of trainer epoch {held.epoch} was not "
             f"published; the trainer is at version {running.v_train} of epoch {running.epoch}"
         )
+    if not trained:
+        return ""
     if not accepts(running.lineage, held.epoch, held.oldest, held.newest) and not undecided(
         running.lineage, running.v_train, held.epoch, held.newest
     ):

@@ -19,6 +19,7 @@ from replay_buffer.ledger.index import Index, WriteSet
 from replay_buffer.ledger.records import (
     MISSING,
     NO_VERSION,
+    Attempt,
     BatchPlan,
     ClaimRecord,
     Consumer,
@@ -148,13 +149,13 @@ class Transaction:
     # --- transitions ---
 
     def new_group(
-        self, row: int, pass_index: int, attempt: int, policies: tuple[str, ...] | None = None
+        self, row: int, pass_index: int, attempt: int, policies: tuple[str, ...] = ()
     ) -> GroupRecord:
-        """A task is QUEUED, for `policies` or all that train it. An attempt for fewer of them bears their
-        names, so that no other attempt has its id."""
+        """A task is QUEUED, for `policies`; where none is named, for all that train it. An attempt for fewer
+        of them bears their names, so that no other attempt has its id."""
         task = self.index.tasks.task(row, pass_index)
         whole = self.rules.policies_of(task)
-        policies = whole if policies is None else policies
+        policies = policies or whole
         rest = "" if policies == whole else f":{'+'.join(policies)}"
         group = GroupRecord(
             group_id=f"{task.task_id}#{attempt}{rest}",
@@ -235,10 +236,9 @@ class Transaction:
         if reason in TRY_AGAIN and group.attempt + 1 < MAX_ATTEMPTS:
             self.new_group(group.row, group.pass_index, group.attempt + 1, (policy,))
 
-    def queue_again(self, given_up: Iterable[tuple[int, int, int]]) -> None:
-        """Queue tasks as new attempts, from (row, pass, attempt) of what was dropped."""
-        for row, pass_index, attempt in given_up:
-            self.new_group(row, pass_index, attempt + 1)
+    def queue_again(self, dropped: Attempt) -> GroupRecord:
+        """Queue the task of a group that was dropped as a new attempt, for the same policies."""
+        return self.new_group(dropped.row, dropped.pass_index, dropped.attempt + 1, dropped.policies)
 
     def remove(self, group: GroupRecord, reason: str) -> None:
         """Forget a group that another ledger does not know, whatever its state."""

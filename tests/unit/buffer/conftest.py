@@ -67,16 +67,19 @@ class Driver:
     def __init__(self, tasks: CountedTasks | None = None, **rules: Any) -> None:
         if (retries := rules.pop("retries", None)) is not None:
             rules |= {f"on_{kind}": VerdictPolicy(retries) for kind in ("timeout", "error", "abstain")}
-        self.rules = Rules.alone(**{"group_size": 2, "batch_groups": 2, "max_staleness": 1} | rules)
+        make = Rules
+        if "consumers" not in rules:
+            make, rules = Rules.alone, {"batch_groups": 2, "max_staleness": 1} | rules
+        self.rules = make(**{"group_size": 2} | rules)
         self.tasks = tasks or CountedTasks()
         self.now_ms = 1_000_000
         self.epoch = 0
         self.decisions: list[Decision] = []
-        self.index = self._index(
-            LedgerRecords(LedgerMeta(ledger_id="ledger", dataset_hash=self.tasks.dataset_hash)), 0
+        self.index = self.index_of(
+            LedgerRecords(LedgerMeta(ledger_id="ledger", dataset_hash=self.tasks.dataset_hash))
         )
 
-    def _index(self, records: LedgerRecords, revision: int) -> Index:
+    def index_of(self, records: LedgerRecords, revision: int = 0) -> Index:
         return Index(self.rules, self.tasks, records, nonce="n", revision=revision)
 
     # --- the way in ---
@@ -103,7 +106,7 @@ class Driver:
         records = LedgerRecords(
             now.meta, dict(now.groups), dict(now.leases), dict(now.claims), dict(now.batches)
         )
-        return self._index(records, now.revision)
+        return self.index_of(records, now.revision)
 
     # --- shorthands ---
 

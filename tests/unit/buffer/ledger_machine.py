@@ -4,12 +4,15 @@ them replaced), a clock, and the deaths of front, trainer and Redis."""
 from __future__ import annotations
 
 import copy
-from collections import Counter
+import os
+from collections import Counter, defaultdict
 from collections.abc import Mapping
+from itertools import product
 from types import MappingProxyType
 
 import hypothesis.strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
 from areal_async.rpc.messages import (
     Batch,
@@ -29,22 +32,25 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import Fault, Ok, VersionTag
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, kind_of
-from replay_buffer.ledger.decide import BufferStarted
+from replay_buffer.ledger.decide import BufferStarted, decide
 from replay_buffer.ledger.index import LedgerRecords
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState, GroupState, LedgerMeta, Versions
-from replay_buffer.ledger.rules import VerdictPolicy
+from replay_buffer.ledger.rules import ConsumerRules, VerdictPolicy
 from replay_buffer.ledger.storing import Arrival, StoreEpisodes
-from tests.unit.buffer.ledger_model import Model, task_of
+from tests.unit.buffer.ledger_model import Model, Trained, Trainer, task_of
 from tests.unit.buffer.ledger_promises import SIZE_BYTES, B, N, Promises
 
 WORKERS = st.sampled_from(["w0", "w1"])
 SCORERS = st.sampled_from(["s0", "s1"])
+ROUNDS = 12
+WHICH = st.integers(0, 1)
+"""Of the trained policies, the one that something happens to."""
 
 
 class LedgerMachine(Promises):
     driver_type: type
-    eta: int = 1
+    consumers: Mapping[str, ConsumerRules]
     ledger_rules: Mapping[str, object] = MappingProxyType({})
     rotten = (Failure("x", "y"), Timeout(5), Abstain("no"))
 
@@ -57,8 +63,8 @@ class LedgerMachine(Promises):
         self.ledger = self.driver_type(
             **{
                 "group_size": N,
-                "batch_groups": B,
-                "max_staleness": self.eta,
+                "consumers": dict(self.consumers),
+                "uses": lambda task: self.model.policies_of(task.task_id),
                 "lease_ms": 1000,
                 "claim_ms": 1000,
                 "overtaken_ms": 3000,
@@ -67,16 +73,22 @@ class LedgerMachine(Promises):
             }
             | dict(self.ledger_rules)
         )
-        self.model = Model(self.eta, N, self.ledger.rules.max_reuse, self.ledger.rules.overtaken_masks)
-        self.model.min_scored = self.ledger.rules.min_scored
+        rules = self.ledger.rules
+        trainers = {
+            name: Trainer(name, each.max_staleness, each.batch_groups, Trained(name))
+            for name, each in self.consumers.items()
+        }
+        self.model = Model(N, rules.max_reuse, rules.overtaken_masks, rules.min_scored, trainers)
         self.leases = []
-        self.lease_tags: dict[str, VersionTag] = {}
+        self.lease_tags: dict[str, dict[str, VersionTag]] = {}
         self.claims = []
-        self.serving = {"w0": VersionTag("policy", 0, 0), "w1": VersionTag("policy", 0, 0)}
+        start = {name: VersionTag(name, 0, 0) for name in trainers}
+        self.serving = {"w0": dict(start), "w1": dict(start)}
         self.serial = 0
         self.saved = None
         self.attach()
-        self.open(0, None)
+        for policy in trainers:
+            self.open(policy, 0, None)
 
     def attach(self):
         """For a machine with a store behind it."""
@@ -88,144 +100,190 @@ class LedgerMachine(Promises):
 
     def send(self, command):
         index = self.ledger.index
-        before, held = len(self.ledger.decisions), set(index.groups)
-        counted = index.meta.counts
+        before, standing, counted = len(self.ledger.decisions), self.standing(), index.meta.counts
         opening = isinstance(command, OpenedWith)
+        begun = {pair for pair in standing if self.model.trainers[pair[1]].has_begun(pair[0])}
         reply = self.ledger.send(command)
         for decision in self.ledger.decisions[before:]:
             if decision.writes is not None:
                 self.model.wrote(decision.writes, opening=opening)
+                for group in filter(None, decision.writes.groups.values()):
+                    assert group.judged or group.state < GroupState.SCORED, "groups_are_whole"
                 self.written(decision.writes)
         if not opening:
-            gone = held - set(index.groups)
-            tasks = {task_of(group_id) for group_id in index.groups}
-            for group_id in gone:
-                self.model.end(group_id, retried=task_of(group_id) in tasks)
             ends = {name: n - counted.get(name, 0) for name, n in index.meta.counts.items()}
-            ends = {name: n for name, n in ends.items() if name == "committed" or name.startswith("dropped:")}
-            assert sum(ends.values()) == len(gone), "every end is counted by its reason"
-            ways = Counter(self.model.held.ended[group_id] for group_id in gone)
-            assert ways["committed"] == ends.get("committed", 0)
+            self.every_end_is_counted(standing, begun, ends)
         return reply
+
+    def standing(self):
+        """(group, policy) → the state of the group's training by the policy."""
+        groups = self.ledger.index.groups.values()
+        return {(g.group_id, policy): each.state for g in groups for policy, each in g.training.items()}
+
+    def every_end_is_counted(self, before, begun, ends):
+        """Each group ends once for each policy that trains it, and each end is counted by its reason."""
+        now, open_tasks = self.standing(), set()
+        for (group_id, policy), state in now.items():
+            if state < GroupState.COMMITTED:
+                open_tasks.add((task_of(group_id), policy))
+        committed = 0
+        dropped = defaultdict(set)
+        for (group_id, policy), state in before.items():
+            after = now.get((group_id, policy))
+            if state >= GroupState.COMMITTED or (after is not None and after < GroupState.COMMITTED):
+                continue
+            how = self.model.end(group_id, policy, retried=(task_of(group_id), policy) in open_tasks)
+            assert after is None or GroupState(after).name.lower() == how
+            committed += how == "committed"
+            if how == "dropped":
+                dropped[group_id].add(policy)
+        assert committed == ends.get("committed", 0) + ends.get("committed:for_one", 0)
+        drops = {name: n for name, n in ends.items() if name.startswith("dropped:")}
+        expected = 0
+        for group_id, policies in dropped.items():
+            trainers = {policy for id_, policy in before if id_ == group_id}
+            others = sum((group_id, policy) in begun for policy in trainers)
+            whole = policies == trainers and others < 2
+            expected += 1 if whole else len(policies)
+        assert sum(drops.values()) == expected, "every end is counted by its reason"
+        gone = {group_id for group_id, _ in before} - set(self.ledger.index.groups)
+        of_groups = [n for name, n in drops.items() if not name.endswith("_for_one")]
+        assert sum(of_groups) + ends.get("committed", 0) == len(gone), "every end is counted by its reason"
 
     @property
     def meta(self):
         return self.ledger.index.meta
 
-    @property
-    def v_train(self):
-        return self.meta.consumer("policy").v_train
+    def trainer(self, which):
+        names = tuple(self.consumers)
+        return self.model.trainers[names[which % len(names)]]
 
-    @property
-    def epoch(self):
-        return self.meta.consumer("policy").epoch
+    def consumer(self, mine):
+        """What the ledger has of the trainer."""
+        return self.meta.consumer(mine.policy)
 
-    # --- trainer ---
+    # --- trainers ---
 
-    def open(self, step, ledger):
-        reply = self.send(OpenedWith("policy", "t", step, ledger, self.model.epoch))
-        assert reply == TrainerOpened(self.epoch, step)
-        assert self.epoch > self.model.epoch
-        self.model.opened(self.epoch, step)
+    def open(self, policy, step, ledger):
+        mine = self.model.trainers[policy]
+        reply = self.send(OpenedWith(policy, "t", step, ledger, mine.epoch))
+        epoch = self.consumer(mine).epoch
+        assert reply == TrainerOpened(epoch, step)
+        assert epoch > mine.epoch
+        mine.opened(epoch, step)
+        self.model.settled(self.standing())
 
-    @rule()
-    def next_batch(self):
-        step = self.v_train
-        redone = step in self.ledger.index.plans("policy")
-        reply = self.send(NextBatch("policy", self.epoch, step))
+    @rule(which=WHICH)
+    def next_batch(self, which):
+        mine = self.trainer(which)
+        redone = mine.step in self.ledger.index.plans(mine.policy)
+        reply = self.send(NextBatch(mine.policy, mine.epoch, mine.step))
         if self.meta.failed:
             assert reply == Fault("failed", self.meta.failed)
             return
         assert isinstance(reply, Batch | Waiting)
         if isinstance(reply, Waiting):
             return
-        assert len(reply.groups) == B
-        self.model.batch(step, reply.groups, reply.lowest_version)
+        self.model.batch(mine.policy, mine.step, reply.groups, reply.lowest_version)
         if not redone and any(group.uses for group in reply.groups):
-            assert not len(self.ledger.index.consumers["policy"].ready), "what was never trained comes first"
+            ready = self.ledger.index.consumers[mine.policy].ready
+            assert not len(ready), "what was never trained comes first"
 
-    @rule(same=st.booleans())
-    def commit(self, same):
+    @rule(which=WHICH, same=st.booleans())
+    def commit(self, which, same):
         """Weights that come again may be bit by bit what they were."""
-        step = self.v_train
-        same_as = self.model.alike(step + 1) if same else []
-        reply = self.send(Commit("policy", self.epoch, step, same_as))
+        mine = self.trainer(which)
+        same_as = mine.alike(mine.step + 1) if same else []
+        reply = self.send(Commit(mine.policy, mine.epoch, mine.step, same_as))
         if isinstance(reply, Ok):
-            self.model.commit(step, self.epoch, same_as)
+            self.model.commit(mine.policy, mine.step, mine.epoch, same_as)
         else:
-            plan = self.ledger.index.batches.get(("policy", step))
-            assert plan is None or plan.epoch != self.epoch
+            plan = self.ledger.index.batches.get((mine.policy, mine.step))
+            assert plan is None or plan.epoch != mine.epoch
 
-    @rule(step=st.integers(0, 3))
-    def commit_again(self, step):
-        if step < self.v_train:
-            assert self.send(Commit("policy", self.epoch, step)) == Ok()
+    @rule(which=WHICH, step=st.integers(0, 3))
+    def commit_again(self, which, step):
+        mine = self.trainer(which)
+        if step < mine.step:
+            assert self.send(Commit(mine.policy, mine.epoch, step)) == Ok()
 
-    @precondition(lambda self: self.epoch > 1)
-    @rule(step=st.integers(0, 3))
-    def replaced_trainer(self, step):
-        assert self.send(NextBatch("policy", self.epoch - 1, step)).kind == "fenced"
-        assert self.send(Commit("policy", self.epoch - 1, step)).kind == "fenced"
+    @rule(which=WHICH, step=st.integers(0, 3))
+    def replaced_trainer(self, which, step):
+        mine = self.trainer(which)
+        if mine.epoch > 1:
+            assert self.send(NextBatch(mine.policy, mine.epoch - 1, step)).kind == "fenced"
+            assert self.send(Commit(mine.policy, mine.epoch - 1, step)).kind == "fenced"
 
-    @rule(told=st.booleans())
-    def checkpoint(self, told):
-        step = self.v_train
-        self.model.save(step, self.ledger.decide(ExportLedger("policy", self.epoch, step)).payload)
+    @rule(which=WHICH, told=st.booleans())
+    def checkpoint(self, which, told):
+        mine = self.trainer(which)
+        ledger = self.ledger.decide(ExportLedger(mine.policy, mine.epoch, mine.step)).payload
+        self.model.save(mine.policy, ledger)
         if told:
-            self.announce(step)
+            self.announce(mine, mine.step)
 
-    @precondition(lambda self: self.model.copies)
-    @rule(data=st.data())
-    def checkpoint_is_announced_late(self, data):
-        self.announce(data.draw(st.sampled_from(sorted(self.model.copies))))
+    @rule(which=WHICH, data=st.data())
+    def checkpoint_is_announced_late(self, which, data):
+        mine = self.trainer(which)
+        if mine.copies:
+            self.announce(mine, data.draw(st.sampled_from(sorted(mine.copies))))
 
-    def announce(self, step):
-        self.model.checkpoint = max(step, self.model.checkpoint)
-        assert self.send(Checkpointed("policy", self.epoch, step)) == Ok()
+    def announce(self, mine, step):
+        mine.checkpoint = max(step, mine.checkpoint)
+        assert self.send(Checkpointed(mine.policy, mine.epoch, step)) == Ok()
 
-    @rule()
-    def trainer_comes_back(self):
-        """From the newest checkpoint: what was trained after it is trained again, the same."""
-        step = max(self.model.copies, default=0)
-        ledger = self.model.copies[step][0] if self.model.copies else None
-        expected = {s: ids for s, ids in self.model.batches.items() if s >= step}
-        self.model.redo_from(step, set(self.ledger.index.plans("policy")))
-        self.open(step, ledger)
-        assert self.model.batches == expected
+    @rule(which=WHICH)
+    def trainer_comes_back(self, which):
+        """From its newest checkpoint: what it trained after that is trained again, the same. What the others
+        have trained stays as it is."""
+        mine = self.trainer(which)
+        step = max(mine.copies, default=0)
+        expected = {s: ids for s, ids in mine.batches.items() if s >= step}
+        mine.redo_from(step, set(self.ledger.index.plans(mine.policy)))
+        self.open(mine.policy, step, mine.copies[step].ledger if mine.copies else None)
+        assert mine.batches == expected
         for number, ids in expected.items():
-            assert list(self.ledger.index.batches["policy", number].group_ids) == ids
+            assert list(self.ledger.index.batches[mine.policy, number].group_ids) == ids
 
-    @precondition(lambda self: len(self.model.copies) > 1)
-    @rule(data=st.data())
-    def trainer_goes_further_back(self, data):
+    @rule(which=WHICH, data=st.data())
+    def trainer_goes_further_back(self, which, data):
         """From an older checkpoint, whose later batches' bytes may be gone."""
-        step = data.draw(st.sampled_from(sorted(self.model.copies)[:-1]))
-        ledger = self.model.copies[step][0]
-        if step >= self.meta.consumer("policy").checkpoint:
-            self.model.redo_from(step, set(self.ledger.index.plans("policy")))
+        mine = self.trainer(which)
+        if len(mine.copies) < 2:
+            return
+        step = data.draw(st.sampled_from(sorted(mine.copies)[:-1]))
+        saved = mine.copies[step]
+        if step >= self.consumer(mine).checkpoint:
+            mine.redo_from(step, set(self.ledger.index.plans(mine.policy)))
+        elif len(self.consumers) == 1:
+            self.model.copy_wins(saved)
         else:
-            self.model.copy_wins(step)
-        self.open(step, ledger)
+            reply = self.send(OpenedWith(mine.policy, "t", step, saved.ledger, mine.epoch))
+            assert reply.kind == "invalid", "a copy won over the trainers that go on"
+            return
+        self.open(mine.policy, step, saved.ledger)
 
     # --- workers ---
 
-    @rule(worker=WORKERS)
-    def update_weights(self, worker):
-        """To the newest snapshot."""
-        self.serving[worker] = VersionTag("policy", self.epoch, self.v_train)
+    @rule(worker=WORKERS, which=WHICH)
+    def update_weights(self, worker, which):
+        """To the newest snapshot of one policy."""
+        mine = self.trainer(which)
+        self.serving[worker][mine.policy] = VersionTag(mine.policy, mine.epoch, mine.step)
 
     @rule(worker=WORKERS, capacity=st.integers(1, 6))
     def lease(self, worker, capacity):
-        serving = self.serving[worker]
-        outstanding = self.outstanding()
-        reply = self.send(Lease(worker, capacity, [serving]))
-        lag = max(0, self.v_train - serving.version)
-        if reply.groups:
-            assert serving in self.model.trained.lineage
-            assert outstanding + len(reply.groups) <= (self.eta + 1 - lag) * B
-        else:
-            assert reply.reason
+        serving = dict(self.serving[worker])
+        outstanding = {policy: self.outstanding(policy) for policy in serving}
+        reply = self.send(Lease(worker, capacity, list(serving.values())))
+        assert reply.groups or reply.reason
         for group in reply.groups:
+            for mine in self.model.trainers_of(group.group_id):
+                assert serving[mine.policy] in mine.trained.lineage
+                outstanding[mine.policy] += 1
+                lag = max(0, mine.step - serving[mine.policy].version)
+                most = (mine.eta + 1 - lag) * mine.batch_groups
+                assert outstanding[mine.policy] <= most, "staleness_is_bounded: admission"
             stored = self.model.held.blobs.get(group.group_id, ())
             missing = [s for s in self.model.samples_of(group.group_id) if s not in stored]
             assert group.missing == missing, "a new lease names only the missing samples"
@@ -240,15 +298,14 @@ class LedgerMachine(Promises):
         self.deliver(worker, lease, sorted(samples), mixed=mixed)
 
     def deliver(self, worker, lease, samples, *, mixed):
-        first = self.lease_tags[lease.lease_id]
-        last = max(first, self.serving[worker])
-        tags = {first, last} if mixed else {last}
-        low = min(tag.version for tag in tags)
-        high = max(tag.version for tag in tags)
-        epoch = min(tag.epoch for tag in tags)
-        arrivals = tuple(
-            Arrival(sample, SIZE_BYTES, 4, 2, {"policy": Versions(low, high, epoch)}) for sample in samples
-        )
+        tags = {}
+        for sample in samples:
+            tags[sample] = set()
+            for policy in self.model.sampling(f"{lease.group_id}.{sample}"):
+                first = self.lease_tags[lease.lease_id][policy]
+                last = max(first, self.serving[worker][policy])
+                tags[sample] |= {first, last} if mixed else {last}
+        arrivals = tuple(Arrival(s, SIZE_BYTES, 4, 2, versions_of(tags[s])) for s in samples)
         held = set(self.model.held.blobs.get(lease.group_id, ()))
         masked = set(range(N)).difference(self.model.samples_of(lease.group_id))
         live = lease.lease_id in self.ledger.index.leases
@@ -258,8 +315,8 @@ class LedgerMachine(Promises):
                 continue
             assert sample in self.model.held.blobs[lease.group_id], "acknowledged before it was stored"
             if sample not in held:
-                assert live, "a zombie's late result was stored"
-                self.model.acknowledge(f"{lease.group_id}.{sample}", tags)
+                assert live, "a zombie's result is refused"
+                self.model.acknowledge(f"{lease.group_id}.{sample}", tags[sample])
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -372,10 +429,14 @@ class LedgerMachine(Promises):
 
     # --- a job that gets on: without these, random events rarely reach a batch ---
 
+    def update_all(self, worker):
+        for which in range(len(self.consumers)):
+            self.update_weights(worker, which)
+
     @rule(worker=WORKERS, fresh=st.booleans(), groups=st.integers(1, 4))
     def generate(self, worker, fresh, groups):
         if fresh:
-            self.update_weights(worker)
+            self.update_all(worker)
         before = len(self.leases)
         self.lease(worker, groups)
         for _, lease in self.leases[before:]:
@@ -397,10 +458,14 @@ class LedgerMachine(Promises):
             if items := self.claims[before:]:
                 self.judge(items, failing=[place in (-1, number) for number in range(len(items))])
 
-    @rule(same=st.booleans())
-    def train(self, same):
-        self.next_batch()
-        self.commit(same)
+    @rule(which=WHICH, same=st.booleans())
+    def train(self, which, same):
+        self.next_batch(which)
+        self.commit(which, same)
+
+    def train_all(self, same):
+        for which in range(len(self.consumers)):
+            self.train(which, same)
 
     @rule(groups=st.integers(1, 4), again=st.integers(0, 3))
     def a_whole_step(self, groups, again):
@@ -408,7 +473,7 @@ class LedgerMachine(Promises):
         self.generate("w0", True, groups)
         self.score_everything("s0")
         for _ in range(1 + again):
-            self.train(True)
+            self.train_all(True)
 
     @rule(groups=st.integers(1, 4), times=st.integers(1, 2), place=st.integers(-1, 1))
     def a_step_with_bad_verdicts(self, groups, times, place):
@@ -417,7 +482,55 @@ class LedgerMachine(Promises):
         if self.meta.failed and place >= 0:
             self.front_comes_back()
         self.score_everything("s1")
-        self.train(True)
+        self.train_all(True)
+
+    @rule(samples=st.sets(st.integers(0, N - 1), min_size=1))
+    def a_zombie_delivers(self, samples):
+        """A worker comes back when what it held is another's."""
+        before = len(self.leases)
+        self.lease("w0", 2)
+        late = self.leases[before:]
+        self.time_passes(1000)
+        self.lease("w1", 4)
+        for _, lease in late:
+            self.deliver("w0", lease, sorted(samples), mixed=False)
+
+    @rule(which=WHICH, steps=st.integers(1, 4))
+    def a_slow_reward(self, which, steps):
+        """What is generated now is scored some steps later; the claims on it live on. One policy trains
+        faster than the others."""
+        self.generate("w0", True, 2)
+        before = len(self.claims)
+        self.claim("s1", 2)
+        late = self.claims[before:]
+        for number in range(steps):
+            self.ledger.now_ms += 900
+            self.send(PutVerdicts("s1", []))
+            self.generate("w0", True, 4)
+            self.score_everything("s0")
+            self.train(which, True)
+            if number % 2:
+                self.train(which + 1, True)
+        if late:
+            self.judge(late, failing=[False] * len(late))
+        self.train_all(True)
+
+    @rule()
+    def the_job_gets_on(self):
+        """A few rounds with nothing in their way are a step of every policy."""
+        self.front_comes_back()
+        goals = {policy: mine.step + 1 for policy, mine in self.model.trainers.items()}
+        for _ in range(ROUNDS):
+            self.time_passes(3000)
+            for which, worker in product(range(len(self.consumers)), ("w0", "w1")):
+                self.checkpoint(which, True)
+                self.update_weights(worker, which)
+            self.generate("w0", True, 10)
+            self.score_everything("s0")
+            self.train_all(True)
+            if all(mine.step >= goals[policy] for policy, mine in self.model.trainers.items()):
+                return
+        raise AssertionError(f"the job gets on: {self.model.trainers}, {self.ledger.index.groups}")
 
     # --- time, and deaths of the front and of Redis ---
 
@@ -441,13 +554,13 @@ class LedgerMachine(Promises):
     def reloaded(self):
         return self.ledger.rebuilt()
 
-    @rule()
-    def front_dies_before_it_writes(self):
+    @rule(which=WHICH)
+    def front_dies_before_it_writes(self, which):
         """What was decided and not written never was."""
-        index = self.ledger.index
+        index, mine = self.ledger.index, self.trainer(which)
         before = copy.copy(index.groups), index.meta
         self.ledger.index = self.ledger.rebuilt()
-        self.ledger.send(NextBatch("policy", self.epoch, self.v_train))
+        self.ledger.send(NextBatch(mine.policy, mine.epoch, mine.step))
         assert (index.groups, index.meta) == before
         self.use(index)
         self.front_comes_back()
@@ -458,49 +571,132 @@ class LedgerMachine(Promises):
         records = LedgerRecords(
             index.meta, dict(index.groups), dict(index.leases), dict(index.claims), dict(index.batches)
         )
-        self.saved = records, copy.deepcopy(self.model.held), set(self.model.trained.given_up)
+        given_up = {policy: set(mine.trained.given_up) for policy, mine in self.model.trainers.items()}
+        self.saved = records, copy.deepcopy(self.model.held), given_up
 
-    @precondition(lambda self: self.saved is not None and self.model.copies)
+    @precondition(lambda self: self.saved is not None and self.has_copies)
     @rule()
     def redis_loses_its_tail(self):
-        """It comes back as of some moment before; the trainer, as of its newest checkpoint."""
-        records, self.model.held, given_up = self.saved
-        self.saved = None
+        """It comes back as of some moment before; the trainers, as of their newest checkpoints."""
+        (records, held, given_up), self.saved = self.saved, None
+        starts = {mine: max(mine.copies) for mine in self.model.trainers.values()}
+        goes_on = {mine: self.is_continued(records, mine, step) for mine, step in starts.items()}
+        if not all(goes_on.values()) and len(self.consumers) > 1:
+            for mine, step in starts.items():
+                opened = OpenedWith(mine.policy, "t", step, mine.copies[step].ledger, mine.epoch)
+                reply = decide(self.ledger.index_of(records), opened, self.ledger.now_ms).reply
+                others = any(each.epoch for p, each in records.meta.consumers.items() if p != mine.policy)
+                assert goes_on[mine] or not others or reply.kind == "invalid", "a copy won over the others"
+            return
+        self.model.held = held
         self.use(self.restored(records))
-        step = max(self.model.copies)
-        ledger, then = self.model.copies[step]
-        meta = records.meta
-        if (
-            meta.consumer("policy").checkpoint <= step <= meta.consumer("policy").v_train
-            and self.copy_epoch(step) <= meta.consumer("policy").epoch
-        ):
-            self.model.redo_from(step, set(records.batches))
-            # A batch may have been filled up again in what was lost.
-            self.model.batches = {s: list(records.batches[s].group_ids) for s in self.model.batches}
-            self.model.trained.given_up = given_up
-        else:
-            del then
-            self.model.copy_wins(step)
-        self.open(step, ledger)
+        for mine, step in starts.items():
+            ledger = mine.copies[step].ledger
+            if goes_on[mine]:
+                mine.redo_from(step, set(self.ledger.index.plans(mine.policy)))
+                # A batch may have been filled up again in what was lost.
+                mine.batches = {s: list(records.batches[mine.policy, s].group_ids) for s in mine.batches}
+                mine.trained.given_up = given_up[mine.policy]
+            else:
+                self.model.copy_wins(mine.copies[step])
+            self.open(mine.policy, step, ledger)
 
-    @precondition(lambda self: self.model.copies)
-    @rule()
-    def redis_comes_back_empty(self):
-        """All that is left is the copy in the newest checkpoint."""
-        self.saved = None
+    @property
+    def has_copies(self):
+        return all(mine.copies for mine in self.model.trainers.values())
+
+    def is_continued(self, records, mine, step):
+        then = records.meta.consumer(mine.policy)
+        return then.checkpoint <= step <= then.v_train and mine.copies[step].epochs[mine.policy] <= then.epoch
+
+    def emptied(self):
         self.serial += 1
-        self.use(
-            self.restored(LedgerRecords(LedgerMeta(f"ledger {self.serial}", self.ledger.tasks.dataset_hash)))
-        )
+        return LedgerRecords(LedgerMeta(f"ledger {self.serial}", self.ledger.tasks.dataset_hash))
+
+    @rule(which=WHICH)
+    def redis_comes_back_empty(self, which):
+        """All that is left is the copy in one trainer's newest checkpoint. The others must come back at the
+        very moment that it is of, and until then nobody speaks for them."""
+        mine = self.trainer(which)
+        step = max(mine.copies, default=None)
+        if step is None or not self.only_the_same_moment_is_joined(mine, step):
+            return
+        self.saved = None
+        saved = mine.copies[step]
+        self.use(self.restored(self.emptied()))
         self.model.held.blobs.clear()
         self.model.held.masked.clear()
         self.model.held.tries.clear()
-        step = max(self.model.copies)
-        self.model.copy_wins(step)
-        self.open(step, self.model.copies[step][0])
+        others = {
+            other: other.copies.get(saved.steps[other.policy])
+            for other in self.model.trainers.values()
+            if other is not mine
+        }
+        self.model.copy_wins(saved)
+        self.open(mine.policy, step, saved.ledger)
+        for other, its in others.items():
+            for epoch in range(other.epoch + 2):
+                reply = self.send(NextBatch(other.policy, epoch, other.step))
+                assert reply.kind == "fenced", "a trainer of another moment goes on"
+            self.open(other.policy, other.step, its and its.ledger)
 
-    def copy_epoch(self, step):
-        return max(tag.epoch for tag in self.model.copies[step][1].lineage)
+    def only_the_same_moment_is_joined(self, mine, step):
+        """Try each checkpoint of the others beside this copy; returns whether all can come back."""
+        saved = mine.copies[step]
+        index = self.ledger.index_of(self.emptied())
+        opened = decide(index, OpenedWith(mine.policy, "t", step, saved.ledger, mine.epoch), 0)
+        index.apply(opened.writes)
+        everyone = True
+        for other in self.model.trainers.values():
+            if other is mine:
+                continue
+            joined = False
+            for at, its in {0: None, **other.copies}.items():
+                ledger = its and its.ledger
+                reply = decide(index, OpenedWith(other.policy, "t", at, ledger, other.epoch), 0).reply
+                joins = self.model.may_join(other.policy, at, saved)
+                assert joins == isinstance(reply, TrainerOpened), "a trainer of another moment joined"
+                if joins and its is not None:
+                    theirs, ours = saved.trained[other.policy], its.trained[other.policy]
+                    assert theirs.groups() == ours.groups(), "trained_effectively_once"
+                joined = joined or joins
+            everyone = everyone and joined
+        return everyone
 
     def restored(self, records):
-        return self.ledger._index(records, self.ledger.index.revision)
+        return self.ledger.index_of(records, self.ledger.index.revision)
+
+
+def versions_of(tags):
+    """The versions of an episode by policy, as they are read from its bytes."""
+    versions = {}
+    for policy in {tag.policy for tag in tags}:
+        mine = [tag for tag in tags if tag.policy == policy]
+        numbers = [tag.version for tag in mine]
+        versions[policy] = Versions(min(numbers), max(numbers), min(tag.epoch for tag in mine))
+    return versions
+
+
+def consumers_of(eta, two):
+    """The rules of one policy, or of two of which the second trains smaller batches and later."""
+    if not two:
+        return {"policy": ConsumerRules(B, eta)}
+    return {"alice": ConsumerRules(B, eta), "bob": ConsumerRules(1, eta + 1)}
+
+
+def run(base, *, examples, shrinks=True, **fields):
+    """Raises what the first life that breaks a promise says. `shrinks`: look for the shortest such life."""
+    deep = os.environ.get("LEDGER_EXAMPLES")
+    run_state_machine_as_test(
+        type("Machine", (base,), fields),
+        settings=settings(
+            max_examples=int(deep) if deep else examples,
+            stateful_step_count=100,
+            deadline=None,
+            derandomize=not deep,
+            database=None,
+            print_blob=True,
+            phases=tuple(Phase) if shrinks else (Phase.generate,),
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

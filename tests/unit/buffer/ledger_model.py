@@ -1,7 +1,8 @@
 """What clients of the buffer were told, kept apart from the ledger: the model that it is compared with.
 
-The model knows nothing of states. It holds what was acknowledged, scored, given out, trained and published,
-on the trainer's present lineage, and what of that each checkpoint would bring back."""
+The model knows nothing of states. It holds what was acknowledged and scored, and for each policy what was
+given out, trained and published on its trainer's present lineage, and what of that each checkpoint would
+bring back."""
 
 from __future__ import annotations
 
@@ -10,20 +11,25 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from areal_async.rpc.schema import VersionTag
+from replay_buffer.ledger.records import GroupState
 
 
 @dataclass
 class Trained:
-    """What is in the weights: it comes back with a checkpoint."""
+    """What is in the weights of a policy: it comes back with a checkpoint."""
 
+    policy: str
     uses: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """Group → the steps that trained it."""
-    lineage: set[VersionTag] = field(default_factory=lambda: {VersionTag("policy", 0, 0)})
+    lineage: set[VersionTag] = field(default_factory=set)
     """The weights that units may be of."""
     given_up: set[str] = field(default_factory=set)
     """Tasks that ended without being trained, not to be tried again."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Group → how many of its episodes are trained."""
+
+    def __post_init__(self) -> None:
+        self.lineage.add(VersionTag(self.policy, 0, 0))
 
     def back_to(self, step: int) -> None:
         """A trainer starts from the weights of version `step`."""
@@ -32,6 +38,9 @@ class Trained:
             if not self.uses[group_id]:
                 self.sizes.pop(group_id, None)  # scored anew, it may be masked otherwise
         self.lineage = {tag for tag in self.lineage if tag.version <= step}
+
+    def groups(self) -> dict[str, list[int]]:
+        return {group_id: steps for group_id, steps in self.uses.items() if steps}
 
 
 @dataclass
@@ -43,8 +52,8 @@ class Held:
     tags: dict[str, set[VersionTag]] = field(default_factory=dict)
     """Episode → the weights its units are of."""
     scores: dict[str, float] = field(default_factory=dict)
-    ended: dict[str, str] = field(default_factory=dict)
-    """Group → "committed" or "dropped"."""
+    ended: dict[tuple[str, str], str] = field(default_factory=dict)
+    """(group, policy) → "committed" or "dropped"."""
     masked: set[str] = field(default_factory=set)
     """Episodes whose last verdict was no score, by a policy that masks."""
     tries: dict[str, int] = field(default_factory=dict)
@@ -56,27 +65,97 @@ class Held:
 
 
 @dataclass
-class Model:
+class Saved:
+    """What is in a checkpoint of one policy: the ledger's copy, and where every policy stood then."""
+
+    ledger: bytes
+    trained: dict[str, Trained]
+    steps: dict[str, int]
+    epochs: dict[str, int]
+    dropped: set[tuple[str, str]]
+    """(group, policy) that had ended untrained."""
+
+
+@dataclass(eq=False)
+class Trainer:
+    """What the trainer of one policy knows."""
+
+    policy: str
     eta: int
-    n: int
-    max_reuse: int
-    masks: bool = False
-    """Units that are too old are masked, instead of their group being dropped."""
-    trained: Trained = field(default_factory=Trained)
-    held: Held = field(default_factory=Held)
+    batch_groups: int
+    trained: Trained
+    step: int = 0
+    """The next to train."""
     batches: dict[int, list[str]] = field(default_factory=dict)
     """What was given out, from the trainer's checkpoint on: the redo log as the trainer knows it."""
     checkpoint: int = 0
     """Newest step whose checkpoint the buffer was told of, or that a trainer began from."""
-    copies: dict[int, tuple[bytes, Trained]] = field(default_factory=dict)
+    copies: dict[int, Saved] = field(default_factory=dict)
     """Step → what is in the checkpoint of it."""
     epoch: int = 0
-    """The newest that any trainer had."""
+    """The newest that any trainer of the policy had."""
     published: set[VersionTag] = field(default_factory=set)
     """Every snapshot there ever was."""
-    min_scored: int = 2
+    begun: dict[int, set[VersionTag]] = field(default_factory=dict)
+    """Step → what trainers that began from its checkpoint served: all are the weights of the checkpoint."""
+
+    def has_begun(self, group_id: str) -> bool:
+        """Whether a batch has taken the group."""
+        return bool(self.trained.uses[group_id]) or any(group_id in ids for ids in self.batches.values())
+
+    def alike(self, version: int) -> list[int]:
+        """The epochs that published `version` before."""
+        return sorted(tag.epoch for tag in self.published if tag.version == version)
+
+    def redo_from(self, step: int, held_plans: set[int]) -> None:
+        """The trainer comes back at `step`, and the ledger still has the batches since then."""
+        self.trained.back_to(step)
+        self.batches = {s: ids for s, ids in self.batches.items() if s >= step and s in held_plans}
+        self.go_on_from(step)
+
+    def go_on_from(self, step: int) -> None:
+        self.step = self.checkpoint = step
+        self.copies = {s: saved for s, saved in self.copies.items() if s <= step}
+        self.begun = {s: tags for s, tags in self.begun.items() if s <= step}
+
+    def opened(self, epoch: int, step: int) -> None:
+        self.epoch = epoch
+        self.begun.setdefault(step, set()).add(VersionTag(self.policy, epoch, step))
+        self.trained.lineage |= self.begun[step]
+        self.published.add(VersionTag(self.policy, epoch, step))
+
+
+@dataclass
+class Model:
+    n: int
+    max_reuse: int
+    masks: bool
+    """Units that are too old are masked, instead of their group being dropped."""
+    min_scored: int
+    trainers: dict[str, Trainer]
+    held: Held = field(default_factory=Held)
     may_mask: set[str] = field(default_factory=set)
     """Episodes of which a verdict is on its way that may mask them."""
+
+    # --- who trains what ---
+
+    def policies_of(self, task_id: str) -> tuple[str, ...]:
+        """Of several policies, tasks use in turn all of them and each alone."""
+        names = tuple(self.trainers)
+        turn = int(task_id.split(":")[1]) % (len(names) + 1)
+        return names if len(names) == 1 or turn == 0 else (names[turn - 1],)
+
+    def sampling(self, episode_id: str) -> tuple[str, ...]:
+        """The policies that sample in an episode; in the last one of every other task, only the first."""
+        names = self.policies_of(task_of(episode_id))
+        row = int(episode_id.split(":")[1])
+        return names[:1] if row % 2 and episode_id.endswith(f".{self.n - 1}") else names
+
+    def trainers_of(self, group_id: str) -> list[Trainer]:
+        """Those that still train the group: an attempt for one policy bears its name."""
+        _, _, names = group_id.rpartition("#")[2].partition(":")
+        policies = names.split("+") if names else self.policies_of(task_of(group_id))
+        return [self.trainers[name] for name in policies if (group_id, name) not in self.held.ended]
 
     # --- bytes, from the writes alone ---
 
@@ -84,7 +163,7 @@ class Model:
         """A decision reached Redis."""
         for group_id, samples in writes.freed.items():
             if samples is None:
-                assert opening or self.may_be_freed(group_id), "bytes freed before the checkpoint"
+                assert opening or self.may_be_freed(group_id), "bytes are held until the checkpoint"
                 self.held.forget_group(group_id)
                 continue
             self.held.blobs[group_id] -= set(samples)
@@ -99,22 +178,38 @@ class Model:
             mine |= set(samples)
 
     def may_be_freed(self, group_id: str) -> bool:
-        """Trained groups only after a checkpoint covers their last use; others when they are dropped."""
-        return all(step < self.checkpoint for step in self.trained.uses[group_id])
+        """Trained groups only after a checkpoint of each policy covers its last use; others when dropped."""
+        trainers = self.trainers.values()
+        return all(step < mine.checkpoint for mine in trainers for step in mine.trained.uses[group_id])
 
     # --- groups ---
 
-    def end(self, group_id: str, *, retried: bool) -> None:
-        """A group's record is gone."""
-        assert group_id not in self.held.ended, "a group ended twice"
-        if self.trained.uses[group_id]:
-            self.held.ended[group_id] = "committed"
-            return
-        self.held.ended[group_id] = "dropped"
-        if any(group_id in ids for ids in self.batches.values()):
-            assert not self.tags_of(group_id) <= self.trained.lineage, "a batched group was dropped"
+    def end(self, group_id: str, policy: str, *, retried: bool) -> str:
+        """A group has ended for a policy; returns how it must have."""
+        assert (group_id, policy) not in self.held.ended, "a group ended twice"
+        mine = self.trainers[policy]
+        how = "committed" if mine.trained.uses[group_id] else "dropped"
+        self.held.ended[group_id, policy] = how
+        if how == "committed":
+            covered = all(step < mine.checkpoint for step in mine.trained.uses[group_id])
+            assert covered, "committed before the checkpoint of its policy"
+            return how
+        if any(group_id in ids for ids in mine.batches.values()):
+            lost = not self.tags_of(group_id, policy) <= mine.trained.lineage
+            assert lost, "a batched group was dropped"
         if not retried:
-            self.trained.given_up.add(task_of(group_id))
+            mine.trained.given_up.add(task_of(group_id))
+        return how
+
+    def settled(self, standing: dict[tuple[str, str], int]) -> None:
+        """After an opening: what of the groups that live has ended, by the states of their trainings."""
+        for (group_id, policy), state in standing.items():
+            self.held.ended.pop((group_id, policy), None)
+            if state < GroupState.COMMITTED:
+                continue
+            used = bool(self.trainers[policy].trained.uses[group_id])
+            assert used == (state == GroupState.COMMITTED)
+            self.held.ended[group_id, policy] = "committed" if used else "dropped"
 
     def acknowledge(self, episode_id: str, tags: set[VersionTag]) -> None:
         self.held.tags[episode_id] = tags
@@ -122,86 +217,98 @@ class Model:
         self.held.masked.discard(episode_id)
         self.held.tries.pop(episode_id, None)
 
-    def batch(self, step: int, groups, lowest_version: int) -> None:
-        """The trainer is given a batch: every promise that it can check."""
-        assert lowest_version == (max(0, step - self.eta) if self.masks else 0)
+    def batch(self, policy: str, step: int, groups, lowest_version: int) -> None:
+        """A trainer is given a batch: every promise that it can check."""
+        mine = self.trainers[policy]
+        uses, lineage = mine.trained.uses, mine.trained.lineage
+        assert len(groups) == mine.batch_groups
+        assert lowest_version == (max(0, step - mine.eta) if self.masks else 0)
         for group in groups:
-            newest = max(tag.version for tag in self.tags_of(group.group_id))
+            assert mine in self.trainers_of(group.group_id), "a group of another policy"
+            tags = self.tags_of(group.group_id, policy)
+            newest = max((tag.version for tag in tags), default=lowest_version)
             assert newest >= lowest_version, "nothing of the group is trained"
             whole = self.samples_of(group.group_id)
             assert [e.sample for e in group.episodes] == whole, "groups_are_whole"
             assert len(whole) >= (self.n if self.n == len(whole) else self.min_scored), "groups_are_whole"
-            before = [used for used in self.trained.uses[group.group_id] if used < step]
+            before = [used for used in uses[group.group_id] if used < step]
             assert group.uses == len(before) < self.max_reuse, "trained_effectively_once"
             for episode in group.episodes:
-                tags = self.held.tags[episode.episode_id]
+                tags = {tag for tag in self.held.tags[episode.episode_id] if tag.policy == policy}
                 trained = [tag.version for tag in tags if tag.version >= lowest_version]
-                assert all(0 <= step - version <= self.eta for version in trained), "staleness_is_bounded"
-                assert tags <= self.trained.lineage, "a unit of abandoned weights is in a batch"
+                assert all(0 <= step - version <= mine.eta for version in trained), "staleness_is_bounded"
+                oldest = min((tag.version for tag in tags), default=-1)
+                assert episode.min_version == oldest, "versions_are_true"
+                assert tags <= lineage, "a unit of abandoned weights is in a batch"
                 assert episode.reward == self.held.scores[episode.episode_id]
-                assert episode.sample in self.held.blobs[group.group_id], "bytes freed before the checkpoint"
+                held = self.held.blobs.get(group.group_id, ())
+                assert episode.sample in held, "bytes are held until the checkpoint"
         ids = [group.group_id for group in groups]
         assert len(ids) == len(set(ids)), "never twice in one step"
-        planned = self.batches.setdefault(step, ids)
+        planned = mine.batches.setdefault(step, ids)
         if planned != ids:
             gone = set(planned) - set(ids)
             assert gone, "a batch is never only put into another order"
             assert all(
-                group_id in self.held.ended or not self.tags_of(group_id) <= self.trained.lineage
+                (group_id, policy) in self.held.ended or not self.tags_of(group_id, policy) <= lineage
                 for group_id in gone
             ), "a batch is only ever changed because of abandoned weights"
-            self.batches[step] = ids
+            mine.batches[step] = ids
 
-    def tags_of(self, group_id: str) -> set[VersionTag]:
-        return set().union(*(self.held.tags[f"{group_id}.{n}"] for n in self.samples_of(group_id)))
+    def tags_of(self, group_id: str, policy: str) -> set[VersionTag]:
+        """What its episodes have of the weights of `policy`."""
+        tags = set().union(*(self.held.tags[f"{group_id}.{n}"] for n in self.samples_of(group_id)))
+        return {tag for tag in tags if tag.policy == policy}
 
     def samples_of(self, group_id: str) -> list[int]:
         """Those that are not masked."""
         return [sample for sample in range(self.n) if f"{group_id}.{sample}" not in self.held.masked]
 
-    def alike(self, version: int) -> list[int]:
-        """The epochs that published `version` before."""
-        return sorted(tag.epoch for tag in self.published if tag.version == version)
-
-    def commit(self, step: int, epoch: int, same_as: list[int]) -> None:
+    def commit(self, policy: str, step: int, epoch: int, same_as: list[int]) -> None:
         """A step is trained, and its snapshot published: the same weights as those of `same_as`."""
-        for group_id in self.batches[step]:
-            uses = self.trained.uses[group_id]
+        mine = self.trainers[policy]
+        for group_id in mine.batches[step]:
+            uses = mine.trained.uses[group_id]
             assert step not in uses, "trained_effectively_once"
             uses.append(step)
-            self.trained.sizes.setdefault(group_id, len(self.samples_of(group_id)))
+            mine.trained.sizes.setdefault(group_id, len(self.samples_of(group_id)))
             assert len(uses) <= self.max_reuse, "trained_effectively_once"
-        still = [old for old in same_as if VersionTag("policy", old, step) in self.trained.lineage]
-        self.trained.lineage |= {VersionTag("policy", old, step + 1) for old in (*still, epoch)}
-        self.published.add(VersionTag("policy", epoch, step + 1))
+        lineage = mine.trained.lineage
+        still = [old for old in same_as if VersionTag(policy, old, step) in lineage]
+        lineage |= {VersionTag(policy, old, step + 1) for old in (*still, epoch)}
+        mine.published.add(VersionTag(policy, epoch, step + 1))
+        mine.step = step + 1
 
     # --- checkpoints and deaths ---
 
-    def save(self, step: int, ledger: bytes) -> None:
-        self.copies[step] = (ledger, copy.deepcopy(self.trained))
+    def save(self, policy: str, ledger: bytes) -> None:
+        steps = {name: each.step for name, each in self.trainers.items()}
+        trained = {name: copy.deepcopy(each.trained) for name, each in self.trainers.items()}
+        dropped = {pair for pair, how in self.held.ended.items() if how == "dropped"}
+        epochs = {name: each.epoch for name, each in self.trainers.items()}
+        self.trainers[policy].copies[steps[policy]] = Saved(ledger, trained, steps, epochs, dropped)
 
-    def redo_from(self, step: int, held_plans: set[int]) -> None:
-        """A trainer comes back at `step`, and the ledger still has the batches since then."""
-        self.trained.back_to(step)
-        self.batches = {s: ids for s, ids in self.batches.items() if s >= step and s in held_plans}
-        self._go_on_from(step)
+    def may_join(self, policy: str, step: int, saved: Saved) -> bool:
+        """Whether the trainer of `policy`, back at `step`, can go on where another policy's copy won: it
+        must be in the copy as it is in its own checkpoint."""
+        mine = self.trainers[policy].copies.get(step)
+        if step != saved.steps[policy]:
+            return False
+        return step == 0 if mine is None else mine.epochs[policy] <= saved.epochs[policy]
 
-    def copy_wins(self, step: int) -> None:
-        """A trainer comes back at `step`, and everything since is forgotten."""
-        self.trained = copy.deepcopy(self.copies[step][1])
-        self.batches = {}
-        self.held.ended = {g: how for g, how in self.held.ended.items() if self.trained.uses[g]}
-        self._go_on_from(step)
-
-    def _go_on_from(self, step: int) -> None:
-        self.checkpoint = step
-        self.copies = {s: saved for s, saved in self.copies.items() if s <= step}
-
-    def opened(self, epoch: int, step: int) -> None:
-        self.epoch = epoch
-        self.trained.lineage.add(VersionTag("policy", epoch, step))
-        self.published.add(VersionTag("policy", epoch, step))
+    def copy_wins(self, saved: Saved) -> None:
+        """A trainer comes back with a copy, and everything since is forgotten."""
+        for name, mine in self.trainers.items():
+            mine.trained = copy.deepcopy(saved.trained[name])
+            mine.batches = {}
+            mine.go_on_from(saved.steps[name])
+        self.held.ended = {
+            (group_id, policy): how
+            for (group_id, policy), how in self.held.ended.items()
+            if self.trainers[policy].trained.uses[group_id]
+        } | dict.fromkeys(saved.dropped, "dropped")
 
 
-def task_of(group_id: str) -> str:
-    return group_id.rpartition("#")[0]
+def task_of(id_: str) -> str:
+    """The task of a group or an episode."""
+    return id_.rpartition("#")[0]

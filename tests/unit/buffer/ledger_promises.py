@@ -15,14 +15,13 @@ SIZE_BYTES = 10
 
 
 class Promises(RuleBasedStateMachine):
-    """`ledger`, `model` and `eta` come from the machine."""
+    """`ledger` and `model` come from the machine. What is said of a trainer is asserted for each policy."""
 
-    def outstanding(self):
-        """Counted from the model: groups under way that were never trained."""
-        uses = self.model.trained.uses
-        return sum(
-            g.least_state in OUTSTANDING and not uses[g.group_id] for g in self.ledger.index.groups.values()
-        )
+    def outstanding(self, policy):
+        """Counted from the model: groups of the policy under way that it never trained."""
+        uses = self.model.trainers[policy].trained.uses
+        mine = [g for g in self.ledger.index.groups.values() if policy in g.training]
+        return sum(g.state_for(policy) in OUTSTANDING and not uses[g.group_id] for g in mine)
 
     @invariant()
     def the_index_is_a_function_of_its_records(self):
@@ -41,44 +40,62 @@ class Promises(RuleBasedStateMachine):
     @invariant()
     def nothing_is_unbounded(self):
         index = self.ledger.index
-        redone = sum(len(plan.group_ids) for plan in index.batches.values())
-        assert index.consumers["policy"].outstanding == self.outstanding() <= redone + (self.eta + 1) * B
+        for policy, mine in self.model.trainers.items():
+            redone = sum(len(plan.group_ids) for plan in index.plans(policy).values())
+            most = redone + (mine.eta + 1) * mine.batch_groups
+            outstanding = index.consumers[policy].outstanding
+            assert outstanding == self.outstanding(policy) <= most, "staleness_is_bounded: admission"
         assert len(index.groups) <= self.ledger.rules.max_groups + len(index.queue)
 
     @invariant()
     def trained_effectively_once(self):
         """Every use is in the model, every batch of the redo log in the ledger."""
-        index, uses = self.ledger.index, self.model.trained.uses
-        planned = Counter(group_id for plan in index.batches.values() for group_id in plan.group_ids)
-        assert all(times <= self.model.max_reuse for times in planned.values())
-        for plan in index.batches.values():
-            assert len(plan.group_ids) == len(set(plan.group_ids)), "never twice in one step"
-        for group in index.groups.values():
-            assert list(group.training["policy"].steps) == uses[group.group_id], "uses on the lineage"
-            if (
-                group.least_state == GroupState.BATCHED
-                or group.training["policy"].step >= index.consumer("policy").checkpoint
-            ):
-                assert group.group_id in index.batches["policy", group.training["policy"].step].group_ids
-            if group.least_state == GroupState.TRAINED:
-                assert group.training["policy"].steps
-            elif group.least_state != GroupState.BATCHED and not group.training["policy"].steps:
-                assert group.group_id not in planned
-        sizes = self.model.trained.sizes
-        assert index.consumer("policy").episodes_trained == sum(
-            sizes[id_] * len(steps) for id_, steps in uses.items() if steps
-        )
+        index = self.ledger.index
+        for policy, mine in self.model.trainers.items():
+            plans, uses, consumer = index.plans(policy), mine.trained.uses, index.consumer(policy)
+            planned = Counter(group_id for plan in plans.values() for group_id in plan.group_ids)
+            assert all(times <= self.model.max_reuse for times in planned.values())
+            for plan in plans.values():
+                assert len(plan.group_ids) == len(set(plan.group_ids)), "never twice in one step"
+            for group_id, group in index.groups.items():
+                if (training := group.training.get(policy)) is None:
+                    assert not uses[group_id], "a group of another policy"
+                    continue
+                assert list(training.steps) == uses[group_id], "uses on the lineage"
+                state = group.state_for(policy)
+                if state == GroupState.DROPPED:
+                    continue
+                if state == GroupState.BATCHED or training.step >= consumer.checkpoint:
+                    assert group_id in plans[training.step].group_ids
+                if state == GroupState.TRAINED:
+                    assert training.steps
+                elif state != GroupState.BATCHED and not training.steps:
+                    assert group_id not in planned
+            assert consumer.v_train == mine.step, "the ledger counts the steps that were trained"
+            trained = sum(
+                mine.trained.sizes[id_] * len(steps) for id_, steps in mine.trained.groups().items()
+            )
+            assert consumer.episodes_trained == trained, "trained_effectively_once: the counter"
 
     @invariant()
     def every_task_before_the_cursor_has_one_fate(self):
         """Under way as one group, trained, or given up: nothing is skipped, and nothing repeated."""
-        index, trained = self.ledger.index, self.model.trained
-        under_way = Counter(task_of(group_id) for group_id in index.groups)
-        assert all(count == 1 for count in under_way.values())
-        done = {task_of(group_id) for group_id, steps in trained.uses.items() if steps}
-        taken = {index.tasks.task(*index.tasks.at(place)).task_id for place in range(index.meta.position)}
-        assert taken == set(under_way) | done | trained.given_up
-        assert not set(index.groups) & set(self.model.held.ended), "what has ended stays so"
+        index = self.ledger.index
+        places = [index.tasks.at(place) for place in range(index.meta.position)]
+        taken = [index.tasks.task(*place).task_id for place in places]
+        for policy, mine in self.model.trainers.items():
+            under_way = {
+                group_id
+                for group_id, group in index.groups.items()
+                if policy in group.training and not group.training[policy].has_ended
+            }
+            done = set(mine.trained.groups())
+            tries = Counter(task_of(group_id) for group_id in under_way | done)
+            assert all(count == 1 for count in tries.values()), "a task is tried by one group at a time"
+            expected = {task for task in taken if policy in self.model.policies_of(task)}
+            assert expected == set(tries) | mine.trained.given_up
+            for group_id, ended_for in self.model.held.ended:
+                assert ended_for != policy or group_id not in under_way, "what has ended stays so"
 
     @invariant()
     def acknowledged_bytes_are_held_until_the_end(self):
@@ -86,7 +103,8 @@ class Promises(RuleBasedStateMachine):
         for group_id, group in index.groups.items():
             gone = (EpisodeState.MISSING, EpisodeState.MASKED)
             stored = {s for s, e in enumerate(group.episodes) if e.state not in gone}
-            assert stored == blobs.get(group_id, set())
+            assert stored == blobs.get(group_id, set()), "bytes are held until the checkpoint"
+            assert not all(training.has_ended for training in group.training.values())
             masked = {
                 f"{group_id}.{s}" for s, e in enumerate(group.episodes) if e.state == EpisodeState.MASKED
             }

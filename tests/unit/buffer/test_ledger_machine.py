@@ -4,12 +4,9 @@ with every write in a real Redis. `LEDGER_EXAMPLES=2000` searches deeper, from a
 from __future__ import annotations
 
 import asyncio
-import os
 import uuid
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from areal_async.config.reward import RewardSection
 from areal_async.rewards import Routing
@@ -18,7 +15,7 @@ from replay_buffer.ledger.rules import VerdictPolicy
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
 from tests.redis_client import connect
-from tests.unit.buffer.ledger_machine import LedgerMachine
+from tests.unit.buffer.ledger_machine import LedgerMachine, consumers_of, run
 from tests.unit.buffer.ledger_promises import SIZE_BYTES, N
 
 BLOB = b"x" * SIZE_BYTES
@@ -98,22 +95,6 @@ class OnRedis(LedgerMachine):
             assert held == {group_id for group_id, samples in self.model.held.blobs.items() if samples}
 
 
-def run(base, *, examples, **fields):
-    deep = os.environ.get("LEDGER_EXAMPLES")
-    run_state_machine_as_test(
-        type("Machine", (base,), fields),
-        settings=settings(
-            max_examples=int(deep) if deep else examples,
-            stateful_step_count=100,
-            deadline=None,
-            derandomize=not deep,
-            database=None,
-            print_blob=True,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-
-
 MASK, FAIL = VerdictPolicy(1, "mask"), VerdictPolicy(1, "fail_job")
 AT_ONCE = VerdictPolicy(0, "mask")
 AS_ONE = Routing(RewardSection(name="r.py:f", scope="group"))
@@ -146,19 +127,29 @@ RULES = {
 }
 
 
+@pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
 @pytest.mark.parametrize("name", RULES)
-def test_staleness_is_bounded_and_every_other_promise_of_the_ledger(driver_type, name):
+def test_staleness_is_bounded_and_every_other_promise_of_the_ledger(driver_type, name, two):
     eta, rules = RULES[name]
     run(
         LedgerMachine,
-        examples=30 if "score" in name else 50,
+        examples=20 if "score" in name else 30,
         driver_type=driver_type,
-        eta=eta,
+        consumers=consumers_of(eta, two),
         ledger_rules=rules,
     )
 
 
+@pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
 @pytest.mark.parametrize("name", ["eta 1", "replay", "no score masks", "scored as one, fails the job"])
-def test_trained_effectively_once_with_every_write_in_redis(driver_type, redis_url, name):
+def test_trained_effectively_once_with_every_write_in_redis(driver_type, redis_url, name, two):
     eta, rules = RULES[name]
-    run(OnRedis, examples=20, driver_type=driver_type, eta=eta, ledger_rules=rules, redis_url=redis_url)
+    consumers = consumers_of(eta, two)
+    run(
+        OnRedis,
+        examples=15,
+        driver_type=driver_type,
+        consumers=consumers,
+        ledger_rules=rules,
+        redis_url=redis_url,
+    )
