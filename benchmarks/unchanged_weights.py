@@ -5,14 +5,14 @@
 
 Makes the quickstart's data and model, warms the model up by SFT, then runs its RL job through all services,
 once per learning rate (held constant) and dtype. With `trainer.dtype: bfloat16` AdamW works on fp32 master
-weights; what is computed with and published is their rounding to bf16. The trainer compares each version with
-the one before, bit for bit (`weights.codec: delta`), and writes the share into the run log, from which this
-reads it. A step that was not compared, since the next came too soon, is left out of shares and bytes alike.
+weights; what is computed with and published is their rounding to bf16. Each step leaves a checkpoint; its
+weights, rounded so, are compared with those of the one before, bit for bit, and a delta is made between both.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -20,17 +20,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from areal_async.config.load import load_job
 from areal_async.launch.run import run_job
 from areal_async.quickstart.main import prepare
-from areal_async.status.record import read_run_log
+from areal_async.rpc.schema import VersionTag
+from areal_async.weights.delta import write_delta
+from areal_async.weights.snapshot import write_snapshot
 
 SEED = 1
 COMMON = (
-    "weights.codec=delta",
-    "weights.delta_below=1.0",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep=1000",
     "trainer.optimizer.warmup_steps=0",
     "trainer.optimizer.schedule=constant",
     "observe.metrics_port=0",
@@ -45,7 +49,7 @@ def warm_start(files: Path, console: Console) -> None:
 
 
 def measure(files: Path, lr: float, dtype: str, steps: int, console: Console) -> dict[str, Any]:
-    """Run the RL job once and read what its steps changed."""
+    """Run the RL job once and compare what its steps left."""
     name = f"unchanged-{dtype}-{lr:g}".replace(".", "-").replace("+", "")
     overrides = [
         f"job={name}",
@@ -57,28 +61,36 @@ def measure(files: Path, lr: float, dtype: str, steps: int, console: Console) ->
         *COMMON,
     ]
     run_job(load_job(files / "train.yaml", overrides), overwrite=True, plain=True, console=console)
-    records = [r for r in read_run_log(files.parent / name / "metrics.jsonl") if r["kind"] == "step"]
-    compared = {
-        record["weights_delta_version"]: record
-        for record in records
-        if record.get("weights_delta_base", -1) == record.get("weights_delta_version", -9) - 1
-    }
-    return {"lr": lr, "dtype": dtype, "steps": steps, **summary(list(compared.values()))}
+    folders = sorted((files.parent / name / "checkpoints").glob("step-*"))
+    versions = [load_file(folder / "policy-00000-of-00001.safetensors") for folder in folders]
+    rounded = [{k: v.to(getattr(torch, dtype)) for k, v in version.items()} for version in versions]
+    return {"lr": lr, "dtype": dtype, "steps": steps, **summary(rounded)}
 
 
-def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Shares of unchanged weights over the compared steps, and bytes of all their versions."""
-    unchanged = [1 - record["weights_changed_share"] for record in records]
-    full = sum(record["weights_full_bytes"] for record in records)
-    delta = sum(record["weights_delta_bytes"] or record["weights_full_bytes"] for record in records)
+def summary(versions: Sequence[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """Shares of unchanged weights from version to version, and the bytes of all, in full and as deltas."""
+    unchanged, full, saved = [], 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        written = [
+            write_snapshot(Path(folder), VersionTag("policy", 1, number), tensors)
+            for number, tensors in enumerate(versions)
+        ]
+        for (base, old), (new, now) in itertools.pairwise(zip(written, versions, strict=True)):
+            bits = {2: torch.int16, 4: torch.int32}
+            pairs = [(old[n].view(bits[t.itemsize]), t.view(bits[t.itemsize])) for n, t in now.items()]
+            same = sum(int((before == after).sum()) for before, after in pairs)
+            unchanged.append(same / sum(tensor.numel() for tensor in now.values()))
+            delta = write_delta(base.path, new.path)
+            full += new.size_bytes
+            saved += new.size_bytes - (delta.size_bytes if delta is not None else new.size_bytes)
     return {
-        "compared": len(records),
+        "compared": len(unchanged),
         "unchanged_median": statistics.median(unchanged),
         "unchanged_min": min(unchanged),
         "unchanged_max": max(unchanged),
         "full_bytes": full,
-        "delta_bytes": delta,
-        "bytes_saved_share": 1 - delta / full,
+        "delta_bytes": full - saved,
+        "bytes_saved_share": saved / full,
     }
 
 

@@ -164,11 +164,9 @@ def measure_delta(root: Path, size_bytes: int, dtype: str, share: float, threads
     for _ in range(ROUNDS):
         shutil.rmtree(root / "policy-e1-v1.delta", ignore_errors=True)
         began_s = time.perf_counter()
-        compared = write_delta(base.path, new.path, threads=threads)
+        delta = write_delta(base.path, new.path, threads=threads)
         encode_s = min(encode_s, time.perf_counter() - began_s)
-        delta = compared.delta
         assert delta is not None
-        assert compared.changed == changed
         began_s = time.perf_counter()
         made = apply_delta(base.path, delta.path, root / "node" / "policy-e1-v1")
         apply_s = min(apply_s, time.perf_counter() - began_s)
@@ -178,7 +176,7 @@ def measure_delta(root: Path, size_bytes: int, dtype: str, share: float, threads
     return {
         "size_MB": size_bytes // MB,
         "dtype": dtype,
-        "changed_share": round(compared.changed_share, 5),
+        "changed_share": round(changed / sum(t.numel() for t in tensors.values()), 5),
         "wire_bytes": delta.size_bytes,
         "wire_share": round(delta.size_bytes / new.size_bytes, 5),
         "encode_GB_per_s": round(size_bytes / encode_s / 1e9, 3),

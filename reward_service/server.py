@@ -23,7 +23,7 @@ from typing import Any, get_args
 
 from areal_async.errors import FaultError, RpcTimeout
 from areal_async.rewards import RewardSpec
-from areal_async.rpc.client import Caller
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutVerdicts, VerdictAck
 from areal_async.rpc.verdicts import Failure, Score, Verdict, VerdictKind, kind_of
 from areal_async.runtime.events import failpoint, record, recording
@@ -94,7 +94,7 @@ class ClaimedCall:
 class RewardServer:
     """The loops between one buffer and what scores its episodes."""
 
-    def __init__(self, buffer: Caller, router: Router, *, scorer: str) -> None:
+    def __init__(self, buffer: Client, router: Router, *, scorer: str) -> None:
         self._buffer = buffer
         self._router = router
         self._scorer = scorer

@@ -4,6 +4,11 @@
 end, one file per rank), the buffer's ledger as of the same commit, and `manifest.json` with the hash of every
 other file. A folder gets its name only when it is complete, so what has a name can be loaded or is refused
 as damaged. Nothing is pickled. The newest `keep` checkpoints are kept.
+
+Beside them, `published.jsonl` has what every trainer of the run has published since the newest checkpoint,
+with the hash of each version's weights. A trainer that redoes steps compares what it publishes with what its
+predecessors had: units sampled from equal weights are still true. A line that a crash cut short is a version
+that counts as different, which costs generation and nothing else.
 """
 
 from __future__ import annotations
@@ -17,15 +22,17 @@ from pathlib import Path
 import blake3
 import msgspec
 
+from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.events import failpoint
 from areal_async.runtime.log import get_logger
+from trainer_service.disk import replace_folder, room_for
 from trainer_service.errors import CheckpointError, DiskFull
-from trainer_service.files import replace_folder, room_for
 from trainer_service.ranks import Ranks
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
 LEDGER = "ledger.bin"
+PUBLISHED = "published.jsonl"
 
 log = get_logger("trainer")
 
@@ -171,3 +178,47 @@ def _entry(path: Path) -> FileEntry:
     hasher = blake3.blake3()
     hasher.update_mmap(path)
     return FileEntry(path.stat().st_size, hasher.hexdigest())
+
+
+class PublishedVersion(msgspec.Struct, frozen=True):
+    epoch: int
+    version: int
+    weights_hash: str
+
+
+class PublishedVersions:
+    """Belongs to rank 0."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / PUBLISHED
+        self.entries: list[PublishedVersion] = []
+        for line in self.path.read_bytes().splitlines() if self.path.exists() else ():
+            try:
+                self.entries.append(msgspec.json.decode(line, type=PublishedVersion))
+            except msgspec.DecodeError:
+                continue
+
+    @property
+    def last_epoch(self) -> int:
+        """The newest epoch that published anything; 0 before the first."""
+        return max((entry.epoch for entry in self.entries), default=0)
+
+    def add(self, tag: VersionTag, weights_hash: str) -> list[int]:
+        """Write down a version that was published; returns the earlier epochs that had published it alike."""
+        same = [
+            entry.epoch
+            for entry in self.entries
+            if (entry.version, entry.weights_hash) == (tag.version, weights_hash) and entry.epoch != tag.epoch
+        ]
+        entry = PublishedVersion(tag.epoch, tag.version, weights_hash)
+        self.entries.append(entry)
+        with self.path.open("ab") as file:
+            file.write(msgspec.json.encode(entry) + b"\n")
+        return same
+
+    def forget_before(self, version: int) -> None:
+        """A checkpoint of `version` is on disk: no earlier one is published again."""
+        self.entries = [entry for entry in self.entries if entry.version >= version]
+        unfinished = self.path.with_suffix(".tmp")
+        unfinished.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in self.entries))
+        unfinished.replace(self.path)

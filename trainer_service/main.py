@@ -16,7 +16,7 @@ from areal_async.status.record import RunLog
 from areal_async.weights.publisher import make_publisher
 from trainer_service.backends.base import TrainingBackend
 from trainer_service.checkpoint import newest_usable
-from trainer_service.files import companion_files
+from trainer_service.disk import companion_files
 from trainer_service.loop.learner import load_backend
 from trainer_service.loop.rl import RlTrainer
 from trainer_service.loop.sft import SftTrainer

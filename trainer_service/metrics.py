@@ -13,11 +13,6 @@ STALENESS_MEAN = Gauge(
     "areal_trainer_staleness_mean", "Mean staleness of the last step's episodes, in versions."
 )
 STALENESS_MAX = Gauge("areal_trainer_staleness_max", "Largest staleness in the last step, in versions.")
-WEIGHTS_BYTES = Counter("areal_trainer_weights_bytes", "Bytes of published weights, by codec.", ["codec"])
-WEIGHTS_CHANGED = Gauge(
-    "areal_trainer_weights_changed_share",
-    "Share of weights that the newest version compared with its base had changed, bit for bit.",
-)
 GRAD_NORM = Gauge("areal_trainer_grad_norm", "Gradient norm of the last step before clipping.")
 EFFECTIVE_SAMPLES = Gauge(
     "areal_trainer_effective_sample_share", "Effective sample size of the last step's units."

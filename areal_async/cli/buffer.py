@@ -72,7 +72,7 @@ def replay(
     ] = None,
     steps: Steps = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A new folder to keep model and figures in.")
+        Path | None, typer.Option(metavar="DIR", help="A new folder to keep the model in.")
     ] = None,
 ) -> None:
     """Train on the recorded batches again, with no generation, and compare bit by bit."""

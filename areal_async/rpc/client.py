@@ -25,7 +25,7 @@ import threading
 from collections.abc import Coroutine, Sequence
 from enum import Enum
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import zmq
 import zmq.utils.monitor
@@ -68,18 +68,6 @@ class _Pending:
         self.answer: asyncio.Future[tuple[Message, list[memoryview]]] | None = None
         self.sent_s = 0.0
         self.resend_after_s = RESEND_AFTER_S
-
-
-class Caller(Protocol):
-    """What a part of a service needs of a `Client`: a place for a small fake in tests."""
-
-    async def call(
-        self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
-    ) -> R: ...
-
-    async def exchange(
-        self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
-    ) -> tuple[R, list[memoryview]]: ...
 
 
 class Client:
@@ -288,7 +276,7 @@ class Client:
         self._context = context
         self._fatal = None
         self._greeted = loop.create_future()
-        self._socket = PolledSocket(sock, 2, self._on_frames)
+        self._socket = PolledSocket(sock, 1, self._on_frames)
         self._monitor = PolledSocket(monitor, 2, self._on_event)
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
 
@@ -326,7 +314,7 @@ class Client:
         answer = pending.answer if pending is not None else None
         try:
             reply = read_reply(copied[0])
-            attachments = read_attachments(header, [*copied[1:], *rest])
+            attachments = read_attachments(header, rest)
         except ProtocolError as error:
             self.malformed += 1
             if answer is not None and not answer.done():
@@ -384,21 +372,6 @@ def _expire(answer: asyncio.Future[Any]) -> None:
         answer.set_exception(TimeoutError())
 
 
-# --- for code that blocks ---
-
-
-class SyncCaller(Protocol):
-    """What a part of a service needs of a `SyncClient`: a place for a small fake in tests."""
-
-    def call(
-        self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
-    ) -> R: ...
-
-    def exchange(
-        self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
-    ) -> tuple[R, list[memoryview]]: ...
-
-
 class SyncClient:
     """Ask the server at `endpoint`, blocking: a `Client` on a loop in a thread of its own.
 
@@ -413,18 +386,9 @@ class SyncClient:
         name: str,
         access: Access,
         timeout_s: float = TIMEOUT_S,
-        max_in_flight: int = 64,
     ) -> None:
         self.endpoint = endpoint
-        self._client = Client(
-            endpoint,
-            job=job,
-            role=role,
-            name=name,
-            access=access,
-            timeout_s=timeout_s,
-            max_in_flight=max_in_flight,
-        )
+        self._client = Client(endpoint, job=job, role=role, name=name, access=access, timeout_s=timeout_s)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 

@@ -188,20 +188,10 @@ def serve_zap(context: zmq.Context[zmq.Socket[bytes]], asked_for: CurveKeys | Pa
     def on_frames(copied: list[bytes], rest: list[Buffer]) -> None:
         polled.send(_verdict(copied if not rest else [], asked_for))
 
-    polled = PolledSocket(bind_zap(context), ZAP_FRAMES, on_frames)
-    return polled
-
-
-def bind_zap(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """The socket on which libzmq asks, for a thread without an event loop; see `answer_zap`."""
     sock = context.socket(zmq.REP)
     sock.bind(ZAP_ENDPOINT)
-    return sock
-
-
-def answer_zap(sock: zmq.Socket[bytes], asked_for: CurveKeys | Password) -> None:
-    """Answer the question that waits on `sock`."""
-    sock.send_multipart(_verdict(sock.recv_multipart(), asked_for))
+    polled = PolledSocket(sock, ZAP_FRAMES, on_frames)
+    return polled
 
 
 def _verdict(asked: list[bytes], asked_for: CurveKeys | Password) -> list[bytes]:

@@ -1,9 +1,7 @@
 """The frames of one message on a socket.
 
-    head       32 bytes of header, then the msgpack body
-    sizes      only with attachments: the size of each, u64 little-endian
-    packed     only with attachments: those below `PACK_BELOW_BYTES`, one after another, each padded to 16
-    large …    each larger attachment, a frame of its own, never copied in Python
+    head         32 bytes of header, then the msgpack body
+    attachment … each a frame of its own, large ones never copied in Python
 
 Header: magic `AA`, wire version, kind, number of attachments, client id, request id, floor. A client id is
 drawn at random when a `Client` is made and outlives its reconnects; request ids of a client only grow;
@@ -24,18 +22,22 @@ import msgspec
 from typing_extensions import Buffer
 
 from areal_async.errors import MessageTooLarge, ProtocolError
-from areal_async.rpc.schema import Message, Request
-from areal_async.rpc.table import REPLIES, REQUESTS
+from areal_async.rpc import control_messages, messages, weights_messages
+from areal_async.rpc.schema import Fault, Message, Request, replies_to
 
+MODULES = (messages, weights_messages, control_messages)
+"""The modules that declare requests: importing them is what fills the tables of requests and replies."""
+REQUESTS: tuple[type[Request[Any]], ...] = tuple(Request.__subclasses__())
+REPLIES: tuple[type[Message], ...] = tuple(
+    dict.fromkeys([Fault, *(reply for request in REQUESTS for reply in replies_to(request))])
+)
 MAGIC = b"AA"
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 HEADER = struct.Struct("<2sBBIQQQ")
-PACK_BELOW_BYTES = 32 * 1024
-PACK_ALIGN_BYTES = 16
 MAX_ATTACHMENTS = 65_536
 MAX_BODY_BYTES = 64 << 20
 MAX_MESSAGE_BYTES = 1 << 30
-MAX_FRAMES = MAX_ATTACHMENTS + 4
+MAX_FRAMES = MAX_ATTACHMENTS + 2
 
 T = TypeVar("T")
 
@@ -60,7 +62,6 @@ class Header(NamedTuple):
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request[Any]] = msgspec.msgpack.Decoder(Union[REQUESTS])  # noqa: UP007
 _reply_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union[REPLIES])  # noqa: UP007
-_PADDING = [b"\0" * n for n in range(PACK_ALIGN_BYTES)]
 
 
 def write_frames(
@@ -84,34 +85,22 @@ def write_frames(
             f"{type(message).__name__} has {len(body)} bytes; the limit is {MAX_BODY_BYTES}"
         )
     n = len(attachments)
-    head = HEADER.pack(MAGIC, WIRE_VERSION, kind, n, client, request, floor) + body
-    if not n:
-        return [head]
+    head: Buffer = HEADER.pack(MAGIC, WIRE_VERSION, kind, n, client, request, floor) + body
     if n > MAX_ATTACHMENTS:
         raise MessageTooLarge(f"{n} attachments; the limit is {MAX_ATTACHMENTS}")
-    sizes: list[int] = []
-    packed: list[Buffer] = []
-    large: list[Buffer] = []
-    for attachment in attachments:
-        if isinstance(attachment, bytes):
-            view: Buffer = attachment
-            size = len(attachment)
-        else:
-            view = memoryview(attachment)
-            if view.ndim != 1 or view.format != "B":
-                if not view.contiguous:
-                    raise ProtocolError("an attachment must be contiguous")
-                view = view.cast("B") if view.nbytes else memoryview(b"")
-            size = view.nbytes
-        sizes.append(size)
-        if size < PACK_BELOW_BYTES:
-            packed.append(view)
-            packed.append(_PADDING[-size % PACK_ALIGN_BYTES])
-        else:
-            large.append(view)
-    if sum(sizes) > MAX_MESSAGE_BYTES:
-        raise MessageTooLarge(f"attachments of {sum(sizes)} bytes; the limit is {MAX_MESSAGE_BYTES}")
-    return [head, struct.pack(f"<{n}Q", *sizes), b"".join(packed), *large]
+    frames = [head, *map(_as_bytes, attachments)]
+    if (size := sum(memoryview(frame).nbytes for frame in frames[1:])) > MAX_MESSAGE_BYTES:
+        raise MessageTooLarge(f"attachments of {size} bytes; the limit is {MAX_MESSAGE_BYTES}")
+    return frames
+
+
+def _as_bytes(attachment: Buffer) -> Buffer:
+    if isinstance(attachment, bytes):
+        return attachment
+    view = memoryview(attachment)
+    if not view.contiguous:
+        raise ProtocolError("an attachment must be contiguous")
+    return view.cast("B") if view.nbytes else b""
 
 
 def read_header(head: bytes) -> Header:
@@ -140,37 +129,7 @@ def _read_body(decoder: msgspec.msgpack.Decoder[T], head: bytes) -> T:
 
 
 def read_attachments(header: Header, frames: Sequence[Buffer]) -> list[memoryview]:
-    """Views of the attachments in `frames` (those behind the head). Sizes are checked before any is used."""
-    n = header.n_attachments
-    if not n:
-        if frames:
-            raise ProtocolError(f"{len(frames)} frames behind a message without attachments")
-        return []
-    if n > MAX_ATTACHMENTS:
-        raise ProtocolError(f"{n} attachments; the limit is {MAX_ATTACHMENTS}")
-    if len(frames) < 2:
-        raise ProtocolError("attachments were announced and did not come")
-    table = memoryview(frames[0])
-    if table.nbytes != 8 * n:
-        raise ProtocolError(f"a size table of {table.nbytes} bytes for {n} attachments")
-    sizes = struct.unpack(f"<{n}Q", table)
-    packed = memoryview(frames[1])
-    views: list[memoryview] = []
-    at, next_large = 0, 2
-    for size in sizes:
-        if size < PACK_BELOW_BYTES:
-            if at + size > packed.nbytes:
-                raise ProtocolError("the packed frame is shorter than its attachments")
-            views.append(packed[at : at + size])
-            at += size + -size % PACK_ALIGN_BYTES
-        else:
-            if next_large >= len(frames):
-                raise ProtocolError("a large attachment is missing")
-            view = memoryview(frames[next_large])
-            if view.nbytes != size:
-                raise ProtocolError(f"an attachment of {view.nbytes} bytes was announced with {size}")
-            views.append(view)
-            next_large += 1
-    if next_large != len(frames) or at != packed.nbytes:
-        raise ProtocolError("more bytes came than were announced")
-    return views
+    """Views of the attachments, which are `frames`, those behind the head."""
+    if len(frames) != header.n_attachments:
+        raise ProtocolError(f"{len(frames)} attachments came, {header.n_attachments} were announced")
+    return [memoryview(frame) for frame in frames]

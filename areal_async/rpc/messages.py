@@ -150,7 +150,7 @@ class EpisodeVerdict(Record, frozen=True):
     claim_id: str
     verdict: Verdict
     elapsed_ms: float = 0.0
-    """Of the call alone, without its wait for a worker."""
+    """How long the call alone took, without its wait for a worker."""
 
 
 class VerdictAck(Message, frozen=True):

@@ -4,8 +4,8 @@ A request is declared once, with the reply that answers it: `class Heartbeat(Req
 (`await client.call(Heartbeat(…))` is a `HeartbeatAck`), the dispatch of servers and the decoders follow from
 that. Each message is an immutable msgspec struct, encoded as msgpack, told apart by its tag (the class name).
 Bulk bytes never sit inside a message: they travel as attachments, separate frames in the order that the
-message names. Durations are integer milliseconds; no message carries a clock reading. `table.py` has them
-all.
+message names. Durations are integer milliseconds; no message carries a clock reading. `frames.py`
+has them all.
 
 `SCHEMA` is compared at hello: two processes of different schema refuse each other with a `Fault`.
 """

@@ -1,7 +1,7 @@
 """The answering side of the RPC: a ROUTER socket in front of one async handler.
 
 Promises:
-- A request runs at most once at a time, and not again while its reply is remembered (`replies.py`).
+- A request runs at most once at a time, and not again while its reply is remembered (`reply_book.py`).
 - Nothing of a peer without the secret is received: it is asked for in the handshake.
 - Every well-formed request is answered: with the handler's reply, or with a typed `Fault`.
 - Nothing a peer sends ends the server: what is not a message is answered `invalid` where it names a request,
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ from areal_async.rpc.frames import (
     read_request,
     write_frames,
 )
-from areal_async.rpc.replies import Admission, ReplyBook
+from areal_async.rpc.reply_book import Admission, ReplyBook
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, Request, Welcome
 from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
 
@@ -55,22 +55,6 @@ class Peer:
 
     role: str
     name: str
-
-
-@dataclass
-class RpcCounters:
-    """What happened since the start, for metrics and tests."""
-
-    requests: int = 0
-    malformed: int = 0
-    unknown: int = 0
-    """Requests before a hello: after a restart of this server, one or so per client."""
-    joined: int = 0
-    replayed: int = 0
-    busy: int = 0
-    faults: int = 0
-    undelivered: int = 0
-    """Replies whose client was gone or took nothing; it asks again if it still cares."""
 
 
 Answer = Message | tuple[Message, Sequence[Buffer]]
@@ -121,7 +105,8 @@ class Server:
         max_part_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.endpoint = endpoint
-        self.counters = RpcCounters()
+        self.counters: Counter[str] = Counter()
+        """What happened since the start; `unknown` are requests before a hello, such as after a restart."""
         self.front_epoch = front_epoch
         self._service = service
         self._job = job
@@ -186,11 +171,11 @@ class Server:
             identity, head = copied
             header = read_header(head)
         except (ValueError, ProtocolError):
-            self.counters.malformed += 1
+            self.counters["malformed"] += 1
             return
         session = self._sessions.get(identity)
         if session is not None and session.client != header.client:
-            self.counters.malformed += 1
+            self.counters["malformed"] += 1
         elif header.kind == Kind.REQUEST:
             self._on_request(identity, session, header, head, rest)
         elif header.kind == Kind.BYE:
@@ -198,7 +183,7 @@ class Server:
                 self._drop_session(identity)
                 self._book.forget(session.client)
         else:
-            self.counters.malformed += 1
+            self.counters["malformed"] += 1
 
     def _on_request(
         self, identity: bytes, session: _Session | None, header: Header, head: bytes, rest: list[Buffer]
@@ -207,13 +192,13 @@ class Server:
             message = read_request(head)
             attachments = read_attachments(header, rest)
         except ProtocolError as error:
-            self.counters.malformed += 1
+            self.counters["malformed"] += 1
             self._send(identity, self._frames(header, Fault("invalid", str(error))))
             return
         if isinstance(message, Hello):
             self._send(identity, self._frames(header, self._greet(identity, header.client, message)))
         elif session is None:
-            self.counters.unknown += 1
+            self.counters["unknown"] += 1
             self._send(identity, write_frames(Kind.WHO, header.client, header.request, 0, None, ()))
         elif self._stopping:
             self._send(identity, self._frames(header, Fault("unavailable", "stopping", STOP_RETRY_MS)))
@@ -231,17 +216,17 @@ class Server:
     ) -> None:
         admission = self._book.admit(header.client, header.request, header.floor)
         if admission is Admission.RUN:
-            self.counters.requests += 1
+            self.counters["requests"] += 1
             task = asyncio.get_running_loop().create_task(self._run(session, header, message, attachments))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif admission is Admission.JOIN:
-            self.counters.joined += 1
+            self.counters["joined"] += 1
         elif admission is Admission.REPLAY:
-            self.counters.replayed += 1
+            self.counters["replayed"] += 1
             self._send(identity, self._book.reply(header.client, header.request))
         elif admission is Admission.BUSY:
-            self.counters.busy += 1
+            self.counters["busy"] += 1
             fault = Fault("busy", f"{session.peer.name} has too many requests under way", BUSY_RETRY_MS)
             self._send(identity, self._frames(header, fault))
 
@@ -299,9 +284,9 @@ class Server:
 
     def _frames(self, header: Header, reply: Message, attachments: Sequence[Buffer] = ()) -> list[Buffer]:
         if isinstance(reply, Fault):
-            self.counters.faults += 1
+            self.counters["faults"] += 1
         return write_frames(Kind.REPLY, header.client, header.request, 0, reply, attachments)
 
     def _send(self, identity: bytes | None, frames: Sequence[Buffer]) -> None:
         if identity is None or self._socket is None or not self._socket.send([identity, *frames]):
-            self.counters.undelivered += 1
+            self.counters["undelivered"] += 1

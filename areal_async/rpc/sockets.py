@@ -50,9 +50,8 @@ class PolledSocket:
             for i, frame in enumerate(frames):
                 if i == last:
                     flags = zmq.NOBLOCK
-                sock.send(
-                    frame, flags, copy=len(frame) < COPY_BELOW_BYTES if isinstance(frame, bytes) else False
-                )
+                size = len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes
+                sock.send(frame, flags, copy=size < COPY_BELOW_BYTES)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

@@ -13,9 +13,9 @@ class Parts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Rewards of parts of an episode, beside the episode's own."""
 
     segments: dict[int, float] = {}
-    """By the segment's index in the episode."""
+    """The rewards of segments, by their index in the episode."""
     agents: dict[str, float] = {}
-    """By the agent's name."""
+    """The rewards of agents, by name."""
     units: list[float] = []
     """One for each unit of the episode, in its order; those of units that nobody sampled are ignored."""
 

@@ -6,21 +6,28 @@ train   training_rows → Row              refuse      TrajectoryError and its k
 """
 
 from areal_async.trajectory.builder import EpisodeBuilder, anchor_of
-from areal_async.trajectory.check import EpisodeFacts, PolicyVersions, check
 from areal_async.trajectory.codec import EpisodeSummary, decode, encode, pack, summarise, unpack
-from areal_async.trajectory.episode import Episode
-from areal_async.trajectory.errors import (
+from areal_async.trajectory.episode import Episode, EpisodeFacts, PolicyVersions, check
+from areal_async.trajectory.layout import (
     DEFAULT_LIMITS,
+    TRAJECTORY_SCHEMA,
+    Agent,
+    Call,
     CodecError,
+    EpisodeHeader,
     EpisodeLimits,
     InvariantError,
+    Media,
+    Sampling,
     SchemaError,
+    SegmentFlag,
+    SegmentKind,
+    Segments,
     SizeError,
     TrajectoryError,
+    Units,
 )
-from areal_async.trajectory.header import TRAJECTORY_SCHEMA, Agent, Call, EpisodeHeader, Media, Sampling
 from areal_async.trajectory.rows import Row, training_rows, untrainable
-from areal_async.trajectory.tables import SegmentFlag, SegmentKind, Segments, Units
 
 __all__ = [
     "DEFAULT_LIMITS",

@@ -13,17 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.trajectory.episode import Episode
-from areal_async.trajectory.errors import DEFAULT_LIMITS, EpisodeLimits, InvariantError
-from areal_async.trajectory.header import (
-    Agent,
-    Call,
-    EpisodeHeader,
-    FinishReason,
-    LogprobsOf,
-    Media,
-    Sampling,
-)
-from areal_async.trajectory.tables import (
+from areal_async.trajectory.layout import (
+    DEFAULT_LIMITS,
     F32,
     I32,
     I64,
@@ -31,6 +22,15 @@ from areal_async.trajectory.tables import (
     NO_PARENT,
     TABLE_COLUMNS,
     U8,
+    Agent,
+    Call,
+    EpisodeHeader,
+    EpisodeLimits,
+    FinishReason,
+    InvariantError,
+    LogprobsOf,
+    Media,
+    Sampling,
     SegmentFlag,
     SegmentKind,
     Segments,

@@ -21,22 +21,26 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.trajectory.check import PolicyVersions
-from areal_async.trajectory.episode import Episode
-from areal_async.trajectory.errors import DEFAULT_LIMITS, CodecError, EpisodeLimits, SchemaError, SizeError
-from areal_async.trajectory.header import TRAJECTORY_SCHEMA, EpisodeHeader
-from areal_async.trajectory.rows import untrainable
-from areal_async.trajectory.tables import (
+from areal_async.trajectory.episode import Episode, PolicyVersions
+from areal_async.trajectory.layout import (
     COLUMN_DTYPES,
+    DEFAULT_LIMITS,
     F32,
     I32,
     I64,
     TABLE_COLUMNS,
+    TRAJECTORY_SCHEMA,
     U8,
+    CodecError,
+    EpisodeHeader,
+    EpisodeLimits,
+    SchemaError,
     Segments,
+    SizeError,
     Units,
     frozen,
 )
+from areal_async.trajectory.rows import untrainable
 
 Buffer = bytes | bytearray | memoryview
 
@@ -190,7 +194,7 @@ class EpisodeSummary(msgspec.Struct, frozen=True):
     n_units: int
     n_sampled: int
     versions: dict[str, PolicyVersions]
-    """By policy, over its units with mask 1."""
+    """Versions by policy, over its units with mask 1."""
     size_bytes: int
     untrainable: str
     """Why no unit of it may be trained (see `untrainable`); empty when they may be."""

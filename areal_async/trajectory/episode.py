@@ -1,19 +1,298 @@
-"""One episode: a header and two tables that are known to agree.
+"""One episode: a header and two tables that are known to agree, and the invariants of that, all of them.
 
 An `Episode` that exists has passed `check`; its arrays are read-only, so it stays that way.
+
+segments      there is at least one; parents precede children (-1: a root), so the table is a forest in
+              topological order; agent, kind, turn and flags are in range; a reward is finite or NaN (none)
+tiling        offsets and lengths tile the unit table: every unit belongs to exactly one segment
+calls         call i made the i-th SAMPLED segment, from the path of its parent: a root-to-leaf path is
+              exactly what the engine saw; policies are in range, sampling parameters are finite
+units         token ids >= 0; log-probs finite and <= LOGPROB_SLACK; versions >= -1; mask 1 => version >= 0;
+              a unit outside a SAMPLED segment has mask 0 and version -1
+epochs        run-length over the units with mask 1: every run starts at one, the first run at the first one,
+              starts rise, neighbours differ; empty exactly when no unit has mask 1
+media         spans lie inside their segment; digests are `<hash>:<hex>`
+columns       optional columns have one value (or a row of values) per unit and a known type
+
+`training_rows` adds the last one: each unit with mask 1 is trained in exactly one row.
+
+The unit table is checked in whole columns, the segment table row by row. Short columns are reduced as lists:
+for a ten-token episode numpy's cost per call would be most of the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.trajectory.check import check
-from areal_async.trajectory.errors import DEFAULT_LIMITS, EpisodeLimits
-from areal_async.trajectory.header import EpisodeHeader
-from areal_async.trajectory.tables import Segments, Units
+from areal_async.trajectory.layout import (
+    COLUMN_DTYPES,
+    CORE_COLUMNS,
+    DEFAULT_LIMITS,
+    F32,
+    I32,
+    I64,
+    MAX_NAME_CHARS,
+    NO_PARENT,
+    NO_VERSION,
+    TABLE_COLUMNS,
+    TRAJECTORY_SCHEMA,
+    U8,
+    U32,
+    Call,
+    EpisodeHeader,
+    EpisodeLimits,
+    InvariantError,
+    Media,
+    SchemaError,
+    SegmentFlag,
+    SegmentKind,
+    Segments,
+    SizeError,
+    Units,
+)
+
+LOGPROB_SLACK = 1e-3
+"""A log-prob may exceed 0 by this much: engines add float32 rounding to a log-softmax."""
+
+_SMALL = 128
+"""Columns up to this length are faster to reduce as a list."""
+
+_INT32_MAX = 2**31 - 1
+_SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
+_SAMPLED = int(SegmentKind.SAMPLED)
+_MAX_KIND = int(max(SegmentKind))
+_ALL_FLAGS = int(~SegmentFlag(0))
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*\Z")
+_DIGEST = re.compile(r"[a-z0-9_-]+:[0-9a-f]+\Z")
+_COLUMN_DTYPES = frozenset(COLUMN_DTYPES.values())
+
+
+class PolicyVersions(NamedTuple):
+    """The weights of one policy that an episode's units with mask 1 are of."""
+
+    oldest: int
+    newest: int
+    epoch: int
+    """The smallest trainer epoch among them."""
+
+
+class EpisodeFacts(NamedTuple):
+    """What the check learned on its way. Versions and epoch are over units with mask 1, -1 without any."""
+
+    n_sampled: int
+    min_version: int
+    max_version: int
+    min_epoch: int
+    versions: dict[str, PolicyVersions]
+    """The versions of each policy by its name; one that sampled no unit with mask 1 is not in it."""
+
+
+def check(
+    header: EpisodeHeader, segments: Segments, units: Units, limits: EpisodeLimits = DEFAULT_LIMITS
+) -> EpisodeFacts:
+    """Raise InvariantError, SchemaError or SizeError unless every invariant above holds."""
+    _check_header(header)
+    _check_arrays(segments, units, limits)
+    mask, versioned, n_sampled, min_version, max_version = _check_units(units)
+    sampled = _check_segments(segments, len(units), versioned, len(header.agents))
+    _check_calls(header.calls, sampled, len(header.policies))
+    for media in header.media:
+        _check_media(media, segments)
+    min_epoch = _check_epochs(header.epochs, mask, n_sampled)
+    versions: dict[str, PolicyVersions] = {}
+    if len(header.policies) == 1 and n_sampled:
+        versions = {header.policies[0]: PolicyVersions(min_version, max_version, min_epoch)}
+    elif n_sampled:
+        versions = _versions_of_each(header, segments, units)
+    return EpisodeFacts(n_sampled, min_version, max_version, min_epoch, versions)
+
+
+def _versions_of_each(header: EpisodeHeader, segments: Segments, units: Units) -> dict[str, PolicyVersions]:
+    starts, epochs = np.array(header.epochs, np.int64).T
+    found: dict[str, PolicyVersions] = {}
+    for call in header.calls:
+        first = int(segments.offset[call.segment])
+        end = first + int(segments.length[call.segment])
+        rows = first + np.flatnonzero(units.mask[first:end])
+        if not len(rows):
+            continue
+        version = units.version[rows]
+        epoch = epochs[np.searchsorted(starts, rows, side="right") - 1]
+        mine = PolicyVersions(int(version.min()), int(version.max()), int(epoch.min()))
+        name = header.policies[call.policy]
+        old = found.get(name, mine)
+        found[name] = PolicyVersions(
+            min(old.oldest, mine.oldest), max(old.newest, mine.newest), min(old.epoch, mine.epoch)
+        )
+    return found
+
+
+def _check_header(header: EpisodeHeader) -> None:
+    if header.schema != TRAJECTORY_SCHEMA:
+        raise SchemaError(f"the episode has schema {header.schema}, this process reads {TRAJECTORY_SCHEMA}")
+    if not header.group_id or not (0 <= header.sample <= _INT32_MAX and 0 <= header.attempt <= _INT32_MAX):
+        raise InvariantError("header: group_id must not be empty, sample and attempt must be >= 0")
+    policies, agents = header.policies, header.agents
+    if len(set(policies)) != len(policies) or len({agent.name for agent in agents}) != len(agents):
+        raise InvariantError("header: policy names and agent names must be unique")
+    for agent in agents:
+        if not 0 <= agent.policy < len(policies):
+            raise InvariantError(f"agent {agent.name!r}: policy {agent.policy} of {len(policies)}")
+    if header.rewards and not all(map(math.isfinite, header.rewards.values())):
+        raise InvariantError("header: named rewards must be finite")
+
+
+def _check_arrays(segments: Segments, units: Units, limits: EpisodeLimits) -> None:
+    n_segments, n_units = len(segments), len(units)
+    if not n_segments:
+        raise InvariantError("an episode has at least one segment")
+    if n_segments > limits.segments:
+        raise SizeError(f"{n_segments} segments, the limit is {limits.segments}")
+    if n_units > limits.units:
+        raise SizeError(f"{n_units} units, the limit is {limits.units}")
+    if len(units.columns) > limits.columns:
+        raise SizeError(f"{len(units.columns)} optional columns, the limit is {limits.columns}")
+    table, reward, anchor = segments.table, segments.reward, segments.anchor
+    if table.dtype != I32 or reward.dtype != F32 or anchor.dtype != I64:
+        raise InvariantError("the segment table is i32, rewards are f32, anchors are i64")
+    if table.shape != (len(TABLE_COLUMNS), n_segments) or not reward.shape == anchor.shape == (n_segments,):
+        raise InvariantError("the columns of the segment table differ in length")
+    token_id, mask, logprob, version = units.token_id, units.mask, units.logprob, units.version
+    if token_id.dtype != I32 or mask.dtype != U8 or logprob.dtype != F32 or version.dtype != I32:
+        raise InvariantError("token_id and version are i32, mask is u8, logprob is f32")
+    if not token_id.shape == mask.shape == logprob.shape == version.shape == (n_units,):
+        raise InvariantError("the columns of the unit table differ in length")
+    for name, column in units.columns.items():
+        if len(name) > MAX_NAME_CHARS or name in CORE_COLUMNS or not _NAME.match(name):
+            raise InvariantError(f"column name {name[:MAX_NAME_CHARS]!r} is not a free identifier")
+        if column.dtype not in _COLUMN_DTYPES or column.ndim not in (1, 2) or column.shape[0] != n_units:
+            raise InvariantError(f"column {name}: {column.dtype} {column.shape} is not one value per unit")
+        if column.ndim == 2 and not 1 <= column.shape[1] <= limits.column_width:
+            raise SizeError(f"column {name}: width {column.shape[1]}, the limit is {limits.column_width}")
+
+
+def _check_units(units: Units) -> tuple[bytes, bytes, int, int, int]:
+    """The mask and `version >= 0` as bytes of 0 and 1, and the first three facts."""
+    if not len(units):
+        return b"", b"", 0, NO_VERSION, NO_VERSION
+    version = units.version
+    lowest, max_version = _extremes(version)
+    if lowest < NO_VERSION:
+        raise InvariantError(f"version: {lowest}; a version is >= 0, or -1 for none")
+    lowest, _ = _extremes(units.token_id)
+    if lowest < 0:
+        raise InvariantError(f"token_id: {lowest}; token ids are >= 0")
+    lowest, highest = _extremes(units.logprob, may_be_nan=True)
+    if not (lowest > -math.inf and highest <= LOGPROB_SLACK):  # false for NaN
+        raise InvariantError(f"logprob: {lowest} to {highest}; log-probs are finite, at most {LOGPROB_SLACK}")
+
+    mask = units.mask.tobytes()
+    versioned = (version >= 0).tobytes()
+    n_sampled = int(np.count_nonzero(units.mask))
+    if not n_sampled:
+        return mask, versioned, 0, NO_VERSION, NO_VERSION
+    if versioned == mask:
+        # As unsigned, -1 is the largest value: the minimum is that of the real versions.
+        min_version, _ = _extremes(version.view(U32))
+    else:
+        if units.mask.max() > 1:
+            raise InvariantError("mask: a mask is 0 or 1")
+        min_version, max_version = _extremes(version[units.mask.view(np.bool_)])
+        if min_version < 0:
+            raise InvariantError("version: a unit with mask 1 has the version that sampled it")
+    return mask, versioned, n_sampled, int(min_version), int(max_version)
+
+
+def _check_segments(segments: Segments, n_units: int, versioned: bytes, n_agents: int) -> list[int]:
+    """The sampled segments."""
+    sampled = []
+    end = 0
+    rows = zip(*segments.table.tolist(), strict=True)
+    for i, (parent, kind, agent, turn, offset, length, flags) in enumerate(rows):
+        if not NO_PARENT <= parent < i:
+            raise InvariantError(f"segment {i}: parent {parent} is neither an earlier segment nor -1")
+        if not 0 <= kind <= _MAX_KIND:
+            raise InvariantError(f"segment {i}: kind {kind} is unknown")
+        if not 0 <= agent < n_agents:
+            raise InvariantError(f"segment {i}: agent {agent} of {n_agents}")
+        if turn < 0:
+            raise InvariantError(f"segment {i}: turn {turn}, turns count from 0")
+        if not 0 <= flags <= _ALL_FLAGS:
+            raise InvariantError(f"segment {i}: flags {flags:#x}, the known bits are {_ALL_FLAGS:#x}")
+        if offset != end or length < 0:
+            raise InvariantError(f"segment {i}: offset {offset}, length {length}; {end} units came before it")
+        end += length
+        if kind == _SAMPLED:
+            sampled.append(i)
+        elif versioned.find(1, offset, end) >= 0:  # mask 1 implies a version, so this covers the mask
+            raise InvariantError(f"segment {i}: it is not sampled, so its units have mask 0 and version -1")
+    if end != n_units:
+        raise InvariantError(f"segments: their lengths sum to {end}, there are {n_units} units")
+    rewards = segments.reward.tolist()
+    if math.inf in rewards or -math.inf in rewards:
+        raise InvariantError("reward: a reward is finite, or NaN for none")
+    return sampled
+
+
+def _check_calls(calls: list[Call], sampled: list[int], n_policies: int) -> None:
+    if len(calls) != len(sampled):
+        raise InvariantError(f"calls: {len(calls)} for {len(sampled)} sampled segments")
+    for call, segment in zip(calls, sampled, strict=True):
+        if call.segment != segment:
+            raise InvariantError(f"calls: segment {segment} was sampled next, not {call.segment}")
+        if not 0 <= call.policy < n_policies:
+            raise InvariantError(f"call of segment {segment}: policy {call.policy} of {n_policies}")
+        s = call.sampling
+        # Chained comparisons are false for NaN, so these refuse it too.
+        if not (0 <= s.temperature < math.inf and 0 < s.top_p <= 1):
+            raise InvariantError(f"call of segment {segment}: temperature {s.temperature}, top_p {s.top_p}")
+        if s.top_k < 0 or s.max_new_tokens < 0 or not _SEED_MIN <= s.seed <= _SEED_MAX:
+            raise InvariantError(f"call of segment {segment}: top_k, max_new_tokens or seed out of range")
+
+
+def _check_media(media: Media, segments: Segments) -> None:
+    if not _DIGEST.match(media.digest) or media.size_bytes < 0:
+        raise InvariantError(f"media {media.digest[:64]!r}: a digest is <hash>:<hex>, a size >= 0")
+    segment, first = media.segment, media.first_unit
+    if not 0 <= segment < len(segments) or media.n_units < 0:
+        raise InvariantError(f"media {media.digest}: {media.n_units} units in segment {segment}")
+    offset, length = int(segments.offset[segment]), int(segments.length[segment])
+    if not offset <= first <= first + media.n_units <= offset + length:
+        raise InvariantError(f"media {media.digest}: its units lie outside segment {segment}")
+
+
+def _extremes(column: NDArray, may_be_nan: bool = False) -> tuple[float, float]:
+    """Smallest and largest value of a column, exact for i32 and f32; (nan, nan) when it holds a NaN."""
+    if len(column) > _SMALL:
+        return column.min(), column.max()
+    values = column.tolist()
+    if may_be_nan and math.isnan(sum(values)):
+        return math.nan, math.nan  # the order decides what min() makes of a NaN
+    return min(values), max(values)
+
+
+def _check_epochs(epochs: list[tuple[int, int]], mask: bytes, n_sampled: int) -> int:
+    """The smallest epoch, -1 without sampled units."""
+    if not n_sampled:
+        if epochs:
+            raise InvariantError("epochs: no unit has mask 1")
+        return -1
+    if not epochs or epochs[0][0] != mask.find(1):
+        raise InvariantError("epochs: the first run starts at the first unit with mask 1")
+    last_unit, last_epoch, smallest = -1, -1, _INT32_MAX
+    for first_unit, epoch in epochs:
+        if not last_unit < first_unit < len(mask) or mask[first_unit] != 1:
+            raise InvariantError("epochs: runs start at units with mask 1, in rising order")
+        if not 0 <= epoch <= _INT32_MAX or epoch == last_epoch:
+            raise InvariantError("epochs: an epoch is >= 0 and differs from its neighbours")
+        last_unit, last_epoch = first_unit, epoch
+        smallest = min(smallest, epoch)
+    return smallest
 
 
 class Episode:
@@ -50,7 +329,7 @@ class Episode:
         self.min_epoch = facts.min_epoch
         """Smallest trainer epoch behind a unit with mask 1; -1 when there are none."""
         self.versions = facts.versions
-        """By policy, over its units with mask 1."""
+        """Versions by policy, over its units with mask 1."""
 
     @property
     def episode_id(self) -> str:
@@ -74,19 +353,6 @@ class Episode:
         offset, length = self.segments.offset, self.segments.length
         spans = [self.units.token_id[offset[s] : offset[s] + length[s]] for s in self.path(segment)]
         return spans[0] if len(spans) == 1 else np.concatenate(spans)
-
-    def with_columns(
-        self, columns: Mapping[str, NDArray], *, limits: EpisodeLimits = DEFAULT_LIMITS
-    ) -> Episode:
-        """A copy that has these optional unit columns too (same name: replaced). The rest is shared."""
-        units = self.units
-        merged = {**units.columns, **columns}
-        return Episode(
-            self.header,
-            self.segments,
-            Units(units.token_id, units.mask, units.logprob, units.version, merged),
-            limits=limits,
-        )
 
     def __eq__(self, other: object) -> bool:
         """Same header and, bit for bit, the same tables (so NaN equals NaN)."""

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.trajectory.episode import Episode
-from areal_async.trajectory.errors import DEFAULT_LIMITS, EpisodeLimits, SizeError
-from areal_async.trajectory.header import Call
+from areal_async.trajectory.layout import DEFAULT_LIMITS, Call, EpisodeLimits, SizeError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,10 +35,6 @@ class Row:
     """Segments from root to leaf."""
     lengths: tuple[int, ...]
     """Units of each segment of the path; they sum to T."""
-
-    def segment_of_unit(self) -> NDArray[np.int32]:
-        """i32 [T]: the segment each token belongs to."""
-        return np.repeat(np.asarray(self.path, np.int32), self.lengths)
 
 
 def training_rows(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> list[Row]:

@@ -1,8 +1,8 @@
 """Deltas: what makes one published snapshot out of another; when one is made; making and applying it.
 
 Layout: `<root>/e<epoch>-v<version>.delta/` with `delta.bin` (the patches of all parts, in the manifest's
-order; see `delta_codec.py`), `target.json` (the manifest of the full snapshot, byte for byte), those files
-that travel along and are not in the base, and `manifest.json`, which names the base by tag and by the hash of
+order; see `delta_codec.py`), `target.json` (the manifest of the full snapshot, byte for byte) and
+`manifest.json`, which names the base by tag and by the hash of
 its manifest.
 
 Promises:
@@ -34,7 +34,7 @@ from areal_async.errors import SnapshotError, WrongBase
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.weights_messages import DeltaOffer
 from areal_async.runtime.log import get_logger
-from areal_async.weights.delta_codec import Elements, Encoded, Reader, apply, blocks_of, encode
+from areal_async.weights.delta_codec import Elements, Reader, apply, blocks_of, encode
 from areal_async.weights.manifest import (
     MANIFEST_FILE,
     MANIFEST_SCHEMA,
@@ -71,27 +71,6 @@ MAX_THREADS = 4
 log = get_logger("weights")
 
 
-@dataclass(frozen=True)
-class DeltaStats:
-    """What two snapshots have in common. Counted are the elements of bf16, fp16 and fp32."""
-
-    tag: VersionTag
-    base: VersionTag
-    elements: int
-    changed: int
-    full_bytes: int
-    delta: SnapshotInfo | None
-    """None where it would have been too large, or the two hold other tensors."""
-
-    @property
-    def changed_share(self) -> float:
-        return self.changed / self.elements if self.elements else 0.0
-
-    @property
-    def delta_bytes(self) -> int | None:
-        return self.delta.size_bytes if self.delta is not None else None
-
-
 # --- making one --------------------------------------------------------------------------------------
 
 
@@ -102,53 +81,44 @@ def write_delta(
     below_bytes: int = 1 << 62,
     threads: int = 1,
     stop: Callable[[], bool] = lambda: False,
-) -> DeltaStats:
-    """Compare two full snapshots beside each other and write the delta between them beside `new`.
+) -> SnapshotInfo | None:
+    """Write the delta between two full snapshots beside `new`; None where it would reach `below_bytes`, or
+    where the two hold other tensors.
 
-    Both must stay as they are meanwhile. No delta is written that would reach `below_bytes`; the changed
-    elements are then counted all the same. `stop` is asked between blocks, and ends the work with an error.
+    Both must stay as they are meanwhile. `stop` is asked between blocks, and ends the work with an error.
     Raises `SnapshotError`; nothing is left behind then.
     """
     with naming(new):
         old, target = read_manifest(base), read_manifest(new)
-        full_bytes = sum(shard.size_bytes for shard in target.shards)
         if not _alike(old, target):
-            return DeltaStats(target.tag, old.tag, 0, 0, full_bytes, None)
+            return None
         final = new.parent / delta_name(target.tag)
         with _staging(final) as staging:
             pairs = _pairs(base, new, old, target)
-            counts = _encode(staging / DELTA_FILE, pairs, below_bytes, threads, stop)
-            info = None
-            if counts.hash:
-                travelling = {sidecar.file: sidecar.hash for sidecar in old.sidecars}
-                fresh = [each for each in target.sidecars if travelling.get(each.file) != each.hash]
-                for sidecar in fresh:
-                    shutil.copyfile(new / sidecar.file, staging / sidecar.file)
-                sealed = (new / MANIFEST_FILE).read_bytes()
-                (staging / TARGET_FILE).write_bytes(sealed)
-                manifest = Manifest(
-                    MANIFEST_SCHEMA,
-                    target.tag,
-                    old.tag,
-                    "delta",
-                    [],
-                    [],
-                    [
-                        Sidecar(DELTA_FILE, sum(counts.sizes), counts.hash),
-                        Sidecar(TARGET_FILE, len(sealed), hash_of(sealed)),
-                        *fresh,
-                    ],
-                    {},
-                    base_hash=hash_of((base / MANIFEST_FILE).read_bytes()),
-                    target_hash=hash_of(sealed),
-                    patches=[
-                        Patch(part.tensor, part.file, size)
-                        for part, size in zip(target.parts, counts.sizes, strict=True)
-                    ],
-                )
-                info = publish_directory(staging, final, manifest)
-        elements = sum(pair.new.nbytes // pair.width for pair in pairs if pair.width > 1)
-        return DeltaStats(target.tag, old.tag, elements, counts.changed, full_bytes, info)
+            sizes, digest = _encode(staging / DELTA_FILE, pairs, below_bytes, threads, stop)
+            if sum(sizes) >= below_bytes:
+                return None
+            sealed = (new / MANIFEST_FILE).read_bytes()
+            (staging / TARGET_FILE).write_bytes(sealed)
+            files = [
+                Sidecar(DELTA_FILE, sum(sizes), digest),
+                Sidecar(TARGET_FILE, len(sealed), hash_of(sealed)),
+            ]
+            parts = zip(target.parts, sizes, strict=True)
+            manifest = Manifest(
+                MANIFEST_SCHEMA,
+                target.tag,
+                old.tag,
+                "delta",
+                [],
+                [],
+                files,
+                {},
+                base_hash=hash_of((base / MANIFEST_FILE).read_bytes()),
+                target_hash=hash_of(sealed),
+                patches=[Patch(part.tensor, part.file, size) for part, size in parts],
+            )
+            return publish_directory(staging, final, manifest)
 
 
 @dataclass(frozen=True)
@@ -159,15 +129,6 @@ class _Pair:
     new: Elements
     width: int
     same: bool
-
-
-@dataclass
-class _Counts:
-    sizes: list[int]
-    """Bytes of each part's patch."""
-    changed: int = 0
-    hash: str = ""
-    """The hash of the file of patches; empty where that would have been too large."""
 
 
 def _pairs(base: Path, new: Path, old: Manifest, target: Manifest) -> list[_Pair]:
@@ -187,9 +148,10 @@ def _pairs(base: Path, new: Path, old: Manifest, target: Manifest) -> list[_Pair
 
 def _encode(
     path: Path, pairs: list[_Pair], below_bytes: int, threads: int, stop: Callable[[], bool]
-) -> _Counts:
-    """Write the patches of all parts to `path`, one after the other."""
-    counts, hashed, written = _Counts([0] * len(pairs)), Hashing(), 0
+) -> tuple[list[int], str]:
+    """Write the patches of all parts to `path`, one after the other, until they reach `below_bytes`; returns
+    the bytes of each and the hash of all."""
+    sizes, hashed = [0] * len(pairs), Hashing()
     blocks = (
         (i, pair, at, end)
         for i, pair in enumerate(pairs)
@@ -197,26 +159,21 @@ def _encode(
         for at, end in blocks_of(pair.new.nbytes)
     )
 
-    def work(block: tuple[int, _Pair, int, int]) -> tuple[int, Encoded]:
+    def work(block: tuple[int, _Pair, int, int]) -> tuple[int, bytes]:
         i, pair, at, end = block
-        old, new = pair.old[at:end], pair.new[at:end]
-        if written < below_bytes:
-            return i, encode(old, new, pair.width)
-        kind = f"<u{pair.width}"
-        return i, Encoded(b"", int(np.count_nonzero(old.view(kind) != new.view(kind))))
+        return i, encode(pair.old[at:end], pair.new[at:end], pair.width)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="delta") as pool, path.open("wb") as file:
         groups = iter(lambda: list(islice(blocks, BLOCKS_AT_ONCE)), [])
-        for i, block in chain.from_iterable(pool.map(work, group) for group in groups):
+        for i, data in chain.from_iterable(pool.map(work, group) for group in groups):
             if stop():
                 raise SnapshotError("a delta of it is not wanted any more")
-            counts.changed += block.changed if pairs[i].width > 1 else 0
-            counts.sizes[i] += len(block.data)
-            written += len(block.data)
-            hashed.add(block.data)
-            file.write(block.data)
-    counts.hash = hashed.named() if written < below_bytes else ""
-    return counts
+            sizes[i] += len(data)
+            hashed.add(data)
+            file.write(data)
+            if sum(sizes) >= below_bytes:
+                break
+    return sizes, hashed.named()
 
 
 # --- applying one ------------------------------------------------------------------------------------
@@ -249,8 +206,7 @@ def apply_delta(base: Path, delta: Path, into: Path, *, delta_hash: str | None =
             for shard in target.shards:
                 _rebuild(base, staging, shard, target, patches)
             for sidecar in target.sidecars:
-                own = any(entry.file == sidecar.file for entry in manifest.sidecars)
-                shutil.copyfile((delta if own else base) / sidecar.file, staging / sidecar.file)
+                shutil.copyfile(base / sidecar.file, staging / sidecar.file)
             check_files(staging, target, sealed=False)
             return publish_directory(staging, into, target)
 
@@ -323,9 +279,13 @@ def _target_of(delta: Path, manifest: Manifest) -> Manifest:
 
 
 def _alike(old: Manifest, new: Manifest) -> bool:
-    """Whether both hold the same tensors at the same places of the same files."""
-    shape = [[(p.tensor, p.dtype, p.shape, p.offset, p.extent, p.file) for p in m.parts] for m in (old, new)]
-    return shape[0] == shape[1] and old.shards == new.shards and old.tied == new.tied
+    """Whether both hold the same tensors at the same places, and the same files travel along."""
+    first, second = (
+        [(p.tensor, p.dtype, p.shape, p.offset, p.extent, p.file) for p in m.parts] for m in (old, new)
+    )
+    return first == second and all(
+        getattr(old, field) == getattr(new, field) for field in ("shards", "sidecars", "tied")
+    )
 
 
 def _width(part: Part) -> int:
@@ -363,7 +323,7 @@ class DeltaPublisher:
         below_share: float | None,
         lock: threading.Condition,
         on_done: Callable[[VersionTag, VersionTag], None],
-        write: Callable[..., DeltaStats] = write_delta,
+        write: Callable[..., SnapshotInfo | None] = write_delta,
     ) -> None:
         self._below_share = below_share
         self._lock = lock
@@ -373,8 +333,6 @@ class DeltaPublisher:
         self._making: tuple[VersionTag, VersionTag] | None = None
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-delta")
-        self.stats: DeltaStats | None = None
-        """What the newest version that was compared with its base had changed."""
 
     def begin(self, base: SnapshotInfo, new: SnapshotInfo) -> bool:
         """`new` is published. Whether a delta against `base` is being made from now on."""
@@ -406,36 +364,24 @@ class DeltaPublisher:
         self._pool.shutdown()
 
     def _make(self, base: SnapshotInfo, new: SnapshotInfo, below_bytes: int) -> None:
-        stats: DeltaStats | None = None
+        delta: SnapshotInfo | None = None
         try:
-            stats = self._write(
+            delta = self._write(
                 base.path,
                 new.path,
                 below_bytes=below_bytes,
                 threads=max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2)),
                 stop=self._stop.is_set,
             )
+            size = delta.size_bytes if delta is not None else None
+            log.debug("delta", version=new.tag.version, delta_bytes=size, full_bytes=new.size_bytes)
         except SnapshotError as error:
             if not self._stop.is_set():
                 log.warning("no delta", version=new.tag.version, error=str(error))
         finally:
             with self._lock:
-                if stats is not None:
-                    self._note(stats)
+                if delta is not None:
+                    offer = DeltaOffer(base.tag, str(delta.path), delta.manifest_hash, delta.size_bytes)
+                    self._offers[new.tag] = offer
                 self._making = None
                 self._on_done(base.tag, new.tag)
-
-    def _note(self, stats: DeltaStats) -> None:
-        if (delta := stats.delta) is not None:
-            path, size = str(delta.path), delta.size_bytes
-            self._offers[stats.tag] = DeltaOffer(stats.base, path, delta.manifest_hash, size)
-        if stats.elements:
-            self.stats = stats
-        log.debug(
-            "delta made" if delta is not None else "no delta: it would be too large",
-            snapshot=directory_name(stats.tag),
-            base=directory_name(stats.base),
-            changed_share=round(stats.changed_share, 6),
-            delta_bytes=stats.delta_bytes or 0,
-            full_bytes=stats.full_bytes,
-        )

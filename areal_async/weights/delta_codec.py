@@ -1,6 +1,6 @@
 """Lossless differences between two byte arrays of one size. Pure; vector operations of numpy and zstandard.
 
-    data, changed = encode(base, new, width)        # bytes; how many elements changed
+    data = encode(base, new, width)
     apply(copy_of_base, Reader(data), width)        # in place: now bit for bit `new`
 
 Elements of `width` bytes are compared as unsigned integers, so the sign of zero, the payload of a NaN and
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +37,6 @@ LONG_GAP = 255
 _HEAD = struct.Struct("<IIII")
 
 Elements = npt.NDArray[Any]
-
-
-class Encoded(NamedTuple):
-    data: bytes
-    changed: int
-    """Elements that differ."""
 
 
 class Reader:
@@ -66,17 +60,17 @@ def blocks_of(size_bytes: int) -> Iterator[tuple[int, int]]:
     return ((at, min(at + BLOCK_BYTES, size_bytes)) for at in range(0, size_bytes, BLOCK_BYTES))
 
 
-def encode(base: Elements, new: Elements, width: int) -> Encoded:
+def encode(base: Elements, new: Elements, width: int) -> bytes:
     """One block that makes `base` into `new`: uint8 arrays of one length, a multiple of `width`."""
     old, now = (array.view(f"<u{width}") for array in (base, new))
     at = np.flatnonzero(old != now)
     if not len(at):
-        return Encoded(_HEAD.pack(0, 0, 0, 0), 0)
+        return _HEAD.pack(0, 0, 0, 0)
     positions = _gaps(at)
     compress = zstandard.ZstdCompressor(level=LEVEL).compress
     packed_positions, packed_values = compress(positions), compress(_planes(now[at] - old[at]))
     head = _HEAD.pack(len(at), len(positions), len(packed_positions), len(packed_values))
-    return Encoded(b"".join((head, packed_positions, packed_values)), len(at))
+    return b"".join((head, packed_positions, packed_values))
 
 
 def apply(target: Elements, source: Reader, width: int) -> int:

@@ -31,7 +31,7 @@ from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
 from areal_async.runtime.context import ServiceContext
 from areal_async.weights.channels import PublishingEnd, channel_of, makes_deltas
-from areal_async.weights.delta import DeltaPublisher, DeltaStats, write_delta
+from areal_async.weights.delta import DeltaPublisher, write_delta
 from areal_async.weights.manifest import SPARE_FILE, directory_name, remove_snapshots
 from areal_async.weights.retention import RetentionPolicy, Retired
 from areal_async.weights.snapshot import SnapshotInfo, write_snapshot
@@ -64,7 +64,7 @@ class Publisher:
         deltas_below: float | None = None,
         channel: PublishingEnd | None = None,
         node_id: str = "",
-        delta_writer: Callable[..., DeltaStats] = write_delta,
+        delta_writer: Callable[..., SnapshotInfo | None] = write_delta,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.endpoint = endpoint
@@ -88,13 +88,6 @@ class Publisher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._changed: asyncio.Event | None = None
-
-    @property
-    def delta_stats(self) -> DeltaStats | None:
-        """What the newest version that was compared with its base had changed; None before the first, and
-        where no deltas are made."""
-        with self._lock:
-            return self._deltas.stats
 
     def start(self) -> None:
         """Serve. What an earlier publisher left under `root` is removed. Raises `EndpointError`."""
@@ -153,12 +146,6 @@ class Publisher:
             acks = list(self._acks)
             self._acks.clear()
         return acks
-
-    def finish(self) -> None:
-        """Nothing more will be published: receivers that are up to date are told so."""
-        with self._lock:
-            self._finished = True
-        self._wake()
 
     def wait_evaluated(self, timeout_s: float) -> bool:
         """Wait until no pinned snapshot awaits evaluation; False when the time was not enough."""
@@ -307,10 +294,7 @@ class Publisher:
                     self._node_id,
                     deltas.get(tag, message.after) if message.deltas else None,
                 )
-            due = message.purpose == "evaluate" and any(
-                message.after is None or pin > message.after for pin in self._kept.pending_evaluations
-            )
-            return NoNews(finished=self._finished and not due)
+            return NoNews(finished=self._finished)
 
 
 def make_publisher(

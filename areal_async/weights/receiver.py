@@ -1,17 +1,11 @@
 """A receiver's end of the weights plane: hear of snapshots, open them verified, acknowledge them.
 
-    receiver = Receiver(endpoint, job=job, name="rollout-0", purpose="serve")
-    await receiver.connect()
     news = await receiver.next(serving, wait_ms=5000)
-    if isinstance(news, SnapshotNotice):
-        snapshot = await receiver.open(news)       # every hash matched, in memory of this process
-        …                                          # swap
-        await receiver.ack(news.tag, stall_ms=12.0)
+    snapshot = await receiver.open(news)           # brought to this host; every hash matched
+    await receiver.ack(news.tag, stall_ms=12.0)    # after the swap
 
-Promise (`versions_are_true`): `open` returns tensors only after every hash of exactly the announced
-snapshot matched. After `ack` the publisher may overwrite the files; what was opened stays as it is.
-
-`open` first has the channel bring the files to this host.
+Promise (`versions_are_true`): `open` returns tensors only after every hash of exactly the announced snapshot
+matched. After `ack` the publisher may overwrite the files; what was opened stays as it is.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ and has neither acknowledged nor outlived its hold; and those that a delta is be
 A delta lives as long as the snapshot that it makes; its base may go before, since a delta needs none of its
 bytes to be given out.
 
-Bounds: at most `MAX_PENDING` pinned ones wait beside version 0 and the final one (an older one is dropped
-and counted: evaluation that falls behind must not hold memory), and at most `MAX_HOLDS` are held per receiver
+Bounds: at most `MAX_PENDING` pinned ones wait beside version 0 and the final one (an older one is dropped:
+evaluation that falls behind must not hold memory), and at most `MAX_HOLDS` are held per receiver
 and purpose.
 
 A retired snapshot is `reusable` (its bytes may be overwritten) unless a hold on it ended without an
@@ -43,7 +43,6 @@ class RetentionPolicy:
         self._holds: dict[tuple[str, Purpose], dict[VersionTag, int]] = {}
         self._doubtful: set[VersionTag] = set()
         self._used: Counter[VersionTag] = Counter()
-        self.evaluations_dropped = 0
 
     @property
     def newest(self) -> VersionTag | None:
@@ -72,7 +71,6 @@ class RetentionPolicy:
             waiting = [p for p in self._pins if p.version != 0 and p != self._final and p not in told]
             for pin in waiting[:-MAX_PENDING]:
                 self._pins.remove(pin)
-                self.evaluations_dropped += 1
 
     @property
     def previous(self) -> VersionTag | None:
@@ -96,16 +94,9 @@ class RetentionPolicy:
         return newest
 
     def evaluate(self, receiver: str, after: VersionTag | None, now_ms: int) -> VersionTag | None:
-        """The oldest pinned snapshot newer than `after` that no other evaluator was told of."""
-        self._expire(now_ms)
-        others = {
-            tag
-            for (name, purpose), holds in self._holds.items()
-            if purpose == "evaluate" and name != receiver
-            for tag in holds
-        }
+        """The oldest pinned snapshot newer than `after`; it is held for the receiver from now on."""
         for tag in self._pins:
-            if tag not in others and (after is None or tag > after):
+            if after is None or tag > after:
                 self._hold(receiver, "evaluate", tag, now_ms)
                 return tag
         return None

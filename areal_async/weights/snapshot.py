@@ -1,19 +1,14 @@
 """Writing and opening one snapshot: a directory that is complete or absent, and opened whole or not at all.
 
-Layout: `<root>/e<epoch>-v<version>/` with `model.safetensors`, the files that travel along (`config.json`,
-tokenizer) and `manifest.json`. With a `config.json` the directory is one that `transformers` loads.
-
-Promises:
+`docs/weights.md` has the layout. Promises:
 - The directory appears under its name by one rename, after its manifest, which is written last.
-- `open_snapshot` reads every byte into private memory, hashes that memory and only then returns tensors in
-  it: what changes on disk afterwards cannot change what was opened, and what is torn, mixed between
-  versions, truncated, extended or altered anywhere is a `SnapshotError`.
-- `open_snapshot(…, tensors=False)` hashes every byte as well and keeps none: for engines that read the
-  directory themselves. That the files stay what they were is then the publisher's hold on them (see
-  `retention.py`), which lasts until the acknowledgement. Whoever asks such a snapshot for tensors after all
-  gets private ones, verified anew.
-
-It does not promise durability over a power loss (nothing is fsynced: snapshots live in shared memory).
+- `open_snapshot` reads every byte into private memory, hashes that and only then returns tensors in it: what
+  changes on disk afterwards cannot change what was opened, and what is torn, mixed between versions,
+  truncated, extended or altered anywhere is a `SnapshotError`.
+- `open_snapshot(…, tensors=False)` hashes every byte as well and keeps none, for engines that read the
+  directory themselves. That the files stay what they were is then the publisher's hold on them
+  (`retention.py`), until the acknowledgement.
+- Nothing is fsynced: snapshots live in shared memory.
 """
 
 from __future__ import annotations
@@ -101,10 +96,10 @@ def write_snapshot(
 ) -> SnapshotInfo:
     """Write `tensors` and `files` as the snapshot `tag` under `root`.
 
-    `tied` maps names that share another tensor's data to that tensor; tensors of `tensors` that share all
-    their memory are found by themselves and go under the first name. `reuse` is the mapping of a retired
-    model file that nobody reads any more: that allocation is filled again, which in shared memory is several
-    times faster than a new one; it is used up, whatever happens. `SnapshotInfo.mapped` is the next to reuse.
+    `tied` maps names that share another tensor's data to that tensor, and have none of their own. `reuse` is
+    the mapping of a retired model file that nobody reads any more: that allocation is filled again, which in
+    shared memory is several times faster than a new one; it is used up, whatever happens.
+    `SnapshotInfo.mapped` is the next to reuse.
 
     Raises `SnapshotError` for what cannot be stored, for a tag that is there already and when the space ends.
     """
@@ -116,12 +111,16 @@ def write_snapshot(
         if staging.exists():
             shutil.rmtree(staging)
         staging.mkdir(parents=True)
-        kept, all_tied = _untie(tensors, tied or {})
+        aliases = dict(tied or {})
+        kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+        for alias, name in aliases.items():
+            if name not in kept:
+                raise SnapshotError(f"{alias} is tied to {name}, which is not among the tensors")
         if reuse is not None:
             os.rename(reuse.path, staging / MODEL_FILE)
         shard, parts, mapped = write_tensors(staging / MODEL_FILE, kept, reuse=reuse)
         sidecars = [write_sidecar(staging, name, content) for name, content in (files or {}).items()]
-        manifest = Manifest(MANIFEST_SCHEMA, tag, None, "full", parts, [shard], sidecars, all_tied)
+        manifest = Manifest(MANIFEST_SCHEMA, tag, None, "full", parts, [shard], sidecars, aliases)
         written = publish_directory(staging, final, manifest)
         mapped.path = final / MODEL_FILE
         return replace(written, mapped=mapped)
@@ -282,35 +281,3 @@ def _check_sidecar(path: Path, sidecar: Sidecar) -> None:
     file = path / sidecar.file
     if file.stat().st_size != sidecar.size_bytes or hash_of_file(file) != sidecar.hash:
         raise SnapshotError(f"{sidecar.file} does not match its hash")
-
-
-def _untie(
-    tensors: Mapping[str, torch.Tensor], declared: Mapping[str, str]
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Split `tensors` into those with data of their own and the names that share it."""
-    kept: dict[str, torch.Tensor] = {}
-    tied: dict[str, str] = {}
-    first_at: dict[tuple[object, ...], str] = {}
-    for name, tensor in tensors.items():
-        if name in declared:
-            continue
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if tensor.numel() and tensor.data_ptr() and place in first_at:
-            tied[name] = first_at[place]
-        else:
-            first_at[place] = name
-            kept[name] = tensor
-    for alias, name in declared.items():
-        target = tied.get(name, name)
-        if target not in kept:
-            raise SnapshotError(f"{alias} is tied to {name}, which is not among the tensors")
-        if alias in tensors and not _same(tensors[alias], kept[target]):
-            raise SnapshotError(f"{alias} is said to be tied to {name} but holds other values")
-        tied[alias] = target
-    return kept, tied
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)

@@ -212,24 +212,15 @@ class TensorFile:
     def read(self) -> dict[str, torch.Tensor]:
         """The pieces by tensor name, in memory of this process that was itself hashed. Raises `SnapshotError`
         where one does not match."""
-        data = torch.empty(len(self.data) - len(self.header), dtype=torch.uint8)
-        into = _bytes_of(data)
-        fd = os.open(self._path, os.O_RDONLY)
 
-        def read(name: str) -> None:
-            begin, end = self._entries[name].data_offsets
-            hashed, at = Hashing(), len(self.header) + begin
-            for piece in _pieces(into[begin:end]):
-                _read_at(fd, at, piece)
-                hashed.add(piece)
-                at += piece.nbytes
-            self._check(name, hashed.named())
+        def read(name: str) -> torch.Tensor:
+            data = np.array(self.tensor_bytes(name))
+            self._check(name, hash_of(data.data))
+            entry = self._entries[name]
+            flat = torch.from_numpy(data) if data.size else torch.empty(0, dtype=torch.uint8)
+            return flat.view(DTYPE_OF[entry.dtype]).view(entry.shape)
 
-        try:
-            in_threads(read, self.parts, len(into))
-        finally:
-            os.close(fd)
-        return {name: _view_of(data, entry) for name, entry in self._entries.items()}
+        return dict(zip(self._entries, in_threads(read, self._entries, len(self.data)), strict=True))
 
     def _check(self, name: str, found: str) -> None:
         if found != self.parts[name].hash:
@@ -291,25 +282,6 @@ def in_threads(work: Callable[[T], R], items: Iterable[T], size_bytes: int) -> l
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The elements of a contiguous CPU tensor, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _view_of(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    """The tensor of `entry` inside `data` (uint8 [data bytes]), sharing its memory where alignment allows."""
-    begin, end = entry.data_offsets
-    dtype = DTYPE_OF[entry.dtype]
-    flat = data[begin:end]
-    if (flat.storage_offset() * flat.element_size()) % dtype.itemsize:
-        flat = flat.clone()
-    return flat.view(dtype).view(entry.shape)
-
-
-def _read_at(fd: int, at: int, into: memoryview) -> None:
-    while into.nbytes:
-        n = os.preadv(fd, [into], at)
-        if not n:
-            raise SnapshotError("a file ends before its time")
-        at += n
-        into = into[n:]
 
 
 def _pieces(data: memoryview) -> Iterable[memoryview]:

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from areal_async.errors import ArealError
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
-from areal_async.trajectory.header import FinishReason, LogprobsOf
+from areal_async.trajectory.layout import FinishReason, LogprobsOf
 
 if TYPE_CHECKING:
     import torch

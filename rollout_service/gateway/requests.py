@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from areal_async.trajectory.header import FinishReason
+from areal_async.trajectory.layout import FinishReason
 from rollout_service.gateway.errors import ApiError, bad, unsupported
 
 Ids = npt.NDArray[np.int32]

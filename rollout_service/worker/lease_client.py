@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from areal_async.errors import FaultError, RpcTimeout
-from areal_async.rpc.client import Caller
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Lease, Leases
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.log import get_logger
@@ -36,7 +36,7 @@ class LeaseClient:
 
     def __init__(
         self,
-        buffer: Caller,
+        buffer: Client,
         name: str,
         *,
         wanted: Callable[[], int],

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from areal_async.errors import FaultError, RpcTimeout
-from areal_async.rpc.client import Caller
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import PutAck, PutEpisodes, Release
 from areal_async.runtime.events import failpoint, record
 from areal_async.runtime.log import get_logger
@@ -155,7 +155,7 @@ class Uploader:
 
     def __init__(
         self,
-        buffer: Caller,
+        buffer: Client,
         name: str,
         *,
         on_progress: Callable[[], None],

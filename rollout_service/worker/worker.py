@@ -29,7 +29,7 @@ from typing import Any
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError, RpcTimeout
-from areal_async.rpc.client import Caller
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Drain, Heartbeat, LeasedGroup, Leases
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.events import record
@@ -111,7 +111,7 @@ class Worker:
 
     def __init__(
         self,
-        buffer: Caller,
+        buffer: Client,
         engine: Policy,
         workflow: Workflow,
         render: Renderer,

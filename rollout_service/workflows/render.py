@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_async.prompts import Tokenizer, prompt_ids, prompt_text
-from areal_async.trajectory.header import FinishReason
+from areal_async.trajectory.layout import FinishReason
 from rollout_service.workflows.turns import Message
 
 Prompt = str | Sequence[Message] | Sequence[int] | npt.NDArray[np.int32]

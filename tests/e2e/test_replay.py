@@ -6,10 +6,9 @@ import shutil
 import subprocess
 import sys
 
+import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
-
-from areal_async.trajectory.parquet import read_episodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -39,22 +38,18 @@ def test_a_recorded_run_is_replayed_bit_by_bit_to_the_same_weights(kind, request
     done = buffer("replay", run.folder, "--out", tmp_path / "again")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All steps are bit by bit as recorded: losses, gradient norms and weights." in done.stdout
-    outcomes = json.loads((tmp_path / "again" / kind / "replay.json").read_text())
-    recorded = [step["weights_hash"] for step in run.records("step")]
-    assert [outcome["replayed"]["weights_hash"] for outcome in outcomes] == recorded
-    assert len(set(recorded)) == 10, "every step makes other weights"
+    assert len({step["weights_hash"] for step in run.records("step")}) == 10, "every step makes other weights"
     assert same_weights(run.folder / "model", tmp_path / "again" / kind / "model")
 
 
 def test_a_part_of_a_run_is_replayed_from_the_checkpoint_before_it(copied_run, tmp_path):
     file = tmp_path / "batches.parquet"
     assert buffer("export", copied_run, file, "--batches", "--steps", "3:6").returncode == 0
-    assert len(list(read_episodes(file))) == 3 * 32
+    assert pq.read_metadata(file).num_rows == 3 * 32
     done = buffer("replay", copied_run, "--steps", "3:6", "--out", tmp_path / "part")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "From the checkpoint of step 3." in done.stdout
-    outcomes = json.loads((tmp_path / "part" / "synchronous" / "replay.json").read_text())
-    assert [outcome["step"] for outcome in outcomes] == [3, 4, 5]
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:4]] == ["3", "4", "5"]
     assert (tmp_path / "part" / "synchronous" / "model" / "config.json").exists()
 
 
@@ -66,7 +61,7 @@ def test_a_changed_byte_in_the_recording_ends_the_replay_at_its_step(copied_run)
     done = buffer("replay", copied_run)
     assert done.returncode == 1
     assert "the recording of step 2 is damaged: episode" in done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["step", "0", "1"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1"]
 
 
 def test_a_recording_that_the_trainer_does_not_reproduce_is_an_error_that_names_step_and_field(copied_run):
@@ -79,16 +74,16 @@ def test_a_recording_that_the_trainer_does_not_reproduce_is_an_error_that_names_
     done = buffer("replay", copied_run)
     assert done.returncode == 1
     assert "step 1 differs first, in weights: 0000 is recorded" in done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["step", "0", "1"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1"]
 
 
 def test_another_learning_rate_is_tried_on_the_recorded_batches_and_its_differences_reported(synchronous_run):
     done = buffer("replay", synchronous_run.folder, "trainer.optimizer.lr=2e-3", "--steps", ":3")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 of 3 steps differ; step 0 differs first, in weights" in done.stdout
-    first, second = done.stdout.splitlines()[1:3]
-    assert first.split()[3] == "=", "the loss before the first update does not know the rate"
-    assert second.split()[3] != "="
+    assert "3 of 3 steps differ." in done.stdout
+    first, second = done.stdout.splitlines()[:2]
+    assert "  weights: " in first, "the loss before the first update does not know the rate"
+    assert "  losses[0]: " in second
 
 
 def test_a_finished_run_can_be_looked_at(synchronous_run):

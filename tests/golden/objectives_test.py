@@ -8,9 +8,9 @@ import torch
 from torch import tensor
 
 from areal_async.config.job import ObjectiveSection
-from trainer_service.algorithms import advantages, corrections, losses, normalisers
+from trainer_service.algorithms import built_in
 from trainer_service.algorithms.objective import Objective, UnitTerms
-from trainer_service.algorithms.statistics import StepStatistics
+from trainer_service.algorithms.off_policy import StepStatistics
 from trainer_service.data.microbatch import UnitTable
 from trainer_service.errors import ObjectiveError
 
@@ -43,24 +43,24 @@ def test_grpo_by_hand():
     groups = tensor([5, 5, 5, 5, 2, 2])
     s = sqrt(2)
     close(
-        advantages.grpo(rewards, groups, eps=0.1),
+        built_in.grpo(rewards, groups, eps=0.1),
         [0.75 / 0.6, -0.25 / 0.6, -0.25 / 0.6, -0.25 / 0.6, 1 / (s + 0.1), -1 / (s + 0.1)],
     )
 
 
 def test_grpo_of_a_single_episode_and_of_equal_rewards_is_zero():
-    close(advantages.grpo(tensor([0.7, 0.1, 0.1, 0.1]), tensor([0, 1, 1, 1])), [0.0, 0.0, 0.0, 0.0], atol=0)
+    close(built_in.grpo(tensor([0.7, 0.1, 0.1, 0.1]), tensor([0, 1, 1, 1])), [0.0, 0.0, 0.0, 0.0], atol=0)
 
 
 def test_groups_are_whole_positions_never_define_groups():
     generator = torch.Generator().manual_seed(0)
     rewards = torch.rand(24, generator=generator)
     groups = torch.arange(24) // 6
-    expected = advantages.grpo(rewards, groups)
+    expected = built_in.grpo(rewards, groups)
     shuffled = torch.randperm(24, generator=generator)
-    close(advantages.grpo(rewards[shuffled], groups[shuffled]), expected[shuffled], atol=0)
+    close(built_in.grpo(rewards[shuffled], groups[shuffled]), expected[shuffled], atol=0)
     relabelled = tensor([90, 7, 13, -4])[groups]
-    close(advantages.grpo(rewards, relabelled), expected, atol=0)
+    close(built_in.grpo(rewards, relabelled), expected, atol=0)
 
 
 # --- loss --------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_ppo_by_hand():
     prox = tensor([-1.0, -2.0, -0.5, -3.0, -1.0, -1.0])
     logp = (prox + tensor(ratio).log()).requires_grad_()
     u = units([0.0] * 6, episode=[0] * 6, advantage=advantage, prox=prox)
-    loss, shares = losses.ppo(logp, u, clip_low=0.2, clip_high=0.3)
+    loss, shares = built_in.ppo(logp, u, clip_low=0.2, clip_high=0.3)
     close(loss, [-2.6, 1.5, -0.5, 1.6, -3.3, 1.0])
     assert shares["clip_high"].tolist() == [True, False, False, False, False, False]
     assert shares["clip_low"].tolist() == [False, False, False, True, False, False]
@@ -83,14 +83,14 @@ def test_ppo_by_hand():
 def test_ppo_clamps_the_exponent():
     logp = tensor([0.0, -500.0], requires_grad=True)
     u = units([0.0, 0.0], episode=[0, 0], advantage=[-1.0, 1.0], prox=tensor([-500.0, 0.0]))
-    loss, _ = losses.ppo(logp, u)
+    loss, _ = built_in.ppo(logp, u)
     close(loss / tensor([exp(20), exp(-20)]), [1.0, -1.0], atol=1e-5)
     loss.sum().backward()
     assert torch.isfinite(logp.grad).all()
 
 
 def test_sft_is_the_negative_log_prob():
-    close(losses.sft(tensor([-0.5, -2.0]), None), [0.5, 2.0])
+    close(built_in.sft(tensor([-0.5, -2.0]), None), [0.5, 2.0])
 
 
 # --- correction --------------------------------------------------------------------------------------
@@ -98,11 +98,11 @@ def test_sft_is_the_negative_log_prob():
 
 def test_the_behaviour_weight_by_hand():
     prox = tensor([log(2.0), 0.0, -1.0], requires_grad=True)
-    weight = corrections.behaviour_weight(prox, tensor([0.0, log(4.0), -1.0]))
+    weight = built_in.behaviour_weight(prox, tensor([0.0, log(4.0), -1.0]))
     close(weight, [2.0, 0.25, 1.0])
     assert not weight.requires_grad
-    close(corrections.decoupled(weight, None, cap=1.5)[0], [1.5, 0.25, 1.0])
-    close(corrections.none(weight, None), [1.0, 1.0, 1.0])
+    close(built_in.decoupled(weight, None, cap=1.5)[0], [1.5, 0.25, 1.0])
+    close(built_in.none(weight, None), [1.0, 1.0, 1.0])
 
 
 # --- normaliser --------------------------------------------------------------------------------------
@@ -112,8 +112,8 @@ def test_normalisers_by_hand():
     mask = tensor([True, True, True, False, True])
     episode = tensor([0, 0, 0, 2, 2])
     counts = tensor([3, 0, 1])
-    close(normalisers.token(mask, episode, counts), [0.25, 0.25, 0.25, 0.0, 0.25])
-    close(normalisers.sequence(mask, episode, counts), [1 / 6, 1 / 6, 1 / 6, 0.0, 1 / 2])
+    close(built_in.token(mask, episode, counts), [0.25, 0.25, 0.25, 0.0, 0.25])
+    close(built_in.sequence(mask, episode, counts), [1 / 6, 1 / 6, 1 / 6, 0.0, 1 / 2])
 
 
 # --- the whole ---------------------------------------------------------------------------------------

@@ -5,13 +5,13 @@ The tables say where the built-in parts are. A part is a plain function on tenso
 parts, so their modules do not import torch.
 """
 
-ADVANTAGES = {"grpo": "trainer_service.algorithms.advantages:grpo"}
-LOSSES = {"ppo": "trainer_service.algorithms.losses:ppo", "sft": "trainer_service.algorithms.losses:sft"}
+ADVANTAGES = {"grpo": "trainer_service.algorithms.built_in:grpo"}
+LOSSES = {"ppo": "trainer_service.algorithms.built_in:ppo", "sft": "trainer_service.algorithms.built_in:sft"}
 CORRECTIONS = {
-    "decoupled": "trainer_service.algorithms.corrections:decoupled",
-    "none": "trainer_service.algorithms.corrections:none",
+    "decoupled": "trainer_service.algorithms.built_in:decoupled",
+    "none": "trainer_service.algorithms.built_in:none",
 }
 NORMALISERS = {
-    "token": "trainer_service.algorithms.normalisers:token",
-    "sequence": "trainer_service.algorithms.normalisers:sequence",
+    "token": "trainer_service.algorithms.built_in:token",
+    "sequence": "trainer_service.algorithms.built_in:sequence",
 }

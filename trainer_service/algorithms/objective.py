@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areal_async.config.job import JobConfig, ObjectiveSection
 from areal_async.registry import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISERS
-from trainer_service.algorithms.corrections import behaviour_weight
+from trainer_service.algorithms.built_in import behaviour_weight
 from trainer_service.algorithms.parts import COLUMNS, Advantage, Correction, Loss, ObjectivePart, UnitPart
 from trainer_service.data.microbatch import UnitTable
 from trainer_service.errors import ObjectiveError
@@ -89,7 +89,7 @@ class Objective:
         return found
 
     def coefficients(self, units: UnitTable, units_of_episode: Tensor) -> Tensor:
-        """f32 [S]: see `normalisers`."""
+        """f32 [S]: see `built_in`."""
         return self._normaliser(units.mask, units.episode, units_of_episode)
 
     def terms(self, logp: Tensor, prox: Tensor | None, units: UnitTable) -> UnitTerms:

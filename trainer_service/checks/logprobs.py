@@ -11,11 +11,9 @@ same verdict; what cannot be compared is counted, by reason, and never passed of
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -29,16 +27,19 @@ from areal_async.status.record import RunLog
 from areal_async.trajectory import Episode, Row, unpack
 from trainer_service import metrics
 from trainer_service.backends.base import POLICY, TrainingBackend
-from trainer_service.checks.causes import likely_causes
+from trainer_service.data.episode_rows import cut_rows
 from trainer_service.data.microbatch import TrainingRow, build_micro_batch, plan_passes
-from trainer_service.data.plan import StepPlan
-from trainer_service.data.rows import cut_rows
+from trainer_service.data.step_plan import StepPlan
+from trainer_service.disk import room_for
 from trainer_service.errors import SelfCheckError
-from trainer_service.files import room_for
 from trainer_service.ranks import Ranks
 
 MEAN_SHARE = 0.05
 """The mean difference must stay below this share of the bound: rounding scatters, an error is everywhere."""
+EXPLAINED = 0.3
+"""An assumption explains a difference of which at most this share is left under it."""
+ONE_TOKEN = 0.8
+"""Share of the differing units that are one token id, from which on the id itself is suspected."""
 QUANTILES = (0.5, 0.9, 0.99)
 OTHER_VERSION = "another version"
 KEPT_KV = "kept KV of another version"
@@ -178,6 +179,62 @@ class CheckOutcome:
         )
 
 
+def likely_causes(compared: ComparedUnits, bound: float, dtypes: tuple[str, str]) -> tuple[str, ...]:
+    """The usual mistakes in words, those first that the units speak for. `dtypes` are the engine's and the
+    trainer's."""
+    table = (
+        (
+            _shift(compared),
+            "positions: they fit the log-probs of the unit before or after (the engine's answer "
+            "is cut or aligned wrongly)",
+        ),
+        (_constant(compared), "a constant: all log-probs are off by the same"),
+        (
+            _one_token(compared, bound),
+            "a token: nearly all that differ are one token id (a logit bias, a "
+            "minimum length, or special tokens that the engine masks)",
+        ),
+        (dtypes[0] != dtypes[1], f"dtypes: the engine computes in {dtypes[0]}, the trainer in {dtypes[1]}"),
+        (
+            False,
+            "different weights: the engine serves other ones than the version it names (a tensor not "
+            "loaded, a tied head, an adapter, quantisation)",
+        ),
+        (False, "temperature: the engine returns raw log-probs, or applies the temperature twice"),
+        (False, "another prompt than the recorded one (a template or a begin-of-sequence id that it adds)"),
+        (False, "another attention or rope (a window, scaling, or KV kept from older weights)"),
+    )
+    likely = [text for speaks, text in table if speaks]
+    return (*likely, *(text for _, text in table[4:]))
+
+
+def _shift(compared: ComparedUnits) -> bool:
+    """Whether the engine's log-probs are rather those of the unit before or after."""
+    same_row = (np.diff(compared.episode) == 0) & (np.diff(compared.position) == 1)
+    shifts = (
+        (compared.behaviour[1:], compared.trainer[:-1]),
+        (compared.behaviour[:-1], compared.trainer[1:]),
+        (compared.behaviour[1:], compared.trainer[1:]),
+    )
+    before, after, unshifted = (np.abs(np.nan_to_num(a - b))[same_row].sum() for a, b in shifts)
+    return bool(same_row.any() and min(before, after) <= EXPLAINED * unshifted)
+
+
+def _constant(compared: ComparedUnits) -> bool:
+    """Whether the differences are all alike."""
+    signed = compared.behaviour - compared.trainer
+    signed = signed[np.isfinite(signed)]
+    return len(signed) > 1 and bool(signed.std() <= 0.1 * abs(signed.mean()))
+
+
+def _one_token(compared: ComparedUnits, bound: float) -> bool:
+    """Whether most units above the bound have one id in common, when others of the batch are well."""
+    counts = np.bincount(compared.token[compared.difference > bound], minlength=1)
+    token = int(counts.argmax())
+    common = bool(counts[token] >= ONE_TOKEN * counts.sum() > 0)
+    return common and bool((compared.token == token).mean() < ONE_TOKEN)
+
+
 class LogprobCheck:
     """One rank's part of it; all ranks make the same calls. `run_log` exists on rank 0 only."""
 
@@ -188,14 +245,11 @@ class LogprobCheck:
         backend: TrainingBackend,
         *,
         run_log: RunLog | None,
-        files: Mapping[str, bytes | Path],
     ) -> None:
-        """`files` are those of the model's directory; its config.json names the end-of-sequence ids."""
         self._job = job
         self._ranks = ranks
         self._backend = backend
         self._run_log = run_log
-        self._eos_ids = _eos_ids(files)
         self._waited = False
         self.done = False
 
@@ -239,7 +293,7 @@ class LogprobCheck:
             return
         compared = compare(self._backend, self._ranks, rows, trainer.micro_batch_tokens)
         self.done = True
-        outcome = self._outcome(rows, compared, skipped)
+        outcome = self._outcome(compared, skipped)
         if self._ranks.first:
             self._report(step, epoch, outcome)
         if outcome.passed:
@@ -252,26 +306,13 @@ class LogprobCheck:
         if self._ranks.first:
             log.warning("self-check failed, training goes on as trainer.self_check.action says", why=words)
 
-    def _outcome(
-        self, rows: Sequence[TrainingRow], compared: ComparedUnits, skipped: Counter[str]
-    ) -> CheckOutcome:
+    def _outcome(self, compared: ComparedUnits, skipped: Counter[str]) -> CheckOutcome:
         rollout, trainer = self._job.rollout, self._job.trainer
         bound = trainer.self_check.bound or bound_for(rollout.engine, rollout.dtype, trainer.dtype)
         totals = {why: self._ranks.total(skipped[why]) for why in (OTHER_VERSION, KEPT_KV)}
         gaps = compared.difference
         passed = bool(gaps.max() <= bound and gaps.mean() <= MEAN_SHARE * bound)
-        causes: tuple[str, ...] = ()
-        if not passed:
-            causes = likely_causes(
-                self._backend,
-                self._ranks,
-                rows,
-                compared,
-                micro_batch_tokens=trainer.micro_batch_tokens,
-                bound=bound,
-                dtypes=(rollout.dtype, trainer.dtype),
-                eos_ids=self._eos_ids,
-            )
+        dtypes = (rollout.dtype, trainer.dtype)
         return CheckOutcome(
             n=len(gaps),
             max=float(gaps.max()),
@@ -283,7 +324,7 @@ class LogprobCheck:
             engine=rollout.engine,
             dtype=rollout.dtype,
             trainer_dtype=trainer.dtype,
-            causes=causes,
+            causes=() if passed else likely_causes(compared, bound, dtypes),
         )
 
     def _report(self, step: int, epoch: int, outcome: CheckOutcome) -> None:
@@ -301,11 +342,3 @@ class LogprobCheck:
             passed=outcome.passed,
             skipped=dict(outcome.skipped),
         )
-
-
-def _eos_ids(files: Mapping[str, bytes | Path]) -> list[int]:
-    config = files.get("config.json")
-    if config is None:
-        return []
-    named = json.loads(config if isinstance(config, bytes) else config.read_bytes()).get("eos_token_id")
-    return named if isinstance(named, list) else [] if named is None else [int(named)]

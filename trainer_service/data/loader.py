@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from areal_async.rpc.client import SyncCaller
+from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import Batch, BatchEpisode, Fetch, NextBatch, Waiting
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.status import board
@@ -36,7 +36,7 @@ _decoder = msgspec.msgpack.Decoder(Batch | Waiting)
 class BatchLoader:
     """The batches of a policy's trainer, on one rank."""
 
-    def __init__(self, buffer: SyncCaller, policy: str, ranks: Ranks, stopping: threading.Event) -> None:
+    def __init__(self, buffer: SyncClient, policy: str, ranks: Ranks, stopping: threading.Event) -> None:
         self._buffer = buffer
         self._policy = policy
         self._ranks = ranks

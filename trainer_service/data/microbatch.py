@@ -3,20 +3,27 @@
 A *row* is one root-to-leaf path of an episode, cut after its last sampled unit. Its last token is predicted
 but never fed, so a row of T tokens takes T - 1 places in a pack. Positions restart at every row, and which
 episode or group a unit belongs to is written beside it: nothing is ever inferred from its place.
+
+Who trains what, and in which forward pass, are three pure functions, so that every rank decides alike:
+`deal_groups` deals whole groups to the minibatches (optimizer updates) of a step, `deal_episodes` the
+episodes of a minibatch to the ranks, `pack` the rows of one rank to micro-batches. Each item lands in exactly
+one place. Every rank has the same number of micro-batches once all have passed the largest count of any as
+`at_least`; a rank short of rows has empty ones, passes that add nothing.
 """
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer_service.data.packing import pack
 from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks
 
@@ -183,3 +190,53 @@ def build_micro_batch(
 
 def _joined(parts: Sequence[NDArray]) -> NDArray:
     return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def deal_groups(n_groups: int, minibatches: int) -> list[list[int]]:
+    """Group indices of each minibatch: in order, sizes that differ by at most one."""
+    if n_groups < minibatches:
+        raise BatchError(
+            f"a step of {n_groups} groups cannot be cut into {minibatches} minibatches of whole groups: "
+            "lower trainer.minibatches to at most buffer.batch_groups."
+        )
+    cuts = [index * n_groups // minibatches for index in range(minibatches + 1)]
+    return [list(range(start, end)) for start, end in pairwise(cuts)]
+
+
+def deal_episodes(units: Sequence[int], ranks: int) -> list[list[int]]:
+    """Episode indices of each rank, ascending: the largest episode first, to the rank with the least.
+
+    The ranks' sums differ by at most the largest episode. Ties go to the lower index."""
+    heap = [(0, rank) for rank in range(ranks)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for index in sorted(range(len(units)), key=lambda i: (-units[i], i)):
+        load, rank = heapq.heappop(heap)
+        shares[rank].append(index)
+        heapq.heappush(heap, (load + units[index], rank))
+    return [sorted(share) for share in shares]
+
+
+def pack(lengths: Sequence[int], budget: int, *, at_least: int = 0) -> list[list[int]]:
+    """Row indices of each micro-batch, best-fit decreasing: no two would fit into one.
+
+    A row longer than `budget` tokens has a micro-batch of its own. Inside a micro-batch rows go from long
+    to short, so that rows of one length are neighbours (see `attention`). Padded with empty micro-batches
+    up to `at_least`.
+    """
+    bins: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, bin), ascending
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length < 1:
+            raise BatchError(f"row {index} has {length} tokens; a row holds at least one")
+        place = bisect_left(free, (length, 0))
+        if place == len(free):
+            bins.append([index])
+            left, where = budget - length, len(bins) - 1
+        else:
+            left, where = free.pop(place)
+            left -= length
+            bins[where].append(index)
+        if left > 0:
+            insort(free, (left, where))
+    return bins + [[] for _ in range(at_least - len(bins))]

@@ -17,10 +17,9 @@ import msgspec
 from areal_async.rpc.messages import Batch, BatchEpisode
 from areal_async.status.record import as_it_became, read_run_log
 from areal_async.trajectory import TrajectoryError, summarise
-from trainer_service.data.rows import NO_VERSIONS
+from trainer_service.data.episode_rows import NO_VERSIONS
+from trainer_service.disk import room_for
 from trainer_service.errors import BatchError
-from trainer_service.files import room_for
-from trainer_service.published import hashes_of
 
 SCHEMA = 1
 
@@ -90,7 +89,7 @@ class Recording:
             raise BatchError(
                 f"{run_dir} has no recorded batches: set trainer.record_batches: true and run the job again."
             )
-        self._hashes = hashes_of(run_dir)
+        self._hashes: dict[int, str] = {}
         for record in as_it_became(read_run_log(run_dir / "metrics.jsonl")):
             if record.get("kind") == "step" and record.get("weights_hash"):
                 self._hashes[record["version"]] = record["weights_hash"]

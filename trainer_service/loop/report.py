@@ -8,32 +8,13 @@ from dataclasses import asdict
 from areal_async.rpc.messages import Batch
 from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunLog
-from areal_async.weights.delta import DeltaStats
 from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics
-from trainer_service.data.plan import figures_of
-from trainer_service.files import room_for
-from trainer_service.loop.step import StepResult
+from trainer_service.data.step_plan import figures_of
+from trainer_service.disk import room_for
+from trainer_service.loop.learner import StepResult
 
 log = get_logger("trainer")
-
-
-def weights_figures(written: SnapshotInfo, measured: DeltaStats | None) -> dict[str, object]:
-    """What a step's record says of its weights: their hash and size; and what the newest version that was
-    compared with its base (`weights_delta_version`) had changed: that is measured beside training, and may be
-    of the step before."""
-    figures: dict[str, object] = {
-        "weights_hash": written.weights_hash,
-        "weights_full_bytes": written.size_bytes,
-    }
-    if measured is not None:
-        figures |= {
-            "weights_changed_share": measured.changed_share,
-            "weights_delta_bytes": measured.delta_bytes,
-            "weights_delta_version": measured.tag.version,
-            "weights_delta_base": measured.base.version,
-        }
-    return figures
 
 
 def report_step(
@@ -41,10 +22,10 @@ def report_step(
     batch: Batch,
     result: StepResult,
     seconds: Mapping[str, float],
-    weights: Mapping[str, object] | None = None,
+    written: SnapshotInfo | None = None,
 ) -> None:
-    """`seconds` has at least `step_s` (the whole step) and `wait_s` (of it, waiting for the batch); `weights`
-    is what `weights_figures` says of the published weights, if any were."""
+    """`seconds` has at least `step_s` (the whole step) and `wait_s` (of it, waiting for the batch); `written`
+    are the weights that were published, if any were."""
     figures = figures_of(batch)
     with room_for("the record of a step", run_log.path.parent):
         run_log.write(
@@ -59,7 +40,8 @@ def report_step(
             micro_batches=result.micro_batches,
             **{name: round(value, 6) for name, value in seconds.items()},
             correction=result.statistics,
-            **(weights or {"weights_hash": ""}),
+            weights_hash=written.weights_hash if written is not None else "",
+            weights_full_bytes=written.size_bytes if written is not None else 0,
         )
     log.info(
         "step trained",

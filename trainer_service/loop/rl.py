@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from areal_async.config.job import JobConfig
-from areal_async.rpc.client import SyncCaller
+from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, OpenTrainer
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.events import failpoint, recording
@@ -36,15 +36,14 @@ from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics
 from trainer_service.backends.base import POLICY, TrainingBackend
-from trainer_service.checkpoint import Checkpoint, Checkpoints
+from trainer_service.checkpoint import Checkpoint, Checkpoints, PublishedVersions
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.loader import BatchLoader
 from trainer_service.data.recording import write_step
+from trainer_service.disk import room_for, write_model
 from trainer_service.errors import TrainerError
-from trainer_service.files import room_for, write_model
 from trainer_service.loop.learner import Learner
-from trainer_service.loop.report import report_step, weights_figures
-from trainer_service.published import PublishedVersions
+from trainer_service.loop.report import report_step
 from trainer_service.ranks import Ranks
 
 FINAL_EVALUATION_S = 300.0
@@ -62,7 +61,7 @@ class RlTrainer:
         job: JobConfig,
         ranks: Ranks,
         backend: TrainingBackend,
-        buffer: SyncCaller,
+        buffer: SyncClient,
         *,
         run_dir: Path,
         files: Mapping[str, bytes | Path],
@@ -76,7 +75,7 @@ class RlTrainer:
         self._backend = backend
         self._buffer = buffer
         self._loader = BatchLoader(buffer, job.policy, ranks, stopping)
-        check = LogprobCheck(job, ranks, backend, run_log=run_log, files=files)
+        check = LogprobCheck(job, ranks, backend, run_log=run_log)
         self._learner = Learner(job, ranks, backend, check=check)
         self._run_dir = run_dir
         self._files = files
@@ -90,8 +89,6 @@ class RlTrainer:
         self._published = PublishedVersions(run_dir)
         self._written: SnapshotInfo | None = None
         """The newest version published."""
-        self._measured: VersionTag | None = None
-        """The newest version whose changes are counted in the metrics."""
         self._same_as: list[int] = []
         """Earlier epochs that had published the newest version alike."""
         self._evaluated = -1
@@ -189,7 +186,7 @@ class RlTrainer:
                 "busy_s": trained_s - begun_s - wait_s,
                 "publish_s": ended_s - trained_s,
             }
-            report_step(self._run_log, batch, result, seconds, self._weights_figures())
+            report_step(self._run_log, batch, result, seconds, self._written)
         done = step + 1
         if done % self._job.checkpoint.every_steps == 0 or done == self._job.trainer.steps:
             self._checkpoint(done)
@@ -211,7 +208,6 @@ class RlTrainer:
                 final=final,
             )
             self._written = written
-            metrics.WEIGHTS_BYTES.labels("full").inc(written.size_bytes)
             self._same_as = self._published.add(written.tag, written.weights_hash)
             record_event(
                 "published",
@@ -227,16 +223,6 @@ class RlTrainer:
                         "a receiver refused a snapshot", receiver=ack.receiver, tag=ack.tag, error=ack.error
                     )
         metrics.VERSION.set(version)
-
-    def _weights_figures(self) -> dict[str, object] | None:
-        if self._publisher is None or self._written is None:
-            return None
-        measured = self._publisher.delta_stats
-        if measured is not None and measured.tag != self._measured:
-            self._measured = measured.tag
-            metrics.WEIGHTS_BYTES.labels("delta").inc(measured.delta_bytes or 0)
-            metrics.WEIGHTS_CHANGED.set(measured.changed_share)
-        return weights_figures(self._written, measured)
 
     def _checkpoint(self, step: int) -> None:
         ledger = b""

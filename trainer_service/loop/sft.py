@@ -28,11 +28,10 @@ from areal_async.tasks import TaskTable, pass_order, read_tasks
 from trainer_service import metrics
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import POLICY, TrainingBackend
-from trainer_service.data.microbatch import TrainingRow, build_micro_batch, plan_passes, row_of
-from trainer_service.data.packing import deal_episodes
+from trainer_service.data.microbatch import TrainingRow, build_micro_batch, deal_episodes, plan_passes, row_of
+from trainer_service.disk import companion_files, write_model
 from trainer_service.errors import BatchError, ModelError
-from trainer_service.files import companion_files, write_model
-from trainer_service.loop.step import train_step
+from trainer_service.loop.learner import train_step
 from trainer_service.ranks import Ranks
 
 log = get_logger("trainer")

@@ -6,13 +6,11 @@ ends the replay with an error. With overrides the differences are what is wanted
 
 from __future__ import annotations
 
-import math
-import struct
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 from rich.console import Console
 
@@ -23,38 +21,24 @@ from areal_async.weights.snapshot import write_snapshot
 from trainer_service.backends.base import POLICY, TrainingBackend
 from trainer_service.checkpoint import Checkpoint, named_checkpoints, open_checkpoint
 from trainer_service.data.recording import Recording
+from trainer_service.disk import companion_files, write_model
 from trainer_service.errors import BatchError, TrainerError
-from trainer_service.files import companion_files, write_model
 from trainer_service.loop.learner import Learner, load_backend
 from trainer_service.ranks import join_ranks
-
-HEAD = (
-    f"{'step':>6}  {'episodes':>8}  {'loss':>13} {'recorded':>13}  {'grad norm':>11} {'recorded':>11}  "
-    f"{'weights':<10} recorded"
-)
 
 
 class ReplayDiffers(TrainerError):
     """A step of a replay without overrides did not come out as recorded."""
 
 
-class StepFigures(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class StepFigures:
     """What training a step came to. `losses` and `grad_norms` are of its minibatches."""
 
     losses: list[float]
     grad_norms: list[float]
-    weights_hash: str = ""
+    weights_hash: str
     """Hash of the weights after the step; empty where it is not known."""
-
-
-class ReplayedStep(msgspec.Struct, frozen=True):
-    """A step and its replay. `difference` is empty when it came out bit by bit as recorded."""
-
-    step: int
-    episodes: int
-    recorded: StepFigures
-    replayed: StepFigures
-    difference: str = ""
 
 
 def main(request: ReplayRequest) -> None:
@@ -75,12 +59,9 @@ def main(request: ReplayRequest) -> None:
     if start is not None:
         console.print(f"From the checkpoint of step {start.manifest.step}.")
     kept = out / run.job.job if out is not None else None
-    replayed = replay(
-        run, recording, start, steps[-1], exact=not request.overrides, out=kept, console=console
-    )
-    judge(replayed, exact=not request.overrides, console=console)
+    replay(run, recording, start, steps[-1], exact=not request.overrides, out=kept, console=console)
     if kept is not None:
-        console.print(f"Model and replay.json are in {kept}.")
+        console.print(f"The model is in {kept}.")
 
 
 def start_of(run: Run, recording: Recording, steps: Sequence[int]) -> Checkpoint | None:
@@ -108,9 +89,9 @@ def replay(
     exact: bool,
     out: Path | None,
     console: Console,
-) -> list[ReplayedStep]:
-    """Train from `start` (None: from the model) to step `last`, or where `exact` to the first difference, and
-    print each step. The model and the steps are left in the folder `out`. Raises what training raises."""
+) -> None:
+    """Train from `start` (None: from the model) to step `last`, print each step, and leave the model in the
+    folder `out`. Raises what training raises, and where `exact` `ReplayDiffers` at the first difference."""
     section = run.job.trainer
     torch.set_num_threads(section.torch_threads)
     torch.manual_seed(run.job.seed)
@@ -121,27 +102,35 @@ def replay(
         backend.load(start.folder, start.manifest.updates)
         first = start.manifest.step
     learner = Learner(run.job, ranks, backend)
-    replayed: list[ReplayedStep] = []
-    console.print(HEAD)
+    differing = known = 0
     for step in range(first, last + 1):
         found = recording.read(step)
+        plan = learner.plan(found.batch, step)
         result = learner.train(
-            found.batch,
-            learner.plan(found.batch, step),
-            {name: memoryview(blob) for name, blob in found.blobs.items()},
+            found.batch, plan, {name: memoryview(blob) for name, blob in found.blobs.items()}
         )
         before = StepFigures(found.losses, found.grad_norms, found.weights_hash)
         now = StepFigures(result.losses, result.grad_norms, hash_of_weights(backend))
-        episodes = sum(len(group.episodes) for group in found.batch.groups)
-        replayed.append(ReplayedStep(step, episodes, before, now, difference(before, now)))
-        console.print(line(replayed[-1]))
-        if exact and replayed[-1].difference:
-            break
+        text = difference(before, now)
+        console.print(
+            f"{step:>6}  loss {result.loss:.8f}  gradient norm {result.grad_norm:.6f}  {text or '='}"
+        )
+        if text and exact:
+            raise ReplayDiffers(
+                f"the replay is not the recording: step {step} differs first, in {text}. The recording, the "
+                "model, the number of torch threads or the version of this program or of torch is another "
+                "than that of the run, or it ran on a device that does not repeat its sums in one order."
+            )
+        differing += bool(text)
+        known += bool(before.weights_hash)
+    steps = last + 1 - first
+    if differing:
+        console.print(f"{differing} of {steps} steps differ.")
+    else:
+        weights = "weights" if known == steps else f"the weights of {known} steps"
+        console.print(f"All steps are bit by bit as recorded: losses, gradient norms and {weights}.")
     if out is not None:
         write_model(out / "model", backend.export(POLICY), companion_files(run.job.model, section.dtype))
-        text = msgspec.json.format(msgspec.json.encode(replayed))
-        (out / "replay.json").write_bytes(text + b"\n")
-    return replayed
 
 
 def hash_of_weights(backend: TrainingBackend) -> str:
@@ -149,24 +138,6 @@ def hash_of_weights(backend: TrainingBackend) -> str:
     with tempfile.TemporaryDirectory(prefix="areal-replay-") as folder:
         tensors = backend.export(POLICY)
         return write_snapshot(Path(folder), VersionTag(POLICY, 1, 0), tensors, tied=backend.tied).weights_hash
-
-
-def judge(replayed: Sequence[ReplayedStep], *, exact: bool, console: Console) -> None:
-    """Print the last line. Raises `ReplayDiffers` where the replay is not `exact` and ought to be."""
-    differing = [step for step in replayed if step.difference]
-    if not differing:
-        known = sum(1 for step in replayed if step.recorded.weights_hash)
-        weights = "weights" if known == len(replayed) else f"the weights of {known} steps"
-        console.print(f"All steps are bit by bit as recorded: losses, gradient norms and {weights}.")
-        return
-    text = f"step {differing[0].step} differs first, in {differing[0].difference}"
-    if exact:
-        raise ReplayDiffers(
-            f"the replay is not the recording: {text}. The recording, the model, the number of torch "
-            "threads or the version of this program or of torch is another than that of the run, or it "
-            "ran on a device that does not repeat its sums in one order."
-        )
-    console.print(f"{len(differing)} of {len(replayed)} steps differ; {text}.")
 
 
 def difference(recorded: StepFigures, replayed: StepFigures) -> str:
@@ -177,42 +148,12 @@ def difference(recorded: StepFigures, replayed: StepFigures) -> str:
         if len(before) != len(now):
             return f"{field}: {len(before)} minibatches are recorded, {len(now)} were trained"
         for number, (old, new) in enumerate(zip(before, now, strict=True)):
-            if not _same(old, new):
+            if old.hex() != new.hex():  # bit by bit, so that NaN equals NaN
                 return f"{field}[{number}]: {old!r} is recorded, {new!r} came out"
-    if recorded.weights_hash and recorded.weights_hash != replayed.weights_hash:
-        return (
-            f"weights: {_short(recorded.weights_hash)} is recorded, {_short(replayed.weights_hash)} came out"
-        )
+    old_hash, new_hash = (each.weights_hash.partition(":")[2] for each in (recorded, replayed))
+    if recorded.weights_hash and old_hash != new_hash:
+        return f"weights: {old_hash[:10]} is recorded, {new_hash[:10]} came out"
     return ""
-
-
-def line(step: ReplayedStep) -> str:
-    """One step as a line below `HEAD`; `=` where the replay has the very bits of the recording."""
-    old, new = step.recorded, step.replayed
-    loss = _pair(_mean(old.losses), _mean(new.losses), 8)
-    norm = _pair(max(old.grad_norms), max(new.grad_norms), 6)
-    now, before = _short(new.weights_hash), _short(old.weights_hash) or "unknown"
-    return (
-        f"{step.step:>6}  {step.episodes:>8}  {loss[0]:>13} {loss[1]:>13}  "
-        f"{norm[0]:>11} {norm[1]:>11}  {now:<10} {'=' if now == before else before}"
-    )
-
-
-def _pair(old: float, new: float, digits: int) -> tuple[str, str]:
-    return f"{new:.{digits}f}", "=" if _same(old, new) else f"{old:.{digits}f}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
-
-
-def _same(old: float, new: float) -> bool:
-    """Bit by bit, so that NaN equals NaN."""
-    return struct.pack("<d", old) == struct.pack("<d", new)
-
-
-def _short(weights_hash: str) -> str:
-    return weights_hash.partition(":")[2][:10]
 
 
 if __name__ == "__main__":

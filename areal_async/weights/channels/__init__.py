@@ -4,17 +4,11 @@
 `areal_async.channels`, or `path.py:name` (see `areal_async/registry.py`). A channel is a class with the
 members of `Channel`, usually derived from it. It is never instantiated; it makes two ends:
 
-    PublishingEnd   in the trainer, driven by `Publisher`: start, then for each version
-                    offer(tag, tensors)         before the snapshot is written
-                    add(directory, hash)        it is complete, and about to be announced
-                    remove(hash)                it is retired; may its bytes be overwritten?
-                    answer(message)             a request of a receiver, unknown to the publisher itself
-                    and close. `start`, `answer` and `close` run on the publisher's event loop, the others on
-                    the trainer's thread.
-    ReceivingEnd    in each process that serves or evaluates, driven by `Receiver` on its event loop:
-                    bring(notice, publisher)          the directory's path on this host, once it is there
-                    served(tag), distrust(notice)     what became of it
-                    and close.
+    PublishingEnd   in the trainer, driven by `Publisher`: `start`, then for each version `offer`, `add` and,
+                    once it is retired, `remove`; and `close`. `start`, `answer` and `close` run on the
+                    publisher's event loop, the others on the trainer's thread.
+    ReceivingEnd    in each process that serves or evaluates, driven by `Receiver` on its event loop: `bring`,
+                    then `served` or `distrust`; and `close`.
 
 The base classes are the ends of a channel whose files every receiver can read where the trainer wrote them.
 No end decides that a snapshot is true: `open_snapshot` hashes what `bring` returned, whatever the channel.

@@ -1,9 +1,8 @@
 """Serving snapshots to receivers on other hosts, and saying who fetches them from whom.
 
 `ChunkServer` serves the chunks of directories that are here, or on their way here: the publisher has one, and
-every receiver. `SnapshotServer` is the publisher's end of channel `zmq`. It makes a chunk table once per
-snapshot, in a thread of its own, at the first request, or as soon as the snapshot is published once somebody
-has asked for an earlier one.
+every receiver. `SnapshotServer` is the publisher's end of channel `zmq`. It makes the chunk table of a
+snapshot once, as soon as that is published, in a thread of its own.
 
 Promises:
 - Only who has the keys (or, on loopback, the secret of the run) is answered; see `rpc/server.py`.
@@ -19,7 +18,6 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from areal_async.errors import FaultError, SnapshotError
@@ -176,13 +174,6 @@ def sources(line: Sequence[str], me: int, origin: str, fan_out: int) -> list[str
     return [*nearest, origin, *others[: MAX_SOURCES - 1 - len(nearest)]]
 
 
-@dataclass
-class _Served:
-    directory: Path
-    manifest_hash: str
-    table: Future[bytes] | None = None
-
-
 class SnapshotServer(PublishingEnd):
     """Serves chunks at `listen` for a publisher, on whose event loop it runs."""
 
@@ -197,9 +188,9 @@ class SnapshotServer(PublishingEnd):
     ) -> None:
         self.chunks = server(listen, job=job, source="publisher", access=access)
         self._tree = RelayTree(fan_out)
-        self._served: dict[str, _Served] = {}
+        self._tables: dict[str, Future[bytes]] = {}
+        """The chunk table of what is given out, by the hash of its manifest."""
         self._lock = threading.Lock()
-        self._asked = False
         self._hasher = ThreadPoolExecutor(1, "weights-hash")
 
     async def start(self) -> None:
@@ -210,18 +201,14 @@ class SnapshotServer(PublishingEnd):
         await self.chunks.close()
 
     def add(self, directory: Path, manifest_hash: str) -> None:
-        served = _Served(directory, manifest_hash)
         with self._lock:
-            self._served[manifest_hash] = served
-            if self._asked:
-                self._table_of(served)
+            self._tables[manifest_hash] = self._hasher.submit(self._make_table, directory, manifest_hash)
 
     def remove(self, manifest_hash: str) -> bool:
         with self._lock:
-            served = self._served.pop(manifest_hash, None)
+            table = self._tables.pop(manifest_hash, None)
             self._tree.forget(manifest_hash)
         # A table that is being made reads the files, too.
-        table = served.table if served is not None else None
         quiet = table is None or table.cancel() or table.done()
         return self.chunks.remove(manifest_hash) and quiet
 
@@ -232,9 +219,7 @@ class SnapshotServer(PublishingEnd):
             return None
         gone = "the snapshot is not given out any more: ask for the newest"
         with self._lock:
-            self._asked = True
-            served = self._served.get(message.manifest_hash)
-            table = self._table_of(served) if served is not None else None
+            table = self._tables.get(message.manifest_hash)
         if table is None:
             raise FaultError("stale", gone)
         try:
@@ -250,14 +235,9 @@ class SnapshotServer(PublishingEnd):
             found = self._tree.join(message.manifest_hash, message.endpoint, origin)
         return Sources(found, origin), [data]
 
-    def _table_of(self, served: _Served) -> Future[bytes]:
-        if served.table is None:
-            served.table = self._hasher.submit(self._make_table, served)
-        return served.table
-
-    def _make_table(self, served: _Served) -> bytes:
-        table = build_table(served.directory, served.manifest_hash)
+    def _make_table(self, directory: Path, manifest_hash: str) -> bytes:
+        table = build_table(directory, manifest_hash)
         with self._lock:
-            if self._served.get(served.manifest_hash) is served:
-                self.chunks.add(ChunkStore(served.directory, table))
+            if manifest_hash in self._tables:
+                self.chunks.add(ChunkStore(directory, table))
         return encode_table(table)

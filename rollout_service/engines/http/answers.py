@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_async.rpc.schema import VersionTag
-from areal_async.trajectory.header import FinishReason, LogprobsOf
+from areal_async.trajectory.layout import FinishReason, LogprobsOf
 from rollout_service.engines.base import EngineError, GenerateResult
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_async.trajectory.header import LogprobsOf, Sampling
+from areal_async.trajectory.layout import LogprobsOf, Sampling
 from rollout_service.engines.base import EngineError, GenerateResult, RequestError, Tell
 from rollout_service.engines.http.answers import VersionSpan, result_of
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
-from areal_async.trajectory.header import LogprobsOf
+from areal_async.trajectory.layout import LogprobsOf
 from rollout_service.engines.base import EngineError, EngineLost, GenerateResult, Tell
 from rollout_service.engines.http.answers import VersionSpan, parse_tag, result_of
 

@@ -21,7 +21,7 @@ SEND_LIMIT_MS = 60_000
 def shapes(rng: random.Random) -> list[bytes]:
     """One message: any frames at all, and near misses of the right ones."""
     head = HEADER.pack(
-        b"AA", 1, rng.choice([0, 1, 2, 3, 4, 9, 255]), rng.choice([0, 0, 1, 3, 2**32 - 1]), 5, 7, 0
+        b"AA", 2, rng.choice([0, 1, 2, 3, 4, 9, 255]), rng.choice([0, 0, 1, 3, 2**32 - 1]), 5, 7, 0
     )
     bodies: list[Callable[[], bytes]] = [
         lambda: b"",

@@ -11,7 +11,6 @@ from areal_async.errors import MessageTooLarge, ProtocolError
 from areal_async.rpc import frames
 from areal_async.rpc.frames import (
     HEADER,
-    PACK_BELOW_BYTES,
     Kind,
     read_attachments,
     read_header,
@@ -37,10 +36,7 @@ def blob(size: int) -> bytes:
     return bytes(i * 31 % 251 for i in range(256)) * (size // 256) + b"x" * (size % 256)
 
 
-sizes = st.one_of(
-    st.integers(0, 200),
-    st.sampled_from([PACK_BELOW_BYTES - 1, PACK_BELOW_BYTES, PACK_BELOW_BYTES + 1, 100_000]),
-)
+sizes = st.one_of(st.integers(0, 200), st.just(100_000))
 
 
 @given(st.lists(sizes, max_size=12), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
@@ -52,11 +48,9 @@ def test_attachments_come_back_as_they_were(attachment_sizes: list[int], client:
     assert [bytes(view) for view in read_attachments(header, rest)] == sent
 
 
-def test_large_attachments_are_not_copied_and_small_ones_travel_together() -> None:
-    large = bytearray(blob(PACK_BELOW_BYTES))
-    written = write_frames(Kind.REQUEST, 1, 1, 0, Stats(), [b"a", large, b"b"])
-    assert len(written) == 4
-    assert memoryview(written[3]).obj is large
+def test_attachments_are_not_copied() -> None:
+    large = bytearray(blob(100_000))
+    assert memoryview(write_frames(Kind.REQUEST, 1, 1, 0, Stats(), [b"a", large])[2]).obj is large
 
 
 def test_arrays_travel_as_their_bytes() -> None:
@@ -120,7 +114,7 @@ def test_a_head_of_another_kind_is_a_protocol_error(head: bytes) -> None:
 @given(st.binary(max_size=200))
 @settings(max_examples=500)
 def test_hostile_bodies_give_a_typed_error(body: bytes) -> None:
-    head = HEADER.pack(b"AA", 1, 1, 0, 1, 1, 0) + body
+    head = HEADER.pack(b"AA", 2, 1, 0, 1, 1, 0) + body
     for read in (read_request, read_reply):
         with contextlib.suppress(ProtocolError):
             read(head)
@@ -132,32 +126,11 @@ def test_deep_nesting_and_odd_keys_give_a_typed_error() -> None:
     map_key = b"\x82\xa4type\xa5Score\x81\x01\x02\x03"
     for body in (deep, in_any, map_key, b"\xc1", b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff"):
         with pytest.raises(ProtocolError):
-            read_reply(HEADER.pack(b"AA", 1, 1, 0, 1, 1, 0) + body)
+            read_reply(HEADER.pack(b"AA", 2, 1, 0, 1, 1, 0) + body)
 
 
-@given(st.data())
-@settings(max_examples=300)
-def test_frames_that_do_not_fit_their_header_give_a_typed_error(data: st.DataObject) -> None:
-    sent = [blob(size) for size in data.draw(st.lists(sizes, min_size=1, max_size=5))]
-    head, *rest = write_frames(Kind.REQUEST, 1, 1, 0, Fault("busy", ""), sent)
-    header = read_header(bytes(head))
-    kind = data.draw(st.sampled_from(["drop", "add", "truncate", "extend", "size", "count"]))
-    at = data.draw(st.integers(0, len(rest) - 1))
-    if kind == "drop":
-        del rest[at]
-    elif kind == "add":
-        rest.insert(at, b"surplus")
-    elif kind == "truncate":
-        if not len(rest[at]):  # type: ignore[arg-type]
-            return
-        rest[at] = bytes(rest[at])[:-1]
-    elif kind == "extend":
-        rest[at] = bytes(rest[at]) + b"\0"
-    elif kind == "size":
-        table = np.frombuffer(rest[0], np.uint64).copy()
-        table[0] += np.uint64(1 << data.draw(st.integers(4, 62)))
-        rest[0] = table.tobytes()
-    else:
-        header = header._replace(n_attachments=data.draw(st.sampled_from([0, len(sent) + 1, 2**31])))
+@pytest.mark.parametrize("n", [0, 2, 2**31])
+def test_other_attachments_than_were_announced_give_a_typed_error(n: int) -> None:
+    head, *rest = write_frames(Kind.REQUEST, 1, 1, 0, Fault("busy", ""), [b"one"])
     with pytest.raises(ProtocolError):
-        read_attachments(header, rest)
+        read_attachments(read_header(bytes(head))._replace(n_attachments=n), rest)

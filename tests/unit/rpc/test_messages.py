@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from areal_async.rpc import messages, schema
-from areal_async.rpc.frames import Kind, read_reply, read_request, write_frames
+from areal_async.rpc.frames import MODULES, REPLIES, REQUESTS, Kind, read_reply, read_request, write_frames
 from areal_async.rpc.schema import Message, Request
-from areal_async.rpc.table import MODULES, REPLIES, REQUESTS
 
 text = st.text(max_size=8)
 SCALARS: dict[type, st.SearchStrategy[Any]] = {

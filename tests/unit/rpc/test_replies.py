@@ -2,7 +2,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from areal_async.rpc.replies import Admission, ReplyBook
+from areal_async.rpc.reply_book import Admission, ReplyBook
 
 
 def book(

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from areal_async.status.record import RunLog, read_run_log
 from trainer_service.checkpoint import Checkpoints, named_checkpoints, newest_usable
 from trainer_service.data.recording import read_step, write_step
+from trainer_service.disk import room_for, write_model
 from trainer_service.errors import DiskFull
-from trainer_service.files import room_for, write_model
 from trainer_service.ranks import join_ranks
 
 LIMIT_BYTES = 4096

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_async.config.job import OptimizerSection
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.recording import read_step, write_step
+from trainer_service.disk import companion_files, write_model
 from trainer_service.errors import BatchError
-from trainer_service.files import companion_files, write_model
 from trainer_service.ranks import join_ranks
 
 

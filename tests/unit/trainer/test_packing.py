@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_service.data.packing import deal_episodes, deal_groups, pack
+from trainer_service.data.microbatch import deal_episodes, deal_groups, pack
 from trainer_service.errors import BatchError
 
 lengths_of_rows = st.lists(st.integers(1, 60), max_size=60)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from areal_async.config.job import ObjectiveSection
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
 from trainer_service.algorithms.objective import Objective
-from trainer_service.data.plan import figures_of, plan_step
+from trainer_service.data.step_plan import figures_of, plan_step
 from trainer_service.errors import BatchError, DivergenceError, StalenessViolation
 
 OBJECTIVE = Objective(ObjectiveSection())

@@ -1,5 +1,5 @@
 from areal_async.rpc.schema import VersionTag
-from trainer_service.published import PublishedVersions
+from trainer_service.checkpoint import PublishedVersions
 
 
 def test_a_version_published_again_with_equal_weights_is_recognised(tmp_path):

@@ -12,9 +12,9 @@ from areal_async.status.record import read_run_log
 from tests.unit.trainer import rank_process
 from trainer_service.algorithms.objective import Objective
 from trainer_service.checkpoint import open_checkpoint
-from trainer_service.data.packing import pack
-from trainer_service.data.plan import plan_step
+from trainer_service.data.microbatch import pack
 from trainer_service.data.recording import read_step, write_step
+from trainer_service.data.step_plan import plan_step
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import msgspec
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from areal_async.rpc.verdicts import Parts
 from areal_async.status.record import RunLog
-from areal_async.trajectory import unpack
-from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode, ExportError, read_episodes
+from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode, ExportError
 from trainer_service.data.recording import Recording, write_step
 from trainer_service.errors import BatchError
-from trainer_service.tools.replay import HEAD, ReplayedStep, StepFigures, difference, line
+from trainer_service.tools.replay import StepFigures, difference
 
 STEPS = 3
 
@@ -31,55 +29,25 @@ def run_dir(tmp_path, make_batch):
     return folder
 
 
-PARTS = (None, Parts(segments={1: 0.5}, agents={"main": -1.0}), Parts(units=[0.25]))
-
-
-@pytest.fixture
-def exported(tmp_path, make_batch):
-    """A file of the episodes of a batch, the first without a verdict, and their blobs."""
-    _, blobs = make_batch()
-    with EpisodeWriter(tmp_path / "x.parquet", "job", row_group_bytes=2000) as file:
-        for place, blob in enumerate(blobs.values()):
-            verdict = {"reward": 1.5, "components": {"a": 1.0}, "parts": PARTS[place % 3]}
-            said = verdict if place else {"reward": None}
-            file.add(ExportedEpisode(blob, "sums", "SCORED", "VERDICT", [3], **said))
-            assert file.held_bytes < 2000
-    return tmp_path / "x.parquet", list(blobs.values())
-
-
-def test_exported_episodes_come_back_with_what_was_said_of_them(exported):
-    path, blobs = exported
-    found = list(read_episodes(path))
-    assert [row.blob for row in found] == blobs
-    assert found[0].reward is None
-    assert (found[1].reward, found[1].components, found[1].steps) == (1.5, {"a": 1.0}, [3])
-    assert [row.parts for row in found[:3]] == list(PARTS)
-    assert found[1].episode_id == unpack(blobs[1]).episode_id
-
-
-def test_row_groups_are_written_as_they_fill_so_that_memory_stays_bounded(exported):
-    assert pq.ParquetFile(exported[0]).metadata.num_row_groups > 3
-
-
-def test_an_export_made_before_there_were_rewards_of_parts_is_read_without(exported, tmp_path):
-    older = tmp_path / "older.parquet"
-    columns = ["segment_rewards", "agent_rewards", "unit_rewards"]
-    pq.write_table(pq.read_table(exported[0]).drop_columns(columns), older)
-    assert {episode.parts for episode in read_episodes(older)} == {None}
-
-
-def test_a_file_that_is_no_export_is_refused(tmp_path):
-    path = tmp_path / "x.parquet"
-    path.write_bytes(b"not parquet")
-    with pytest.raises(ExportError, match="cannot be read as parquet"):
-        list(read_episodes(path))
-    pq.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(ExportError, match="was not written by"):
-        list(read_episodes(path))
-
-
 def test_the_weights_of_each_step_come_from_the_run_log(run_dir):
     assert Recording(run_dir).read(1).weights_hash == "blake3:1"
+
+
+def test_exported_episodes_have_their_bytes_and_what_was_said_of_them_in_row_groups(tmp_path, make_batch):
+    _, blobs = make_batch()
+    parts = Parts(segments={1: 0.5}, agents={"main": -1.0}, units=[0.25])
+    with EpisodeWriter(tmp_path / "x.parquet", "job", row_group_bytes=2000) as file:
+        for place, blob in enumerate(blobs.values()):
+            verdict = {"reward": 1.5, "components": {"a": 1.0}, "parts": parts} if place else {"reward": None}
+            file.add(ExportedEpisode(blob, "sums", "SCORED", "VERDICT", [3], **verdict))
+            assert file.held_bytes < 2000
+    found = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    assert [row["blob"] for row in found] == list(blobs.values())
+    assert [row["episode_id"] for row in found] == list(blobs)
+    assert (found[0]["reward"], found[0]["parts"]) == (None, None)
+    assert (found[1]["reward"], found[1]["components"], found[1]["steps"]) == (1.5, [("a", 1.0)], [3])
+    assert msgspec.json.decode(found[1]["parts"], type=Parts) == parts
+    assert pq.read_metadata(tmp_path / "x.parquet").num_row_groups > 3
 
 
 @pytest.mark.parametrize("place", [0, 40, 300, -1])
@@ -139,7 +107,7 @@ def test_an_export_that_fails_leaves_nothing_and_replaces_nothing(tmp_path):
 def test_the_same_figures_do_not_differ_and_nan_is_nan():
     figures = StepFigures([0.1, float("nan")], [1.0, 2.0], "blake3:aa")
     assert difference(figures, StepFigures([0.1, float("nan")], [1.0, 2.0], "blake3:aa")) == ""
-    assert difference(StepFigures([0.1], [1.0]), StepFigures([0.1], [1.0], "blake3:aa")) == "", (
+    assert difference(StepFigures([0.1], [1.0], ""), StepFigures([0.1], [1.0], "blake3:aa")) == "", (
         "nothing was recorded"
     )
 
@@ -150,19 +118,10 @@ def test_the_first_field_that_differs_is_named_with_all_its_digits():
     assert difference(recorded, StepFigures([0.1, nearly], [1.0, 3.0], "blake3:bb")).startswith(
         "losses[1]: 0.2 is"
     )
-    assert difference(recorded, StepFigures([0.1, 0.2], [1.0, 3.0])) == (
+    assert difference(recorded, StepFigures([0.1, 0.2], [1.0, 3.0], "")) == (
         "grad_norms[1]: 2.0 is recorded, 3.0 came out"
     )
     assert difference(recorded, StepFigures([0.1, 0.2], [1.0, 2.0], "blake3:bb")) == (
         "weights: aa is recorded, bb came out"
     )
-    assert "2 minibatches are recorded, 1 were trained" in difference(recorded, StepFigures([0.1], [1.0]))
-
-
-def test_a_line_shows_what_is_the_same_as_a_sign_of_equality():
-    old = StepFigures([0.5], [2.0], "blake3:0123456789abcdef")
-    same = line(ReplayedStep(7, 32, old, old))
-    assert same.split() == ["7", "32", "0.50000000", "=", "2.000000", "=", "0123456789", "="]
-    other = line(ReplayedStep(7, 32, old, StepFigures([0.25], [2.0], "blake3:ff")))
-    assert other.split() == ["7", "32", "0.25000000", "0.50000000", "2.000000", "=", "ff", "0123456789"]
-    assert len(HEAD.split()) == 8 + 1
+    assert "2 minibatches are recorded, 1 were trained" in difference(recorded, StepFigures([0.1], [1.0], ""))

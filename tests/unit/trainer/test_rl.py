@@ -23,8 +23,8 @@ from areal_async.weights.receiver import Receiver
 from areal_async.weights.snapshot import open_snapshot
 from tests.unit.trainer import rank_process
 from trainer_service.data.recording import read_step, write_step
+from trainer_service.disk import companion_files
 from trainer_service.errors import BatchError, StalenessViolation
-from trainer_service.files import companion_files
 from trainer_service.loop.learner import Learner, load_backend
 from trainer_service.loop.rl import RlTrainer
 from trainer_service.ranks import join_ranks
@@ -179,53 +179,6 @@ def test_tensors_can_be_had_before_their_version_is_announced(tmp_path, model_di
             published = open_snapshot(tmp_path / "shm" / f"policy-e1-v{version}").tensors
             assert offered.keys() == published.keys()
             assert all(torch.equal(tensor, published[name]) for name, tensor in offered.items())
-
-
-class Patient(Publisher):
-    """A publisher that waits for its own deltas, so that each step's record is of that step."""
-
-    def publish(self, tag, tensors, *, evaluate=False, final=False):
-        written = super().publish(tag, tensors, evaluate=evaluate, final=final)
-        ticker = threading.Event()
-        for _ in range(2000):
-            if tag.version == 0 or (self.delta_stats is not None and self.delta_stats.tag == tag):
-                break
-            ticker.wait(0.01)
-        return written
-
-
-def test_the_record_of_a_step_says_how_much_of_the_weights_it_changed(tmp_path, model_dir, batches):
-    publisher = Patient(
-        tmp_path / "shm",
-        f"ipc://{tmp_path}/w",
-        job="job",
-        access=SECRET,
-        files=companion_files(model_dir, "float32"),
-        tied={"lm_head.weight": "model.embed_tokens.weight"},
-        keep=9,
-        deltas_below=1.0,
-    )
-    publisher.start()
-    with closing(publisher):
-        buffer = rank_process.RecordedBuffer(batches)
-        assert _trainer(model_dir, tmp_path, buffer, publisher=publisher).run(
-            name="trainer", ready=lambda: None
-        )
-        versions = [open_snapshot(tmp_path / "shm" / f"policy-e1-v{v}").tensors for v in range(5)]
-        size = sum(f.stat().st_size for f in (tmp_path / "shm" / "policy-e1-v1").iterdir())
-    records = read_run_log(tmp_path / "metrics.jsonl")
-    assert len(records) == 4
-    for record, before, after in zip(records, versions, versions[1:], strict=False):
-        names = [name for name in after if name != "lm_head.weight"]
-        bits = [(before[n].view(torch.int32), after[n].view(torch.int32)) for n in names]
-        changed = sum(int((a != b).sum()) for a, b in bits)
-        assert record["weights_changed_share"] == changed / sum(a.numel() for a, _ in bits)
-        assert record["weights_full_bytes"] == size
-        assert 0 < record["weights_delta_bytes"] < size
-        assert (record["weights_delta_base"], record["weights_delta_version"]) == (
-            record["version"] - 1,
-            record["version"],
-        )
 
 
 def test_a_record_of_every_step(tmp_path, model_dir, batches):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from areal_async.rpc.messages import BatchEpisode
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, unpack
+from trainer_service.data.episode_rows import call_temperatures, check_staleness, rows_of_episode
 from trainer_service.data.microbatch import build_micro_batch, row_of
-from trainer_service.data.rows import call_temperatures, check_staleness, rows_of_episode
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
 
 

@@ -8,10 +8,10 @@ import torch
 from areal_async.config.job import ObjectiveSection, OptimizerSection
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.fsdp.backend import FsdpBackend
-from trainer_service.data.plan import plan_step
-from trainer_service.data.rows import rows_of_episode
+from trainer_service.data.episode_rows import rows_of_episode
+from trainer_service.data.step_plan import plan_step
 from trainer_service.errors import DivergenceError
-from trainer_service.loop.step import train_step
+from trainer_service.loop.learner import train_step
 from trainer_service.ranks import join_ranks
 
 

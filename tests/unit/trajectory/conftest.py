@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from areal_async.trajectory import Episode, EpisodeBuilder, Sampling, SegmentFlag, SegmentKind
+from areal_async.trajectory import (
+    DEFAULT_LIMITS,
+    Episode,
+    EpisodeBuilder,
+    EpisodeLimits,
+    Sampling,
+    SegmentFlag,
+    SegmentKind,
+    Units,
+)
 
 
 @dataclass
@@ -157,3 +167,12 @@ def two_turns() -> EpisodeBuilder:
     builder.text(prompt="what is this?", response="a größer plot")
     builder.meta(tool_seconds=0.5, tags=["a", "b"], nested={"k": [1, None, True]})
     return builder
+
+
+def with_columns(
+    episode: Episode, columns: Mapping[str, np.ndarray], *, limits: EpisodeLimits = DEFAULT_LIMITS
+) -> Episode:
+    """A copy that has these optional unit columns too."""
+    units = episode.units
+    merged = Units(units.token_id, units.mask, units.logprob, units.version, {**units.columns, **columns})
+    return Episode(episode.header, episode.segments, merged, limits=limits)

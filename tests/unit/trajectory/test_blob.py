@@ -30,6 +30,7 @@ from areal_async.trajectory import (
     summarise,
     unpack,
 )
+from tests.unit.trajectory.conftest import with_columns
 
 PREFIX = struct.Struct("<4sHHQII")
 HEAD = 0
@@ -119,13 +120,6 @@ def test_frames_are_the_frames_of_the_blob(episode, blob):
     assert decode(frames) == episode
 
 
-def test_encoding_does_not_copy_the_unit_columns(episode):
-    units = episode.units
-    columns = [units.token_id, units.logprob, units.version, units.mask]
-    for frame, column in zip(encode(episode)[2:6], columns, strict=True):
-        assert np.shares_memory(np.frombuffer(frame, np.uint8), column)
-
-
 @pytest.mark.parametrize(
     "column",
     [
@@ -141,7 +135,7 @@ def test_encoding_does_not_copy_the_unit_columns(episode):
     ],
 )
 def test_optional_columns_of_every_type_and_width_come_back(episode, column):
-    wanted = episode.with_columns({"extra": column})
+    wanted = with_columns(episode, {"extra": column})
     got = unpack(pack(wanted))
     assert got == wanted
     np.testing.assert_array_equal(got.units.columns["extra"], column)
@@ -150,18 +144,10 @@ def test_optional_columns_of_every_type_and_width_come_back(episode, column):
     assert decode(encode(wanted)) == wanted
 
 
-def test_an_absent_column_is_absent_and_an_unknown_value_is_not_zero(episode):
-    value = unpack(pack(episode)).units.columns["value"]
-    assert np.isnan(value[:7]).all()
-    np.testing.assert_allclose(value[7:10], [0.1, 0.2, 0.3])
-    assert "ref" not in episode.units.columns
-    assert np.isnan(episode.segments.reward[0])
-
-
 def test_an_empty_episode_goes_through_the_codec():
     builder = EpisodeBuilder("j", "t", "g", 0)
     builder.prompt([])
-    episode = builder.build().with_columns({"experts": np.zeros((0, 4), np.uint16)})
+    episode = with_columns(builder.build(), {"experts": np.zeros((0, 4), np.uint16)})
     assert unpack(pack(episode)) == episode
     assert decode(encode(episode)) == episode
 
@@ -391,7 +377,7 @@ def test_sizes_are_capped_before_anything_is_read(episode, blob):
         pack(episode, limits=EpisodeLimits(head_bytes=10))
     with pytest.raises(SizeError):
         encode(episode, limits=EpisodeLimits(head_bytes=10))
-    wide = pack(episode.with_columns({"experts": np.zeros((12, 3), np.uint16)}))
+    wide = pack(with_columns(episode, {"experts": np.zeros((12, 3), np.uint16)}))
     head = len(encode(unpack(wide))[HEAD])
     exact = EpisodeLimits(len(wide), head, units=12, segments=5, columns=2, column_width=3)
     assert pack(unpack(wide, limits=exact), limits=exact) == wide
@@ -401,7 +387,7 @@ def test_sizes_are_capped_before_anything_is_read(episode, blob):
 
 def test_more_optional_columns_than_by_default_need_a_wider_limit(episode):
     limits = EpisodeLimits(columns=50)
-    wide = episode.with_columns({f"c{i}": np.zeros(12, np.float32) for i in range(49)}, limits=limits)
+    wide = with_columns(episode, {f"c{i}": np.zeros(12, np.float32) for i in range(49)}, limits=limits)
     blob = pack(wide, limits=limits)
     assert unpack(blob, limits=limits) == wide
     with pytest.raises(CodecError):

@@ -11,14 +11,13 @@ import pytest
 from areal_async.trajectory import (
     Call,
     EpisodeBuilder,
-    EpisodeLimits,
     InvariantError,
     Sampling,
     SegmentFlag,
     SegmentKind,
-    SizeError,
     anchor_of,
 )
+from tests.unit.trajectory.conftest import with_columns
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -164,11 +163,6 @@ def test_a_sampled_segment_cannot_be_added_as_observed(builder):
     assert builder.build().n_units == 1
 
 
-def test_log_probs_that_are_not_numbers_are_named(builder):
-    with pytest.raises(InvariantError, match="logprobs: must be real number"):
-        builder.sampled([1], ["a"], 0, parent=None, sampling=GREEDY, finish_reason="stop")
-
-
 def test_build_may_be_repeated_and_what_it_returned_does_not_change(builder):
     prompt = builder.prompt([1, 2])
     first = builder.build()
@@ -227,24 +221,10 @@ def test_equal_anchors_meet_across_episodes_and_none_is_zero():
     )
 
 
-def test_build_respects_limits(builder):
-    builder.prompt([1, 2, 3])
-    with pytest.raises(SizeError):
-        builder.build(limits=EpisodeLimits(units=2))
-
-
-def test_paths_and_contexts_are_read_off_the_episode(two_turns):
-    episode = two_turns.build()
-    assert episode.path(3) == [0, 1, 2, 3]
-    assert episode.path(4) == [0, 4]
-    assert episode.token_ids(2).tolist() == [11, 12, 13, 21, 22, 31, 32]
-    assert episode.token_ids(4).tolist() == [11, 12, 13, 51, 52]
-
-
 def test_episodes_compare_by_content(two_turns):
     episode = two_turns.build()
     assert episode == two_turns.build()
-    assert episode != episode.with_columns({"ref": np.zeros(12, np.float32)})
+    assert episode != with_columns(episode, {"ref": np.zeros(12, np.float32)})
     assert episode != "episode"
     two_turns.meta(tool_seconds=0.25)
     assert episode != two_turns.build()

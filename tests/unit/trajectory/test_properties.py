@@ -20,7 +20,7 @@ from areal_async.trajectory import (
     training_rows,
     unpack,
 )
-from areal_async.trajectory.check import LOGPROB_SLACK
+from areal_async.trajectory.episode import LOGPROB_SLACK
 
 drawn = settings(max_examples=120, deadline=None)
 
@@ -73,7 +73,7 @@ def test_rows_are_whole_paths_and_carry_every_column(histories, data):
         assert row.path[-1] not in parents
         assert list(row.path) == episode.path(row.path[-1])
         assert row.token_ids.tolist() == episode.token_ids(row.path[-1]).tolist()
-        owner = row.segment_of_unit()
+        owner = np.repeat(row.path, row.lengths)
         for name, column in episode.units.columns.items():
             at = episode.segments.offset[owner] + np.concatenate([np.arange(n) for n in row.lengths])
             np.testing.assert_array_equal(row.columns[name], column[at])

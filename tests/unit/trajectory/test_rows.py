@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from areal_async.trajectory import (
@@ -39,7 +38,6 @@ def test_a_single_path_is_the_unit_table_itself():
     assert row.token_ids is episode.units.token_id
     assert told([row]) == [((0, 1, 2, 3), "00110011")]
     assert row.lengths == (2, 2, 2, 2)
-    assert row.segment_of_unit().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_a_shared_segment_is_trained_with_its_first_leaf_and_is_context_for_the_others():
@@ -47,27 +45,6 @@ def test_a_shared_segment_is_trained_with_its_first_leaf_and_is_context_for_the_
     assert told(rows) == [((0, 1, 2), "001111"), ((0, 1, 3, 4), "00001111")]
     assert rows[1].token_ids.tolist() == [0, 1, 10, 11, 30, 31, 40, 41]
     assert rows[1].versions.tolist() == [-1, -1, 1, 1, 3, 3, 4, 4]
-
-
-def test_a_path_with_nothing_of_its_own_to_train_gives_no_row():
-    assert training_rows(tree(("p", None), ("p", 0))) == []
-    rows = training_rows(tree(("p", None), ("s", 0), ("p", 1), ("p", 1), ("p", None)))
-    assert told(rows) == [((0, 1, 2), "001100")]
-
-
-def test_several_roots_give_rows_of_their_own():
-    rows = training_rows(tree(("p", None), ("p", None), ("s", 1), ("s", 0), ("s", None)))
-    assert told(rows) == [((1, 2), "0011"), ((0, 3), "0011"), ((4,), "11")]
-    assert told(training_rows(tree(("s", None), ("p", 0), ("p", 0)))) == [((0, 1), "1100")]
-
-
-def test_rows_carry_optional_columns_in_path_order():
-    episode = tree(("p", None), ("s", 0), ("s", 0))
-    wide = episode.with_columns({"one": np.arange(6.0), "two": np.arange(12, dtype=np.int64).reshape(6, 2)})
-    first, second = training_rows(wide)
-    assert first.columns["one"].tolist() == [0, 1, 2, 3]
-    assert second.columns["one"].tolist() == [0, 1, 4, 5]
-    assert second.columns["two"].tolist() == [[0, 1], [2, 3], [8, 9], [10, 11]]
 
 
 def test_rows_are_read_only():

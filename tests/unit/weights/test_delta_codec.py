@@ -10,19 +10,20 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from areal_async.errors import SnapshotError
-from areal_async.weights.delta_codec import BLOCK_BYTES, Encoded, Reader, apply, blocks_of, encode
+from areal_async.weights.delta_codec import BLOCK_BYTES, Reader, apply, blocks_of, encode
 
 HEAD = struct.Struct("<IIII")
 FLOATS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
-def made_again(base: np.ndarray, new: np.ndarray, width: int) -> Encoded:
-    encoded = encode(base, new, width)
-    target, source = base.copy(), Reader(encoded.data)
-    assert apply(target, source, width) == encoded.changed
-    assert source.at == len(encoded.data)
+def made_again(base: np.ndarray, new: np.ndarray, width: int) -> bytes:
+    data = encode(base, new, width)
+    target, source = base.copy(), Reader(data)
+    changed = apply(target, source, width)
+    assert changed == int((base.view(f"u{width}") != new.view(f"u{width}")).sum())
+    assert source.at == len(data)
     assert target.tobytes() == new.tobytes()
-    return encoded
+    return data
 
 
 def with_share(width: int, n: int, share: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -43,9 +44,7 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("share", [0, 0.0005, 0.01, 0.6, 1])
 def test_every_share_of_changes_comes_back(width: int, share: float) -> None:
     base, new = with_share(width, 10_001, share)
-    encoded = made_again(base, new, width)
-    assert encoded.changed == int((base.view(f"u{width}") != new.view(f"u{width}")).sum())
-    assert (len(encoded.data) == HEAD.size) == (share == 0)
+    assert (len(made_again(base, new, width)) == HEAD.size) == (share == 0)
 
 
 @given(
@@ -78,9 +77,9 @@ def test_what_compares_equal_or_unequal_to_itself_is_told_apart_by_its_bits(dtyp
     payload = quiet.clone()
     payload.view(FLOATS[dtype])[2] += 1
     assert torch.isnan(payload).all()
-    assert made_again(bytes_of(quiet), bytes_of(payload), width).changed == 1
+    assert len(made_again(bytes_of(quiet), bytes_of(payload), width)) > HEAD.size
     zero = torch.zeros(4, dtype=dtype)
-    assert made_again(bytes_of(zero), bytes_of(-zero), width).changed == 4
+    assert len(made_again(bytes_of(zero), bytes_of(-zero), width)) > HEAD.size
 
 
 def test_one_step_in_the_last_place_of_a_percent_of_bf16_takes_a_hundredth_of_the_bytes() -> None:
@@ -88,7 +87,7 @@ def test_one_step_in_the_last_place_of_a_percent_of_bf16_takes_a_hundredth_of_th
     new = base.copy()
     at = torch.rand(200_000, generator=torch.Generator().manual_seed(1)) < 0.01
     new.view(np.int16)[at.numpy()] += 1
-    assert len(made_again(base, new, 2).data) < 0.0125 * base.nbytes
+    assert len(made_again(base, new, 2)) < 0.0125 * base.nbytes
 
 
 def test_blocks_cover_every_byte_once() -> None:
@@ -151,7 +150,7 @@ def test_hostile_bytes_are_refused_and_nothing_outside_is_touched(name: str) -> 
 def test_a_damaged_delta_is_refused_or_makes_a_block(data: st.DataObject, share: float, width: int) -> None:
     """Whatever is cut or flipped: `SnapshotError`, or a result that the hash of the part will judge."""
     base, new = with_share(width, 5000, share)
-    good = bytearray(encode(base, new, width).data)
+    good = bytearray(encode(base, new, width))
     assume(len(good) > HEAD.size)
     if data.draw(st.booleans()):
         bad = good[: data.draw(st.integers(0, len(good) - 1))]

@@ -132,11 +132,6 @@ def test_a_receiver_makes_the_version_out_of_the_one_it_holds(
             assert torch.equal(opened.tensors["w"], weights(1)["w"])
 
     asyncio.run(main())
-    measured = publisher.delta_stats
-    assert measured is not None
-    assert (measured.tag, measured.base, measured.changed_share) == (tag(1), tag(0), 0.01)
-    assert measured.delta_bytes is not None
-    assert measured.delta_bytes < measured.full_bytes
 
 
 def test_training_waits_for_no_delta_and_only_who_can_use_it_does(publisher: Publisher, gate: Gate) -> None:
@@ -175,25 +170,22 @@ def test_what_a_delta_is_made_of_stays_until_it_is_made(publisher: Publisher, ga
     made = [publisher.publish(tag(version), weights(version)) for version in range(4)]
     assert all(w.path.exists() for w in made)  # 1 is made of 0; 2 and 3 are the newest
     gate.open.set()
-    _until(lambda: publisher.delta_stats is not None)
-    publisher.publish(tag(4), weights(4))
-    assert [w.path.exists() for w in made] == [False, False, True, True]
+    for version in range(4, 200):
+        publisher.publish(tag(version), weights(version % 50))
+        if not made[0].path.exists():
+            break
+    assert [w.path.exists() for w in made[:2]] == [False, False]
 
 
-def test_a_delta_that_saves_little_is_counted_and_not_offered(publisher: Publisher, gate: Gate) -> None:
+def test_a_delta_that_saves_little_is_not_offered(publisher: Publisher, gate: Gate) -> None:
     gate.open.set()
     generator = torch.Generator().manual_seed(0)
     for version in range(2):
         publisher.publish(tag(version), {"w": torch.randn(10_000, generator=generator)})
-    _until(lambda: publisher.delta_stats is not None)
-    measured = publisher.delta_stats
-    assert measured is not None
-    assert measured.changed_share > 0.99
-    assert measured.delta_bytes is None
 
     async def main() -> None:
         async with Node(publisher) as node:
-            assert (await node.notice(0)).delta is None
+            assert (await node.notice(0, wait_ms=20_000)).delta is None
 
     asyncio.run(main())
 
@@ -219,13 +211,3 @@ def test_a_publisher_that_ends_leaves_no_half_made_delta(publisher: Publisher, g
     assert gate.begun.acquire(timeout=60)
     publisher.close()  # the fixture then finds nothing under the root
     assert not [t for t in threading.enumerate() if t.name.startswith("weights-delta")]
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    """Wait for a thread of the publisher, at most 20 s."""
-    ticker = threading.Event()
-    for _ in range(2000):
-        if condition():
-            return
-        ticker.wait(0.01)
-    raise AssertionError("it did not happen in time")

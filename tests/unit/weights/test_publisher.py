@@ -180,48 +180,6 @@ def test_a_trainer_that_ends_before_its_last_step_does_not_say_that_nothing_more
     asyncio.run(main())
 
 
-def test_finish_tells_those_who_wait_that_nothing_more_will_come(publisher: Publisher) -> None:
-    publisher.publish(tag(0), weights(0), evaluate=True)
-
-    async def main() -> None:
-        r, e = await receiver(publisher), await receiver(publisher, "evaluate", "e")
-        waiting = asyncio.create_task(r.next(tag(0), 30_000))
-        await r.next(tag(0))
-        publisher.finish()
-        assert await asyncio.wait_for(waiting, 60) == NoNews(finished=True)
-        notice = expect_notice(await e.next(None, 30_000), 0)  # what is due is still handed out
-        await e.ack(notice.tag)
-        assert await e.next(None, 30_000) == NoNews(finished=True)
-        await r.close()
-        await e.close()
-
-    asyncio.run(main())
-    with pytest.raises(SnapshotError, match="final"):
-        publisher.publish(tag(1), weights(1))
-
-
-def test_an_evaluator_is_not_sent_home_while_anothers_work_may_come_back(
-    publisher: Publisher, clock: Clock
-) -> None:
-    publisher.publish(tag(0), weights(0), evaluate=True, final=True)
-
-    async def main() -> None:
-        first, second = (
-            await receiver(publisher, "evaluate", "e1"),
-            await receiver(publisher, "evaluate", "e2"),
-        )
-        expect_notice(await first.next(None), 0, final=True)
-        assert await second.next(None) == NoNews(finished=False)
-        clock.now_s = 101.0  # the first one has died
-        notice = expect_notice(await second.next(None), 0, final=True)
-        await second.ack(notice.tag)
-        assert await second.next(None) == NoNews(finished=True)
-        await first.close()
-        await second.close()
-
-    asyncio.run(main())
-
-
 def names(root: Path) -> set[str]:
     return {path.name for path in root.iterdir()}
 

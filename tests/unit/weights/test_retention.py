@@ -59,27 +59,12 @@ def test_evaluation_gets_every_pinned_one_in_order() -> None:
     assert policy.pending_evaluations == []
 
 
-def test_two_evaluators_share_the_work() -> None:
-    policy = policy_with(0, 1, evaluate=True)
-    assert policy.evaluate("e1", None, 0) == tag(0)
-    assert policy.evaluate("e2", None, 0) == tag(1)
-    assert policy.evaluate("e1", tag(0), 0) is None
-
-
-def test_the_work_of_an_evaluator_that_died_is_offered_again() -> None:
-    policy = policy_with(0, evaluate=True)
-    assert policy.evaluate("e1", None, 0) == tag(0)
-    assert policy.evaluate("e2", None, 999) is None
-    assert policy.evaluate("e2", None, 1000) == tag(0)
-
-
 def test_nothing_is_unbounded_an_evaluation_that_falls_behind_loses_the_oldest_but_never_the_ends() -> None:
     policy = RetentionPolicy(2, hold_ms=1000)
     policy.add(tag(0), evaluate=True, final=False)
     for version in range(1, 10):
         policy.add(tag(version), evaluate=True, final=version == 9)
     assert policy.pending_evaluations == [tag(0), tag(7), tag(8), tag(9)]
-    assert policy.evaluations_dropped == 6
     assert policy.is_final(tag(9))
     assert not policy.is_final(tag(8))
 

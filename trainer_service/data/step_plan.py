@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from areal_async.rpc.messages import Batch, BatchEpisode
 from trainer_service.algorithms.objective import Objective
-from trainer_service.data.packing import deal_episodes, deal_groups
+from trainer_service.data.microbatch import deal_episodes, deal_groups
 from trainer_service.errors import BatchError, DivergenceError, StalenessViolation
 
 
