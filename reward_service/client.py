@@ -43,7 +43,7 @@ class LocalScorer:
 
     @property
     def alive(self) -> int:
-        """Of what scores, what is ready now."""
+        """The number of workers and places that are ready now."""
         return 0 if self._router is None else self._router.alive
 
     async def score_timed(
@@ -77,7 +77,7 @@ class LocalScorer:
     def _calls(
         self, inputs: Sequence[RewardInput], groups: Sequence[Hashable] | None
     ) -> list[tuple[RewardSpec, list[list[int]]]]:
-        """For each reward its calls, each as the places of its inputs."""
+        """The calls of each reward, each as the places of its inputs."""
         assert self._router is not None
         calls: dict[str, dict[Hashable, list[int]]] = {}
         specs: dict[str, RewardSpec] = {}

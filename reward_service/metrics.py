@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter, Gauge, Histogram
 
 from areal_async.rewards import RewardSpec
+from areal_async.rpc.verdicts import Failure, Score, Verdict, kind_of
 
 if TYPE_CHECKING:
     from reward_service.pool.pool import WorkerPool
@@ -67,14 +68,18 @@ CACHE = Counter(
 _kinds: dict[str, set[str]] = defaultdict(set)
 
 
-def sandboxed(reward: str, sandbox: str) -> None:
-    """Count a verdict that says in what its programs were run."""
-    if sandbox:
-        SANDBOXED.labels(reward, sandbox if sandbox in ("isolated", "none") else "other").inc()
+def count(label: str, verdict: Verdict) -> None:
+    """Count a verdict of the reward `label`."""
+    VERDICTS.labels(label, kind_of(verdict)).inc()
+    if sandbox := verdict.sandbox:
+        SANDBOXED.labels(label, sandbox if sandbox in ("isolated", "none") else "other").inc()
+    if isinstance(verdict, Score):
+        SCORE.labels(label).observe(verdict.value)
+    elif isinstance(verdict, Failure):
+        _failed(label, verdict.kind)
 
 
-def failed(label: str, kind: str) -> None:
-    """Count a verdict `error` of the reward `label`."""
+def _failed(label: str, kind: str) -> None:
     kinds = _kinds[label]
     if kind not in kinds:
         if len(kinds) >= MOST_KINDS or len(kind) > LONGEST_KIND:
@@ -92,7 +97,7 @@ def watch(working: Router | WorkerPool) -> None:
 
 
 def cache_lookup(spec: RewardSpec, *, hit: bool) -> None:
-    """For rewards that remember what they have judged."""
+    """Count a look into what a reward remembers."""
     CACHE.labels(spec.label, "hit" if hit else "miss").inc()
 
 

@@ -1,4 +1,5 @@
-"""From a task to what scores it: the pool of processes, and the backends of rewards that are no functions.
+"""The way from a task to what scores it: the pool of processes, or the backend of a reward that is no
+function.
 
 Promises: every call submitted gets its verdicts exactly once and in bounded time, also from a backend that
 forgets it: a call that has waited for longer than all calls before it could take is a `Timeout`.
@@ -42,11 +43,11 @@ class Router:
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
         """Done when a reward of the job can be scored no longer."""
         self.pool: WorkerPool | None = None
-        """Of the rewards that are functions."""
+        """The pool of the rewards that are functions."""
         self._section = section
         self._workers = workers or section.workers
         self._backends: dict[str, WatchedBackend] = {}
-        """By the key of the reward."""
+        """Backends by the key of their reward."""
         self._stack = AsyncExitStack()
 
     @property

@@ -19,13 +19,13 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from areal_async.errors import FaultError, RpcTimeout
 from areal_async.rewards import RewardSpec
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutVerdicts, VerdictAck
-from areal_async.rpc.verdicts import Failure, Score, Verdict, VerdictKind, kind_of
+from areal_async.rpc.verdicts import Failure, Score, Verdict
 from areal_async.runtime.events import failpoint, record, recording
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
@@ -45,7 +45,7 @@ SEND_PAUSE_S = 0.005
 """Between the first verdict of a message and sending it."""
 RETRY_PAUSE_S = 0.5
 STOP_LIMIT_S = 2.0
-"""For calls under way and verdicts unsent when the service is told to stop."""
+"""Time for calls under way and verdicts unsent when the service is told to stop."""
 MAX_VERDICTS = 512
 """Verdicts in one message, unless one claim has more."""
 MAX_BYTES = 16 << 20
@@ -65,22 +65,11 @@ class RewardState:
         """Episodes of one call: the most seen in a group, under scope `group`."""
         self.waiting: OrderedDict[int, float] = OrderedDict()
         """When each call without verdicts was claimed, the oldest first."""
-        label = spec.label
-        self.seconds = metrics.CALL_SECONDS.labels(label)
-        self.score = metrics.SCORE.labels(label)
-        self.kinds = {kind: metrics.VERDICTS.labels(label, kind) for kind in get_args(VerdictKind)}
+        self.seconds = metrics.CALL_SECONDS.labels(spec.label)
 
     def age_s(self) -> float:
-        """Of the oldest call without verdicts."""
+        """Age of the oldest call without verdicts, in seconds."""
         return time.monotonic() - next(iter(self.waiting.values()), math.inf) if self.waiting else 0.0
-
-    def count(self, verdict: Verdict) -> None:
-        self.kinds[kind_of(verdict)].inc()
-        metrics.sandboxed(self.spec.label, verdict.sandbox)
-        if isinstance(verdict, Score):
-            self.score.observe(verdict.value)
-        elif isinstance(verdict, Failure):
-            metrics.failed(self.spec.label, verdict.kind)
 
 
 @dataclass(frozen=True)
@@ -257,7 +246,7 @@ class RewardServer:
     def _end(
         self, held: RewardState, item: ClaimedEpisode, size_bytes: int, verdict: Verdict, elapsed_ms: float
     ) -> None:
-        held.count(verdict)
+        metrics.count(held.spec.label, verdict)
         result = EpisodeVerdict(item.episode_id, item.claim_id, verdict, elapsed_ms)
         self._outbox.append((result, size_bytes, held))
         self._news.set()
@@ -399,9 +388,9 @@ class ClaimLoad:
     pending: int
     """Episodes of this reward."""
     pending_bytes: int
-    """Of all rewards together."""
+    """Bytes of all rewards together."""
     deadline_s: float
-    """Of the last claim; infinite before the first."""
+    """Deadline of the last claim; infinite before the first."""
 
 
 def episodes_to_claim(loads: Sequence[ClaimLoad]) -> int:

@@ -23,7 +23,7 @@ from areal_async.ownfiles import read_regular
 from areal_async.registry import REWARDS, PartError
 
 BUDGET_GRACE_S = 1.0
-"""To make and end jails, and to compare."""
+"""Time to make and end jails, and to compare."""
 
 
 def asked(reward: RewardSection) -> Iterator[tuple[str, RewardSection | RouteSection]]:

@@ -46,7 +46,7 @@ class ScoringBackend(Protocol):
 
     @property
     def alive(self) -> int:
-        """Of `capacity`, what is ready now; 0 means that nothing can be scored at present."""
+        """The part of `capacity` that is ready now; 0 means that nothing can be scored at present."""
 
     @property
     def call_seconds(self) -> float:

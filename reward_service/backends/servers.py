@@ -35,7 +35,7 @@ class ServerState:
     """Failures in a row after which it is still asked as before."""
     in_flight: int = 0
     failures: int = 0
-    """In a row; those of requests that were under way together count once."""
+    """Failures in a row; those of requests that were under way together count once."""
     failed_s: float = float("-inf")
     answered_s: float = float("-inf")
     resting_until_s: float = float("-inf")

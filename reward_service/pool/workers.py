@@ -39,7 +39,8 @@ MAX_FAILED_STARTS = 4
 """Starts in a row that do not get ready before the pool gives up."""
 FIRST_PAUSE_S = 0.2
 SOFT_SHARE = 0.75
-"""Of the memory limit beyond what loading took: a worker that has grown so far is renewed between calls."""
+"""Share of the memory limit beyond what loading took: a worker that has grown so far is renewed between
+calls."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class WorkerLimits:
     memory_bytes: int = 0
     """Killed beyond this; 0: no limit."""
     start_s: float = 60.0
-    """For loading the rewards."""
+    """Time for loading the rewards."""
     look_s: float = 0.5
     """How often memory is looked at."""
 

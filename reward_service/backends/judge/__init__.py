@@ -63,8 +63,8 @@ class JudgeArguments(Section):
     """What the reward is of the votes."""
     temperature: float = Field(default=0.0, ge=0)
     seed: int | None = None
-    """Of the first vote; the following ones count up. None: none is sent, and a request that is repeated may
-    be answered otherwise."""
+    """Seed of the first vote; the following ones count up. None: none is sent, and a request that is repeated
+    may be answered otherwise."""
     max_tokens: int = Field(default=512, ge=1)
     """Longest reply."""
     extra_body: dict[str, Any] = Field(default_factory=dict)

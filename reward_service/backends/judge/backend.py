@@ -49,7 +49,7 @@ log = get_logger("judge")
 
 MAX_QUEUED = 8192
 START_LIMIT_S = 30.0
-"""For a first answer of any of the servers."""
+"""Time for a first answer of any of the servers."""
 START_PAUSE_S = 0.5
 GREETING = "1 + 1 ="
 """The request that shows at the start that a server answers. Not cut short: some servers refuse that."""
@@ -101,9 +101,9 @@ class Judge:
         self._endpoint: Endpoint | None = None
         self._call_s = 1.0
         self._requests_last = given.votes
-        """Of the latest call."""
+        """Requests of the latest call."""
         self._requests_open = 0
-        """Of the calls without a verdict."""
+        """Requests of the calls without a verdict."""
         self._trouble: Trouble | None = None
         """The last one of any request, until a request succeeds."""
 
@@ -283,7 +283,7 @@ class Judge:
     # --- requests ------------------------------------------------------------------------------------
 
     async def _fly(self, flight: Flight, key: bytes, body: bytes) -> Vote:
-        """From the rate limit to a vote, or to the reason why there is none."""
+        """Wait for the rate limit and ask; the vote, or the reason why there is none."""
         async with self._slots:
             await self._admit()
             flight.begun_s = time.monotonic()

@@ -54,7 +54,7 @@ LONGEST_PAUSE_S = 5.0
 TICK_S = 0.25
 """How often it is looked whether calls have waited too long for a server."""
 REQUEST_ROOM_BYTES = 64 << 10
-"""Of a request's limit, what its head and its arguments may take."""
+"""Part of a request's limit that its head and its arguments may take."""
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class Pending:
     refused: int = 0
     """Times that a server had no time for it."""
     refused_s: float = 0.0
-    """Of the first of them."""
+    """When the first of them was."""
     alone: bool = False
     """It is sent by itself: what went wrong with it among others may be its own doing."""
 

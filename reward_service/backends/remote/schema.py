@@ -82,22 +82,11 @@ class Health(msgspec.Struct, frozen=True):
     request_id: str = ""
 
 
-class Input(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be scored: the fields of `RewardInput`, and the id of the episode for logs."""
+class Input(RewardInput, kw_only=True):
+    """What is to be scored, with the id of the episode for logs. `blob` is base64 in JSON, and empty unless
+    wanted."""
 
     episode_id: str = ""
-    prompt: str = ""
-    response: str = ""
-    ground_truth: Any = None
-    data_source: str = ""
-    ability: str = ""
-    reward_style: str = ""
-    extra_info: dict[str, Any] = {}
-    metadata: dict[str, Any] = {}
-    response_tokens: int = 0
-    truncated: bool = False
-    blob: bytes | msgspec.UnsetType = msgspec.UNSET
-    """The episode in our codec; as base64."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,10 +96,10 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     reward: str
     timeout_ms: int
-    """For the scoring of one input, once it has begun: past it the input is a `timeout`."""
+    """Time for scoring one input, once it has begun: past it the input is a `timeout`."""
     deadline_ms: int
-    """For the answer, from the arrival on: an input that the server has not got to by then is an `error` of
-    the kind `NOT_RUN`, and is sent again."""
+    """Time for the answer, from the arrival on: an input that the server has not got to by then is an `error`
+    of the kind `NOT_RUN`, and is sent again."""
     inputs: list[msgspec.Raw]
     """Encoded `Input`s: with the scope `group` those of one group, in the order of its samples."""
     scope: Scope = "episode"
@@ -140,35 +129,8 @@ class Verdicts(msgspec.Struct, frozen=True):
 
 
 def to_wire(given: RewardInput, wants: Collection[Extra]) -> Input:
-    """The texts of `given`, and what else is wanted of it where it has an episode. Raises TrajectoryError
-    for a damaged one."""
-    return Input(
-        episode_id=summarise(given.blob).episode_id if given.blob else "",
-        prompt=given.prompt,
-        response=given.response,
-        ground_truth=given.ground_truth,
-        data_source=given.data_source,
-        ability=given.ability,
-        reward_style=given.reward_style,
-        extra_info=given.extra_info,
-        metadata=given.metadata,
-        response_tokens=given.response_tokens,
-        truncated=given.truncated,
-        blob=given.blob if "blob" in wants and given.blob else msgspec.UNSET,
-    )
-
-
-def from_wire(given: Input) -> RewardInput:
-    return RewardInput(
-        prompt=given.prompt,
-        response=given.response,
-        ground_truth=given.ground_truth,
-        data_source=given.data_source,
-        ability=given.ability,
-        reward_style=given.reward_style,
-        extra_info=given.extra_info,
-        metadata=given.metadata,
-        response_tokens=given.response_tokens,
-        truncated=given.truncated,
-        blob=b"" if given.blob is msgspec.UNSET else given.blob,
-    )
+    """`given`, with its episode only where that is wanted. Raises TrajectoryError for a damaged one."""
+    values = {name: getattr(given, name) for name in RewardInput.__struct_fields__}
+    if "blob" not in wants:
+        values["blob"] = b""
+    return Input(**values, episode_id=summarise(given.blob).episode_id if given.blob else "")

@@ -17,7 +17,7 @@ from areal_async.config.reward import FolderOrName
 from reward_service.backends import BackendReward
 
 START_LIMIT_S = 600.0
-"""For loading a model, also where its process is started again."""
+"""Time for loading a model, also where its process is started again."""
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 
@@ -51,7 +51,7 @@ class RewardModelArguments(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: float32 on a CPU, else what the model was saved in."""
     threads: int = Field(default=1, ge=1, le=1024)
-    """Of the computation on a CPU."""
+    """Threads of the computation on a CPU."""
 
     @field_validator("template")
     @classmethod

@@ -1,23 +1,19 @@
 """From tasks to what scores them: pools, backends that do well or ill, and the service over both."""
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
 
 from areal_async.config.reward import RewardSection
-from areal_async.rpc.messages import ClaimedEpisode, Claims, VerdictAck
-from areal_async.rpc.schema import Task
 from areal_async.rpc.verdicts import Failure, Score, Timeout
-from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from reward_service import router
 from reward_service.backends.remote import RemoteReward
 from reward_service.client import LocalScorer
 from reward_service.router import Router
 from reward_service.sdk import RewardInput, RewardLoadError
 from reward_service.server import RewardServer
-from tests.callers import FakeCaller
+from tests.unit.reward.fake_buffer import FakeBuffer
 
 FILE = Path(__file__).with_name("kinds.py")
 LIMIT_S = 40.0
@@ -107,51 +103,9 @@ def test_a_backend_that_is_not_there_ends_the_start_and_leaves_no_process():
         score(section, [])
 
 
-class Buffer(FakeCaller):
-    """Hands out what it holds once, all claims of one message together, and takes verdicts."""
-
-    def __init__(self):
-        self.waiting = []
-        self.taken = {}
-        self.claims = 0
-        self.changed = asyncio.Event()
-
-    def store(self, response, group="t#0", sample=0, scope="episode", source="", blob=None, **extra):
-        builder = EpisodeBuilder("job", "t", group, sample)
-        prompt = builder.prompt([1, 2, 3])
-        sampling = Sampling(1.0, 1.0, 0, 8, (), 7)
-        builder.sampled([5], [-0.5], [3], parent=prompt, sampling=sampling, finish_reason="stop")
-        builder.text(prompt="p", response=response)
-        task = Task("t", "p", data_source=source, ground_truth="57", extra_info=extra)
-        item = ClaimedEpisode(f"{group}.{sample}", f"C-{group}", task, 50_000, scope=scope)
-        self.waiting.append((item, pack(builder.build()) if blob is None else blob))
-        return item.episode_id
-
-    async def claim(self, scorer, max_episodes, *, wait_ms=0, holds=None):
-        out, self.waiting = self.waiting, []
-        self.claims += 1
-        self.changed.set()
-        if not out:
-            await asyncio.to_thread(time.sleep, 0.01)
-        return Claims([item for item, _ in out]), [memoryview(blob) for _, blob in out]
-
-    async def put_verdicts(self, scorer, verdicts):
-        for verdict in verdicts:
-            assert verdict.episode_id not in self.taken
-            self.taken[verdict.episode_id] = verdict
-        self.changed.set()
-        return VerdictAck()
-
-    async def until(self, holds):
-        async with asyncio.timeout(LIMIT_S):
-            while not holds():
-                self.changed.clear()
-                await self.changed.wait()
-
-
 def serve(section, drive):
     async def run():
-        buffer, stop = Buffer(), asyncio.Event()
+        buffer, stop = FakeBuffer(), asyncio.Event()
         async with Router(RewardSection(**section)) as routed:
             serving = asyncio.ensure_future(RewardServer(buffer, routed, scorer="reward").run(stop))
             driving = asyncio.ensure_future(drive(buffer))
@@ -175,7 +129,7 @@ def test_the_service_has_groups_judged_in_one_call_beside_episodes():
             buffer.store(str(value), group="a", sample=sample, **group)
         for sample, value in enumerate((1, 2)):
             buffer.store(str(value), group="b", sample=sample, **group)
-        buffer.store("57", group="c")
+        buffer.store("57", group="c", sample=0)
         await buffer.until(lambda: len(buffer.taken) == 6)
 
     verdicts = serve({"name": "exact_match", "routes": routes}, drive)
@@ -185,9 +139,9 @@ def test_the_service_has_groups_judged_in_one_call_beside_episodes():
 
 def test_a_damaged_episode_fails_its_group_and_no_other():
     async def drive(buffer):
-        buffer.store("1", group="a", scope="group", blob=b"damaged")
+        buffer.store("1", group="a", sample=0, scope="group", blob=b"damaged")
         buffer.store("2", group="a", sample=1, scope="group")
-        buffer.store("2", group="b", scope="group")
+        buffer.store("2", group="b", sample=0, scope="group")
         await buffer.until(lambda: len(buffer.taken) == 3)
 
     verdicts = serve({"name": f"{FILE}:tournament", "scope": "group"}, drive)

@@ -8,93 +8,14 @@ import psutil
 import pytest
 from prometheus_client import REGISTRY
 
-from areal_async.errors import FaultError, RpcTimeout
+from areal_async.errors import FaultError
 from areal_async.rewards import RewardSpec
-from areal_async.rpc.messages import ClaimedEpisode, Claims, Refusal, VerdictAck
-from areal_async.rpc.schema import Task
 from areal_async.rpc.verdicts import Failure, Score, Timeout
-from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from reward_service import metrics
-from reward_service.backends.remote.host.service import _count
 from reward_service.router import Router
 from reward_service.sdk import RewardLoadError
-from reward_service.server import RewardServer, RewardState
-from tests.callers import FakeCaller
-
-DEADLINE_S = 30.0
-
-
-class FakeBuffer(FakeCaller):
-    """Hands out episodes and takes verdicts; `away` makes it unreachable, `refuse` names what it refuses."""
-
-    def __init__(self):
-        self.waiting = []
-        self.claims = []
-        self.taken = {}
-        self.messages = 0
-        self.away = False
-        self.turned_away = 0
-        self.fault = None
-        self.holds = []
-        self.refuse = set()
-        self.arrived = asyncio.Event()
-        self.changed = asyncio.Event()
-
-    def store(self, response, task_id="t", blob=None, scope="episode", **extra):
-        n = len(self.claims) + len(self.waiting)
-        builder = EpisodeBuilder("job", task_id, f"{task_id}#0", n)
-        prompt = builder.prompt([1, 2, 3])
-        sampling = Sampling(1.0, 1.0, 0, 8, (), 7)
-        builder.sampled([5, 6], [-0.5, -0.5], [3, 4], parent=prompt, sampling=sampling, finish_reason="stop")
-        builder.text(prompt="p", response=response)
-        task = Task(task_id=task_id, prompt="p", ground_truth="57", extra_info=extra)
-        item = ClaimedEpisode(f"{task_id}#0.{n}", f"C-{task_id}", task, 50_000, scope=scope)
-        self.waiting.append((item, pack(builder.build()) if blob is None else blob))
-        self.arrived.set()
-        return item.episode_id
-
-    async def claim(self, scorer, max_episodes, *, wait_ms=0, holds=None):
-        self.holds = list(holds)
-        self.changed.set()
-        self.answer()
-        if not self.waiting:
-            self.arrived.clear()
-            try:
-                await asyncio.wait_for(self.arrived.wait(), wait_ms / 1000)
-            except TimeoutError:
-                return Claims([]), []
-        self.answer()
-        out, self.waiting = self.waiting[:max_episodes], self.waiting[max_episodes:]
-        self.claims += [item.episode_id for item, _ in out]
-        self.changed.set()
-        return Claims([item for item, _ in out]), [memoryview(blob) for _, blob in out]
-
-    async def put_verdicts(self, scorer, verdicts):
-        self.answer()
-        self.messages += 1
-        refused = [Refusal(v.episode_id, "expired") for v in verdicts if v.episode_id in self.refuse]
-        for verdict in verdicts:
-            assert verdict.episode_id not in self.taken, "a second verdict"
-            self.taken[verdict.episode_id] = verdict
-        self.changed.set()
-        return VerdictAck(refused)
-
-    def answer(self):
-        if self.away:
-            self.turned_away += 1
-            self.changed.set()
-            raise RpcTimeout("nobody answers")
-        if self.fault:
-            raise self.fault
-
-    async def has(self, *episode_ids):
-        await self.until(lambda: set(episode_ids) <= set(self.taken))
-
-    async def until(self, holds):
-        async with asyncio.timeout(DEADLINE_S):
-            while not holds():
-                self.changed.clear()
-                await self.changed.wait()
+from reward_service.server import RewardServer
+from tests.unit.reward.fake_buffer import FakeBuffer
 
 
 def serve(section, drive, *, timeout_s=20.0, workers=1):
@@ -175,7 +96,7 @@ def test_a_reward_of_groups_keeps_all_workers_busy(monkeypatch):
         buffer, stop = FakeBuffer(), asyncio.Event()
         router = Unanswering(8, told=buffer.changed)
         for number in range(8 * 40):
-            buffer.store("true", task_id=f"t{number // 8}", scope="group")
+            buffer.store("true", group=f"t{number // 8}", scope="group")
         serving = asyncio.ensure_future(RewardServer(buffer, router, scorer="reward-0").run(stop))
         try:
             async with asyncio.timeout(60):
@@ -192,8 +113,8 @@ def test_a_reward_of_groups_keeps_all_workers_busy(monkeypatch):
 
 def test_the_buffer_is_told_which_claims_are_worked_on(section):
     async def drive(buffer, stop):
-        buffer.store("nap", task_id="slow", seconds=20.0)
-        quick = buffer.store("true", task_id="quick")
+        buffer.store("nap", group="slow", seconds=20.0)
+        quick = buffer.store("true", group="quick")
         await buffer.has(quick)
         await buffer.until(lambda: buffer.holds == ["C-slow"])
 
@@ -332,14 +253,11 @@ def test_the_series_of_the_contract_are_served(section):
     assert sample("areal_reward_workers_alive") == 0
 
 
-@pytest.mark.parametrize("caller", ["service", "server"])
-def test_kinds_of_error_are_told_apart_up_to_a_bound(caller):
-    spec = RewardSpec(f"{caller}.py:fails", {}, "episode", 1.0)
-    held = RewardState(spec)
+def test_kinds_of_error_are_told_apart_up_to_a_bound():
+    label = "mine.py:fails"
 
     def count(kind):
-        verdict = Failure(kind, "no")
-        held.count(verdict) if caller == "service" else _count(spec.label, [verdict], 1.0)
+        metrics.count(label, Failure(kind, "no"))
 
     for number in range(100):
         count(f"kind-{number}")
@@ -349,7 +267,7 @@ def test_kinds_of_error_are_told_apart_up_to_a_bound(caller):
         sample.labels["error"]: sample.value
         for metric in metrics.ERRORS.collect()
         for sample in metric.samples
-        if sample.labels["reward"] == spec.label and sample.name.endswith("_total")
+        if sample.labels["reward"] == label and sample.name.endswith("_total")
     }
     assert len(found) == metrics.MOST_KINDS + 1
     assert (found["kind-0"], found["other"]) == (2, 100 - metrics.MOST_KINDS + 1)

@@ -19,14 +19,13 @@ from prometheus_client import REGISTRY
 
 from areal_async.config.checks import advise
 from areal_async.config.job import JobConfig
-from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Score
+from reward_service import metrics
 from reward_service.sandbox import CompilerMissing, Program, RunLimits, Sandbox, SandboxError
 from reward_service.sandbox.isolation import seccomp
 from reward_service.sandbox.languages import installed, language
 from reward_service.sandbox.program import Level
 from reward_service.sdk import RewardInput
-from reward_service.server import RewardState
 from reward_service.verifiers import run_cases
 from reward_service.verifiers.code_rewards import CodeStdioArguments, code_stdio
 
@@ -145,10 +144,9 @@ def test_verdicts_are_counted_by_their_level():
         labels = {"reward": "code_stdio", "sandbox": level}
         return REGISTRY.get_sample_value("areal_reward_sandboxed_verdicts_total", labels) or 0
 
-    held = RewardState(RewardSpec("code_stdio", {}, "episode", 1.0))
     before = {level: counted(level) for level in ("isolated", "none", "other")}
     for name in ("isolated", "none", "none", "mine", ""):
-        held.count(Score(1.0, sandbox=name))
+        metrics.count("code_stdio", Score(1.0, sandbox=name))
     assert {level: counted(level) - before[level] for level in before} == {
         "isolated": 1,
         "none": 2,

@@ -23,7 +23,7 @@ from reward_service.backends.remote.schema import Extra, RequestLimits
 from reward_service.pool.pool import WorkerPool
 
 DRAIN_LIMIT_S = 5.0
-"""For requests under way when the server is told to end."""
+"""Time for requests under way when the server is told to end."""
 WAITING_PER_WORKER = 256
 LEAST_WAITING = 1024
 MOST_WAITING = 4096

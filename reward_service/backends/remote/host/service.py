@@ -22,7 +22,7 @@ from areal_async.config.reward import Scope
 from areal_async.config.rewardcheck import part_of, runs_in_pool, scope_in_file, scopes_of
 from areal_async.registry import REWARDS
 from areal_async.rewards import RewardSpec
-from areal_async.rpc.verdicts import Failure, Score, Verdict, kind_of
+from areal_async.rpc.verdicts import Failure, Verdict
 from reward_service import metrics
 from reward_service.backends import Call
 from reward_service.backends.remote.schema import (
@@ -38,11 +38,10 @@ from reward_service.backends.remote.schema import (
     RewardInfo,
     ScoreRequest,
     Status,
-    from_wire,
 )
 from reward_service.pool.pool import WorkerPool
 from reward_service.pool.queue import own_file
-from reward_service.sdk import RewardLoadError
+from reward_service.sdk import RewardInput, RewardLoadError
 
 LONGEST_DEADLINE_S = 3600.0
 SHORTEST_REST_S = 0.05
@@ -167,7 +166,7 @@ class ScoringService:
         spec = self._check(request)
         if not request.inputs:
             return []
-        inputs = [from_wire(_read(raw, at)) for at, raw in enumerate(request.inputs)]
+        inputs: list[RewardInput] = [_read(raw, at) for at, raw in enumerate(request.inputs)]
         self._admit(len(inputs), request.deadline_ms / 1000)
         self._begin(len(inputs))
         deadline_s = arrived_s + min(request.deadline_ms / 1000, LONGEST_DEADLINE_S)
@@ -178,7 +177,9 @@ class ScoringService:
 
         def take(index: int, given: list[Verdict], elapsed_ms: float) -> None:
             nonlocal unanswered
-            _count(spec.label, given, elapsed_ms)
+            metrics.CALL_SECONDS.labels(spec.label).observe(elapsed_ms / 1000)
+            for verdict in given:
+                metrics.count(spec.label, verdict)
             verdicts[index : index + len(given)] = given
             self._end(len(given))
             unanswered -= 1
@@ -243,18 +244,6 @@ class ScoringService:
         self._in_flight -= n_inputs
         if self._in_flight == 0:
             self._idle.set()
-
-
-def _count(label: str, verdicts: list[Verdict], elapsed_ms: float) -> None:
-    """The same series as a job's reward service has."""
-    metrics.CALL_SECONDS.labels(label).observe(elapsed_ms / 1000)
-    for verdict in verdicts:
-        metrics.VERDICTS.labels(label, kind_of(verdict)).inc()
-        metrics.sandboxed(label, verdict.sandbox)
-        if isinstance(verdict, Score):
-            metrics.SCORE.labels(label).observe(verdict.value)
-        elif isinstance(verdict, Failure):
-            metrics.failed(label, verdict.kind)
 
 
 def _read(raw: msgspec.Raw, at: int) -> Input:

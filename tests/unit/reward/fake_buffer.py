@@ -1,0 +1,89 @@
+"""A buffer for tests of the reward service: it hands out what a test stores, and takes verdicts."""
+
+import asyncio
+
+from areal_async.errors import RpcTimeout
+from areal_async.rpc.messages import ClaimedEpisode, Claims, Refusal, VerdictAck
+from areal_async.rpc.schema import Task
+from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from tests.callers import FakeCaller
+
+DEADLINE_S = 40.0
+
+
+class FakeBuffer(FakeCaller):
+    """Hands out episodes and takes verdicts; `away` makes it unreachable, `refuse` names what it refuses."""
+
+    def __init__(self):
+        self.waiting = []
+        self.claims = []
+        self.taken = {}
+        self.messages = 0
+        self.away = False
+        self.turned_away = 0
+        self.fault = None
+        self.holds = []
+        self.refuse = set()
+        self.arrived = asyncio.Event()
+        self.changed = asyncio.Event()
+
+    def store(self, response, group="t", sample=None, scope="episode", source="", blob=None, **extra):
+        n = len(self.claims) + len(self.waiting) if sample is None else sample
+        builder = EpisodeBuilder("job", "t", f"{group}#0", n)
+        prompt = builder.prompt([1, 2, 3])
+        sampling = Sampling(1.0, 1.0, 0, 8, (), 7)
+        builder.sampled([5, 6], [-0.5, -0.5], [3, 4], parent=prompt, sampling=sampling, finish_reason="stop")
+        builder.text(prompt="p", response=response)
+        task = Task("t", "p", data_source=source, ground_truth="57", extra_info=extra)
+        item = ClaimedEpisode(f"{group}.{n}", f"C-{group}", task, 50_000, scope=scope)
+        self.waiting.append((item, pack(builder.build()) if blob is None else blob))
+        self.arrived.set()
+        return item.episode_id
+
+    async def claim(self, scorer, max_episodes, *, wait_ms=0, holds=None):
+        self.holds = list(holds)
+        self.changed.set()
+        self.answer()
+        if not self.waiting:
+            self.arrived.clear()
+            try:
+                await asyncio.wait_for(self.arrived.wait(), wait_ms / 1000)
+            except TimeoutError:
+                return Claims([]), []
+        self.answer()
+        n = min(max_episodes, len(self.waiting))
+        while 0 < n < len(self.waiting) and self.waiting[n][0].claim_id == self.waiting[n - 1][0].claim_id:
+            if self.waiting[n][0].scope != "group":
+                break
+            n += 1  # a group is claimed whole
+        out, self.waiting = self.waiting[:n], self.waiting[n:]
+        self.claims += [item.episode_id for item, _ in out]
+        self.changed.set()
+        return Claims([item for item, _ in out]), [memoryview(blob) for _, blob in out]
+
+    async def put_verdicts(self, scorer, verdicts):
+        self.answer()
+        self.messages += 1
+        refused = [Refusal(v.episode_id, "expired") for v in verdicts if v.episode_id in self.refuse]
+        for verdict in verdicts:
+            assert verdict.episode_id not in self.taken, "a second verdict"
+            self.taken[verdict.episode_id] = verdict
+        self.changed.set()
+        return VerdictAck(refused)
+
+    def answer(self):
+        if self.away:
+            self.turned_away += 1
+            self.changed.set()
+            raise RpcTimeout("nobody answers")
+        if self.fault:
+            raise self.fault
+
+    async def has(self, *episode_ids):
+        await self.until(lambda: set(episode_ids) <= set(self.taken))
+
+    async def until(self, holds):
+        async with asyncio.timeout(DEADLINE_S):
+            while not holds():
+                self.changed.clear()
+                await self.changed.wait()
