@@ -9,8 +9,6 @@ import typer
 
 from areal_async.cli.tools import ExportRequest, PeekRequest, ReplayRequest, StatsRequest, become
 
-WATCH_S = 1.0
-
 buffer = typer.Typer(
     help="Look into the buffer of a run, take episodes out of it, train on recorded batches again.",
     no_args_is_help=True,
@@ -29,10 +27,9 @@ State = Annotated[str | None, typer.Option(metavar="STATE", help="Only groups in
 def stats(
     run: RunArgument,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a page.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Again every second, until Ctrl-C.")] = False,
 ) -> None:
     """What the buffer holds, its limits, and why leases or batches wait."""
-    become(StatsRequest(run, as_json=as_json, watch_s=WATCH_S if watch else None))
+    become(StatsRequest(run, as_json=as_json))
 
 
 @buffer.command()

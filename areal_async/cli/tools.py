@@ -43,8 +43,6 @@ class ServeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class StatsRequest(ToolRequest, frozen=True):
     as_json: bool = False
-    watch_s: float | None = None
-    """Seconds between two looks; None for one look."""
 
 
 class PeekRequest(ToolRequest, frozen=True):

@@ -1,12 +1,16 @@
-"""Whether a Redis server may hold a ledger: its version and role, what this user may do there, what it does
-when full, how it persists. Everything is checked at start, and each error names the setting to change."""
+"""Whether a Redis server may hold a ledger: its version and role, whether it serves the job's keys, what it
+does when full, how it persists. All is checked at start, and each error names the setting to change."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+import hiredis
+
 from replay_buffer.errors import StoreUnavailable, StoreUnusable, refusal
 from replay_buffer.redis.address import RedisServer
+from replay_buffer.redis.connection import RedisConnection
+from replay_buffer.redis.keys import Keys
 
 OLDEST = (6, 0)
 
@@ -22,8 +26,7 @@ class RedisReader(Protocol):
 async def check_redis(
     redis: RedisReader, place: RedisServer, durability: str, *, max_bytes: int = 0, follows: bool = False
 ) -> None:
-    """Raise `StoreUnusable` naming the setting to change; `StoreUnavailable` for what passes by itself;
-    the rights of the user come first: see `rights`.
+    """Raise `StoreUnusable` naming the setting to change; `StoreUnavailable` for what passes by itself.
 
     `max_bytes`: what the job may hold. `follows`: the place came from Sentinels, which may be about to name
     another."""
@@ -103,3 +106,24 @@ async def _setting(redis: RedisReader, name: str) -> str | None:
             raise
         return None
     return answer[1].decode() if answer else None
+
+
+async def check_keys(redis: RedisConnection, place: RedisServer, keys: Keys) -> None:
+    """Raise `StoreUnusable` where this server, or this user of it, cannot have the keys of the job."""
+    answer = await redis.call("HEXISTS", keys.meta, "front")
+    if not isinstance(answer, hiredis.ReplyError):
+        return
+    text = str(answer)
+    if text.startswith("NOPERM"):
+        raise StoreUnusable(
+            f"the user {place.user!r} of Redis at {place} lacks rights to {keys.prefix}*: {text} "
+            "(docs/redis.md)"
+        )
+    if not text.startswith(("MOVED", "ASK")):
+        raise refusal(text)
+    words = text.split()
+    where = f"slot {words[1]} is served by {words[2]}" if words[0] == "MOVED" and len(words) > 2 else text
+    raise StoreUnusable(
+        f"Redis at {place} is a cluster node that does not serve the keys {keys.prefix}*: {where}. Set "
+        "buffer.redis to that node: a job lives on one shard"
+    )

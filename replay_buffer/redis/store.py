@@ -21,7 +21,7 @@ from replay_buffer.errors import StoreError, StoreUnavailable, StoreUnusable
 from replay_buffer.ledger.index import LedgerRecords, WriteSet
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, ClaimRecord, GroupRecord, LeaseRecord, LedgerMeta
 from replay_buffer.redis.address import RedisAddress, RedisServer
-from replay_buffer.redis.checks import check_redis
+from replay_buffer.redis.checks import check_keys, check_redis
 from replay_buffer.redis.connection import (
     RedisConnection,
     checked,
@@ -31,7 +31,6 @@ from replay_buffer.redis.connection import (
 from replay_buffer.redis.files import BlobFiles
 from replay_buffer.redis.keys import Bytes, Keys
 from replay_buffer.redis.large import BlobRef, EpisodeKey, Large, staged_keys
-from replay_buffer.redis.rights import check_rights
 from replay_buffer.redis.writer import LedgerWriter, RedisClock, fenced
 
 SCRIPT = files("replay_buffer.redis").joinpath("write.lua").read_bytes()
@@ -253,7 +252,7 @@ class Store:
         try:
             self._place = await find_place(self.address)
             self._connection = await RedisConnection.open(self._place)
-            await check_rights(self._connection, self._place, self._keys)
+            await check_keys(self._connection, self._place, self._keys)
             await check_redis(
                 self._connection,
                 self._place,

@@ -3,47 +3,62 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.console import Group as Stack
+from rich.table import Table
+from rich.text import Text
 
 from areal_async.cli.tools import PeekRequest, run_tool
+from areal_async.errors import ArealError
 from areal_async.launch.runs import find_run
-from replay_buffer.ledger.records import GroupRecord, GroupState
-from replay_buffer.tools.details import episode_page, group_page
+from areal_async.trajectory import SegmentKind, TrajectoryError, unpack
+from replay_buffer.ledger.index import Index
+from replay_buffer.ledger.records import EpisodeRecord, EpisodeState, GroupRecord, GroupState
 from replay_buffer.tools.reader import Look, open_reader
-from replay_buffer.tools.tables import NotFound, chosen, near, state_of, table_of
+
+MOST_TEXT = 4000
+"""Characters of a text that are shown."""
+
+
+class NotFound(ArealError):
+    """A name that the run does not know."""
 
 
 def main(request: PeekRequest) -> None:
+    Console().print(asyncio.run(page(request)))
+
+
+async def page(request: PeekRequest) -> RenderableType:
+    """What was asked for, to print. Raises `NotFound` for a name that the buffer does not hold."""
     state = state_of(request.state)
-    if request.name is None:
-        asyncio.run(_list(request, state, Console()))
-    else:
-        asyncio.run(_one(request, request.name, Console()))
-
-
-async def _list(request: PeekRequest, state: GroupState | None, console: Console) -> None:
     async with open_reader(find_run(Path(request.run))) as reader:
         look = await reader.look()
-    groups = chosen(look.index, state)
-    if not groups:
-        console.print(f"the buffer holds no group{f' in state {state.name}' if state is not None else ''}.")
-        return
-    console.print(table_of(groups[: request.limit], look.now_ms))
-    if len(groups) > request.limit:
-        console.print(f"{request.limit} of {len(groups)} groups, the oldest first; --limit shows more.")
-
-
-async def _one(request: PeekRequest, name: str, console: Console) -> None:
-    async with open_reader(find_run(Path(request.run))) as reader:
-        look = await reader.look()
-        group, sample = find(look, name)
+        if request.name is None:
+            return groups_page(look, chosen(look.index, state), request.limit)
+        group, sample = find(look, request.name)
         if sample is None:
-            console.print(group_page(look, group))
-        else:
-            blob = (await reader.blobs(group)).get(sample)
-            console.print(episode_page(look, group, sample, blob))
+            return group_page(look, group)
+        return episode_page(look, group, sample, (await reader.blobs(group)).get(sample))
+
+
+def state_of(name: str | None) -> GroupState | None:
+    """The state called `name`, in any case. Raises `NotFound`, naming those that there are."""
+    known = {state.name: state for state in GroupState if state < GroupState.COMMITTED}
+    if name is not None and name.upper() not in known:
+        raise NotFound(f"--state: there is no state {name!r}; groups are {', '.join(known)}.")
+    return known[name.upper()] if name is not None else None
+
+
+def chosen(index: Index, state: GroupState | None) -> list[GroupRecord]:
+    """The groups in `state` (None: in any), the oldest first."""
+    groups = sorted(index.groups.values(), key=attrgetter("seq"))
+    return [group for group in groups if state is None or group.least_state == state]
 
 
 def find(look: Look, name: str) -> tuple[GroupRecord, int | None]:
@@ -53,16 +68,199 @@ def find(look: Look, name: str) -> tuple[GroupRecord, int | None]:
         return groups[name], None
     group_id, _, sample = name.rpartition(".")
     group = groups.get(group_id)
-    if group is not None and sample.isdecimal() and int(sample) < len(group.episodes):
-        return group, int(sample)
-    if group is not None:
+    if group is None:
         raise NotFound(
-            f"group {group_id} has no sample {sample!r}: it has {len(group.episodes)}, counted from 0."
+            f"the buffer holds no group or episode {name!r}; what was dropped has left it, and so has what "
+            "was trained and is in a checkpoint."
         )
-    raise NotFound(
-        f"the buffer holds no group or episode {name!r}; what was dropped has left it, and so has "
-        f"what was trained and is in a checkpoint.{near(name, groups)}"
+    if not sample.isdecimal() or int(sample) >= len(group.episodes):
+        raise NotFound(f"group {group_id} has no sample {sample!r}: it has {len(group.episodes)}, from 0.")
+    return group, int(sample)
+
+
+# --- pages ---
+
+
+def groups_page(look: Look, groups: Sequence[GroupRecord], limit: int) -> RenderableType:
+    """One row a group."""
+    rows = (
+        (
+            group.group_id,
+            GroupState(group.least_state).name,
+            episodes_text(group),
+            versions_text(group.episodes),
+            rewards_text(group.episodes),
+            " ".join(map(str, steps_of(group))) or "–",
+            age(look.now_ms - group.since_ms),
+            size(group.size_bytes),
+        )
+        for group in groups[:limit]
     )
+    titles = ["group", "state", "episodes", "versions", "rewards", "step", "age", "size"]
+    return Stack(table_of(titles, rows), f"{min(limit, len(groups))} of {len(groups)} groups (--limit)")
+
+
+def group_page(look: Look, group: GroupRecord) -> RenderableType:
+    """What the ledger says of a group and each of its episodes."""
+    rows = (
+        (
+            f"{group.group_id}.{sample}",
+            EpisodeState(episode.state).name,
+            f"{episode.n_sampled} of {episode.n_units}",
+            versions_text([episode]),
+            rewards_text([episode]),
+            size(episode.size_bytes),
+            _claim_text(look, episode),
+        )
+        for sample, episode in enumerate(group.episodes)
+    )
+    titles = ["episode", "state", "sampled", "versions", "reward", "size", "claim"]
+    return Stack(Text(group.group_id, "bold"), "", facts(_of_group(look, group)), "", table_of(titles, rows))
+
+
+def episode_page(look: Look, group: GroupRecord, sample: int, blob: bytes | None) -> RenderableType:
+    """What the ledger says of an episode, and what the episode holds. `blob` is None when it is not held."""
+    episode, title = group.episodes[sample], Text(f"{group.group_id}.{sample}", "bold")
+    components = "".join(f", {name} {value:g}" for name, value in (episode.components or {}).items())
+    rows = _of_group(look, group) | {
+        "episode": f"{EpisodeState(episode.state).name}, {size(episode.size_bytes)}",
+        "reward": rewards_text([episode]) + plain(components),
+        "claim": _claim_text(look, episode),
+    }
+    if blob is None:
+        return Stack(title, "", facts(rows), "", "its bytes are not held")
+    try:
+        held = unpack(blob)
+    except TrajectoryError as error:
+        return Stack(title, "", facts(rows), "", f"its bytes cannot be read: {error}")
+    header, segments = held.header, held.segments
+    sampled = held.units.logprob[held.units.mask == 1]
+    rows |= {
+        "units": f"{held.n_units}, of them {held.n_sampled} sampled",
+        "versions": versions_text([episode]),
+        "log-probs": f"mean {sampled.mean():.4g}, lowest {sampled.min():.4g}" if len(sampled) else "–",
+        "metadata": plain(json.dumps(header.metadata, default=repr, ensure_ascii=False)),
+    }
+    titles = ["segment", "after", "kind", "turn", "units"]
+    parts = (
+        (
+            index,
+            int(segments.parent[index]),
+            SegmentKind(int(segments.kind[index])).name.lower(),
+            int(segments.turn[index]),
+            int(segments.length[index]),
+        )
+        for index in range(len(segments))
+    )
+    task = look.index.tasks.task(group.row, group.pass_index)
+    texts = {
+        "prompt": header.prompt_text,
+        "response": header.response_text,
+        "ground truth": str(task.ground_truth),
+    }
+    shown = [part for name, text in texts.items() for part in ("", Text(name, "bold"), Text(_cut(text)))]
+    return Stack(title, "", facts(rows), "", table_of(titles, parts), *shown)
+
+
+def _of_group(look: Look, group: GroupRecord) -> dict[str, str]:
+    lease = look.index.leases.get(group.leases[-1]) if group.leases else None
+    live = "none is live" if lease is None else f"{lease.lease_id} of {lease.worker}"
+    if lease is not None:
+        live += f", ends in {age(lease.deadline_ms - look.now_ms)} unless renewed"
+    return {
+        "state": f"{GroupState(group.least_state).name} for {age(look.now_ms - group.since_ms)}",
+        "task": f"row {group.row} of the task file, pass {group.pass_index}, attempt {group.attempt}",
+        "lease": live,
+        "steps": " ".join(map(str, steps_of(group))) or "–",
+    }
+
+
+def _claim_text(look: Look, episode: EpisodeRecord) -> str:
+    claim = look.index.claims.get(episode.claim_id)
+    if claim is not None:
+        return f"by {claim.scorer}, ends in {age(claim.deadline_ms - look.now_ms)}"
+    return f"{episode.tries} without a score: {plain(episode.no_score)}" if episode.tries else "–"
+
+
+# --- words ---
+
+
+def table_of(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    """Rows under titles; the first column is never broken."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, title in enumerate(titles):
+        table.add_column(title, no_wrap=number == 0, justify="left" if title else "right")
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    return table
+
+
+def facts(rows: Mapping[str, str]) -> Table:
+    """Names with what there is to say of each."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
+    return table
+
+
+def episodes_text(group: GroupRecord) -> str:
+    """`4 verdict`, or `1 missing, 3 stored`."""
+    counts = ((group.count(state), state.name.lower()) for state in EpisodeState)
+    return ", ".join(f"{count} {name}" for count, name in counts if count)
+
+
+def versions_text(episodes: Iterable[EpisodeRecord]) -> str:
+    """`policy 3–5`, of each policy that sampled."""
+    found: dict[str, list[int]] = {}
+    for episode in episodes:
+        for policy, held in episode.versions.items():
+            found.setdefault(policy, []).extend((held.oldest, held.newest))
+    spans = (f"{policy} {min(versions)}–{max(versions)}" for policy, versions in found.items())
+    return ", ".join(spans) or "–"
+
+
+def rewards_text(episodes: Iterable[EpisodeRecord]) -> str:
+    """The mean of the rewards, and from what to what they go: `0.25 (0 … 1)`."""
+    rewards = [episode.reward for episode in episodes if episode.state == EpisodeState.VERDICT]
+    if not rewards:
+        return "–"
+    spread = f" ({min(rewards):.3g} … {max(rewards):.3g})" if len(rewards) > 1 else ""
+    return f"{sum(rewards) / len(rewards):.3g}{spread}"
+
+
+def steps_of(group: GroupRecord) -> list[int]:
+    """Every step, of any policy, that the group is batched for or was trained in."""
+    steps = {step for each in group.training.values() for step in (*each.steps, each.step) if step >= 0}
+    return sorted(steps)
+
+
+def size(size_bytes: float) -> str:
+    """`512 B`, `4.0 KiB`, `1.3 MiB` …"""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def age(age_ms: float) -> str:
+    """`0.4 s`, `125 s`, `3.3 h`."""
+    seconds = max(0.0, age_ms) / 1000
+    if seconds >= 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds:.1f} s" if seconds < 60 else f"{seconds:.0f} s"
+
+
+def plain(text: str) -> str:
+    """Text that somebody else wrote, safe to print: control characters are shown, not obeyed."""
+    return "".join(char if char in "\n\t" or char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+
+
+def _cut(text: str) -> str:
+    cut = "" if len(text) <= MOST_TEXT else f"\n… {len(text) - MOST_TEXT} characters more"
+    return plain(text[:MOST_TEXT]) + cut if text else "(no text)"
 
 
 if __name__ == "__main__":

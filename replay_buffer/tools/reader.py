@@ -18,9 +18,7 @@ from pathlib import Path
 
 from areal_async.errors import RunFolderError
 from areal_async.launch.runs import Run
-from areal_async.rpc.schema import Task
 from areal_async.runtime.context import short_socket_dir
-from areal_async.tasks import TaskFileError
 from replay_buffer.errors import StoreUnavailable
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import GroupRecord
@@ -110,25 +108,11 @@ def _from_file(path: Path, ref: BlobRef) -> bytes | None:
     return blob if len(blob) == ref.size_bytes else None
 
 
-class UnknownTasks:
-    """Stands in for a task file that is not there any more: positions mean nothing, prompts are unknown."""
-
-    dataset_hash = ""
-
-    def at(self, position: int) -> tuple[int, int] | None:
-        return 0, 0
-
-    def task(self, row: int, pass_index: int) -> Task:
-        return Task("", "")
-
-
 @contextlib.asynccontextmanager
 async def open_reader(run: Run) -> AsyncIterator[LedgerReader]:
-    """A reader of the run's ledger. Raises `RunFolderError` when there is none (any more)."""
-    try:
-        tasks: Tasks = TaskOrder.of(run.job)
-    except TaskFileError:
-        tasks = UnknownTasks()
+    """A reader of the run's ledger. Raises `RunFolderError` when there is none (any more), `TaskFileError`
+    when the task file is gone."""
+    tasks = TaskOrder.of(run.job)
     async with contextlib.AsyncExitStack() as stack:
         if run.job.buffer.redis == "embedded":
             url = _live_url(run) or await stack.enter_async_context(_copied_redis(run))

@@ -13,7 +13,7 @@ import redis
 
 from areal_async.launch.preflight import find_redis_server
 from areal_async.runtime.context import short_socket_dir
-from replay_buffer.redis.rights import acl_rules
+from tests.redis_client import documented_rights
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -60,7 +60,7 @@ def own_redis(tmp_path):
 def test_a_full_disk_of_redis_stalls_a_job_by_name_and_loses_nothing(own_redis, workspace, running):
     server, path = own_redis
     admin = redis.Redis(unix_socket_path=str(path), protocol=2)
-    admin.execute_command("ACL", "SETUSER", "front", "on", ">hunter2", *acl_rules("own", "front").split())
+    admin.execute_command("ACL", "SETUSER", "front", "on", ">hunter2", *documented_rights("own"))
     (workspace.folder / "secret").write_text("hunter2\n")
     job_file = workspace.job(
         "own",

@@ -77,7 +77,7 @@ def test_the_commands_and_their_options_are_these() -> None:
         for name, command in buffer.commands.items()
     }
     assert surface == {
-        "stats": ["--json", "--watch", "run"],
+        "stats": ["--json", "run"],
         "peek": ["--limit", "--state", "name", "run"],
         "export": ["--batches", "--overwrite", "--state", "--steps", "out", "run"],
         "replay": ["--out", "--steps", "overrides", "run"],

@@ -29,7 +29,7 @@ from areal_async.config.errors import ConfigError
     ("arguments", "request_"),
     [
         (["stats", "R"], StatsRequest("R")),
-        (["stats", "R", "--json", "--watch"], StatsRequest("R", as_json=True, watch_s=1.0)),
+        (["stats", "R", "--json"], StatsRequest("R", as_json=True)),
         (["peek", "R", "g#0.1", "--state", "SCORED"], PeekRequest("R", name="g#0.1", state="SCORED")),
         (["export", "R", "o.parquet", "--steps", "1:2"], ExportRequest("R", "o.parquet", steps="1:2")),
         (["export", "R", "o.parquet", "--batches"], ExportRequest("R", "o.parquet", batches=True)),

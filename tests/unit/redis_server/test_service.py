@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-from pathlib import Path
 
 import pytest
+from redis import Redis
+from redis.exceptions import NoPermissionError
 
 from areal_async.config.job import JobConfig
 from areal_async.launch.preflight import find_redis_server
@@ -17,10 +17,8 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.context import ServiceContext
 from replay_buffer import metrics
 from replay_buffer.errors import StoreUnusable
-from replay_buffer.redis.rights import acl_rules, main
 from replay_buffer.server import main as serve
-
-DOCS = Path(__file__).parents[3] / "docs"
+from tests.redis_client import documented_rights
 
 
 async def test_the_service_logs_in_as_the_job_file_says_and_acknowledges_its_tier(
@@ -29,9 +27,7 @@ async def test_the_service_logs_in_as_the_job_file_says_and_acknowledges_its_tie
     monkeypatch.setattr(metrics, "register", metrics.BufferCollector)
     monkeypatch.setenv("REDIS_PASSWORD", "pass")
     server = servers(find_redis_server(), "own", appendfsync="always").start()
-    server.admin.execute_command(
-        "ACL", "SETUSER", "front", "on", ">pass", *acl_rules(job_name, "front").split()
-    )
+    server.admin.execute_command("ACL", "SETUSER", "front", "on", ">pass", *documented_rights(job_name))
     task = {"prompt": "1+1=", "data_source": "sums", "reward_model": {"style": "rule", "ground_truth": 2}}
     (tmp_path / "tasks.jsonl").write_text(json.dumps(task) + "\n")
     buffer = {
@@ -77,10 +73,29 @@ def test_the_tier_in_an_acknowledgement_is_the_truth(servers, a_life, appendfsyn
             asyncio.run(run())
 
 
-def test_the_documented_rights_are_the_tested_ones(capsys):
-    assert main(["JOB"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    page = re.sub(r"\s*\\\n\s*", " ", (DOCS / "redis.md").read_text())
-    for line in lines:
-        assert line in page
+async def test_the_documented_rights_are_enough_for_a_whole_life_and_for_no_other_job(
+    servers, a_life, job_name
+):
+    server = servers(find_redis_server(), "own").start()
+    rules = documented_rights(job_name)
+    server.admin.execute_command("ACL", "SETUSER", "front", "on", ">pass", *rules)
+    async with a_life(f"unix://front:pass@{server.socket}") as life:
+        await life.train()
+        await life.store.used_bytes()
+    assert server.admin.execute_command("ACL", "LOG") == [], "not one refusal"
+    client = Redis(unix_socket_path=str(server.socket), username="front", password="pass", protocol=2)
+    for forbidden in (("HSET", "areal:{job-b}:meta", "a", "b"), ("FLUSHALL",), ("KEYS", "*"), ("GET", "x")):
+        with pytest.raises(NoPermissionError):
+            client.execute_command(*forbidden)
+
+
+def test_a_user_who_may_not_touch_the_job_is_refused_at_start(servers, a_life):
+    server = servers(find_redis_server(), "own").start()
+    server.admin.execute_command("ACL", "SETUSER", "front", "on", ">pass", *documented_rights("another-job"))
+
+    async def start():
+        async with a_life(f"unix://front:pass@{server.socket}"):
+            pass
+
+    with pytest.raises(StoreUnusable, match=r"the user 'front' .* lacks rights to areal:\{job-a\}:"):
+        asyncio.run(start())
