@@ -82,136 +82,108 @@ def names(root):
     return {path.name for path in root.iterdir() if not path.name.startswith(".")}
 
 
-def test_receivers_on_other_hosts_get_the_snapshot_and_the_trainer_sends_it_once(place, publishers):
+async def test_receivers_on_other_hosts_get_the_snapshot_and_the_trainer_sends_it_once(place, publishers):
     p = publishers()
     size = p.publish(tag(0), weights(0)).size_bytes
-
-    async def main():
-        rs = [await receiver(place, f"n{i}", f"r{i}") for i in range(4)]
-        for _, snapshot in await asyncio.gather(*(take(r) for r in rs)):
-            assert snapshot.tensors["w"][0] == 0
-            assert snapshot.path.parent.parent == place / "nodes"
-        assert p.chunks.bytes_sent == size
-        p.publish(tag(1), weights(1))
-        for _, snapshot in await asyncio.gather(*(take(r, tag(0)) for r in rs)):
-            assert snapshot.tensors["w"][0] == 1
-        assert p.chunks.bytes_sent == 2 * size
-        for r in rs:
-            await r.ack(tag(1))
-            await r.close()
-
-    asyncio.run(main())
-
-
-def test_a_receiver_on_the_trainers_host_reads_where_it_was_written(place, publishers):
-    p = publishers()
-    written_ = p.publish(tag(0), weights(0))
-
-    async def main():
-        r = await receiver(place, "trainer")
-        _, snapshot = await take(r)
-        assert snapshot.path == written_.path
+    rs = [await receiver(place, f"n{i}", f"r{i}") for i in range(4)]
+    for _, snapshot in await asyncio.gather(*(take(r) for r in rs)):
+        assert snapshot.tensors["w"][0] == 0
+        assert snapshot.path.parent.parent == place / "nodes"
+    assert p.chunks.bytes_sent == size
+    p.publish(tag(1), weights(1))
+    for _, snapshot in await asyncio.gather(*(take(r, tag(0)) for r in rs)):
+        assert snapshot.tensors["w"][0] == 1
+    assert p.chunks.bytes_sent == 2 * size
+    for r in rs:
+        await r.ack(tag(1))
         await r.close()
 
-    asyncio.run(main())
+
+async def test_a_receiver_on_the_trainers_host_reads_where_it_was_written(place, publishers):
+    p = publishers()
+    written_ = p.publish(tag(0), weights(0))
+    r = await receiver(place, "trainer")
+    _, snapshot = await take(r)
+    assert snapshot.path == written_.path
+    await r.close()
     assert p.chunks.bytes_sent == 0
 
 
-def test_one_process_per_host_fetches_and_the_others_find_it(place, publishers):
+async def test_one_process_per_host_fetches_and_the_others_find_it(place, publishers):
     p = publishers()
     size = p.publish(tag(0), weights(0)).size_bytes
-
-    async def main():
-        rs = [await receiver(place, "n", f"r{i}") for i in range(3)]
-        paths = {snapshot.path for _, snapshot in await asyncio.gather(*(take(r) for r in rs))}
-        assert paths == {place / "nodes" / "n" / "policy-e1-v0"}
-        for r in rs:
-            await r.close()
-
-    asyncio.run(main())
+    rs = [await receiver(place, "n", f"r{i}") for i in range(3)]
+    paths = {snapshot.path for _, snapshot in await asyncio.gather(*(take(r) for r in rs))}
+    assert paths == {place / "nodes" / "n" / "policy-e1-v0"}
+    for r in rs:
+        await r.close()
     assert p.chunks.bytes_sent == size
 
 
-def test_nothing_is_unbounded_a_host_keeps_the_newest_two_and_what_is_served(place, publishers):
+async def test_nothing_is_unbounded_a_host_keeps_the_newest_two_and_what_is_served(place, publishers):
     p = publishers()
     root = place / "nodes" / "n"
-
-    async def main():
-        slow, fast = await receiver(place, "n", "slow"), await receiver(place, "n", "fast")
-        p.publish(tag(0), weights(0))
-        first, _ = await take(slow)
-        await slow.ack(first.tag)
-        after = None
-        for version in range(1, 6):
-            p.publish(tag(version), weights(version))
-            notice, snapshot = await take(fast, after)
-            assert snapshot.tensors["w"][0] == version
-            after = notice.tag
-            await fast.ack(after)
-        assert names(root) == {"policy-e1-v0", "policy-e1-v4", "policy-e1-v5"}
-        notice, snapshot = await take(slow, first.tag)
-        await slow.ack(notice.tag)
-        p.publish(tag(6), weights(6))
-        await take(fast, after)
-        assert names(root) == {"policy-e1-v5", "policy-e1-v6"}
-        await slow.close()
-        await fast.close()
-
-    asyncio.run(main())
+    slow, fast = await receiver(place, "n", "slow"), await receiver(place, "n", "fast")
+    p.publish(tag(0), weights(0))
+    first, _ = await take(slow)
+    await slow.ack(first.tag)
+    after = None
+    for version in range(1, 6):
+        p.publish(tag(version), weights(version))
+        notice, snapshot = await take(fast, after)
+        assert snapshot.tensors["w"][0] == version
+        after = notice.tag
+        await fast.ack(after)
+    assert names(root) == {"policy-e1-v0", "policy-e1-v4", "policy-e1-v5"}
+    notice, snapshot = await take(slow, first.tag)
+    await slow.ack(notice.tag)
+    p.publish(tag(6), weights(6))
+    await take(fast, after)
+    assert names(root) == {"policy-e1-v5", "policy-e1-v6"}
+    await slow.close()
+    await fast.close()
 
 
-def test_a_late_joiner_gets_the_newest(place, publishers):
+async def test_a_late_joiner_gets_the_newest(place, publishers):
     p = publishers()
     for version in range(4):
         p.publish(tag(version), weights(version))
-
-    async def main():
-        r = await receiver(place, "n")
-        notice, snapshot = await take(r)
-        assert (notice.tag, float(snapshot.tensors["w"][0])) == (tag(3), 3.0)
-        await r.close()
-
-    asyncio.run(main())
+    r = await receiver(place, "n")
+    notice, snapshot = await take(r)
+    assert (notice.tag, float(snapshot.tensors["w"][0])) == (tag(3), 3.0)
+    await r.close()
 
 
-def test_versions_are_true_what_was_damaged_here_is_refused_and_fetched_again(place, publishers):
+async def test_versions_are_true_what_was_damaged_here_is_refused_and_fetched_again(place, publishers):
     p = publishers()
     p.publish(tag(0), weights(0))
-
-    async def main():
-        r, other = await receiver(place, "n"), await receiver(place, "n", "other")
-        notice, snapshot = await take(r)
-        model = snapshot.path / "model.safetensors"
-        model.write_bytes(model.read_bytes()[:-1] + b"\xff")
-        with pytest.raises(SnapshotError, match="does not match its hash"):
-            await other.open(notice)
-        assert (await other.open(notice)).tensors["w"][0] == 0
-        await r.close()
-        await other.close()
-
-    asyncio.run(main())
+    r, other = await receiver(place, "n"), await receiver(place, "n", "other")
+    notice, snapshot = await take(r)
+    model = snapshot.path / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(SnapshotError, match="does not match its hash"):
+        await other.open(notice)
+    assert (await other.open(notice)).tensors["w"][0] == 0
+    await r.close()
+    await other.close()
 
 
-def test_a_receiver_survives_a_trainer_that_comes_back_with_another_epoch(place, publishers):
+async def test_a_receiver_survives_a_trainer_that_comes_back_with_another_epoch(place, publishers):
     p = publishers()
     p.publish(tag(0), weights(0))
-
-    async def main():
-        r = await receiver(place, "n")
-        notice, _ = await take(r)
-        await r.ack(notice.tag)
-        p.publish(tag(1), weights(1))
-        lost = await r.next(tag(0), 5000)
-        await asyncio.to_thread(p.close)
-        again = publishers()
-        with pytest.raises(SnapshotError, match="not given out any more"):
-            await r.open(lost)
-        again.publish(tag(1, epoch=2), weights(5))
-        notice, snapshot = await take(r, lost.tag)
-        assert (notice.tag, float(snapshot.tensors["w"][0])) == (tag(1, epoch=2), 5.0)
-        await r.close()
-
-    asyncio.run(main())
+    r = await receiver(place, "n")
+    notice, _ = await take(r)
+    await r.ack(notice.tag)
+    p.publish(tag(1), weights(1))
+    lost = await r.next(tag(0), 5000)
+    await asyncio.to_thread(p.close)
+    again = publishers()
+    with pytest.raises(SnapshotError, match="not given out any more"):
+        await r.open(lost)
+    again.publish(tag(1, epoch=2), weights(5))
+    notice, snapshot = await take(r, lost.tag)
+    assert (notice.tag, float(snapshot.tensors["w"][0])) == (tag(1, epoch=2), 5.0)
+    await r.close()
 
 
 # --- deltas between hosts -------------------------------------------------------------------------------
@@ -223,52 +195,46 @@ def sparse(version):
     return {"w": values, "ids": torch.arange(10)}
 
 
-def test_a_chain_of_deltas_crosses_hosts_at_a_fraction_of_the_bytes(place, publishers):
+async def test_a_chain_of_deltas_crosses_hosts_at_a_fraction_of_the_bytes(place, publishers):
     p = publishers(deltas_below=0.5)
     sent, offered = [], []
-
-    async def main():
-        r = await receiver(place, "n")
-        after = None
-        for version in range(4):
-            p.publish(tag(version), sparse(version))
-            news = await r.next(after, 20_000)
-            assert news.tag == tag(version)
-            before = p.chunks.bytes_sent
-            snapshot = await r.open(news)
-            assert torch.equal(snapshot.tensors["w"], sparse(version)["w"])
-            assert snapshot.path.parent == place / "nodes" / "n"
-            for name in ("model.safetensors", "manifest.json", "config.json"):
-                assert (snapshot.path / name).read_bytes() == (Path(news.path) / name).read_bytes()
-            sent.append(p.chunks.bytes_sent - before)
-            offered.append(news.delta is not None)
-            await r.ack(news.tag)
-            after = news.tag
-        await r.close()
-
-    asyncio.run(main())
+    r = await receiver(place, "n")
+    after = None
+    for version in range(4):
+        p.publish(tag(version), sparse(version))
+        news = await r.next(after, 20_000)
+        assert news.tag == tag(version)
+        before = p.chunks.bytes_sent
+        snapshot = await r.open(news)
+        assert torch.equal(snapshot.tensors["w"], sparse(version)["w"])
+        assert snapshot.path.parent == place / "nodes" / "n"
+        for name in ("model.safetensors", "manifest.json", "config.json"):
+            assert (snapshot.path / name).read_bytes() == (Path(news.path) / name).read_bytes()
+        sent.append(p.chunks.bytes_sent - before)
+        offered.append(news.delta is not None)
+        await r.ack(news.tag)
+        after = news.tag
+    await r.close()
     assert offered == [False, True, True, True]
     assert all((n < 0.05 * sent[0]) == delta for n, delta in zip(sent, offered, strict=True))
 
 
-def test_versions_are_true_a_delta_that_cannot_be_used_is_replaced_by_the_full_snapshot(place, publishers):
+async def test_versions_are_true_a_delta_that_cannot_be_used_is_replaced_by_the_full_snapshot(
+    place, publishers
+):
     p = publishers(deltas_below=0.5)
-
-    async def main():
-        r = await receiver(place, "n")
-        p.publish(tag(0), sparse(0))
-        notice, first = await take(r)
-        await r.ack(notice.tag)
-        p.publish(tag(1), sparse(1))
-        news = await r.next(tag(0), 20_000)
-        assert news.delta is not None
-        model = first.path / "model.safetensors"  # the base is damaged after it was verified
-        model.write_bytes(model.read_bytes()[:-2] + b"\xff\xff")
-        assert torch.equal((await r.open(news)).tensors["w"], sparse(1)["w"])
-        assert r.end.bytes_received > notice.size_bytes + news.size_bytes
-        await r.close()
-
-    asyncio.run(main())
+    r = await receiver(place, "n")
+    p.publish(tag(0), sparse(0))
+    notice, first = await take(r)
+    await r.ack(notice.tag)
+    p.publish(tag(1), sparse(1))
+    news = await r.next(tag(0), 20_000)
+    assert news.delta is not None
+    model = first.path / "model.safetensors"  # the base is damaged after it was verified
+    model.write_bytes(model.read_bytes()[:-2] + b"\xff\xff")
+    assert torch.equal((await r.open(news)).tensors["w"], sparse(1)["w"])
+    assert r.end.bytes_received > notice.size_bytes + news.size_bytes
+    await r.close()
 
 
 # --- channels by name -----------------------------------------------------------------------------------

@@ -101,69 +101,59 @@ class Node:
         await self._client.call(AckSnapshot(self._name, "serve", tag(version), 0.0, error), timeout_s=10)
 
 
-def test_a_receiver_makes_the_version_out_of_the_one_it_holds(
+async def test_a_receiver_makes_the_version_out_of_the_one_it_holds(
     publisher: Publisher, gate: Gate, place: Path
 ) -> None:
     gate.open.set()
     first = publisher.publish(tag(0), weights(0))
     shutil.copytree(first.path, place / "node" / "policy-e1-v0")
-
-    async def main() -> None:
-        async with Node(publisher) as node:
-            news = await node.notice(None)
-            assert (news.delta, news.size_bytes) == (None, first.size_bytes)
-            await node.serves(0)
-            written = publisher.publish(tag(1), weights(1))
-            news = await node.notice(0, wait_ms=20_000)
-            assert news.tag == tag(1)
-            assert news.delta is not None
-            assert news.delta.base == tag(0)
-            assert news.delta.size_bytes < 0.1 * news.size_bytes
-            path = Path(news.delta.path)
-            assert sum(map(os.path.getsize, glob(f"{path}/*"))) == news.delta.size_bytes
-            made = apply_delta(
-                place / "node" / "policy-e1-v0",
-                path,
-                place / "node" / "policy-e1-v1",
-                delta_hash=news.delta.manifest_hash,
-            )
-            assert made.manifest_hash == news.manifest_hash == written.manifest_hash
-            opened = open_snapshot(made.path, manifest_hash=news.manifest_hash)
-            assert torch.equal(opened.tensors["w"], weights(1)["w"])
-
-    asyncio.run(main())
+    async with Node(publisher) as node:
+        news = await node.notice(None)
+        assert (news.delta, news.size_bytes) == (None, first.size_bytes)
+        await node.serves(0)
+        written = publisher.publish(tag(1), weights(1))
+        news = await node.notice(0, wait_ms=20_000)
+        assert news.tag == tag(1)
+        assert news.delta is not None
+        assert news.delta.base == tag(0)
+        assert news.delta.size_bytes < 0.1 * news.size_bytes
+        path = Path(news.delta.path)
+        assert sum(map(os.path.getsize, glob(f"{path}/*"))) == news.delta.size_bytes
+        made = apply_delta(
+            place / "node" / "policy-e1-v0",
+            path,
+            place / "node" / "policy-e1-v1",
+            delta_hash=news.delta.manifest_hash,
+        )
+        assert made.manifest_hash == news.manifest_hash == written.manifest_hash
+        opened = open_snapshot(made.path, manifest_hash=news.manifest_hash)
+        assert torch.equal(opened.tensors["w"], weights(1)["w"])
 
 
-def test_training_waits_for_no_delta_and_only_who_can_use_it_does(publisher: Publisher, gate: Gate) -> None:
+async def test_training_waits_for_no_delta_and_only_who_can_use_it_does(
+    publisher: Publisher, gate: Gate
+) -> None:
     publisher.publish(tag(0), weights(0))
     publisher.publish(tag(1), weights(1))  # returns although the delta is held up
-
-    async def main() -> None:
-        async with Node(publisher) as node, Node(publisher, "x", deltas=False) as plain:
-            assert (await node.notice(None)).delta is None
-            assert (await plain.notice(0)).delta is None
-            assert await node.next(0) == NoNews()
-            waiting = asyncio.create_task(node.notice(0, wait_ms=30_000))
-            assert await node.next(0, wait_ms=50) == NoNews()
-            gate.open.set()
-            assert (await asyncio.wait_for(waiting, 60)).delta is not None
-            assert (await plain.notice(0)).delta is None
-
-    asyncio.run(main())
+    async with Node(publisher) as node, Node(publisher, "x", deltas=False) as plain:
+        assert (await node.notice(None)).delta is None
+        assert (await plain.notice(0)).delta is None
+        assert await node.next(0) == NoNews()
+        waiting = asyncio.create_task(node.notice(0, wait_ms=30_000))
+        assert await node.next(0, wait_ms=50) == NoNews()
+        gate.open.set()
+        assert (await asyncio.wait_for(waiting, 60)).delta is not None
+        assert (await plain.notice(0)).delta is None
 
 
-def test_a_version_that_comes_while_a_delta_is_made_is_announced_in_full(
+async def test_a_version_that_comes_while_a_delta_is_made_is_announced_in_full(
     publisher: Publisher, gate: Gate
 ) -> None:
     for version in range(3):
         publisher.publish(tag(version), weights(version))
-
-    async def main() -> None:
-        async with Node(publisher) as node:
-            news = await node.notice(0)
-            assert (news.tag, news.delta) == (tag(2), None)
-
-    asyncio.run(main())
+    async with Node(publisher) as node:
+        news = await node.notice(0)
+        assert (news.tag, news.delta) == (tag(2), None)
 
 
 def test_what_a_delta_is_made_of_stays_until_it_is_made(publisher: Publisher, gate: Gate) -> None:
@@ -177,32 +167,24 @@ def test_what_a_delta_is_made_of_stays_until_it_is_made(publisher: Publisher, ga
     assert [w.path.exists() for w in made[:2]] == [False, False]
 
 
-def test_a_delta_that_saves_little_is_not_offered(publisher: Publisher, gate: Gate) -> None:
+async def test_a_delta_that_saves_little_is_not_offered(publisher: Publisher, gate: Gate) -> None:
     gate.open.set()
     generator = torch.Generator().manual_seed(0)
     for version in range(2):
         publisher.publish(tag(version), {"w": torch.randn(10_000, generator=generator)})
-
-    async def main() -> None:
-        async with Node(publisher) as node:
-            assert (await node.notice(0, wait_ms=20_000)).delta is None
-
-    asyncio.run(main())
+    async with Node(publisher) as node:
+        assert (await node.notice(0, wait_ms=20_000)).delta is None
 
 
-def test_a_delta_that_cannot_be_made_holds_nobody_up(publisher: Publisher, gate: Gate) -> None:
+async def test_a_delta_that_cannot_be_made_holds_nobody_up(publisher: Publisher, gate: Gate) -> None:
     gate.error = SnapshotError("no space left")
     for version in range(2):
         publisher.publish(tag(version), weights(version))
-
-    async def main() -> None:
-        async with Node(publisher) as node:
-            waiting = asyncio.create_task(node.notice(0, wait_ms=30_000))
-            assert await node.next(0) == NoNews()
-            gate.open.set()
-            assert (await asyncio.wait_for(waiting, 60)).delta is None
-
-    asyncio.run(main())
+    async with Node(publisher) as node:
+        waiting = asyncio.create_task(node.notice(0, wait_ms=30_000))
+        assert await node.next(0) == NoNews()
+        gate.open.set()
+        assert (await asyncio.wait_for(waiting, 60)).delta is None
 
 
 def test_a_publisher_that_ends_leaves_no_half_made_delta(publisher: Publisher, gate: Gate) -> None:

@@ -20,142 +20,108 @@ from areal_async.weights.snapshot import open_snapshot
 from tests.unit.weights.world import LIMIT_S, SECRET, download, files_of, server, table_of, until, written
 
 
-def test_what_arrives_is_byte_for_byte_what_was_published(tmp_path):
+async def test_what_arrives_is_byte_for_byte_what_was_published(tmp_path):
     snapshot = written(tmp_path / "p")
-
-    async def main():
-        async with server(snapshot) as p, server() as a:
-            one = download(a, snapshot, tmp_path / "a", [p.endpoint])
-            path = await one.run()
-            assert path == tmp_path / "a" / snapshot.path.name
-            assert files_of(path) == files_of(snapshot.path)
-            assert open_snapshot(path, manifest_hash=snapshot.manifest_hash).tag == snapshot.tag
-            assert p.bytes_sent == one.bytes_received == snapshot.size_bytes
-
-    asyncio.run(main())
+    async with server(snapshot) as p, server() as a:
+        one = download(a, snapshot, tmp_path / "a", [p.endpoint])
+        path = await one.run()
+        assert path == tmp_path / "a" / snapshot.path.name
+        assert files_of(path) == files_of(snapshot.path)
+        assert open_snapshot(path, manifest_hash=snapshot.manifest_hash).tag == snapshot.tag
+        assert p.bytes_sent == one.bytes_received == snapshot.size_bytes
     assert [entry.name for entry in (tmp_path / "a").iterdir()] == [snapshot.path.name], "nothing is left"
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])
-def test_the_sender_sends_every_byte_once_however_many_receive(tmp_path, n):
+async def test_the_sender_sends_every_byte_once_however_many_receive(tmp_path, n):
     snapshot = written(tmp_path / "p", mib=2)
-
-    async def main():
-        async with server(snapshot) as p:
-            members = [server() for _ in range(n)]
-            peers = [await member.__aenter__() for member in members]
-            line = [p.endpoint, *[peer.endpoint for peer in peers]]
-            runs = [
-                download(peer, snapshot, tmp_path / f"r{i}", line[i::-1], patience_s=10).run()
-                for i, peer in enumerate(peers)
-            ]
-            for path in await asyncio.wait_for(asyncio.gather(*runs), LIMIT_S):
-                assert files_of(path) == files_of(snapshot.path)
-            assert p.bytes_sent == snapshot.size_bytes
-            assert [peer.bytes_sent for peer in peers] == [snapshot.size_bytes] * (n - 1) + [0]
-            for member in members:
-                await member.__aexit__(None, None, None)
-
-    asyncio.run(main())
+    async with server(snapshot) as p:
+        members = [server() for _ in range(n)]
+        peers = [await member.__aenter__() for member in members]
+        line = [p.endpoint, *[peer.endpoint for peer in peers]]
+        runs = [
+            download(peer, snapshot, tmp_path / f"r{i}", line[i::-1], patience_s=10).run()
+            for i, peer in enumerate(peers)
+        ]
+        for path in await asyncio.wait_for(asyncio.gather(*runs), LIMIT_S):
+            assert files_of(path) == files_of(snapshot.path)
+        assert p.bytes_sent == snapshot.size_bytes
+        assert [peer.bytes_sent for peer in peers] == [snapshot.size_bytes] * (n - 1) + [0]
+        for member in members:
+            await member.__aexit__(None, None, None)
 
 
-def test_chunks_are_handed_on_before_the_directory_is_complete(tmp_path):
+async def test_chunks_are_handed_on_before_the_directory_is_complete(tmp_path):
     """The first in line has its own source held up in the middle; what it has reaches the second."""
     snapshot = written(tmp_path / "p")
     n = len(table_of(snapshot).digests) // 32
-
-    async def main():
-        async with server(snapshot, limit=n // 2) as p, server() as a, server() as b:
-            first = download(a, snapshot, tmp_path / "a", [p.endpoint], patience_s=LIMIT_S)
-            second = download(b, snapshot, tmp_path / "b", [a.endpoint], patience_s=LIMIT_S)
-            runs = [asyncio.create_task(one.run()) for one in (first, second)]
-            await until(lambda: second.partial.progress == (n // 2) / n)
-            assert first.partial.progress == (n // 2) / n
-            assert not any(run.done() for run in runs)
-            p.limit = 1 << 30
-            await asyncio.wait_for(asyncio.gather(*runs), LIMIT_S)
-
-    asyncio.run(main())
+    async with server(snapshot, limit=n // 2) as p, server() as a, server() as b:
+        first = download(a, snapshot, tmp_path / "a", [p.endpoint], patience_s=LIMIT_S)
+        second = download(b, snapshot, tmp_path / "b", [a.endpoint], patience_s=LIMIT_S)
+        runs = [asyncio.create_task(one.run()) for one in (first, second)]
+        await until(lambda: second.partial.progress == (n // 2) / n)
+        assert first.partial.progress == (n // 2) / n
+        assert not any(run.done() for run in runs)
+        p.limit = 1 << 30
+        await asyncio.wait_for(asyncio.gather(*runs), LIMIT_S)
 
 
-def test_a_request_that_comes_before_its_source_has_begun_waits_for_it(tmp_path):
+async def test_a_request_that_comes_before_its_source_has_begun_waits_for_it(tmp_path):
     snapshot = written(tmp_path / "p")
-
-    async def main():
-        async with server(snapshot) as p, server() as a:
-            sources = [a.endpoint, p.endpoint]
-            second = asyncio.create_task(
-                download(None, snapshot, tmp_path / "b", sources, patience_s=10).run()
-            )
-            await until(lambda: a.asked > 0)
-            await download(a, snapshot, tmp_path / "a", [p.endpoint]).run()
-            assert (await asyncio.wait_for(second, LIMIT_S)).exists()
-            assert p.bytes_sent == a.bytes_sent == snapshot.size_bytes
-
-    asyncio.run(main())
+    async with server(snapshot) as p, server() as a:
+        sources = [a.endpoint, p.endpoint]
+        second = asyncio.create_task(download(None, snapshot, tmp_path / "b", sources, patience_s=10).run())
+        await until(lambda: a.asked > 0)
+        await download(a, snapshot, tmp_path / "a", [p.endpoint]).run()
+        assert (await asyncio.wait_for(second, LIMIT_S)).exists()
+        assert p.bytes_sent == a.bytes_sent == snapshot.size_bytes
 
 
-def test_versions_are_true_a_wrong_chunk_is_fetched_again_from_the_publisher(tmp_path):
+async def test_versions_are_true_a_wrong_chunk_is_fetched_again_from_the_publisher(tmp_path):
     good, wrong = written(tmp_path / "p"), written(tmp_path / "wrong", seed=1)
     table = table_of(good)
-
-    async def main():
-        async with server(good) as p, server(wrong, table=table) as peer:  # which takes its own for the good
-            one = download(None, good, tmp_path / "a", [peer.endpoint, p.endpoint], table)
-            assert files_of(await one.run()) == files_of(good.path)
-            assert 0 < p.bytes_sent <= good.size_bytes
-
-    asyncio.run(main())
+    async with server(good) as p, server(wrong, table=table) as peer:  # which takes its own for the good
+        one = download(None, good, tmp_path / "a", [peer.endpoint, p.endpoint], table)
+        assert files_of(await one.run()) == files_of(good.path)
+        assert 0 < p.bytes_sent <= good.size_bytes
 
 
-def test_versions_are_true_a_publisher_with_other_bytes_ends_the_download(tmp_path):
+async def test_versions_are_true_a_publisher_with_other_bytes_ends_the_download(tmp_path):
     good, wrong = written(tmp_path / "p"), written(tmp_path / "wrong", seed=1)
-
-    async def main():
-        async with server(wrong, table=table_of(good)) as p:
-            with pytest.raises(SnapshotError, match="other bytes"):
-                await download(None, good, tmp_path / "a", [p.endpoint]).run()
-
-    asyncio.run(main())
+    async with server(wrong, table=table_of(good)) as p:
+        with pytest.raises(SnapshotError, match="other bytes"):
+            await download(None, good, tmp_path / "a", [p.endpoint]).run()
     assert not (tmp_path / "a" / good.path.name).exists()
 
 
-def test_sources_that_are_dead_silent_or_without_the_snapshot_are_stepped_over(tmp_path):
+async def test_sources_that_are_dead_silent_or_without_the_snapshot_are_stepped_over(tmp_path):
     snapshot = written(tmp_path / "p")
-
-    async def main():
-        async with server(snapshot) as p, server() as other, server(snapshot, limit=3) as tired:
-            with socket.create_server(("127.0.0.1", 0)) as silent:
-                with socket.create_server(("127.0.0.1", 0)) as closed:
-                    dead = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
-                mute = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-                sources = [dead, mute, other.endpoint, tired.endpoint, p.endpoint]
-                one = download(None, snapshot, tmp_path / "a", sources)
-                assert (await asyncio.wait_for(one.run(), LIMIT_S)).exists()
-            assert tired.bytes_sent + p.bytes_sent == snapshot.size_bytes
-
-    asyncio.run(main())
+    async with server(snapshot) as p, server() as other, server(snapshot, limit=3) as tired:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            with socket.create_server(("127.0.0.1", 0)) as closed:
+                dead = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
+            mute = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+            sources = [dead, mute, other.endpoint, tired.endpoint, p.endpoint]
+            one = download(None, snapshot, tmp_path / "a", sources)
+            assert (await asyncio.wait_for(one.run(), LIMIT_S)).exists()
+        assert tired.bytes_sent + p.bytes_sent == snapshot.size_bytes
 
 
-def test_receivers_that_hold_all_chunks_between_them_are_enough(tmp_path):
+async def test_receivers_that_hold_all_chunks_between_them_are_enough(tmp_path):
     """The trainer is gone; one has the first chunks and one the last."""
     snapshot = written(tmp_path / "p")
     table = table_of(snapshot)
     n = len(table.digests) // 32
-
-    async def main():
-        async with server() as a, server() as b:
-            for peer, mine in ((a, range(n // 2)), (b, range(n // 2, n))):
-                store = download(peer, snapshot, tmp_path / f"{mine.start}", ["none"], table).partial
-                for number in mine:
-                    file, at, size = store.layout.chunk(number)
-                    data = (snapshot.path / table.files[file][0]).read_bytes()[at : at + size]
-                    assert store.put(number, memoryview(data))
-            sources = [b.endpoint, a.endpoint, "tcp://127.0.0.1:9"]
-            one = download(None, snapshot, tmp_path / "c", sources, table, window_bytes=1)
-            assert files_of(await asyncio.wait_for(one.run(), LIMIT_S)) == files_of(snapshot.path)
-
-    asyncio.run(main())
+    async with server() as a, server() as b:
+        for peer, mine in ((a, range(n // 2)), (b, range(n // 2, n))):
+            store = download(peer, snapshot, tmp_path / f"{mine.start}", ["none"], table).partial
+            for number in mine:
+                file, at, size = store.layout.chunk(number)
+                data = (snapshot.path / table.files[file][0]).read_bytes()[at : at + size]
+                assert store.put(number, memoryview(data))
+        sources = [b.endpoint, a.endpoint, "tcp://127.0.0.1:9"]
+        one = download(None, snapshot, tmp_path / "c", sources, table, window_bytes=1)
+        assert files_of(await asyncio.wait_for(one.run(), LIMIT_S)) == files_of(snapshot.path)
 
 
 def test_a_download_from_nobody_ends_with_the_reason(tmp_path):
@@ -167,127 +133,98 @@ def test_a_download_from_nobody_ends_with_the_reason(tmp_path):
         asyncio.run(one.run())
 
 
-def test_a_cancelled_download_is_gone_on_with_where_it_was(tmp_path):
+async def test_a_cancelled_download_is_gone_on_with_where_it_was(tmp_path):
     snapshot = written(tmp_path / "p")
-
-    async def main():
-        async with server(snapshot, limit=7) as p:
-            one = download(None, snapshot, tmp_path / "a", [p.endpoint], patience_s=LIMIT_S)
-            run = asyncio.create_task(one.run())
-            await until(lambda: len(one.partial.missing) == one.partial.layout.n_chunks - 7)
-            run.cancel()
-            await asyncio.wait([run])
-            p.limit = 1 << 30
-            path = await download(None, snapshot, tmp_path / "a", [p.endpoint]).run()
-            assert files_of(path) == files_of(snapshot.path)
-            assert p.bytes_sent == snapshot.size_bytes, "no verified chunk was sent twice"
-
-    asyncio.run(main())
+    async with server(snapshot, limit=7) as p:
+        one = download(None, snapshot, tmp_path / "a", [p.endpoint], patience_s=LIMIT_S)
+        run = asyncio.create_task(one.run())
+        await until(lambda: len(one.partial.missing) == one.partial.layout.n_chunks - 7)
+        run.cancel()
+        await asyncio.wait([run])
+        p.limit = 1 << 30
+        path = await download(None, snapshot, tmp_path / "a", [p.endpoint]).run()
+        assert files_of(path) == files_of(snapshot.path)
+        assert p.bytes_sent == snapshot.size_bytes, "no verified chunk was sent twice"
 
 
-def test_versions_are_true_what_a_download_left_is_hashed_again(tmp_path):
+async def test_versions_are_true_what_a_download_left_is_hashed_again(tmp_path):
     snapshot = written(tmp_path / "p")
     left = download(None, snapshot, tmp_path / "a", ["none"]).partial
     for name, size in left.layout.table.files:
         (left.directory / name).write_bytes(os.urandom(size))
     (left.directory / "foreign").write_bytes(b"x")
     left.abandon()
-
-    async def main():
-        async with server(snapshot) as p:
-            path = await download(None, snapshot, tmp_path / "a", [p.endpoint]).run()
-            assert files_of(path) == files_of(snapshot.path)
-
-    asyncio.run(main())
+    async with server(snapshot) as p:
+        path = await download(None, snapshot, tmp_path / "a", [p.endpoint]).run()
+        assert files_of(path) == files_of(snapshot.path)
 
 
-def test_a_receiver_that_takes_nothing_holds_up_nobody(tmp_path):
+async def test_a_receiver_that_takes_nothing_holds_up_nobody(tmp_path):
     snapshot = written(tmp_path / "p", mib=8)
-
-    async def main():
-        async with (
-            server(snapshot) as p,
-            Client(p.endpoint, job="j", role="r", name="asleep", access=SECRET) as asleep,
-        ):
-            asks = [
-                asyncio.create_task(asleep.call(GetChunk(snapshot.manifest_hash, i), timeout_s=LIMIT_S))
-                for i in range(5)
-            ]
-            await asyncio.sleep(0)
-            assert (await download(None, snapshot, tmp_path / "a", [p.endpoint]).run()).exists()
-            for ask in asks:
-                ask.cancel()
-
-    asyncio.run(main())
+    async with (
+        server(snapshot) as p,
+        Client(p.endpoint, job="j", role="r", name="asleep", access=SECRET) as asleep,
+    ):
+        asks = [
+            asyncio.create_task(asleep.call(GetChunk(snapshot.manifest_hash, i), timeout_s=LIMIT_S))
+            for i in range(5)
+        ]
+        await asyncio.sleep(0)
+        assert (await download(None, snapshot, tmp_path / "a", [p.endpoint]).run()).exists()
+        for ask in asks:
+            ask.cancel()
 
 
-def test_requests_for_what_is_not_there_are_refused(tmp_path):
+async def test_requests_for_what_is_not_there_are_refused(tmp_path):
     snapshot = written(tmp_path / "p")
     n = len(table_of(snapshot).digests) // 32
-
-    async def main():
-        async with server(snapshot) as p, Client(p.endpoint, job="j", role="r", name="n", access=SECRET) as c:
-            for message, match in (
-                (GetChunk(snapshot.manifest_hash, n), f"has {n} chunks"),
-                (GetChunk(snapshot.manifest_hash, -1), f"has {n} chunks"),
-                (GetChunk("blake3:other", 0), "not here"),
-                (Stats(), "does not serve Stats"),
-            ):
-                with pytest.raises(FaultError, match=match):
-                    await c.call(message, timeout_s=LIMIT_S)
-            assert p.remove(snapshot.manifest_hash)
-            with pytest.raises(FaultError, match="not here"):
-                await c.call(GetChunk(snapshot.manifest_hash, 0), timeout_s=LIMIT_S)
-
-    asyncio.run(main())
+    async with server(snapshot) as p, Client(p.endpoint, job="j", role="r", name="n", access=SECRET) as c:
+        for message, match in (
+            (GetChunk(snapshot.manifest_hash, n), f"has {n} chunks"),
+            (GetChunk(snapshot.manifest_hash, -1), f"has {n} chunks"),
+            (GetChunk("blake3:other", 0), "not here"),
+            (Stats(), "does not serve Stats"),
+        ):
+            with pytest.raises(FaultError, match=match):
+                await c.call(message, timeout_s=LIMIT_S)
+        assert p.remove(snapshot.manifest_hash)
+        with pytest.raises(FaultError, match="not here"):
+            await c.call(GetChunk(snapshot.manifest_hash, 0), timeout_s=LIMIT_S)
 
 
-def test_files_may_be_overwritten_only_once_no_socket_reads_them(tmp_path):
+async def test_files_may_be_overwritten_only_once_no_socket_reads_them(tmp_path):
     snapshot = written(tmp_path / "p")
-
-    async def main():
-        async with server(snapshot) as p:
-            _, (reading,) = await p.chunk(GetChunk(snapshot.manifest_hash, 0))
-            assert not p.remove(snapshot.manifest_hash)
-            before = bytes(reading)
-            (snapshot.path / "model.safetensors").unlink()
-            assert bytes(reading) == before
-
-    asyncio.run(main())
+    async with server(snapshot) as p:
+        _, (reading,) = await p.chunk(GetChunk(snapshot.manifest_hash, 0))
+        assert not p.remove(snapshot.manifest_hash)
+        before = bytes(reading)
+        (snapshot.path / "model.safetensors").unlink()
+        assert bytes(reading) == before
 
 
 # --- keys -----------------------------------------------------------------------------------------------
 
 
-def test_addresses_beyond_loopback_need_keys():
-    async def main():
-        with pytest.raises(EndpointError, match="CURVE"):
-            await ChunkServer("tcp://0.0.0.0:0", job="j", source="peer", access=SECRET).start()
-        keys = CurveKeys.generate()
-        made = ChunkServer("tcp://0.0.0.0:0", job="j", source="peer", access=keys)
-        await made.start()
-        await made.close()
-
-    asyncio.run(main())
+async def test_addresses_beyond_loopback_need_keys():
+    with pytest.raises(EndpointError, match="CURVE"):
+        await ChunkServer("tcp://0.0.0.0:0", job="j", source="peer", access=SECRET).start()
+    keys = CurveKeys.generate()
+    made = ChunkServer("tcp://0.0.0.0:0", job="j", source="peer", access=keys)
+    await made.start()
+    await made.close()
 
 
-def test_who_has_the_keys_is_served_and_nobody_else(tmp_path):
+async def test_who_has_the_keys_is_served_and_nobody_else(tmp_path):
     snapshot = written(tmp_path / "p")
     keys, others = CurveKeys.generate(), CurveKeys.generate()
     own = CurveKeys(keys.public, keys.secret, (keys.public,))
     foreign = CurveKeys(others.public, others.secret, (keys.public,))
-
-    async def main():
-        async with server(snapshot, access=own) as p:
-            with pytest.raises(SnapshotError, match="no source"):
-                await download(
-                    None, snapshot, tmp_path / "x", [p.endpoint], access=foreign, give_up_s=1
-                ).run()
-            path = await download(None, snapshot, tmp_path / "a", [p.endpoint], access=own).run()
-            assert files_of(path) == files_of(snapshot.path)
-            assert p.bytes_sent == snapshot.size_bytes
-
-    asyncio.run(main())
+    async with server(snapshot, access=own) as p:
+        with pytest.raises(SnapshotError, match="no source"):
+            await download(None, snapshot, tmp_path / "x", [p.endpoint], access=foreign, give_up_s=1).run()
+        path = await download(None, snapshot, tmp_path / "a", [p.endpoint], access=own).run()
+        assert files_of(path) == files_of(snapshot.path)
+        assert p.bytes_sent == snapshot.size_bytes
 
 
 def test_a_key_file_is_its_owners_alone(tmp_path):

@@ -37,49 +37,41 @@ def assert_nothing_false_is_served(root, snapshots):
 
 
 @pytest.mark.parametrize("at", range(N_CHUNKS))
-def test_versions_are_true_when_the_sender_is_killed_at_any_chunk(tmp_path, snapshots, tables, at):
+async def test_versions_are_true_when_the_sender_is_killed_at_any_chunk(tmp_path, snapshots, tables, at):
     """It comes back at its address; what the receivers had is not sent again."""
     snapshot, table = snapshots[0], tables[0]
-
-    async def main():
-        async with server() as a, server() as b:
-            async with server(snapshot, table=table, limit=at) as p:
-                endpoint = p.endpoint
-                first = download(a, snapshot, tmp_path / "a", [endpoint], table)
-                second = download(b, snapshot, tmp_path / "b", [a.endpoint, endpoint], table)
-                runs = [asyncio.create_task(one.run()) for one in (first, second)]
-                await until(lambda: p.asked > at)
-            for root in (tmp_path / "a", tmp_path / "b"):
-                assert_nothing_false_is_served(root, snapshots)
-            async with server(snapshot, table=table, listen=endpoint):
-                for path in await asyncio.wait_for(asyncio.gather(*runs), LIMIT_S):
-                    open_snapshot(path, manifest_hash=snapshot.manifest_hash)
-            assert first.bytes_received == second.bytes_received == snapshot.size_bytes
-
-    asyncio.run(main())
+    async with server() as a, server() as b:
+        async with server(snapshot, table=table, limit=at) as p:
+            endpoint = p.endpoint
+            first = download(a, snapshot, tmp_path / "a", [endpoint], table)
+            second = download(b, snapshot, tmp_path / "b", [a.endpoint, endpoint], table)
+            runs = [asyncio.create_task(one.run()) for one in (first, second)]
+            await until(lambda: p.asked > at)
+        for root in (tmp_path / "a", tmp_path / "b"):
+            assert_nothing_false_is_served(root, snapshots)
+        async with server(snapshot, table=table, listen=endpoint):
+            for path in await asyncio.wait_for(asyncio.gather(*runs), LIMIT_S):
+                open_snapshot(path, manifest_hash=snapshot.manifest_hash)
+        assert first.bytes_received == second.bytes_received == snapshot.size_bytes
 
 
 @pytest.mark.parametrize("at", range(N_CHUNKS))
-def test_versions_are_true_when_a_relay_is_killed_at_any_chunk(tmp_path, snapshots, tables, at):
+async def test_versions_are_true_when_a_relay_is_killed_at_any_chunk(tmp_path, snapshots, tables, at):
     snapshot, table = snapshots[0], tables[0]
-
-    async def main():
-        async with server(snapshot, table=table) as p, server() as a, AsyncExitStack() as relay:
-            b = await relay.enter_async_context(server(limit=at))
-            roots = [tmp_path / name for name in "abc"]
-            lines = [[p.endpoint], [a.endpoint, p.endpoint], [b.endpoint, a.endpoint, p.endpoint]]
-            runs = [
-                asyncio.create_task(download(peer, snapshot, root, line, table).run())
-                for peer, root, line in zip((a, b, None), roots, lines, strict=True)
-            ]
-            await until(lambda: b.asked > at or runs[2].done())
-            await relay.aclose()
-            assert (await asyncio.wait_for(runs[2], LIMIT_S)).exists()
-            await asyncio.wait_for(asyncio.gather(*runs), LIMIT_S)
-            for root in roots:
-                assert_nothing_false_is_served(root, snapshots)
-
-    asyncio.run(main())
+    async with server(snapshot, table=table) as p, server() as a, AsyncExitStack() as relay:
+        b = await relay.enter_async_context(server(limit=at))
+        roots = [tmp_path / name for name in "abc"]
+        lines = [[p.endpoint], [a.endpoint, p.endpoint], [b.endpoint, a.endpoint, p.endpoint]]
+        runs = [
+            asyncio.create_task(download(peer, snapshot, root, line, table).run())
+            for peer, root, line in zip((a, b, None), roots, lines, strict=True)
+        ]
+        await until(lambda: b.asked > at or runs[2].done())
+        await relay.aclose()
+        assert (await asyncio.wait_for(runs[2], LIMIT_S)).exists()
+        await asyncio.wait_for(asyncio.gather(*runs), LIMIT_S)
+        for root in roots:
+            assert_nothing_false_is_served(root, snapshots)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

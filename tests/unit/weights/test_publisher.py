@@ -71,113 +71,94 @@ def expect_notice(news: SnapshotNotice | NoNews, version: int, final: bool = Fal
     return news
 
 
-def test_a_receiver_opens_what_was_published_and_its_word_reaches_the_trainer(publisher: Publisher) -> None:
+async def test_a_receiver_opens_what_was_published_and_its_word_reaches_the_trainer(
+    publisher: Publisher,
+) -> None:
     publisher.publish(tag(0), weights(0))
-
-    async def main() -> None:
-        r = await receiver(publisher)
-        notice = expect_notice(await r.next(None), 0)
-        snapshot = await r.open(notice)
-        assert torch.equal(snapshot.tensors["w"], weights(0)["w"])
-        assert (snapshot.path / "config.json").read_bytes() == b"{}"
-        await r.ack(notice.tag, stall_ms=1.5)
-        assert await r.next(notice.tag) == NoNews()
-        await r.close()
-
-    asyncio.run(main())
+    r = await receiver(publisher)
+    notice = expect_notice(await r.next(None), 0)
+    snapshot = await r.open(notice)
+    assert torch.equal(snapshot.tensors["w"], weights(0)["w"])
+    assert (snapshot.path / "config.json").read_bytes() == b"{}"
+    await r.ack(notice.tag, stall_ms=1.5)
+    assert await r.next(notice.tag) == NoNews()
+    await r.close()
     assert publisher.acks() == [AckSnapshot("r", "serve", tag(0), 1.5)]
     assert publisher.acks() == []
 
 
-def test_a_waiting_receiver_hears_of_a_publication_at_once(publisher: Publisher) -> None:
-    async def main() -> None:
-        r = await receiver(publisher)
-        waiting = asyncio.create_task(r.next(None, wait_ms=30_000))
-        await r.next(None)  # answered, so the wait is under way
-        publisher.publish(tag(0), weights(0))
-        notice = expect_notice(await asyncio.wait_for(waiting, 60), 0)
-        waiting = asyncio.create_task(r.next(notice.tag, wait_ms=30_000))
-        await r.next(notice.tag)
-        publisher.publish(tag(1), weights(1))
-        publisher.publish(tag(2), weights(2))
-        later = await asyncio.wait_for(waiting, 60)
-        assert isinstance(later, SnapshotNotice)
-        assert later.tag in (tag(1), tag(2))
-        expect_notice(await r.next(tag(1)), 2)
-        await r.close()
-
-    asyncio.run(main())
+async def test_a_waiting_receiver_hears_of_a_publication_at_once(publisher: Publisher) -> None:
+    r = await receiver(publisher)
+    waiting = asyncio.create_task(r.next(None, wait_ms=30_000))
+    await r.next(None)  # answered, so the wait is under way
+    publisher.publish(tag(0), weights(0))
+    notice = expect_notice(await asyncio.wait_for(waiting, 60), 0)
+    waiting = asyncio.create_task(r.next(notice.tag, wait_ms=30_000))
+    await r.next(notice.tag)
+    publisher.publish(tag(1), weights(1))
+    publisher.publish(tag(2), weights(2))
+    later = await asyncio.wait_for(waiting, 60)
+    assert isinstance(later, SnapshotNotice)
+    assert later.tag in (tag(1), tag(2))
+    expect_notice(await r.next(tag(1)), 2)
+    await r.close()
 
 
-def test_a_wait_without_news_ends_in_time(publisher: Publisher) -> None:
-    async def main() -> None:
-        r = await receiver(publisher)
-        loop = asyncio.get_running_loop()
-        begin = loop.time()
-        assert await r.next(None, wait_ms=100) == NoNews()
-        assert loop.time() - begin > 0.09
-        await r.close()
-
-    asyncio.run(main())
+async def test_a_wait_without_news_ends_in_time(publisher: Publisher) -> None:
+    r = await receiver(publisher)
+    loop = asyncio.get_running_loop()
+    begin = loop.time()
+    assert await r.next(None, wait_ms=100) == NoNews()
+    assert loop.time() - begin > 0.09
+    await r.close()
 
 
-def test_the_evaluator_gets_the_pinned_ones_in_order_and_the_trainer_waits_for_it(
+async def test_the_evaluator_gets_the_pinned_ones_in_order_and_the_trainer_waits_for_it(
     publisher: Publisher,
 ) -> None:
     for version in range(5):
         publisher.publish(tag(version), weights(version), evaluate=version in (0, 2, 4), final=version == 4)
     assert not publisher.wait_evaluated(0.01)
-
-    async def main() -> None:
-        e = await receiver(publisher, "evaluate", "e")
-        after = None
-        for version in (0, 2, 4):
-            notice = expect_notice(await e.next(after, 1000), version, final=version == 4)
-            snapshot = await e.open(notice)
-            assert snapshot.tensors["w"][0] == version
-            await e.ack(notice.tag)
-            after = notice.tag
-        assert await e.next(after, 30_000) == NoNews(finished=True)
-        await e.close()
+    e = await receiver(publisher, "evaluate", "e")
+    after = None
+    for version in (0, 2, 4):
+        notice = expect_notice(await e.next(after, 1000), version, final=version == 4)
+        snapshot = await e.open(notice)
+        assert snapshot.tensors["w"][0] == version
+        await e.ack(notice.tag)
+        after = notice.tag
+    assert await e.next(after, 30_000) == NoNews(finished=True)
+    await e.close()
 
     waiting: list[bool] = []
     thread = threading.Thread(target=lambda: waiting.append(publisher.wait_evaluated(20)))
     thread.start()
-    asyncio.run(main())
     thread.join(60)
     assert waiting == [True]
 
 
-def test_a_failed_evaluation_is_over_too(publisher: Publisher) -> None:
+async def test_a_failed_evaluation_is_over_too(publisher: Publisher) -> None:
     publisher.publish(tag(0), weights(0), evaluate=True)
-
-    async def main() -> None:
-        e = await receiver(publisher, "evaluate", "e")
-        notice = expect_notice(await e.next(None), 0)
-        await e.ack(notice.tag, error="no memory")
-        await e.close()
-
-    asyncio.run(main())
+    e = await receiver(publisher, "evaluate", "e")
+    notice = expect_notice(await e.next(None), 0)
+    await e.ack(notice.tag, error="no memory")
+    await e.close()
     assert publisher.wait_evaluated(0)
     assert publisher.acks()[0].error == "no memory"
 
 
-def test_a_trainer_that_ends_before_its_last_step_does_not_say_that_nothing_more_will_come(
+async def test_a_trainer_that_ends_before_its_last_step_does_not_say_that_nothing_more_will_come(
     publisher: Publisher,
 ) -> None:
     """It ended by an error, and is started again: an evaluator that was told so would be done."""
     publisher.publish(tag(0), weights(0))
-
-    async def main() -> None:
-        e = await receiver(publisher, "evaluate", "e")
-        waiting = asyncio.create_task(e.next(None, 2_000))
-        await asyncio.sleep(0.05)
-        await asyncio.to_thread(publisher.close)
-        answer = await asyncio.gather(waiting, return_exceptions=True)
-        assert answer[0] == NoNews(finished=False) or isinstance(answer[0], RpcTimeout)
-        await e.close()
-
-    asyncio.run(main())
+    e = await receiver(publisher, "evaluate", "e")
+    waiting = asyncio.create_task(e.next(None, 2_000))
+    await asyncio.sleep(0.05)
+    await asyncio.to_thread(publisher.close)
+    answer = await asyncio.gather(waiting, return_exceptions=True)
+    assert answer[0] == NoNews(finished=False) or isinstance(answer[0], RpcTimeout)
+    await e.close()
 
 
 def names(root: Path) -> set[str]:
@@ -196,50 +177,43 @@ def test_nothing_is_unbounded_old_snapshots_go_and_their_memory_is_used_again(
     assert len(inodes) == 3
 
 
-def test_versions_are_true_memory_somebody_may_still_read_is_not_used_again(
+async def test_versions_are_true_memory_somebody_may_still_read_is_not_used_again(
     publisher: Publisher, place: Path, clock: Clock
 ) -> None:
     publisher.publish(tag(0), weights(0))
-
-    async def main() -> None:
-        r = await receiver(publisher)
-        notice = expect_notice(await r.next(None), 0)
-        for version in range(1, 6):
-            publisher.publish(tag(version), weights(version))
-        assert (await r.open(notice)).tensors["w"][0] == 0
-        reading = os.open(Path(notice.path) / MODEL_FILE, os.O_RDONLY)
-        content = os.pread(reading, 10_000, 0)
-        clock.now_s = 101.0  # the hold is over, without an acknowledgement
-        for version in range(6, 12):
-            publisher.publish(tag(version), weights(version))
-        assert os.pread(reading, 10_000, 0) == content
-        os.close(reading)
-        with pytest.raises(SnapshotError, match="cannot be read"):
-            await r.open(notice)
-        await r.close()
-
-    asyncio.run(main())
+    r = await receiver(publisher)
+    notice = expect_notice(await r.next(None), 0)
+    for version in range(1, 6):
+        publisher.publish(tag(version), weights(version))
+    assert (await r.open(notice)).tensors["w"][0] == 0
+    reading = os.open(Path(notice.path) / MODEL_FILE, os.O_RDONLY)
+    content = os.pread(reading, 10_000, 0)
+    clock.now_s = 101.0  # the hold is over, without an acknowledgement
+    for version in range(6, 12):
+        publisher.publish(tag(version), weights(version))
+    assert os.pread(reading, 10_000, 0) == content
+    os.close(reading)
+    with pytest.raises(SnapshotError, match="cannot be read"):
+        await r.open(notice)
+    await r.close()
     assert len(names(place / "shm")) <= 3
 
 
-def test_versions_are_true_a_damaged_snapshot_is_refused_and_the_next_one_opens(publisher: Publisher) -> None:
+async def test_versions_are_true_a_damaged_snapshot_is_refused_and_the_next_one_opens(
+    publisher: Publisher,
+) -> None:
     written = publisher.publish(tag(0), weights(0))
-    with open(written.path / MODEL_FILE, "r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\xff")
-
-    async def main() -> None:
-        r = await receiver(publisher)
-        notice = expect_notice(await r.next(None), 0)
-        with pytest.raises(SnapshotError, match="does not match its hash") as caught:
-            await r.open(notice)
-        await r.ack(notice.tag, error=str(caught.value))
-        publisher.publish(tag(1), weights(1))
-        snapshot = await r.open(expect_notice(await r.next(notice.tag), 1))
-        assert snapshot.tensors["w"][0] == 1
-        await r.close()
-
-    asyncio.run(main())
+    data = (written.path / MODEL_FILE).read_bytes()
+    (written.path / MODEL_FILE).write_bytes(data[:-1] + b"\xff")
+    r = await receiver(publisher)
+    notice = expect_notice(await r.next(None), 0)
+    with pytest.raises(SnapshotError, match="does not match its hash") as caught:
+        await r.open(notice)
+    await r.ack(notice.tag, error=str(caught.value))
+    publisher.publish(tag(1), weights(1))
+    snapshot = await r.open(expect_notice(await r.next(notice.tag), 1))
+    assert snapshot.tensors["w"][0] == 1
+    await r.close()
     assert "does not match its hash" in publisher.acks()[0].error
 
 
@@ -266,13 +240,10 @@ def test_tensors_may_change_once_published(publisher: Publisher) -> None:
     assert open_snapshot(written.path).tensors["w"][0] == 0
 
 
-def test_other_requests_are_refused(publisher: Publisher) -> None:
-    async def main() -> None:
-        async with Client(publisher.endpoint, job="j", role="r", name="n", access=SECRET) as client:
-            with pytest.raises(FaultError, match="does not serve Stats"):
-                await client.call(Stats(), timeout_s=5)
-
-    asyncio.run(main())
+async def test_other_requests_are_refused(publisher: Publisher) -> None:
+    async with Client(publisher.endpoint, job="j", role="r", name="n", access=SECRET) as client:
+        with pytest.raises(FaultError, match="does not serve Stats"):
+            await client.call(Stats(), timeout_s=5)
 
 
 def test_closing_leaves_no_thread_socket_or_file(place: Path) -> None:
