@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from areal_async.rpc.verdicts import Abstain, Parts, Score
     from areal_async.status.aggregator import RunStatus
     from reward_service.sdk import RewardInput, load_reward, reward
-    from rollout_service.environments.base import Environment, Step
+    from rollout_service.environments import Environment, Step
     from rollout_service.workflows import Context, workflow
     from rollout_service.workflows.tools import tool
     from trainer_service.algorithms.parts import advantage, correction, loss
@@ -71,7 +71,7 @@ _PLACES = {
     "areal_async.rpc.verdicts": ("Abstain", "Parts", "Score"),
     "areal_async.status.aggregator": ("RunStatus",),
     "reward_service.sdk": ("RewardInput", "load_reward", "reward"),
-    "rollout_service.environments.base": ("Environment", "Step"),
+    "rollout_service.environments": ("Environment", "Step"),
     "rollout_service.workflows": ("Context", "workflow"),
     "rollout_service.workflows.tools": ("tool",),
     "trainer_service.algorithms.parts": ("advantage", "correction", "loss"),

@@ -53,7 +53,7 @@ from areal_async.rpc.verdicts import Score
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
 from rollout_service.worker import Worker
 from rollout_service.workflows import Renderer, load_workflow
-from rollout_service.workflows.render import Rendered
+from rollout_service.workflows.turns import Rendered
 
 BATCH_GROUPS, CHECKPOINT_STEPS = 10, 10
 WORKER_GROUPS = 500

@@ -18,7 +18,7 @@ from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
 from rollout_service.gateway import Gateway
 from rollout_service.workflows.context import Context
-from rollout_service.workflows.render import Renderer
+from rollout_service.workflows.turns import Renderer
 
 SAID = "<tool_call>[[["
 

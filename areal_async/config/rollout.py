@@ -58,8 +58,6 @@ class GatewaySection(Section):
     """Longer requests are refused (413)."""
     call_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of one call; then it is aborted (504)."""
-    idempotency_keys: int = Field(default=256, ge=1)
-    """Calls with an idempotency key that one session remembers."""
 
     @field_validator("host")
     @classmethod

@@ -19,15 +19,16 @@ from typing import Any
 
 from areal_async.quickstart.model import make_tokenizer, write_model
 from areal_async.rpc.schema import Task
-from rollout_service.environments.frozenlake import MOVES, FrozenLake, distances, draw_map, moved
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+WORLDS = HERE.parent / "environments"
+sys.path[:0] = [str(HERE.parent), str(WORLDS)]
+from frozenlake import MOVES, FrozenLake, distances, draw_map, moved  # noqa: E402 - beside the examples
 from preparing import copy_files, prepare_command, task_row, write_tasks  # noqa: E402 - beside the examples
 
 N_MAPS = 8
 CHARACTERS = "SFHGA:0123LRUD?"
-OPTIONS = {"size": 4, "holes": 0.3, "later": "position", "terse": True}
+OPTIONS: dict[str, Any] = {"size": 4, "holes": 0.3, "later": "position", "terse": True}
 PROMPT = "?"
 
 
@@ -41,7 +42,7 @@ def lakes(rng: random.Random) -> list[str]:
     """Every map with every start from which the goal can be reached, shuffled."""
     found = []
     for _ in range(N_MAPS):
-        rows = draw_map(rng.getrandbits(48), FrozenLake.Arguments(**OPTIONS))
+        rows = draw_map(rng.getrandbits(48), OPTIONS["size"], OPTIONS["holes"])
         bare = "/".join(rows).replace("S", "F")
         for (r, c), left in sorted(distances(rows).items()):
             at = 5 * r + c
@@ -76,6 +77,7 @@ def prepare(out: Path, seed: int) -> None:
         write_tasks(out / f"shown_{name}.jsonl", [one for lake in chosen for one in shown(lake, rng)])
     write_model(out / "base", seed, make_tokenizer(CHARACTERS), positions=64)
     copy_files(HERE, out, "warm_start.yaml", "job.yaml")
+    copy_files(WORLDS, out, "frozenlake.py")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from areal_async.config.base import Section
 from areal_async.rpc.schema import Task
-from rollout_service.environments.base import Step, level_seed
+from rollout_service.environments import Step, level_seed
 from rollout_service.environments.expression import evaluate
 
 LAST_NUMBER = re.compile(r"(-?[0-9]{1,40})[\s.]*\Z")

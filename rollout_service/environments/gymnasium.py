@@ -16,7 +16,7 @@ from pydantic import Field
 
 from areal_async.config.base import Section
 from areal_async.rpc.schema import Task
-from rollout_service.environments.base import EnvironmentFailure, Step, level_seed
+from rollout_service.environments import EnvironmentFailure, Step, level_seed
 
 KNOWN_ACTIONS = {
     "FrozenLake": ("left", "down", "right", "up"),

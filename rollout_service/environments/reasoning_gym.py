@@ -15,7 +15,7 @@ from pydantic import Field
 from areal_async.config.base import Section
 from areal_async.rpc.schema import Task
 from reward_service.verifiers.reasoning_gym import harmless
-from rollout_service.environments.base import EnvironmentFailure, Step, level_seed
+from rollout_service.environments import EnvironmentFailure, Step, level_seed
 
 SEEDS = 2**31
 

@@ -1,6 +1,6 @@
 """HTTP access of agents to the policy: OpenAI's and Anthropic's APIs, recorded as sampled."""
 
-from rollout_service.gateway.errors import ApiError, GatewayError
+from rollout_service.gateway.requests import ApiError, GatewayError
 from rollout_service.gateway.server import Gateway
 from rollout_service.gateway.session import Session
 

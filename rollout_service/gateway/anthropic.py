@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from rollout_service.gateway.errors import ApiError, bad, unsupported
 from rollout_service.gateway.requests import (
+    ApiError,
     CompletionRequest,
     CompletionResult,
     Conversation,
@@ -23,11 +23,13 @@ from rollout_service.gateway.requests import (
     TextPart,
     ToolChoice,
     TopP,
+    bad,
     joined,
     name_result,
     read,
     server_sent,
     stops,
+    unsupported,
 )
 from rollout_service.gateway.template import ChatTemplate
 
@@ -101,13 +103,12 @@ class MessagesFormat:
             # Anthropic writes the place of an item with dots.
             error.param = error.param and error.param.replace("[", ".").replace("]", "")
             raise
-        self.requests = [request]
+        self.request = request
         self.stream = body.stream
         self._model = body.model
         self._text_open = False
 
-    def reply(self, completions: Sequence[CompletionResult]) -> dict[str, Any]:
-        (completion,) = completions
+    def reply(self, completion: CompletionResult) -> dict[str, Any]:
         choice = completion.choices[0]
         blocks: list[dict[str, Any]] = []
         if choice.content or not choice.tool_calls:
@@ -115,11 +116,11 @@ class MessagesFormat:
         for call in choice.tool_calls:
             given = json.loads(call.arguments)
             blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
-        message = self._message(completion.id, blocks, completion.prompt_tokens)
+        message = self._message(blocks, completion.prompt_tokens)
         return {**message, **_ending(choice), "usage": _usage(completion)}
 
-    def begin(self, id: str, created_s: int, prompt_tokens: int) -> Iterator[bytes]:
-        yield _event("message_start", message=self._message(id, [], prompt_tokens))
+    def begin(self, prompt_tokens: int) -> Iterator[bytes]:
+        yield _event("message_start", message=self._message([], prompt_tokens))
 
     def delta(self, index: int, text: str) -> Iterator[bytes]:
         if not self._text_open:
@@ -127,8 +128,7 @@ class MessagesFormat:
             yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
         yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
 
-    def finish(self, completions: Sequence[CompletionResult], rests: Sequence[str]) -> Iterator[bytes]:
-        (completion,) = completions
+    def finish(self, completion: CompletionResult, rests: Sequence[str]) -> Iterator[bytes]:
         choice = completion.choices[0]
         if rests[0] or not (self._text_open or choice.tool_calls):
             yield from self.delta(0, rests[0])
@@ -143,9 +143,9 @@ class MessagesFormat:
         yield _event("message_delta", delta=_ending(choice), usage=_usage(completion))
         yield _event("message_stop")
 
-    def _message(self, id: str, blocks: list[dict[str, Any]], prompt_tokens: int) -> dict[str, Any]:
+    def _message(self, blocks: list[dict[str, Any]], prompt_tokens: int) -> dict[str, Any]:
         return {
-            "id": f"msg_{id}",
+            "id": f"msg_{self.request.id}",
             "type": "message",
             "role": "assistant",
             "model": self._model,

@@ -18,9 +18,7 @@ import numpy as np
 
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service.engines.base import GenerateResult
-from rollout_service.gateway import jsontext
-from rollout_service.gateway.errors import ApiError
-from rollout_service.gateway.requests import Conversation, Ids, Message
+from rollout_service.gateway.requests import ApiError, Conversation, Ids, Message, load_json
 from rollout_service.gateway.template import ChatTemplate, RenderedPrompt, SampledText, canonical
 
 Key = bytes
@@ -54,7 +52,7 @@ class CallPlan:
     given: RenderedPrompt
     root: Root | None
     """Why this begins a path; None when it goes on with `parent`."""
-    keys: tuple[Key, ...] = ()
+    keys: tuple[Key, ...]
     """Keys of the conversation, message by message."""
 
 
@@ -70,20 +68,13 @@ class ConversationTree:
     """Begun."""
     roots: Counter[str] = field(default_factory=Counter)
     _turns: dict[Key, list[RecordedAnswer]] = field(default_factory=dict)
-    _texts: list[tuple[str, RecordedAnswer]] = field(default_factory=list)
-    """Answers to plain prompts, with prompt and answer as text."""
     _prompts: dict[tuple[int, bytes], int] = field(default_factory=dict)
     """Segment of a parent's segment (-1: a root) and the ids after it."""
 
     # --- before the call -----------------------------------------------------------------------------
 
-    def plan(self, prompt: Conversation | str | tuple[int, ...]) -> CallPlan:
+    def plan(self, asked: Conversation) -> CallPlan:
         """Raises `ApiError` for what cannot be rendered."""
-        if isinstance(prompt, Conversation):
-            return self._plan_conversation(prompt)
-        return self._plan_plain(prompt)
-
-    def _plan_conversation(self, asked: Conversation) -> CallPlan:
         rendered = self.template.prompt(asked)
         keys = chain(asked)
         root: Root = "new"
@@ -101,27 +92,6 @@ class ConversationTree:
                     kind = SegmentKind.TOOL if tools else SegmentKind.ENVIRONMENT
                     return CallPlan(np.concatenate((turn.path, new)), turn, kind, rendered, None, keys)
         return CallPlan(self.template.ids(rendered.text), None, SegmentKind.PROMPT, rendered, root, keys)
-
-    def _plan_plain(self, prompt: str | tuple[int, ...]) -> CallPlan:
-        """A plain prompt goes on from the longest recorded answer that it begins with, text or ids."""
-        if isinstance(prompt, str):
-            given = RenderedPrompt(prompt, None)
-            found = [(text, turn) for text, turn in self._texts if prompt.startswith(text)]
-            if found:
-                text, turn = max(found, key=lambda item: len(item[0]))
-                new = self.template.ids(prompt[len(text) :], after=turn.said.end)
-                ids = np.concatenate((turn.path, new))
-                return CallPlan(ids, turn, SegmentKind.ENVIRONMENT, given, None)
-            root: Root = "history" if any(_goes_on(prompt, turn) for _, turn in self._texts) else "new"
-            return CallPlan(self.template.prompt_ids(prompt), None, SegmentKind.PROMPT, given, root)
-        ids = np.asarray(prompt, np.int32)
-        given = RenderedPrompt(self.template.decode(ids), None)
-        begins = [turn for _, turn in self._texts if _begins_with(ids, turn.path)]
-        if begins:
-            turn = max(begins, key=lambda turn: len(turn.path))
-            return CallPlan(ids, turn, SegmentKind.ENVIRONMENT, given, None)
-        root = "history" if any(_goes_on(given.text, turn) for _, turn in self._texts) else "new"
-        return CallPlan(ids, None, SegmentKind.PROMPT, given, root)
 
     # --- after the call ------------------------------------------------------------------------------
 
@@ -180,10 +150,7 @@ class ConversationTree:
         """That an answer may be gone on from, once the agent has been told it."""
         depth = 0 if plan.parent is None else plan.parent.depth + 1
         turn = RecordedAnswer(segment, np.concatenate((plan.ids, ids)), depth, plan.given, said, tool_ids)
-        if plan.keys:
-            self._turns.setdefault(linked(plan.keys[-1], reply), []).append(turn)
-        else:
-            self._texts.append((plan.given.text + said.raw, turn))
+        self._turns.setdefault(linked(plan.keys[-1], reply), []).append(turn)
 
 
 def chain(asked: Conversation) -> tuple[Key, ...]:
@@ -211,7 +178,7 @@ def linked(before: Key, message: Message) -> Key:
 def _arguments(value: object) -> str:
     if isinstance(value, str):
         try:
-            value = jsontext.loads(value)
+            value = load_json(value)
         except ValueError:
             return str(value)
     return canonical(value)
@@ -224,15 +191,6 @@ def _best(known: Sequence[RecordedAnswer], message: Message) -> RecordedAnswer:
     return (same or known)[-1]
 
 
-def _goes_on(prompt: str, turn: RecordedAnswer) -> bool:
-    """Whether a plain prompt was meant to go on from an answer, which it does not do word by word."""
-    return prompt != turn.given.text and prompt.startswith(turn.given.text)
-
-
-def _begins_with(ids: Ids, start: Ids) -> bool:
-    return len(start) <= len(ids) and bool(np.array_equal(ids[: len(start)], start))
-
-
 def check_room(plan: CallPlan, max_model_len: int) -> None:
     """Raises `ApiError` for a prompt that leaves no room for an answer."""
     if len(plan.ids) >= max_model_len:
@@ -240,6 +198,6 @@ def check_room(plan: CallPlan, max_model_len: int) -> None:
             400,
             f"the prompt is too long: {len(plan.ids)} tokens leave no room for an answer, "
             f"rollout.max_model_len is {max_model_len}",
-            param="messages" if plan.keys else "prompt",
+            param="messages",
             code="context_length_exceeded",
         )

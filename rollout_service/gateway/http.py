@@ -1,14 +1,12 @@
 """The gateway's routes: from bytes to a call of a session, and back, in the words of either API.
 
 A call is recorded in its episode at one place, after the last byte of its reply has left for a client that is
-still there. A client that goes away before ends its call, which then leaves no trace in the episode; with an
-idempotency key the call goes on, for whoever asks again, and is recorded when one is sent the reply.
+still there. A client that goes away before ends its call, which then leaves no trace in the episode.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 from functools import partial
@@ -24,16 +22,23 @@ from starlette.types import Receive, Scope, Send
 
 from areal_async.runtime.http_server import BodyTooLong, ServerFull, connection_of, read_body
 from rollout_service import metrics
-from rollout_service.gateway import jsontext
 from rollout_service.gateway.anthropic import MessagesFormat
-from rollout_service.gateway.errors import ApiError, Style
-from rollout_service.gateway.openai import ChatFormat, TextFormat
-from rollout_service.gateway.requests import Ids, WireFormat, encoded, server_sent
+from rollout_service.gateway.openai import ChatFormat
+from rollout_service.gateway.requests import (
+    ApiError,
+    Ids,
+    Style,
+    WireFormat,
+    check_json,
+    encoded,
+    server_sent,
+    too_deep,
+)
 from rollout_service.gateway.session import GatewayCall, Session
 from rollout_service.gateway.template import ChatTemplate
 
 MODEL_ID = "policy"
-SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/models")
+SERVED = ("/v1/chat/completions", "/v1/messages", "/v1/models")
 
 
 class Sessions(Protocol):
@@ -62,7 +67,6 @@ def make_app(sessions: Sessions) -> Starlette:
 
     routes = [
         calls("/v1/chat/completions", ChatFormat),
-        calls("/v1/completions", TextFormat),
         calls("/v1/messages", MessagesFormat),
         Route("/v1/messages/count_tokens", pages.count_tokens, methods=["POST"]),
         Route("/v1/models", pages.models, methods=["GET"]),
@@ -113,16 +117,14 @@ class Pages:
         self, request: Request, kind: Callable[[dict[str, Any], ChatTemplate, int], WireFormat]
     ) -> Response:
         """A call in the words of `kind`, whole or streamed."""
-        session, body, digest = await self._read(request)
+        session, body = await self._read(request)
         form = kind(body, session.tree.template, self._sessions.max_calls)
-        if form.stream:
-            return await self._streamed(request, session, form, digest)
-        return await self._whole(request, session, form, digest)
+        return await (self._streamed if form.stream else self._whole)(request, session, form)
 
     async def count_tokens(self, request: Request) -> Response:
-        session, body, _ = await self._read(request)
+        session, body = await self._read(request)
         form = MessagesFormat(body, session.tree.template, 1, counting=True)
-        return JSONResponse({"input_tokens": session.count_tokens(form.requests[0])})
+        return JSONResponse({"input_tokens": session.count_tokens(form.request)})
 
     async def models(self, request: Request) -> Response:
         session = self._session(request)
@@ -146,8 +148,7 @@ class Pages:
             key = token.strip() if scheme.lower() == "bearer" else ""
         return self._sessions.find(key)
 
-    async def _read(self, request: Request) -> tuple[Session, dict[str, Any], bytes]:
-        """Session, body, and a digest of route and body."""
+    async def _read(self, request: Request) -> tuple[Session, dict[str, Any]]:
         session = self._session(request)
         limit = self._sessions.max_body_bytes
         try:
@@ -164,19 +165,17 @@ class Pages:
             ) from None
         try:
             body = msgspec.json.decode(raw)
-            jsontext.check(body)
+            check_json(body)
         except RecursionError:
-            raise ApiError(400, f"the body is not served: {jsontext.too_deep()}") from None
+            raise ApiError(400, f"the body is not served: {too_deep()}") from None
         except ValueError as error:
             raise ApiError(400, f"the body is not JSON that can be served: {error}") from error
         if not isinstance(body, dict):
             raise ApiError(400, "the body must be a JSON object")
-        route = request.url.path.rpartition("/v1/")[2]
-        return session, body, hashlib.blake2b(route.encode() + b"\0" + raw, digest_size=16).digest()
+        return session, body
 
-    async def _whole(self, request: Request, session: Session, form: WireFormat, digest: bytes) -> Response:
-        key = request.headers.get("idempotency-key")
-        task, own = session.start(form.requests, key=key, body=digest)
+    async def _whole(self, request: Request, session: Session, form: WireFormat) -> Response:
+        task = session.start(form.request)
         gone = asyncio.ensure_future(_gone(request))
         try:
             await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -185,9 +184,9 @@ class Pages:
             call = _outcome(task)
         finally:
             gone.cancel()
-            await _let_go(task, own)
+            await _let_go(task)
         # It is made into bytes here: what cannot be sent is not recorded.
-        content = encoded(form.reply(call.completions))
+        content = encoded(form.reply(call.completion))
         return WholeReply(content, partial(self._sent, request, session, call))
 
     async def _sent(self, request: Request, session: Session, call: GatewayCall) -> None:
@@ -198,13 +197,10 @@ class Pages:
         else:
             metrics.GATEWAY_CALLS.labels("abandoned").inc()
 
-    async def _streamed(
-        self, request: Request, session: Session, form: WireFormat, digest: bytes
-    ) -> Response:
+    async def _streamed(self, request: Request, session: Session, form: WireFormat) -> Response:
         """Nothing is sent before something is sampled: until then an error still has its status."""
         stream = CallStream()
-        key = request.headers.get("idempotency-key")
-        task, own = session.start(form.requests, key=key, body=digest, listener=stream)
+        task = session.start(form.request, stream)
         gone = asyncio.ensure_future(_gone(request))
         first = asyncio.ensure_future(stream.first())
         try:
@@ -212,21 +208,20 @@ class Pages:
             if task.done():
                 _outcome(task)
             elif not first.done():
-                await _let_go(task, own)
+                await _let_go(task)
                 return Response(status_code=499)
         except BaseException:
-            await _let_go(task, own)
+            await _let_go(task)
             raise
         finally:
             gone.cancel()
             first.cancel()
-        texts = [session.stream_text(asked) for asked in form.requests for _ in range(asked.n)]
+        texts = [session.stream_text(form.request) for _ in range(form.request.n)]
 
         async def body() -> AsyncIterator[bytes]:
             if first.done() and not first.cancelled():
                 prompt_tokens, piece = first.result()
-                asked = form.requests[0]
-                for part in form.begin(asked.id, asked.created_s, prompt_tokens):
+                for part in form.begin(prompt_tokens):
                     yield part
                 following: tuple[int, Ids] | None = piece
                 while following is not None:
@@ -243,15 +238,14 @@ class Pages:
                     return
             else:
                 call = task.result()
-                tokens = sum(completion.prompt_tokens for completion in call.completions)
-                for part in form.begin(call.completions[0].id, call.completions[0].created_s, tokens):
+                for part in form.begin(call.completion.prompt_tokens):
                     yield part
-            contents = [choice.content for one in call.completions for choice in one.choices]
-            rests = [one.rest(content) for one, content in zip(texts, contents, strict=True)]
-            yield b"".join(form.finish(call.completions, rests))
+            pairs = zip(texts, call.completion.choices, strict=True)
+            rests = [text.rest(choice.content) for text, choice in pairs]
+            yield b"".join(form.finish(call.completion, rests))
             await self._sent(request, session, call)
 
-        return EventStream(body(), lambda: _let_go(task, own))
+        return EventStream(body(), lambda: _let_go(task))
 
 
 class WholeReply(Response):
@@ -284,9 +278,9 @@ class EventStream(StreamingResponse):
             await self._let_go()
 
 
-async def _let_go(task: asyncio.Task[GatewayCall], own: bool) -> None:
-    """End a call that nobody else waits for."""
-    if own and not task.done():
+async def _let_go(task: asyncio.Task[GatewayCall]) -> None:
+    """End a call that nobody waits for any more."""
+    if not task.done():
         task.cancel()
         metrics.GATEWAY_CALLS.labels("abandoned").inc()
 

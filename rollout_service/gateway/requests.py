@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import time
@@ -15,13 +16,82 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from areal_async.errors import ArealError
 from areal_async.trajectory.layout import FinishReason
-from rollout_service.gateway.errors import ApiError, bad, unsupported
 
 Ids = npt.NDArray[np.int32]
 Message = dict[str, Any]
 """As a chat template takes it: role, content (text), and tool_calls with `arguments` as an object."""
 T = TypeVar("T")
+
+# --- refusals ----------------------------------------------------------------------------------------
+
+Style = Literal["openai", "anthropic"]
+
+_OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+ANTHROPIC_OVERLOADED = 529
+
+
+class GatewayError(ArealError):
+    """The gateway cannot serve as configured."""
+
+
+class ApiError(ArealError):
+    """One call is refused. `param` names the field of the body that is to blame.
+
+    status   OpenAI `type`, `code`                      Anthropic `type`
+    400      invalid_request_error                      invalid_request_error
+    401      authentication_error, invalid_api_key      authentication_error
+    404      invalid_request_error, not_found           not_found_error
+    413      invalid_request_error, too_large           request_too_large
+    429      rate_limit_error                           rate_limit_error
+    500      server_error                               api_error
+    503      server_error, engine_unavailable           overloaded_error (sent as 529, as Anthropic does)
+    504      server_error, timeout                      timeout_error
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def status_in(self, style: Style) -> int:
+        return ANTHROPIC_OVERLOADED if style == "anthropic" and self.status == 503 else self.status
+
+    def body(self, style: Style) -> dict[str, Any]:
+        """The JSON body of the refusal."""
+        if style == "anthropic":
+            kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+            message = self.message if self.param is None else f"{self.param}: {self.message}"
+            return {"type": "error", "error": {"type": kind, "message": message}}
+        server = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _OPENAI_TYPES.get(self.status, server)
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
+        }
+
+
+def bad(param: str, message: str, *, code: str | None = None) -> ApiError:
+    """A body that cannot be served, with the field to change."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, why: str) -> ApiError:
+    return bad(param, f"{param} is not supported: {why}", code="unsupported_parameter")
+
+
+# --- calls and answers -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +118,9 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One call. `prompt` is a conversation, or plain text or ids of `/v1/completions`."""
+    """One call."""
 
-    prompt: Conversation | str | tuple[int, ...]
+    prompt: Conversation
     overrides: SamplingOverrides = SamplingOverrides()
     n: int = 1
     parse_tools: bool = True
@@ -87,8 +157,6 @@ class SampledChoice:
 class CompletionResult:
     """The answers to one request."""
 
-    id: str
-    created_s: int
     prompt_tokens: int
     choices: tuple[SampledChoice, ...]
 
@@ -98,20 +166,20 @@ class CompletionResult:
 
 
 class WireFormat(Protocol):
-    """One call in the words of one API: its body as requests, and the completions as its reply or as the
+    """One call in the words of one API: its body as a request, and the completion as its reply or as the
     events of its stream. Of a stream `begin` comes first, then `delta` for text on the way, then `finish`
     with what each answer's text has beyond its deltas."""
 
-    requests: list[CompletionRequest]
+    request: CompletionRequest
     stream: bool
 
-    def reply(self, completions: Sequence[CompletionResult]) -> dict[str, Any]: ...
+    def reply(self, completion: CompletionResult) -> dict[str, Any]: ...
 
-    def begin(self, id: str, created_s: int, prompt_tokens: int) -> Iterator[bytes]: ...
+    def begin(self, prompt_tokens: int) -> Iterator[bytes]: ...
 
     def delta(self, index: int, text: str) -> Iterator[bytes]: ...
 
-    def finish(self, completions: Sequence[CompletionResult], rests: Sequence[str]) -> Iterator[bytes]: ...
+    def finish(self, completion: CompletionResult, rests: Sequence[str]) -> Iterator[bytes]: ...
 
 
 # --- reading a body ----------------------------------------------------------------------------------
@@ -203,6 +271,74 @@ def name_result(message: Message, names: Mapping[str, str]) -> None:
     """A tool's answer carries the tool's name: some templates show it."""
     if (name := names.get(message["tool_call_id"])) is not None:
         message.setdefault("name", name)
+
+
+# --- JSON that agents and models wrote ---------------------------------------------------------------
+#
+# It is read so that whatever is made of it afterwards cannot fail. Python's reader takes more than JSON has
+# (NaN, numbers that become infinite, halves of surrogate pairs, which no UTF-8 can carry), and nesting until
+# its stack ends. What has any of that is no JSON here.
+
+MOST_LEVELS = 64
+"""Most objects and lists within one another; a tool's schema has a dozen."""
+
+
+def load_json(text: str) -> Any:
+    """Raises `ValueError`."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise too_deep() from None
+    check_json(value)
+    return value
+
+
+def decode_json(text: str) -> tuple[Any, int]:
+    """The value that `text` begins with, and where it ends. Raises `ValueError`."""
+    try:
+        value, end = _decoder.raw_decode(text)
+    except RecursionError:
+        raise too_deep() from None
+    check_json(value)
+    return value, end
+
+
+def check_json(value: Any) -> None:
+    """Raises `ValueError` for a decoded value that is too deep, or that has no JSON in UTF-8."""
+    level = [value]
+    for _ in range(MOST_LEVELS + 1):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, str):
+                _check_text(one)
+            elif isinstance(one, dict):
+                for key in one:
+                    _check_text(key)
+                inner += one.values()
+            elif isinstance(one, list):
+                inner += one
+            elif isinstance(one, float) and not math.isfinite(one):
+                raise ValueError("a number is too large")
+        if not inner:
+            return
+        level = inner
+    raise too_deep()
+
+
+def too_deep() -> ValueError:
+    return ValueError(f"nested more than {MOST_LEVELS} levels deep")
+
+
+def _check_text(text: str) -> None:
+    if not text.isascii():
+        text.encode()  # a lone surrogate raises UnicodeEncodeError, a ValueError
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+_decoder = json.JSONDecoder(parse_constant=_no_constant)
 
 
 # --- writing events ----------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from areal_async.runtime.log import get_logger
 from areal_async.trajectory import EpisodeBuilder
 from rollout_service import metrics
 from rollout_service.gateway.conversation import ConversationTree
-from rollout_service.gateway.errors import ApiError, GatewayError
 from rollout_service.gateway.http import make_app
+from rollout_service.gateway.requests import ApiError, GatewayError
 from rollout_service.gateway.session import ENDED, Session
 from rollout_service.gateway.template import ChatTemplate
 

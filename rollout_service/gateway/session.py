@@ -26,19 +26,18 @@ from rollout_service.engines.base import (
     RequestError,
 )
 from rollout_service.gateway.conversation import CallPlan, ConversationTree, check_room
-from rollout_service.gateway.errors import ApiError, GatewayError, unsupported
-from rollout_service.gateway.idempotency import IdempotencyCache
 from rollout_service.gateway.requests import (
+    ApiError,
     CompletionRequest,
     CompletionResult,
-    Conversation,
+    GatewayError,
     Ids,
     Message,
     SampledChoice,
     ToolCall,
+    unsupported,
 )
-from rollout_service.gateway.streaming import StreamedText
-from rollout_service.gateway.template import SampledText, canonical
+from rollout_service.gateway.template import SampledText, StreamedText, canonical
 from rollout_service.gateway.toolcalls import MARKERS, ParsedCall, parse
 from rollout_service.workflows.branch import call_seed
 
@@ -78,9 +77,9 @@ class _SampledAnswer:
 class GatewayCall:
     """The answers of one call, and what recording them takes."""
 
-    completions: list[CompletionResult]
-    sampled: list[tuple[CallPlan, list[_SampledAnswer]]]
-    """What was sampled for each prompt of the call."""
+    completion: CompletionResult
+    plan: CallPlan
+    sampled: list[_SampledAnswer]
     recorded: bool = False
 
 
@@ -109,7 +108,6 @@ class Session:
         self._trains = trains
         self._running = 0
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._idempotent: IdempotencyCache[GatewayCall] = IdempotencyCache(section.idempotency_keys)
         self._ended = False
         self._broken: Exception | None = None
 
@@ -151,27 +149,15 @@ class Session:
     # --- for the server ------------------------------------------------------------------------------
 
     def start(
-        self,
-        requests: Sequence[CompletionRequest],
-        *,
-        key: str | None = None,
-        body: bytes = b"",
-        listener: CallListener | None = None,
-    ) -> tuple[asyncio.Task[GatewayCall], bool]:
-        """The task that answers `requests`, and whether it is this caller's alone, to be cancelled when the
-        caller is gone. With an idempotency `key` it is shared. `listener` hears of it if the answers are
-        sampled for this caller. Raises `ApiError`."""
+        self, asked: CompletionRequest, listener: CallListener | None = None
+    ) -> asyncio.Task[GatewayCall]:
+        """The task that answers `asked`, to be cancelled when the caller is gone. `listener` hears of it on
+        its way. Raises `ApiError`."""
         self.check_open()
-
-        def execute() -> Coroutine[Any, Any, GatewayCall]:
-            return self._all(requests, listener)
-
-        if key is None:
-            task = asyncio.ensure_future(execute())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            return task, True
-        return self._idempotent.call(key, body, execute)[0], False
+        task = asyncio.ensure_future(self._answered(asked, listener))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def check_open(self) -> None:
         if self._ended:
@@ -184,9 +170,8 @@ class Session:
     def stream_text(self, asked: CompletionRequest) -> StreamedText:
         """What may be told of an answer to `asked` while it is sampled."""
         stop = self._episode.sampling.stop if asked.overrides.stop is None else asked.overrides.stop
-        tools = asked.parse_tools and isinstance(asked.prompt, Conversation)
         template = self.tree.template
-        return StreamedText(template, stop, MARKERS[template.format] if tools else ())
+        return StreamedText(template, stop, MARKERS[template.format] if asked.parse_tools else ())
 
     async def close(self) -> None:
         """End every call, and the key."""
@@ -194,7 +179,6 @@ class Session:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._idempotent.close()
 
     def check_whole(self) -> None:
         """Raises `GatewayError` when an answer that the agent was sent is not in the episode."""
@@ -205,9 +189,8 @@ class Session:
 
     # --- a call --------------------------------------------------------------------------------------
 
-    async def _all(self, requests: Sequence[CompletionRequest], listener: CallListener | None) -> GatewayCall:
-        """Every request answered, or an error."""
-        n = sum(asked.n for asked in requests)
+    async def _answered(self, asked: CompletionRequest, listener: CallListener | None) -> GatewayCall:
+        n = asked.n
         if self._running + n > self._section.max_calls:
             raise ApiError(
                 429,
@@ -218,7 +201,7 @@ class Session:
         self._running += n
         try:
             async with asyncio.timeout(self._section.call_timeout_s):
-                return await self._sampled(requests, listener)
+                return await self._sampled(asked, listener)
         except TimeoutError:
             raise ApiError(
                 504,
@@ -234,30 +217,21 @@ class Session:
         finally:
             self._running -= n
 
-    async def _sampled(
-        self, requests: Sequence[CompletionRequest], listener: CallListener | None
-    ) -> GatewayCall:
-        plans = [self.tree.plan(asked.prompt) for asked in requests]
-        for plan in plans:
-            check_room(plan, self._max_model_len)
-        wanted = [(plan, self._sampling(asked)) for asked, plan in zip(requests, plans, strict=True)]
+    async def _sampled(self, asked: CompletionRequest, listener: CallListener | None) -> GatewayCall:
+        plan = self.tree.plan(asked.prompt)
+        check_room(plan, self._max_model_len)
+        samplings = self._sampling(asked)
         if listener is not None:
-            listener.started(sum(len(plan.ids) for plan in plans))
-        work: list[Coroutine[Any, Any, GenerateResult]] = []
-        for plan, samplings in wanted:
-            for sampling in samplings:
-                work.append(self._one(plan, sampling, len(work), listener))
-        results = await every(work)
+            listener.started(len(plan.ids))
+        results = await every(
+            [self._one(plan, sampling, index, listener) for index, sampling in enumerate(samplings)]
+        )
         if any(result.finish_reason == "abort" for result in results):
             raise ApiError(503, "the engine ended the request", code="engine_unavailable")
-        rest = iter(results)
-        call = GatewayCall([], [])
-        for asked, (plan, samplings) in zip(requests, wanted, strict=True):
-            sampled = [self._shown(asked, sampling, next(rest)) for sampling in samplings]
-            call.sampled.append((plan, sampled))
-            choices = tuple(one.choice for one in sampled)
-            call.completions.append(CompletionResult(asked.id, asked.created_s, len(plan.ids), choices))
-        return call
+        pairs = zip(samplings, results, strict=True)
+        sampled = [self._shown(asked, sampling, result) for sampling, result in pairs]
+        choices = tuple(one.choice for one in sampled)
+        return GatewayCall(CompletionResult(len(plan.ids), choices), plan, sampled)
 
     async def _one(
         self, plan: CallPlan, sampling: Sampling, index: int, listener: CallListener | None
@@ -300,7 +274,7 @@ class Session:
         stops = [(at, stop) for stop in sampling.stop if (at := body.find(stop)) >= 0]
         stopped = min(stops)[1] if stops and result.finish_reason == "stop" and not end else None
         content, called = result.text, tuple[ParsedCall, ...]()
-        if asked.parse_tools and isinstance(asked.prompt, Conversation):
+        if asked.parse_tools:
             parsed = parse(body[: min(stops)[0]] if stops else body, template.format, asked.prompt.tools)
             if parsed.calls:
                 content, called = parsed.text if parsed.text.strip() else "", parsed.calls
@@ -323,8 +297,7 @@ class Session:
             return
         call.recorded = True
         try:
-            for plan, sampled in call.sampled:
-                self._record(plan, sampled)
+            self._record(call.plan, call.sampled)
         except Exception as error:
             # The agent goes on from an answer that is not there: such an episode must not be trained on.
             self._broken = error

@@ -6,7 +6,7 @@
     llama     {"name": …, "parameters": {…}}, after <|python_tag|> or alone   Llama 3.1 and later
 
 Text of which one call is malformed is no tool call at all: the agent gets it as content, as the model wrote
-it. Nothing is corrected. Arguments that no reply could carry (`jsontext`) are malformed.
+it. Nothing is corrected. Arguments that no reply could carry (`requests.load_json`) are malformed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollout_service.gateway import jsontext
+from rollout_service.gateway.requests import decode_json, load_json
 
 Format = Literal["hermes", "xml", "mistral", "llama", "none"]
 
@@ -75,7 +75,7 @@ def parse(text: str, family: Format, tools: Tools = ()) -> ParsedText:
 def _object(text: str, key: str) -> ParsedCall | None:
     """A call as a JSON object with `name` and, under `key`, its arguments."""
     try:
-        value = jsontext.loads(text)
+        value = load_json(text)
     except ValueError:
         return None
     return _called(value, key)
@@ -125,7 +125,7 @@ def _typed(text: str, declared: Any) -> Any:
     if isinstance(declared, dict) and declared.get("type") == "string":
         return text
     try:
-        return jsontext.loads(text)
+        return load_json(text)
     except ValueError:
         return text
 
@@ -135,7 +135,7 @@ def _mistral(text: str, tools: Tools) -> ParsedText | None:
     if not marker:
         return None
     try:
-        value = jsontext.loads(rest)
+        value = load_json(rest)
     except ValueError:
         return None
     values = value if isinstance(value, list) else [value]
@@ -152,7 +152,7 @@ def _llama(text: str, tools: Tools) -> ParsedText | None:
     rest = rest.strip()
     while rest:
         try:
-            value, end = jsontext.raw_decode(rest)
+            value, end = decode_json(rest)
         except ValueError:
             return None
         call = _called(value, "parameters") if isinstance(value, dict) and "parameters" in value else None

@@ -27,9 +27,8 @@ from areal_async.registry import TOOLS, WORKFLOWS, PartError, section_mistakes
 from areal_async.rpc.schema import Task
 from rollout_service.workflows.branch import Branch
 from rollout_service.workflows.context import Context, EpisodeAborted, WorkflowResources
-from rollout_service.workflows.render import Renderer, Reply
 from rollout_service.workflows.tools import Tool, ToolReply, load_tools, tool
-from rollout_service.workflows.turns import TemplateRewrites, TurnError
+from rollout_service.workflows.turns import Renderer, Reply, TemplateRewrites, TurnError
 
 BUILT_IN = {
     "single_turn": "rollout_service.workflows.single_turn:single_turn",

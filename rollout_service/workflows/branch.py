@@ -10,8 +10,8 @@ from areal_async.trajectory import SegmentKind
 
 if TYPE_CHECKING:
     from rollout_service.workflows.context import Context
-    from rollout_service.workflows.render import Prompt, Reply
     from rollout_service.workflows.tools import Tool, ToolReply
+    from rollout_service.workflows.turns import Prompt, Reply
 
 
 class Branch:

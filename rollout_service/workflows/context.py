@@ -21,11 +21,20 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult, Tell
-from rollout_service.workflows.blocking import BlockingCalls
 from rollout_service.workflows.branch import Branch, call_seed
-from rollout_service.workflows.render import Ids, Prompt, Renderer, Reply, is_chat
-from rollout_service.workflows.tools import Tool, ToolAnswer, ToolReply, run_tool
-from rollout_service.workflows.turns import Chat, Rewritten, TemplateRewrites, TurnError, continuation
+from rollout_service.workflows.tools import BlockingCalls, Tool, ToolAnswer, ToolReply, run_tool
+from rollout_service.workflows.turns import (
+    Chat,
+    Ids,
+    Prompt,
+    Renderer,
+    Reply,
+    Rewritten,
+    TemplateRewrites,
+    TurnError,
+    continuation,
+    is_chat,
+)
 
 if TYPE_CHECKING:
     from rollout_service.gateway import Gateway, Session

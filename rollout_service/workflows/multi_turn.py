@@ -1,8 +1,8 @@
-"""`multi_turn`: the policy acts in an environment, turn by turn."""
+"""`multi_turn`: the policy acts in an environment, turn by turn; `World` is one as workflows use it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -10,12 +10,116 @@ from pydantic import Field, field_validator
 from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
+from areal_async.registry import ENVIRONMENTS
 from areal_async.rpc.schema import Task
 from areal_async.trajectory import SegmentKind
-from rollout_service.environments import load_environment
+from rollout_service.environments import (
+    Environment,
+    EnvironmentFactory,
+    EnvironmentFailure,
+    Step,
+    group_seed,
+    load_environment,
+)
 from rollout_service.workflows.context import Context, WorkflowResources
+from rollout_service.workflows.tools import CallTimeout
 from rollout_service.workflows.turns import Rewritten
-from rollout_service.workflows.world import World, check_format, environment_mistakes, opening
+
+
+class World:
+    """`async with World(factory, timeout_s, ctx) as world`: one environment for one episode.
+
+    An environment without `blocking = False` is made and called in threads, each call with the deadline.
+    Raises `EnvironmentFailure` for one that is late or answers with something else than the protocol says."""
+
+    def __init__(self, factory: EnvironmentFactory, timeout_s: float, ctx: Context) -> None:
+        self._factory = factory
+        self._timeout_s = timeout_s
+        self._ctx = ctx
+        self._environment: Any = None
+        self._late = False
+
+    async def __aenter__(self) -> World:
+        self._environment = await self._call("being made", self._factory)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        close = getattr(self._environment, "close", None)
+        # One that hangs is left to its thread.
+        if callable(close) and not self._late:
+            await self._call("close", close)
+
+    async def reset(self, task: Task) -> str:
+        environment: Environment = self._environment
+        seed = group_seed(self._ctx.seed, task.task_id)
+        observation = await self._call("reset", environment.reset, seed, task)
+        if not isinstance(observation, str):
+            raise EnvironmentFailure(f"reset() of the environment returned {observation!r:.80}, not a text")
+        return observation
+
+    async def step(self, action: str) -> Step:
+        environment: Environment = self._environment
+        result = await self._call("step", environment.step, action)
+        try:
+            step = Step(*result)
+            if not isinstance(step.observation, str):
+                raise TypeError
+            return Step(step.observation, float(step.reward), bool(step.done), dict(step.info))
+        except (TypeError, ValueError):
+            raise EnvironmentFailure(
+                f"step() of the environment returned {result!r:.80}, not (text, reward, done, info)"
+            ) from None
+
+    def state(self) -> str | None:
+        state = getattr(self._environment, "state", None)
+        return str(state()) if callable(state) else None
+
+    async def _call(self, what: str, function: Any, *arguments: Any) -> Any:
+        if not self._factory.blocking:
+            return function(*arguments)
+        try:
+            return await self._ctx.resources.blocking(function, *arguments, timeout_s=self._timeout_s)
+        except CallTimeout as error:
+            self._late = True
+            raise EnvironmentFailure(f"the environment's {what}: {error}") from None
+
+
+def opening(
+    prompt: str | Sequence[dict[str, Any]], observation: str, first: str = "{prompt}{observation}"
+) -> str | list[dict[str, Any]]:
+    """The task's prompt with what the environment shows first: joined as `first` says; or, of a chat, in its
+    last message if that is the user's, else as a message of the user's own."""
+    if isinstance(prompt, str):
+        return first.format(prompt=prompt, observation=observation)
+    if not observation:
+        return list(prompt)
+    *before, last = prompt
+    if last["role"] != "user":
+        return [*prompt, {"role": "user", "content": observation}]
+    joined = "\n\n".join(text for text in (str(last["content"]), observation) if text)
+    return [*before, {**last, "content": joined}]
+
+
+def environment_mistakes(arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+    """What is wrong with `environment` and `environment_args` among `arguments`. Files are read elsewhere."""
+    name = arguments.get("environment")
+    if name is not None and ".py:" not in name:
+        yield from ENVIRONMENTS.mistakes(
+            name,
+            arguments.get("environment_args", {}),
+            field=f"{field}.environment",
+            args_field=f"{field}.environment_args",
+        )
+
+
+def check_format(text: str, *names: str) -> str:
+    """`text`, which `str.format` is to be given these names for. Raises ValueError."""
+    try:
+        text.format(**dict.fromkeys(names, ""))
+    except (KeyError, IndexError, ValueError, AttributeError):
+        allowed = " and ".join(f"{{{name}}}" for name in names)
+        raise ValueError(f"{text!r} may hold {allowed}, and other braces doubled ({{{{ and }}}})") from None
+    return text
 
 
 class MultiTurn:

@@ -27,10 +27,9 @@ from areal_async.rpc.schema import Task
 from areal_async.trajectory import SegmentKind
 from rollout_service.environments import EnvironmentFactory, load_environment
 from rollout_service.workflows.context import Context, WorkflowResources
-from rollout_service.workflows.render import Reply
+from rollout_service.workflows.multi_turn import World, check_format, environment_mistakes, opening
 from rollout_service.workflows.tools import load_tools
-from rollout_service.workflows.turns import Rewritten
-from rollout_service.workflows.world import World, check_format, environment_mistakes, opening
+from rollout_service.workflows.turns import Reply, Rewritten
 
 JSON_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 PLAIN_STOP = ")"

@@ -15,15 +15,82 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints, overload
+from typing import Any, TypeVar, get_type_hints, overload
 
 from areal_async.errors import ArealError
 from areal_async.registry import TOOLS, PartError
 from rollout_service import metrics
 from rollout_service.environments.expression import evaluate, written
-from rollout_service.workflows.blocking import BlockingCalls, CallTimeout
+
+T = TypeVar("T")
+
+LIMIT = 64
+
+
+class CallTimeout(ArealError):
+    """A call did not return in time."""
+
+
+class BlockingCalls:
+    """Runs blocking code of the user's, each call in a thread with a deadline. Used from one event loop.
+
+    A call past its deadline raises `CallTimeout` and holds nobody up. A thread cannot be ended, so what hangs
+    keeps its place until it ends by itself, and there are at most `limit` places: when all are taken for a
+    whole deadline, further calls fail and say so, instead of piling up."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._places = asyncio.Semaphore(limit)
+
+    async def __call__(self, function: Callable[..., T], *arguments: Any, timeout_s: float) -> T:
+        """`function(*arguments)`, with what it raises. Raises `CallTimeout` after `timeout_s` seconds."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self._places.acquire()
+        except TimeoutError:
+            raise CallTimeout(
+                f"all {self._limit} threads for blocking calls were busy for {timeout_s:g} s: "
+                "what they run hangs"
+            ) from None
+        outcome: asyncio.Future[T] = loop.create_future()
+
+        def deliver(result: T | None, error: BaseException | None) -> None:
+            self._places.release()
+            if outcome.done():
+                return
+            if error is None:
+                outcome.set_result(result)  # type: ignore[arg-type]
+            else:
+                outcome.set_exception(error)
+
+        def run() -> None:
+            result, error = None, None
+            try:
+                result = function(*arguments)
+            except Exception as raised:
+                # A future cannot carry this one.
+                error = RuntimeError("StopIteration") if isinstance(raised, StopIteration) else raised
+            except BaseException as raised:  # SystemExit of a tool must not end the worker
+                error = RuntimeError(f"{type(raised).__name__}: {raised}")
+            try:
+                loop.call_soon_threadsafe(deliver, result, error)
+            except RuntimeError:
+                return  # the loop has closed meanwhile: nobody waits
+
+        threading.Thread(target=run, name="blocking-call", daemon=True).start()
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                return await outcome
+        except TimeoutError:
+            if outcome.done() and not outcome.cancelled():
+                raise  # the call's own TimeoutError
+            raise CallTimeout(f"not back within {timeout_s:g} s") from None
+
 
 BUILT_IN = {"calc": "rollout_service.workflows.tools:calc"}
 """Name → tool; found by `areal_async.registry.TOOLS`."""

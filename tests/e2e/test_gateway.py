@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +23,14 @@ AGENT = """
 import json, os, sys, urllib.request
 
 task = json.load(sys.stdin)
-said = ""
+messages = [{"role": "user", "content": task["prompt"]}]
 for turn in range(2):
-    body = {"model": "policy", "prompt": task["prompt"] + said, "max_tokens": 8}
+    body = {"model": "policy", "messages": messages, "max_tokens": 8}
     headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    url = os.environ["OPENAI_BASE_URL"] + "/completions"
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as reply:
-        said += json.load(reply)["choices"][0]["text"]
+        said = json.load(reply)["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "1+1="}]
 print(said)
 """
 FUNCTION = """
@@ -52,14 +55,17 @@ CHAT_TEMPLATE = (
 )
 
 
+def chat_model(folder: Path) -> str:
+    """The name of the workspace's model with a chat template."""
+    model = folder / "chat-model"
+    if not model.exists():
+        shutil.copytree(folder / "model", model)
+        (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return model.name
+
+
 def test_a_job_is_trained_on_what_an_agent_function_sampled(workspace: Any, running: Any) -> None:
     (workspace.folder / "chatter.py").write_text(FUNCTION)
-    model = workspace.folder / "chat-model"
-    if not model.exists():
-        model.mkdir()
-        for file in (workspace.folder / "model").iterdir():
-            (model / file.name).write_bytes(file.read_bytes())
-        (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     rollout = {
         "group_size": 2,
         "max_concurrent": 8,
@@ -74,7 +80,7 @@ def test_a_job_is_trained_on_what_an_agent_function_sampled(workspace: Any, runn
         "chatting",
         rollout=rollout,
         trainer__steps=STEPS,
-        model="chat-model",
+        model=chat_model(workspace.folder),
         tasks={"train": "train.parquet", "evaluation": "few.parquet"},
         buffer__batch_groups=3,
         evaluation={"every_steps": 10, "sampling": {"temperature": 0.0, "max_new_tokens": 8}},
@@ -113,7 +119,12 @@ def test_a_job_is_trained_on_what_a_command_sampled(workspace: Any, running: Any
     }
     tasks = {"train": "train.parquet"}
     job_file = workspace.job(
-        "commanded", rollout=rollout, trainer__steps=2, buffer__batch_groups=2, tasks=tasks
+        "commanded",
+        rollout=rollout,
+        trainer__steps=2,
+        buffer__batch_groups=2,
+        tasks=tasks,
+        model=chat_model(workspace.folder),
     )
     with running("run", job_file) as job:
         told = job.read_all(120)

@@ -23,12 +23,11 @@ from areal_async.rpc.verdicts import Failure, Score
 from areal_async.trajectory import unpack
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
-from rollout_service.engines.http.adapter import Directory, Launch
+from rollout_service.engines.http.adapter import Directory, Launch, ServerSettings
 from rollout_service.engines.http.process import ServerProcess, free_port
-from rollout_service.engines.http.settings import ServerSettings
-from rollout_service.engines.sglang.arguments import variables as sglang_variables
-from rollout_service.engines.vllm.arguments import ONE_PROCESS
-from rollout_service.engines.vllm.arguments import variables as vllm_variables
+from rollout_service.engines.sglang.adapter import variables as sglang_variables
+from rollout_service.engines.vllm.adapter import ONE_PROCESS
+from rollout_service.engines.vllm.adapter import variables as vllm_variables
 from tests.e2e.conftest import Workspace, finish
 from tests.graders import share_of_ones, write_trained_judge
 from trainer_service.data.recording import read_step

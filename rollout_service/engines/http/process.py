@@ -23,8 +23,8 @@ from areal_async.runtime.process import ChildProcess
 from areal_async.runtime.status import board
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.http import keyed
+from rollout_service.engines.http.adapter import PATIENCE, Patience, ServerSettings
 from rollout_service.engines.http.client import ServerClient
-from rollout_service.engines.http.settings import PATIENCE, Patience, ServerSettings
 
 log = get_logger("engine")
 

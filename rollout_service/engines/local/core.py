@@ -31,10 +31,9 @@ from rollout_service.engines.base import (
     checked_request,
     nothing_sampled,
 )
-from rollout_service.engines.local.kv import CacheExtension, Decode, Kept, Prefill, PrefixStore, SlotKV
+from rollout_service.engines.local.kv import Decode, Prefill, SlotKV
 from rollout_service.engines.local.model import LocalModel
-from rollout_service.engines.local.sampling import draw
-from rollout_service.engines.local.table import RequestTable, pad
+from rollout_service.engines.local.requests import RequestTable, draw, pad
 from rollout_service.engines.text import Detokenizer, has_stop, trim
 
 PREFILL_TOKENS = 4096
@@ -82,9 +81,6 @@ class EngineCore:
         self._slot_of_row = np.zeros(self.slots, np.int64)
         self._rows = 0
         self._holes: list[int] = []
-        self._prefixes = PrefixStore(self.slots * self.max_model_len)
-        self._mixed_kv = np.zeros(self.slots, np.bool_)
-        """Slots whose KV was computed under more than one version (mode `keep`)."""
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -96,8 +92,6 @@ class EngineCore:
 
     def submit(self, request: GenerateRequest) -> None:
         """Queue a checked request."""
-        if request.session:
-            self._prefixes.arrived(request.session)
         at = len(self.waiting)
         while at and self.waiting[at - 1].priority > request.priority:
             at -= 1
@@ -161,9 +155,6 @@ class EngineCore:
         self.model.load(snapshot.tensors)
         self.tag = snapshot.tag
         self._stale_kv = True
-        self._prefixes.clear()
-        if self.update_mode == "keep":
-            self._mixed_kv[self._active()] = True
 
     def rebuild(self) -> None:
         """After `swap`: compute the KV of everything in flight under the new weights (mode `recompute`)."""
@@ -197,43 +188,17 @@ class EngineCore:
         count = min(len(self.waiting), len(self._table.free))
         batch = _budget([self.waiting[i].prompt_ids for i in range(count)])
         rows, sequences = [], []
-        going_on: list[tuple[int, npt.NDArray[np.int32], Kept, int]] = []
         for _ in range(batch):
             request = self.waiting.popleft()
             slot = self._table.add(request)
-            self._mixed_kv[slot] = False
             row = self._holes.pop() if self._holes else self._rows
             self._rows = max(self._rows, row + 1)
             self._slot_of_row[row] = slot
-            ids = self._table.ids[slot, : self._table.prompt_len[slot]]
-            if request.session and (found := self._prefixes.find(request.session, ids)):
-                going_on.append((row, ids, *found))
-            else:
-                rows.append(row)
-                sequences.append(ids)
-        done = self._go_on(going_on) if going_on else []
-        if not rows:
-            return done
+            rows.append(row)
+            sequences.append(self._table.ids[slot, : self._table.prompt_len[slot]])
         hidden_UTE, source, lengths = self._prefill(sequences, rows)
         last_UE = hidden_UTE[torch.arange(len(lengths), device=lengths.device), lengths - 1]
-        return done + self._sample(rows, self.model.logits(last_UE).index_select(0, source))
-
-    def _go_on(self, parts: Sequence[tuple[int, npt.NDArray[np.int32], Kept, int]]) -> list[Finished]:
-        """Begin requests whose first positions the session's last turn left: (row, ids, kept, how many)."""
-        device = self.model.device
-        self._kv.reserve(max(len(ids) for _, ids, _, _ in parts))
-        for row, _, kept, common in parts:
-            self._kv.write(row, kept.layers, common)
-            self._prefixes.reused_total += common
-        rests = [ids[common:] for _, ids, _, common in parts]
-        rows = [row for row, _, _, _ in parts]
-        start = torch.tensor([common for _, _, _, common in parts], device=device)
-        lengths = torch.tensor([len(rest) for rest in rests], device=device)
-        longest = max(len(rest) for rest in rests)
-        plan = CacheExtension(self._kv, torch.tensor(rows, device=device), start, lengths)
-        hidden_NTE = self.model.hidden(torch.from_numpy(pad(rests, longest)).to(device), plan.position, plan)
-        last_NE = hidden_NTE[torch.arange(len(rows), device=device), lengths - 1]
-        return self._sample(rows, self.model.logits(last_NE))
+        return self._sample(rows, self.model.logits(last_UE).index_select(0, source))
 
     def _prefill(
         self, sequences: Sequence[npt.NDArray[np.int32]], rows: list[int]
@@ -305,10 +270,6 @@ class EngineCore:
             )
             request = self._table.requests[slot]
             assert request is not None
-            if reason in ("stop", "length") and request.session and not self._mixed_kv[slot]:
-                # The newest token is in no cache yet.
-                ids = self._table.ids[slot, : self._table.length[slot] - 1]
-                self._prefixes.keep(request.session, ids, self._kv, row)
             if reason is not None:
                 stop = request.sampling.stop
                 outcome = self._table.result(slot, reason, trim(text, stop) if stop else text)

@@ -11,12 +11,8 @@ it build no mask. Shapes: B batch, H query heads, K key heads, T queries, L keys
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -25,14 +21,8 @@ from transformers import AttentionInterface
 ATTENTION = "areal_slots"
 """Name of the attention function, for `attn_implementation`."""
 
-SHORTEST = 8
-"""Fewer tokens in common are computed again: copying them costs as much."""
-REMEMBERED = 4096
-"""Sessions of which is known that they were here."""
 LENGTH_STEP = 16
 """Attention lengths are rounded up to a multiple of this: kernels like it, and few shapes occur."""
-
-Ids = npt.NDArray[np.int32]
 
 
 class SlotKV:
@@ -74,87 +64,6 @@ class SlotKV:
                 view = tensor[:, :, :length]
                 view.index_copy_(0, target, view.index_select(0, source))
 
-    def read(self, row: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """Copies of a row's keys and values below `length`, by layer, each `[K, length, D]`."""
-        return {
-            layer: (self.keys[layer][row, :, :length].clone(), self.values[layer][row, :, :length].clone())
-            for layer in self.keys
-        }
-
-    def write(self, row: int, layers: dict[int, tuple[Tensor, Tensor]], length: int) -> None:
-        """Put the first `length` positions of what `read` gave into a row."""
-        for layer, (keys, values) in layers.items():
-            self.keys[layer][row, :, :length] = keys[:, :length]
-            self.values[layer][row, :, :length] = values[:, :length]
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    ids: Ids
-    """Tokens of the positions held."""
-    layers: dict[int, tuple[Tensor, Tensor]]
-    """Keys and values, each `[K, len(ids), D]`."""
-
-
-class PrefixStore:
-    """KV of finished requests, kept for the next turn of their session.
-
-    Promises: what is taken from here was computed under the weights that sample now: new weights empty it, in
-    either update mode, and a request that lived through an update in mode `keep` never enters it. At most
-    `max_tokens` positions are held; the session unused for longest goes first. Nothing is copied before a
-    session has come back once: a job of single turns pays for none of this.
-    """
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.tokens = 0
-        """Positions held now."""
-        self.reused_total = 0
-        """Positions that were copied instead of computed."""
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
-        self._seen: OrderedDict[str, None] = OrderedDict()
-        self._sessions_return = False
-
-    def arrived(self, session: str) -> None:
-        """A request of `session` was submitted."""
-        self._sessions_return |= session in self._seen
-
-    def keep(self, session: str, ids: Ids, kv: SlotKV, row: int) -> None:
-        """Positions 0 … len(ids)-1 of a row, for what may follow."""
-        self._seen[session] = None
-        if len(self._seen) > REMEMBERED:
-            self._seen.popitem(last=False)
-        if not self._sessions_return or not SHORTEST <= len(ids) <= self.max_tokens:
-            return
-        self._drop(session)
-        self._kept[session] = Kept(ids.copy(), kv.read(row, len(ids)))
-        self.tokens += len(ids)
-        while self.tokens > self.max_tokens:
-            self._drop(next(iter(self._kept)))
-
-    def find(self, session: str, ids: Ids) -> tuple[Kept, int] | None:
-        """What is kept of the session and how many positions of it are those of `ids`, of which at least
-        the last is left to compute; None when that is not worth a copy."""
-        kept = self._kept.get(session)
-        if kept is None:
-            return None
-        most = min(len(kept.ids), len(ids) - 1)
-        different = np.flatnonzero(kept.ids[:most] != ids[:most])
-        common = int(different[0]) if len(different) else most
-        if common < SHORTEST:
-            return None
-        self._kept.move_to_end(session)
-        return kept, common
-
-    def clear(self) -> None:
-        """The weights have changed."""
-        self._kept.clear()
-        self.tokens = 0
-
-    def _drop(self, session: str) -> None:
-        if (old := self._kept.pop(session, None)) is not None:
-            self.tokens -= len(old.ids)
-
 
 class Slots(Protocol):
     """What one forward pass does with the cache."""
@@ -190,42 +99,6 @@ class Prefill:
             key, value = key.repeat_interleave(share, dim=1), value.repeat_interleave(share, dim=1)
         out = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
-        )
-        return out.transpose(1, 2)
-
-
-class CacheExtension:
-    """A pass over the rest of sequences whose first positions are in the cache already, right-padded to T."""
-
-    def __init__(self, kv: SlotKV, rows: Tensor, start: Tensor, lengths: Tensor) -> None:
-        """Sequence i goes on in row `rows[i]` at position `start[i]`, for `lengths[i]` tokens."""
-        self.kv, self.rows = kv, rows
-        longest = int(lengths.max())
-        step = torch.arange(longest, device=rows.device)
-        # Padding stands at its sequence's last position: inside the rotary tables, and with something to see.
-        self.position = start[:, None] + torch.minimum(step[None], lengths[:, None] - 1)
-        self._sequence, self._step = (step[None] < lengths[:, None]).nonzero(as_tuple=True)
-        self.length = min(round_up(int((start + lengths).max())), kv.length)
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
-    ) -> Tensor:
-        keys, values = self.kv.layer(layer, key, value)
-        # Only what is no padding: a padded position may lie beyond the row's end.
-        row, at = self.rows[self._sequence], self.position[self._sequence, self._step]
-        keys[row, :, at] = key[self._sequence, :, self._step]
-        values[row, :, at] = value[self._sequence, :, self._step]
-        every = torch.arange(self.length, device=key.device)
-        mask = every <= self.position[..., None]
-        if window is not None:
-            mask &= every > self.position[..., None] - window
-        share = query.shape[1] // key.shape[1]
-        out = functional.scaled_dot_product_attention(
-            query,
-            keys[:, :, : self.length].index_select(0, self.rows).repeat_interleave(share, dim=1),
-            values[:, :, : self.length].index_select(0, self.rows).repeat_interleave(share, dim=1),
-            attn_mask=mask[:, None],
-            scale=scale,
         )
         return out.transpose(1, 2)
 

@@ -29,8 +29,8 @@ class SGLang(EnginePart):
         self, job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int
     ) -> Any:
         from areal_async.rpc.client import Client
+        from rollout_service.engines.http.adapter import settings_of
         from rollout_service.engines.http.engine import HttpEngine
-        from rollout_service.engines.http.settings import settings_of
         from rollout_service.engines.sglang.adapter import SGLangAdapter
         from rollout_service.engines.sglang.weights import TensorFeed
 

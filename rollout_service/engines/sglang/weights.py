@@ -32,7 +32,7 @@ from areal_async.weights import metrics
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.http.adapter import Directory
 from rollout_service.engines.http.client import ServerClient, words
-from rollout_service.engines.sglang.probe import ModelInfo
+from rollout_service.engines.sglang.messages import ModelInfo
 
 ASK_S = 5.0
 """For the trainer's answer, while the engine is paused."""

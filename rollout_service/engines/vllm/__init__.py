@@ -25,8 +25,8 @@ class Vllm(EnginePart):
     def make(
         self, job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int
     ) -> Any:
+        from rollout_service.engines.http.adapter import settings_of
         from rollout_service.engines.http.engine import HttpEngine
-        from rollout_service.engines.http.settings import settings_of
         from rollout_service.engines.vllm.adapter import VllmAdapter
 
         settings = settings_of(job, slots=slots, activity=activity, place=place, replica=replica)

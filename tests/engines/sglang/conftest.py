@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from areal_async.config.engines import find_engine_python
+from rollout_service.engines.http.adapter import ServerSettings
 from rollout_service.engines.http.engine import HttpEngine
-from rollout_service.engines.http.settings import ServerSettings
 from rollout_service.engines.sglang.adapter import SGLangAdapter
 
 SLOTS = 32

@@ -21,11 +21,11 @@ from areal_async.trajectory import Sampling
 from areal_async.weights import metrics
 from areal_async.weights.receiver import Receiver
 from rollout_service.engines.base import EngineLost, GenerateRequest, GenerateResult
+from rollout_service.engines.http.adapter import ServerSettings
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.engine import HttpEngine
-from rollout_service.engines.http.settings import ServerSettings
 from rollout_service.engines.sglang.adapter import SGLangAdapter
-from rollout_service.engines.sglang.probe import ModelInfo
+from rollout_service.engines.sglang.messages import ModelInfo
 from rollout_service.engines.sglang.weights import GRACE_S, TensorFeed
 from rollout_service.worker import WeightUpdates
 from tests.engines.sglang.served import KEY

@@ -23,10 +23,10 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from rollout_service.engines.base import GenerateRequest, GenerateResult
+from rollout_service.engines.http.adapter import ServerSettings
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.http.keyed import VARIABLE
-from rollout_service.engines.http.settings import ServerSettings
 from rollout_service.engines.vllm.adapter import VllmAdapter
 
 T = TypeVar("T")

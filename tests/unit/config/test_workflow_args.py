@@ -28,14 +28,14 @@ def job(workflow: str, arguments: dict[str, Any], reward: str = "exact_match") -
     )
 
 
-LAKE = {"environment": "frozenlake"}
+WORLD = {"environment": "countdown"}
 
 
 @pytest.mark.parametrize(
     ("workflow", "arguments"),
     [
         ("single_turn", {}),
-        ("multi_turn", LAKE | {"environment_args": {"size": 6, "slippery": True}, "reward": "final"}),
+        ("multi_turn", WORLD | {"environment_args": {"numbers": 6, "terse": True}, "reward": "final"}),
         ("multi_turn", {"environment": "w.py:World", "environment_args": {"any": "thing"}}),
         ("tool_use", {"tools": ["calc", "t.py:look_up"], "environment": "arithmetic"}),
         ("self_correction", {"verifier": "arithmetic"}),
@@ -48,7 +48,7 @@ def test_right_arguments_are_no_mistake(workflow: str, arguments: dict[str, Any]
 def test_an_environments_reward_needs_a_workflow_that_makes_one() -> None:
     (mistake,) = check_fields(job("tool_use", {}, reward="environment"))
     assert mistake.field == "reward.name"
-    assert check_fields(job("multi_turn", LAKE, reward="environment")) == []
+    assert check_fields(job("multi_turn", WORLD, reward="environment")) == []
     assert check_fields(job("tool_use", {"environment": "arithmetic"}, reward="environment")) == []
 
 
@@ -128,4 +128,4 @@ def test_code_that_the_arguments_name_is_looked_up_before_anything_starts(
 
 def test_a_worker_says_what_is_wrong_too() -> None:
     with pytest.raises(WorkflowError, match="multi_turn has no argument 'max_turn'"):
-        load_workflow("multi_turn", LAKE | {"max_turn": 3})
+        load_workflow("multi_turn", WORLD | {"max_turn": 3})

@@ -128,14 +128,9 @@ def test_why_an_answer_ended(
     assert message["content"] == [{"type": "text", "text": "yes"}]
 
 
-def test_completions_and_models_and_counting(tokenizer: Any) -> None:
+def test_models_and_counting(tokenizer: Any) -> None:
     async def body(http: httpx.AsyncClient, session: Any) -> None:
         client = openai.AsyncOpenAI(base_url=session.openai_base_url, api_key=session.api_key)
-        stream = await client.completions.create(model="m", prompt="abc", stream=True, n=2, logprobs=0)
-        chunks = [chunk async for chunk in stream]
-        texts = ["".join(c.text for chunk in chunks for c in chunk.choices if c.index == i) for i in (0, 1)]
-        assert texts == ["def", "DEF"]
-        assert chunks[-1].choices[0].logprobs.tokens == ["D", "E", "F", "<|im_end|>"]
         assert [m.id for m in (await client.models.list()).data] == ["policy"]
         assert (await client.models.retrieve("gpt-x")).id == "gpt-x"
         other = anthropic.AsyncAnthropic(base_url=session.anthropic_base_url, api_key=session.api_key)
@@ -143,9 +138,9 @@ def test_completions_and_models_and_counting(tokenizer: Any) -> None:
         counted = await other.messages.count_tokens(model="m", messages=CHAT["messages"])
         message = await other.messages.create(**MESSAGE)
         assert counted.input_tokens == message.usage.input_tokens
-        assert session.calls == 2, "counting records nothing"
+        assert session.calls == 1, "counting records nothing"
 
-    run(Scripted(tokenizer, ["def{END}", "DEF{END}"]), body)
+    run(Scripted(tokenizer), body)
 
 
 def test_sampling_is_what_was_asked_for(tokenizer: Any) -> None:

@@ -205,18 +205,3 @@ def test_an_end_token_that_is_not_the_templates_leaves_the_turn_to_be_closed(tok
     episode, engine = talk(["yes<pad>", "ok{END}"], body, tokenizer)
     assert episode.header.metadata["roots"] == 1
     assert "yes<pad><|im_end|>\n<|im_start|>user" in tokenizer.decode(engine.log[1][0].prompt_ids.tolist())
-
-
-def test_plain_prompts_go_on_by_text_and_by_ids(tokenizer: Any) -> None:
-    async def body(client: openai.AsyncOpenAI, session: Any) -> None:
-        first = await client.completions.create(model="any", prompt="1+2=", max_tokens=3)
-        assert first.choices[0].text == "3; "
-        await client.completions.create(model="any", prompt="1+2=3; 4+5=")
-        ids = tokenizer("1+2=3; ", add_special_tokens=False)["input_ids"]
-        await client.completions.create(model="any", prompt=[*ids, 50, 51])
-        await client.completions.create(model="any", prompt="1+2=4; 4+5=")
-        await client.completions.create(model="any", prompt=["a", "b"], n=2)
-
-    episode, _ = talk(["3; 6+6=12"], body, tokenizer)
-    assert episode.segments.parent.tolist() == [-1, 0, 1, 2, 1, 4, -1, 6, -1, 8, 8, -1, 11, 11]
-    assert episode.header.metadata["roots_by_reason"] == {"new": 3, "history": 1}

@@ -144,7 +144,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize("what", NESTED)
 def test_a_request_that_cannot_be_carried_is_a_sentence(
     what: str, path: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
@@ -244,29 +244,6 @@ async def test_an_answer_is_recorded_when_its_last_byte_has_left(reads: bool, to
             client.close()
             await until(lambda: not server.state.tasks)
             assert session.calls == int(reads)
-
-
-async def test_an_idempotent_answer_is_recorded_when_somebody_is_sent_it(tokenizer: Any) -> None:
-    engine = Scripted(tokenizer, ["one{END}"])
-    async with serving(engine, tokenizer) as (gateway, _, session), client_of(session) as http:
-        held, server = asyncio.Event(), gateway.server
-
-        async def hold(_: Any) -> None:
-            await held.wait()
-
-        engine.gate = hold
-        headers = {"idempotency-key": "k"}
-        gone = asyncio.ensure_future(http.post("/v1/chat/completions", json=CHAT, headers=headers))
-        await until(lambda: engine.begun)
-        gone.cancel()
-        await until(lambda: not server.state.tasks)
-        held.set()
-        await until(lambda: engine.log)
-        assert session.calls == 0, "nobody has it"
-        for _ in range(2):
-            reply = await http.post("/v1/chat/completions", json=CHAT, headers=headers)
-            assert reply.json()["choices"][0]["message"]["content"] == "one"
-            assert session.calls == 1
 
 
 async def test_an_answer_that_was_sent_and_cannot_be_recorded_fails_the_episode(tokenizer: Any) -> None:

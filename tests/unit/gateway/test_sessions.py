@@ -17,7 +17,6 @@ from pydantic import ValidationError
 
 from areal_async.config.rollout import GatewaySection
 from areal_async.errors import ArealError
-from rollout_service.engines.base import EngineError
 from rollout_service.gateway import Gateway, GatewayError
 from tests.unit.gateway.fakes import (
     Scripted,
@@ -233,72 +232,14 @@ async def test_ending_the_episode_ends_its_calls(tokenizer: Any) -> None:
         async with ctx.gateway() as session:
             http = client_of(session)
             calls = [
-                asyncio.ensure_future(http.post("/v1/chat/completions", json=CHAT, headers=headers))
-                for headers in ({}, {"idempotency-key": "k"})
+                asyncio.ensure_future(http.post("/v1/chat/completions", json=CHAT | {"stream": stream}))
+                for stream in (False, True)
             ]
             await engine.until(lambda: len(engine.begun) == 2)
         assert engine.cancelled == 2
         assert [(await call).status_code for call in calls] == [401, 401]
         assert session.calls == 0
         await http.aclose()
-
-
-def test_an_idempotent_call_is_executed_once(tokenizer: Any) -> None:
-    async def main() -> Any:
-        engine = Gated(tokenizer, ["one{END}", "two{END}"])
-        key = {"idempotency-key": "k"}
-        async with serving(engine, tokenizer) as (_, ctx, session), client_of(session) as http:
-
-            async def call(stream: bool = False, **more: Any) -> httpx.Response:
-                body = CHAT | ({"stream": True} if stream else {}) | more
-                return await http.post("/v1/chat/completions", json=body, headers=key)
-
-            gone = asyncio.ensure_future(call())
-            await engine.until(lambda: len(engine.begun) == 1)
-            gone.cancel()
-            joined = asyncio.ensure_future(call())
-            other = await call(user="someone else")
-            assert other.status_code == 422
-            assert other.json()["error"]["code"] == "idempotency_key_reused"
-            engine.open.set()
-            first, again = await joined, await call()
-            assert first.json() == again.json()
-            assert first.json()["choices"][0]["message"]["content"] == "one"
-            assert engine.cancelled == 0
-            key["idempotency-key"] = "streamed"
-            streams = [(await call(stream=True)).text for _ in range(2)]
-            ids = [
-                {part.split('"')[3] for part in text.split("data: ") if '"id"' in part} for text in streams
-            ]
-            assert ids[0] == ids[1]
-            assert len(ids[0]) == 1
-            key["idempotency-key"] = "x" * 300
-            assert (await call()).status_code == 400
-            return ctx.builder.build(), engine.log
-
-    episode, log = asyncio.run(main())
-    assert_recorded_is_what_the_engine_said(episode, log)
-    assert len(log) == 2
-
-
-async def test_a_failed_idempotent_call_may_be_tried_again_and_memory_is_bounded(tokenizer: Any) -> None:
-    engine = Scripted(tokenizer)
-    async with serving(engine, tokenizer, idempotency_keys=2) as (_, _ctx, session):
-        async with client_of(session) as http:
-
-            async def call(key: str) -> int:
-                headers = {"idempotency-key": key}
-                return (await http.post("/v1/chat/completions", json=CHAT, headers=headers)).status_code
-
-            engine.fail = EngineError("lost")
-            assert await call("a") == 503
-            engine.fail = None
-            assert [await call(key) for key in ("a", "a", "b", "c", "d")] == [200] * 5
-            assert session.calls == 4
-            assert await call("d") == 200
-            assert session.calls == 4
-            assert await call("a") == 200, "two keys are remembered, and this is none of them"
-            assert session.calls == 5
 
 
 def test_calls_of_one_session_run_at_the_same_time(tokenizer: Any) -> None:

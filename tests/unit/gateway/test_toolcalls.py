@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_service.gateway.streaming import StreamedText
-from rollout_service.gateway.template import ChatTemplate
+from rollout_service.gateway.template import ChatTemplate, StreamedText
 from rollout_service.gateway.toolcalls import MARKERS, ParsedCall, ParsedText, format_of, parse
 from tests.unit.gateway.fakes import CALLS, KEEPING, encoded, make_tokenizer
 

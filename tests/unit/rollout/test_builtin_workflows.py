@@ -120,7 +120,8 @@ def test_json_calls_of_a_chat_come_back_as_the_templates_tool_messages() -> None
 
 # --- multi_turn --------------------------------------------------------------------------------------------
 
-LAKE = {"environment": "frozenlake", "environment_args": {"terse": True, "later": "position"}}
+WORLD = Path(__file__).parents[3] / "examples/environments/frozenlake.py"
+LAKE = {"environment": f"{WORLD}:FrozenLake", "environment_args": {"terse": True, "later": "position"}}
 MAP = Task("h:0:0", "?", extra_info={"map": "SFF/HHF/HHG"})
 
 

@@ -14,7 +14,7 @@ from areal_async.config.job import JobConfig
 from areal_async.runtime.context import ServiceContext
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.devices import own_device, own_gpus
-from rollout_service.engines.http.settings import settings_of
+from rollout_service.engines.http.adapter import settings_of
 from rollout_service.evaluator import engine_job
 
 

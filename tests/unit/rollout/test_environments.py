@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import sys
 from collections import deque
@@ -18,18 +17,16 @@ from rollout_service.environments import (
     EnvironmentFailure,
     arithmetic,
     countdown,
-    frozenlake,
     group_seed,
     level_seed,
     load_environment,
-    sokoban,
 )
 from rollout_service.environments.expression import ExpressionError, evaluate, written
 
 ArithmeticArguments = arithmetic.Arithmetic.Arguments
 CountdownArguments = countdown.Countdown.Arguments
-LakeArguments = frozenlake.FrozenLake.Arguments
-SokobanArguments = sokoban.Sokoban.Arguments
+WORLDS = Path(__file__).parents[3] / "examples" / "environments"
+LAKE, SOKOBAN = f"{WORLDS}/frozenlake.py:FrozenLake", f"{WORLDS}/sokoban.py:Sokoban"
 SEEDS = st.integers(0, 2**63 - 1)
 MOVES = st.text("LRUD", min_size=1, max_size=30)
 
@@ -54,16 +51,16 @@ def told(name: str, options: dict[str, Any], seed: int, actions: str, /, **extra
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=SEEDS, actions=MOVES, name=st.sampled_from(["countdown", "arithmetic", "frozenlake", "sokoban"]))
+@given(seed=SEEDS, actions=MOVES, name=st.sampled_from(["countdown", "arithmetic", LAKE, SOKOBAN]))
 def test_a_world_is_a_function_of_seed_and_actions(seed: int, actions: str, name: str) -> None:
-    options = {"slippery": True} if name == "frozenlake" else {}
+    options = {"slippery": True} if name == LAKE else {}
     first = told(name, options, seed, actions)
     told(name, options, seed + 1, actions[::-1])  # another world in between changes nothing
     assert told(name, options, seed, actions) == first
 
 
 def test_two_worlds_at_once_do_not_meet() -> None:
-    make = load_environment("frozenlake", {"slippery": True, "later": "position"})
+    make = load_environment(LAKE, {"slippery": True, "later": "position"})
     alone, one, two = make(), make(), make()
     for world in (alone, one, two):
         world.reset(4, task())
@@ -76,13 +73,34 @@ def test_two_worlds_at_once_do_not_meet() -> None:
 
 def test_the_tasks_own_seed_decides_the_level_and_the_groups_the_luck() -> None:
     slippery = {"slippery": True, "later": "position", "holes": 0.0, "size": 8}
-    ways = [told("frozenlake", slippery, seed, "RDRDRDRD", seed=5) for seed in range(6)]
+    ways = [told(LAKE, slippery, seed, "RDRDRDRD", seed=5) for seed in range(6)]
     assert len({way[0] for way in ways}) == 1
     assert len(set(map(str, ways))) == 6
     assert level_seed(9, task(seed=5)) == 5
     assert level_seed(9, task()) == 9
     assert level_seed(9, task(seed=True)) == 9
     assert group_seed(1, "hash:3:0") == group_seed(1, "hash:3:7") != group_seed(1, "hash:4:0")
+
+
+@pytest.mark.parametrize(
+    ("name", "shown", "moves"),
+    [(LAKE, "Reach G", "LRUD"), (SOKOBAN, "Push every box", "LRUD")],
+)
+def test_an_example_is_won_by_a_way_that_a_search_finds(name: str, shown: str, moves: str) -> None:
+    """The rules of both worlds: breadth-first search over moves ends in the one reward of 1."""
+    make, seen, ways = load_environment(name, {"max_moves": 1000}), set(), deque([""])
+    while ways:
+        way, world = ways.popleft(), make()
+        assert shown in world.reset(7, task())
+        steps = [world.step(move) for move in way]
+        if steps and steps[-1].done:
+            if steps[-1].reward == 1:
+                assert [step.reward for step in steps[:-1]] == [0] * (len(steps) - 1)
+                return
+        elif (state := world.state()) not in seen:
+            seen.add(state)
+            ways.extend(way + move for move in moves)
+    raise AssertionError("there is no way")
 
 
 # --- countdown and arithmetic ------------------------------------------------------------------------
@@ -170,179 +188,6 @@ def test_values_are_exact_and_written_short(text: str, value: str) -> None:
 def test_what_has_no_value_says_so(text: str) -> None:
     with pytest.raises(ExpressionError):
         evaluate(text)
-
-
-# --- frozen lake -----------------------------------------------------------------------------------------
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=SEEDS, size=st.integers(2, 8), holes=st.floats(0, 0.5))
-def test_every_lake_has_a_way_and_it_earns_the_reward(seed: int, size: int, holes: float) -> None:
-    rows = frozenlake.draw_map(seed, LakeArguments(size=size, holes=holes))
-    assert [len(row) for row in rows] == [size] * size
-    assert "".join(rows).count("S") == "".join(rows).count("G") == 1
-    left = frozenlake.distances(rows)
-    at, way = (0, 0), ""
-    while left[at]:
-        move = next(m for m in frozenlake.MOVES if left.get(frozenlake.moved(rows, at, m), 1e9) < left[at])
-        at, way = frozenlake.moved(rows, at, move), way + move
-    options = {"size": size, "holes": holes, "max_moves": 64}
-    said = told("frozenlake", options, seed, way)
-    assert len(said) == 1 + len(way)
-    assert [step[1:3] for step in said[1:]] == [(0.0, False)] * (len(way) - 1) + [(1.0, True)]
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=SEEDS, moves=MOVES, slippery=st.booleans())
-def test_the_player_stays_on_the_lake_and_a_hole_or_the_goal_ends_it(
-    seed: int, moves: str, slippery: bool
-) -> None:
-    world = frozenlake.FrozenLake(slippery=slippery, max_moves=30, random_start=True)
-    world.reset(seed, task())
-    assert world.rows[world.at[0]][world.at[1]] in "SF"
-    for number, move in enumerate(moves, start=1):
-        before = world.at
-        step = world.step(f"I go {move}")
-        sides = [side for side in "LRUD" if slippery or side == move]
-        assert world.at in {frozenlake.moved(world.rows, before, side) for side in sides}
-        if slippery:
-            opposite = {"L": "R", "R": "L", "U": "D", "D": "U"}[move]
-            there = frozenlake.moved(world.rows, before, opposite)
-            assert world.at != there or there in {
-                frozenlake.moved(world.rows, before, side) for side in "LRUD" if side != opposite
-            }
-        field = world.rows[world.at[0]][world.at[1]]
-        assert step.reward == (field == "G")
-        assert step.done == (field in "HG" or number == 30)
-        shown = re.sub(r"[^SFHGA]", "", step.observation.split("\n", 1)[1])
-        assert shown.count("A") == 1
-        if step.done:
-            break
-
-
-def test_slippery_ice_goes_a_third_each_way() -> None:
-    counts = dict.fromkeys(frozenlake.MOVES, 0)
-    for seed in range(900):
-        world = frozenlake.FrozenLake(slippery=True)
-        world.reset(seed, task(map="FFF/FSF/FFG"))
-        world.step("U")
-        counts[next(m for m in counts if frozenlake.moved(world.rows, (1, 1), m) == world.at)] += 1
-    assert counts["D"] == 0
-    assert all(250 < counts[move] < 350 for move in "LUR")
-
-
-def test_moves_are_read_from_words_and_letters_and_nonsense_moves_nothing() -> None:
-    assert [frozenlake.move_of(t) for t in ("Right.", "go left, then Up", "R", "move: D\n", "no", "")] == [
-        "R", "U", "R", "D", None, None,
-    ]  # fmt: skip
-    world = frozenlake.FrozenLake(invalid=-0.1, max_moves=2)
-    world.reset(0, task())
-    before = world.at
-    step = world.step("hmm")
-    assert (world.at, step.reward, step.done) == (before, -0.1, False)
-    assert "Answer L, R, U or D" in step.observation
-    assert world.step("hmm").done
-
-
-@pytest.mark.parametrize("given_map", ["SF/F", "FF/FG", "SX/FG", "SG/SF"])
-def test_a_map_that_is_none_says_so(given_map: str) -> None:
-    with pytest.raises(EnvironmentFailure, match="map"):
-        frozenlake.FrozenLake().reset(0, task(map=given_map))
-
-
-# --- sokoban ---------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=40, deadline=None)
-@given(seed=SEEDS, boxes=st.integers(1, 3), pulls=st.integers(1, 40), walls=st.floats(0, 0.3))
-def test_every_level_can_be_solved_by_the_way_it_was_made(
-    seed: int, boxes: int, pulls: int, walls: float
-) -> None:
-    options = {
-        "boxes": boxes,
-        "pulls": pulls + 6 * boxes,
-        "walls": walls,
-        "width": 7,
-        "height": 7,
-        "max_moves": 500,
-    }
-    level, way = sokoban.draw_level(seed, SokobanArguments(**options))
-    assert len(level.boxes) == len(level.targets) == boxes
-    assert not level.boxes & level.targets
-    assert sokoban.read_level(level.text()) == level
-    said = told("sokoban", options, seed, way)
-    assert said[-1][1:3] == (1.0, True)
-    assert all(step[1:3] == (0.0, False) for step in said[1:-1])
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=SEEDS, moves=MOVES)
-def test_a_move_pushes_at_most_one_box_by_one_field_and_never_into_anything(seed: int, moves: str) -> None:
-    level, _ = sokoban.draw_level(seed, SokobanArguments(boxes=2, pulls=12, width=7))
-    for move in moves:
-        after = level.pushed(move)
-        assert (after.walls, after.targets) == (level.walls, level.targets)
-        assert len(after.boxes) == 2
-        assert not after.boxes & after.walls
-        assert after.player not in after.walls | after.boxes
-        down, right = frozenlake.MOVES[move]
-        ahead = (level.player[0] + down, level.player[1] + right)
-        behind = (ahead[0] + down, ahead[1] + right)
-        if after == level:
-            assert ahead in level.walls or (ahead in level.boxes and behind in level.walls | level.boxes)
-        else:
-            assert after.player == ahead
-            assert after.boxes == (level.boxes - {ahead} | {behind} if ahead in level.boxes else level.boxes)
-        level = after
-
-
-def test_pulls_are_pushes_backward() -> None:
-    rng = random.Random(0)
-    level, _ = sokoban.draw_level(3, SokobanArguments(boxes=2, width=7, height=7))
-    for _ in range(300):
-        move, take = rng.choice("LRUD"), rng.random() < 0.6
-        before = level.pulled(move, take=take)
-        if before is not None:
-            opposite = {"L": "R", "R": "L", "U": "D", "D": "U"}[move]
-            # Without a pull the way back may push a box that stood in front of the player.
-            assert before.pushed(opposite) == level or not take
-            level = before
-
-
-def test_rewards_of_boxes_and_moves() -> None:
-    world = sokoban.Sokoban(box_reward=0.5, move_reward=-0.1)
-    world.reset(0, task(level="######\n#@$.-#\n######"))
-    assert world.step("R") == ("\n######\n#-@*-#\n######\n", pytest.approx(1.4), True, {"solved": True})
-    world.reset(0, task(level="#######\n#@$.$.#\n#######"))
-    assert world.step("R").reward == pytest.approx(0.4)
-    assert world.step("R").reward == pytest.approx(-0.1)  # two boxes in a row do not move
-
-
-@pytest.mark.parametrize(
-    "text", ["#####\n#@$-#\n#####", "####\n#@.#\n####", "#####\n#@$.-\n#####", "#####\n#x$.#\n#####"]
-)
-def test_a_level_that_is_none_says_so(text: str) -> None:
-    with pytest.raises(EnvironmentFailure, match="sokoban"):
-        sokoban.read_level(text)
-
-
-def test_the_shortest_way_through_a_small_level_is_found_by_search_too() -> None:
-    """An independent check of the rules: breadth-first search over moves solves generated levels."""
-    for seed in range(5):
-        level, way = sokoban.draw_level(seed, SokobanArguments(pulls=6, width=5, height=5, walls=0.0))
-        seen, queue, found = {level}, deque([(level, 0)]), None
-        while queue and found is None:
-            here, moves = queue.popleft()
-            for move in "LRUD":
-                there = here.pushed(move)
-                if there.solved:
-                    found = moves + 1
-                    break
-                if there not in seen:
-                    seen.add(there)
-                    queue.append((there, moves + 1))
-        assert found is not None
-        assert found <= len(way)
 
 
 # --- adapters --------------------------------------------------------------------------------------------
@@ -441,7 +286,7 @@ def test_a_missing_library_names_the_extra(
             "cannot be made with .*{'size': 3}",
         ),
         ("{}/w.py:World", "import nowhere_at_all", {}, "ModuleNotFoundError"),
-        ("frozenlake", None, {"size": 1}, "size"),
+        (LAKE, None, {"size": 1}, "size"),
     ],
 )
 def test_an_environment_that_cannot_be_loaded_says_why(

@@ -21,7 +21,7 @@ from areal_async.rpc.weights_messages import NoNews, SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from areal_async.status.record import RunLog
 from rollout_service.engines.base import EngineLost, EngineStats
-from rollout_service.engines.http.settings import attached_url
+from rollout_service.engines.http.adapter import attached_url
 from rollout_service.evaluator import EvaluationError, Evaluator, engine_job, follow
 from rollout_service.workflows import Renderer, load_workflow
 

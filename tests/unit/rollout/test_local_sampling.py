@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.trajectory import Sampling
-from rollout_service.engines.local.sampling import Draw, draw, uniforms
+from rollout_service.engines.local.requests import Draw, draw, uniforms
 
 
 def parameters(samplings: list[Sampling], uniform: np.ndarray | float = 0.5) -> Draw:

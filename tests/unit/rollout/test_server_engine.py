@@ -17,9 +17,9 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import write_snapshot
 from rollout_service.engines.base import EngineError, EngineLost, GenerateRequest, RequestError
+from rollout_service.engines.http.adapter import Patience, ServerSettings
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.http.process import attached
-from rollout_service.engines.http.settings import Patience, ServerSettings
 from rollout_service.engines.sglang.adapter import SGLangAdapter
 from tests.unit.rollout.fake_sglang import FakeServer
 

@@ -13,9 +13,9 @@ import pytest
 
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.http import keyed
+from rollout_service.engines.http.adapter import ServerSettings
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.process import started
-from rollout_service.engines.http.settings import ServerSettings
 
 # Like the real ones: routes without a key, made and served by uvicorn, and a process of its own below it.
 SERVER = """

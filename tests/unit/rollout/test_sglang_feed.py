@@ -15,7 +15,7 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.weights_messages import AskTensors, SendsNothing, SendsTensors, TensorBucket
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.http.adapter import Directory
-from rollout_service.engines.sglang.probe import ModelInfo
+from rollout_service.engines.sglang.messages import ModelInfo
 from rollout_service.engines.sglang.weights import TensorFeed, check_releases, release_of, torch_of
 
 BUCKETS = [

@@ -14,13 +14,10 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, EngineLost, RequestError
 from rollout_service.engines.http import client as http
-from rollout_service.engines.http.adapter import Directory, Launch
+from rollout_service.engines.http.adapter import Directory, Launch, ServerSettings
 from rollout_service.engines.http.client import KEEPALIVE_S, ServerClient
-from rollout_service.engines.http.settings import ServerSettings
-from rollout_service.engines.sglang.adapter import Loads
-from rollout_service.engines.sglang.arguments import command, variables
-from rollout_service.engines.sglang.messages import Generated, generate_body, parse
-from rollout_service.engines.sglang.probe import probe
+from rollout_service.engines.sglang.adapter import Loads, command, variables
+from rollout_service.engines.sglang.messages import Generated, generate_body, parse, probe
 from tests.unit.rollout.fake_sglang import FakeServer
 
 WEIGHTS = Directory(VersionTag("policy", 1, 7), Path("/snapshots/policy-e1-v7"))

@@ -11,9 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.workflows import tool
-from rollout_service.workflows.blocking import BlockingCalls, CallTimeout
 from rollout_service.workflows.tool_use import RequestedCall, json_calls, open_brackets, plain_call
-from rollout_service.workflows.tools import ToolAnswer, ToolError, calc, load_tools, run_tool
+from rollout_service.workflows.tools import (
+    BlockingCalls,
+    CallTimeout,
+    ToolAnswer,
+    ToolError,
+    calc,
+    load_tools,
+    run_tool,
+)
 
 
 def call(

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from rollout_service.engines.base import EngineError
-from rollout_service.engines.vllm.probe import ENDPOINTS, probe
+from rollout_service.engines.vllm.messages import ENDPOINTS, probe
 from tests.unit.rollout.fake_sglang import serving
 
 PATHS = [path for paths in ENDPOINTS.values() for path in paths]

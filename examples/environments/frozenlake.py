@@ -1,4 +1,6 @@
-"""`frozenlake`: walk over the ice from the start to the goal without falling into a hole.
+"""Frozen lake: walk over the ice from the start to the goal without falling into a hole.
+
+    workflow_args: {environment: examples/environments/frozenlake.py:FrozenLake, environment_args: {size: 4}}
 
 Fields: `S` start, `F` ice, `H` hole, `G` goal; `A` is the player. Moves: `L`, `R`, `U`, `D`; the last of
 these letters in the answer counts, a word (`left`) too. 1 at the goal, 0 otherwise; a hole ends it. Moving
@@ -12,71 +14,51 @@ from __future__ import annotations
 import random
 import re
 from collections import deque
-from typing import Any, Literal, Self
+from typing import Any
 
-from pydantic import Field, model_validator
-
-from areal_async.config.base import Section
-from areal_async.rpc.schema import Task
-from rollout_service.environments.base import EnvironmentFailure, Step, level_seed
+from areal_async import Step, Task
 
 Place = tuple[int, int]
 
 MOVES: dict[str, Place] = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
 """The moves in order around the player: the neighbours of a move in this order are its two sides."""
 WORD = re.compile(r"\b(left|right|up|down)\b", re.IGNORECASE)
-DRAWS = 10_000
 
 
 class FrozenLake:
     blocking = False
 
-    class Arguments(Section):
-        """Walk over ice to the goal without falling into a hole."""
-
-        size: int = Field(default=4, ge=2, le=16)
-        """Rows and columns."""
-        holes: float = Field(default=0.25, ge=0, le=0.6)
-        """Chance of a hole in a field; a map whose goal cannot be reached is drawn again."""
-        slippery: bool = False
-        """A third of the moves goes as asked, a third to either side."""
-        max_moves: int = Field(default=32, ge=1)
-        """Moves after which it is over."""
-        random_start: bool = False
-        """Start on any field from which the goal can be reached, not in the corner."""
-        later: Literal["map", "position"] = "map"
-        """What is shown after a move: the map with the player on it, or row and column as two digits."""
-        terse: bool = False
-        """The bare map on one line (and the position), without a word, for models of a few characters."""
-        invalid: float = 0.0
-        """Reward of an answer that is no move; the player stays."""
-
-        @model_validator(mode="after")
-        def _digits(self) -> Self:
-            if self.later == "position" and self.size > 10:
-                raise ValueError("a position is two digits: set size to 10 or less, or later to map")
-            return self
-
-    def __init__(self, **options: Any) -> None:
-        self.options = self.Arguments(**options)
+    def __init__(
+        self,
+        size: int = 4,
+        holes: float = 0.25,
+        slippery: bool = False,
+        max_moves: int = 32,
+        later: str = "map",
+        terse: bool = False,
+        invalid: float = 0.0,
+    ) -> None:
+        """`holes` is the chance of one in a field; `later` says what a move is answered with, the `map` or
+        the `position` (row and column as two digits); `terse` leaves every word out; `invalid` is the reward
+        of an answer that is no move."""
+        if not 2 <= size <= 10 or not 0 <= holes <= 0.6 or later not in ("map", "position"):
+            raise ValueError("size is 2 to 10, holes 0 to 0.6, later map or position")
+        self.size, self.holes, self.slippery, self.max_moves = size, holes, slippery, max_moves
+        self.later, self.terse, self.invalid = later, terse, invalid
         self.rows: list[str] = []
         self.at: Place = (0, 0)
         self._moves = 0
         self._luck = random.Random(0)
 
     def reset(self, seed: int, task: Task) -> str:
-        level = level_seed(seed, task)
+        level = task.extra_info.get("seed", seed)
         given = task.extra_info.get("map")
-        self.rows = read_map(given) if given else draw_map(level, self.options)
-        self.at = start_of(self.rows)
-        if self.options.random_start:
-            # Not the goal: there would be nothing to do.
-            places = sorted(place for place, left in distances(self.rows).items() if left)
-            self.at = random.Random(f"{level}/start").choice(places)
+        self.rows = read_map(given) if given else draw_map(level, self.size, self.holes)
+        self.at = next((r, row.index("S")) for r, row in enumerate(self.rows) if "S" in row)
         self._moves = 0
         self._luck = random.Random(f"{seed}/ice")
-        if self.options.terse:
-            return self._map("") + ":" + (self._place() if self.options.later == "position" else "")
+        if self.terse:
+            return self._map("") + ":" + (self._place() if self.later == "position" else "")
         return (
             "You are A on a frozen lake. Reach G without falling into a hole H. Answer with one move: L, R, "
             f"U or D.\n{self._map(chr(10))}\n"
@@ -89,24 +71,22 @@ class FrozenLake:
         move = move_of(action)
         self._moves += 1
         if move is None:
-            out = self._moves >= self.options.max_moves
+            out = self._moves >= self.max_moves
             problem = {"problem": "no move"}
-            return Step(
-                self._seen("" if out else "Answer L, R, U or D. "), self.options.invalid, out, problem
-            )
-        if self.options.slippery:
+            return Step(self._seen("" if out else "Answer L, R, U or D. "), self.invalid, out, problem)
+        if self.slippery:
             order = list(MOVES)
             move = order[(order.index(move) + self._luck.choice((-1, 0, 1))) % 4]
         self.at = moved(self.rows, self.at, move)
         field = self.rows[self.at[0]][self.at[1]]
         if field in "HG":
             return Step(self._seen(), float(field == "G"), True, {"ended_on": field})
-        return Step(self._seen(), 0.0, self._moves >= self.options.max_moves)
+        return Step(self._seen(), 0.0, self._moves >= self.max_moves)
 
     def _seen(self, note: str = "") -> str:
-        if self.options.later == "position":
+        if self.later == "position":
             return self._place()
-        return self._map("") + ":" if self.options.terse else f"{note}\n{self._map(chr(10))}\n"
+        return self._map("") + ":" if self.terse else f"{note}\n{self._map(chr(10))}\n"
 
     def _place(self) -> str:
         return f"{self.at[0]}{self.at[1]}"
@@ -146,28 +126,24 @@ def distances(rows: list[str]) -> dict[Place, int]:
     return found
 
 
-def start_of(rows: list[str]) -> Place:
-    return next((r, row.index("S")) for r, row in enumerate(rows) if "S" in row)
-
-
-def draw_map(seed: int, options: FrozenLake.Arguments) -> list[str]:
+def draw_map(seed: int, size: int, holes: float) -> list[str]:
     """Rows of a map whose goal can be reached from the start; a function of its arguments alone."""
-    rng, size = random.Random(seed), options.size
-    for _ in range(DRAWS):
-        fields = ["H" if rng.random() < options.holes else "F" for _ in range(size * size)]
+    rng = random.Random(seed)
+    for _ in range(10_000):
+        fields = ["H" if rng.random() < holes else "F" for _ in range(size * size)]
         fields[0], fields[-1] = "S", "G"
         rows = ["".join(fields[start : start + size]) for start in range(0, size * size, size)]
         if (0, 0) in distances(rows):
             return rows
-    raise EnvironmentFailure(f"frozenlake: no map with a way was found at holes = {options.holes}: lower it")
+    raise ValueError(f"frozenlake: no map with a way was found at holes = {holes}: lower it")
 
 
 def read_map(given: Any) -> list[str]:
-    """A map of one's own. Raises `EnvironmentFailure`."""
+    """A map of one's own. Raises ValueError."""
     rows = str(given).replace("/", "\n").split()
     fields = "".join(rows)
     if set(map(len, rows)) != {len(rows[0])} or fields.count("S") != 1 or fields.count("G") != 1:
-        raise EnvironmentFailure(f"frozenlake: {given!r:.80} is no map: rows of one length, one S and one G")
+        raise ValueError(f"frozenlake: {given!r:.80} is no map: rows of one length, one S and one G")
     if set(fields) - set("SFHG"):
-        raise EnvironmentFailure(f"frozenlake: the map {given!r:.80} has fields other than S, F, H and G")
+        raise ValueError(f"frozenlake: the map {given!r:.80} has fields other than S, F, H and G")
     return rows

@@ -1,20 +1,112 @@
-"""The requests being computed, as a struct of arrays: one slot per request, so that what happens to all of
-them in a step is a handful of numpy operations and no loop.
+"""The requests being computed, and how their next tokens are drawn.
 
-A slot keeps its place for the life of its request. Rows of the KV cache are something else: they stay dense
-(see `core.py`), and `slot_of_row` leads from one to the other.
+Requests are a struct of arrays, one slot each, so that what happens to all of them in a step is a handful of
+numpy operations and no loop. A slot keeps its place for the life of its request. Rows of the KV cache are
+something else: they stay dense (see `core.py`), and `slot_of_row` leads from one to the other.
+
+Each row of a batch of logits is drawn from with its own parameters and seed. Randomness is counter-based: the
+uniform of a row is a hash of (its seed, how many units it has sampled), so a request draws the same numbers
+whoever its neighbours are and however often it is interrupted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from rollout_service.engines.base import FinishReason, GenerateRequest, GenerateResult
-from rollout_service.engines.local.sampling import Draw, uniforms
 from rollout_service.engines.text import stop_window
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Sampling parameters of `n` rows, as arrays of length n."""
+
+    temperature: npt.NDArray[np.float32]
+    """0 means greedy."""
+    top_p: npt.NDArray[np.float32]
+    """1 means no limit."""
+    top_k: npt.NDArray[np.int64]
+    """0 means no limit."""
+    uniform: npt.NDArray[np.float64]
+    """In (0, 1); see `uniforms`."""
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """One number in (0, 1) per row, a pure function of (seed, counter).
+
+    SplitMix64 (Steele, Lea, Flood 2014) over a mix of the two; the upper 32 bits, centred in their cell, so
+    that neither 0 nor 1 can come out.
+    """
+    state = _mix(seeds) + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    return ((_mix(state) >> np.uint64(32)).astype(np.float64) + 0.5) / 2.0**32
+
+
+def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    value = (value ^ (value >> np.uint64(30))) * _MIX_1
+    value = (value ^ (value >> np.uint64(27))) * _MIX_2
+    return value ^ (value >> np.uint64(31))
+
+
+def draw(logits_NV: Tensor, how: Draw) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Ids and log-probs, one per row of `logits_NV` (float32, any device).
+
+    A row with temperature 0 takes the argmax, and its log-prob is that of softmax(logits): the drawn
+    distribution is a point, about which there is nothing to say. Any other row draws by inverse CDF from
+    softmax(logits / temperature) cut by top-k, then by top-p, and renormalised; its log-prob is of exactly
+    that distribution. Log-softmax in float32, the CDF in float64.
+    """
+    greedy = how.temperature == 0
+    if (how.temperature != 1).any():
+        divisor = np.where(greedy, np.float32(1), how.temperature)
+        logits_NV = logits_NV / torch.from_numpy(divisor).to(logits_NV.device)[:, None]
+    cut = ~greedy & ((how.top_k > 0) | (how.top_p < 1))
+    if cut.any():
+        logits_NV = _truncate(logits_NV, how, np.flatnonzero(cut))
+    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+    if greedy.all():
+        ids = logprobs_NV.argmax(-1)
+    else:
+        ids = _inverse_cdf(logprobs_NV, how.uniform)
+        if greedy.any():
+            ids = torch.where(torch.from_numpy(greedy).to(ids.device), logprobs_NV.argmax(-1), ids)
+    chosen = logprobs_NV.gather(1, ids[:, None])[:, 0]
+    return ids.cpu().numpy(), chosen.cpu().numpy()
+
+
+def _inverse_cdf(logprobs_NV: Tensor, uniform: npt.NDArray[np.float64]) -> Tensor:
+    cdf_NV = logprobs_NV.exp().cumsum(-1, dtype=torch.float64)
+    target = torch.from_numpy(uniform).to(cdf_NV.device) * cdf_NV[:, -1]
+    # The first entry above the target: an id of probability 0 leaves the CDF flat and is never the first.
+    # Only rows that are not finite can run over the end; their log-prob tells.
+    ids = torch.searchsorted(cdf_NV, target[:, None], right=True)[:, 0]
+    return ids.clamp_(max=cdf_NV.shape[1] - 1)
+
+
+def _truncate(logits_NV: Tensor, how: Draw, rows: npt.NDArray[np.int64]) -> Tensor:
+    """`logits_NV` with -inf where top-k or top-p exclude an id, in the given rows; ties go to lower ids."""
+    index = torch.from_numpy(rows).to(logits_NV.device)
+    top_k = torch.from_numpy(how.top_k[rows]).to(logits_NV.device)[:, None]
+    top_p = torch.from_numpy(how.top_p[rows]).to(logits_NV.device)[:, None]
+    sorted_RV, order_RV = logits_NV[index].sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(sorted_RV.shape[1], device=logits_NV.device)[None]
+    sorted_RV = sorted_RV.masked_fill((rank_V >= top_k) & (top_k > 0), -torch.inf)
+    probs_RV = sorted_RV.softmax(-1)
+    before_RV = probs_RV.cumsum(-1) - probs_RV
+    # The first id always stays: nothing comes before it and top_p is above 0.
+    sorted_RV = sorted_RV.masked_fill((before_RV >= top_p) & (top_p < 1) & (rank_V > 0), -torch.inf)
+    kept_RV = torch.empty_like(sorted_RV).scatter_(1, order_RV, sorted_RV)
+    return logits_NV.index_copy(0, index, kept_RV)
+
 
 Slots = npt.NDArray[np.int64]
 
