@@ -18,7 +18,7 @@ from areal_async.errors import ArealError
 
 MAX_BYTES = 64 << 20
 PRIVATE_UMASK = 0o077
-"""Of every process of a run: nobody else may read what it writes."""
+"""The umask of every process of a run: nobody else may read what it writes."""
 
 
 class NotOurs(ArealError):

@@ -161,16 +161,6 @@ def _response_fits_the_model(job: JobConfig) -> Iterator[Mistake]:
             )
 
 
-def _stop_strings_stop_something(job: JobConfig) -> Iterator[Mistake]:
-    for section, stop in (
-        ("rollout.sampling", job.rollout.sampling.stop),
-        ("evaluation.sampling", job.evaluation.sampling.stop),
-    ):
-        if "" in stop:
-            problem = "an empty stop string ends every response before its first token"
-            yield Mistake(f"{section}.stop", problem, "Remove it")
-
-
 def _redis_url(job: JobConfig) -> Iterator[Mistake]:
     buffer = job.buffer
     if buffer.redis == "embedded":
@@ -380,7 +370,6 @@ RL_ONLY: tuple[Rule, ...] = (
     _a_group_fits_a_worker,
     _sampling_is_the_policy,
     _response_fits_the_model,
-    _stop_strings_stop_something,
     _checkpoint_interval_fits,
     _reuse_is_possible,
     _group_policy_is_whole,

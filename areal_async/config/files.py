@@ -36,8 +36,7 @@ def check_files(job: JobConfig) -> list[Mistake]:
     if job.tasks.evaluation is not None:
         mistakes += _check_tasks("tasks.evaluation", job.tasks.evaluation, job.model)[1]
     if job.kind == "rl":
-        mistakes += _check_redis_files(job)
-        mistakes += _check_weights_files(job)
+        mistakes += _check_secret_files(job)
         mistakes += reward_file_mistakes(job.reward)
         mistakes += _check_arguments(job)
     mistakes += own_part_mistakes(job)
@@ -54,26 +53,21 @@ def _check_run_dir(run_dir: Path) -> Iterator[Mistake]:
         yield Mistake("run_dir", f"{nearest} cannot be written to", "Change its permissions, or give another")
 
 
-def _check_redis_files(job: JobConfig) -> Iterator[Mistake]:
+def _check_secret_files(job: JobConfig) -> Iterator[Mistake]:
     """That the named secrets and certificates can be read; what is in them is never shown."""
     login, tls = job.buffer.redis_login, job.buffer.redis_tls
-    for section, name, path in (
-        ("redis_login", "password_file", login.password_file),
-        ("redis_login", "sentinel_password_file", login.sentinel_password_file),
-        ("redis_tls", "ca_file", tls.ca_file),
-        ("redis_tls", "cert_file", tls.cert_file),
-        ("redis_tls", "key_file", tls.key_file),
+    for field, path in (
+        ("buffer.redis_login.password_file", login.password_file),
+        ("buffer.redis_login.sentinel_password_file", login.sentinel_password_file),
+        ("buffer.redis_tls.ca_file", tls.ca_file),
+        ("buffer.redis_tls.cert_file", tls.cert_file),
+        ("buffer.redis_tls.key_file", tls.key_file),
+        ("weights.key_file", job.weights.key_file),
     ):
         if path is not None and not (path.is_file() and os.access(path, os.R_OK)):
             problem = f"{path} does not exist or cannot be read"
-            yield Mistake(f"buffer.{section}.{name}", problem, "Correct the path or its permissions")
-
-
-def _check_weights_files(job: JobConfig) -> Iterator[Mistake]:
-    keys, directory = job.weights.key_file, job.weights.directory
-    if keys is not None and not (keys.is_file() and os.access(keys, os.R_OK)):
-        problem = f"{keys} does not exist or cannot be read"
-        yield Mistake("weights.key_file", problem, "Correct the path or its permissions")
+            yield Mistake(field, problem, "Correct the path or its permissions")
+    directory = job.weights.directory
     if directory is not None and not (directory.is_dir() and os.access(directory, os.W_OK | os.X_OK)):
         problem = f"{directory} is no directory that can be written to"
         yield Mistake("weights.directory", problem, "Make it, or give another that all hosts share")

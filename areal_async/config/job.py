@@ -8,7 +8,7 @@ from pydantic import Field
 
 from areal_async.config.base import Section
 from areal_async.config.reward import RewardSection
-from areal_async.config.rollout import RolloutSection, SamplingSection, ServerSection
+from areal_async.config.rollout import RolloutSection, SamplingSection, ServerSection, StopText
 from areal_async.rpc.schema import POLICY, POLICY_NAME
 
 NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
@@ -89,7 +89,7 @@ class EvaluationSamplingSection(Section):
     """Sample from so many most likely tokens; 0 means from all."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Most tokens of one response; null means as many as `rollout.sampling.max_new_tokens`."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[StopText, ...] = ()
     """Texts that end a response (beside the model's end-of-sequence token)."""
 
 

@@ -2,11 +2,14 @@
 
 import ipaddress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from areal_async.config.base import Section
+
+StopText = Annotated[str, Field(min_length=1)]
+"""An empty one would end every response before its first token."""
 
 
 class SamplingSection(Section):
@@ -20,7 +23,7 @@ class SamplingSection(Section):
     """Sample from so many most likely tokens; 0 means from all."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Most tokens of one response."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[StopText, ...] = ()
     """Texts that end a response (beside the model's end-of-sequence token)."""
 
 

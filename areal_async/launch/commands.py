@@ -133,7 +133,10 @@ class ControlSocket:
 
     async def _drain(self, peer: Peer, request: DrainWorker, attachments: list[memoryview]) -> WorkersChanged:
         if request.outside:
-            return await self._drain_outside(request)
+            if not await self._tell_buffer(request.worker):
+                raise FaultError("unavailable", "the buffer does not answer; nothing was done")
+            text = f"{request.worker} is leased nothing more; it ends once it has finished what it has"
+            return WorkersChanged(text, [])
         begun = await self._begin(request)
         ((name, ending),) = begun.leaving.items()
         await self._tell_buffer(name)
@@ -150,12 +153,6 @@ class ControlSocket:
         except queue.Full:
             raise FaultError("busy", "the supervisor has requests enough under way", 500) from None
         return await asyncio.wrap_future(asked.begun)
-
-    async def _drain_outside(self, message: DrainWorker) -> WorkersChanged:
-        if not await self._tell_buffer(message.worker):
-            raise FaultError("unavailable", "the buffer does not answer; nothing was done")
-        text = f"{message.worker} is leased nothing more; it ends once it has finished what it has"
-        return WorkersChanged(text, [])
 
     async def _tell_buffer(self, name: str) -> bool:
         """Have the buffer lease it nothing more. If that fails the worker is told at the end of its time."""

@@ -21,13 +21,13 @@ from areal_async.runtime.context import ServicePlace
 from areal_async.runtime.process import NO_RESTARTS, RestartPolicy, Restarts
 
 STAGE_LIMITS_S = (4.5, 1.5, 2.0)
-"""From asking a stage to end until what is left of it is killed. The first is above the services' own
-grace, so that a kill is the exception."""
+"""A stage that was asked to end is killed after so long. The first limit is above the services' own grace, so
+that a kill is the exception."""
 KILL_LIMIT_S = 0.4
-"""From a kill until the next stage goes on without waiting for it."""
+"""The next stage goes on so long after a kill, without waiting for it."""
 STOP_LIMIT_S = sum(STAGE_LIMITS_S) + len(STAGE_LIMITS_S) * KILL_LIMIT_S
 LAST_ONE_LIMIT_S = 120.0
-"""From the trainer's end until an evaluator that has not ended is a failure."""
+"""An evaluator that has not ended so long after the trainer is a failure."""
 
 
 class Phase(Enum):

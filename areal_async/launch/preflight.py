@@ -216,7 +216,7 @@ SAMPLE = 256
 TEMPLATE_TOKENS = 256
 """Allowance for what a chat template adds to a prompt."""
 UNKNOWN_SHARE = 0.1
-"""With a larger share of unknown characters in the sampled prompts the tokenizer is the wrong one."""
+"""A tokenizer that knows less of the characters in the sampled prompts is the wrong one."""
 TRIAL_LIMIT_S = 600.0
 """The longest that loading a tokenizer or a reward may take."""
 

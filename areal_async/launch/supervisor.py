@@ -86,7 +86,7 @@ class Supervisor:
         self.lifecycle = Lifecycle(self.services, ready_limit_s(job), RestartPolicy.of(job.supervisor))
         self.children: dict[str, ChildProcess] = {}
         self.metrics_ports: dict[str, int] = {}
-        """By name: what each service reported when ready; until then the planned ones."""
+        """The port of each service: what it reported when ready; until then the planned one."""
         self._on_serving = on_serving
         self._on_ending = on_ending
         self._on_restart = on_restart

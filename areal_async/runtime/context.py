@@ -81,9 +81,9 @@ class ServiceContext:
     run_dir: Path
     """`<job.run_dir>/<job.job>`: everything that outlives the run."""
     socket_dir: Path
-    """For unix sockets; short, mode 0700, removed when the run ends."""
+    """The folder of unix sockets: short, mode 0700, removed when the run ends."""
     shm_dir: Path
-    """For shared memory files; removed when the run ends."""
+    """The folder of shared memory files, removed when the run ends."""
     secret: RunSecret
     """What every socket of the run asks for."""
     buffer_endpoint: str

@@ -45,13 +45,13 @@ ACCEPTED_AT_ONCE = 32
 LEAST_RATE = 64 << 10
 """Bytes a second. A client that sends a body, or takes an answer, more slowly is too slow."""
 UNREAD_S = 5.0
-"""For what is left of a body that nobody wants: a connection closed at once could lose the answer."""
+"""The rest of a body that nobody wants is taken so long: to close at once could lose the answer."""
 REST_S = 0.5
 """Before another try to accept, when the process is out of descriptors."""
 SWEEP_S = 0.5
 LOGGED_EVERY_S = 60.0
 LOGGED_CHARS = 300
-"""Of what a client sent."""
+"""Most characters of what a client sent that are logged."""
 
 Phase = Literal["headers", "body", "answer", "unread", "idle"]
 """What a client is at: it sends headers, or a body; it waits for its answer or takes it; it has the answer
@@ -67,15 +67,15 @@ class HttpLimits:
     connections: int = 256
     """At most; never more than half of what the process may open."""
     header_bytes: int = 32 << 10
-    """Of the request line and all headers of one request."""
+    """Most bytes of the request line and all headers of one request."""
     held_bytes: int = 128 << 20
     """Bodies of all requests under way; a request beyond it is told 503."""
     header_s: float = 10.0
-    """From the first byte of a request, or the connection, to the end of the headers."""
+    """Longest time from the first byte of a request, or the connection, to the end of the headers."""
     body_s: float = 20.0
-    """For a body to arrive or an answer to be taken, beyond what they need at `LEAST_RATE`."""
+    """Longest time for a body to arrive or an answer to be taken, beyond what they need at `LEAST_RATE`."""
     answer_s: float = 120.0
-    """From the end of the headers to the end of the answer, at the very most."""
+    """Longest time from the end of the headers to the end of the answer."""
     idle_s: int = 5
     """Between an answer and the next request."""
 
@@ -199,8 +199,6 @@ class HttpServer:
             self._sweeping.cancel()
         self.faults.report()
 
-    # --- who is let in -------------------------------------------------------------------------------
-
     def _accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
             try:
@@ -282,8 +280,6 @@ class HttpServer:
         found.transport.abort()
         return True
 
-    # --- who is too slow -----------------------------------------------------------------------------
-
     def _sweep_later(self) -> None:
         if self._sweeping is None:
             self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)
@@ -298,8 +294,6 @@ class HttpServer:
         self.faults.report_due(now_s)
         if self.connections or self.faults.unreported:
             self._sweep_later()
-
-    # --- one request ---------------------------------------------------------------------------------
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection = scope["state"]["connection"]
@@ -359,8 +353,6 @@ class Connection(H11Protocol):
         """Since when the client takes less than it is sent."""
         self._stuck_bytes = 0
 
-    # --- for applications ----------------------------------------------------------------------------
-
     def hold(self, size_bytes: int) -> None:
         """Take so much of the room for bodies until the request is answered. Raises `ServerFull`."""
         if self._server.held_bytes + size_bytes > self._server.limits.held_bytes:
@@ -378,8 +370,6 @@ class Connection(H11Protocol):
         one or the other is known; to be asked before the last, empty part of an answer."""
         await self.flow.drain()
         return not self.cycle.disconnected and not self.transport.is_closing()
-
-    # --- for the server ------------------------------------------------------------------------------
 
     @property
     def worth(self) -> int | None:
@@ -407,8 +397,6 @@ class Connection(H11Protocol):
             case "answer" if age_s > limits.answer_s:
                 return "no end of an answer"
         return ""
-
-    # --- as a protocol -------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -97,11 +97,8 @@ async def answer_scrape(scope: Scope, receive: Receive, send: Send) -> None:
         response: Response = PlainTextResponse("metrics are read with GET", 405, {"allow": "GET"})
     else:
         encode, media_type = choose_encoder(request.headers.get("accept", ""))
-        names = request.query_params.getlist("name[]")
-        wanted = (
-            prometheus_client.REGISTRY.restricted_registry(names) if names else prometheus_client.REGISTRY
-        )
-        text, headers = encode(wanted), {"content-type": media_type, "connection": "close"}
+        text = encode(prometheus_client.REGISTRY)
+        headers = {"content-type": media_type, "connection": "close"}
         if gzip_accepted(request.headers.get("accept-encoding", "")):
             text, headers["content-encoding"] = gzip.compress(text), "gzip"
         response = Response(text, headers=headers)

@@ -44,34 +44,32 @@ Ask = Callable[[str], Awaitable[ServiceStatus]]
 
 
 class Tail:
-    """The lines appended to a file since the last look. A line is given once it has its end."""
+    """The records appended to a file since the last look. A line counts once it has its end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
         self._rest = b""
 
-    def lines(self) -> Iterator[str]:
+    def records(self) -> Iterator[dict[str, object]]:
+        """All whole lines up to the end that are JSON objects."""
+        while chunk := self._read():
+            *whole, self._rest = (self._rest + chunk).split(b"\n")
+            for line in whole:
+                with suppress(ValueError):
+                    record = json.loads(line)
+                    if isinstance(record, dict):
+                        yield record
+
+    def _read(self) -> bytes:
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
                 chunk = file.read(READ_LIMIT_BYTES)
         except OSError:
-            return
+            return b""
         self._offset += len(chunk)
-        *whole, self._rest = (self._rest + chunk).split(b"\n")
-        for line in whole:
-            if line:
-                yield line.decode("utf-8", errors="replace")
-
-    def records(self) -> Iterator[dict[str, object]]:
-        """All lines up to the end that are JSON objects."""
-        while lines := list(self.lines()):
-            for line in lines:
-                with suppress(ValueError):
-                    record = json.loads(line)
-                    if isinstance(record, dict):
-                        yield record
+        return chunk
 
 
 class StatusClients:
@@ -188,7 +186,7 @@ class Monitor:
             self._aggregator.feed_status(name, status, time.monotonic())
 
     def _report_stall(self, status: RunStatus) -> None:
-        """To the log when the edge changes and every `REPORT_S`, and as a metric."""
+        """Log a stall when its edge changes and every `REPORT_S`, and set its metric."""
         stall, told = status.stall, self._stall
         edge = stall.edge if stall is not None else None
         if told is not None and told.edge != edge:

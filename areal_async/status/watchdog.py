@@ -27,11 +27,11 @@ class Facts:
     idle_s: float
     """Since the trainer was last seen to compute."""
     phases: Mapping[str, str]
-    """By process name: waiting, starting, serving, draining, restarting or ended."""
+    """What each process is at: waiting, starting, serving, draining, restarting or ended."""
     silent_s: Mapping[str, float] = field(default_factory=dict)
     """Since each process last answered."""
     groups: Mapping[str, int] = field(default_factory=dict)
-    """By state of the ledger."""
+    """Groups by their state in the ledger."""
     redis: str = ""
     """Why the buffer waits for Redis; empty when it does not."""
     version: int | None = None

@@ -77,25 +77,6 @@ def test_a_number_that_nobody_means_is_refused_with_its_field_and_bound(
     assert found[0]["ctx"].get("le", found[0]["ctx"].get("lt")) < HUGE
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "most"),
-    [
-        ("reward.workers", 1_000_000, "1024"),
-        ("rollout.workers", 1_000_000, "1024"),
-        ("trainer.steps", HUGE, "100000000"),
-        ("trainer.torch_threads", 100_000, "1024"),
-        ("evaluation.every_steps", HUGE, "1000000000"),
-    ],
-)
-def test_the_error_names_the_field_and_what_it_may_be(
-    folder: Path, field: str, value: int, most: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_job(folder / "job.yaml", [f"{field}={value}"])
-    (mistake,) = caught.value.mistakes
-    assert (mistake.field, mistake.fix) == (field, f"Give at most {most}")
-
-
 def test_numbers_in_lists_and_mappings_are_bounded_too() -> None:
     for content in ({"scale": [0, HUGE]}, {"grades": {"yes": HUGE}}):
         with pytest.raises(ValidationError, match="less than or equal"):

@@ -194,17 +194,17 @@ def test_the_last_notice_is_shown_for_a_while_and_then_what_is_waited_for(
     assert aggregator.status(142.0).message == "trainer: another life"
 
 
-def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
+def test_a_tail_gives_each_whole_record_once(tmp_path: Path) -> None:
     tail = Tail(tmp_path / "log")
-    assert list(tail.lines()) == []
+    assert list(tail.records()) == []
     with (tmp_path / "log").open("a") as file:
-        file.write("one\ntw")
+        file.write('{"n": 1}\n{"n"')
         file.flush()
-        assert list(tail.lines()) == ["one"]
-        file.write("o\n\nthree\n")
+        assert list(tail.records()) == [{"n": 1}]
+        file.write(': 2}\n\nno record\n[3]\n{"n": 4}\n')
         file.flush()
-        assert list(tail.lines()) == ["two", "three"]
-    assert list(tail.lines()) == []
+        assert list(tail.records()) == [{"n": 2}, {"n": 4}]
+    assert list(tail.records()) == []
 
 
 class Answers:
