@@ -32,10 +32,10 @@ from areal_async.rpc.schema import Message, Task, VersionTag
 from areal_async.rpc.verdicts import Score
 from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
 from replay_buffer.ledger.index import Index, LedgerRecords
+from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import GroupState, LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules
-from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 
 UNBOUNDED = 1 << 20
 """An η that bounds nothing."""

@@ -53,10 +53,10 @@ from replay_buffer.coordinator import Coordinator
 from replay_buffer.errors import StoreUnavailable
 from replay_buffer.ledger.decide import stats
 from replay_buffer.ledger.index import Index
+from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules
-from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.redis.address import RedisAddress
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.large import EPISODES

@@ -2,15 +2,24 @@
 
 The order of `sampling` decides among groups never trained; what was trained before fills the places they
 leave, unless a group under way would lose its own by that.
+
+Replay (`buffer.max_reuse`). A group is trained in at most `max_reuse` steps of a policy, never twice in one.
+While it has uses left and is young enough for the next step it is SCORED again; steps take it only where
+groups never trained leave room. Then it is TRAINED for good, and COMMITTED with the first checkpoint after
+its last use. It is never dropped: its part in the weights is there. `Training.steps` has its uses; what a
+trainer that comes back undoes are those after its checkpoint, and only those.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup, NextBatch, Waiting
 from areal_async.rpc.schema import Message
+from replay_buffer.ledger.admission import room, space
 from replay_buffer.ledger.index import Index, has_place
+from replay_buffer.ledger.leasing import demand_of, space_of
 from replay_buffer.ledger.records import (
     NO_VERSION,
     BatchPlan,
@@ -18,14 +27,16 @@ from replay_buffer.ledger.records import (
     EpisodeState,
     GroupRecord,
     GroupState,
+    Lineage,
     OvertakenWait,
+    Training,
     Versions,
+    accepts,
 )
+from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.sampling import choose, overtaken_by_reuse
-from replay_buffer.ledger.score import parts_of
-from replay_buffer.ledger.training import is_on_lineage, masked_below, too_old
+from replay_buffer.ledger.scoring import parts_of
 from replay_buffer.ledger.transaction import Decision, Transaction, fault
-from replay_buffer.ledger.wait_reasons import starving
 
 UNFINISHED = (GroupState.LEASED, GroupState.GENERATED)
 NO_VERSIONS = Versions(NO_VERSION, NO_VERSION, 0)
@@ -274,3 +285,157 @@ def _batch_episode(episode_id: str, sample: int, episode: EpisodeRecord, policy:
         components=episode.components or {},
         parts=parts_of(episode),
     )
+
+
+# --- what is starving, in words that a person can act on ---
+
+
+def starving(index: Index, policy: str, step: int, ready: int) -> Waiting:
+    """Why `step` of `policy` cannot start with `ready` scored groups: the edge that lacks, then the
+    figures."""
+    mine, episodes = index.consumers[policy], index.episode_counts
+    groups = mine.group_counts
+    stored, claimed = episodes[EpisodeState.STORED], episodes[EpisodeState.CLAIMED]
+    figures = (
+        f"step {step} needs {index.rules.consumers[policy].batch_groups} scored groups and has {ready}; "
+        f"{groups[GroupState.LEASED]} are being generated, {groups[GroupState.GENERATED]} are generated but "
+        f"not scored ({stored} episodes unclaimed, {claimed} claimed), {groups[GroupState.QUEUED]} are queued"
+    )
+    if len(mine.reusable):
+        figures += (
+            f"; {len(mine.reusable)} could be used again, once that makes a whole batch and no group being "
+            "generated or scored becomes too old by it"
+        )
+    if equal := index.meta.counts.get("dropped:no_variance"):
+        figures += f"; {equal} so far were dropped for rewards that are all equal (buffer.dynamic_filtering)"
+    unscored = sum(
+        count for reason, count in index.meta.counts.items() if reason.startswith("dropped:verdict_")
+    )
+    if unscored:
+        kind, note = next(reversed(index.meta.no_scores.items()), ("", None))
+        newest = f", the newest verdict: {kind}: {note.message}" if note is not None else ""
+        figures += f"; {unscored} so far were dropped because they got no score{newest}"
+    return Waiting(_edge(index, policy), figures)
+
+
+def _edge(index: Index, policy: str) -> str:
+    groups, episodes = index.consumers[policy].group_counts, index.episode_counts
+    leased, generated = groups[GroupState.LEASED], groups[GroupState.GENERATED]
+    if generated and generated >= leased:
+        if not index.claims:
+            return "scored groups; no scorer holds a claim on what is generated"
+        return "scored groups; scoring is behind"
+    if leased:
+        return "scored groups; generation is behind"
+    if groups[GroupState.QUEUED]:
+        return "generated groups; no worker leases what is queued"
+    if index.tasks.at(index.meta.position) is None:
+        return "tasks; the task file is exhausted (tasks.passes)"
+    if episodes[EpisodeState.MISSING] == sum(episodes):
+        return "generated groups; no worker has leased any"
+    return "generated groups; no worker leases"
+
+
+def lease_wait(index: Index) -> str:
+    """Why a worker that serves the newest version would be given no group; empty when it would."""
+    for policy in index.consumers:
+        places, why = room(demand_of(index, policy), index.consumer(policy).v_train)
+        if not places:
+            return why
+    if index.queue:
+        return ""
+    _, _, full = space(space_of(index))
+    if not full and index.tasks.at(index.meta.position) is None:
+        return f"the task file is exhausted after {index.meta.position} tasks"
+    return full
+
+
+def batch_wait(index: Index, policy: str) -> str:
+    """What the next step of `policy` waits for; empty when its batch can be made, or is, or no step is
+    left."""
+    rules, step = index.rules.consumers[policy], index.consumer(policy).v_train
+    ready = index.consumers[policy].group_counts[GroupState.SCORED]
+    if (policy, step) in index.batches or step >= rules.steps or ready >= rules.batch_groups:
+        return ""
+    waiting = starving(index, policy, step, ready)
+    return f"{waiting.edge}: {waiting.detail}"
+
+
+# --- a group and the steps of one policy ---
+
+
+Plans = dict[str, list[int]]
+"""Group → the steps from some step on that hold it in their batch, ascending."""
+
+
+def masked_below(rules: Rules, policy: str, step: int) -> int:
+    """The version below which the trainer of `policy` masks units in `step`; 0 where it masks none."""
+    return max(0, rules.consumers[policy].lowest_version(step)) if rules.overtaken_masks else 0
+
+
+def too_old(rules: Rules, group: GroupRecord, policy: str, step: int) -> bool:
+    """Whether `step` of `policy`, and every later one, must do without the group: it holds a unit below the
+    step's lowest version; or, where such units are masked, nothing else, and nothing is to come."""
+    lowest = rules.consumers[policy].lowest_version(step)
+    oldest = group.training[policy].min_version
+    if oldest == NO_VERSION or oldest >= lowest:
+        return False
+    if not rules.overtaken_masks:
+        return True
+    return not group.missing and all(newest_version(episode, policy) < lowest for episode in group.episodes)
+
+
+def newest_version(episode: EpisodeRecord, policy: str) -> int:
+    """The newest version of `policy` in an episode; -1 for none."""
+    return episode.versions[policy].newest if policy in episode.versions else NO_VERSION
+
+
+def is_on_lineage(lineage: Lineage, episode: EpisodeRecord, policy: str) -> bool:
+    """Whether every unit of `policy` in the episode was sampled from weights that count."""
+    versions = episode.versions.get(policy)
+    return versions is None or accepts(lineage, versions.epoch, versions.oldest, versions.newest)
+
+
+def plans_from(index: Index, policy: str, step: int) -> Plans:
+    """What the redo log of `policy` has: empty unless its trainer is redoing steps."""
+    plans: defaultdict[str, list[int]] = defaultdict(list)
+    for number, plan in index.plans(policy, step).items():
+        for group_id in plan.group_ids:
+            plans[group_id].append(number)
+    return dict(plans)
+
+
+def may_be_used(rules: Rules, group: GroupRecord, policy: str, step: int) -> bool:
+    """Whether a trained group has a use left and is not too old for `step`."""
+    return len(group.training[policy].steps) < rules.max_reuse and not too_old(rules, group, policy, step)
+
+
+def trained_in(tx: Transaction, group: GroupRecord, policy: str, step: int, plans: Plans) -> None:
+    """A BATCHED group was trained in `step`; `plans` are those of the steps after it."""
+    steps = (*group.training[policy].steps, step)
+    group = tx.train(group, policy, GroupState.TRAINED, steps=steps)
+    if later := plans.get(group.group_id):
+        group = tx.train(group, policy, GroupState.SCORED, "reuse")
+        tx.train(group, policy, GroupState.BATCHED, "redo", step=later[0])
+    elif may_be_used(tx.rules, group, policy, step + 1):
+        tx.train(group, policy, GroupState.SCORED, "reuse")
+
+
+def rewound(tx: Transaction, group: GroupRecord, policy: str, step: int, planned: list[int] | None) -> int:
+    """Undo the uses of a group in `step` and later; returns how many episodes that takes back.
+
+    `planned` are the steps of the redo log that hold it: it is BATCHED for the first of them."""
+    training: Training = group.training[policy]
+    kept = tuple(number for number in training.steps if number < step)
+    undone = (len(training.steps) - len(kept)) * group.count(EpisodeState.VERDICT)
+    if training.has_ended:
+        return 0
+    if planned:
+        if training.state != GroupState.BATCHED:
+            tx.train(group, policy, GroupState.BATCHED, "redo", step=planned[0], steps=kept)
+        elif training.step != planned[0]:
+            tx.count("batched:redo")
+            tx.set_training(group, policy, step=planned[0], steps=kept)
+    elif training.state == GroupState.TRAINED and kept and may_be_used(tx.rules, group, policy, step):
+        tx.train(group, policy, GroupState.SCORED, "reuse")
+    return undone

@@ -8,9 +8,15 @@ import msgspec
 
 from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, LedgerCopy
 from areal_async.rpc.schema import Ok
-from replay_buffer.ledger.batching import refused
+from replay_buffer.ledger.batching import (
+    is_on_lineage,
+    masked_below,
+    newest_version,
+    plans_from,
+    refused,
+    trained_in,
+)
 from replay_buffer.ledger.index import Index, has_place
-from replay_buffer.ledger.lineage import continued, pruned, undecided
 from replay_buffer.ledger.records import (
     SCHEMA,
     EpisodeRecord,
@@ -18,13 +24,9 @@ from replay_buffer.ledger.records import (
     GroupRecord,
     GroupState,
     LedgerMeta,
-)
-from replay_buffer.ledger.training import (
-    is_on_lineage,
-    masked_below,
-    newest_version,
-    plans_from,
-    trained_in,
+    continued,
+    pruned,
+    undecided,
 )
 from replay_buffer.ledger.transaction import Decision, Transaction, fault
 

@@ -27,18 +27,16 @@ from areal_async.rpc.schema import Ok, Request
 from replay_buffer.ledger import (
     batching,
     committing,
-    faults,
     leasing,
     opening,
     scoring,
-    storing,
     verdicts,
 )
 from replay_buffer.ledger.admission import capacity
+from replay_buffer.ledger.batching import batch_wait, lease_wait
 from replay_buffer.ledger.index import Index, WriteSet
 from replay_buffer.ledger.records import EpisodeState, GroupState
-from replay_buffer.ledger.transaction import Decision, Transaction
-from replay_buffer.ledger.wait_reasons import batch_wait, lease_wait
+from replay_buffer.ledger.transaction import Decision, Transaction, forget_failures
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ DECIDES: Mapping[type[Any], Decide] = {
     Arrived: leasing.arrived,
     Release: leasing.release,
     Drain: leasing.drain,
-    storing.StoreEpisodes: storing.store_episodes,
+    leasing.StoreEpisodes: leasing.store_episodes,
     Claim: scoring.claim,
     PutVerdicts: verdicts.verdicts,
     opening.OpenedWith: opening.open_trainer,
@@ -97,7 +95,7 @@ DECIDES: Mapping[type[Any], Decide] = {
 
 Command = (
     Request[Any]
-    | storing.StoreEpisodes
+    | leasing.StoreEpisodes
     | opening.OpenedWith
     | ExpireDeadlines
     | ExtendDeadlines
@@ -120,7 +118,7 @@ def begun(index: Index, now_ms: int) -> Decision:
     if index.meta.failed:
         tx.set_meta(failed="")
         tx.count("failure_lifted")
-        faults.forget(tx)
+        forget_failures(tx)
     return tx.decide(Ok())
 
 

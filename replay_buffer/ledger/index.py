@@ -6,11 +6,11 @@ index made from the records alone equals one that came to them step by step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from replay_buffer.ledger.consumer_index import ConsumerIndex
 from replay_buffer.ledger.records import (
     GIVEN_UP,
     NO_VERSION,
@@ -24,7 +24,7 @@ from replay_buffer.ledger.records import (
     LedgerMeta,
 )
 from replay_buffer.ledger.rules import Rules, Tasks
-from replay_buffer.ledger.sorted_index import SortedIndex
+from replay_buffer.ledger.sampling import Key, rank
 
 Edge = Literal["lease", "claim", "batch"]
 """What a client can wait for: room to lease, something to score, a batch to train."""
@@ -311,3 +311,87 @@ def _put(table: dict[Any, Any], key: Any, value: Any) -> None:
 
 def _parts(records: LedgerRecords) -> tuple[Mapping[Any, Any], ...]:
     return (records.groups, records.leases, records.claims, records.batches)
+
+
+OUTSTANDING = (GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED, GroupState.BATCHED)
+"""States that count in the admission formula: leased at least once, and not yet TRAINED or DROPPED. A group
+that was trained and is SCORED or BATCHED again does not count."""
+UNBATCHED = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED)
+
+
+class ConsumerIndex:
+    """What follows from the groups for the trainer of `policy`. Changed by `replace` alone."""
+
+    def __init__(self, rules: Rules, policy: str) -> None:
+        self.policy = policy
+        self._rules = rules
+        self.ready = SortedIndex()
+        """SCORED groups never trained so far, in the order of `buffer.sampling`."""
+        self.reusable = SortedIndex()
+        """SCORED groups that were trained before and may be again: the least used first, then as `ready`."""
+        self.aging = SortedIndex()
+        """Unbatched groups that hold or may come to hold a version, the oldest such version first."""
+        self.group_counts = [0] * len(GroupState)
+        self.reused = 0
+        """Groups trained before that are SCORED or BATCHED again."""
+
+    @property
+    def outstanding(self) -> int:
+        return sum(self.group_counts[state] for state in OUTSTANDING) - self.reused
+
+    def replace(self, group_id: str, old: GroupRecord | None, new: GroupRecord | None) -> None:
+        """Count the record `old` of a group out and `new` in; None where there is none."""
+        for group, sign in ((old, -1), (new, +1)):
+            if group is not None and self.policy in group.training:
+                state = group.state_for(self.policy)
+                self.group_counts[state] += sign
+                if group.training[self.policy].steps and state in OUTSTANDING:
+                    self.reused += sign
+        if new is None or self.policy not in new.training:
+            for order in (self.ready, self.reusable, self.aging):
+                order.set(group_id, None)
+            return
+        training, state = new.training[self.policy], new.state_for(self.policy)
+        place = rank(self._rules, new, training.min_version) if state == GroupState.SCORED else None
+        uses = len(training.steps)
+        self.ready.set(group_id, place if not uses else None)
+        self.reusable.set(group_id, (uses, *place) if uses and place is not None else None)
+        oldest = new.oldest_version(self.policy)
+        aging = state in UNBATCHED and oldest != NO_VERSION
+        self.aging.set(group_id, (oldest, new.seq) if aging else None)
+
+
+class SortedIndex:
+    """Ids sorted by (key, id). A change costs a binary search and a move of at most a few thousand
+    pointers."""
+
+    def __init__(self) -> None:
+        self._key_of: dict[str, Key] = {}
+        self._sorted: list[tuple[Key, str]] = []
+
+    def set(self, id_: str, key: Key | None) -> None:
+        """Place `id_` at `key`; None takes it out."""
+        old = self._key_of.get(id_)
+        if old == key:
+            return
+        if old is not None:
+            del self._sorted[bisect_left(self._sorted, (old, id_))]
+            del self._key_of[id_]
+        if key is not None:
+            self._key_of[id_] = key
+            insort(self._sorted, (key, id_))
+
+    def first_key(self) -> Key | None:
+        return self._sorted[0][0] if self._sorted else None
+
+    def items(self) -> Iterator[tuple[str, Key]]:
+        return ((id_, key) for key, id_ in self._sorted)
+
+    def __iter__(self) -> Iterator[str]:
+        return (id_ for _, id_ in self._sorted)
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def __contains__(self, id_: str) -> bool:
+        return id_ in self._key_of

@@ -20,9 +20,9 @@ import msgspec
 from msgspec.structs import replace
 
 from areal_async.rpc.messages import TrainerOpened
+from replay_buffer.ledger.batching import is_on_lineage, plans_from, rewound
 from replay_buffer.ledger.committing import Copy, commit_before
 from replay_buffer.ledger.index import Index
-from replay_buffer.ledger.lineage import reopened
 from replay_buffer.ledger.records import (
     MISSING,
     SCHEMA,
@@ -32,8 +32,8 @@ from replay_buffer.ledger.records import (
     GroupRecord,
     GroupState,
     LedgerMeta,
+    reopened,
 )
-from replay_buffer.ledger.training import is_on_lineage, plans_from, rewound
 from replay_buffer.ledger.transaction import Decision, Transaction, fault, figures
 
 KEPT = ("ids", "seq", "consumers", "draining", "failed", "generating", "scoring")

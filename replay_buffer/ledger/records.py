@@ -9,11 +9,10 @@ else needs a new `SCHEMA`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import msgspec
-
-from replay_buffer.ledger.lineage import START, Lineage
 
 SCHEMA = 2
 NO_VERSION = -1
@@ -214,6 +213,73 @@ class BatchPlan(LedgerRecord, frozen=True, array_like=True, gc=False):
     group_ids: tuple[str, ...]
 
 
+# --- Which snapshots are on the lineage of a trainer.
+#
+# A trainer that comes back from a checkpoint at version `c` starts a new epoch. What its predecessor
+# published up to `c` is still true; of what it published after `c`, as much as the new epoch publishes
+# again bit by bit. The rest is abandoned, and units sampled under it must not be trained. An episode is
+# judged by its oldest epoch and its version range alone, which errs on the safe side for an episode that
+# spans a restart.
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Epoch `epoch` published the versions `first` to `last`; `last` None: it is the running one."""
+
+    epoch: int
+    first: int
+    last: int | None = None
+
+
+Lineage = tuple[Span, ...]
+
+START: Lineage = (Span(0, 0),)
+"""Before any trainer: version 0 is the model that the job starts from."""
+
+
+def accepts(lineage: Lineage, min_epoch: int, min_version: int, max_version: int) -> bool:
+    """Whether every unit of an episode was sampled from weights on the lineage. An episode without sampled
+    units (versions -1) always is."""
+    if max_version < 0:
+        return True
+    for span in lineage:
+        if span.epoch == min_epoch:
+            return span.first <= min_version and (span.last is None or max_version <= span.last)
+    return False
+
+
+def reopened(lineage: Lineage, epoch: int, version: int) -> Lineage:
+    """A trainer of a new epoch starts from the weights of `version`."""
+    held = tuple(
+        Span(span.epoch, span.first, version if span.last is None else min(span.last, version))
+        for span in lineage
+        if span.first <= version
+    )
+    return (*held, Span(epoch, version))
+
+
+def continued(lineage: Lineage, step: int, same_as: Sequence[int]) -> Lineage:
+    """The running epoch has published `step + 1`, which the epochs `same_as` had published alike. An epoch
+    once left behind stays so."""
+    return tuple(
+        Span(span.epoch, span.first, step + 1) if span.last == step and span.epoch in same_as else span
+        for span in lineage
+    )
+
+
+def undecided(lineage: Lineage, step: int, min_epoch: int, max_version: int) -> bool:
+    """Whether an episode with units beyond version `step`, the newest of the running epoch, is of an earlier
+    epoch that this one has equalled so far: the steps to come will tell."""
+    return max_version > step and any(span.epoch == min_epoch and span.last == step for span in lineage)
+
+
+def pruned(lineage: Lineage, oldest: int) -> Lineage:
+    """Without the spans that no unit of version `oldest` or newer can belong to."""
+    return tuple(span for span in lineage if span.last is None or span.last >= oldest)
+
+
+# --- the job ---
+
+
 class OvertakenWait(LedgerRecord, frozen=True, array_like=True, gc=False):
     step: int
     since_ms: int
@@ -243,7 +309,7 @@ class Attempt(LedgerRecord, frozen=True, array_like=True, gc=False):
 
 
 class Streak(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """Tries of one kind that failed since the last that succeeded (`faults.py`)."""
+    """Tries of one kind that failed since the last that succeeded (`transaction.py`)."""
 
     succeeded: bool = False
     """Whether one has succeeded since the job was started, or resumed after it had failed."""
@@ -297,7 +363,7 @@ class LedgerMeta(LedgerRecord, frozen=True, array_like=True, gc=False):
     no_scores: dict[str, NoScores] = {}
     """By kind, the one heard of last at the end; of the kinds that came, the newest few."""
     failed: str = ""
-    """Why the job is to end, by `fail_job` or `faults.py`; forgotten when a buffer starts: the job was
+    """Why the job is to end, by `fail_job` or `transaction.py`; forgotten when a buffer starts: the job was
     resumed."""
     generating: Streak = Streak()
     scoring: Streak = Streak()

@@ -93,7 +93,7 @@ class Rules:
     max_bytes: int = 1 << 30
     durability: Literal["memory", "everysec", "always"] = "everysec"
     first_success_ms: int = 5_000
-    """Nothing having succeeded yet, tries that go on failing so long end the job (`faults.py`)."""
+    """Nothing having succeeded yet, tries that go on failing so long end the job (`transaction.py`)."""
     no_success_ms: int = 60_000
     """The same after a success."""
     seed: int = 0

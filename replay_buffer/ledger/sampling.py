@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from replay_buffer.ledger.records import NO_VERSION, EpisodeState, GroupRecord
 from replay_buffer.ledger.rules import Rules
-from replay_buffer.ledger.sorted_index import Key
+
+Key = tuple[float, ...]
 
 
 def rank(rules: Rules, group: GroupRecord, version: int) -> Key:

@@ -16,14 +16,12 @@ from msgspec.structs import replace
 
 from areal_async.rpc.messages import EpisodeVerdict, PutVerdicts, Refusal, VerdictAck
 from areal_async.rpc.verdicts import Score, Verdict, kind_of
-from replay_buffer.ledger import faults
 from replay_buffer.ledger.group_policy import finish, has_too_few
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import EpisodeRecord, EpisodeState, GroupRecord
 from replay_buffer.ledger.rules import Rules
-from replay_buffer.ledger.score import checked, detailed_kind, message_of, stored_parts
-from replay_buffer.ledger.scoring import renew
-from replay_buffer.ledger.transaction import MOST_MESSAGE, Decision, Transaction
+from replay_buffer.ledger.scoring import checked, detailed_kind, message_of, renew, stored_parts
+from replay_buffer.ledger.transaction import MOST_MESSAGE, Decision, Transaction, try_failed, try_succeeded
 
 Action = Literal["score", "again", "mask", "drop", "fail"]
 ACTIONS: dict[str, Action] = {"drop_group": "drop", "mask": "mask", "fail_job": "fail"}
@@ -68,12 +66,12 @@ def _taken(
             taken[sample] = verdict, item
             tx.count(f"verdict:{kind_of(verdict)}")
             if isinstance(verdict, Score):
-                faults.succeeded(tx, "scoring")
+                try_succeeded(tx, "scoring")
                 continue
             kind, message = detailed_kind(verdict), message_of(verdict)
             tx.note_no_score(kind, message, item.episode_id)
             if kind_of(verdict) == "error":
-                faults.failed(tx, "scoring", group, f"{kind}: {message} (episode {item.episode_id})")
+                try_failed(tx, "scoring", group, f"{kind}: {message} (episode {item.episode_id})")
     return taken, refused
 
 

@@ -11,7 +11,7 @@ from areal_async.cli.tools import ExportRequest, run_tool, step_range
 from areal_async.launch.runs import find_run
 from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode
 from replay_buffer.ledger.records import EpisodeState, GroupRecord, GroupState
-from replay_buffer.ledger.score import parts_of
+from replay_buffer.ledger.scoring import parts_of
 from replay_buffer.tools.peek import chosen, size, state_of, steps_of
 from replay_buffer.tools.reader import open_reader
 

@@ -26,9 +26,9 @@ from replay_buffer.ledger.rules import Rules, Tasks
 from replay_buffer.redis.address import RedisAddress
 from replay_buffer.redis.connection import RedisConnection, find_place, table
 from replay_buffer.redis.embedded import EmbeddedRedis
-from replay_buffer.redis.keys import Keys
 from replay_buffer.redis.large import EPISODES, BlobRef, read_ref
 from replay_buffer.redis.store import read_ledger
+from replay_buffer.redis.writer import Keys
 from replay_buffer.tasks import TaskOrder
 
 FILES = ("appendonlydir", "appendonly.aof", "dump.rdb")

@@ -35,10 +35,10 @@ from areal_async.runtime.context import short_socket_dir
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
 from replay_buffer.ledger.index import Edge, Index, LedgerRecords
+from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import GroupState, LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
-from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.ledger.transaction import Decision, Transaction
 from replay_buffer.redis.embedded import EmbeddedRedis
 

@@ -34,10 +34,10 @@ from areal_async.rpc.schema import Fault, Ok, VersionTag
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, kind_of
 from replay_buffer.ledger.decide import BufferStarted, decide
 from replay_buffer.ledger.index import LedgerRecords
+from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState, GroupState, LedgerMeta, Versions
 from replay_buffer.ledger.rules import ConsumerRules, VerdictPolicy
-from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from tests.unit.buffer.ledger_model import Model, Trained, Trainer, task_of
 from tests.unit.buffer.ledger_promises import SIZE_BYTES, B, N, Promises
 

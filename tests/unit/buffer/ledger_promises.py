@@ -6,7 +6,7 @@ from collections import Counter
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from replay_buffer.ledger.consumer_index import OUTSTANDING
+from replay_buffer.ledger.index import OUTSTANDING
 from replay_buffer.ledger.records import EpisodeState, GroupState
 from tests.unit.buffer.ledger_model import task_of
 

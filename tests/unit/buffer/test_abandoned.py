@@ -8,8 +8,8 @@ import pytest
 from areal_async.rpc.messages import Batch, Commit, Lease
 from areal_async.rpc.schema import Fault, VersionTag
 from replay_buffer.ledger import batching, committing
-from replay_buffer.ledger.lineage import Span, accepts, undecided
-from replay_buffer.ledger.training import newest_version
+from replay_buffer.ledger.batching import newest_version
+from replay_buffer.ledger.records import Span, accepts, undecided
 
 
 @pytest.fixture

@@ -29,13 +29,12 @@ from replay_buffer import coordinator as front_module
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.errors import StoreFenced, StoreUnavailable, StoreUnusable
 from replay_buffer.ledger.decide import ExpireDeadlines
+from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
-from replay_buffer.ledger.storing import Arrival, StoreEpisodes
-from replay_buffer.redis.keys import Keys
 from replay_buffer.redis.store import Store
-from replay_buffer.redis.writer import RedisClock
+from replay_buffer.redis.writer import Keys, RedisClock
 
 RULES = Rules.alone(group_size=2, batch_groups=2, max_staleness=1)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from areal_async.rpc.messages import ExportLedger
 from areal_async.rpc.verdicts import Abstain, Failure, Score
-from replay_buffer import audit as history
+from replay_buffer import coordinator as history
 from replay_buffer.ledger.decide import ExpireDeadlines, ExtendDeadlines, decide
 from replay_buffer.ledger.records import EpisodeState, GroupState
 

@@ -11,7 +11,7 @@ import numpy as np
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import Drain, Heartbeat, HeartbeatAck, Lease, Leases, PutAck, Release
 from areal_async.rpc.schema import VersionTag
-from replay_buffer.ledger.storing import StoreEpisodes
+from replay_buffer.ledger.leasing import StoreEpisodes
 from replay_buffer.server import read_arrival
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
 from rollout_service.worker import Worker, WorkerTiming

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from replay_buffer.ledger.sorted_index import SortedIndex
+from replay_buffer.ledger.index import SortedIndex
 
 
 def test_order_is_by_key_then_id_and_follows_changes():

@@ -27,16 +27,22 @@ from areal_async.rpc.verdicts import Score
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.errors import StoreUnavailable
 from replay_buffer.ledger.index import WriteSet
+from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules
-from replay_buffer.ledger.storing import Arrival, StoreEpisodes
-from replay_buffer.redis import files as shelf_module
-from replay_buffer.redis.files import ALIGN_BYTES, BlobFiles
-from replay_buffer.redis.keys import Commands, Keys
-from replay_buffer.redis.large import CHUNK_BYTES, FILE_BYTES, KEY_BYTES, BlobRef, Large
+from replay_buffer.redis import large as shelf_module
+from replay_buffer.redis.large import (
+    ALIGN_BYTES,
+    CHUNK_BYTES,
+    FILE_BYTES,
+    KEY_BYTES,
+    BlobFiles,
+    BlobRef,
+    Large,
+)
 from replay_buffer.redis.store import Store
-from replay_buffer.redis.writer import RedisClock
+from replay_buffer.redis.writer import Commands, Keys, RedisClock
 
 SIZES = (10, KEY_BYTES - 1, KEY_BYTES, 3 * CHUNK_BYTES + 7, FILE_BYTES, FILE_BYTES + 1)
 RULES = Rules.alone(group_size=len(SIZES), batch_groups=1, max_staleness=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replay_buffer.ledger.lineage import START, Span, accepts, continued, pruned, reopened, undecided
+from replay_buffer.ledger.records import START, Span, accepts, continued, pruned, reopened, undecided
 
 
 def test_version_0_is_known_before_any_trainer():

@@ -8,7 +8,7 @@ import pytest
 
 from replay_buffer.errors import StoreUnavailable, StoreUnusable, refusal
 from replay_buffer.redis.address import RedisServer
-from replay_buffer.redis.checks import check_redis
+from replay_buffer.redis.store import check_redis
 
 THERE = RedisServer("there", 6379)
 REPLICA = {"role": "slave", "master_host": "m", "master_port": 1}

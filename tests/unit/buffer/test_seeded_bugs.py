@@ -18,16 +18,15 @@ from areal_async.rpc.messages import Checkpointed, Commit, Lease, NextBatch, Put
 from areal_async.rpc.schema import VersionTag
 from replay_buffer import coordinator as front
 from replay_buffer.coordinator import Coordinator
-from replay_buffer.ledger import admission, batching, committing, leasing, opening, storing, verdicts
+from replay_buffer.ledger import admission, batching, committing, leasing, opening, verdicts
 from replay_buffer.ledger.decide import DECIDES
+from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import GroupState, Versions
 from replay_buffer.ledger.rules import Rules
-from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.ledger.transaction import Transaction
-from replay_buffer.redis.keys import Keys
 from replay_buffer.redis.store import Store
-from replay_buffer.redis.writer import RedisClock
+from replay_buffer.redis.writer import Keys, RedisClock
 from tests.redis_client import connect
 from tests.unit.buffer.ledger_machine import LedgerMachine, consumers_of, run
 
@@ -93,7 +92,7 @@ def admission_without_the_lag(patch: pytest.MonkeyPatch) -> None:
 
 def lease_without_fencing(patch: pytest.MonkeyPatch) -> None:
     """Whoever puts is taken for the holder of the group's last lease."""
-    real = storing.store_episodes
+    real = leasing.store_episodes
 
     def wrong(index, command, now_ms):
         group = index.groups.get(command.group_id)

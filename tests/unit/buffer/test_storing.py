@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.records import Versions
-from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 
 
 def reasons(ack):

@@ -36,10 +36,10 @@ from areal_async.rpc.schema import Task, VersionTag
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import short_socket_dir
 from replay_buffer.coordinator import Coordinator
+from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules
-from replay_buffer.ledger.storing import Arrival, StoreEpisodes
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
 
