@@ -4,18 +4,8 @@ another.
 Shared by the verifiers; pure, and linear in the response's length.
 
 What is thought is not answered: of a response with `</think>` only what follows the last one counts, and one
-that opens `<think>` and never closes it answers nothing.
-
-| where | the answer |
-|---|---|
-| `whole` | everything after the thinking |
-| `boxed` | what the last `\\boxed{…}` (or `\\fbox{…}`) holds; `\\boxed 5` holds one character |
-| `tag` | what stands between the last `<answer>` and the `</answer>` behind it |
-| `hash` | what follows the last `####` on its line |
-| `said` | what follows the last "answer is", "answer:" or "answer =" up to the end of its sentence or line |
-| `last_line` | the last line that is not empty |
-| `marked` | the first of `tag`, `boxed`, `hash` and `said` that there is |
-| `any` | as `marked`, else `last_line` |
+that opens `<think>` and never closes it answers nothing. docs/verifiers.md has the places
+(`where`) that an answer may stand at.
 """
 
 from __future__ import annotations

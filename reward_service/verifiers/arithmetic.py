@@ -1,21 +1,9 @@
 """Verifiers of one number: `arithmetic`, where the response ends in it, `gsm8k`, where it is marked, and
-`countdown`, where it is the value of an expression.
-
-`arithmetic`. The answer is the number at the very end of the response; a full stop, white space or a line
-break may follow it, nothing else. So `57`, `The answer is 57.` and `12 + 45 = 57` answer 57, while `57
-apples`, `57?` and `57 or 58 maybe` answer nothing and score 0. The number stands alone: at the start, or
-after white space or one of `= : ( [ { $`. It is not an answer as the last operand of an expression on its
-line (`60 - 3`, `60 -3`).
+`countdown`, where it is the value of an expression. docs/rewards.md and docs/verifiers.md have their rules.
 
 A number is an integer, a decimal or a fraction `a/b`, with an optional sign, thousands commas and exponent.
 Integers and fractions compare exactly (`6/8` is `3/4` is `0.75`). Where the ground truth is no integer and
 either side is a decimal, a relative difference of 1e-6 is allowed.
-
-`gsm8k`. The ground truth is a number, or a whole solution of the data set, which ends in `#### 42`. What
-follows the last `####` of the response counts up to the end of its line, else what its last `\\boxed{}`
-holds. In it the number may carry a currency sign in front, and a percent sign or words behind (`$1,250
-dollars`). A second number, also in words, another sign, or a word that denies it makes it no answer. Compared
-likewise.
 """
 
 from __future__ import annotations

@@ -1,11 +1,5 @@
-"""Ground truths of code tasks, in the forms that data sets have them, read into one.
-
-    {"inputs": ["1 2\\n", …], "outputs": ["3\\n", …]}                     standard input and output
-    {"inputs": [[1, 2], …], "outputs": [3, …], "fn_name": "add"}          arguments and result of a function
-    [{"input": "1 2\\n", "output": "3\\n"}, …]                              the first, case by case
-    ["assert add(1, 2) == 3", …] or one text of such lines                assertions
-    {"test_list": [...], "test_setup_code": "…", "test_imports": [...]}   assertions and what goes before
-    {"test": "def check(candidate): …", "entry_point": "add"}             a function that checks
+"""Ground truths of code tasks, in the forms that data sets have them, read into one. docs/sandbox.md lists
+the forms.
 
 Each may also be a text that holds it as JSON. `entry_point` may stand beside any tests that are code: what
 the program is to define, `add` or `Solution().add`. Where it is not given, a name that tests use is theirs if

@@ -1,10 +1,7 @@
 """`reasoning_gym`: an answer to a question of that library scores 1 only if the library says 1, else 0.
 
 Needs the extra `environments`. Many of its scorers give part of a point for something like an answer; those
-parts are not given here. The entry that the question came from is read from `extra_info.entry`, or the
-ground truth (an object with `question`, `answer` and `metadata`, or its JSON text); or it is made again from
-`extra_info.seed` and `extra_info.index`. The data set is the argument, or `extra_info.dataset`, or the
-entry's own `metadata.source_dataset`.
+parts are not given here. docs/verifiers.md says where the entry of a question is read from.
 
 Some scorers of the library hand the answer to Python's `eval` or sympy's `parse_expr`, which runs what the
 model wrote. For these data sets an answer is passed on only if it is a literal or a name, no Python at all,
