@@ -49,11 +49,7 @@ async def main(ctx: ServiceContext) -> None:
             while not (ctx.run_dir / "again").exists():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             return
-        case "ends by itself":
-            ctx.ready()
-            await all_serve(ctx)
-            return
-        case "finishes":
+        case "ends by itself" | "finishes":
             ctx.ready()
             await all_serve(ctx)
             return

@@ -40,19 +40,6 @@ def test_a_service_that_was_well_is_started_again_at_once_however_often_it_is_ki
         life.ready("rollout-0", now_s)
 
 
-def test_the_pause_grows_while_a_service_dies_soon_and_is_forgotten_once_it_was_well() -> None:
-    life = serving(RestartPolicy(limit=10, window_s=1e9, first_pause_s=1.0, longest_pause_s=8.0))
-    pauses_s = []
-    for now_s, served_s in ((5.0, 5.0), (20.0, 1.0), (40.0, None), (60.0, 9.9), (80.0, 15.0), (99.0, 2.0)):
-        state = life.states["rollout-0"]
-        if served_s is not None and state.phase is Phase.STARTING:
-            life.ready("rollout-0", now_s - served_s)
-        life.exited("rollout-0", -9, now_s)
-        pauses_s.append(state.restart_s - now_s)
-        assert life.tick(state.restart_s) == [Action("start", "rollout-0")]
-    assert pauses_s == [1.0, 2.0, 4.0, 8.0, 0.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("error", "before", "after"),
     [
@@ -93,15 +80,6 @@ def test_one_death_too_many_within_the_window_ends_the_run_and_names_the_service
     life.exited("reward", -9, 30.0)
     assert life.ending is not None
     assert (life.ending.kind, life.ending.culprit, life.ending.deaths) == ("died", "reward", 3)
-
-
-def test_deaths_long_ago_are_forgotten() -> None:
-    life = serving()
-    for number in range(10):
-        life.exited("reward", -9, 60.0 * number)
-        assert life.tick(60.0 * number + 10) == [Action("start", "reward")]
-        life.ready("reward", 60.0 * number + 11)
-    assert not life.stopping
 
 
 def test_what_died_beside_the_buffer_waits_for_it() -> None:

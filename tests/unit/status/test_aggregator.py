@@ -101,39 +101,29 @@ def test_rates_and_busy_shares_are_of_the_last_seconds(aggregator: StatusAggrega
     assert shares["trainer"] is None
 
 
-def test_busy_while_training_leaves_out_what_came_before_and_after(aggregator: StatusAggregator) -> None:
-    def feed(busy_s: float, now_s: float) -> None:
-        aggregator.feed_status("rollout-0", said("rollout-0", busy(generate=busy_s)), now_s)
-
-    feed(0.0, 100.0)
-    assert aggregator.busy_while_training("rollout-0") is None
-    aggregator.feed_record({"kind": "step", "step": 0})
-    feed(1.0, 150.0)
-    feed(2.0, 160.0)
-    assert aggregator.busy_while_training("rollout-0") is None
-    aggregator.feed_record({"kind": "step", "step": 1})
-    feed(41.0, 200.0)
-    feed(41.0, 900.0)
-    assert aggregator.busy_while_training("rollout-0") == pytest.approx(0.8)
-
-
-def test_busy_shares_and_rates_are_of_the_process_that_is_there(aggregator: StatusAggregator) -> None:
+def test_busy_while_training_is_from_the_first_to_the_last_step_of_the_process_that_is_there(
+    aggregator: StatusAggregator,
+) -> None:
     phases = dict.fromkeys(NAMES, "serving")
     aggregator.set_phases(phases)
 
-    def life(begin_s: float, busy_s: float, steps: range) -> None:
-        for at_s, share in ((begin_s, 0.0), (begin_s + 10, 1.0)):
-            aggregator.feed_record({"kind": "step", "step": steps[0] if share == 0 else steps[-1]})
-            figures = busy(generate=5 + busy_s * share) | {"areal_rollout_tokens_total": 100 * share}
-            aggregator.feed_status("rollout-0", said("rollout-0", figures), at_s)
+    def feed(now_s: float, busy_s: float, tokens: float = 0.0, step: int | None = None) -> float | None:
+        if step is not None:
+            aggregator.feed_record({"kind": "step", "step": step})
+        figures = busy(generate=busy_s) | {"areal_rollout_tokens_total": tokens}
+        aggregator.feed_status("rollout-0", said("rollout-0", figures), now_s)
+        return aggregator.busy_while_training("rollout-0")
 
-    life(100.0, 8.0, range(1, 5))
+    assert feed(100.0, 0.0) is None
+    assert feed(150.0, 1.0, step=0) is None
+    assert feed(200.0, 41.0, step=1) == pytest.approx(0.8)
+    assert feed(900.0, 41.0) == pytest.approx(0.8)
     for phase in ("restarting", "starting", "serving"):
         aggregator.set_phases(phases | {"rollout-0": phase})
-    assert aggregator.status(111.0).generated_per_s is None
-    life(200.0, 6.0, range(5, 9))
-    assert aggregator.busy_while_training("rollout-0") == pytest.approx(6.0 / 10)
-    assert aggregator.status(210.0).generated_per_s == pytest.approx(10.0)
+    assert aggregator.status(901.0).generated_per_s is None
+    assert feed(1000.0, 5.0, 0.0, step=2) is None
+    assert feed(1010.0, 11.0, 100.0, step=3) == pytest.approx(0.6)
+    assert aggregator.status(1010.0).generated_per_s == pytest.approx(10.0)
 
 
 def test_steps_done_again_have_a_pace_of_their_own(aggregator: StatusAggregator) -> None:
