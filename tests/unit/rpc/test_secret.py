@@ -79,9 +79,5 @@ async def test_only_who_has_the_secret_is_heard(endpoint: str) -> None:
     async with Client(server.endpoint, job="j", role="r", name="n", access=secret) as friend:
         assert (await friend.call(Arrived("t"), timeout_s=10)) == Ok()
     # Nothing of the others was received: not even to be counted as malformed or unknown.
-    assert (server.counters["requests"], server.counters["malformed"], server.counters["unknown"]) == (
-        1,
-        0,
-        0,
-    )
+    assert server.counters == {"requests": 1}
     await server.stop()

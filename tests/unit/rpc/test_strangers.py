@@ -90,11 +90,7 @@ async def test_who_shows_nothing_or_the_wrong_thing_is_let_go_before_anything_is
             assert await asyncio.to_thread(refused, served, *pieces), pieces[:2]
         async with Client(served, job="j", role="r", name="n", access=SECRET) as client:
             assert (await client.call(Arrived("t"), timeout_s=20)) == Ok()
-        assert (server.counters["requests"], server.counters["malformed"], server.counters["unknown"]) == (
-            1,
-            0,
-            0,
-        )
+        assert server.counters == {"requests": 1}
 
 
 async def test_a_chunk_server_holds_no_more_of_a_stranger_than_its_smallest_message() -> None:

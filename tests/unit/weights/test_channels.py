@@ -11,7 +11,6 @@ import torch
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import SnapshotError
-from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from areal_async.weights.channels import channel_of, makes_deltas
@@ -19,11 +18,7 @@ from areal_async.weights.channels.fetching import SnapshotFetcher
 from areal_async.weights.channels.serving import SnapshotServer
 from areal_async.weights.publisher import Publisher, make_publisher
 from areal_async.weights.receiver import Receiver, make_receiver
-from tests.unit.weights.world import PATIENCE_S, SECRET
-
-
-def tag(version, epoch=1):
-    return VersionTag("policy", epoch, version)
+from tests.unit.weights.world import PATIENCE_S, SECRET, tag
 
 
 def weights(version, n=400_000):

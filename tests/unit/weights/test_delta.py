@@ -12,11 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal_async.errors import SnapshotError, WrongBase
-from areal_async.rpc.schema import VersionTag
 from areal_async.weights.delta import DELTA_FILE, TARGET_FILE, apply_delta, write_delta
 from areal_async.weights.manifest import MANIFEST_FILE, hash_of, seal, unseal
 from areal_async.weights.snapshot import MODEL_FILE, SnapshotInfo, open_snapshot, write_snapshot
-from tests.unit.weights.world import in_boxes
+from tests.unit.weights.world import in_boxes, tag
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"[1]"}
 
@@ -37,9 +36,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 def snapshot(root: Path, version: int, files: dict[str, bytes] = FILES) -> SnapshotInfo:
-    return write_snapshot(
-        root, VersionTag("policy", 1, version), weights(version), files=files, tied={"head": "a"}
-    )
+    return write_snapshot(root, tag(version), weights(version), files=files, tied={"head": "a"})
 
 
 def files_in(path: Path) -> dict[str, bytes]:
@@ -78,8 +75,8 @@ def test_the_manifest_names_base_target_and_every_byte(made: tuple[SnapshotInfo,
     manifest = unseal((delta.path / MANIFEST_FILE).read_bytes())
     assert (manifest.codec, manifest.base, manifest.tag) == (
         "delta",
-        VersionTag("policy", 1, 1),
-        VersionTag("policy", 1, 2),
+        tag(1),
+        tag(2),
     )
     assert manifest.target_hash == new.manifest_hash
     assert manifest.base_hash == hash_of((base / MANIFEST_FILE).read_bytes())
@@ -95,8 +92,8 @@ def test_the_manifest_names_base_target_and_every_byte(made: tuple[SnapshotInfo,
 
 def test_nothing_changed_is_an_empty_delta(tmp_path: Path) -> None:
     tensors = weights(1)
-    base = write_snapshot(tmp_path, VersionTag("policy", 1, 1), tensors)
-    new = write_snapshot(tmp_path, VersionTag("policy", 1, 2), tensors)
+    base = write_snapshot(tmp_path, tag(1), tensors)
+    new = write_snapshot(tmp_path, tag(2), tensors)
     delta = write_delta(base.path, new.path)
     assert delta is not None
     assert (delta.path / DELTA_FILE).stat().st_size == 0
@@ -123,7 +120,7 @@ def test_another_base_is_told_apart_from_damage(
     into = base.parent / "policy-e1-v2"
     refused(base.parent / "policy-e1-v0", delta.path, into, "needs policy-e1-v1 as its base", WrongBase)
     refused(snapshot(base.parent, 0).path, delta.path, into, "needs policy-e1-v1", WrongBase)
-    other = write_snapshot(tmp_path / "other", VersionTag("policy", 1, 1), weights(3), files=FILES)
+    other = write_snapshot(tmp_path / "other", tag(1), weights(3), files=FILES)
     refused(other.path, delta.path, into, "not the announced one", WrongBase)
     data = bytearray((base / MODEL_FILE).read_bytes())
     data[-1] ^= 1
@@ -152,13 +149,13 @@ def test_the_name_of_the_result_must_be_free_and_may_be_given_later(
 
 
 def test_other_tensors_other_files_and_too_many_changes_have_no_delta(tmp_path: Path) -> None:
-    base = write_snapshot(tmp_path, VersionTag("policy", 1, 1), {"a": torch.zeros(4)})
+    base = write_snapshot(tmp_path, tag(1), {"a": torch.zeros(4)})
     for v, other in enumerate(
         ({"a": torch.zeros(5)}, {"a": torch.zeros(4).half()}, {"b": torch.zeros(4)}), 2
     ):
-        new = write_snapshot(tmp_path, VersionTag("policy", 1, v), other)
+        new = write_snapshot(tmp_path, tag(v), other)
         assert write_delta(base.path, new.path) is None
-    new = write_snapshot(tmp_path, VersionTag("policy", 1, 9), {"a": torch.zeros(4)}, files=FILES)
+    new = write_snapshot(tmp_path, tag(9), {"a": torch.zeros(4)}, files=FILES)
     assert write_delta(base.path, new.path) is None
     one, two = snapshot(tmp_path / "large", 1), snapshot(tmp_path / "large", 2)
     assert write_delta(one.path, two.path, below_bytes=10) is None
@@ -168,9 +165,9 @@ def test_other_tensors_other_files_and_too_many_changes_have_no_delta(tmp_path: 
 def test_snapshots_in_several_files_of_boxes_have_deltas_too(tmp_path: Path) -> None:
     whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     boxes = {"a.safetensors": ([4, 6], [0, 0]), "b.safetensors": ([4, 6], [4, 0])}
-    base = in_boxes(tmp_path, VersionTag("policy", 1, 1), boxes, whole)
+    base = in_boxes(tmp_path, tag(1), boxes, whole)
     whole[2] += 1
-    new = in_boxes(tmp_path, VersionTag("policy", 1, 2), boxes, whole)
+    new = in_boxes(tmp_path, tag(2), boxes, whole)
     delta = write_delta(base.path, new.path)
     assert delta is not None
     want = files_in(new.path)
@@ -180,9 +177,9 @@ def test_snapshots_in_several_files_of_boxes_have_deltas_too(tmp_path: Path) -> 
 
 def test_tensors_of_many_blocks_have_deltas(tmp_path: Path) -> None:
     values = torch.randn(5_000_001, generator=torch.Generator().manual_seed(0)).bfloat16()
-    base = write_snapshot(tmp_path, VersionTag("policy", 1, 1), {"w": values})
+    base = write_snapshot(tmp_path, tag(1), {"w": values})
     values[::4001] = 7
-    new = write_snapshot(tmp_path, VersionTag("policy", 1, 2), {"w": values})
+    new = write_snapshot(tmp_path, tag(2), {"w": values})
     delta = write_delta(base.path, new.path, threads=2)
     assert delta is not None
     want = files_in(new.path)

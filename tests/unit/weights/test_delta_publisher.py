@@ -13,18 +13,11 @@ import torch
 
 from areal_async.errors import SnapshotError
 from areal_async.rpc.client import Client
-from areal_async.rpc.schema import VersionTag
-from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
 from areal_async.weights.delta import apply_delta, write_delta
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import open_snapshot
-
-SECRET = RunSecret(bytes(32))
-
-
-def tag(version: int) -> VersionTag:
-    return VersionTag("policy", 1, version)
+from tests.unit.weights.world import SECRET, tag
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:

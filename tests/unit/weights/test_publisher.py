@@ -11,19 +11,12 @@ import torch
 from areal_async.errors import EndpointError, FaultError, RpcTimeout, SnapshotError
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Stats
-from areal_async.rpc.schema import VersionTag
-from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
 from areal_async.weights.retention import Purpose
 from areal_async.weights.snapshot import MODEL_FILE, open_snapshot
-
-SECRET = RunSecret(bytes(32))
-
-
-def tag(version: int, epoch: int = 1) -> VersionTag:
-    return VersionTag("policy", epoch, version)
+from tests.unit.weights.world import SECRET, tag
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:

@@ -5,10 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from areal_async.rpc.schema import VersionTag
 from areal_async.weights.retention import MAX_HOLDS, MAX_PENDING, RetentionPolicy, Retired
-
-
-def tag(version: int, epoch: int = 1) -> VersionTag:
-    return VersionTag("policy", epoch, version)
+from tests.unit.weights.world import tag
 
 
 def policy_with(*versions: int, evaluate: bool = False) -> RetentionPolicy:

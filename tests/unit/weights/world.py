@@ -31,13 +31,17 @@ LIMIT_S = 60.0
 SECRET = RunSecret(bytes(32))
 
 
+def tag(version: int, epoch: int = 1) -> VersionTag:
+    return VersionTag("policy", epoch, version)
+
+
 def written(root: Path, version: int = 0, mib: float = 3.0, seed: int = 0, epoch: int = 1) -> SnapshotInfo:
     """A snapshot of about `mib` MiB of random bytes, with two files beside the model's."""
     generator = torch.Generator().manual_seed(1000 * seed + version)
     n = int(mib * (1 << 20)) // 4
     tensors = {"w": torch.rand(n, generator=generator), "b": torch.arange(7 + version)}
     files: dict[str, bytes | Path] = {"config.json": b"{}", "empty.txt": b""}
-    return write_snapshot(root, VersionTag("policy", epoch, version), tensors, files=files)
+    return write_snapshot(root, tag(version, epoch), tensors, files=files)
 
 
 def in_boxes(
