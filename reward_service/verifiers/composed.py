@@ -21,14 +21,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
 from areal_async.config.base import Section
 from areal_async.registry import REWARDS, PartError
-from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, Verdict
+from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Verdict
+from reward_service.checking import as_verdict
 from reward_service.sdk import MARK, Mark, RewardInput, RewardLoadError, load_reward
 from reward_service.verifiers import NoArguments, verifier
 
@@ -79,7 +79,7 @@ class PartSection(Section):
 
 
 class PartFailed(RuntimeError):
-    """A part raised, or returned what is no verdict. The text names the part."""
+    """A part raised. The text names the part."""
 
 
 def prepare_parts(parts: Iterable[PartSection]) -> None:
@@ -97,15 +97,15 @@ def outcome(part: PartSection, label: str, given: RewardInput) -> Any:
         result = function(given)
     except Exception as error:
         raise PartFailed(f"{label}: {type(error).__name__}: {error}") from error
-    return _awaited(label, result) if inspect.isawaitable(result) else _checked(label, result)
+    return _awaited(label, result, given) if inspect.isawaitable(result) else _named(label, result, given)
 
 
-async def _awaited(label: str, awaitable: Awaitable[Any]) -> Verdict:
+async def _awaited(label: str, awaitable: Awaitable[Any], given: RewardInput) -> Verdict:
     try:
         result = await awaitable
     except Exception as error:
         raise PartFailed(f"{label}: {type(error).__name__}: {error}") from error
-    return _checked(label, result)
+    return _named(label, result, given)
 
 
 @functools.lru_cache(maxsize=64)
@@ -125,22 +125,14 @@ def _loaded(name: str, args_text: str) -> Callable[[RewardInput], Any]:
     return functools.partial(function, **args)
 
 
-def _checked(label: str, result: object) -> Verdict:
-    match result:
-        case Abstain():
-            return Abstain(f"{label}: {result.reason}" if result.reason else label, result.sandbox)
-        case Failure():
-            return Failure(result.kind, f"{label}: {result.message}", result.sandbox)
-        case Timeout():
-            return result
-    score = result if isinstance(result, Score) else None
-    value = score.value if score else result
-    if not isinstance(value, Real):
-        kind = type(value).__name__
-        raise PartFailed(f"{label}: the score is a {kind}: return a number, a Score or an Abstain")
-    if not math.isfinite(value):
-        raise PartFailed(f"{label}: the score is {value}")
-    return score or Score(float(value))
+def _named(label: str, result: object, given: RewardInput) -> Verdict:
+    """The verdict of a part; one that is no score says whose it is."""
+    match verdict := as_verdict(result, given):
+        case Abstain(reason, sandbox):
+            return Abstain(f"{label}: {reason}" if reason else label, sandbox)
+        case Failure(kind, message, sandbox):
+            return Failure(kind, f"{label}: {message}", sandbox)
+    return verdict
 
 
 # --- a weighted sum ----------------------------------------------------------------------------------

@@ -110,17 +110,19 @@ def test_a_part_without_a_score_makes_the_whole_none_and_is_named(own):
     assert asyncio.run(later) == Abstain("declines: no idea")
 
 
+def test_a_part_that_fails_is_named_in_the_error(own):
+    with pytest.raises(PartFailed, match="raises: KeyError: 'score'"):
+        weighted(GIVEN, parts=[{"name": "gsm8k"}, {"name": own("raises")}])
+
+
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("raises", "raises: KeyError: 'score'"),
-        ("words", "words: the score is a str"),
-        ("nan", "nan: the score is nan"),
-    ],
+    ("name", "kind", "message"),
+    [("words", "return_type", "words: the score is a str"), ("nan", "not_finite", "nan: the score is nan")],
 )
-def test_a_part_that_fails_is_named_in_the_error(own, name, message):
-    with pytest.raises(PartFailed, match=message):
-        weighted(GIVEN, parts=[{"name": "gsm8k"}, {"name": own(name)}])
+def test_a_part_that_returns_no_verdict_is_named_in_the_error(own, name, kind, message):
+    verdict = weighted(GIVEN, parts=[{"name": "gsm8k"}, {"name": own(name)}])
+    assert verdict.kind == kind
+    assert verdict.message.startswith(message)
 
 
 def test_a_part_that_fails_later_is_named_too(own):
