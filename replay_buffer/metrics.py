@@ -71,7 +71,7 @@ class BufferCollector(Collector):
         board.no_scores = stats.no_scores
 
     def unconfirmed_s(self) -> float:
-        """For how long, at least, Redis has confirmed nothing of what it was sent; 0 when there is nothing.
+        """Seconds, at least, that Redis has confirmed nothing of what it was sent; 0 when there is nothing.
 
         Writes are confirmed in order, so one that was not yet sent at the last look says nothing new."""
         if self._awaited is not None and not self._awaited[0].done():

@@ -56,13 +56,12 @@ from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import LedgerMeta, Versions
-from replay_buffer.ledger.rules import Rules
+from replay_buffer.ledger.rules import Rules, TaskOrder
 from replay_buffer.redis.address import RedisAddress
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.large import EPISODES
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import FILE, ConfirmedRevision, RedisClock
-from replay_buffer.tasks import TaskOrder
 
 LONGEST_WAIT_MS = 30_000
 LARGE_PUT_BYTES = 4 << 20

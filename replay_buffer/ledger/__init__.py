@@ -11,9 +11,9 @@ Every group follows
     QUEUED → LEASED → GENERATED → SCORED → BATCHED(step) → TRAINED(step) → COMMITTED(checkpoint)
 
 with LEASED → QUEUED when a lease ends early, QUEUED → GENERATED where a partial group goes on, TRAINED →
-SCORED while a group may be used again (`reuse`), SCORED → TRAINED when it no longer may, BATCHED ← TRAINED
-when a trainer comes back from a checkpoint, and → DROPPED(reason) from any state before it is TRAINED for the
-first time. Each episode of a group follows
+SCORED while a group may be used again (`max_reuse`), SCORED → TRAINED when it no longer may, BATCHED ←
+TRAINED when a trainer comes back from a checkpoint, and → DROPPED(reason) from any state before it is
+TRAINED for the first time. Each episode of a group follows
 
     MISSING → STORED → CLAIMED → VERDICT
 
@@ -23,6 +23,6 @@ ABSENT. Each transition is counted by its reason.
 
 What is fenced: results by lease id, verdicts by claim id, the trainer's messages by its epoch; every message
 may be repeated. Time is Redis's, an argument of every decision: what has reached its deadline (a lease, a
-claim, a group) is ended by `Expire`, due at `index.next_deadline_ms`. What is not decided here: whether bytes
-reached Redis (`store`), and waiting (`front`).
+claim, a group) is ended by `ExpireDeadlines`, due at `index.next_deadline_ms`. What is not decided here:
+whether bytes reached Redis (`redis.store`), and waiting (`coordinator`).
 """

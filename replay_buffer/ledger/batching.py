@@ -237,7 +237,7 @@ class _Assembly:
         return None
 
     def _drop_left_behind(self) -> None:
-        """With the batch of the step made, what is too old for the next can be trained no more."""
+        """Drop what is too old for the next step: this one's batch is made, so it can be trained no more."""
         for group in self._aged(self.rules.lowest_version(self.step)):
             if too_old(self.tx.rules, group, self.policy, self.step + 1):
                 finished = group.state in (GroupState.SCORED, GroupState.QUEUED)

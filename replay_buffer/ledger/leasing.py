@@ -288,7 +288,7 @@ class Arrival:
     n_units: int = 0
     n_sampled: int = 0
     versions: Mapping[str, Versions] = field(default_factory=dict)
-    """By policy, of the sampled units."""
+    """Versions of the sampled units by policy."""
     problem: str = ""
 
 

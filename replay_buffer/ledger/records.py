@@ -73,7 +73,7 @@ class EpisodeRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     n_units: int = 0
     n_sampled: int = 0
     versions: dict[str, Versions] = {}
-    """By policy; a policy that sampled no unit of it is not in it."""
+    """Its versions by policy; one that sampled no unit of it is missing."""
     lease: int = 0
     """Which of the group's leases stored it."""
     tries: int = 0
@@ -141,14 +141,14 @@ class GroupRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     since_ms: int
     """When it, or one of its trainings, entered its state."""
     training: dict[str, Training]
-    """By policy: those that train it."""
+    """Its trainings, by policy that trains it."""
     leases: tuple[str, ...] = ()
     """Ids of all leases it had; the last one is live iff the state is LEASED."""
     size_bytes: int = 0
     begun_ms: int = 0
     """When it was first leased, moved on by outages: what its deadline and its age count from. 0 before."""
     handed_over: int = 0
-    """Of `leases`, those that a worker handed over as it stopped."""
+    """Number of `leases` that a worker handed over as it stopped."""
 
     def state_for(self, policy: str) -> int:
         """Its `GroupState` as the trainer of `policy`, one of those that train it, sees it."""
@@ -328,7 +328,7 @@ class Consumer(LedgerRecord, frozen=True, array_like=True, gc=False):
     """A trained policy as the ledger sees it: its clock, its trainer, and the weights that count."""
 
     epoch: int = 0
-    """Of its trainer; 0 before the first."""
+    """Epoch of its trainer; 0 before the first."""
     trainer: str = ""
     v_train: int = 0
     """Committed steps."""
@@ -354,14 +354,14 @@ class LedgerMeta(LedgerRecord, frozen=True, array_like=True, gc=False):
     ids: int = 0
     """Lease and claim ids given out so far."""
     consumers: dict[str, Consumer] = {}
-    """By policy; one that has done nothing yet may be missing."""
+    """Records by policy; one that has done nothing yet may be missing."""
     episodes_dropped: int = 0
     counts: dict[str, int] = {}
     """Transitions so far, by reason."""
     draining: dict[str, str] = {}
     """Workers that are leased nothing more, and why."""
     no_scores: dict[str, NoScores] = {}
-    """By kind, the one heard of last at the end; of the kinds that came, the newest few."""
+    """The newest of each kind, the one heard of last at the end; of the kinds that came, the newest few."""
     failed: str = ""
     """Why the job is to end, by `fail_job` or `transaction.py`; forgotten when a buffer starts: the job was
     resumed."""

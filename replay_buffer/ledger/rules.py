@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 from areal_async.config.job import JobConfig
@@ -12,6 +13,7 @@ from areal_async.config.reward import PolicySection, Scope
 from areal_async.rewards import Routing
 from areal_async.rpc.schema import POLICY, Task
 from areal_async.rpc.verdicts import VerdictKind
+from areal_async.tasks import TaskTable, pass_order, read_tasks
 
 MAX_LEASES = 5
 """Leases that one group may use up; a task that no worker finishes is dropped then, not tried for ever."""
@@ -82,13 +84,13 @@ class Rules:
     overtaken_ms: int = 60_000
     group_policy: Literal["complete", "deadline_drop", "deadline_partial"] = "complete"
     group_deadline_ms: int | None = None
-    """From a group's first lease until what is missing of it is given up. None: never."""
+    """Time from a group's first lease until what is missing of it is given up. None: never."""
     min_samples: int = 1
     """Fewest samples that a part of a group is trained with, under `deadline_partial`."""
     dynamic_filtering: bool = False
     """Whether a group whose rewards are all equal is dropped."""
     max_age_ms: int | None = None
-    """From a group's first lease until it is dropped if it is in no batch. None: never."""
+    """Time from a group's first lease until it is dropped if it is in no batch. None: never."""
     max_groups: int = 4096
     max_bytes: int = 1 << 30
     durability: Literal["memory", "everysec", "always"] = "everysec"
@@ -190,3 +192,35 @@ def _ms(seconds: float) -> int:
 
 def _maybe_ms(seconds: float | None) -> int | None:
     return None if seconds is None else _ms(seconds)
+
+
+class TaskOrder:
+    """Goes through the rows of a task table pass by pass, each pass in a seeded order of its own.
+
+    A position counts tasks from the start of the job; what lies at it depends on the file, the seed and the
+    position alone, so a cursor is one integer."""
+
+    def __init__(self, table: TaskTable, *, seed: int, shuffle: bool, passes: int | None) -> None:
+        self.table = table
+        self.passes = passes
+        self._order = lru_cache(maxsize=2)(
+            lambda pass_index: pass_order(len(table), seed=seed, pass_index=pass_index, shuffle=shuffle)
+        )
+        self.task = lru_cache(maxsize=4096)(table.task)
+
+    @classmethod
+    def of(cls, job: JobConfig) -> TaskOrder:
+        """Reads the job's task file; raises `TaskFileError`."""
+        tasks = job.tasks
+        return cls(read_tasks(tasks.train), seed=job.seed, shuffle=tasks.shuffle, passes=tasks.passes)
+
+    @property
+    def dataset_hash(self) -> str:
+        return self.table.dataset_hash
+
+    def at(self, position: int) -> tuple[int, int] | None:
+        """(row, pass) at `position`; None past the last pass."""
+        pass_index, offset = divmod(position, len(self.table))
+        if self.passes is not None and pass_index >= self.passes:
+            return None
+        return self._order(pass_index)[offset], pass_index

@@ -93,7 +93,7 @@ def overtaken_by_reuse(unfinished: Iterable[int], *, step: int, eta: int, batch_
 
 
 def _must_go(held: Counter[int], *, step: int, eta: int, batch_groups: int) -> Iterable[tuple[int, int]]:
-    """For each version, ascending: how many groups of it or older find no place after `step`."""
+    """How many groups of each version or older, ascending, find no place after `step`."""
     so_far = 0
     for version in sorted(held):
         so_far += held[version]

@@ -125,7 +125,7 @@ def renew(tx: Transaction, scorer: str) -> None:
 MOST_NAMES = 256
 """Components of one score, and agents that it names."""
 LARGEST_UNIT = 3.4028234e38
-"""Of float32."""
+"""The largest float32."""
 
 
 def checked(verdict: Verdict, episode: EpisodeRecord) -> Verdict:

@@ -45,7 +45,7 @@ from replay_buffer.ledger.rules import MAX_ATTEMPTS
 Q, L, G, S, B, T, C, D = GroupState
 
 LEGAL = {Q: {L, G}, L: {G, Q}, G: {S}}
-"""From each state, the states that a group may go to. It may be DROPPED from each of them."""
+"""The states that a group may go to from each state. It may be DROPPED from each of them."""
 LEGAL_TRAINING = {S: {B, T, D}, B: {T, D}, T: {B, S, C}}
 """The same of a training."""
 

@@ -143,7 +143,7 @@ def _scored(held: EpisodeRecord, score: Score) -> EpisodeRecord:
 
 
 def _waiting(tx: Transaction, held: EpisodeRecord, *, tries: int) -> EpisodeRecord:
-    """To be claimed again."""
+    """The episode, to be claimed again."""
     return replace(
         held,
         state=int(EpisodeState.STORED),

@@ -35,7 +35,7 @@ from replay_buffer.redis.connection import Argument
 from replay_buffer.redis.writer import Bytes, Commands, Keys, commands_of
 
 KEY_BYTES = 32 << 10
-"""From this size on Redis reads an argument into the very buffer that it then keeps as the value."""
+"""Size from which on Redis reads an argument into the very buffer that it then keeps as the value."""
 CHUNK_BYTES = 1 << 20
 FILE_BYTES = 1 << 20
 EPISODES = "episodes"
@@ -49,7 +49,7 @@ class BlobRef(msgspec.Struct, frozen=True, array_like=True):
     """Where the bytes of one episode lie."""
 
     name: str
-    """Of the file, or what the keys' names begin with. One message's large episodes share it."""
+    """The file's name, or what the keys' names begin with. One message's large episodes share it."""
     size_bytes: int
     at: int
     """Offset in the file, or number of the first key."""
@@ -68,7 +68,7 @@ class PreparedWrite:
     commands: Commands
     ahead: list[tuple[Argument, ...]] = field(default_factory=list)
     files_freed: list[str] = field(default_factory=list)
-    """To remove once the write is confirmed."""
+    """Files to remove once the write is confirmed."""
 
 
 class Large:
@@ -104,7 +104,7 @@ class Large:
                     yield (group_id, sample), ref
 
     def key_names(self, ref: BlobRef) -> list[str]:
-        """Of an episode that lies in keys, in order."""
+        """The keys of an episode that lies in keys, in order."""
         return [self._keys.chunk(ref.name, ref.at + i) for i in range(ref.chunks)]
 
     def prepare(self, writes: WriteSet, attachments: Sequence[Bytes | BlobRef]) -> PreparedWrite:

@@ -22,14 +22,13 @@ from areal_async.runtime.context import short_socket_dir
 from replay_buffer.errors import StoreUnavailable
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import GroupRecord
-from replay_buffer.ledger.rules import Rules, Tasks
+from replay_buffer.ledger.rules import Rules, TaskOrder, Tasks
 from replay_buffer.redis.address import RedisAddress
 from replay_buffer.redis.connection import RedisConnection, find_place, table
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.large import EPISODES, BlobRef, read_ref
 from replay_buffer.redis.store import read_ledger
 from replay_buffer.redis.writer import Keys
-from replay_buffer.tasks import TaskOrder
 
 FILES = ("appendonlydir", "appendonly.aof", "dump.rdb")
 """What an embedded Redis keeps its data in, by its version and tier."""

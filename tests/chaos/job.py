@@ -20,7 +20,7 @@ from areal_async.config.load import load_job
 from areal_async.quickstart.model import split_problems, write_model, write_parquet
 from areal_async.runtime.events import VARIABLE, read_events
 from areal_async.status.record import read_run_log
-from replay_buffer.tasks import TaskOrder
+from replay_buffer.ledger.rules import TaskOrder
 from tests.chaos.material import Promise
 
 REWARD = """

@@ -90,10 +90,10 @@ class Driver:
     def decide(self, command: Command) -> Decision:
         due_ms = self.index.next_deadline_ms
         if due_ms is not None and due_ms <= self.now_ms:
-            self._take(ExpireDeadlines())
-        return self._take(command)
+            self.take(ExpireDeadlines())
+        return self.take(command)
 
-    def _take(self, command: Command) -> Decision:
+    def take(self, command: Command) -> Decision:
         decision = decide(self.index, command, self.now_ms)
         if decision.writes is not None:
             self.index.apply(decision.writes)

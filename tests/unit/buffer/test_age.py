@@ -84,7 +84,7 @@ def test_time_in_which_the_buffer_was_away_does_not_count(drive):
     ledger = aging(drive)
     (group,) = ledger.scored()
     ledger.now_ms += 100 * AGE
-    ledger._take(ExtendDeadlines(100 * AGE))
+    ledger.take(ExtendDeadlines(100 * AGE))
     ledger.send(ExpireDeadlines())
     assert ledger.state(group) == "SCORED"
     ledger.now_ms += AGE

@@ -179,7 +179,7 @@ def test_an_outage_moves_the_deadline_on(drive):
     (group,) = ledger.lease()
     ledger.put(group, [0])
     ledger.now_ms += 60_000
-    ledger._take(ExtendDeadlines(60_000))
+    ledger.take(ExtendDeadlines(60_000))
     assert ledger.heartbeat(group) == []
     assert ledger.state(group) == "LEASED"
     ledger.now_ms += ENDED
@@ -400,7 +400,7 @@ def test_groups_are_whole_or_follow_their_policy(driver_type, seed, policy, filt
         elif choice == 8:
             outage_ms = rng.randrange(20_000)
             ledger.now_ms += outage_ms
-            ledger._take(ExtendDeadlines(outage_ms))
+            ledger.take(ExtendDeadlines(outage_ms))
         else:
             reply = ledger.ask()
             for group in getattr(reply, "groups", ()):
@@ -418,7 +418,7 @@ def test_groups_are_whole_or_follow_their_policy(driver_type, seed, policy, filt
         # As the front does: time that has come is decided on before anything else, and seen here alone.
         due_ms = ledger.index.next_deadline_ms
         if due_ms is not None and due_ms <= ledger.now_ms:
-            ledger._take(ExpireDeadlines())
+            ledger.take(ExpireDeadlines())
             check()
             due_ms = ledger.index.next_deadline_ms
             assert due_ms is None or due_ms > ledger.now_ms, "what is due is dealt with at once"

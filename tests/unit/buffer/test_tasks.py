@@ -7,7 +7,7 @@ import json
 import pytest
 
 from areal_async.tasks import TaskFileError, read_tasks
-from replay_buffer.tasks import TaskOrder
+from replay_buffer.ledger.rules import TaskOrder
 
 
 @pytest.fixture

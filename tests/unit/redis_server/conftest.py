@@ -32,7 +32,7 @@ from areal_async.rpc.messages import (
     NextBatch,
     PutVerdicts,
 )
-from areal_async.rpc.schema import Task, VersionTag
+from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import short_socket_dir
 from replay_buffer.coordinator import Coordinator
@@ -42,6 +42,7 @@ from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
+from tests.unit.buffer.conftest import CountedTasks
 
 START_LIMIT_S = 60.0
 RULES = Rules.alone(group_size=2, batch_groups=2, max_staleness=1)
@@ -205,16 +206,6 @@ def servers(folder: Path) -> Iterator[Callable[..., Server]]:
     yield make
     for server in started:
         server.kill()
-
-
-class CountedTasks:
-    dataset_hash = "cafe0123"
-
-    def at(self, position: int) -> tuple[int, int]:
-        return position, 0
-
-    def task(self, row: int, pass_index: int) -> Task:
-        return Task(f"{self.dataset_hash}:{row}:{pass_index}", f"prompt {row}", data_source="test")
 
 
 class Life:
