@@ -132,14 +132,9 @@ def reward_file_mistakes(reward: RewardSection) -> Iterator[Mistake]:
 
 
 def programs_run(job: JobConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Where `job` has programs run, and the arguments there: rewards, those inside others, the verifier of a
-    workflow."""
+    """Where `job` has programs run, and the arguments there: rewards, and those inside others."""
     for field, section in asked(job.reward):
         yield from _programs_of(f"{field}.args", section.name, section.args)
-    workflow = job.rollout.workflow_args
-    given = workflow.get("verifier_args", {})
-    if job.rollout.workflow == "self_correction" and isinstance(given, Mapping):
-        yield from _programs_of("rollout.workflow_args.verifier_args", str(workflow.get("verifier")), given)
 
 
 def _programs_of(field: str, name: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

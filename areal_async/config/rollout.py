@@ -101,8 +101,8 @@ class RolloutSection(Section):
     max_model_len: int = Field(default=2048, ge=2, le=100_000_000)
     """Most tokens of prompt and response together."""
     workflow: str = "single_turn"
-    """How an episode is made: `single_turn`, `multi_turn`, `tool_use`, `self_correction`, `agent`, one of an
-    installed package, or `path.py:name` of an `async def workflow(ctx, task)`."""
+    """How an episode is made: `single_turn`, `multi_turn`, `tool_use`, `agent`, one of an installed
+    package, or `path.py:name` of an `async def workflow(ctx, task)`."""
     workflow_args: dict[str, Any] = Field(default_factory=dict)
     """What the workflow takes, by name; for one of your own, its keyword arguments."""
     gateway: GatewaySection = GatewaySection()

@@ -22,7 +22,6 @@ from areal_async.rpc.schema import Task
 
 BUILT_IN = {
     "countdown": "rollout_service.environments.countdown:Countdown",
-    "arithmetic": "rollout_service.environments.arithmetic:Arithmetic",
     "gymnasium": "rollout_service.environments.gymnasium:Gymnasium",
     "reasoning_gym": "rollout_service.environments.reasoning_gym:ReasoningGym",
 }

@@ -89,7 +89,7 @@ class MessagesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class MessagesFormat:
-    """See `WireFormat`. A stream has the order that Anthropic gives: message_start, per block start, deltas
+    """See `server.WireFormat`. A stream has Anthropic's order: message_start, per block start, deltas
     and stop, then message_delta and message_stop."""
 
     def __init__(

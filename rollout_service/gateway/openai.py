@@ -122,7 +122,7 @@ class ChatBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatFormat:
-    """See `WireFormat`."""
+    """See `server.WireFormat`."""
 
     def __init__(self, given: dict[str, Any], template: ChatTemplate, most: int) -> None:
         """At most `most` answers may be asked for. Raises `ApiError`."""

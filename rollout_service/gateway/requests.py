@@ -7,9 +7,9 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -163,23 +163,6 @@ class CompletionResult:
     @property
     def completion_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
-
-
-class WireFormat(Protocol):
-    """One call in the words of one API: its body as a request, and the completion as its reply or as the
-    events of its stream. Of a stream `begin` comes first, then `delta` for text on the way, then `finish`
-    with what each answer's text has beyond its deltas."""
-
-    request: CompletionRequest
-    stream: bool
-
-    def reply(self, completion: CompletionResult) -> dict[str, Any]: ...
-
-    def begin(self, prompt_tokens: int) -> Iterator[bytes]: ...
-
-    def delta(self, index: int, text: str) -> Iterator[bytes]: ...
-
-    def finish(self, completion: CompletionResult, rests: Sequence[str]) -> Iterator[bytes]: ...
 
 
 # --- reading a body ----------------------------------------------------------------------------------

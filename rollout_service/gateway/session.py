@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -39,7 +39,7 @@ from rollout_service.gateway.requests import (
 )
 from rollout_service.gateway.template import SampledText, StreamedText, canonical
 from rollout_service.gateway.toolcalls import MARKERS, ParsedCall, parse
-from rollout_service.workflows.branch import call_seed
+from rollout_service.workflows.context import call_seed
 
 if TYPE_CHECKING:
     from rollout_service.workflows.context import Context
@@ -49,18 +49,6 @@ T = TypeVar("T")
 CALLS_FROM = 1 << 48
 """Seeds of calls are numbered from here on, apart from those of `ctx.generate` and `ctx.fork`."""
 ENDED = "the episode of this API key has ended"
-
-
-class CallListener(Protocol):
-    """Hears of a call on its way."""
-
-    def started(self, prompt_tokens: int) -> None:
-        """Nothing is sampled yet."""
-        ...
-
-    def sampled(self, index: int, ids: Ids) -> None:
-        """The newest ids of an answer."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +69,37 @@ class GatewayCall:
     plan: CallPlan
     sampled: list[_SampledAnswer]
     recorded: bool = False
+
+
+class CallStream:
+    """What a call tells on its way, for the one client that streams it: the number of prompt tokens, then
+    the index and the newest ids of an answer, again and again."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[tuple[int, Ids] | int] = asyncio.Queue()
+
+    def started(self, prompt_tokens: int) -> None:
+        self._queue.put_nowait(prompt_tokens)
+
+    def sampled(self, index: int, ids: Ids) -> None:
+        self._queue.put_nowait((index, ids))
+
+    async def first(self) -> tuple[int, tuple[int, Ids]]:
+        """Number of prompt tokens, and what was sampled first."""
+        prompt_tokens = 0
+        while isinstance(item := await self._queue.get(), int):
+            prompt_tokens = item
+        return prompt_tokens, item
+
+    async def next(self, task: asyncio.Task[GatewayCall]) -> tuple[int, Ids] | None:
+        """What was sampled next; None when the call has ended and all of it was told."""
+        getting = asyncio.ensure_future(self._queue.get())
+        try:
+            await asyncio.wait((getting, task), return_when=asyncio.FIRST_COMPLETED)
+            item = getting.result() if getting.done() else None
+            return item if isinstance(item, tuple) else None
+        finally:
+            getting.cancel()
 
 
 class Session:
@@ -149,7 +168,7 @@ class Session:
     # --- for the server ------------------------------------------------------------------------------
 
     def start(
-        self, asked: CompletionRequest, listener: CallListener | None = None
+        self, asked: CompletionRequest, listener: CallStream | None = None
     ) -> asyncio.Task[GatewayCall]:
         """The task that answers `asked`, to be cancelled when the caller is gone. `listener` hears of it on
         its way. Raises `ApiError`."""
@@ -189,7 +208,7 @@ class Session:
 
     # --- a call --------------------------------------------------------------------------------------
 
-    async def _answered(self, asked: CompletionRequest, listener: CallListener | None) -> GatewayCall:
+    async def _answered(self, asked: CompletionRequest, listener: CallStream | None) -> GatewayCall:
         n = asked.n
         if self._running + n > self._section.max_calls:
             raise ApiError(
@@ -217,7 +236,7 @@ class Session:
         finally:
             self._running -= n
 
-    async def _sampled(self, asked: CompletionRequest, listener: CallListener | None) -> GatewayCall:
+    async def _sampled(self, asked: CompletionRequest, listener: CallStream | None) -> GatewayCall:
         plan = self.tree.plan(asked.prompt)
         check_room(plan, self._max_model_len)
         samplings = self._sampling(asked)
@@ -234,7 +253,7 @@ class Session:
         return GatewayCall(CompletionResult(len(plan.ids), choices), plan, sampled)
 
     async def _one(
-        self, plan: CallPlan, sampling: Sampling, index: int, listener: CallListener | None
+        self, plan: CallPlan, sampling: Sampling, index: int, listener: CallStream | None
     ) -> GenerateResult:
         number, self.tree.requests = self.tree.requests, self.tree.requests + 1
         request = self._episode.request(f"gateway-{number}", plan.ids, sampling)

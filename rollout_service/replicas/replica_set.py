@@ -38,14 +38,17 @@ from rollout_service.engines.base import (
     Weights,
     nothing_sampled,
 )
-from rollout_service.replicas.placement import Aborted, AdmissionQueue, PrefixAffinity, choose
 from rollout_service.replicas.replica import (
     FETCH_PAUSE_S,
     WATCH_S,
+    Aborted,
+    AdmissionQueue,
     EngineReplica,
     Exchanges,
     Fetch,
+    PrefixAffinity,
     UpdateStall,
+    choose,
     exchange,
     retried,
 )

@@ -25,16 +25,14 @@ from areal_async.config.job import JobConfig
 from areal_async.errors import ArealError
 from areal_async.registry import TOOLS, WORKFLOWS, PartError, section_mistakes
 from areal_async.rpc.schema import Task
-from rollout_service.workflows.branch import Branch
-from rollout_service.workflows.context import Context, EpisodeAborted, WorkflowResources
+from rollout_service.workflows.context import Branch, Context, EpisodeAborted, WorkflowResources
 from rollout_service.workflows.tools import Tool, ToolReply, load_tools, tool
 from rollout_service.workflows.turns import Renderer, Reply, TemplateRewrites, TurnError
 
 BUILT_IN = {
-    "single_turn": "rollout_service.workflows.single_turn:single_turn",
+    "single_turn": "rollout_service.workflows:single_turn",
     "multi_turn": "rollout_service.workflows.multi_turn:MultiTurn",
     "tool_use": "rollout_service.workflows.tool_use:ToolUse",
-    "self_correction": "rollout_service.workflows.self_correction:SelfCorrection",
     "agent": "rollout_service.workflows.agent:AgentWorkflow",
 }
 """Name → coroutine function or class; found by `areal_async.registry.WORKFLOWS`."""
@@ -78,6 +76,11 @@ def workflow(function: F) -> F:
         name = getattr(function, "__name__", function)
         raise WorkflowError(f"the workflow {name!r} is no coroutine function: write `async def`.")
     return function
+
+
+async def single_turn(ctx: Context, task: Task) -> None:
+    """Give the model the task's prompt, and take its answer as the episode's response."""
+    await ctx.generate(task.prompt)
 
 
 def workflow_of(job: JobConfig) -> Workflow:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, get_type_hints, overload
 from areal_async.errors import ArealError
 from areal_async.registry import TOOLS, PartError
 from rollout_service import metrics
-from rollout_service.environments.expression import evaluate, written
+from rollout_service.environments.countdown import evaluate, written
 
 T = TypeVar("T")
 

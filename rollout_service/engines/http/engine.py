@@ -31,10 +31,17 @@ from rollout_service.engines.base import (
     Weights,
     checked_request,
 )
-from rollout_service.engines.http.adapter import Directory, Launch, ServerAdapter, ServerLoad
+from rollout_service.engines.http.adapter import (
+    Directory,
+    Launch,
+    Layout,
+    ServerAdapter,
+    ServerLoad,
+    check_folder,
+    read_layout,
+)
 from rollout_service.engines.http.calls import Account, Calls
 from rollout_service.engines.http.client import ServerClient
-from rollout_service.engines.http.folders import Layout, check_folder, read_layout
 from rollout_service.engines.http.process import Liveness, ServerProcess, attached, started
 
 log = get_logger("engine")

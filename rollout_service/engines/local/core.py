@@ -23,18 +23,20 @@ from torch import Tensor
 
 from areal_async.rpc.schema import POLICY, VersionTag
 from rollout_service.engines.base import (
+    Detokenizer,
     EngineError,
     FinishReason,
     GenerateRequest,
     GenerateResult,
     Weights,
     checked_request,
+    has_stop,
     nothing_sampled,
+    trim,
 )
 from rollout_service.engines.local.kv import Decode, Prefill, SlotKV
 from rollout_service.engines.local.model import LocalModel
 from rollout_service.engines.local.requests import RequestTable, draw, pad
-from rollout_service.engines.text import Detokenizer, has_stop, trim
 
 PREFILL_TOKENS = 4096
 """Most tokens, padding included, in one prefill pass (a longer prompt goes alone)."""

@@ -19,8 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rollout_service.engines.base import FinishReason, GenerateRequest, GenerateResult
-from rollout_service.engines.text import stop_window
+from rollout_service.engines.base import FinishReason, GenerateRequest, GenerateResult, stop_window
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)

@@ -19,13 +19,12 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
 
 from areal_async.errors import ArealError
-from areal_async.rpc.schema import R, Request
+from areal_async.rpc.client import Client
 from areal_async.rpc.weights_messages import AskTensors, SendsNothing, SendsTensors, TensorBucket
 from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
@@ -46,16 +45,6 @@ FLUSH_ATTEMPTS = 20
 FLUSH_PAUSE_S = 0.05
 
 log = get_logger("engine")
-
-
-class Trainer(Protocol):
-    """The part of an RPC client that is used here."""
-
-    async def connect(self, timeout_s: float = ...) -> object: ...
-
-    async def call(self, request: Request[R], *, timeout_s: float) -> R: ...
-
-    async def close(self) -> None: ...
 
 
 class Parallel(msgspec.Struct):
@@ -101,7 +90,7 @@ async def load_directory(client: ServerClient, snapshot: Directory, *, flush: bo
 class TensorFeed:
     """The way of tensors into one engine's server. Belongs to one event loop."""
 
-    def __init__(self, trainer: Trainer, name: str, *, grace_s: float = GRACE_S) -> None:
+    def __init__(self, trainer: Client, name: str, *, grace_s: float = GRACE_S) -> None:
         """`name` is this engine's among all of the job."""
         self._trainer = trainer
         self._name = name

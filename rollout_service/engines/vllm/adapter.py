@@ -25,11 +25,13 @@ from areal_async.config.engines import flag_name
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import (
+    Detokenizer,
     EngineError,
     GenerateRequest,
     GenerateResult,
     RequestError,
     Tell,
+    trim,
 )
 from rollout_service.engines.http.adapter import (
     Directory,
@@ -42,7 +44,6 @@ from rollout_service.engines.http.adapter import (
     server_variables,
 )
 from rollout_service.engines.http.client import CONTROL_TIMEOUT_S, ServerClient
-from rollout_service.engines.text import Detokenizer, trim
 from rollout_service.engines.vllm.messages import (
     ID_PREFIX,
     MODEL_NAME,

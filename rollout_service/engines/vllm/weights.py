@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from rollout_service.engines.base import EngineError
-from rollout_service.engines.http.folders import read_config, read_layout
+from rollout_service.engines.http.adapter import read_config, read_layout
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"

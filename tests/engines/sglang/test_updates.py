@@ -29,9 +29,9 @@ from areal_async.quickstart.model import make_tokenizer
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult
+from rollout_service.engines.http.adapter import read_layout
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.engine import HttpEngine
-from rollout_service.engines.http.folders import read_layout
 from tests.engines.sglang.served import KEY, in_server, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of the server's start

@@ -37,8 +37,7 @@ WORLD = {"environment": "countdown"}
         ("single_turn", {}),
         ("multi_turn", WORLD | {"environment_args": {"numbers": 6, "terse": True}, "reward": "final"}),
         ("multi_turn", {"environment": "w.py:World", "environment_args": {"any": "thing"}}),
-        ("tool_use", {"tools": ["calc", "t.py:look_up"], "environment": "arithmetic"}),
-        ("self_correction", {"verifier": "arithmetic"}),
+        ("tool_use", {"tools": ["calc", "t.py:look_up"], "environment": "countdown"}),
     ],
 )
 def test_right_arguments_are_no_mistake(workflow: str, arguments: dict[str, Any]) -> None:
@@ -49,7 +48,7 @@ def test_an_environments_reward_needs_a_workflow_that_makes_one() -> None:
     (mistake,) = check_fields(job("tool_use", {}, reward="environment"))
     assert mistake.field == "reward.name"
     assert check_fields(job("multi_turn", WORLD, reward="environment")) == []
-    assert check_fields(job("tool_use", {"environment": "arithmetic"}, reward="environment")) == []
+    assert check_fields(job("tool_use", {"environment": "countdown"}, reward="environment")) == []
 
 
 OWN = """
@@ -108,7 +107,6 @@ def test_paths_in_the_arguments_are_relative_to_the_job_file(tmp_path: Path) -> 
         ("tool_use", {"tools": ["no.py:f"]}, "no.py cannot be read: No such file"),
         ("multi_turn", {"environment": "t.py:Nowhere"}, "defines no 'Nowhere'"),
         ("tool_use", {"tools": ["t.py:look_up"], "environment": "t.py:World"}, None),
-        ("self_correction", {"verifier": "arithmetic"}, None),
     ],
 )
 def test_code_that_the_arguments_name_is_looked_up_before_anything_starts(

@@ -77,15 +77,16 @@ def test_calls_beyond_the_limit_are_not_run_and_a_full_path_ends_the_episode() -
 
 
 def test_the_environment_of_tool_use_asks_and_judges() -> None:
-    flow = load_workflow("tool_use", {"environment": "arithmetic", "tools": ["calc"]})
-    task = Task("h:3:0", "Compute ", extra_info={"expression": "12*3+4"})
+    flow = load_workflow(
+        "tool_use", {"environment": "countdown", "environment_args": {"terse": True}, "tools": ["calc"]}
+    )
+    task = Task("h:3:0", "Compute ", extra_info={"nums": [12, 3, 4], "target": 40})
 
     def model(path: str) -> str:
-        found = re.findall(r"\)=(.*)\n", path)
-        return found[-1] if found else "calc(12*3+4)"
+        return "12*3+4" if ")=40\n" in path else "calc(12*3+4)"
 
     episode, _ = play(flow, model, task)
-    assert texts(episode)[0] == "Compute 12*3+4="
+    assert texts(episode)[0] == "Compute 12 3 4>40:"
     assert score(episode) == Score(1.0)
     assert score(play(flow, lambda path: "41", task)[0]) == Score(0.0)
 
@@ -219,9 +220,12 @@ def test_an_environment_that_hangs_fails_its_episode_in_time(tmp_path: Path) -> 
 # --- self_correction ---------------------------------------------------------------------------------------
 
 
+CORRECTION = f"{Path(__file__).parents[3]}/examples/workflows/self_correction.py:self_correction"
+
+
 def test_self_correction_asks_again_until_the_verifier_is_content() -> None:
     arguments = {"verifier": "exact_match", "attempts": 3, "retry": "!", "discount": 0.5}
-    flow = load_workflow("self_correction", arguments)
+    flow = load_workflow(CORRECTION, arguments)
     task = Task("h:0:0", "Q", ground_truth="2")
     episode, engine = play(flow, lambda path: str(path.count("!")), task)
     assert texts(episode) == ["Q", "0\x03", "!", "1\x03", "!", "2\x03"]
@@ -240,7 +244,7 @@ def test_the_verifier_of_self_correction_takes_arguments() -> None:
     task = Task("h:0:0", "Q", ground_truth="yes")
     for case, value in ((False, 1.0), (True, 0.0)):
         arguments = {"verifier": "exact_match", "attempts": 1, "verifier_args": {"case": case}}
-        episode, _ = play(load_workflow("self_correction", arguments), lambda path: "YES", task)
+        episode, _ = play(load_workflow(CORRECTION, arguments), lambda path: "YES", task)
         assert score(episode) == Score(value)
 
 

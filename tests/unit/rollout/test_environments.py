@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 from areal_async.rpc.schema import Task
 from rollout_service.environments import (
     EnvironmentFailure,
-    arithmetic,
     countdown,
     group_seed,
     level_seed,
     load_environment,
 )
-from rollout_service.environments.expression import ExpressionError, evaluate, written
+from rollout_service.environments.countdown import ExpressionError, evaluate, written
 
-ArithmeticArguments = arithmetic.Arithmetic.Arguments
 CountdownArguments = countdown.Countdown.Arguments
 WORLDS = Path(__file__).parents[3] / "examples" / "environments"
 LAKE, SOKOBAN = f"{WORLDS}/frozenlake.py:FrozenLake", f"{WORLDS}/sokoban.py:Sokoban"
@@ -51,7 +49,7 @@ def told(name: str, options: dict[str, Any], seed: int, actions: str, /, **extra
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=SEEDS, actions=MOVES, name=st.sampled_from(["countdown", "arithmetic", LAKE, SOKOBAN]))
+@given(seed=SEEDS, actions=MOVES, name=st.sampled_from(["countdown", LAKE, SOKOBAN]))
 def test_a_world_is_a_function_of_seed_and_actions(seed: int, actions: str, name: str) -> None:
     options = {"slippery": True} if name == LAKE else {}
     first = told(name, options, seed, actions)
@@ -103,7 +101,7 @@ def test_an_example_is_won_by_a_way_that_a_search_finds(name: str, shown: str, m
     raise AssertionError("there is no way")
 
 
-# --- countdown and arithmetic ------------------------------------------------------------------------
+# --- countdown and expressions ------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -146,21 +144,6 @@ def test_countdown_judges(answer: str, reward: float) -> None:
 def test_countdown_that_cannot_be_drawn_says_so() -> None:
     with pytest.raises(EnvironmentFailure, match="highest_target"):
         countdown.draw(0, CountdownArguments(numbers=6, operators="*", highest=1000, highest_target=4))
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=SEEDS, operands=st.integers(2, 6), digits=st.integers(1, 4))
-def test_arithmetic_is_right_only_for_its_value(seed: int, operands: int, digits: int) -> None:
-    text = arithmetic.draw(seed, ArithmeticArguments(operands=operands, digits=digits))
-    numbers = re.findall(r"\d+", text)
-    assert len(numbers) == operands
-    assert {len(number) for number in numbers} == {digits}
-    world = arithmetic.Arithmetic(operands=operands, digits=digits)
-    assert world.reset(seed, task()) == f"{text}="
-    value = int(evaluate(text)[0])
-    assert world.step(f"it is {value}.").reward == 1
-    assert world.step(f"it is {value + 1}").reward == 0
-    assert world.step("no idea").reward == 0
 
 
 @settings(max_examples=60, deadline=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.replicas.placement import BUSY, OVERLOAD, PrefixAffinity, ReplicaLoad, choose
+from rollout_service.replicas.replica import BUSY, OVERLOAD, PrefixAffinity, ReplicaLoad, choose
 
 
 def loads(*given: int, capacity: int = 8, kv: tuple[float, ...] = ()) -> list[ReplicaLoad]:

@@ -19,9 +19,8 @@ from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.context import RunPlaces, ServiceContext
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, checked_request
-from rollout_service.engines.http.adapter import attached_url
+from rollout_service.engines.http.adapter import attached_url, read_model
 from rollout_service.engines.http.client import VersionSpan, parse_tag, stamp
-from rollout_service.engines.http.folders import read_model
 from rollout_service.engines.sglang.messages import logprobs_of
 
 numbers = st.integers(0, 2**31 - 1)

@@ -19,9 +19,15 @@ from areal_async.quickstart.model import write_model
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, EngineLost, GenerateResult
-from rollout_service.engines.http.adapter import Directory, Launch, ServerLoad, ServerSettings
+from rollout_service.engines.http.adapter import (
+    Directory,
+    Launch,
+    ServerLoad,
+    ServerSettings,
+    check_folder,
+    read_layout,
+)
 from rollout_service.engines.http.client import KEEPALIVE_S
-from rollout_service.engines.http.folders import check_folder, read_layout
 from rollout_service.engines.vllm.adapter import command, parse_load, variables
 from rollout_service.engines.vllm.messages import Answer, generate_body, label, parse, server_seed, tag_of
 from rollout_service.engines.vllm.weights import is_tied, untied

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -20,7 +21,7 @@ from rollout_service.workflows import (
     WorkflowError,
     load_workflow,
 )
-from rollout_service.workflows.branch import call_seed
+from rollout_service.workflows.context import call_seed
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,7 @@ def test_what_is_sampled_otherwise_than_trained_is_context_or_refused(
     assert read_arrival("job", "t#0", 0, memoryview(pack(kept))).problem == ""
     assert kept.n_sampled == 6
     (row,) = training_rows(kept)
-    assert row.segment_of_unit()[row.mask == 1].tolist() == [1] * 6
+    assert np.repeat(row.path, row.lengths)[row.mask == 1].tolist() == [1] * 6
 
 
 @pytest.mark.anyio
