@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_async import __version__
-from areal_async.cli.buffer import buffer
 from areal_async.cli.reward import reward
-from areal_async.cli.tools import readable_errors
+from areal_async.cli.tools import buffer, readable_errors
 
 if TYPE_CHECKING:
     from areal_async.config.job import JobConfig

@@ -41,17 +41,22 @@ log = get_logger("supervisor")
 
 
 @dataclass(frozen=True)
-class WorkerExit:
-    """A worker that left: its exit status (None: it never ran), and how long that took."""
-
-    status: int | None
-    took_s: float
-
-
-@dataclass(frozen=True)
 class LeavingWorker:
     since_s: float
-    ended: Future[WorkerExit] = field(default_factory=Future)
+    ended: Future[str] = field(default_factory=Future)
+    """How it left, in words."""
+
+    def left(self, name: str, status: int | None, now_s: float) -> None:
+        """Tell whoever waits that worker `name` is gone; `status` None: it never ran."""
+        took_s = now_s - self.since_s
+        if status is None:
+            self.ended.set_result(f"{name} did not run; it will not be started again")
+        elif status == 0:
+            done = f"{name} has finished, handed back the rest and ended, in {took_s:.1f} s"
+            self.ended.set_result(done)
+        else:
+            ended = f"{name} {exit_text(status)} after {took_s:.1f} s; its leases are given to others"
+            self.ended.set_result(ended)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class FleetChange:
     """What the supervisor has set going: workers started, workers that leave, and those that stay."""
 
     joined: list[str]
-    leaving: Mapping[str, Future[WorkerExit]]
+    leaving: Mapping[str, Future[str]]
     workers: list[str]
 
 
@@ -141,8 +146,7 @@ class ControlSocket:
         ((name, ending),) = begun.leaving.items()
         await self._tell_buffer(name)
         # Shielded: whoever waits for the same end must get it too.
-        ended = await asyncio.shield(asyncio.wrap_future(ending))
-        return WorkersChanged(_left_text(name, ended), begun.workers)
+        return WorkersChanged(await asyncio.shield(asyncio.wrap_future(ending)), begun.workers)
 
     async def _begin(self, request: ScaleWorkers | DrainWorker) -> FleetChange:
         """Have the supervisor's loop begin what is asked."""
@@ -167,14 +171,6 @@ class ControlSocket:
         finally:
             await client.close()
         return True
-
-
-def _left_text(name: str, ended: WorkerExit) -> str:
-    if ended.status is None:
-        return f"{name} did not run; it will not be started again"
-    if ended.status == 0:
-        return f"{name} has finished, handed back the rest and ended, in {ended.took_s:.1f} s"
-    return f"{name} {exit_text(ended.status)} after {ended.took_s:.1f} s; its leases are given to others"
 
 
 def _scaled_text(begun: FleetChange, limit_s: float, untold: list[str]) -> str:

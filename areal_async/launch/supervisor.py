@@ -27,7 +27,7 @@ import msgspec
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
 from areal_async.errors import FaultError
-from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorker, WorkerExit
+from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorker
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase
 from areal_async.launch.plan import (
@@ -202,7 +202,7 @@ class Supervisor:
             child.close()
         self._record_workers()
         if entry is not None:
-            entry.ended.set_result(WorkerExit(state.status, time.monotonic() - entry.since_s))
+            entry.left(name, state.status, time.monotonic())
         else:
             self._on_restart(name, f"{name} joined but did not come to serve; see logs/{name}.log")
 

@@ -32,6 +32,7 @@ from typing import Any, Literal
 import h11
 import uvicorn
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -40,6 +41,7 @@ from areal_async.errors import EndpointError
 from areal_async.rpc.endpoints import is_loopback
 from areal_async.runtime.log import get_logger
 
+CLOSE = {"connection": "close"}
 BACKLOG = 512
 ACCEPTED_AT_ONCE = 32
 LEAST_RATE = 64 << 10
@@ -311,7 +313,8 @@ class HttpServer:
             if b"transfer-encoding" in names and b"content-length" in names:
                 # Two answers to where the body ends are how requests are smuggled past a proxy.
                 self.faults.count("request with two lengths")
-                await _plain(watched, 400, b"a request has a Content-Length or a Transfer-Encoding, not both")
+                text = "a request has a Content-Length or a Transfer-Encoding, not both"
+                await PlainTextResponse(text, 400, CLOSE)(scope, receive, watched)
             else:
                 await self._app(scope, receive, watched)
         except ClientDisconnect:
@@ -319,20 +322,11 @@ class HttpServer:
         except Exception as error:
             self.faults.count(f"request failed with {type(error).__name__}", error=str(error), cause=error)
             if not started:
-                await _plain(watched, 500, b"the server failed; its log has the reason")
+                text = "the server failed; its log has the reason"
+                await PlainTextResponse(text, 500, CLOSE)(scope, receive, watched)
         finally:
             self.held_bytes -= connection.held_bytes
             connection.held_bytes = 0
-
-
-async def _plain(send: Send, status: int, text: bytes) -> None:
-    headers = [
-        (b"content-type", b"text/plain"),
-        (b"content-length", b"%d" % len(text)),
-        (b"connection", b"close"),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": text})
 
 
 class Connection(H11Protocol):

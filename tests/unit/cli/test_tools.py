@@ -41,7 +41,7 @@ from areal_async.config.errors import ConfigError
 )
 def test_a_command_becomes_one_request(monkeypatch, arguments: list[str], request_: ToolRequest) -> None:
     asked = []
-    monkeypatch.setattr("areal_async.cli.buffer.become", asked.append)
+    monkeypatch.setattr("areal_async.cli.tools.become", asked.append)
     assert CliRunner().invoke(app, ["buffer", *arguments]).exit_code == 0
     assert asked == [request_]
 
