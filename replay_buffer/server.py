@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -55,7 +54,7 @@ from replay_buffer.ledger.decide import stats
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import LedgerMeta, Versions
+from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules, TaskOrder
 from replay_buffer.redis.address import RedisAddress
 from replay_buffer.redis.embedded import EmbeddedRedis
@@ -76,40 +75,6 @@ def _wait_ms(message: Lease | Claim | NextBatch) -> int:
     return min(message.wait_ms, LONGEST_WAIT_MS)
 
 
-REPEAT_MS = 20_000
-"""How often the log repeats one kind of verdict without a score while it goes on."""
-
-
-class NoScoreLog:
-    """Says of verdicts that were no score each kind at once, then now and then.
-
-    `look` at the figures of the ledger every second or so. What was there at the first look is old."""
-
-    def __init__(self, say: Callable[..., None]) -> None:
-        self._say = say
-        self._said: dict[str, tuple[int, int]] | None = None
-        """How many of each kind had come when it was said last, and when."""
-
-    def look(self, meta: LedgerMeta, now_ms: int) -> None:
-        due_ms = now_ms - REPEAT_MS
-        if self._said is None:
-            self._said = {kind: (note.count, due_ms) for kind, note in meta.no_scores.items()}
-        said = {kind: self._said.get(kind, (0, due_ms)) for kind in meta.no_scores}
-        for kind, note in meta.no_scores.items():
-            count, at_ms = said[kind]
-            if note.count != count and at_ms <= due_ms:
-                said[kind] = (note.count, now_ms)
-                # In this order the line of a terminal ends with the long text.
-                self._say(
-                    "verdicts without a score",
-                    kind=kind,
-                    count=note.count,
-                    episode_id=note.episode_id,
-                    message=note.message,
-                )
-        self._said = said
-
-
 class BufferServer:
     """Answers the messages of one job by its coordinator."""
 
@@ -120,7 +85,6 @@ class BufferServer:
         self._redis_bytes = 0
         self._lease_waits: dict[str, object] = {}
         """Worker → a token of its latest lease request under way."""
-        self._no_scores = NoScoreLog(log.warning)
         self.handle = by_type(
             "buffer",
             {
@@ -150,7 +114,6 @@ class BufferServer:
                     await self._store.follow()
                     self._redis_bytes = await self._store.used_bytes()
             if (index := self._coordinator.index) is not None:
-                self._no_scores.look(index.meta, self._coordinator.now_ms)
                 figures = stats(index, self._coordinator.now_ms)
                 collector.show(self._with_redis(figures), self._coordinator.lost_writes)
             collector.waits(self._coordinator.trouble)

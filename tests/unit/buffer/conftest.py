@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,6 +36,7 @@ from areal_async.rpc.schema import Message, Ok, Task, VersionTag
 from areal_async.rpc.verdicts import Score, Verdict
 from areal_async.runtime.context import short_socket_dir
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
 from replay_buffer.ledger.index import Edge, Index, LedgerRecords
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
@@ -41,7 +45,10 @@ from replay_buffer.ledger.records import GroupState, LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
 from replay_buffer.ledger.transaction import Decision, Transaction
 from replay_buffer.redis.embedded import EmbeddedRedis
+from replay_buffer.redis.store import Store
+from replay_buffer.redis.writer import RedisClock
 
+RULES = Rules.alone(group_size=2, batch_groups=2, max_staleness=1)
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8, stop=(), seed=1)
 
 
@@ -315,6 +322,41 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     asyncio.run(server.start())
     yield server.url
     asyncio.run(server.stop())
+
+
+@pytest.fixture
+def a_front(redis_url: str, job_name: str, counted_tasks: type[CountedTasks]) -> Callable[..., Any]:
+    """`async with a_front() as front`: a front of this test's job, with a clock of its own."""
+
+    @asynccontextmanager
+    async def make(
+        rules: Rules = RULES,
+        *,
+        job: str = job_name,
+        dataset: str = "cafe0123",
+        url: str = redis_url,
+        local: Callable[[], float] = time.monotonic,
+        folder: Path | None = None,
+    ) -> AsyncIterator[Coordinator]:
+        clock = RedisClock(local)
+        store = Store(url, job, dataset, rules.durability, clock, folder=folder)
+        front = Coordinator(store, rules, counted_tasks(), clock)
+        try:
+            await front.start()
+            yield front
+        finally:
+            await front.stop()
+
+    return make
+
+
+async def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+    """Let the loop run until `condition` holds."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + limit_s
+    while not condition():
+        assert loop.time() < deadline_s, "it did not happen in time"
+        await asyncio.sleep(0.001)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from areal_async.rpc.messages import Batch, Commit, Lease
 from areal_async.rpc.schema import Fault, VersionTag
 from replay_buffer.ledger import batching, committing
 from replay_buffer.ledger.batching import newest_version
-from replay_buffer.ledger.records import Span, accepts, undecided
+from replay_buffer.ledger.records import START, Span, accepts, continued, pruned, reopened, undecided
 
 
 @pytest.fixture
@@ -131,14 +131,49 @@ def test_a_plan_of_an_earlier_epoch_is_not_given_out_unseen(restarted, monkeypat
     assert restarted.index.batches["policy", 1].epoch == restarted.epoch == batch.epoch
 
 
-def test_a_lineage_judges_by_epoch_and_by_both_ends():
-    lineage = (Span(1, 0, 4), Span(2, 3, 6), Span(3, 5))
-    assert accepts(lineage, 1, 0, 4)
-    assert not accepts(lineage, 1, 4, 5)
-    assert accepts(lineage, 2, 3, 6)
-    assert not accepts(lineage, 2, 2, 3)
-    assert not accepts(lineage, 4, 5, 5)
-    assert accepts(lineage, 3, 5, 99)
+# --- which weights are on the trainer's lineage ---
+
+
+def test_a_restart_abandons_what_came_after_its_checkpoint():
+    assert accepts(START, 0, 0, 0), "before any trainer"
+    lineage = reopened(START, 1, 0)
+    assert accepts(lineage, 0, 0, 0)
+    assert not accepts(lineage, 0, 0, 1)
+    assert accepts(lineage, 1, 0, 99)
+    lineage = reopened(lineage, 2, 5)
+    assert accepts(lineage, 1, 3, 5)
+    assert not accepts(lineage, 1, 3, 6)
+    assert accepts(lineage, 2, 5, 7)
+    assert not accepts(lineage, 2, 4, 7), "the second trainer never published version 4"
+    assert not accepts(lineage, 3, 5, 5)
+
+
+def test_a_second_restart_further_back_abandons_more():
+    lineage = reopened(reopened(reopened(START, 1, 0), 2, 8), 3, 5)
+    assert lineage == (Span(0, 0, 0), Span(1, 0, 5), Span(3, 5))
+
+
+def test_an_episode_without_sampled_units_is_always_accepted():
+    assert accepts(START, 9, -1, -1)
+
+
+def test_spans_that_no_unit_can_be_of_are_forgotten():
+    lineage = reopened(reopened(START, 1, 0), 2, 5)
+    assert pruned(lineage, 6) == (Span(2, 5),)
+    assert pruned(lineage, 5) == (Span(1, 0, 5), Span(2, 5))
+
+
+def test_what_is_published_again_bit_by_bit_stays_true():
+    lineage = reopened(reopened(START, 1, 0), 2, 5)
+    assert undecided(lineage, 5, 1, 7), "the steps to come will tell"
+    assert not undecided(lineage, 5, 1, 5)
+    lineage = continued(lineage, 5, [1])
+    assert accepts(lineage, 1, 3, 6)
+    assert undecided(lineage, 6, 1, 7)
+    lineage = continued(lineage, 6, [])
+    assert not accepts(lineage, 1, 3, 7)
+    assert not undecided(lineage, 7, 1, 8)
+    assert continued(lineage, 7, [1]) == lineage, "an epoch once left behind stays so"
 
 
 def test_only_what_the_running_epoch_has_equalled_so_far_is_undecided():

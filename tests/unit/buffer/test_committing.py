@@ -9,16 +9,6 @@ from areal_async.rpc.schema import Fault, Ok
 from replay_buffer.ledger.committing import Copy
 
 
-def test_a_commit_counts_a_step_once(drive):
-    ledger = drive()
-    ledger.step()
-    assert ledger.index.consumer("policy").v_train == 1
-    assert ledger.commit(0) == Ok()
-    assert ledger.index.consumer("policy").v_train == 1
-    assert ledger.index.consumer("policy").episodes_trained == 4
-    assert ledger.count("trained") == 2
-
-
 def test_a_step_cannot_be_committed_before_its_batch_was_given_out(drive):
     ledger = drive()
     assert ledger.commit(0).kind == "invalid"
@@ -26,15 +16,6 @@ def test_a_step_cannot_be_committed_before_its_batch_was_given_out(drive):
     ledger.batch()
     assert ledger.commit(1).kind == "invalid"
     assert ledger.index.consumer("policy").v_train == 0
-
-
-def test_a_trained_group_makes_room(drive):
-    ledger = drive(batch_groups=1, max_staleness=0)
-    ledger.scored(1)
-    ledger.batch()
-    assert ledger.lease() == []
-    ledger.commit()
-    assert len(ledger.lease()) == 1
 
 
 def test_the_largest_staleness_is_remembered(drive):

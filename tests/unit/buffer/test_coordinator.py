@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -26,35 +25,14 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.schema import Fault, VersionTag
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score
 from replay_buffer import coordinator as front_module
-from replay_buffer.coordinator import Coordinator
 from replay_buffer.errors import StoreFenced, StoreUnavailable, StoreUnusable
 from replay_buffer.ledger.decide import ExpireDeadlines
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
-from replay_buffer.redis.store import Store
-from replay_buffer.redis.writer import Keys, RedisClock
-
-RULES = Rules.alone(group_size=2, batch_groups=2, max_staleness=1)
-
-
-@pytest.fixture
-def a_front(redis_url, job_name, counted_tasks):
-    """`async with a_front() as front`: a front of this test's job, with a clock of its own."""
-
-    @asynccontextmanager
-    async def make(rules=RULES, job=job_name, dataset="cafe0123", url=redis_url, local=time.monotonic):
-        clock = RedisClock(local)
-        store = Store(url, job, dataset, rules.durability, clock)
-        front = Coordinator(store, rules, counted_tasks(), clock)
-        try:
-            await front.start()
-            yield front
-        finally:
-            await front.stop()
-
-    return make
+from replay_buffer.redis.writer import Keys
+from tests.unit.buffer.conftest import until
 
 
 async def lease(front, capacity=1, epoch=1, version=0):
@@ -70,15 +48,6 @@ async def judge(front):
     items = (await front.execute(Claim("s", 100))).reply.items
     verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
     await front.execute(PutVerdicts("s", verdicts))
-
-
-async def until(condition, limit_s=10.0):
-    """Let the loop run until `condition` holds."""
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + limit_s
-    while not condition():
-        assert loop.time() < deadline_s, "it did not happen in time"
-        await asyncio.sleep(0.001)
 
 
 async def some_life(front):

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 import random
-from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
@@ -24,7 +23,6 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
-from replay_buffer.coordinator import Coordinator
 from replay_buffer.errors import StoreUnavailable
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
@@ -41,11 +39,11 @@ from replay_buffer.redis.large import (
     BlobRef,
     Large,
 )
-from replay_buffer.redis.store import Store
-from replay_buffer.redis.writer import Commands, Keys, RedisClock
+from replay_buffer.redis.writer import Commands, Keys
+from tests.unit.buffer.conftest import until
 
 SIZES = (10, KEY_BYTES - 1, KEY_BYTES, 3 * CHUNK_BYTES + 7, FILE_BYTES, FILE_BYTES + 1)
-RULES = Rules.alone(group_size=len(SIZES), batch_groups=1, max_staleness=1)
+RULES = Rules.alone(group_size=len(SIZES), batch_groups=1, max_staleness=1, durability="memory")
 
 
 def episodes(seed=0, sizes=SIZES):
@@ -57,22 +55,6 @@ def episodes(seed=0, sizes=SIZES):
 def folder(request, tmp_path):
     """Where files go; None for a Redis elsewhere."""
     return tmp_path / "episodes" if request.param == "files" else None
-
-
-@pytest.fixture
-def a_front(redis_url, job_name, counted_tasks):
-    @asynccontextmanager
-    async def make(folder, durability="memory"):
-        clock = RedisClock()
-        store = Store(redis_url, job_name, "cafe0123", durability, clock, folder=folder)
-        front = Coordinator(store, RULES, counted_tasks(), clock)
-        try:
-            await front.start()
-            yield front
-        finally:
-            await front.stop()
-
-    return make
 
 
 async def opened(front):
@@ -101,18 +83,9 @@ def files(folder):
     return sorted(os.listdir(folder)) if folder is not None else []
 
 
-async def until(condition, limit_s=10.0):
-    """Let the loop run until `condition` holds."""
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + limit_s
-    while not condition():
-        assert loop.time() < deadline_s, "it did not happen in time"
-        await asyncio.sleep(0.001)
-
-
 async def test_one_death_is_local_large_episodes_come_back_as_they_were(a_front, folder, redis, job_name):
     blobs = episodes()
-    async with a_front(folder) as front:
+    async with a_front(RULES, folder=folder) as front:
         group = await opened(front)
         first = await put(front, group, [memoryview(blob) for blob in blobs[:4]])
         second = await put(front, group, blobs[4:], first=4)
@@ -120,7 +93,7 @@ async def test_one_death_is_local_large_episodes_come_back_as_they_were(a_front,
         assert await held(front, group) == blobs
         assert (await front.execute(Stats())).reply.payload_bytes == sum(SIZES)
         assert len(files(folder)) == (2 if folder else 0)
-    async with a_front(folder) as front:
+    async with a_front(RULES, folder=folder) as front:
         assert await held(front, group) == blobs
     assert int(redis.scard(Keys(job_name).staged)) == 0
     in_hash = redis.hvals(Keys(job_name).blobs(group.group_id))
@@ -130,7 +103,7 @@ async def test_one_death_is_local_large_episodes_come_back_as_they_were(a_front,
 async def test_nothing_is_unbounded_large_episodes_are_freed_with_their_group(
     a_front, folder, job_name, redis
 ):
-    async with a_front(folder) as front:
+    async with a_front(RULES, folder=folder) as front:
         group = await opened(front)
         await put(front, group, episodes())
         items = (await front.execute(Claim("s", 100))).reply.items
@@ -150,7 +123,7 @@ async def test_trained_effectively_once_what_a_crash_left_half_done_is_removed_a
     a_front, folder, job_name, redis
 ):
     blobs = episodes()
-    async with a_front(folder) as front:
+    async with a_front(RULES, folder=folder) as front:
         group = await opened(front)
         # As if it had died after the bytes were there and before the ledger knew of them.
         if folder is not None:
@@ -158,7 +131,7 @@ async def test_trained_effectively_once_what_a_crash_left_half_done_is_removed_a
             assert len(files(folder)) == 1
         redis.sadd(Keys(job_name).staged, "1.7:2")
         redis.set(Keys(job_name).chunk("1.7", 0), b"left over")
-    async with a_front(folder) as front:
+    async with a_front(RULES, folder=folder) as front:
         assert files(folder) == []
         names = keys_of(redis, job_name)
         assert not [name for name in names if ":b:" in name or "staged" in name]
@@ -168,7 +141,7 @@ async def test_trained_effectively_once_what_a_crash_left_half_done_is_removed_a
 
 
 async def test_a_put_that_is_refused_or_repeated_leaves_nothing(a_front, folder, job_name, redis):
-    async with a_front(folder) as front:
+    async with a_front(RULES, folder=folder) as front:
         group = await opened(front)
         blobs = episodes()
         await put(front, group, blobs)
@@ -182,7 +155,7 @@ async def test_a_put_that_is_refused_or_repeated_leaves_nothing(a_front, folder,
 
 
 async def test_a_ledger_write_without_the_chunks_it_refers_to_is_refused_whole(a_front, redis, job_name):
-    async with a_front(None) as front:
+    async with a_front(RULES) as front:
         keys = Keys(job_name)
         commands = Commands(keys)
         commands.add("EXISTS", keys.chunk("9.9", 0))
@@ -193,7 +166,7 @@ async def test_a_ledger_write_without_the_chunks_it_refers_to_is_refused_whole(a
 
 
 async def test_a_chunk_that_redis_refuses_fails_the_write(a_front, job_name):
-    async with a_front(None) as front:
+    async with a_front(RULES) as front:
         commands = Commands(Keys(job_name))
         refused = front._store._writer.submit(front.index.revision, commands, [("SET", "only a key")])
         with pytest.raises(StoreUnavailable, match="Redis refused"):
@@ -202,7 +175,7 @@ async def test_a_chunk_that_redis_refuses_fails_the_write(a_front, job_name):
 
 async def test_nothing_is_unbounded_a_full_disk_loses_nothing(a_front, tmp_path, monkeypatch):
     folder = tmp_path / "episodes"
-    async with a_front(folder) as front:
+    async with a_front(RULES, folder=folder) as front:
         group = await opened(front)
         full = OSError(errno.ENOSPC, "No space left on device")
         with monkeypatch.context() as patched:
@@ -216,12 +189,12 @@ async def test_nothing_is_unbounded_a_full_disk_loses_nothing(a_front, tmp_path,
 
 async def test_episodes_whose_file_is_gone_are_found_counted_and_tried_again(a_front, tmp_path):
     folder = tmp_path / "episodes"
-    async with a_front(folder) as front:
+    async with a_front(RULES, folder=folder) as front:
         group = await opened(front)
         await put(front, group, episodes())
     (name,) = files(folder)
     os.truncate(folder / name, FILE_BYTES)  # what a machine without power may leave
-    async with a_front(folder) as front:
+    async with a_front(RULES, folder=folder) as front:
         stats = (await front.execute(Stats())).reply
         assert stats.reasons["dropped:bytes_lost"] == 1
         assert stats.reasons["bytes_lost"] == 3
