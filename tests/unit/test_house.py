@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -96,3 +97,14 @@ def test_what_breaks_the_order_is_named(path: str, text: str, rule: str) -> None
     assert list(broken_rules(good)) == []
     (found,) = broken_rules(good | {path: text})
     assert rule in found
+
+
+def test_the_story_of_the_loop_names_at_most_twenty_files_that_are_there() -> None:
+    story = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    numbered = re.findall(r"`([\w/]+\.py)`\*?\*?[^()]{0,12} \((\d+)\)", story)
+    assert [int(number) for _, number in numbered] == list(range(1, len(numbered) + 1))
+    assert 15 <= len(numbered) <= 20
+    named = {name for name in re.findall(r"`([\w/]+(?:\.py|/))`", story) if "/" in name}
+    services = [ROOT, *(ROOT / package for package in PACKAGES)]
+    assert [name for name in sorted(named) if not any((home / name).exists() for home in services)] == []
+    assert story.count("\n") <= 130
