@@ -25,7 +25,6 @@ from areal_async.rpc.schema import Message
 from areal_async.runtime.events import failpoint, record, recording
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
-from replay_buffer.errors import StoreError, StoreUnavailable, Trouble
 from replay_buffer.ledger.decide import (
     BufferStarted,
     BytesLost,
@@ -40,6 +39,7 @@ from replay_buffer.ledger.leasing import StoreEpisodes
 from replay_buffer.ledger.records import GroupRecord, GroupState, LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules, Tasks
 from replay_buffer.ledger.transaction import Decision
+from replay_buffer.redis.address import StoreError, StoreUnavailable, Trouble
 from replay_buffer.redis.large import BlobRef
 from replay_buffer.redis.store import Opened, Store
 from replay_buffer.redis.writer import Bytes, RedisClock

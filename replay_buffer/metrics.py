@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from areal_async.rpc.messages import BufferStats
 from areal_async.runtime.status import board
-from replay_buffer.errors import Trouble
+from replay_buffer.redis.address import Trouble
 
 OF_POLICY = {
     "areal_buffer_outstanding_groups": ("Groups leased and not yet trained or dropped.", "outstanding"),

@@ -49,14 +49,13 @@ from areal_async.runtime.metrics import busy
 from areal_async.trajectory import TrajectoryError, summarise
 from replay_buffer import metrics
 from replay_buffer.coordinator import Coordinator
-from replay_buffer.errors import StoreUnavailable
 from replay_buffer.ledger.decide import stats
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules, TaskOrder
-from replay_buffer.redis.address import RedisAddress
+from replay_buffer.redis.address import RedisAddress, StoreUnavailable
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.large import EPISODES
 from replay_buffer.redis.store import Store

@@ -18,8 +18,14 @@ from typing import Any
 
 import hiredis
 
-from replay_buffer.errors import StoreUnavailable, StoreUnusable, refusal
-from replay_buffer.redis.address import RedisAddress, RedisServer, tls_context
+from replay_buffer.redis.address import (
+    RedisAddress,
+    RedisServer,
+    StoreUnavailable,
+    StoreUnusable,
+    refusal,
+    tls_context,
+)
 
 ANSWER_LIMIT_S = 20.0
 """Redis not answering for so long counts as gone."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from areal_async.launch.preflight import find_redis_server, redis_server_version
 from areal_async.runtime.context import SOCKET_PATH_LIMIT
 from areal_async.runtime.process import ChildProcess
-from replay_buffer.errors import StoreUnavailable, StoreUnusable
+from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
 from replay_buffer.redis.connection import RedisConnection
 
 LOCK_LIMIT_S = 20.0
@@ -26,7 +26,7 @@ START_LIMIT_S = 20.0
 """How long a start may take, reading the append-only file apart."""
 STOP_LIMIT_S = 3.0
 START_ROOM_BYTES = 1 << 20
-"""With less room on its disk the server is not started: with appendfsync always it ends at the first write
+"""Room on its disk below which the server is not started: with appendfsync always it ends at the first write
 that fails, again and again."""
 NEVER_S = 10 * 365 * 24 * 3600
 

@@ -19,10 +19,16 @@ from typing import Any, Protocol
 import hiredis
 import msgspec
 
-from replay_buffer.errors import StoreError, StoreUnavailable, StoreUnusable, refusal
 from replay_buffer.ledger.index import LedgerRecords, WriteSet
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, ClaimRecord, GroupRecord, LeaseRecord, LedgerMeta
-from replay_buffer.redis.address import RedisAddress, RedisServer
+from replay_buffer.redis.address import (
+    RedisAddress,
+    RedisServer,
+    StoreError,
+    StoreUnavailable,
+    StoreUnusable,
+    refusal,
+)
 from replay_buffer.redis.connection import (
     RedisConnection,
     checked,

@@ -34,8 +34,8 @@ from typing import Any
 import hiredis
 import msgspec
 
-from replay_buffer.errors import StoreError, StoreFenced, StoreUnavailable, refusal
 from replay_buffer.ledger.index import WriteSet
+from replay_buffer.redis.address import StoreError, StoreFenced, StoreUnavailable, refusal
 from replay_buffer.redis.connection import Argument, RedisConnection
 
 CLOSE_LIMIT_S = 3.0

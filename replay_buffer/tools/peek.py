@@ -83,6 +83,8 @@ def find(look: Look, name: str) -> tuple[GroupRecord, int | None]:
 
 def groups_page(look: Look, groups: Sequence[GroupRecord], limit: int) -> RenderableType:
     """One row a group."""
+    if not groups:
+        return Text("the buffer holds no group of that kind.")
     rows = (
         (
             group.group_id,

@@ -19,11 +19,10 @@ from pathlib import Path
 from areal_async.errors import RunFolderError
 from areal_async.launch.runs import Run
 from areal_async.runtime.context import short_socket_dir
-from replay_buffer.errors import StoreUnavailable
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import GroupRecord
 from replay_buffer.ledger.rules import Rules, TaskOrder, Tasks
-from replay_buffer.redis.address import RedisAddress
+from replay_buffer.redis.address import RedisAddress, StoreUnavailable
 from replay_buffer.redis.connection import RedisConnection, find_place, table
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.large import EPISODES, BlobRef, read_ref

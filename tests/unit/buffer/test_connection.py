@@ -7,9 +7,8 @@ import asyncio
 import hiredis
 import pytest
 
-from replay_buffer.errors import StoreUnavailable, StoreUnusable
 from replay_buffer.redis import connection as pipe_module
-from replay_buffer.redis.address import RedisAddress
+from replay_buffer.redis.address import RedisAddress, StoreUnavailable, StoreUnusable
 from replay_buffer.redis.connection import RedisConnection, _greetings
 from tests.redis_client import connect
 

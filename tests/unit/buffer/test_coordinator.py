@@ -25,12 +25,12 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.schema import Fault, VersionTag
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score
 from replay_buffer import coordinator as front_module
-from replay_buffer.errors import StoreFenced, StoreUnavailable, StoreUnusable
 from replay_buffer.ledger.decide import ExpireDeadlines
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
+from replay_buffer.redis.address import StoreFenced, StoreUnavailable, StoreUnusable
 from replay_buffer.redis.writer import Keys
 from tests.unit.buffer.conftest import until
 

@@ -14,8 +14,8 @@ import pytest
 from redis.exceptions import RedisError
 
 from areal_async.runtime.context import short_socket_dir
-from replay_buffer.errors import StoreUnusable
 from replay_buffer.redis import embedded
+from replay_buffer.redis.address import StoreUnusable
 from replay_buffer.redis.embedded import NEVER_S, EmbeddedRedis
 from tests.redis_client import connect
 

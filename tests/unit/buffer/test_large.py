@@ -23,13 +23,13 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
-from replay_buffer.errors import StoreUnavailable
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.redis import large as shelf_module
+from replay_buffer.redis.address import StoreUnavailable
 from replay_buffer.redis.large import (
     ALIGN_BYTES,
     CHUNK_BYTES,

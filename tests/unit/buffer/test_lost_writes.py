@@ -10,12 +10,12 @@ import pytest
 from areal_async.rpc.messages import Claim, Lease
 from areal_async.rpc.schema import VersionTag
 from replay_buffer.coordinator import Coordinator
-from replay_buffer.errors import StoreFenced, StoreUnavailable
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState, Versions
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.redis import store as store_module
+from replay_buffer.redis.address import StoreFenced, StoreUnavailable
 from replay_buffer.redis.store import SCHEMA, TAKE_SCRIPT, Store
 from replay_buffer.redis.writer import ConfirmedRevision, Keys, RedisClock
 from tests.redis_client import connect

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from replay_buffer.errors import StoreUnavailable, StoreUnusable, refusal
-from replay_buffer.redis.address import RedisServer
+from replay_buffer.redis.address import RedisServer, StoreUnavailable, StoreUnusable, refusal
 from replay_buffer.redis.store import check_redis
 
 THERE = RedisServer("there", 6379)

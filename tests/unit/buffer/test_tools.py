@@ -36,7 +36,7 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import RunPlaces, ServiceContext
 from replay_buffer import metrics
-from replay_buffer.errors import StoreUnusable
+from replay_buffer.redis.address import StoreUnusable
 from replay_buffer.server import main
 from replay_buffer.tools import export as export_tool
 from replay_buffer.tools.peek import (
@@ -270,6 +270,7 @@ async def test_peek_lists_groups_and_opens_one_and_an_episode_of_it(workplace, b
         assert "0.125 (0 … 0.25)" in listing
         assert "1 missing, 1 stored" in listing
         assert len(chosen(look.index, state_of("scored"))) == 2
+        assert "the buffer holds no group" in text_of(groups_page(look, [], 20))
         name = next(iter(stored))
         group, sample = find(look, name)
         assert "VERDICT" in text_of(group_page(look, group))

@@ -12,7 +12,7 @@ from areal_async.launch.plan import MODULES
 from areal_async.runtime.context import ServicePlace
 from areal_async.runtime.process import RestartPolicy
 from areal_async.runtime.service import restart_may_help
-from replay_buffer.errors import StoreUnavailable, StoreUnusable
+from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
 from trainer_service.errors import CheckpointError, StalenessViolation
 
 NAMES = ("buffer", "trainer", "reward", "rollout-0", "evaluator")

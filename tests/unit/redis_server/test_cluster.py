@@ -8,7 +8,7 @@ import pytest
 from redis.crc import key_slot
 
 from areal_async.launch.preflight import find_redis_server
-from replay_buffer.errors import StoreUnavailable, StoreUnusable
+from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
 
 SLOTS = 16384
 

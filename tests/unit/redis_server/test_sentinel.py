@@ -8,8 +8,7 @@ import pytest
 
 from areal_async.errors import FaultError
 from areal_async.launch.preflight import find_redis_server
-from replay_buffer.errors import StoreUnavailable, StoreUnusable
-from replay_buffer.redis.address import RedisAddress
+from replay_buffer.redis.address import RedisAddress, StoreUnavailable, StoreUnusable
 
 SENTINEL = """\
 port {port}

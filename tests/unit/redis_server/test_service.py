@@ -16,7 +16,7 @@ from areal_async.rpc.messages import Lease, OpenTrainer
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.context import ServiceContext
 from replay_buffer import metrics
-from replay_buffer.errors import StoreUnusable
+from replay_buffer.redis.address import StoreUnusable
 from replay_buffer.server import main as serve
 from tests.redis_client import documented_rights
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from areal_async.config.job import BufferSection
-from replay_buffer.errors import StoreUnusable
-from replay_buffer.redis.address import RedisAddress
+from replay_buffer.redis.address import RedisAddress, StoreUnusable
 
 
 @dataclass(frozen=True)
