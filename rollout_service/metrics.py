@@ -26,12 +26,6 @@ DRAINING = Gauge(
     "areal_rollout_draining", "1 while this worker finishes what it has and leases nothing more."
 )
 CONCURRENCY = Gauge("areal_rollout_concurrency_limit", "Most episodes that this worker runs at once, now.")
-CONCURRENCY_CHANGES = Counter(
-    "areal_rollout_concurrency_changes_total", "Changes of that limit, by the reason.", ["reason"]
-)
-CONCURRENCY_REASON = Gauge(
-    "areal_rollout_concurrency_reason", "1 for the reason of the last change, 0 for the others.", ["reason"]
-)
 REFUSED = Counter(
     "areal_rollout_episodes_refused_total", "Finished episodes that the buffer refused.", ["reason"]
 )
@@ -53,12 +47,6 @@ SCORE = Gauge(
     "areal_evaluation_score",
     "Held-out figure of the last evaluation: mean, best or maj over a task's samples, by data source.",
     ["data_source", "statistic"],
-)
-SCORE_LOW = Gauge(
-    "areal_evaluation_score_low", "Lower end of its 95 % interval.", ["data_source", "statistic"]
-)
-SCORE_HIGH = Gauge(
-    "areal_evaluation_score_high", "Upper end of its 95 % interval.", ["data_source", "statistic"]
 )
 UNSCORED = Gauge(
     "areal_evaluation_unscored_samples", "Samples of the last evaluation without a score.", ["data_source"]
@@ -108,14 +96,11 @@ def show_evaluation(
     overall: Statistics, by_source: Mapping[str, Statistics], unscored: Mapping[str, int]
 ) -> None:
     """Set the figures of an evaluation, by data source; those of a source that gave none go."""
-    for gauge in (SCORE, SCORE_LOW, SCORE_HIGH, UNSCORED):
+    for gauge in (SCORE, UNSCORED):
         gauge.clear()
     for source, one in {ALL_SOURCES: overall, **by_source}.items():
         for name, figure in (("mean", one.mean), ("best", one.best), ("maj", one.maj)):
             SCORE.labels(source, name).set(figure.value)
-            if figure.low is not None and figure.high is not None:
-                SCORE_LOW.labels(source, name).set(figure.low)
-                SCORE_HIGH.labels(source, name).set(figure.high)
     UNSCORED.labels(ALL_SOURCES).set(sum(unscored.values()))
     for source, count in unscored.items():
         UNSCORED.labels(source).set(count)

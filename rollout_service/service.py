@@ -73,7 +73,6 @@ def make_replicas(
     return ReplicaSet(
         make,
         job.rollout.replicas,
-        order=job.rollout.update_order,
         restarts=restarts,
         stuck_s=job.rollout.stuck_s,
         newest=newest,

@@ -82,8 +82,6 @@ class RolloutSection(Section):
     """Worker processes, each with engines of its own."""
     replicas: int = Field(default=1, ge=1, le=64)
     """Engines of one worker. A group's requests stay with the one that holds their prefix."""
-    update_order: Literal["together", "in_turn"] = "together"
-    """Whether a weight update stops all engines of a worker at once, or one after the other."""
     group_size: int = Field(default=8, ge=1, le=65_536)
     """Episodes sampled from one task (the `n` of a group)."""
     max_concurrent: int = Field(default=64, ge=1, le=1_000_000)

@@ -139,7 +139,7 @@ class Engine(Protocol):
 
     @property
     def version(self) -> VersionTag:
-        """Of the weights that sample now."""
+        """Version of the weights that sample now."""
         ...
 
     def alive(self) -> bool:

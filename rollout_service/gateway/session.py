@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CALLS_FROM = 1 << 48
-"""Seeds of calls are numbered from here on, apart from those of `ctx.generate` and `ctx.fork`."""
+"""Seeds of calls are numbered from here on, apart from those of `ctx.generate`."""
 ENDED = "the episode of this API key has ended"
 
 

@@ -19,7 +19,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Literal
 
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.log import get_logger
@@ -67,7 +66,6 @@ class ReplicaSet(Exchanges):
         make: Callable[[int], Engine],
         count: int = 1,
         *,
-        order: Literal["together", "in_turn"] = "together",
         restarts: RestartPolicy = NO_RESTARTS,
         stuck_s: float = 300.0,
         newest: Fetch | None = None,
@@ -77,14 +75,12 @@ class ReplicaSet(Exchanges):
         watch_s: float = WATCH_S,
         fetch_pause_s: float = FETCH_PAUSE_S,
     ) -> None:
-        """`order`: whether an update stops all engines at once or one after the other. `newest` gives the
-        snapshot that a restarted engine starts with. `on_serving(share)` is called with the share of the
-        replicas that serves whenever that changes, `on_exchange(going_on)` at the beginning and at the end of
-        each exchange of weights."""
+        """`newest` gives the snapshot that a restarted engine starts with. `on_serving(share)` is called with
+        the share of the replicas that serves whenever that changes, `on_exchange(going_on)` at the beginning and
+        at the end of each exchange of weights."""
         self.replicas = [EngineReplica(index, make, restarts, stuck_s, clock) for index in range(count)]
         self._on_serving = on_serving
         self._on_exchange = on_exchange
-        self._order = order
         self._fetch: Fetch | None = None
         if newest is not None:
             self._fetch = lambda: retried(newest, fetch_pause_s)
@@ -174,14 +170,11 @@ class ReplicaSet(Exchanges):
             async with self._updating:
                 # One that was restarted with the newest has it.
                 behind = [r for r in self.replicas if r.serves and r.engine.version < snapshot.tag]
-                if self._order == "in_turn":
-                    stalls = [await self._exchange_one(replica, snapshot) for replica in behind]
-                else:
-                    updates = [self._exchange_one(replica, snapshot) for replica in behind]
-                    results = await asyncio.gather(*updates, return_exceptions=True)
-                    if errors := [result for result in results if isinstance(result, BaseException)]:
-                        raise errors[0]
-                    stalls = [result for result in results if isinstance(result, UpdateStall)]
+                updates = [self._exchange_one(replica, snapshot) for replica in behind]
+                results = await asyncio.gather(*updates, return_exceptions=True)
+                if errors := [result for result in results if isinstance(result, BaseException)]:
+                    raise errors[0]
+                stalls = [result for result in results if isinstance(result, UpdateStall)]
                 self._newest = snapshot
             return max(stalls, key=lambda stall: stall.total_s, default=UpdateStall())
         finally:

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from areal_async.config.rollout import RolloutSection
 from areal_async.runtime.log import get_logger
@@ -127,9 +127,6 @@ class ConcurrencyLimit:
         return ConcurrencyChange(min(self._ceiling, self.limit + step), "room")
 
 
-REASONS: tuple[Reason, ...] = get_args(Reason)
-
-
 class ConcurrencyTuner:
     """Looks at the engine's load in time, and hears from it when replicas or weights come and go."""
 
@@ -161,7 +158,7 @@ class ConcurrencyTuner:
     async def run(self, load: Callable[[], EngineStats], on_change: Callable[[], None]) -> None:
         """Look at the engine's `load` until cancelled. `on_change` is called when more or fewer episodes may
         run than before."""
-        self._show()
+        metrics.CONCURRENCY.set(self.concurrency.limit)
         while True:
             while not self._changed.is_set():
                 try:
@@ -170,7 +167,7 @@ class ConcurrencyTuner:
                 except TimeoutError:
                     self._look(load())
             self._changed.clear()
-            self._show()
+            metrics.CONCURRENCY.set(self.concurrency.limit)
             on_change()
 
     def _look(self, stats: EngineStats) -> None:
@@ -178,10 +175,4 @@ class ConcurrencyTuner:
         change = self.concurrency.look(stats, peak, time.monotonic())
         if change is not None:
             log.debug("concurrency", limit=change.limit, reason=change.reason)
-            metrics.CONCURRENCY_CHANGES.labels(change.reason).inc()
             self._changed.set()
-
-    def _show(self) -> None:
-        metrics.CONCURRENCY.set(self.concurrency.limit)
-        for reason in REASONS:
-            metrics.CONCURRENCY_REASON.labels(reason).set(reason == self.concurrency.last.reason)

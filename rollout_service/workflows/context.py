@@ -59,12 +59,6 @@ REWARD = "reward"
 """Name of the reward that is the episode's score, where the job says `reward.name: environment`."""
 
 
-FORK_SEEDS = 2**32
-"""Seeds of branches are numbered from here on: those of calls come before."""
-MAX_BRANCHES = 1024
-"""Most branches of one fork."""
-
-
 def call_seed(group_seed: int, sample: int, attempt: int, call: int) -> int:
     """63 bits for one call of one episode, a function of its arguments alone."""
     parts = (group_seed, sample, attempt, call)
@@ -127,7 +121,6 @@ class Context:
         self._deadline_s = deadline_s
         self._gateway = gateway
         self._calls = 0
-        self._forks = 0
         self._tool_calls = 0
         self._tool_errors = 0
         self._anchor: str | bytes | None = None
@@ -174,27 +167,10 @@ class Context:
             raise ValueError("generate() needs a prompt, or a parent to go on from")
         if not self._calls:
             self.builder.text(prompt=self._prompt_text(prompt if root and not tools else None, parent))
-        seed = call_seed(self.seed, self.sample, self.attempt, self._calls)
+        if sampling.get("seed") is None:
+            sampling["seed"] = call_seed(self.seed, self.sample, self.attempt, self._calls)
         anchor, self._anchor = self._anchor, None
-        reply = await self.sampled(parent, agent, turn, seed, sampling, anchor, train=train)
-        self.builder.text(response=reply.text)
-        return reply
-
-    async def sampled(
-        self,
-        parent: int,
-        agent: int,
-        turn: int,
-        seed: int,
-        changes: dict[str, Any],
-        anchor: str | bytes | None = None,
-        *,
-        train: bool = True,
-    ) -> Reply:
-        """One call of the engine right after `parent`, and its segment. `generate` and branches end here."""
-        if changes.get("seed") is None:
-            changes = {**changes, "seed": seed}
-        asked = msgspec.structs.replace(self.sampling, **changes)
+        asked = msgspec.structs.replace(self.sampling, **sampling)
         path = self._paths[parent]
         request = self.request(str(self._calls), path, asked)
         self._calls += 1
@@ -219,6 +195,7 @@ class Context:
             self._chats[segment] = chat.said(self.decoded(result.token_ids))
         if anchor is not None:
             self.builder.anchor(segment, anchor)
+        self.builder.text(response=result.text)
         return Reply(
             segment, result.token_ids, result.logprobs, result.versions, result.finish_reason, result.text
         )
@@ -240,18 +217,6 @@ class Context:
             priority=self._priority,
             deadline_s=self._deadline_s,
         )
-
-    def fork(self, segment: int, n: int) -> list[Branch]:
-        """`n` branches that go on from `segment`, each a path of its own. They may run at the same time: what
-        each samples depends on its place alone, not on which is faster."""
-        self._forks += 1
-        first = FORK_SEEDS + self._forks * MAX_BRANCHES
-        if not 1 <= n <= MAX_BRANCHES:
-            raise ValueError(f"fork() makes 1 to {MAX_BRANCHES} branches, not {n}")
-        return [
-            Branch(self, segment, call_seed(self.seed, self.sample, self.attempt, first + i))
-            for i in range(n)
-        ]
 
     # --- what no policy samples ------------------------------------------------------------------------
 
@@ -409,57 +374,3 @@ class Context:
         """What the model reads first, as text; a `prompt` that begins the path is remembered as such."""
         known = self._render(prompt).text if prompt is not None else ""
         return known or self.decoded(self._paths[segment])
-
-
-class Branch:
-    """Made by `ctx.fork`. `segment` is where it is: each method goes on from there and moves it.
-
-    The episode's response text is not set here: the workflow knows which branch is the answer
-    (`ctx.builder.text(response=…)`)."""
-
-    def __init__(self, ctx: Context, segment: int, seed: int) -> None:
-        self.segment = segment
-        self._ctx = ctx
-        self._seed = seed
-        self._calls = 0
-        self._anchor: str | bytes | None = None
-
-    async def generate(
-        self, prompt: Prompt | None = None, *, agent: int = 0, turn: int = 0, train: bool = True, **how: Any
-    ) -> Reply:
-        """As `ctx.generate`, from where the branch is."""
-        rewritten = how.pop("rewritten", "error")
-        if prompt is not None:
-            self.observe(SegmentKind.ENVIRONMENT, prompt, agent=agent, turn=turn, rewritten=rewritten)
-        anchor, self._anchor = self._anchor, None
-        seed = self._next_seed()
-        reply = await self._ctx.sampled(self.segment, agent, turn, seed, how, anchor, train=train)
-        self.segment = reply.segment
-        return reply
-
-    def observe(self, kind: SegmentKind, content: Prompt, **how: Any) -> int:
-        """As `ctx.observe`, from where the branch is."""
-        self.segment = self._ctx.observe(kind, content, parent=self.segment, **how)
-        return self.segment
-
-    async def tool(self, name: str | Tool, arguments: str | Mapping[str, Any], **how: Any) -> ToolReply:
-        """As `ctx.tool`, from where the branch is."""
-        reply = await self._ctx.tool(name, arguments, parent=self.segment, **how)
-        self.segment = reply.segment
-        return reply
-
-    def reward(self, value: float) -> None:
-        """The reward of the segment where the branch is."""
-        self._ctx.reward(value, segment=self.segment)
-
-    def anchor(self, key: str | bytes) -> None:
-        """Name the state before what the branch samples next."""
-        self._anchor = key
-
-    def fork(self, n: int) -> list[Branch]:
-        """Branches that go on from where this one is."""
-        return [Branch(self._ctx, self.segment, self._next_seed()) for _ in range(n)]
-
-    def _next_seed(self) -> int:
-        self._calls += 1
-        return call_seed(self._seed, 0, 0, self._calls - 1)

@@ -40,7 +40,7 @@ from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.keyed import VARIABLE as KEY_VARIABLE
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Of each tensor its dtype (safetensors' word) and shape."""
+"""Dtype (safetensors' word) and shape of each tensor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def result_of(
 T = TypeVar("T")
 
 CONTROL_TIMEOUT_S = 60.0
-"""For a call that computes nothing long."""
+"""Limit for a call that computes nothing long."""
 CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 2.0
 """An idle connection is closed from this side. The servers close theirs after 5 s, and a POST on one that is

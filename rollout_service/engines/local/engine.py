@@ -68,7 +68,7 @@ class LocalEngine:
         self._calls: dict[str, asyncio.Future[GenerateResult]] = {}
         self._tells: dict[str, Tell] = {}
         self._told: dict[str, int] = {}
-        """Of requests that are streamed, the units that were told. The thread's."""
+        """Units that were told of each streamed request. The thread's."""
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._paused = False

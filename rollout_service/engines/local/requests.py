@@ -37,7 +37,7 @@ class Draw:
     top_k: npt.NDArray[np.int64]
     """0 means no limit."""
     uniform: npt.NDArray[np.float64]
-    """In (0, 1); see `uniforms`."""
+    """A number in (0, 1); see `uniforms`."""
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

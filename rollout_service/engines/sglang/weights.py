@@ -34,7 +34,7 @@ from rollout_service.engines.http.client import ServerClient, words
 from rollout_service.engines.sglang.messages import ModelInfo
 
 ASK_S = 5.0
-"""For the trainer's answer, while the engine is paused."""
+"""Limit for the trainer's answer, while the engine is paused."""
 GRACE_S = 10.0
 """The trainer's limit ends first and closes the group, so that the server can say what failed; a server that
 answers nothing even then is stuck inside the group."""

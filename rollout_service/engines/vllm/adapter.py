@@ -58,7 +58,7 @@ from rollout_service.engines.vllm.messages import (
 from rollout_service.engines.vllm.weights import is_tied, untied
 
 KV_CACHE_GIB = 1
-"""On a CPU the server would otherwise take a large share of the machine's memory."""
+"""The server would otherwise take a large share of a CPU machine's memory."""
 RESERVED = {
     "model": "weights come from snapshots",
     "tokenizer": "set `model`",

@@ -231,9 +231,6 @@ def test_several_samples_give_mean_best_and_majority_by_source_with_intervals(
         "areal_evaluation_score", {"data_source": "even", "statistic": "maj"}
     ) == pytest.approx(0.5)
     assert REGISTRY.get_sample_value("areal_evaluation_unscored_samples", {"data_source": "odd"}) == 2
-    assert REGISTRY.get_sample_value(
-        "areal_evaluation_score_low", {"data_source": "*", "statistic": "mean"}
-    ) == pytest.approx(found["mean"][1])
 
 
 def test_samples_of_a_task_are_drawn_with_seeds_of_their_own(endless: Any, tmp_path: Path) -> None:

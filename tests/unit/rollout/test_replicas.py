@@ -124,8 +124,7 @@ def test_a_deadline_holds_in_the_engine_and_before_it(busy: bool) -> None:
 # --- updates -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ["together", "in_turn"])
-def test_an_update_reaches_every_replica_and_the_set_serves_the_oldest(order: Any) -> None:
+def test_an_update_reaches_every_replica_and_the_set_serves_the_oldest() -> None:
     async def body(fleet: Fleet) -> None:
         seen: list[VersionTag] = []
         server, load = fleet.server(0), fleet.server(1).load
@@ -139,17 +138,14 @@ def test_an_update_reaches_every_replica_and_the_set_serves_the_oldest(order: An
         assert stall.total_s >= 0
         assert fleet.set.version == VersionTag("policy", 0, 1)
         assert server.journal == ["start 0", "pause", "load 1", "resume"]
-        if order == "in_turn":
-            assert fleet.server(1).journal == server.journal
         fleet.held = False
         results = await asyncio.gather(*(fleet.ask(f"r{n}") for n in range(4)))
         assert {int(result.versions[0]) for result in results} == {1}
 
-    drive(body, 2, order=order)
+    drive(body, 2)
 
 
-@pytest.mark.parametrize("order", ["together", "in_turn"])
-def test_whoever_listens_is_told_of_an_exchange_also_of_one_that_fails(order: Any) -> None:
+def test_whoever_listens_is_told_of_an_exchange_also_of_one_that_fails() -> None:
     told: list[bool] = []
 
     async def body(fleet: Fleet) -> None:
@@ -160,12 +156,11 @@ def test_whoever_listens_is_told_of_an_exchange_also_of_one_that_fails(order: An
             await exchange(fleet.set, Snapshot(2))
         assert told == [True, False] * 2
 
-    drive(body, 2, order=order, on_exchange=told.append)
+    drive(body, 2, on_exchange=told.append)
 
 
-@pytest.mark.parametrize("order", ["together", "in_turn"])
 def test_what_an_engine_serves_is_written_down_before_it_samples_from_it(
-    order: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def body(fleet: Fleet) -> None:
         def write(event: str, *, replica: int, epoch: int, version: int) -> None:
@@ -187,34 +182,10 @@ def test_what_an_engine_serves_is_written_down_before_it_samples_from_it(
         await exchange(fleet.set, Snapshot(2))
         assert fleet.server(1).journal[1:] == ["pause", "load 2", "served 2", "resume"]
 
-    drive(body, 2, order=order, started=False)
+    drive(body, 2, started=False)
 
 
-def test_in_turn_goes_on_generating_on_the_others() -> None:
-    async def body(fleet: Fleet) -> None:
-        fleet.held = False
-        where: list[int] = []
-
-        def slow(index: int) -> Any:
-            async def load(snapshot: Any) -> None:
-                result = await fleet.ask(f"while {index}")
-                where.append(int(result.token_ids[0]))
-                assert fleet.set.version.version == 0, "the oldest that is served"
-                fleet.server(index).version = snapshot.tag
-
-            return load
-
-        for index in range(2):
-            fleet.server(index).load = slow(index)  # type: ignore[method-assign]
-        await exchange(fleet.set, Snapshot(1))
-        assert where == [1, 0]
-        assert fleet.set.version.version == 1
-
-    drive(body, 2, order="in_turn")
-
-
-@pytest.mark.parametrize("order", ["together", "in_turn"])
-def test_weights_that_do_not_fit_are_an_error_and_the_engines_go_on(order: Any) -> None:
+def test_weights_that_do_not_fit_are_an_error_and_the_engines_go_on() -> None:
     async def body(fleet: Fleet) -> None:
         fleet.misfits.add(1)
         fleet.held = False
@@ -225,7 +196,7 @@ def test_weights_that_do_not_fit_are_an_error_and_the_engines_go_on(order: Any) 
         await exchange(fleet.set, Snapshot(2))
         assert fleet.set.version.version == 2
 
-    drive(body, 2, order=order)
+    drive(body, 2)
 
 
 # --- deaths --------------------------------------------------------------------------------------------

@@ -199,9 +199,8 @@ def test_a_path_is_exactly_what_the_engine_saw(endless: Any, tokenizer: Any) -> 
 @pytest.mark.parametrize(
     "sampling", [{"top_p": 0.5}, {"top_k": 3}, {"temperature": 0.0}, {"temperature": 0.0, "top_k": 2}]
 )
-@pytest.mark.parametrize("place", ["root", "branch"])
 def test_what_is_sampled_otherwise_than_trained_is_context_or_refused(
-    endless: Any, tokenizer: Any, sampling: dict[str, float], place: str
+    endless: Any, tokenizer: Any, sampling: dict[str, float]
 ) -> None:
     """The buffer takes no episode in which such units would be trained, and says what to do."""
 
@@ -211,11 +210,7 @@ def test_what_is_sampled_otherwise_than_trained_is_context_or_refused(
         ctx = context(engine, tokenizer)
         first = await ctx.generate("1+2=")
         how = sampling if train is None else {**sampling, "train": train}
-        if place == "root":
-            await ctx.generate("=7", parent=first.segment, **how)
-        else:
-            (branch,) = ctx.fork(first.segment, 1)
-            await branch.generate("=7", **how)
+        await ctx.generate("=7", parent=first.segment, **how)
         await engine.stop()
         return ctx.builder.build()
 
