@@ -76,8 +76,8 @@ class ReplicaSet(Exchanges):
         fetch_pause_s: float = FETCH_PAUSE_S,
     ) -> None:
         """`newest` gives the snapshot that a restarted engine starts with. `on_serving(share)` is called with
-        the share of the replicas that serves whenever that changes, `on_exchange(going_on)` when an exchange of
-        weights begins and when it ends."""
+        the share of the replicas that serves whenever that changes, `on_exchange(going_on)` when an exchange
+        of weights begins and when it ends."""
         self.replicas = [EngineReplica(index, make, restarts, stuck_s, clock) for index in range(count)]
         self._on_serving = on_serving
         self._on_exchange = on_exchange
