@@ -517,10 +517,12 @@ class LedgerMachine(Promises):
 
     @rule()
     def the_job_gets_on(self):
-        """A few rounds with nothing in their way are a step of every policy."""
+        """A few rounds with nothing in their way are a step of every policy, once the steps of a trainer that
+        came back are done again: until then there may be no place for groups that it shares."""
         self.front_comes_back()
         goals = {policy: mine.step + 1 for policy, mine in self.model.trainers.items()}
-        for _ in range(ROUNDS):
+        redone = max(len(self.ledger.index.plans(policy)) for policy in self.consumers)
+        for _ in range(ROUNDS + redone):
             self.time_passes(3000)
             for which, worker in product(range(len(self.consumers)), ("w0", "w1")):
                 self.checkpoint(which, True)
