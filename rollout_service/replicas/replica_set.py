@@ -1,7 +1,7 @@
 """Several engines of one worker behind the face of one.
 
 Promises:
-- A request goes where its prefix is, or where there is room (`placement.py`). What finds no room waits here,
+- A request goes where its prefix is, or where there is room (`replica.py`). What finds no room waits here,
   and of what waits the oldest lease's goes first; the priority goes on to the engine.
 - An engine that dies, or samples nothing for `stuck_s`, is started again (`replica.py`); its requests run
   again, from their first token, on another replica or on the new engine. Callers do not notice. Only a
