@@ -1,12 +1,12 @@
 """The episode model that all services agree on: what one rollout produced, its codec and its invariants.
 
-build   EpisodeBuilder → Episode         read back   unpack (blob), decode (frames)
-ship    pack (one blob), encode (frames)  inspect     summarise, Episode.path, Episode.token_ids
-train   training_rows → Row              refuse      TrajectoryError and its kinds, untrainable
+build   EpisodeBuilder → Episode    ship, read back   pack, unpack
+train   training_rows → Row         inspect           summarise, Episode.path, Episode.token_ids
+                                    refuse            TrajectoryError and its kinds, untrainable
 """
 
 from areal_async.trajectory.builder import EpisodeBuilder, anchor_of
-from areal_async.trajectory.codec import EpisodeSummary, decode, encode, pack, summarise, unpack
+from areal_async.trajectory.codec import EpisodeSummary, pack, summarise, unpack
 from areal_async.trajectory.episode import Episode, EpisodeFacts, PolicyVersions, check
 from areal_async.trajectory.layout import (
     DEFAULT_LIMITS,
@@ -55,8 +55,6 @@ __all__ = [
     "Units",
     "anchor_of",
     "check",
-    "decode",
-    "encode",
     "pack",
     "summarise",
     "training_rows",

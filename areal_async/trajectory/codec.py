@@ -77,18 +77,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(EpisodeHead)
 
 
-def encode(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> list[memoryview]:
-    """The frames of an episode; all but the head are views of its arrays.
-
-    Raises CodecError when metadata does not fit msgpack, SizeError when the head is too long.
-    """
-    return [_bytes_of(part) for part in _parts_of(episode, limits)]
-
-
-def decode(frames: Sequence[Buffer], *, limits: EpisodeLimits = DEFAULT_LIMITS) -> Episode:
-    """The episode of these frames. Raises a TrajectoryError for anything that is not one."""
-    if not CORE_FRAMES <= len(frames) <= CORE_FRAMES + limits.columns:
-        raise CodecError(f"{len(frames)} frames are not an episode")
+def _episode_of(frames: Sequence[memoryview], limits: EpisodeLimits) -> Episode:
     head = _decode_head(frames[0], limits)
     if len(head.columns) != len(frames) - CORE_FRAMES:
         raise CodecError(f"the head names {len(head.columns)} optional columns, {len(frames)} frames came")
@@ -134,14 +123,7 @@ def _parts_of(episode: Episode, limits: EpisodeLimits) -> list[bytes | NDArray]:
     return [part if isinstance(part, bytes) else np.ascontiguousarray(part) for part in core]
 
 
-def _bytes_of(part: bytes | NDArray) -> memoryview:
-    if isinstance(part, bytes):
-        return memoryview(part)
-    # A view with a zero in its shape cannot be cast.
-    return part.data.cast("B") if part.size else memoryview(b"")
-
-
-def _decode_head(frame: Buffer, limits: EpisodeLimits) -> EpisodeHead:
+def _decode_head(frame: memoryview, limits: EpisodeLimits) -> EpisodeHead:
     if len(frame) > limits.head_bytes:
         raise SizeError(f"a head of {len(frame)} bytes, the limit is {limits.head_bytes}")
     try:
@@ -151,7 +133,7 @@ def _decode_head(frame: Buffer, limits: EpisodeLimits) -> EpisodeHead:
 
 
 def _optional_columns(
-    head: EpisodeHead, frames: Sequence[Buffer], limits: EpisodeLimits
+    head: EpisodeHead, frames: Sequence[memoryview], limits: EpisodeLimits
 ) -> dict[str, NDArray]:
     columns: dict[str, NDArray] = {}
     for (name, dtype_name, width), frame in zip(head.columns, frames[CORE_FRAMES:], strict=True):
@@ -171,7 +153,7 @@ def _optional_columns(
     return columns
 
 
-def _array(frame: Buffer, dtype: np.dtype, shape: tuple[int, ...], start: int = 0) -> NDArray:
+def _array(frame: memoryview, dtype: np.dtype, shape: tuple[int, ...], start: int = 0) -> NDArray:
     """A read-only array over `frame` from byte `start`; the caller has checked the size."""
     if not len(frame):
         return frozen(np.empty(shape, dtype))
@@ -222,7 +204,7 @@ def pack(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
 
 def unpack(buffer: Buffer, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> Episode:
     """The episode of a blob, or a TrajectoryError. Its arrays are views that keep `buffer` alive."""
-    return decode(_frames(buffer, limits), limits=limits)
+    return _episode_of(_frames(buffer, limits), limits)
 
 
 def summarise(buffer: Buffer, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> EpisodeSummary:

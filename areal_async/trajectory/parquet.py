@@ -61,8 +61,7 @@ class ExportedEpisode:
     parts: Parts | None = None
 
 
-def row_of(exported: ExportedEpisode) -> dict[str, Any]:
-    """The values of `COLUMNS`. Raises `TrajectoryError` for a blob that is no episode."""
+def _row_of(exported: ExportedEpisode) -> dict[str, Any]:
     episode = unpack(exported.blob)
     header, units = episode.header, episode.units
     return vars(exported) | {
@@ -124,7 +123,7 @@ class EpisodeWriter:
 
     def add(self, exported: ExportedEpisode) -> None:
         """One row. Raises `TrajectoryError` for a blob that is no episode."""
-        self._waiting.append(row_of(exported))
+        self._waiting.append(_row_of(exported))
         self.rows += 1
         self.held_bytes += len(exported.blob)
         if self.held_bytes >= self._row_group_bytes or len(self._waiting) >= ROW_GROUP_ROWS:
