@@ -284,7 +284,6 @@ async def main(ctx: ServiceContext) -> None:
             job=job.job,
             access=ctx.secret,
             handler=buffer.handle,
-            front_epoch=coordinator.front_epoch,
         )
         await server.start()
         stack.push_async_callback(server.stop)

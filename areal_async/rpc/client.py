@@ -42,12 +42,9 @@ TIMEOUT_S = 60.0
 """Patience with a service that does not answer, beyond the wait that a request asks for."""
 SWEEP_S = 0.25
 RESEND_AFTER_S = 2.0
-"""Unanswered requests are repeated after this long, then after twice as long, and so on: only a lost reply
-needs it, since a lost connection is noticed at once."""
 FIRST_BACKOFF_S = 0.01
 LAST_BACKOFF_S = 1.0
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-
 
 T = TypeVar("T")
 
@@ -66,15 +63,15 @@ class _Pending:
     def __init__(self, frames: list[Buffer]) -> None:
         self.frames = frames
         self.answer: asyncio.Future[tuple[Message, list[memoryview]]] | None = None
-        self.sent_s = 0.0
-        self.resend_after_s = RESEND_AFTER_S
+        self.sent_s = self.resend_after_s = 0.0
 
 
 class Client:
     """Ask the server at `endpoint`. All methods belong to one event loop; calls may run concurrently.
 
-    `timeout_s` is the patience of every call that names none of its own. Usage: `await client.connect(5.0)`,
-    `reply = await client.call(request)`, `await client.close()`; or `async with`, which connects and closes.
+    `timeout_s` is the patience of every call that names none of its own. An unanswered request is repeated
+    after `resend_after_s`, then after twice as long, and so on: only a lost reply needs it, since a lost
+    connection is noticed at once. `async with` connects and closes.
     """
 
     def __init__(
@@ -87,16 +84,14 @@ class Client:
         access: Access,
         timeout_s: float = TIMEOUT_S,
         max_in_flight: int = 64,
+        resend_after_s: float = RESEND_AFTER_S,
         rng: random.Random | None = None,
     ) -> None:
         self.endpoint = endpoint
-        self.welcome: Welcome | None = None
-        """The last welcome; its `front_epoch` may change with a restart of the server."""
-        self.reconnects = 0
-        self.malformed = 0
         self._hello = Hello(SCHEMA, job, role, name)
         self._access = access
         self._timeout_s = timeout_s
+        self._resend_after_s = resend_after_s
         self._rng = rng or random.Random()
         self._uid = secrets.randbits(64)
         self._ids = itertools.count(1)
@@ -215,7 +210,7 @@ class Client:
         while True:
             answer = pending.answer = loop.create_future()
             timer = loop.call_at(deadline_s, _expire, answer)
-            pending.resend_after_s = RESEND_AFTER_S
+            pending.resend_after_s = self._resend_after_s
             if self._link is _Link.UP:
                 self._transmit(pending)
             try:
@@ -301,10 +296,8 @@ class Client:
         try:
             header = read_header(copied[0] if copied else b"")
         except ProtocolError:
-            self.malformed += 1
             return
         if header.client != self._uid:
-            self.malformed += 1
             return
         if header.kind == Kind.WHO:
             if self._link is _Link.UP:
@@ -316,7 +309,6 @@ class Client:
             reply = read_reply(copied[0])
             attachments = read_attachments(header, rest)
         except ProtocolError as error:
-            self.malformed += 1
             if answer is not None and not answer.done():
                 answer.set_exception(error)
             return
@@ -331,10 +323,7 @@ class Client:
             self._give_up(FaultError.of(reply))
         elif isinstance(reply, Welcome):
             self._link = _Link.UP
-            self.welcome = reply
-            if self._greeted.done():
-                self.reconnects += 1
-            else:
+            if not self._greeted.done():
                 self._greeted.set_result(reply)
             for pending in self._pending.values():
                 if pending.answer is not None and not pending.answer.done():
@@ -389,13 +378,7 @@ class SyncClient:
     ) -> None:
         self.endpoint = endpoint
         self._client = Client(endpoint, job=job, role=role, name=name, access=access, timeout_s=timeout_s)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    @property
-    def welcome(self) -> Welcome | None:
-        """The last welcome, None before `connect`."""
-        return self._client.welcome
+        self._thread: LoopThread | None = None
 
     def __enter__(self) -> SyncClient:
         try:
@@ -411,11 +394,8 @@ class SyncClient:
         self.close()
 
     def connect(self, timeout_s: float = 10.0) -> Welcome:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            name = f"rpc-{self.endpoint.rpartition('/')[2]}"
-            self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-            self._thread.start()
+        if self._thread is None:
+            self._thread = LoopThread(f"rpc-{self.endpoint.rpartition('/')[2]}")
         return self._wait(self._client.connect(timeout_s))
 
     def call(
@@ -432,27 +412,42 @@ class SyncClient:
 
     def close(self) -> None:
         """Fail calls of other threads with `PeerGone`, and end the thread."""
-        if self._loop is None or self._thread is None:
-            return
-        self._wait(self._client.close())
-        loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
-        asyncio.run_coroutine_threadsafe(_settle(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        if self._thread is not None:
+            self._wait(self._client.close())
+            thread, self._thread = self._thread, None
+            thread.close()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        loop = self._loop
-        if loop is None:
+        thread = self._thread
+        if thread is None:
             work.close()
             raise PeerGone(f"the client of {self.endpoint} is not connected")
-        future = asyncio.run_coroutine_threadsafe(work, loop)
+        return thread.run(work)
+
+
+class LoopThread:
+    """An event loop in a daemon thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` comes to on the loop, for a caller in another thread."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
         except BaseException:
-            # An interrupt of this thread must not leave the call running.
-            future.cancel()
+            future.cancel()  # an interrupt of this thread must not leave it running
             raise
+
+    def close(self) -> None:
+        """End the loop, its helper threads and the thread."""
+        self.run(_settle())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
 
 
 async def _settle() -> None:

@@ -43,19 +43,11 @@ class ReplyBook:
         self._max_clients = max_clients
         self._clients: OrderedDict[int, _Memory] = OrderedDict()
         self._sizes: OrderedDict[tuple[int, int], int] = OrderedDict()
-        self._size_bytes = 0
+        self.size_bytes = 0
+        """Bytes of the remembered replies."""
 
-    @property
-    def entries(self) -> int:
+    def __len__(self) -> int:
         return len(self._sizes)
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
-    @property
-    def clients(self) -> int:
-        return len(self._clients)
 
     def admit(self, client: int, request: int, floor: int) -> Admission:
         """Decide about one arrival of a request; RUN obliges the caller to `finish` it."""
@@ -99,10 +91,10 @@ class ReplyBook:
         memory.replies[request] = frames
         size = sum(memoryview(frame).nbytes for frame in frames)
         self._sizes[(client, request)] = size
-        self._size_bytes += size
-        while self._sizes and (len(self._sizes) > self._max_entries or self._size_bytes > self._max_bytes):
+        self.size_bytes += size
+        while self._sizes and (len(self._sizes) > self._max_entries or self.size_bytes > self._max_bytes):
             (other, old), old_size = self._sizes.popitem(last=False)
-            self._size_bytes -= old_size
+            self.size_bytes -= old_size
             del self._clients[other].replies[old]
         return True
 
@@ -112,7 +104,7 @@ class ReplyBook:
         if memory is not None:
             for request, frames in memory.replies.items():
                 if frames is not None:
-                    self._size_bytes -= self._sizes.pop((client, request))
+                    self.size_bytes -= self._sizes.pop((client, request))
 
     def _remember(self, client: int) -> _Memory:
         if len(self._clients) >= self._max_clients:
@@ -133,4 +125,4 @@ class ReplyBook:
                 done.append(request)
         for request in done:
             del memory.replies[request]
-            self._size_bytes -= self._sizes.pop((client, request))
+            self.size_bytes -= self._sizes.pop((client, request))

@@ -91,7 +91,6 @@ class Task(Record, frozen=True):
 class Welcome(Message, frozen=True):
     schema: int
     service: str
-    front_epoch: int = 0
 
 
 class Hello(Request[Welcome], frozen=True):

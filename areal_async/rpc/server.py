@@ -51,10 +51,11 @@ CANCEL_LIMIT_S = 5.0
 
 @dataclass(frozen=True)
 class Peer:
-    """Who asks, as said in its hello."""
+    """Who asks, as said in its hello; `client` is the id that all its connections have."""
 
     role: str
     name: str
+    client: int = 0
 
 
 Answer = Message | tuple[Message, Sequence[Buffer]]
@@ -73,21 +74,13 @@ def by_type(service: str, handlers: Mapping[type[Request[Any]], Handler]) -> Han
     return handle
 
 
-@dataclass(frozen=True)
-class _Session:
-    """One connection that has said hello."""
-
-    client: int
-    peer: Peer
-
-
 class Server:
     """Serve `handler` at `endpoint` (`ipc://PATH` or `tcp://HOST:PORT`; port 0 picks one, see `.endpoint`)
     to who has the secret or keys of `access`.
 
     `handler(peer, message, attachments)` returns a message, or a message and its attachments; a `FaultError`
-    it raises is the answer, anything else is logged and answered `internal`. `front_epoch` goes into every
-    welcome. A frame longer than `max_part_bytes` ends its connection.
+    it raises is the answer, anything else is logged and answered `internal`. A frame longer than
+    `max_part_bytes` ends its connection.
     """
 
     def __init__(
@@ -101,20 +94,18 @@ class Server:
         max_in_flight_per_peer: int = 64,
         cached_replies: int = 4096,
         cached_bytes: int = 64 << 20,
-        front_epoch: int = 0,
         max_part_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.endpoint = endpoint
         self.counters: Counter[str] = Counter()
         """What happened since the start; `unknown` are requests before a hello, such as after a restart."""
-        self.front_epoch = front_epoch
         self._service = service
         self._job = job
         self._max_part_bytes = max_part_bytes
         self._handler = handler
         self._access = access
         self._book = ReplyBook(max_in_flight_per_peer, cached_replies, cached_bytes, MAX_SESSIONS)
-        self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
+        self._sessions: OrderedDict[bytes, Peer] = OrderedDict()
         self._identities: dict[int, bytes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -186,7 +177,7 @@ class Server:
             self.counters["malformed"] += 1
 
     def _on_request(
-        self, identity: bytes, session: _Session | None, header: Header, head: bytes, rest: list[Buffer]
+        self, identity: bytes, session: Peer | None, header: Header, head: bytes, rest: list[Buffer]
     ) -> None:
         try:
             message = read_request(head)
@@ -209,7 +200,7 @@ class Server:
     def _admit(
         self,
         identity: bytes,
-        session: _Session,
+        session: Peer,
         header: Header,
         message: Message,
         attachments: list[memoryview],
@@ -227,7 +218,7 @@ class Server:
             self._send(identity, self._book.reply(header.client, header.request))
         elif admission is Admission.BUSY:
             self.counters["busy"] += 1
-            fault = Fault("busy", f"{session.peer.name} has too many requests under way", BUSY_RETRY_MS)
+            fault = Fault("busy", f"{session.name} has too many requests under way", BUSY_RETRY_MS)
             self._send(identity, self._frames(header, fault))
 
     def _greet(self, identity: bytes, client: int, hello: Hello) -> Message:
@@ -241,9 +232,9 @@ class Server:
             self._drop_session(before)
         elif before is None and len(self._sessions) >= MAX_SESSIONS:
             self._drop_session(next(iter(self._sessions)))
-        self._sessions[identity] = _Session(client, Peer(hello.role, hello.name))
+        self._sessions[identity] = Peer(hello.role, hello.name, client)
         self._identities[client] = identity
-        return Welcome(SCHEMA, self._service, self.front_epoch)
+        return Welcome(SCHEMA, self._service)
 
     def _drop_session(self, identity: bytes) -> None:
         session = self._sessions.pop(identity, None)
@@ -253,12 +244,12 @@ class Server:
     # --- answers -------------------------------------------------------------------------------------
 
     async def _run(
-        self, session: _Session, header: Header, message: Message, attachments: list[memoryview]
+        self, session: Peer, header: Header, message: Message, attachments: list[memoryview]
     ) -> None:
         reply: Message
         reply_attachments: Sequence[Buffer] = ()
         try:
-            answer = await self._handler(session.peer, message, attachments)
+            answer = await self._handler(session, message, attachments)
             if isinstance(answer, tuple):
                 reply, reply_attachments = answer
             else:

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from areal_async.errors import FaultError, SnapshotError
+from areal_async.rpc.client import LoopThread
 from areal_async.rpc.endpoints import Access
 from areal_async.rpc.schema import Message, Ok, VersionTag
 from areal_async.rpc.server import Answer, Peer, Server
@@ -85,24 +86,21 @@ class Publisher:
         self._lock = threading.Condition()
         self._deltas = DeltaPublisher(deltas_below, self._lock, self._delta_done, delta_writer)
         self._server = Server(endpoint, service="weights", job=job, access=access, handler=self._handle)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: LoopThread | None = None
         self._changed: asyncio.Event | None = None
 
     def start(self) -> None:
         """Serve. What an earlier publisher left under `root` is removed. Raises `EndpointError`."""
         self._root.mkdir(parents=True, exist_ok=True)
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, name="weights-publisher", daemon=True)
-        thread.start()
+        thread = LoopThread("weights-publisher")
         try:
-            asyncio.run_coroutine_threadsafe(self._start_server(), loop).result()
+            thread.run(self._start_server())
         except BaseException:
-            _end_loop(loop, thread)
+            thread.close()
             raise
         # Only now: the endpoint was free, so no other publisher works here.
         remove_snapshots(self._root)
-        self._loop, self._thread, self.endpoint = loop, thread, self._server.endpoint
+        self._thread, self.endpoint = thread, self._server.endpoint
 
     def publish(
         self,
@@ -155,15 +153,15 @@ class Publisher:
     def close(self, *, remove: bool = True) -> None:
         """Stop serving and, unless told otherwise, remove every snapshot. Nobody is told that nothing
         more will come: a trainer that ends by an error is started again."""
-        loop, thread = self._loop, self._thread
-        if loop is None or thread is None:
+        thread = self._thread
+        if thread is None:
             return
         self._closing = True
         self._wake()
         self._deltas.close()
-        asyncio.run_coroutine_threadsafe(self._stop_server(), loop).result()
-        _end_loop(loop, thread)
-        self._loop = self._thread = None
+        thread.run(self._stop_server())
+        thread.close()
+        self._thread = None
         for mapped in (self._spare, *(written.mapped for written in self._written.values())):
             if mapped is not None:
                 mapped.close()
@@ -223,8 +221,8 @@ class Publisher:
     def _wake(self) -> None:
         with self._lock:
             self._lock.notify_all()
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._wake_waiters)
+        if self._thread is not None:
+            self._thread.loop.call_soon_threadsafe(self._wake_waiters)
 
     # --- the receivers' side: on the publisher's loop ------------------------------------------------
 
@@ -314,10 +312,3 @@ def make_publisher(
         channel=channel.publishing_end(ctx),
         node_id=ctx.node_id,
     )
-
-
-def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()

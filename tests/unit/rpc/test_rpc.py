@@ -12,7 +12,7 @@ from areal_async.errors import FaultError, PeerGone, ProtocolError, RpcTimeout
 from areal_async.rpc import frames
 from areal_async.rpc.client import Client, SyncClient
 from areal_async.rpc.messages import Arrived, BufferStats, Claim, Claims, Commit, Fetch, Fetched
-from areal_async.rpc.schema import SCHEMA, Hello, Message, Ok, Welcome
+from areal_async.rpc.schema import SCHEMA, Hello, Message, Ok
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.server import Answer, Peer, Server, by_type
 
@@ -59,11 +59,6 @@ async def test_a_request_without_a_handler_of_its_type_is_refused_by_name(ipc: s
         assert await client.call(Fetch([])) == Fetched(["rollout", "rollout-0", "Fetch"])
         with pytest.raises(FaultError, match="invalid: the buffer does not answer Commit"):
             await client.call(Commit("policy", 1, 1))
-
-
-async def test_the_welcome_names_service_and_front_epoch(ipc: str) -> None:
-    async with pair(ipc, echo, front_epoch=7) as (_, client):
-        assert client.welcome == Welcome(SCHEMA, "test", 7)
 
 
 async def test_many_concurrent_calls_each_get_their_own_reply(endpoint: str) -> None:
@@ -363,7 +358,6 @@ async def test_the_blocking_client_keeps_the_same_promises(endpoint: str) -> Non
 
     def use(server_endpoint: str) -> None:
         with SyncClient(server_endpoint, job="j", role="trainer", name="t", access=SECRET) as client:
-            assert client.welcome is not None
             reply, attachments = client.exchange(Arrived("t"), timeout_s=10, attachments=[b"x"])
             assert (reply, bytes(attachments[0])) == (Ok(), b"x")
             with pytest.raises(FaultError, match="a newer trainer"):
