@@ -63,8 +63,7 @@ class Checkpoint:
     manifest: CheckpointManifest
 
     def ledger(self) -> bytes:
-        path = self.folder / LEDGER
-        return path.read_bytes() if LEDGER in self.manifest.files else b""
+        return (self.folder / LEDGER).read_bytes() if LEDGER in self.manifest.files else b""
 
 
 class Checkpoints:
@@ -89,40 +88,32 @@ class Checkpoints:
         Raises `DiskFull`; earlier checkpoints are as they were then."""
         folder = self.root / f"step-{step:06d}"
         fresh = self.root / f".step-{step:06d}.tmp"
+        ranks = self._ranks
         try:
             with room_for("a checkpoint", self.root):
-                self._write(folder, fresh, step, epoch, updates, ledger, write)
+                if ranks.first:
+                    shutil.rmtree(fresh, ignore_errors=True)
+                    fresh.mkdir(parents=True)
+                ranks.barrier()
+                write(fresh)
+                ranks.barrier()
+                if ranks.first:
+                    if ledger:
+                        (fresh / LEDGER).write_bytes(ledger)
+                    entries = {path.name: _entry(path) for path in sorted(fresh.iterdir())}
+                    manifest = CheckpointManifest(
+                        SCHEMA, self._job, step, epoch, updates, ranks.world, entries
+                    )
+                    text = msgspec.json.format(msgspec.json.encode(manifest))
+                    (fresh / MANIFEST).write_bytes(text + b"\n")
+                    failpoint("trainer.mid_checkpoint")
+                    replace_folder(fresh, folder)
+                    self._prune(folder)
+                ranks.barrier()
         except DiskFull:
             shutil.rmtree(fresh, ignore_errors=True)  # its room is what the log needs to say so
             raise
         return folder
-
-    def _write(
-        self,
-        folder: Path,
-        fresh: Path,
-        step: int,
-        epoch: int,
-        updates: int,
-        ledger: bytes,
-        write: Callable[[Path], None],
-    ) -> None:
-        if self._ranks.first:
-            shutil.rmtree(fresh, ignore_errors=True)
-            fresh.mkdir(parents=True)
-        self._ranks.barrier()
-        write(fresh)
-        self._ranks.barrier()
-        if self._ranks.first:
-            if ledger:
-                (fresh / LEDGER).write_bytes(ledger)
-            entries = {path.name: _entry(path) for path in sorted(fresh.iterdir())}
-            manifest = CheckpointManifest(SCHEMA, self._job, step, epoch, updates, self._ranks.world, entries)
-            (fresh / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
-            failpoint("trainer.mid_checkpoint")
-            replace_folder(fresh, folder)
-            self._prune(folder)
-        self._ranks.barrier()
 
     def _prune(self, newest: Path) -> None:
         self._written = [path for path in self._written if path != newest] + [newest]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import ExitStack, suppress
+from concurrent.futures import Future
+from contextlib import ExitStack
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -32,29 +33,19 @@ async def main(ctx: ServiceContext) -> None:
     """Train the job of `ctx` to its end, in a thread of its own: the loop of this one answers signals.
 
     A daemon thread, not one of the loop's pool: a process told to stop must not wait for a long step."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
+    ended: Future[None] = Future()
+    ended.set_running_or_notify_cancel()  # a service that is cancelled does not wait for its end
 
     def work() -> None:
-        error: BaseException | None = None
         try:
             train(ctx)
-        except BaseException as raised:
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed: the service was cancelled and nobody asks
-            loop.call_soon_threadsafe(_settle, ended, error)
+        except BaseException as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
 
     threading.Thread(target=work, name="train", daemon=True).start()
-    await ended
-
-
-def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
+    await asyncio.wrap_future(ended)
 
 
 def train(ctx: ServiceContext) -> None:

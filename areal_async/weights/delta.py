@@ -29,6 +29,7 @@ from itertools import accumulate, chain, islice
 from pathlib import Path
 
 import numpy as np
+from blake3 import blake3
 
 from areal_async.errors import SnapshotError, WrongBase
 from areal_async.rpc.schema import VersionTag
@@ -36,6 +37,7 @@ from areal_async.rpc.weights_messages import DeltaOffer
 from areal_async.runtime.log import get_logger
 from areal_async.weights.delta_codec import Elements, Reader, apply, blocks_of, encode
 from areal_async.weights.manifest import (
+    DELTA_SUFFIX,
     MANIFEST_FILE,
     MANIFEST_SCHEMA,
     MAX_MANIFEST_BYTES,
@@ -45,9 +47,8 @@ from areal_async.weights.manifest import (
     Patch,
     Shard,
     Sidecar,
-    delta_name,
-    directory_name,
     hash_of,
+    named,
     unseal,
 )
 from areal_async.weights.snapshot import (
@@ -58,7 +59,7 @@ from areal_async.weights.snapshot import (
     publish_directory,
     read_manifest,
 )
-from areal_async.weights.tensor_file import Hashing, MappedFile, TensorFile, in_threads
+from areal_async.weights.tensor_file import MappedFile, TensorFile, in_threads
 
 DELTA_FILE = "delta.bin"
 TARGET_FILE = "target.json"
@@ -92,7 +93,7 @@ def write_delta(
         old, target = read_manifest(base), read_manifest(new)
         if not _alike(old, target):
             return None
-        final = new.parent / delta_name(target.tag)
+        final = new.parent / f"{new.name}{DELTA_SUFFIX}"
         with _staging(final) as staging:
             pairs = _pairs(base, new, old, target)
             sizes, digest = _encode(staging / DELTA_FILE, pairs, below_bytes, threads, stop)
@@ -123,15 +124,15 @@ def write_delta(
 
 @dataclass(frozen=True)
 class _Pair:
-    """The bytes of one part in both snapshots; `same` by the hashes in the manifests."""
+    """The bytes of one part in both snapshots, and of an element that is compared as one."""
 
     old: Elements
     new: Elements
     width: int
-    same: bool
 
 
-def _pairs(base: Path, new: Path, old: Manifest, target: Manifest) -> list[_Pair]:
+def _pairs(base: Path, new: Path, old: Manifest, target: Manifest) -> list[_Pair | None]:
+    """None for a part that has not changed, by the hashes in the manifests."""
     files = [
         {shard.file: TensorFile(directory, shard, manifest) for shard in manifest.shards}
         for directory, manifest in ((base, old), (new, target))
@@ -141,21 +142,21 @@ def _pairs(base: Path, new: Path, old: Manifest, target: Manifest) -> list[_Pair
         return np.frombuffer(files[side][part.file].tensor_bytes(part.tensor), np.uint8)
 
     return [
-        _Pair(elements(0, part), elements(1, part), _width(part), earlier.hash == part.hash)
+        None if earlier.hash == part.hash else _Pair(elements(0, part), elements(1, part), _width(part))
         for earlier, part in zip(old.parts, target.parts, strict=True)
     ]
 
 
 def _encode(
-    path: Path, pairs: list[_Pair], below_bytes: int, threads: int, stop: Callable[[], bool]
+    path: Path, pairs: list[_Pair | None], below_bytes: int, threads: int, stop: Callable[[], bool]
 ) -> tuple[list[int], str]:
     """Write the patches of all parts to `path`, one after the other, until they reach `below_bytes`; returns
     the bytes of each and the hash of all."""
-    sizes, hashed = [0] * len(pairs), Hashing()
+    sizes, hashed = [0] * len(pairs), blake3()
     blocks = (
         (i, pair, at, end)
         for i, pair in enumerate(pairs)
-        if not pair.same
+        if pair is not None
         for at, end in blocks_of(pair.new.nbytes)
     )
 
@@ -169,25 +170,24 @@ def _encode(
             if stop():
                 raise SnapshotError("a delta of it is not wanted any more")
             sizes[i] += len(data)
-            hashed.add(data)
+            hashed.update(data)
             file.write(data)
             if sum(sizes) >= below_bytes:
                 break
-    return sizes, hashed.named()
+    return sizes, named(hashed)
 
 
 # --- applying one ------------------------------------------------------------------------------------
 
 
-def apply_delta(base: Path, delta: Path, into: Path, *, delta_hash: str | None = None) -> SnapshotInfo:
+def apply_delta(base: Path, delta: Path, into: Path) -> SnapshotInfo:
     """Make the full snapshot directory `into` out of the verified one `base` and the delta directory `delta`.
 
     `into` must be free. `open_snapshot` wants it to have the name of its tag; until then it may have any.
-    `delta_hash` is that of the delta's manifest as it was announced. Raises `WrongBase` and `SnapshotError`;
-    nothing is left behind then.
+    Raises `WrongBase` and `SnapshotError`; nothing is left behind then.
     """
     with naming(into):
-        manifest = read_manifest(delta, delta_hash)
+        manifest = read_manifest(delta)
         if manifest.codec != "delta" or manifest.base is None:
             raise SnapshotError(f"{delta.name} is no delta")
         if into.exists():
@@ -197,7 +197,7 @@ def apply_delta(base: Path, delta: Path, into: Path, *, delta_hash: str | None =
         try:
             old = read_manifest(base, manifest.base_hash)
         except (OSError, SnapshotError) as error:
-            wanted = directory_name(manifest.base)
+            wanted = manifest.base.label
             raise WrongBase(f"the delta needs {wanted} as its base, which {base} is not: {error}") from error
         if not _alike(old, target):
             raise WrongBase(f"{base.name} holds other tensors than {into.name}")
@@ -226,16 +226,16 @@ def _rebuild(
     def make(part: Part) -> None:
         begin, end = source.place(part.tensor)
         patch = Reader(patches[part.file, part.tensor])
-        hashed = Hashing()
+        hashed = blake3()
         for at, stop in blocks_of(end - begin):
             block = mapped.view(begin + at, begin + stop)
             np.copyto(block, np.frombuffer(source.data[begin + at : begin + stop], np.uint8))
             if patch.size_bytes:
                 apply(block, patch, _width(part))
-            hashed.add(block.data)
+            hashed.update(block.data)
         if patch.at != patch.size_bytes:
             raise SnapshotError(f"bytes follow the patch of {part.tensor}")
-        if hashed.named() != part.hash:
+        if named(hashed) != part.hash:
             raise SnapshotError(f"{part.tensor}, made of {base.name} and a delta, does not match its hash")
 
     try:

@@ -101,14 +101,13 @@ class _Sealed(msgspec.Struct, frozen=True):
     manifest: msgspec.Raw
 
 
+def named(hashed: blake3) -> str:
+    """A hash with its name: `blake3:` and 64 hex digits."""
+    return HASH_PREFIX + hashed.hexdigest()
+
+
 def hash_of(data: bytes | memoryview) -> str:
-    """The named hash of `data`: `blake3:` and 64 hex digits."""
-    return HASH_PREFIX + blake3(data).hexdigest()
-
-
-def hash_of_file(path: Path) -> str:
-    """`hash_of` all bytes of a file, which is mapped, not read."""
-    return HASH_PREFIX + blake3().update_mmap(path).hexdigest()
+    return named(blake3(data))
 
 
 def seal(manifest: Manifest) -> bytes:
@@ -147,19 +146,9 @@ def check_file_name(name: str) -> None:
         raise SnapshotError(f"{name!r} cannot be the name of a file in a snapshot")
 
 
-def directory_name(tag: VersionTag) -> str:
-    """The name of a full snapshot's directory."""
-    return tag.label
-
-
-def delta_name(tag: VersionTag) -> str:
-    """The name of the directory with the delta that makes `tag` out of its base."""
-    return directory_name(tag) + DELTA_SUFFIX
-
-
 def name_of(manifest: Manifest) -> str:
     """The directory that a manifest belongs into."""
-    return (directory_name if manifest.codec == "full" else delta_name)(manifest.tag)
+    return manifest.tag.label + (DELTA_SUFFIX if manifest.codec == "delta" else "")
 
 
 def remove_snapshots(root: Path) -> None:

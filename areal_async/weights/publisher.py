@@ -33,8 +33,8 @@ from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from areal_async.weights.channels import PublishingEnd, channel_of, makes_deltas
 from areal_async.weights.delta import DeltaPublisher, write_delta
-from areal_async.weights.manifest import SPARE_FILE, directory_name, remove_snapshots
-from areal_async.weights.retention import RetentionPolicy, Retired
+from areal_async.weights.manifest import SPARE_FILE, remove_snapshots
+from areal_async.weights.retention import RetentionPolicy
 from areal_async.weights.snapshot import SnapshotInfo, write_snapshot
 from areal_async.weights.tensor_file import MappedFile
 
@@ -116,25 +116,24 @@ class Publisher:
         `SnapshotError` for a tag not newer than the last, or when it cannot be written.
         """
         with self._lock:
-            self._check_order(tag)
+            newest = self._kept.newest
+            if self._finished:
+                raise SnapshotError(f"{tag.label} cannot follow the final snapshot")
+            if newest is not None and tag <= newest:
+                raise SnapshotError(f"{tag.label} is not newer than {newest.label}")
             self._make_room()
             spare, self._spare = self._spare, None
         # Receivers may ask for the tensors as soon as the snapshot is announced.
         self._channel.offer(tag, tensors)
-        written = write_snapshot(
-            self._root,
-            tag,
-            tensors,
-            files=self._files,
-            tied=self._tied,
-            reuse=spare,
-        )
+        written = write_snapshot(self._root, tag, tensors, files=self._files, tied=self._tied, reuse=spare)
         self._channel.add(written.path, written.manifest_hash)
         with self._lock:
             self._written[tag] = written
             self._kept.add(tag, evaluate=evaluate, final=final)
             self._finished = final
-            self._begin_delta(written)
+            base = self._kept.previous
+            if base is not None and self._deltas.begin(self._written[base], written):
+                self._kept.use(base, tag)
         self._wake()
         return written
 
@@ -170,42 +169,25 @@ class Publisher:
 
     # --- the trainer's side --------------------------------------------------------------------------
 
-    def _check_order(self, tag: VersionTag) -> None:
-        newest = self._kept.newest
-        if self._finished:
-            raise SnapshotError(f"{directory_name(tag)} cannot follow the final snapshot")
-        if newest is not None and tag <= newest:
-            raise SnapshotError(f"{directory_name(tag)} is not newer than {directory_name(newest)}")
-
     def _make_room(self) -> None:
         """Remove what is retired, but for one model file that the next snapshot may fill."""
         try:
-            self._remove(self._kept.retire(self._now_ms()))
+            for tag, reusable in self._kept.retire(self._now_ms()):
+                written = self._written.pop(tag)
+                mapped = written.mapped
+                # Bytes on their way to another host are read from the files themselves.
+                unread = self._channel.remove(written.manifest_hash)
+                if mapped is not None and reusable and unread and self._spare is None:
+                    mapped.path = mapped.path.rename(self._root / SPARE_FILE)
+                    self._spare = mapped
+                elif mapped is not None:
+                    mapped.close()
+                shutil.rmtree(written.path)
+                if (delta := self._deltas.withdraw(tag)) is not None:
+                    self._channel.remove(delta.manifest_hash)
+                    shutil.rmtree(delta.path)
         except OSError as error:
             raise SnapshotError(f"an old snapshot under {self._root} cannot be removed: {error}") from error
-
-    def _remove(self, retired: list[Retired]) -> None:
-        for tag, reusable in retired:
-            written = self._written.pop(tag)
-            mapped = written.mapped
-            # Bytes on their way to another host are read from the files themselves.
-            unread = self._channel.remove(written.manifest_hash)
-            if mapped is not None and reusable and unread and self._spare is None:
-                spare = self._root / SPARE_FILE
-                mapped.path.rename(spare)
-                mapped.path = spare
-                self._spare = mapped
-            elif mapped is not None:
-                mapped.close()
-            shutil.rmtree(written.path)
-            if (delta := self._deltas.withdraw(tag)) is not None:
-                self._channel.remove(delta.manifest_hash)
-                shutil.rmtree(delta.path)
-
-    def _begin_delta(self, written: SnapshotInfo) -> None:
-        base = self._kept.previous
-        if base is not None and self._deltas.begin(self._written[base], written):
-            self._kept.use(base, written.tag)
 
     def _delta_done(self, base: VersionTag, new: VersionTag) -> None:
         """Called by the thread that makes deltas, under the lock."""

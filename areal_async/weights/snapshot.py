@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from blake3 import blake3
 
 from areal_async.errors import SnapshotError
 from areal_async.rpc.schema import VersionTag
@@ -36,11 +37,10 @@ from areal_async.weights.manifest import (
     Part,
     Sidecar,
     check_file_name,
-    directory_name,
     files_of,
     hash_of,
-    hash_of_file,
     name_of,
+    named,
     seal,
     unseal,
 )
@@ -103,7 +103,7 @@ def write_snapshot(
 
     Raises `SnapshotError` for what cannot be stored, for a tag that is there already and when the space ends.
     """
-    final = root / directory_name(tag)
+    final = root / tag.label
     staging = root / f"{WRITING_PREFIX}{final.name}"
     if final.exists():
         raise SnapshotError(f"{final} is there already: a snapshot is written once")
@@ -119,7 +119,7 @@ def write_snapshot(
         if reuse is not None:
             os.rename(reuse.path, staging / MODEL_FILE)
         shard, parts, mapped = write_tensors(staging / MODEL_FILE, kept, reuse=reuse)
-        sidecars = [write_sidecar(staging, name, content) for name, content in (files or {}).items()]
+        sidecars = [_write_sidecar(staging, name, content) for name, content in (files or {}).items()]
         manifest = Manifest(MANIFEST_SCHEMA, tag, None, "full", parts, [shard], sidecars, aliases)
         written = publish_directory(staging, final, manifest)
         mapped.path = final / MODEL_FILE
@@ -186,7 +186,10 @@ def check_files(path: Path, manifest: Manifest, *, sealed: bool = True) -> None:
             f"missing files: {sorted(expected - found)}; foreign files: {sorted(found - expected)}"
         )
     for sidecar in manifest.sidecars:
-        _check_sidecar(path, sidecar)
+        file = path / sidecar.file
+        hashed = named(blake3().update_mmap(file))
+        if file.stat().st_size != sidecar.size_bytes or hashed != sidecar.hash:
+            raise SnapshotError(f"{sidecar.file} does not match its hash")
 
 
 def _read(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -268,16 +271,10 @@ def naming(path: Path) -> Iterator[None]:
         raise type(error)(f"snapshot {path} is refused: {error}") from error
 
 
-def write_sidecar(directory: Path, name: str, content: bytes | Path) -> Sidecar:
+def _write_sidecar(directory: Path, name: str, content: bytes | Path) -> Sidecar:
     check_file_name(name)
     if name == MODEL_FILE:
         raise SnapshotError(f"{name} is written from the tensors and cannot travel along")
     data = content if isinstance(content, bytes) else content.read_bytes()
     (directory / name).write_bytes(data)
     return Sidecar(name, len(data), hash_of(data))
-
-
-def _check_sidecar(path: Path, sidecar: Sidecar) -> None:
-    file = path / sidecar.file
-    if file.stat().st_size != sidecar.size_bytes or hash_of_file(file) != sidecar.hash:
-        raise SnapshotError(f"{sidecar.file} does not match its hash")

@@ -27,7 +27,7 @@ import torch
 from blake3 import blake3
 
 from areal_async.errors import SnapshotError
-from areal_async.weights.manifest import HASH_PREFIX, Manifest, Part, Shard, hash_of
+from areal_async.weights.manifest import Manifest, Part, Shard, hash_of, named
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -62,20 +62,6 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
-
-
-class Hashing:
-    """A hash over pieces that follow one another."""
-
-    def __init__(self) -> None:
-        self._hash = blake3()
-
-    def add(self, data: bytes | memoryview) -> None:
-        self._hash.update(data)
-
-    def named(self) -> str:
-        """As `manifest.hash_of` gives it."""
-        return HASH_PREFIX + self._hash.hexdigest()
 
 
 class MappedFile:
@@ -146,13 +132,13 @@ def write_tensors(
     def write(place: tuple[str, int]) -> Part:
         name, at = place
         tensor = tensors[name].detach().cpu().contiguous()
-        hashed = Hashing()
+        hashed = blake3()
         for piece in _pieces(_bytes_of(tensor)):
             mapped.write(at, piece)
-            hashed.add(piece)
+            hashed.update(piece)
             at += piece.nbytes
         shape = list(tensor.shape)
-        return Part(name, DTYPES[tensor.dtype], shape, [0] * len(shape), shape, path.name, hashed.named())
+        return Part(name, DTYPES[tensor.dtype], shape, [0] * len(shape), shape, path.name, named(hashed))
 
     parts = in_threads(write, places, size)
     mapped.flush()

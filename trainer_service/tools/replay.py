@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,25 +19,11 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.weights.snapshot import write_snapshot
 from trainer_service.backends.base import POLICY, TrainingBackend
 from trainer_service.checkpoint import Checkpoint, named_checkpoints, open_checkpoint
-from trainer_service.data.recording import Recording
+from trainer_service.data.recording import RecordedStep, Recording
 from trainer_service.disk import companion_files, write_model
 from trainer_service.errors import BatchError, TrainerError
 from trainer_service.loop.learner import Learner, load_backend
 from trainer_service.ranks import join_ranks
-
-
-class ReplayDiffers(TrainerError):
-    """A step of a replay without overrides did not come out as recorded."""
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """What training a step came to. `losses` and `grad_norms` are of its minibatches."""
-
-    losses: list[float]
-    grad_norms: list[float]
-    weights_hash: str
-    """Hash of the weights after the step; empty where it is not known."""
 
 
 def main(request: ReplayRequest) -> None:
@@ -91,7 +76,7 @@ def replay(
     console: Console,
 ) -> None:
     """Train from `start` (None: from the model) to step `last`, print each step, and leave the model in the
-    folder `out`. Raises what training raises, and where `exact` `ReplayDiffers` at the first difference."""
+    folder `out`. Raises what training raises, and where `exact` `TrainerError` at the first difference."""
     section = run.job.trainer
     torch.set_num_threads(section.torch_threads)
     torch.manual_seed(run.job.seed)
@@ -109,20 +94,18 @@ def replay(
         result = learner.train(
             found.batch, plan, {name: memoryview(blob) for name, blob in found.blobs.items()}
         )
-        before = StepFigures(found.losses, found.grad_norms, found.weights_hash)
-        now = StepFigures(result.losses, result.grad_norms, hash_of_weights(backend))
-        text = difference(before, now)
+        text = difference(found, result.losses, result.grad_norms, hash_of_weights(backend))
         console.print(
             f"{step:>6}  loss {result.loss:.8f}  gradient norm {result.grad_norm:.6f}  {text or '='}"
         )
         if text and exact:
-            raise ReplayDiffers(
+            raise TrainerError(
                 f"the replay is not the recording: step {step} differs first, in {text}. The recording, the "
                 "model, the number of torch threads or the version of this program or of torch is another "
                 "than that of the run, or it ran on a device that does not repeat its sums in one order."
             )
         differing += bool(text)
-        known += bool(before.weights_hash)
+        known += bool(found.weights_hash)
     steps = last + 1 - first
     if differing:
         console.print(f"{differing} of {steps} steps differ.")
@@ -140,17 +123,19 @@ def hash_of_weights(backend: TrainingBackend) -> str:
         return write_snapshot(Path(folder), VersionTag(POLICY, 1, 0), tensors, tied=backend.tied).weights_hash
 
 
-def difference(recorded: StepFigures, replayed: StepFigures) -> str:
-    """The first field that differs, in words; empty when all that is known of both is the same."""
-    for field in ("losses", "grad_norms"):
+def difference(
+    recorded: RecordedStep, losses: Sequence[float], grad_norms: Sequence[float], weights_hash: str
+) -> str:
+    """The first figure of a replayed step that differs, in words; empty when all that is recorded is the
+    same."""
+    for field, now in (("losses", losses), ("grad_norms", grad_norms)):
         before: Sequence[float] = getattr(recorded, field)
-        now: Sequence[float] = getattr(replayed, field)
         if len(before) != len(now):
             return f"{field}: {len(before)} minibatches are recorded, {len(now)} were trained"
         for number, (old, new) in enumerate(zip(before, now, strict=True)):
             if old.hex() != new.hex():  # bit by bit, so that NaN equals NaN
                 return f"{field}[{number}]: {old!r} is recorded, {new!r} came out"
-    old_hash, new_hash = (each.weights_hash.partition(":")[2] for each in (recorded, replayed))
+    old_hash, new_hash = (each.partition(":")[2] for each in (recorded.weights_hash, weights_hash))
     if recorded.weights_hash and old_hash != new_hash:
         return f"weights: {old_hash[:10]} is recorded, {new_hash[:10]} came out"
     return ""

@@ -38,7 +38,7 @@ from areal_async.weights.channels.chunks import PartialDownload, decode_table
 from areal_async.weights.channels.host_cache import HostCache
 from areal_async.weights.channels.serving import MAX_ASKED, ChunkServer
 from areal_async.weights.delta import apply_delta
-from areal_async.weights.manifest import DELTA_SUFFIX, directory_name
+from areal_async.weights.manifest import DELTA_SUFFIX
 
 log = get_logger("weights")
 
@@ -230,7 +230,7 @@ class SnapshotFetcher(ReceivingEnd):
         if notice.node_id == self._node_id:
             return Path(notice.path)
         path = await self._cache.obtain(
-            directory_name(notice.tag), notice.manifest_hash, lambda: self._make(notice, publisher)
+            notice.tag.label, notice.manifest_hash, lambda: self._make(notice, publisher)
         )
         self.makes_deltas = True
         for name in [name for name in self._shared if not self._cache.path(name).exists()]:
@@ -238,11 +238,11 @@ class SnapshotFetcher(ReceivingEnd):
         return path
 
     def served(self, tag: VersionTag, *, failed: bool = False) -> None:
-        self._cache.served(directory_name(tag), failed=failed)
+        self._cache.served(tag.label, failed=failed)
 
     def distrust(self, notice: SnapshotNotice) -> None:
         self.makes_deltas = False
-        self._cache.discard(directory_name(notice.tag))
+        self._cache.discard(notice.tag.label)
 
     async def close(self) -> None:
         await self.server.close()
@@ -251,15 +251,14 @@ class SnapshotFetcher(ReceivingEnd):
     # --- making a directory, which this process alone does on this host ------------------------------
 
     async def _make(self, notice: SnapshotNotice, publisher: Client) -> None:
-        name = directory_name(notice.tag)
         if not await self._make_of_delta(notice, publisher):
-            await self._fetch(name, notice.manifest_hash, publisher)
+            await self._fetch(notice.tag.label, notice.manifest_hash, publisher)
 
     async def _make_of_delta(self, notice: SnapshotNotice, publisher: Client) -> bool:
         """Whether the snapshot could be made from its difference to one that is here."""
         if notice.delta is None:
             return False
-        cache, name, base = self._cache, directory_name(notice.tag), directory_name(notice.delta.base)
+        cache, name, base = self._cache, notice.tag.label, notice.delta.base.label
         delta = f"{name}{DELTA_SUFFIX}"
         staging = cache.path(f"{MAKING_PREFIX}{name}")
         kept = base in cache.held

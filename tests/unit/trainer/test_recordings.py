@@ -9,11 +9,14 @@ import pytest
 from areal_async.rpc.verdicts import Parts
 from areal_async.status.record import RunLog
 from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode, ExportError
-from trainer_service.data.recording import Recording, write_step
+from trainer_service.data.recording import RecordedStep, Recording, write_step
 from trainer_service.errors import BatchError
-from trainer_service.tools.replay import StepFigures, difference
+from trainer_service.tools.replay import difference
 
 STEPS = 3
+NAN = float("nan")
+NEARLY = 0.2 + 2**-54 * 1.0000001 + 2**-55
+TWO = ([0.1, 0.2], [1.0, 2.0], "blake3:aa")
 
 
 @pytest.fixture
@@ -101,27 +104,20 @@ def test_an_export_that_fails_leaves_nothing_and_replaces_nothing(tmp_path):
     assert path.read_bytes() == b"before"
 
 
-# --- comparing ---
-
-
-def test_the_same_figures_do_not_differ_and_nan_is_nan():
-    figures = StepFigures([0.1, float("nan")], [1.0, 2.0], "blake3:aa")
-    assert difference(figures, StepFigures([0.1, float("nan")], [1.0, 2.0], "blake3:aa")) == ""
-    assert difference(StepFigures([0.1], [1.0], ""), StepFigures([0.1], [1.0], "blake3:aa")) == "", (
-        "nothing was recorded"
-    )
-
-
-def test_the_first_field_that_differs_is_named_with_all_its_digits():
-    recorded = StepFigures([0.1, 0.2], [1.0, 2.0], "blake3:aa")
-    nearly = 0.2 + 2**-54 * 1.0000001 + 2**-55
-    assert difference(recorded, StepFigures([0.1, nearly], [1.0, 3.0], "blake3:bb")).startswith(
-        "losses[1]: 0.2 is"
-    )
-    assert difference(recorded, StepFigures([0.1, 0.2], [1.0, 3.0], "")) == (
-        "grad_norms[1]: 2.0 is recorded, 3.0 came out"
-    )
-    assert difference(recorded, StepFigures([0.1, 0.2], [1.0, 2.0], "blake3:bb")) == (
-        "weights: aa is recorded, bb came out"
-    )
-    assert "2 minibatches are recorded, 1 were trained" in difference(recorded, StepFigures([0.1], [1.0], ""))
+@pytest.mark.parametrize(
+    ("recorded", "replayed", "told"),
+    [
+        (([0.1, NAN], [1.0, 2.0], "blake3:aa"), ([0.1, NAN], [1.0, 2.0], "blake3:aa"), ""),
+        (([0.1], [1.0], ""), ([0.1], [1.0], "blake3:aa"), ""),  # no hash was recorded
+        (TWO, ([0.1, NEARLY], [1.0, 3.0], "blake3:bb"), "losses[1]: 0.2 is recorded, 0.2"),
+        (TWO, ([0.1, 0.2], [1.0, 3.0], ""), "grad_norms[1]: 2.0 is recorded, 3.0 came out"),
+        (TWO, ([0.1, 0.2], [1.0, 2.0], "blake3:bb"), "weights: aa is recorded, bb came out"),
+        (TWO, ([0.1], [1.0], ""), "losses: 2 minibatches are recorded, 1 were trained"),
+    ],
+)
+def test_the_first_figure_that_differs_is_named_with_all_its_digits(recorded, replayed, told):
+    losses, grad_norms, weights_hash = recorded
+    step = RecordedStep(None, losses, grad_norms, {}, weights_hash)
+    found = difference(step, *replayed)
+    assert found.startswith(told)
+    assert bool(found) == bool(told)

@@ -62,7 +62,7 @@ def made(tmp_path: Path) -> tuple[SnapshotInfo, SnapshotInfo, Path]:
 
 def test_the_published_snapshot_comes_out_bit_for_bit(made: tuple[SnapshotInfo, SnapshotInfo, Path]) -> None:
     new, delta, base = made
-    out = apply_delta(base, delta.path, base.parent / "policy-e1-v2", delta_hash=delta.manifest_hash)
+    out = apply_delta(base, delta.path, base.parent / "policy-e1-v2")
     assert files_in(out.path) == files_in(new.path)
     assert (out.tag, out.manifest_hash, out.weights_hash) == (new.tag, new.manifest_hash, new.weights_hash)
     assert out.size_bytes == new.size_bytes
@@ -143,9 +143,6 @@ def test_the_name_of_the_result_must_be_free_and_may_be_given_later(
     shutil.rmtree(base.parent / "policy-e1-v2")
     apply_delta(base, delta.path, base.parent / "policy-e1-v2")
     refused(base, delta.path, base.parent / "policy-e1-v2", "written once")
-    shutil.rmtree(base.parent / "policy-e1-v2")
-    with pytest.raises(SnapshotError, match="not the announced one"):
-        apply_delta(base, delta.path, base.parent / "policy-e1-v2", delta_hash="blake3:0")
 
 
 def test_other_tensors_other_files_and_too_many_changes_have_no_delta(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 from areal_async.weights.channels.host_cache import HostCache
-from areal_async.weights.manifest import directory_name
 from tests.unit.weights.world import written
 
 HOLDER = """
@@ -70,5 +69,5 @@ def test_what_fetches_left_behind_goes_but_not_what_is_being_filled(tmp_path):
 def test_a_directory_of_the_same_name_and_another_manifest_is_not_found_but_removed(tmp_path):
     made = written(tmp_path, mib=0.01)
     cache = HostCache(tmp_path)
-    assert cache.find(directory_name(made.tag), "blake3:other") is None
+    assert cache.find(made.tag.label, "blake3:other") is None
     assert names(tmp_path) == set()

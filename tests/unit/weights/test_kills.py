@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from areal_async.weights.manifest import directory_name
 from areal_async.weights.snapshot import open_snapshot
 from tests.unit.weights.world import LIMIT_S, Killed, download, server, table_of, until, written
 
@@ -30,7 +29,7 @@ def tables(snapshots):
 
 
 def assert_nothing_false_is_served(root, snapshots):
-    by_name = {directory_name(snapshot.tag): snapshot for snapshot in snapshots}
+    by_name = {snapshot.tag.label: snapshot for snapshot in snapshots}
     for path in root.iterdir():
         if not path.name.startswith("."):
             open_snapshot(path, manifest_hash=by_name[path.name].manifest_hash)

@@ -22,7 +22,7 @@ from areal_async.rpc.weights_messages import GetChunk
 from areal_async.weights.channels.chunks import ChunkStore, ChunkTable, PartialDownload, build_table
 from areal_async.weights.channels.fetching import Download
 from areal_async.weights.channels.serving import ChunkServer
-from areal_async.weights.manifest import MANIFEST_SCHEMA, Manifest, directory_name
+from areal_async.weights.manifest import MANIFEST_SCHEMA, Manifest
 from areal_async.weights.snapshot import SnapshotInfo, publish_directory, write_snapshot
 from areal_async.weights.tensor_file import write_tensors
 
@@ -58,7 +58,7 @@ def in_boxes(
         shards.append(shard)
         parts.append(msgspec.structs.replace(part, shape=list(whole.shape), offset=offset))
     manifest = Manifest(MANIFEST_SCHEMA, tag, None, "full", parts, shards, [], {"alias": "w"})
-    return publish_directory(staging, root / directory_name(tag), manifest)
+    return publish_directory(staging, root / tag.label, manifest)
 
 
 def table_of(snapshot: SnapshotInfo) -> ChunkTable:
