@@ -17,8 +17,7 @@ from pathlib import Path
 from areal_async.errors import ArealError
 
 MAX_BYTES = 64 << 20
-PRIVATE_UMASK = 0o077
-"""The umask of every process of a run: nobody else may read what it writes."""
+PRIVATE_UMASK = 0o077  # The umask of every process of a run: nobody else may read what it writes
 
 
 class NotOurs(ArealError):

@@ -28,20 +28,13 @@ from areal_async.rpc.schema import Task
 
 COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
 VISION_COLUMNS = ("images", "videos", "audios")
-PLACEHOLDER = "<image>"
-"""Where in a prompt what a vision column holds would stand."""
-ROW_BYTES = 1024
-"""What a row costs beside its text, in Python."""
-VALUE_BYTES = 64
-"""What a value in it costs."""
-FREE_BYTES = 256 << 20
-"""A file may unfold to so much, however small it is …"""
-MOST_UNFOLDED = 200
-"""… and to so many times its own size."""
-LONGEST_LINE = 64 << 20
-"""Bytes of one line of a jsonl file."""
-BATCH_ROWS = 256
-"""Rows of a parquet file that are decoded at once."""
+PLACEHOLDER = "<image>"  # Where in a prompt what a vision column holds would stand
+ROW_BYTES = 1024  # What a row costs beside its text, in Python
+VALUE_BYTES = 64  # What a value in it costs
+FREE_BYTES = 256 << 20  # A file may unfold to so much, however small it is …
+MOST_UNFOLDED = 200  # … and to so many times its own size
+LONGEST_LINE = 64 << 20  # Bytes of one line of a jsonl file
+BATCH_ROWS = 256  # Rows of a parquet file that are decoded at once
 
 
 class TaskFileError(ArealError):

@@ -17,8 +17,7 @@ from areal_async.launch.preflight import find_redis_server, no_sandbox, port_hol
 MIN_REDIS = (6, 2)
 MIN_SHM_BYTES = 1 << 30
 PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "pyarrow", "hiredis", "safetensors")
-DEFAULT_PORTS = 6
-"""Services of a job with one rollout worker, each with a port."""
+DEFAULT_PORTS = 6  # Services of a job with one rollout worker, each with a port
 
 
 @dataclass(frozen=True)

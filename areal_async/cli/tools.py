@@ -47,41 +47,32 @@ class StatsRequest(ToolRequest, frozen=True):
 
 
 class PeekRequest(ToolRequest, frozen=True):
-    name: str | None = None
-    """The id of a group or an episode; None lists the groups."""
+    name: str | None = None  # The id of a group or an episode; None lists the groups
     state: str | None = None
     limit: int = 20
 
 
 class ExportRequest(ToolRequest, frozen=True):
-    out: str
-    """The parquet file to write."""
+    out: str  # The parquet file to write
     state: str | None = None
-    steps: str | None = None
-    """`a:b`, the steps from a to before b."""
-    batches: bool = False
-    """Whether the recorded batches are meant, not the buffer."""
+    steps: str | None = None  # `a:b`, the steps from a to before b
+    batches: bool = False  # Whether the recorded batches are meant, not the buffer
     overwrite: bool = False
 
 
 class ReplayRequest(ToolRequest, frozen=True):
     overrides: list[str] = []
     steps: str | None = None
-    out: str | None = None
-    """Folder to keep the replay in; None keeps nothing."""
+    out: str | None = None  # Folder to keep the replay in; None keeps nothing
 
 
 class TrialRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A reward to be tried on a file."""
 
-    reward: str
-    """Built-in, `path.py:name`, or a job file, whose `reward` section is taken."""
-    data: str
-    """A task file; empty for that of the job file."""
-    fields: list[str] = []
-    """`key=value` of the section `reward`."""
-    column: str = "response"
-    """The column of the task file that has the responses."""
+    reward: str  # Built-in, `path.py:name`, or a job file, whose `reward` section is taken
+    data: str  # A task file; empty for that of the job file
+    fields: list[str] = []  # `key=value` of the section `reward`
+    column: str = "response"  # The column of the task file that has the responses
     limit: int = 1000
 
 

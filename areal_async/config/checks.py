@@ -22,10 +22,8 @@ from areal_async.registry import Registry
 
 Rule = Callable[[JobConfig], Iterator[Mistake]]
 
-UNIT_BYTES = 15
-"""Most bytes that one token takes in a stored episode."""
-EPISODE_BYTES = 1024
-"""Allowance for the header of a stored episode."""
+UNIT_BYTES = 15  # Most bytes that one token takes in a stored episode
+EPISODE_BYTES = 1024  # Allowance for the header of a stored episode
 RUNNING_PER_STALENESS = 0.25
 """Groups that may run at once, in batches per step of max_staleness. At this line the worst case of the sweep
 drops 5 % of the groups and keeps 71 to 86 % of the throughput; beyond it both get worse quickly."""

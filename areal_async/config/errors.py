@@ -15,8 +15,7 @@ class Mistake:
     field: str
     problem: str
     fix: str
-    involves: tuple[str, ...] = ()
-    """Other fields that the statement depends on."""
+    involves: tuple[str, ...] = ()  # Other fields that the statement depends on
 
     def __str__(self) -> str:
         end = "" if self.fix.endswith(("?", ".")) else "."

@@ -21,8 +21,7 @@ from areal_async.tasks import TaskFileError, check_row, read_tasks, task_rows
 
 READ_WHOLE_BYTES = 16 << 20
 """Task files up to this size are checked row by row; of larger ones only the first row."""
-OWN_CODE = re.compile(r"\S+\.py:[A-Za-z_]\w*")
-"""What names code of the user's: `path.py:name`."""
+OWN_CODE = re.compile(r"\S+\.py:[A-Za-z_]\w*")  # What names code of the user's: `path.py:name`
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 

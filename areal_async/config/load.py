@@ -55,8 +55,7 @@ CODE_FIELDS = (
     *(f"trainer.objective.{part}" for part in ("advantage", "loss", "correction", "normaliser")),
 )
 """Fields that may hold `path.py:name`."""
-OF_A_POLICY = ("model", "trainer", "rollout")
-"""What each policy has of its own."""
+OF_A_POLICY = ("model", "trainer", "rollout")  # What each policy has of its own
 
 
 def load_job(path: Path, overrides: Sequence[str] = (), *, files: bool = True) -> JobConfig:

@@ -16,12 +16,9 @@ import yaml
 
 from areal_async.config.errors import ConfigError, Mistake
 
-MOST_BYTES = 4 << 20
-"""The largest YAML file that is read."""
-MOST_LEVELS = 32
-"""Levels of lists and mappings in one another."""
-MOST_NODES = 1_000_000
-"""Values in one structure, each counted as often as it is referred to."""
+MOST_BYTES = 4 << 20  # The largest YAML file that is read
+MOST_LEVELS = 32  # Levels of lists and mappings in one another
+MOST_NODES = 1_000_000  # Values in one structure, each counted as often as it is referred to
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -34,8 +34,7 @@ from areal_async.runtime.process import exit_text
 from areal_async.runtime.status import ControlServer
 
 BUFFER_WAIT_S = 10.0
-MAX_ASKED = 64
-"""Requests that wait for the supervisor's loop."""
+MAX_ASKED = 64  # Requests that wait for the supervisor's loop
 
 log = get_logger("supervisor")
 
@@ -43,8 +42,7 @@ log = get_logger("supervisor")
 @dataclass(frozen=True)
 class LeavingWorker:
     since_s: float
-    ended: Future[str] = field(default_factory=Future)
-    """How it left, in words."""
+    ended: Future[str] = field(default_factory=Future)  # How it left, in words
 
     def left(self, name: str, status: int | None, now_s: float) -> None:
         """Tell whoever waits that worker `name` is gone; `status` None: it never ran."""

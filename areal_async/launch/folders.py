@@ -78,11 +78,9 @@ class RunFolders:
     run_dir: Path
     socket_dir: Path
     shm_dir: Path
-    targets: Path
-    """Prometheus file_sd targets of the run: `<job.run_dir>/prometheus/<job>.json`."""
+    targets: Path  # Prometheus file_sd targets of the run: `<job.run_dir>/prometheus/<job>.json`
     lock_fd: int
-    secret: RunSecret
-    """What every socket of the run asks for; in a file of `socket_dir`."""
+    secret: RunSecret  # What every socket of the run asks for; in a file of `socket_dir`
     snapshots: Path | None = None
     """Where they outlive `shm_dir`: the job's folder in the directory of weights channel `disk`."""
 

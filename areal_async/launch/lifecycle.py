@@ -23,24 +23,20 @@ from areal_async.runtime.process import NO_RESTARTS, RestartPolicy, Restarts
 STAGE_LIMITS_S = (4.5, 1.5, 2.0)
 """A stage that was asked to end is killed after so long. The first limit is above the services' own grace, so
 that a kill is the exception."""
-KILL_LIMIT_S = 0.4
-"""The next stage goes on so long after a kill, without waiting for it."""
+KILL_LIMIT_S = 0.4  # The next stage goes on so long after a kill, without waiting for it
 STOP_LIMIT_S = sum(STAGE_LIMITS_S) + len(STAGE_LIMITS_S) * KILL_LIMIT_S
-LAST_ONE_LIMIT_S = 120.0
-"""An evaluator that has not ended so long after the trainer is a failure."""
+LAST_ONE_LIMIT_S = 120.0  # An evaluator that has not ended so long after the trainer is a failure
 
 
 class Phase(Enum):
     WAITING = "waiting"
     STARTING = "starting"
     SERVING = "serving"
-    RESTARTING = "restarting"
-    """Dead, and to be started again when its pause is over."""
+    RESTARTING = "restarting"  # Dead, and to be started again when its pause is over
     ENDED = "ended"
 
 
-DRAINING = "draining"
-"""What is said of a service that serves and is to leave."""
+DRAINING = "draining"  # What is said of a service that serves and is to leave
 
 
 @dataclass
@@ -49,20 +45,14 @@ class ServiceState:
     restarts: Restarts
     phase: Phase = Phase.WAITING
     started_s: float = 0.0
-    served_s: float | None = None
-    """Since when it serves; None while it does not."""
-    served_before: bool = False
-    """It has reported that it serves, if in a process that is gone."""
+    served_s: float | None = None  # Since when it serves; None while it does not
+    served_before: bool = False  # It has reported that it serves, if in a process that is gone
     status: int | None = None
     """Exit status as of subprocess: negative for a signal; None for one that never ran."""
-    restart_s: float = 0.0
-    """When it is to be started again."""
-    unproven: bool = False
-    """It joined the running job, and has never served: its failure is not the job's."""
-    leaving: bool = False
-    """It is not started again; once it has ended it is to be forgotten."""
-    leave_by_s: float = math.inf
-    """When it is told to end, if it has not by itself."""
+    restart_s: float = 0.0  # When it is to be started again
+    unproven: bool = False  # It joined the running job, and has never served: its failure is not the job's
+    leaving: bool = False  # It is not started again; once it has ended it is to be forgotten
+    leave_by_s: float = math.inf  # When it is told to end, if it has not by itself
     kill_s: float = math.inf
 
     @property
@@ -98,8 +88,7 @@ class Ending:
     culprit: str = ""
     status: int | None = None
     lived_s: float = 0.0
-    deaths: int = 1
-    """How often the culprit died within the window of the restart policy."""
+    deaths: int = 1  # How often the culprit died within the window of the restart policy
 
 
 @dataclass

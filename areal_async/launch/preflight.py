@@ -209,16 +209,11 @@ def _listener(port: int) -> str:
 
 # --- what the job's files hold ---------------------------------------------------------------------------
 
-MOST_ROWS = 200_000
-"""Rows of one task file that are looked at."""
-SAMPLE = 256
-"""Prompts whose tokens are looked at, evenly spaced."""
-TEMPLATE_TOKENS = 256
-"""Allowance for what a chat template adds to a prompt."""
-UNKNOWN_SHARE = 0.1
-"""A tokenizer that knows less of the characters in the sampled prompts is the wrong one."""
-TRIAL_LIMIT_S = 600.0
-"""The longest that loading a tokenizer or a reward may take."""
+MOST_ROWS = 200_000  # Rows of one task file that are looked at
+SAMPLE = 256  # Prompts whose tokens are looked at, evenly spaced
+TEMPLATE_TOKENS = 256  # Allowance for what a chat template adds to a prompt
+UNKNOWN_SHARE = 0.1  # A tokenizer that knows less of the characters in the sampled prompts is the wrong one
+TRIAL_LIMIT_S = 600.0  # The longest that loading a tokenizer or a reward may take
 
 
 def check_contents(job: JobConfig, *, source: str) -> None:

@@ -45,12 +45,9 @@ from areal_async.status.record import read_run_log
 
 CONNECT_S = 5.0
 ANSWER_S = 5.0
-CHANGE_S = 30.0
-"""Longest wait for a change of workers, beyond the time that a drain may take."""
-LOOK_S = 0.1
-"""How often a run is looked at that is waited for."""
-SAID_BYTES = 16 << 10
-"""Last words of a run that are read."""
+CHANGE_S = 30.0  # Longest wait for a change of workers, beyond the time that a drain may take
+LOOK_S = 0.1  # How often a run is looked at that is waited for
+SAID_BYTES = 16 << 10  # Last words of a run that are read
 
 
 @dataclass
@@ -63,12 +60,9 @@ class Run:
 
     folder: Path
     job: JobConfig
-    places: RunPlaces | None
-    """Where a run that was alive when it was looked for has its endpoints."""
-    ended: Future[int] | None = field(default=None, repr=False)
-    """The exit status of a run that `run` started."""
-    said: Callable[[], str] = field(default=str, repr=False)
-    """The last words of a run that `run` started."""
+    places: RunPlaces | None  # Where a run that was alive when it was looked for has its endpoints
+    ended: Future[int] | None = field(default=None, repr=False)  # The exit status of a run that `run` started
+    said: Callable[[], str] = field(default=str, repr=False)  # The last words of a run that `run` started
 
     @classmethod
     def open(cls, target: str | Path) -> Run:

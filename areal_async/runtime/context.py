@@ -31,8 +31,7 @@ SERVED_VARIABLE = "AREAL_ASYNC_SERVED_BEFORE"
 """Environment variable that the supervisor sets for a service that it starts again and that has served."""
 SOCKET_PATH_LIMIT = 107
 """Bytes in a unix socket path, without its ending NUL (`sockaddr_un.sun_path` holds 108)."""
-LONGEST_SOCKET_NAME = 32
-"""Room that a socket folder must leave for the names in it."""
+LONGEST_SOCKET_NAME = 32  # Room that a socket folder must leave for the names in it
 
 
 GUEST_NAME = re.compile(r"rollout-([a-z0-9][a-z0-9-]{0,15})")
@@ -46,10 +45,8 @@ class ServicePlace(msgspec.Struct, frozen=True):
     role: Role
     index: int
     module: str
-    metrics_port: int
-    """0: the process picks a free one and reports it when ready."""
-    node_id: str = ""
-    """Name of its host; empty for what the job's `weights` say of its name."""
+    metrics_port: int  # 0: the process picks a free one and reports it when ready
+    node_id: str = ""  # Name of its host; empty for what the job's `weights` say of its name
 
 
 class RunPlaces(msgspec.Struct, frozen=True):
@@ -78,23 +75,16 @@ class ServiceContext:
     role: Role
     name: str
     index: int
-    run_dir: Path
-    """`<job.run_dir>/<job.job>`: everything that outlives the run."""
-    socket_dir: Path
-    """The folder of unix sockets: short, mode 0700, removed when the run ends."""
-    shm_dir: Path
-    """The folder of shared memory files, removed when the run ends."""
-    secret: RunSecret
-    """What every socket of the run asks for."""
+    run_dir: Path  # `<job.run_dir>/<job.job>`: everything that outlives the run
+    socket_dir: Path  # The folder of unix sockets: short, mode 0700, removed when the run ends
+    shm_dir: Path  # The folder of shared memory files, removed when the run ends
+    secret: RunSecret  # What every socket of the run asks for
     buffer_endpoint: str
     weights_endpoint: str
-    metrics_port: int
-    """The port this process serves metrics on; 0 in a test that serves none."""
-    node_id: str = ""
-    """Name of the host that this process is on: processes of one name share memory."""
+    metrics_port: int  # The port this process serves metrics on; 0 in a test that serves none
+    node_id: str = ""  # Name of the host that this process is on: processes of one name share memory
     ready_fd: int | None = None
-    served_before: bool = False
-    """Whether a process of this name has served in this run: it is started again."""
+    served_before: bool = False  # Whether a process of this name has served in this run: it is started again
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: threading.Event = field(default_factory=threading.Event)
     finished: threading.Event = field(default_factory=threading.Event)

@@ -82,8 +82,7 @@ SPENT_FOLDER = "failpoints"
 
 @dataclass
 class Point:
-    at: int
-    """The pass at which it fires, from 1."""
+    at: int  # The pass at which it fires, from 1
     always: bool = False
     passed: int = 0
 

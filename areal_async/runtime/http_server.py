@@ -48,12 +48,10 @@ LEAST_RATE = 64 << 10
 """Bytes a second. A client that sends a body, or takes an answer, more slowly is too slow."""
 UNREAD_S = 5.0
 """The rest of a body that nobody wants is taken so long: to close at once could lose the answer."""
-REST_S = 0.5
-"""Before another try to accept, when the process is out of descriptors."""
+REST_S = 0.5  # Before another try to accept, when the process is out of descriptors
 SWEEP_S = 0.5
 LOGGED_EVERY_S = 60.0
-LOGGED_CHARS = 300
-"""Most characters of what a client sent that are logged."""
+LOGGED_CHARS = 300  # Most characters of what a client sent that are logged
 
 Phase = Literal["headers", "body", "answer", "unread", "idle"]
 """What a client is at: it sends headers, or a body; it waits for its answer or takes it; it has the answer
@@ -66,20 +64,15 @@ log = get_logger("http")
 class HttpLimits:
     """What all clients of one server together, and each of them, may take."""
 
-    connections: int = 256
-    """At most; never more than half of what the process may open."""
-    header_bytes: int = 32 << 10
-    """Most bytes of the request line and all headers of one request."""
-    held_bytes: int = 128 << 20
-    """Bodies of all requests under way; a request beyond it is told 503."""
+    connections: int = 256  # At most; never more than half of what the process may open
+    header_bytes: int = 32 << 10  # Most bytes of the request line and all headers of one request
+    held_bytes: int = 128 << 20  # Bodies of all requests under way; a request beyond it is told 503
     header_s: float = 10.0
     """Longest time from the first byte of a request, or the connection, to the end of the headers."""
     body_s: float = 20.0
     """Longest time for a body to arrive or an answer to be taken, beyond what they need at `LEAST_RATE`."""
-    answer_s: float = 120.0
-    """Longest time from the end of the headers to the end of the answer."""
-    idle_s: int = 5
-    """Between an answer and the next request."""
+    answer_s: float = 120.0  # Longest time from the end of the headers to the end of the answer
+    idle_s: int = 5  # Between an answer and the next request
 
 
 class BodyTooLong(Exception):
@@ -149,8 +142,7 @@ class HttpServer:
         self.most_connections = min(
             limits.connections, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         )
-        self.connections: dict[Connection, None] = {}
-        """Oldest first."""
+        self.connections: dict[Connection, None] = {}  # Oldest first
         self._arriving: dict[asyncio.Task[None], None] = {}
         """Accepted, and not yet connections: they shake hands."""
         self._quiet = asyncio.Event()
@@ -339,12 +331,10 @@ class Connection(H11Protocol):
         self.logger = _Counting(server.faults)  # type: ignore[assignment]
         self.phase: Phase = "headers"
         self.since_s = time.monotonic()
-        self.trusted = False
-        """It was answered something other than a refusal."""
+        self.trusted = False  # It was answered something other than a refusal
         self.held_bytes = 0
         self._received_bytes = 0
-        self._stuck_s: float | None = None
-        """Since when the client takes less than it is sent."""
+        self._stuck_s: float | None = None  # Since when the client takes less than it is sent
         self._stuck_bytes = 0
 
     def hold(self, size_bytes: int) -> None:

@@ -31,10 +31,8 @@ IDENTITIES = frozenset(
     {"group_id", "episode_id", "lease_id", "task_id", "request_id", "claim_id", "sample", "item", "peer"}
 )
 """Fields that say which one a line is about: lines that differ in nothing else are equal."""
-REPEAT_S = 10.0
-"""How often a line that goes on is written."""
-MOST_LINES = 256
-"""Different lines that are kept in mind; the oldest is forgotten first."""
+REPEAT_S = 10.0  # How often a line that goes on is written
+MOST_LINES = 256  # Different lines that are kept in mind; the oldest is forgotten first
 
 
 class Logger:
@@ -99,10 +97,8 @@ def end_logging() -> None:
 class _Line:
     """A line that was written, and what came of it since."""
 
-    record: logging.LogRecord
-    """The newest like it, without what an exception holds on to."""
-    due_s: float
-    """When the next may be written."""
+    record: logging.LogRecord  # The newest like it, without what an exception holds on to
+    due_s: float  # When the next may be written
     repeated: int = 0
 
 

@@ -33,8 +33,7 @@ READY_LINE_LIMIT_BYTES = 4096
 GUARD = Path(__file__).with_name("guard.py")
 INCURABLE_STATUS = 1
 """Exit status by which a service says that starting it again would not help (see `runtime/service.py`)."""
-GONE_LIMIT_S = 10.0
-"""The longest wait for a killed process: a kernel call of a driver may hold it."""
+GONE_LIMIT_S = 10.0  # The longest wait for a killed process: a kernel call of a driver may hold it
 
 OnOrphaned = Literal["terminate", "kill", "kill_group"]
 """What happens to a child whose parent died: it gets SIGTERM, or SIGKILL, or its whole process group does."""
@@ -267,10 +266,8 @@ class Restarts:
     """The deaths of one process under a policy. Times are of one monotonic clock."""
 
     policy: RestartPolicy
-    deaths_s: list[float] = field(default_factory=list)
-    """When it died, within the policy's window."""
-    early: int = 0
-    """Deaths in a row that came before it had served for `policy.steady_s`."""
+    deaths_s: list[float] = field(default_factory=list)  # When it died, within the policy's window
+    early: int = 0  # Deaths in a row that came before it had served for `policy.steady_s`
 
     def died(self, now_s: float, *, served_s: float | None = None, status: int | None = None) -> float | None:
         """Count a death of the process, which served since `served_s` (None: it did not) and ended with

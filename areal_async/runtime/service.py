@@ -32,14 +32,11 @@ from areal_async.runtime.log import end_logging, get_logger, setup_logging
 from areal_async.runtime.metrics import start_metrics_server
 from areal_async.runtime.status import answer_status
 
-STOP_GRACE_S = 3.5
-"""The service's coroutine is cancelled so long after the stop signal."""
-STOPPED_STATUS = 128 + signal.SIGTERM
-"""Exit status of a service that ended because it was told to."""
+STOP_GRACE_S = 3.5  # The service's coroutine is cancelled so long after the stop signal
+STOPPED_STATUS = 128 + signal.SIGTERM  # Exit status of a service that ended because it was told to
 RETRY_STATUS = os.EX_TEMPFAIL
 """Exit status after an error that a restart may cure; 1 is one that it would not."""
-CANCEL_GRACE_S = 0.8
-"""The process ends at once so long after the cancellation, whatever its threads do."""
+CANCEL_GRACE_S = 0.8  # The process ends at once so long after the cancellation, whatever its threads do
 ORPHAN_GRACE_S = 8.0
 """An orphan that still runs ends itself at once so long after the death of its supervisor."""
 

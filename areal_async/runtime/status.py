@@ -35,8 +35,7 @@ NOTICE_FIELDS = ("kind", "edge", "detail", "reason", "message", "group_id", "err
 """Fields of a log record that a notice repeats."""
 
 START_WAIT_S = 10.0
-LAST_ANSWERS_S = 0.05
-"""Time for answers that have just been given to go out."""
+LAST_ANSWERS_S = 0.05  # Time for answers that have just been given to go out
 
 
 class ControlServer:
@@ -104,10 +103,8 @@ class StatusBoard:
     """What this process wants said of it. Any thread may write."""
 
     def __init__(self) -> None:
-        self.draining = False
-        """Whether it finishes what it has and takes nothing more."""
-        self.no_scores: list[NoScore] = []
-        """Verdicts without a score by kind; the buffer's."""
+        self.draining = False  # Whether it finishes what it has and takes nothing more
+        self.no_scores: list[NoScore] = []  # Verdicts without a score by kind; the buffer's
         self._waits: dict[str, str] = {}
         self._notice = ""
         self._notices = 0

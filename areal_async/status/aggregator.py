@@ -17,10 +17,8 @@ from areal_async.status.watchdog import SILENT_S, Facts, Stall, find_stall
 
 RECENT_STEPS = 20
 RECENT_REWARDS = 10
-MESSAGE_LIFE_S = 30.0
-"""A warning older than this is not shown any more."""
-RATE_WINDOW_S = 10.0
-"""Rates and busy shares are over the last so many seconds."""
+MESSAGE_LIFE_S = 30.0  # A warning older than this is not shown any more
+RATE_WINDOW_S = 10.0  # Rates and busy shares are over the last so many seconds
 BUSY = "areal_busy_seconds_total"
 IDLE_ACTIVITIES = frozenset({"wait", "idle"})
 DROPPED, MASKED, BY_VERDICT = "dropped:", "episode_masked:", "verdict_"
@@ -33,12 +31,9 @@ Figures = Mapping[str, Mapping[str, float]]
 class DropReport:
     """What a run has lost so far, the most frequent reason first."""
 
-    groups: Mapping[str, int] = field(default_factory=dict)
-    """Groups dropped, by reason."""
-    masked: Mapping[str, int] = field(default_factory=dict)
-    """Episodes masked, by the kind of their verdict."""
-    no_scores: Sequence[NoScore] = ()
-    """Verdicts without a score by kind, the newest last."""
+    groups: Mapping[str, int] = field(default_factory=dict)  # Groups dropped, by reason
+    masked: Mapping[str, int] = field(default_factory=dict)  # Episodes masked, by the kind of their verdict
+    no_scores: Sequence[NoScore] = ()  # Verdicts without a score by kind, the newest last
 
     @classmethod
     def of(cls, transitions: Mapping[str, float], no_scores: Sequence[NoScore] = ()) -> DropReport:
@@ -128,8 +123,7 @@ class ServiceActivity:
     phase: str
     busy: float | None = None
     """Share of the last seconds in its busiest activity, 0 to 1; None before it is known."""
-    waiting_for: str = ""
-    """What it waits for, in words; empty when it waits for nothing."""
+    waiting_for: str = ""  # What it waits for, in words; empty when it waits for nothing
 
 
 @dataclass(frozen=True)
@@ -143,8 +137,7 @@ class RunStatus:
     steps: int
     eta_s: float | None
     version: int | None
-    reward: float | None
-    """Mean training reward of the last few steps."""
+    reward: float | None  # Mean training reward of the last few steps
     loss: float | None
     accuracy: float | None
     accuracy_start: float | None
@@ -158,16 +151,12 @@ class RunStatus:
     groups: Mapping[str, int]
     services: tuple[ServiceActivity, ...]
     message: str
-    stall: Stall | None = None
-    """Set while the trainer has computed nothing for `observe.stall_s`."""
+    stall: Stall | None = None  # Set while the trainer has computed nothing for `observe.stall_s`
     stall_s: float = 0.0
     stopping: bool = False
-    trained: bool = True
-    """Whether a step was finished since the run was started or resumed."""
-    accuracy_interval: tuple[float, float] | None = None
-    """Ends of the 95 % interval of `accuracy`."""
-    self_check: str = ""
-    """The outcome of the trainer's self-check in words; empty before there is one."""
+    trained: bool = True  # Whether a step was finished since the run was started or resumed
+    accuracy_interval: tuple[float, float] | None = None  # Ends of the 95 % interval of `accuracy`
+    self_check: str = ""  # The outcome of the trainer's self-check in words; empty before there is one
     dropped: DropReport = field(default_factory=DropReport)
 
 
@@ -177,8 +166,7 @@ class _Service:
     rates: RateTracker = field(default_factory=RateTracker)
     status: ServiceStatus | None = None
     """Its newest answer; None before there is one from the process that is there now."""
-    answered_s: float | None = None
-    """When it answered last; None since its phase changed."""
+    answered_s: float | None = None  # When it answered last; None since its phase changed
 
     @property
     def figures(self) -> Figures:
@@ -212,10 +200,8 @@ class StatusAggregator:
         self._self_check = ""
         self._staleness_seen: int | None = None
         self._dropped = DropReport()
-        self._dropped_before = 0
-        """Groups that verdicts had dropped when the trainer was last seen to compute."""
-        self._message: tuple[float, str] | None = None
-        """When it came, and its text."""
+        self._dropped_before = 0  # Groups that verdicts had dropped when the trainer was last seen to compute
+        self._message: tuple[float, str] | None = None  # When it came, and its text
         self._trainer_busy_s = -1.0
         self._computed_s: float | None = None
         """When the trainer was last seen to compute; None before it has served."""

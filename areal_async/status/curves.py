@@ -16,8 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 Record = dict[str, Any]
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#2f6db3", "#d9781e", "#2f9160", "#8458a8", "#6b7280"
-MANY = 20
-"""Values from which on a curve is drawn faintly under its rolling mean."""
+MANY = 20  # Values from which on a curve is drawn faintly under its rolling mean
 
 
 @dataclass(frozen=True)

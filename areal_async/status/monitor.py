@@ -28,19 +28,13 @@ from areal_async.status.watchdog import Stall
 log = get_logger("watchdog")
 
 POLL_S = 0.5
-ANSWER_S = 5.0
-"""The longest that an answer is waited for before the service is asked anew."""
-LOOK_S = 2.0
-"""The longest that one look at everything takes."""
-REPORT_S = 30.0
-"""How often a stall is logged while it lasts."""
-READ_LIMIT_BYTES = 1 << 20
-"""Most of one file that one poll reads."""
-ASKED = frozenset({"starting", "serving", "draining"})
-"""Phases in which a service can answer."""
+ANSWER_S = 5.0  # The longest that an answer is waited for before the service is asked anew
+LOOK_S = 2.0  # The longest that one look at everything takes
+REPORT_S = 30.0  # How often a stall is logged while it lasts
+READ_LIMIT_BYTES = 1 << 20  # Most of one file that one poll reads
+ASKED = frozenset({"starting", "serving", "draining"})  # Phases in which a service can answer
 
-Ask = Callable[[str], Awaitable[ServiceStatus]]
-"""Asks the service of this name. Raises ArealError."""
+Ask = Callable[[str], Awaitable[ServiceStatus]]  # Asks the service of this name. Raises ArealError
 
 
 class Tail:
@@ -129,8 +123,7 @@ class Monitor:
         self._stop = asyncio.Event()
         self._stall: Stall | None = None
         self._reported_s = 0.0
-        self.newest: RunStatus | None = None
-        """How the run stood at the last look."""
+        self.newest: RunStatus | None = None  # How the run stood at the last look
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
     def start(self) -> None:

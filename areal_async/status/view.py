@@ -18,16 +18,13 @@ from rich.text import Text
 from areal_async.status.aggregator import RunStatus, no_score_text
 
 PLAIN_EVERY_S = 5.0
-STALL_EVERY_S = 30.0
-"""How often a stall that lasts is said again on plain lines."""
+STALL_EVERY_S = 30.0  # How often a stall that lasts is said again on plain lines
 MIN_WIDTH, MAX_WIDTH = 60, 110
 MAX_SERVICES = 10
-MAX_NO_SCORES = 3
-"""Kinds of verdicts without a score that are shown."""
+MAX_NO_SCORES = 3  # Kinds of verdicts without a score that are shown
 STATE_ORDER = ("queued", "leased", "generated", "scored", "batched", "trained", "committed", "dropped")
 
-Show = Callable[[RunStatus], None]
-"""Shows a status of the run."""
+Show = Callable[[RunStatus], None]  # Shows a status of the run
 
 
 @contextmanager
@@ -55,8 +52,7 @@ class PlainView:
         self._every_s = every_s
         self._clock = clock
         self._next_s = 0.0
-        self._news = ""
-        """What was said last: a message, or the edge of a stall."""
+        self._news = ""  # What was said last: a message, or the edge of a stall
         self._again_s = 0.0
         self._self_check = ""
 

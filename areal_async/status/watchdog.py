@@ -16,47 +16,36 @@ Edge = Literal["buffer", "redis", "trainer", "reward", "rollout", "weights", "ch
 """What does not come. `weights`: every worker samples from a version behind the newest and is given no group.
 `checkpoint`: the buffer is full of trained groups that none covers yet."""
 
-SILENT_S = 5.0
-"""A service that serves, and has not answered for its metrics so long, is held up."""
+SILENT_S = 5.0  # A service that serves, and has not answered for its metrics so long, is held up
 
 
 @dataclass(frozen=True)
 class Facts:
     """What is known of a run at one moment, from the supervisor's states and the services' metrics."""
 
-    idle_s: float
-    """Since the trainer was last seen to compute."""
+    idle_s: float  # Since the trainer was last seen to compute
     phases: Mapping[str, str]
     """What each process is at: waiting, starting, serving, draining, restarting or ended."""
-    silent_s: Mapping[str, float] = field(default_factory=dict)
-    """Since each process last answered."""
-    groups: Mapping[str, int] = field(default_factory=dict)
-    """Groups by their state in the ledger."""
-    redis: str = ""
-    """Why the buffer waits for Redis; empty when it does not."""
-    version: int | None = None
-    """Newest that the trainer has published."""
-    serving: Mapping[str, int] = field(default_factory=dict)
-    """Version that each rollout worker samples from."""
+    silent_s: Mapping[str, float] = field(default_factory=dict)  # Since each process last answered
+    groups: Mapping[str, int] = field(default_factory=dict)  # Groups by their state in the ledger
+    redis: str = ""  # Why the buffer waits for Redis; empty when it does not
+    version: int | None = None  # Newest that the trainer has published
+    serving: Mapping[str, int] = field(default_factory=dict)  # Version that each rollout worker samples from
     weights: Mapping[str, str] = field(default_factory=dict)
     """What a rollout worker waits for whose next snapshot does not come, in words."""
-    workers_alive: int | None = None
-    """Scoring processes of the reward service; None when it does not say."""
-    workers: int = 0
-    """Those that the job asks for."""
+    workers_alive: int | None = None  # Scoring processes of the reward service; None when it does not say
+    workers: int = 0  # Those that the job asks for
     max_groups: int = 0
     dropped_by_verdict: int = 0
     """Groups dropped since the trainer last computed, because scoring them gave no score."""
-    no_score: str = ""
-    """What the newest verdict without a score says."""
+    no_score: str = ""  # What the newest verdict without a score says
     steps_left: int = 1
 
 
 @dataclass(frozen=True)
 class Stall:
     edge: Edge
-    detail: str
-    """One line for a person: who waits for what, and why it does not come."""
+    detail: str  # One line for a person: who waits for what, and why it does not come
 
 
 def find_stall(facts: Facts, limit_s: float) -> Stall | None:
