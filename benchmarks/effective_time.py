@@ -89,7 +89,7 @@ class Run:
 
 def prepare(folder: Path, groups: int) -> Path:
     """Tasks, a random model, a reward and the job file, in `folder`."""
-    train, _ = split_problems(0, 64, "+")
+    train, _ = split_problems(0, 64)
     write_parquet(train, folder / "train.parquet", "train")
     write_model(folder / "model", seed=0)
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")

@@ -91,7 +91,7 @@ class Outcome:
 def write_job(folder: Path, steps: int) -> Path:
     """The job file, with a model, tasks, reward and workflow beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    train, _ = split_problems(0, 64, "+")
+    train, _ = split_problems(0, 64)
     write_parquet(train, folder / "train.parquet", "train")
     write_model(folder / "model", seed=0)
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")

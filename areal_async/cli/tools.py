@@ -227,9 +227,6 @@ def replay(
     """Train on the recorded batches again, with no generation, and compare bit by bit."""
     become(
         ReplayRequest(
-            run,
-            overrides=list(overrides or ()),
-            steps=steps,
-            out=str(out) if out is not None else None,
+            run, overrides=list(overrides or ()), steps=steps, out=str(out) if out is not None else None
         )
     )

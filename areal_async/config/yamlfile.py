@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,38 @@ MOST_NODES = 1_000_000  # Values in one structure, each counted as often as it i
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys and reads exponents without a dot (YAML 1.2) as floats."""
+    """SafeLoader that refuses duplicate keys, levels above `MOST_LEVELS` and values above `MOST_NODES`, and
+    reads exponents without a dot (YAML 1.2) as floats."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._path: list[str] = []
+        self._shapes: dict[yaml.Node, tuple[int, int]] = {}  # Values and levels in each node that is whole
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """An alias counts as what it stands for: a few lines can stand for more than any machine holds."""
+        is_alias = self.check_event(yaml.AliasEvent)
+        self._path.append(index.value[:40] if isinstance(index, yaml.ScalarNode) else "")
+        self._check_shape(0, 0)
+        node = super().compose_node(parent, index)
+        if node is not None and not is_alias:
+            inside = [self._shapes[each] for each in _below(node)]
+            levels = 1 + max((levels for _, levels in inside), default=0)
+            is_one = isinstance(node, yaml.ScalarNode)
+            self._shapes[node] = 1 + sum(nodes for nodes, _ in inside), 0 if is_one else levels
+        if node is not None:
+            # An alias inside what it stands for has no end.
+            self._check_shape(*self._shapes.get(node, (0, MOST_LEVELS + 1)))
+        self._path.pop()
+        return node
+
+    def _check_shape(self, nodes: int, levels: int) -> None:
+        if len(self._path) - 1 + levels > MOST_LEVELS or nodes > MOST_NODES:
+            where = ".".join(filter(None, self._path[1:5])) or "the document"
+            problem = (
+                f"{where} is nested more than {MOST_LEVELS} levels deep, or has over {MOST_NODES} values"
+            )
+            raise yaml.constructor.ConstructorError(None, None, problem, self.peek_event().start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
@@ -42,24 +72,10 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-@dataclass
-class _Open:
-    """A list or mapping whose end has not been read."""
-
-    anchor: str | None
-    is_mapping: bool
-    nodes: int = 0
-    levels: int = 0
-    key: str = ""
-    parts: int = 0
-
-    def add(self, nodes: int, levels: int, text: str) -> None:
-        """One more key, value or item of it."""
-        self.nodes += nodes
-        self.levels = max(self.levels, levels)
-        if self.is_mapping and self.parts % 2 == 0:
-            self.key = text[:40]
-        self.parts += 1
+def _below(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [each for pair in node.value for each in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
 class _Dumper(yaml.SafeDumper):
@@ -76,47 +92,7 @@ for _kind in (_StrictLoader, _Dumper):
 
 def parse_yaml(text: str) -> Any:
     """One YAML document as plain values. Raises yaml.YAMLError, with the field that is nested too deep."""
-    _check_shape(text)
     return yaml.load(text, Loader=_StrictLoader)
-
-
-def _check_shape(text: str) -> None:
-    """Raises yaml.YAMLError for more than `MOST_LEVELS` levels or `MOST_NODES` values. An alias counts as
-    what it stands for: a few lines of them can stand for more than any machine holds."""
-    anchored: dict[str, tuple[int, int]] = {}
-    open_: list[_Open] = [_Open(None, False)]
-    for event in yaml.parse(text, Loader=_StrictLoader):
-        if isinstance(event, yaml.CollectionEndEvent):
-            done = open_.pop()
-            nodes, levels = done.nodes + 1, done.levels + 1
-            if done.anchor is not None:
-                anchored[done.anchor] = (nodes, levels)
-        elif isinstance(event, yaml.CollectionStartEvent):
-            open_.append(_Open(event.anchor, isinstance(event, yaml.MappingStartEvent)))
-            nodes, levels = 0, 1
-        elif isinstance(event, yaml.AliasEvent):
-            # One that stands inside what it names has no end; of one that names nothing the loader tells.
-            inside_itself = any(event.anchor == each.anchor for each in open_)
-            nodes, levels = (
-                (0, MOST_LEVELS + 1) if inside_itself else anchored.get(event.anchor or "", (0, 0))
-            )
-        elif isinstance(event, yaml.ScalarEvent):
-            nodes, levels = 1, 0
-            if event.anchor is not None:
-                anchored[event.anchor] = (nodes, levels)
-        else:
-            continue
-        inside = open_[-1] if not isinstance(event, yaml.CollectionStartEvent) else open_[-2]
-        if len(open_) - 1 + levels > MOST_LEVELS + 1 or inside.nodes + nodes > MOST_NODES:
-            where = ".".join(each.key for each in open_[1:5] if each.key) or "the document"
-            raise yaml.constructor.ConstructorError(
-                None,
-                None,
-                f"{where} is nested more than {MOST_LEVELS} levels deep, or has over {MOST_NODES} values",
-                getattr(event, "start_mark", None),
-            )
-        if not isinstance(event, yaml.CollectionStartEvent):
-            inside.add(nodes, levels, event.value if isinstance(event, yaml.ScalarEvent) else "")
 
 
 def dump_yaml(value: Any) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,8 +33,9 @@ from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import exit_text
 from areal_async.runtime.status import ControlServer
 
-BUFFER_WAIT_S = 10.0
 MAX_ASKED = 64  # Requests that wait for the supervisor's loop
+
+WorkersRequest = ScaleWorkers | DrainWorker
 
 log = get_logger("supervisor")
 
@@ -66,41 +67,30 @@ class FleetChange:
     workers: list[str]
 
 
-@dataclass(frozen=True)
-class PendingCommand:
-    """One request on its way through the supervisor's loop."""
-
-    request: ScaleWorkers | DrainWorker
-    begun: Future[FleetChange] = field(default_factory=Future)
-
-    def answer_with(self, carry_out: Callable[[ScaleWorkers | DrainWorker], FleetChange]) -> None:
-        try:
-            self.begun.set_result(carry_out(self.request))
-        except Exception as error:
-            self.begun.set_exception(error)
-
-
 def control_endpoint(socket_dir: Path) -> str:
     return f"ipc://{socket_dir}/control"
 
 
 class ControlSocket:
-    """`start`, then `take` what is asked as often as the supervisor looks, then `stop`.
+    """`start`, then `carry_out` what is asked as often as the supervisor looks, then `stop`.
 
-    `describe` gives the status of the run as plain values; it is called on the socket's own thread."""
+    `describe` gives the status of the run as plain values; it is called on the socket's own thread. A buffer
+    that does not answer within `buffer_wait_s` is not told of workers that leave."""
 
     def __init__(
         self,
         job: str,
         socket_dir: Path,
         secret: RunSecret,
-        describe: Callable[[], dict[str, Any] | None] = lambda: None,
+        describe: Callable[[], dict[str, Any] | None],
+        buffer_wait_s: float,
     ) -> None:
         self._job = job
         self._secret = secret
         self._socket_dir = socket_dir
         self._describe = describe
-        self._asked: queue.Queue[PendingCommand] = queue.Queue(MAX_ASKED)
+        self._buffer_wait_s = buffer_wait_s
+        self._asked: queue.Queue[tuple[WorkersRequest, Future[FleetChange]]] = queue.Queue(MAX_ASKED)
         self._server = ControlServer(
             control_endpoint(socket_dir),
             service="supervisor",
@@ -113,11 +103,15 @@ class ControlSocket:
         """Raises `EndpointError` where the socket cannot be served."""
         self._server.start()
 
-    def take(self) -> Iterator[PendingCommand]:
-        """What was asked since the last look."""
+    def carry_out(self, begin: Callable[[WorkersRequest], FleetChange]) -> None:
+        """Have `begin` begin what was asked since the last look."""
         with suppress(queue.Empty):
             while True:
-                yield self._asked.get_nowait()
+                request, begun = self._asked.get_nowait()
+                try:
+                    begun.set_result(begin(request))
+                except Exception as error:
+                    begun.set_exception(error)
 
     def stop(self) -> None:
         self._server.stop()
@@ -146,23 +140,22 @@ class ControlSocket:
         # Shielded: whoever waits for the same end must get it too.
         return WorkersChanged(await asyncio.shield(asyncio.wrap_future(ending)), begun.workers)
 
-    async def _begin(self, request: ScaleWorkers | DrainWorker) -> FleetChange:
-        """Have the supervisor's loop begin what is asked."""
+    async def _begin(self, request: WorkersRequest) -> FleetChange:
         log.info("asked to change the workers", request=repr(request))
-        asked = PendingCommand(request)
+        begun: Future[FleetChange] = Future()
         try:
-            self._asked.put_nowait(asked)
+            self._asked.put_nowait((request, begun))
         except queue.Full:
             raise FaultError("busy", "the supervisor has requests enough under way", 500) from None
-        return await asyncio.wrap_future(asked.begun)
+        return await asyncio.wrap_future(begun)
 
     async def _tell_buffer(self, name: str) -> bool:
         """Have the buffer lease it nothing more. If that fails the worker is told at the end of its time."""
         endpoint = f"ipc://{self._socket_dir}/buffer"
         client = Client(endpoint, job=self._job, role="supervisor", name="control", access=self._secret)
         try:
-            await client.connect(BUFFER_WAIT_S)
-            await client.call(Drain(name, "it was told to drain"), timeout_s=BUFFER_WAIT_S)
+            await client.connect(self._buffer_wait_s)
+            await client.call(Drain(name, "it was told to drain"), timeout_s=self._buffer_wait_s)
         except WireError as error:
             log.warning("the buffer was not told", worker=name, error=str(error))
             return False

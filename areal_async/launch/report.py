@@ -60,8 +60,11 @@ def last_lines(log_path: Path, limit: int = TAIL_LINES) -> list[str]:
 
 def readable(line: str) -> str:
     """One line of a log in plain words; empty for one that only repeats what is printed after it."""
-    record = parse_log_line(line)
-    if record is None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or "event" not in record:
         return line.rstrip()
     if record["event"] == "service failed":
         return ""
@@ -70,17 +73,6 @@ def readable(line: str) -> str:
     return " ".join(
         part for part in (f"{record.get('level', 'info')}: {record['event']}", fields, last) if part
     )
-
-
-def parse_log_line(line: str) -> dict[str, Any] | None:
-    """The record of a structured log line; None for any other line."""
-    if not line.startswith("{"):
-        return None
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and "event" in record else None
 
 
 def _hint(status: int) -> str:

@@ -27,7 +27,7 @@ import msgspec
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
 from areal_async.errors import FaultError
-from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorker
+from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorker, WorkersRequest
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase
 from areal_async.launch.plan import (
@@ -39,7 +39,7 @@ from areal_async.launch.plan import (
     worker_to_drain,
     workers_to_change,
 )
-from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
+from areal_async.rpc.control_messages import DrainWorker
 from areal_async.runtime import events
 from areal_async.runtime.context import SERVED_VARIABLE, Role, RunPlaces, ServicePlace
 from areal_async.runtime.log import get_logger
@@ -79,6 +79,7 @@ class Supervisor:
         on_ending: Callable[[Ending], None] = lambda ending: None,
         on_restart: Callable[[str, str], None] = lambda name, text: None,
         describe: Callable[[], dict[str, Any] | None] = lambda: None,
+        buffer_wait_s: float = 10.0,
     ) -> None:
         self.job = job
         self.folders = folders
@@ -95,7 +96,7 @@ class Supervisor:
         self._told_ports: list[int] = []
         self._told_ending = False
         self._interrupted_s: float | None = None
-        self._socket = ControlSocket(job.job, folders.socket_dir, folders.secret, describe)
+        self._socket = ControlSocket(job.job, folders.socket_dir, folders.secret, describe, buffer_wait_s)
         self._modules = modules
         self._leaving: dict[str, LeavingWorker] = {}
         """Workers that are being drained, and who waits for their end."""
@@ -141,8 +142,7 @@ class Supervisor:
                 self._apply(self.lifecycle.exited(name, status, time.monotonic()))
                 self._tell_restart(name)
         self._apply(self.lifecycle.tick(time.monotonic()))
-        for asked in self._socket.take():
-            asked.answer_with(self._change_workers)
+        self._socket.carry_out(self._change_workers)
         for name in [name for name, state in self.lifecycle.states.items() if state.gone]:
             self._forget(name)
         if self.lifecycle.stopping or not self.lifecycle.all_serve():
@@ -157,7 +157,7 @@ class Supervisor:
 
     # --- workers that join and leave -----------------------------------------------------------------
 
-    def _change_workers(self, asked: ScaleWorkers | DrainWorker) -> FleetChange:
+    def _change_workers(self, asked: WorkersRequest) -> FleetChange:
         """Begin what was asked. Raises `FaultError` where that makes no sense."""
         if self.lifecycle.stopping:
             raise FaultError("invalid", "the run is ending")

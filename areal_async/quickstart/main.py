@@ -17,14 +17,13 @@ from areal_async.launch.run import RunResult, run_job
 from areal_async.quickstart.model import split_problems, write_model, write_parquet
 
 N_HELD_OUT = 512
-SIGNS = "+"
 JOB_FILES = ("warm_start.yaml", "train.yaml")
 
 
 def prepare(directory: Path, seed: int) -> None:
     """Write data, random model and the two job files into `directory`; a function of `seed` alone."""
     directory.mkdir(parents=True, exist_ok=True)
-    train, held_out = split_problems(seed, N_HELD_OUT, SIGNS)
+    train, held_out = split_problems(seed, N_HELD_OUT)
     write_parquet(train, directory / "train.parquet", "train")
     write_parquet(held_out, directory / "held_out.parquet", "held_out")
     write_model(directory / "base", seed)

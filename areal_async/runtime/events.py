@@ -83,7 +83,6 @@ SPENT_FOLDER = "failpoints"
 @dataclass
 class Point:
     at: int  # The pass at which it fires, from 1
-    always: bool = False
     passed: int = 0
 
 
@@ -96,10 +95,10 @@ def arm(spec: str, run_dir: Path | None = None) -> None:
     global _spent_dir
     points = {}
     for entry in filter(None, (part.strip() for part in spec.split(","))):
-        name, at, count = entry.removesuffix("*").partition("@")
+        name, at, count = entry.partition("@")
         if not name or (at and not (count.isdecimal() and int(count) > 0)):
-            raise ValueError(f"{VARIABLE}: {entry!r} is not NAME, NAME@N or NAME@N*")
-        points[name] = Point(int(count or 1), always=entry.endswith("*"))
+            raise ValueError(f"{VARIABLE}: {entry!r} is not NAME or NAME@N")
+        points[name] = Point(int(count or 1))
     _armed.clear()
     _armed.update(points)
     _spent_dir = run_dir / SPENT_FOLDER if run_dir is not None else None
@@ -118,9 +117,7 @@ def failpoint(name: str) -> None:
     if point is None:
         return
     point.passed += 1
-    if point.passed < point.at or (point.passed > point.at and not point.always):
-        return
-    if point.always or _first_in_run(f"{name}@{point.at}"):
+    if point.passed == point.at and _first_in_run(f"{name}@{point.at}"):
         record("failpoint", name=name, hit=point.passed)
         os.kill(os.getpid(), signal.SIGKILL)
 

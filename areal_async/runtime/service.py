@@ -84,26 +84,20 @@ def _cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     if isinstance(error, BaseExceptionGroup) and (ours := error.subgroup(ArealError)) is not None:
-        error = _first_leaf(ours)
+        error = ours
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
     return error
 
 
 def _report(name: str, error: BaseException) -> None:
     """One paragraph for an `ArealError`, else the traceback."""
+    log.error("service failed", error=type(error).__name__, message=str(error))
     if isinstance(error, ArealError):
-        log.error("service failed", error=type(error).__name__, message=str(error))
         with contextlib.suppress(OSError):  # a log on a full disk must not decide how this process ends
             print(f"{name}: {error}", file=sys.stderr, flush=True)
     else:
-        log.error("service failed", error=type(error).__name__, message=str(error))
         traceback.print_exception(error)
-
-
-def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 async def _serve(

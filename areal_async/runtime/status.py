@@ -11,9 +11,9 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,7 @@ from areal_async.rpc.schema import Request
 from areal_async.rpc.server import Handler, Peer, Server, by_type
 from areal_async.runtime.context import ServiceContext
 
-WAIT_GAUGES = {
-    "areal_buffer_waits_for_redis": "redis",
-    "areal_weights_waits": "weights",
-}
+WAIT_GAUGES = {"areal_buffer_waits_for_redis": "redis", "areal_weights_waits": "weights"}
 """Series that are 1 while the process waits, with the reason as their label, and what they are about."""
 NOTICE_FIELDS = ("kind", "edge", "detail", "reason", "message", "group_id", "error")
 """Fields of a log record that a notice repeats."""
@@ -117,15 +114,6 @@ class StatusBoard:
                 self._waits[subject] = what
             else:
                 self._waits.pop(subject, None)
-
-    @contextmanager
-    def waiting(self, subject: str, what: str) -> Iterator[None]:
-        """The same for the time of a block."""
-        self.waits(subject, what)
-        try:
-            yield
-        finally:
-            self.waits(subject, "")
 
     def tell(self, text: str) -> None:
         """Say something that people should see once."""

@@ -85,16 +85,8 @@ PANELS: tuple[tuple[str, str, tuple[Curve, ...]], ...] = (
             Curve("step", ratio("wait_s", "step_s"), ORANGE, "trainer waits for a batch"),
         ),
     ),
-    (
-        "Held-out accuracy, supervised",
-        "Accuracy",
-        (Curve("sft", field("accuracy"), ORANGE, "held-out"),),
-    ),
-    (
-        "Loss, supervised",
-        "Cross-entropy (nats per token)",
-        (Curve("sft", field("loss"), BLUE, "loss"),),
-    ),
+    ("Held-out accuracy, supervised", "Accuracy", (Curve("sft", field("accuracy"), ORANGE, "held-out"),)),
+    ("Loss, supervised", "Cross-entropy (nats per token)", (Curve("sft", field("loss"), BLUE, "loss"),)),
 )
 
 

@@ -42,7 +42,7 @@ def write_job(
 ) -> Path:
     """A job file in `folder`, with a model, tasks and a reward beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    train, held_out = split_problems(seed=0, n_held_out=32, signs="+")
+    train, held_out = split_problems(seed=0, n_held_out=32)
     write_parquet(train[:500], folder / "train.parquet", "train")
     write_parquet(held_out, folder / "held_out.parquet", "held_out")
     if not (folder / "model").exists():

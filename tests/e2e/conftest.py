@@ -223,7 +223,7 @@ def finish(workspace: Workspace, job_file: Path) -> FinishedRun:
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     folder = tmp_path_factory.mktemp("e2e")
-    train, held_out = split_problems(seed=0, n_held_out=64, signs="+")
+    train, held_out = split_problems(seed=0, n_held_out=64)
     write_parquet(train[:500], folder / "train.parquet", "train")
     write_parquet(held_out, folder / "held_out.parquet", "held_out")
     write_model(folder / "model", seed=0)

@@ -53,7 +53,7 @@ def test_a_fault_of_every_episode_ends_the_job_with_its_reason_and_burns_no_task
     (workspace.folder / "strict.py").write_text(REWARD, encoding="utf-8")
     for fault in FAULTS:
         (workspace.folder / fault).touch()
-    train, _ = split_problems(seed=0, n_held_out=64, signs="+")
+    train, _ = split_problems(seed=0, n_held_out=64)
     write_parquet(train[:TASKS], workspace.folder / "hundred.parquet", "hundred")
     job_file = workspace.job(
         "at-fault",

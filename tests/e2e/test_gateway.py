@@ -74,7 +74,7 @@ def test_a_job_is_trained_on_what_an_agent_function_sampled(workspace: Any, runn
         "workflow_args": {"agent": "chatter.py:agent"},
         "sampling": {"temperature": 0.9, "max_new_tokens": 32},
     }
-    _, held_out = split_problems(seed=0, n_held_out=64, signs="+")
+    _, held_out = split_problems(seed=0, n_held_out=64)
     write_parquet(held_out[:4], workspace.folder / "few.parquet", "few")
     job_file = workspace.job(
         "chatting",

@@ -152,7 +152,7 @@ def test_a_text_that_the_server_cannot_take_is_an_error_in_its_words(served: Ser
 
 
 def test_a_job_learns_what_its_judge_likes(served: Served, tmp_path: Path) -> None:
-    train, held_out = split_problems(seed=0, n_held_out=32, signs="+")
+    train, held_out = split_problems(seed=0, n_held_out=32)
     write_parquet(train[:500], tmp_path / "train.parquet", "train")
     write_parquet(held_out, tmp_path / "held_out.parquet", "held_out")
     write_model(tmp_path / "model", seed=0)

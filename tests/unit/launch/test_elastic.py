@@ -9,13 +9,13 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.errors import FaultError, RunError, RunFolderError
-from areal_async.launch import commands
 from areal_async.launch.folders import RunFolders, claim_folders
 from areal_async.launch.lifecycle import STAGE_LIMITS_S, Action, Ending, Lifecycle, Phase
 from areal_async.launch.plan import name_is_held, services_of, worker_to_drain, workers_to_change
@@ -158,8 +158,7 @@ def test_a_worker_that_does_not_serve_leaves_at_once(job: JobConfig) -> None:
 
 
 @pytest.fixture
-def folders(job: JobConfig, monkeypatch: pytest.MonkeyPatch) -> RunFolders:
-    monkeypatch.setattr(commands, "BUFFER_WAIT_S", 0.2)  # the stand-in does not answer
+def folders(job: JobConfig) -> RunFolders:
     return claim_folders(job, overwrite=False)
 
 
@@ -181,7 +180,9 @@ def drive(
             os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=follow)
-    supervisor = Supervisor(job, folders, modules=STAND_IN, on_serving=thread.start, on_restart=on_restart)
+    told: dict[str, Any] = {"on_serving": thread.start, "on_restart": on_restart}
+    # The stand-in of the buffer does not answer.
+    supervisor = Supervisor(job, folders, modules=STAND_IN, buffer_wait_s=0.2, **told)
     try:
         ending = supervisor.run()
     finally:

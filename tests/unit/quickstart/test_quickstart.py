@@ -30,13 +30,12 @@ def test_every_ground_truth_is_the_answer(files):
 
 
 def test_the_split_is_a_function_of_the_seed():
-    assert split_problems(1, 100, "+-") == split_problems(1, 100, "+-")
-    assert split_problems(1, 100, "+-") != split_problems(2, 100, "+-")
+    assert split_problems(1, 100) == split_problems(1, 100) != split_problems(2, 100)
 
 
 def test_the_tokenizer_gives_one_token_a_character_and_back(files):
     tokenizer = AutoTokenizer.from_pretrained(files / "base")
-    text = Sum(12, "-", 34).prompt + "-22"
+    text = Sum(12, 34).prompt + "-22"
     ids = tokenizer(text).input_ids
     assert len(ids) == len(text)
     assert tokenizer.decode(ids) == text

@@ -70,10 +70,10 @@ def passes(run_dir, spec):
 def test_a_failpoint_kills_at_its_turn_and_once_per_run(tmp_path):
     assert passes(tmp_path, "trainer.after_commit@2, buffer.before_write") == -signal.SIGKILL
     assert passes(tmp_path, "trainer.after_commit@2") == 0
-    assert passes(tmp_path, "trainer.after_publish@3*") == -signal.SIGKILL
-    assert passes(tmp_path, "trainer.after_publish@3*") == -signal.SIGKILL
+    assert passes(tmp_path, "trainer.after_publish@3") == -signal.SIGKILL
+    assert passes(tmp_path, "trainer.after_publish@3") == 0
     hits = [(e["name"], e["hit"]) for e in events.read_events(tmp_path) if e["event"] == "failpoint"]
-    assert hits == [("trainer.after_commit", 2), ("trainer.after_publish", 3), ("trainer.after_publish", 3)]
+    assert hits == [("trainer.after_commit", 2), ("trainer.after_publish", 3)]
 
 
 def test_an_unset_failpoint_does_nothing_and_a_wrong_list_is_refused():

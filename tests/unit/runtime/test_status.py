@@ -73,11 +73,11 @@ def test_a_service_whose_thread_is_held_up_answers(ctx: ServiceContext) -> None:
 def test_what_is_waited_for_is_said_by_subject_as_long_as_it_is() -> None:
     said = StatusBoard()
     said.waits("trainer", "the first snapshot")
-    with said.waiting("server", "its SGLang server to load"):
-        both = {"trainer": "the first snapshot", "server": "its SGLang server to load"}
-        assert said.status("rollout-0", serves=False).waiting_for == both
+    said.waits("server", "its SGLang server to load")
+    both = {"trainer": "the first snapshot", "server": "its SGLang server to load"}
+    assert said.status("rollout-0", serves=False).waiting_for == both
     said.waits("trainer", "")
-    assert said.status("rollout-0", serves=True).waiting_for == {}
+    assert said.status("rollout-0", serves=True).waiting_for == {"server": both["server"]}
 
 
 def test_a_worker_that_drains_says_so() -> None:
