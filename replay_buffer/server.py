@@ -110,7 +110,6 @@ class BufferServer:
         while True:
             if self._coordinator.index is not None:
                 with contextlib.suppress(StoreUnavailable):
-                    await self._store.follow()
                     self._redis_bytes = await self._store.used_bytes()
             if (index := self._coordinator.index) is not None:
                 figures = stats(index, self._coordinator.now_ms)

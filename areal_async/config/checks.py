@@ -185,12 +185,9 @@ def _redis_url(job: JobConfig) -> Iterator[Mistake]:
 
 def _redis_login(job: JobConfig, url: RedisUrl) -> Iterator[Mistake]:
     login = job.buffer.redis_login
-    for prefix in ("", "sentinel_"):
-        env, file = getattr(login, f"{prefix}password_env"), getattr(login, f"{prefix}password_file")
-        if env and file is not None:
-            problem = "the password is given twice"
-            field = f"buffer.redis_login.{prefix}password_env"
-            yield Mistake(field, problem, f"Remove it, or {prefix}password_file")
+    if login.password_env and login.password_file is not None:
+        problem = "the password is given twice"
+        yield Mistake("buffer.redis_login.password_env", problem, "Remove it, or password_file")
     if url.username and not (login.password_env or login.password_file or url.password):
         yield Mistake(
             "buffer.redis_login",
@@ -198,19 +195,13 @@ def _redis_login(job: JobConfig, url: RedisUrl) -> Iterator[Mistake]:
             "Set password_env or password_file",
             ("buffer.redis",),
         )
-    if not url.service and (
-        login.sentinel_username or login.sentinel_password_env or login.sentinel_password_file
-    ):
-        problem = "buffer.redis names no Sentinels to log in to"
-        yield Mistake("buffer.redis_login", problem, "Remove sentinel_…", ("buffer.redis",))
 
 
 def _redis_tls(job: JobConfig, url: RedisUrl) -> Iterator[Mistake]:
     tls = job.buffer.redis_tls
     if not url.tls and tls != type(tls)():
-        secure = "sentinels://" if url.service else "rediss://"
         problem = f"certificates have no effect on a {url.scheme}:// address"
-        fix = f"Write {secure} in buffer.redis, or remove the section"
+        fix = "Write rediss:// in buffer.redis, or remove the section"
         yield Mistake("buffer.redis_tls", problem, fix, ("buffer.redis",))
     if (tls.cert_file is None) != (tls.key_file is None):
         missing = "key_file" if tls.key_file is None else "cert_file"
@@ -285,14 +276,6 @@ def _group_policy_is_whole(job: JobConfig) -> Iterator[Mistake]:
         problem = f"a group has {n} samples (rollout.group_size), so none would ever be enough"
         fix = f"Set it to {n} or less"
         yield Mistake("buffer.group.min_samples", problem, fix, (*policy, "rollout.group_size"))
-
-
-def _groups_come_of_age(job: JobConfig) -> Iterator[Mistake]:
-    age_s, deadline_s = job.buffer.max_age_s, job.buffer.group.deadline_s
-    if age_s is not None and deadline_s is not None and age_s <= deadline_s:
-        problem = f"{age_s:g} s is not above buffer.group.deadline_s = {deadline_s:g}, which would never come"
-        fix = f"Set it above {deadline_s:g}, or remove one of the two"
-        yield Mistake("buffer.max_age_s", problem, fix, ("buffer.group.deadline_s",))
 
 
 def _minibatches_hold_groups(job: JobConfig) -> Iterator[Mistake]:
@@ -371,7 +354,6 @@ RL_ONLY: tuple[Rule, ...] = (
     _checkpoint_interval_fits,
     _reuse_is_possible,
     _group_policy_is_whole,
-    _groups_come_of_age,
     _minibatches_hold_groups,
     _evaluation_engine_is_its_own,
 )

@@ -57,7 +57,6 @@ def _check_secret_files(job: JobConfig) -> Iterator[Mistake]:
     login, tls = job.buffer.redis_login, job.buffer.redis_tls
     for field, path in (
         ("buffer.redis_login.password_file", login.password_file),
-        ("buffer.redis_login.sentinel_password_file", login.sentinel_password_file),
         ("buffer.redis_tls.ca_file", tls.ca_file),
         ("buffer.redis_tls.cert_file", tls.cert_file),
         ("buffer.redis_tls.key_file", tls.key_file),

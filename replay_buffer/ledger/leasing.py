@@ -21,7 +21,7 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import Ok, VersionTag
 from replay_buffer.ledger.admission import Demand, Space, room, space
-from replay_buffer.ledger.group_policy import DRAINED, end_lease, end_overdue
+from replay_buffer.ledger.group_policy import DRAINED, end_lease, end_unfinished
 from replay_buffer.ledger.index import Index, due_ms
 from replay_buffer.ledger.records import (
     EpisodeRecord,
@@ -241,8 +241,8 @@ def expire(index: Index, now_ms: int) -> Decision:
                 end_lease(tx, group, "lease_expired")
         elif id_ in index.claims:
             end_claim(tx, id_, "claim_expired")
-        elif (group := tx.group(id_)) is not None:
-            end_overdue(tx, group)
+        elif (group := tx.group(id_)) is not None and group.missing:
+            end_unfinished(tx, group, "deadline")
     return tx.decide(Ok())
 
 

@@ -146,7 +146,7 @@ class GroupRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     """Ids of all leases it had; the last one is live iff the state is LEASED."""
     size_bytes: int = 0
     begun_ms: int = 0
-    """When it was first leased, moved on by outages: what its deadline and its age count from. 0 before."""
+    """When it was first leased, moved on by outages: what its deadline counts from. 0 before."""
     handed_over: int = 0
     """Number of `leases` that a worker handed over as it stopped."""
 

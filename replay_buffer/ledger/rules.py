@@ -89,8 +89,6 @@ class Rules:
     """Fewest samples that a part of a group is trained with, under `deadline_partial`."""
     dynamic_filtering: bool = False
     """Whether a group whose rewards are all equal is dropped."""
-    max_age_ms: int | None = None
-    """Time from a group's first lease until it is dropped if it is in no batch. None: never."""
     max_groups: int = 4096
     max_bytes: int = 1 << 30
     durability: Literal["memory", "everysec", "always"] = "everysec"
@@ -141,10 +139,9 @@ class Rules:
             overtaken_masks=buffer.on_overtaken.policy == "mask",
             overtaken_ms=_ms(buffer.on_overtaken.limit_s),
             group_policy=buffer.group.policy,
-            group_deadline_ms=_maybe_ms(buffer.group.deadline_s),
+            group_deadline_ms=None if buffer.group.deadline_s is None else _ms(buffer.group.deadline_s),
             min_samples=buffer.group.min_samples,
             dynamic_filtering=buffer.dynamic_filtering,
-            max_age_ms=_maybe_ms(buffer.max_age_s),
             max_groups=buffer.max_groups,
             max_bytes=buffer.max_bytes,
             durability=buffer.durability,
@@ -188,10 +185,6 @@ class Tasks(Protocol):
 
 def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
-
-
-def _maybe_ms(seconds: float | None) -> int | None:
-    return None if seconds is None else _ms(seconds)
 
 
 class TaskOrder:

@@ -1,64 +1,20 @@
-"""Where a job's Redis is and how to log in there.
-
-A `RedisAddress` is what the job file says; a `RedisServer` is one server of it, with the secrets to log in.
-Neither shows a secret: `str()` of both is for logs and errors, and passwords are left out of `repr()`.
-"""
+"""Where a job's Redis is, how to log in there, and what can go wrong between the buffer and it."""
 
 from __future__ import annotations
 
 import os
 import ssl
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 from areal_async.config.job import BufferSection, RedisLoginSection, RedisTlsSection
-from areal_async.config.redis_url import RedisUrl, host_port, parse_redis_url
+from areal_async.config.redis_url import RedisUrl, parse_redis_url
 from areal_async.errors import ArealError
-
-
-def tls_context(tls: RedisTlsSection) -> ssl.SSLContext:
-    """Raises `StoreUnusable` for files that hold no certificate or key."""
-    try:
-        context = ssl.create_default_context(cafile=tls.ca_file)
-        context.check_hostname = tls.check_hostname
-        if tls.cert_file is not None:
-            # Without a password OpenSSL would ask for a passphrase at the terminal.
-            context.load_cert_chain(tls.cert_file, tls.key_file, password=lambda: "")
-    except (OSError, ValueError) as error:
-        raise StoreUnusable(
-            f"the certificates of buffer.redis_tls cannot be used: {error}. Give PEM files, the key without "
-            "a passphrase and belonging to the certificate"
-        ) from error
-    return context
-
-
-@dataclass(frozen=True)
-class RedisServer:
-    """One server, by host and port or by socket path."""
-
-    host: str = ""
-    port: int = 0
-    path: str = ""
-    db: int = 0
-    username: str = ""
-    password: str = field(default="", repr=False)
-    tls: RedisTlsSection | None = None
-    hint: str = ""
-    """Where to change what is wrong with logging in."""
-
-    def __str__(self) -> str:
-        return self.path or host_port(self.host, self.port)
-
-    @property
-    def user(self) -> str:
-        """Who it logs in as, in Redis's own words."""
-        return self.username or "default"
 
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """A URL with the places of its secrets. `str()` is the URL without a password."""
+    """A URL with the places of its secrets. Neither `str()` nor `repr()` shows a secret."""
 
     url: RedisUrl
     login: RedisLoginSection = field(default_factory=RedisLoginSection)
@@ -81,59 +37,49 @@ class RedisAddress:
         return str(self.url)
 
     @property
-    def has_sentinels(self) -> bool:
-        return bool(self.url.service)
+    def user(self) -> str:
+        """Who it logs in as, in Redis's own words."""
+        return self.url.username or "default"
 
-    def place(self, at: tuple[str, int] | None = None) -> RedisServer:
-        """The server itself, or with `at` the master that the Sentinels named. Secrets are read now: a file
-        may have changed. Raises `StoreUnusable` when one is missing."""
-        url = self.url
-        if self.has_sentinels and at is None:
-            raise StoreUnusable(f"{self}: only its Sentinels know where the server is")
-        host, port = at or (url.hosts[0] if url.hosts else ("", 0))
-        password = url.password or _secret(self.login, "")
-        hint = "buffer.redis_login.password_env or password_file, and the user in buffer.redis"
-        return RedisServer(host, port, url.path, url.db, url.username, password, self._tls, hint)
-
-    def sentinels(self) -> list[RedisServer]:
-        """The Sentinels, with their own login."""
-        password = _secret(self.login, "sentinel_")
-        hint = "buffer.redis_login.sentinel_…"
-        return [
-            RedisServer(
-                host,
-                port,
-                username=self.login.sentinel_username,
-                password=password,
-                tls=self._tls,
-                hint=hint,
+    def password(self) -> str:
+        """The password, read now: a file may have changed. Raises `StoreUnusable` when it is missing."""
+        name, path = self.login.password_env, self.login.password_file
+        if self.url.password:
+            return self.url.password
+        if name:
+            if secret := os.environ.get(name):
+                return secret
+            raise StoreUnusable(
+                f"the environment variable {name} (buffer.redis_login) is not set, or is empty"
             )
-            for host, port in self.url.hosts
-        ]
+        if path is None:
+            return ""
+        try:
+            secret = path.read_text(encoding="utf-8").rstrip("\r\n")
+        except (OSError, ValueError) as error:
+            raise StoreUnusable(
+                f"the password file {path} (buffer.redis_login) cannot be read: {error}"
+            ) from None
+        if not secret:
+            raise StoreUnusable(f"the password file {path} (buffer.redis_login) is empty")
+        return secret
 
-    @property
-    def _tls(self) -> RedisTlsSection | None:
-        return self.tls if self.url.tls else None
-
-
-def _secret(login: RedisLoginSection, prefix: str) -> str:
-    name: str = getattr(login, f"{prefix}password_env")
-    path: Path | None = getattr(login, f"{prefix}password_file")
-    if name:
-        if secret := os.environ.get(name):
-            return secret
-        raise StoreUnusable(f"the environment variable {name} (buffer.redis_login) is not set, or is empty")
-    if path is None:
-        return ""
-    try:
-        secret = path.read_text(encoding="utf-8").rstrip("\r\n")
-    except (OSError, ValueError) as error:
-        raise StoreUnusable(
-            f"the password file {path} (buffer.redis_login) cannot be read: {error}"
-        ) from None
-    if not secret:
-        raise StoreUnusable(f"the password file {path} (buffer.redis_login) is empty")
-    return secret
+    def tls_context(self) -> ssl.SSLContext | None:
+        """None without TLS. Raises `StoreUnusable` for files that hold no certificate or key."""
+        if not self.url.tls:
+            return None
+        try:
+            context = ssl.create_default_context(cafile=self.tls.ca_file)
+            context.check_hostname = self.tls.check_hostname
+            if self.tls.cert_file is not None:
+                # Without a password OpenSSL would ask for a passphrase at the terminal.
+                context.load_cert_chain(self.tls.cert_file, self.tls.key_file, password=lambda: "")
+        except (OSError, ValueError) as error:
+            raise StoreUnusable(
+                f"the certificates of buffer.redis_tls cannot be used: {error}. Give PEM files, the key "
+                "without a passphrase and belonging to the certificate"
+            ) from error
+        return context
 
 
 # --- what can go wrong between the buffer and Redis ---
@@ -170,8 +116,8 @@ class StoreUnusable(StoreError):
 REFUSALS: tuple[tuple[str, Trouble, str], ...] = (
     ("MISCONF", "disk", "Redis cannot write to its disk; free room there, and writing goes on by itself"),
     ("OOM ", "memory", "Redis is at its maxmemory; raise it, or free memory, and writing goes on by itself"),
-    ("READONLY", "replica", "it is a replica now; the buffer looks for the master"),
-    ("MASTERDOWN", "replica", "it is a replica now; the buffer looks for the master"),
+    ("READONLY", "replica", "it is a replica now; the buffer waits until it is the master again"),
+    ("MASTERDOWN", "replica", "it is a replica now; the buffer waits until it is the master again"),
     ("NOREPLICAS", "replica", "the master has fewer replicas than its min-replicas-to-write"),
     ("NOPERM", "refused", "give the user the rights in docs/redis.md"),
     ("MOVED", "refused", "this node of the cluster does not serve the job's keys: name the one that does"),

@@ -18,18 +18,12 @@ from typing import Any
 
 import hiredis
 
-from replay_buffer.redis.address import (
-    RedisAddress,
-    RedisServer,
-    StoreUnavailable,
-    StoreUnusable,
-    refusal,
-    tls_context,
-)
+from replay_buffer.redis.address import RedisAddress, StoreUnavailable, StoreUnusable, refusal
 
 ANSWER_LIMIT_S = 20.0
 """Redis not answering for so long counts as gone."""
 CONNECT_LIMIT_S = 5.0
+LOGIN = "buffer.redis_login.password_env or password_file, and the user in buffer.redis"
 
 PIECE_BYTES = 256 << 10
 """Given to the transport at a time."""
@@ -55,24 +49,24 @@ class RedisConnection(asyncio.Protocol):
         self._was_closed = False
 
     @classmethod
-    async def open(cls, where: str | RedisServer) -> RedisConnection:
-        """Connect and log in to a server, given by its place or its URL.
+    async def open(cls, where: str | RedisAddress) -> RedisConnection:
+        """Connect and log in to a server, given by its address or its URL.
 
         Raises `StoreUnavailable`; `StoreUnusable` when the login or the certificates are wrong."""
-        place = RedisAddress.parse(where).place() if isinstance(where, str) else where
+        place = RedisAddress.parse(where) if isinstance(where, str) else where
+        url, secure = place.url, place.tls_context()
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S):
-                if place.path:
-                    _, pipe = await loop.create_unix_connection(cls, place.path)
+                if url.path:
+                    _, pipe = await loop.create_unix_connection(cls, url.path)
                 else:
-                    secure = tls_context(place.tls) if place.tls is not None else None
-                    _, pipe = await loop.create_connection(cls, place.host, place.port, ssl=secure)
+                    _, pipe = await loop.create_connection(cls, url.host, url.port, ssl=secure)
                 try:
                     await pipe._greet(place)
                 except BaseException as error:
                     pipe.close()
-                    if place.tls is not None and isinstance(error, StoreUnavailable) and pipe._was_closed:
+                    if url.tls and isinstance(error, StoreUnavailable) and pipe._was_closed:
                         # How a server turns away a client without the right certificate; that it says so
                         # may get lost on the way.
                         raise not_trusted(place, error) from error
@@ -83,13 +77,13 @@ class RedisConnection(asyncio.Protocol):
             raise StoreUnavailable(f"Redis at {place} does not answer: {in_words(error)}", "gone") from error
         return pipe
 
-    async def _greet(self, place: RedisServer) -> None:
+    async def _greet(self, place: RedisAddress) -> None:
         for command in _greetings(place):
             answer = await self.call(*command)
             if isinstance(answer, hiredis.ReplyError):
                 if "LOADING" in str(answer):
                     raise StoreUnavailable(f"Redis at {place} reads its files: {answer}", "gone")
-                fix = place.hint if command[0] == "AUTH" and place.hint else "look at buffer.redis"
+                fix = LOGIN if command[0] == "AUTH" else "look at buffer.redis"
                 raise StoreUnusable(
                     f"Redis at {place} refuses {command[0]!r} of user {place.user!r}: {answer} ({fix})"
                 )
@@ -216,7 +210,7 @@ def table(answer: list[bytes]) -> dict[bytes, bytes]:
     return dict(zip(answer[::2], answer[1::2], strict=True))
 
 
-def not_trusted(place: RedisServer, error: BaseException) -> StoreUnusable:
+def not_trusted(place: RedisAddress, error: BaseException) -> StoreUnusable:
     """TLS with a server that is not whom the job expects, or that does not accept this client."""
     return StoreUnusable(
         f"no TLS connection to Redis at {place}: {in_words(error)}. Look at buffer.redis_tls: ca_file signs "
@@ -229,63 +223,15 @@ def in_words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _greetings(place: RedisServer) -> list[Sequence[Argument]]:
+def _greetings(place: RedisAddress) -> list[Sequence[Argument]]:
     """The commands that make a new connection the one that is wanted."""
     greetings: list[Sequence[Argument]] = []
-    if place.password:
-        greetings.append(
-            ("AUTH", place.username, place.password) if place.username else ("AUTH", place.password)
-        )
-    if place.db:
-        greetings.append(("SELECT", place.db))
-    if place.tls is not None:
+    if password := place.password():
+        user = place.url.username
+        greetings.append(("AUTH", user, password) if user else ("AUTH", password))
+    if place.url.db:
+        greetings.append(("SELECT", place.url.db))
+    if place.url.tls:
         # A server tells a client without a valid certificate only after the client's side of the handshake.
         greetings.append(("PING",))
     return greetings
-
-
-SENTINEL_LIMIT_S = 2.0
-"""A Sentinel that takes longer is passed over."""
-
-
-async def find_place(address: RedisAddress) -> RedisServer:
-    """The server to connect to: the address's own, or the master that its Sentinels agreed on last.
-
-    Raises `StoreUnavailable` when no Sentinel answers, `StoreUnusable` when none knows the service."""
-    if not address.has_sentinels:
-        return address.place()
-    sentinels = address.sentinels()
-    answers = await asyncio.gather(*(_ask(sentinel, address.url.service) for sentinel in sentinels))
-    masters = [answer for answer in answers if isinstance(answer, tuple)]
-    if not masters:
-        reasons = "; ".join(
-            f"{sentinel}: {answer}" for sentinel, answer in zip(sentinels, answers, strict=True)
-        )
-        if any("No such master" in str(answer) for answer in answers):
-            raise StoreUnusable(
-                f"no Sentinel of {address} watches a service {address.url.service!r}: correct the name in "
-                f"buffer.redis ({reasons})"
-            )
-        raise StoreUnavailable(f"no Sentinel of {address} says where the master is ({reasons})", "gone")
-    # One that was cut off still names the master of before: the latest election counts.
-    _, host, port = max(masters)
-    return address.place((host, port))
-
-
-async def _ask(sentinel: RedisServer, service: str) -> tuple[int, str, int] | str:
-    """(epoch of its configuration, host, port) of the master that one Sentinel knows, or why not."""
-    try:
-        async with asyncio.timeout(SENTINEL_LIMIT_S):
-            pipe = await RedisConnection.open(sentinel)
-            try:
-                answer = await pipe.call("SENTINEL", "MASTER", service)
-            finally:
-                pipe.close()
-    except (StoreUnavailable, StoreUnusable) as error:
-        return str(error)
-    except TimeoutError:
-        return f"no answer within {SENTINEL_LIMIT_S:g} s"
-    if isinstance(answer, hiredis.ReplyError):
-        return str(answer)
-    facts = table(answer)
-    return int(facts[b"config-epoch"]), facts[b"ip"].decode(), int(facts[b"port"])

@@ -7,7 +7,6 @@ as the configured tier asks) is refused, with the setting to change."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,20 +20,8 @@ import msgspec
 
 from replay_buffer.ledger.index import LedgerRecords, WriteSet
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, ClaimRecord, GroupRecord, LeaseRecord, LedgerMeta
-from replay_buffer.redis.address import (
-    RedisAddress,
-    RedisServer,
-    StoreError,
-    StoreUnavailable,
-    StoreUnusable,
-    refusal,
-)
-from replay_buffer.redis.connection import (
-    RedisConnection,
-    checked,
-    find_place,
-    table,
-)
+from replay_buffer.redis.address import RedisAddress, StoreError, StoreUnavailable, StoreUnusable, refusal
+from replay_buffer.redis.connection import RedisConnection, checked, table
 from replay_buffer.redis.large import BlobFiles, BlobRef, EpisodeKey, Large, staged_keys
 from replay_buffer.redis.writer import Bytes, Keys, LedgerWriter, RedisClock, fenced
 
@@ -92,7 +79,6 @@ class Store:
         self._durability = durability
         self._clock = clock
         self._max_bytes = max_bytes
-        self._place: RedisServer | None = None
         self._connection: RedisConnection | None = None
         self._writer: LedgerWriter | None = None
         self._confirmed = confirmed
@@ -114,9 +100,8 @@ class Store:
         writes: RedisConnection | None = None
         try:
             await self._settle()
-            assert self._place is not None
             self._sha = (await self._connected.ask("SCRIPT", "LOAD", SCRIPT)).decode()
-            writes = await RedisConnection.open(self._place)
+            writes = await RedisConnection.open(self.address)
             await self._look_at_clock()
             revision = await self._take()
             opened = await self._load(lost_writes=max(0, self._confirmed - revision))
@@ -192,18 +177,6 @@ class Store:
             self.full = False
         return int(memory["used_memory"])
 
-    async def follow(self) -> None:
-        """Ask the Sentinels for the master: when it is another server now, writes to the old one end, for
-        what it still takes may be thrown away."""
-        writer, used = self._writer, self._place
-        if not self.address.has_sentinels or writer is None or used is None:
-            return
-        with contextlib.suppress(StoreError):
-            place = await find_place(self.address)
-            if (place.host, place.port) != (used.host, used.port):
-                why = f"the Sentinels name {place} as the master now, no longer {used}"
-                writer.give_up(StoreUnavailable(why, "replica"))
-
     async def close(self) -> None:
         """Write what is queued, and disconnect."""
         await self._let_go()
@@ -240,7 +213,7 @@ class Store:
         if self._shelf is not None and not written.cancelled() and written.exception() is None:
             self._shelf.remove(names)
 
-    # --- finding the server ---
+    # --- the server ---
 
     @property
     def _connected(self) -> RedisConnection:
@@ -250,21 +223,14 @@ class Store:
         return self._connection
 
     async def _settle(self) -> None:
-        """Connect to the server that is to be used now, and check that it may be.
+        """Connect to the server, and check that it may be used.
 
-        What is wrong there is final for a store that has not been open yet. For one that was, the server is
-        a new master, or was changed under the job: it waits for somebody to put that right."""
+        What is wrong there is final for a store that has not been open yet. For one that was, the server was
+        changed under the job: it waits for somebody to put that right."""
         try:
-            self._place = await find_place(self.address)
-            self._connection = await RedisConnection.open(self._place)
-            await check_keys(self._connection, self._place, self._keys)
-            await check_redis(
-                self._connection,
-                self._place,
-                self._durability,
-                max_bytes=self._max_bytes,
-                follows=self.address.has_sentinels,
-            )
+            self._connection = await RedisConnection.open(self.address)
+            await check_keys(self._connection, self.address, self._keys)
+            await check_redis(self._connection, self.address, self._durability, max_bytes=self._max_bytes)
         except StoreUnusable as error:
             if self.front_epoch:
                 raise StoreUnavailable(str(error)) from error
@@ -284,7 +250,7 @@ class Store:
         held, had = int(front or 0), self.front_epoch
         if had and (front is None or state is None):
             raise StoreUnusable(
-                f"Redis at {self._place} has lost the whole ledger of this job (durability tier "
+                f"Redis at {self.url} has lost the whole ledger of this job (durability tier "
                 f"{self._durability}). Resume from the last checkpoint."
             )
         if had and held >= had and owner != self._owner.encode():
@@ -364,20 +330,18 @@ class RedisReader(Protocol):
 
 
 async def check_redis(
-    redis: RedisReader, place: RedisServer, durability: str, *, max_bytes: int = 0, follows: bool = False
+    redis: RedisReader, place: RedisAddress, durability: str, *, max_bytes: int = 0
 ) -> None:
     """Raise `StoreUnusable` naming the setting to change; `StoreUnavailable` for what passes by itself.
 
-    `max_bytes`: what the job may hold. `follows`: the place came from Sentinels, which may be about to name
-    another."""
+    `max_bytes`: what the job may hold."""
     info = await redis.info()
     _check_server(info, place, max_bytes)
-    _check_role(info, place, follows)
     if durability != "memory":
         await _check_persistence(redis, info, place, durability)
 
 
-def _check_server(info: dict[str, str], place: RedisServer, max_bytes: int) -> None:
+def _check_server(info: dict[str, str], place: RedisAddress, max_bytes: int) -> None:
     version = info["redis_version"]
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         raise StoreUnusable(
@@ -395,22 +359,15 @@ def _check_server(info: dict[str, str], place: RedisServer, max_bytes: int) -> N
             f"Redis at {place} has maxmemory {limit}, less than the {max_bytes} bytes of episodes that the "
             "job may hold. Raise maxmemory there to about 1.3 times that, or lower buffer.max_bytes."
         )
-
-
-def _check_role(info: dict[str, str], place: RedisServer, follows: bool) -> None:
-    if info.get("role", "master") == "master":
-        return
-    master = f"{info.get('master_host', '?')}:{info.get('master_port', '?')}"
-    if follows:
-        raise StoreUnavailable(f"Redis at {place} is not the master yet; it follows {master}", "replica")
-    raise StoreUnusable(
-        f"Redis at {place} is a replica of {master}, and takes no writes. Set buffer.redis to the master, or "
-        "to sentinel://HOST:PORT/SERVICE to follow it."
-    )
+    if info.get("role", "master") != "master":
+        master = f"{info.get('master_host', '?')}:{info.get('master_port', '?')}"
+        raise StoreUnusable(
+            f"Redis at {place} is a replica of {master}, and takes no writes. Set buffer.redis to the master."
+        )
 
 
 async def _check_persistence(
-    redis: RedisReader, info: dict[str, str], place: RedisServer, durability: str
+    redis: RedisReader, info: dict[str, str], place: RedisAddress, durability: str
 ) -> None:
     if not int(info["aof_enabled"]):
         raise StoreUnusable(
@@ -448,7 +405,7 @@ async def _setting(redis: RedisReader, name: str) -> str | None:
     return answer[1].decode() if answer else None
 
 
-async def check_keys(redis: RedisConnection, place: RedisServer, keys: Keys) -> None:
+async def check_keys(redis: RedisConnection, place: RedisAddress, keys: Keys) -> None:
     """Raise `StoreUnusable` where this server, or this user of it, cannot have the keys of the job."""
     answer = await redis.call("HEXISTS", keys.meta, "front")
     if not isinstance(answer, hiredis.ReplyError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -18,19 +17,15 @@ from pathlib import Path
 
 from areal_async.errors import RunFolderError
 from areal_async.launch.runs import Run
-from areal_async.runtime.context import short_socket_dir
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import GroupRecord
 from replay_buffer.ledger.rules import Rules, TaskOrder, Tasks
 from replay_buffer.redis.address import RedisAddress, StoreUnavailable
-from replay_buffer.redis.connection import RedisConnection, find_place, table
+from replay_buffer.redis.connection import RedisConnection, table
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.large import EPISODES, BlobRef, read_ref
 from replay_buffer.redis.store import read_ledger
 from replay_buffer.redis.writer import Keys
-
-FILES = ("appendonlydir", "appendonly.aof", "dump.rdb")
-"""What an embedded Redis keeps its data in, by its version and tier."""
 
 
 @dataclass(frozen=True)
@@ -112,73 +107,30 @@ async def open_reader(run: Run) -> AsyncIterator[LedgerReader]:
     when the task file is gone."""
     tasks = TaskOrder.of(run.job)
     async with contextlib.AsyncExitStack() as stack:
-        if run.job.buffer.redis == "embedded":
-            url = _live_url(run) or await stack.enter_async_context(_copied_redis(run))
-            address = RedisAddress.parse(url)
-        else:
+        if run.job.buffer.redis != "embedded":
             address = RedisAddress.of(run.job.buffer)
-        redis = await RedisConnection.open(await find_place(address))
+        elif run.places is not None:
+            password = run.secret.token("redis")
+            address = RedisAddress.parse(f"unix://:{password}@{run.places.socket_dir}/redis")
+        else:
+            address = RedisAddress.parse(await stack.enter_async_context(_copied_redis(run)))
+        redis = await RedisConnection.open(address)
         stack.callback(redis.close)
         yield LedgerReader(redis, str(address), run, tasks)
-
-
-def _live_url(run: Run) -> str:
-    if run.places is None:
-        return ""
-    return f"unix://:{run.secret.token('redis')}@{run.places.socket_dir}/redis"
 
 
 @contextlib.asynccontextmanager
 async def _copied_redis(run: Run) -> AsyncIterator[str]:
     """A Redis on a copy of the run's files: opening them may change them (a torn end is cut off)."""
     source = run.folder / "buffer"
-    files = [source / name for name in FILES if (source / name).exists()]
-    if not files:
-        how = (
-            "; with buffer.durability memory, what a killed Redis held is gone"
-            if run.job.buffer.durability == "memory"
-            else ""
-        )
-        raise RunFolderError(
-            f"{run.folder} holds nothing of a buffer: the run ended before it had begun{how}."
-        )
-    with tempfile.TemporaryDirectory(prefix="areal-look-") as name:
-        folder = Path(name)
-        _copy(files, folder / "data", source / "redis.lock")
-        sockets = short_socket_dir(folder)
-        sockets.mkdir(exist_ok=True, mode=0o700)
-        server = EmbeddedRedis(folder / "data", sockets / "redis", run.job.buffer.durability)
+    if not any(source.glob("appendonly*")) and not (source / "dump.rdb").exists():
+        raise RunFolderError(f"{run.folder} holds nothing of a buffer (any more).")
+    with tempfile.TemporaryDirectory(prefix="areal-look-") as folder:
+        data = Path(folder, "data")
+        shutil.copytree(source, data, ignore=shutil.ignore_patterns(EPISODES))
+        server = EmbeddedRedis(data, Path(folder, "redis"), run.job.buffer.durability)
         try:
             await server.start()
             yield server.url
         finally:
             await server.stop()
-            if sockets != folder:
-                shutil.rmtree(sockets, ignore_errors=True)
-
-
-def _copy(files: list[Path], into: Path, lock: Path) -> None:
-    """Copy Redis's files while no server has them open."""
-    size = sum(f.stat().st_size for path in files for f in (path.rglob("*") if path.is_dir() else (path,)))
-    free = shutil.disk_usage(into.parent).free
-    if size > free:
-        raise RunFolderError(
-            f"to look at {files[0].parent}, its {size >> 20} MiB are copied to {into.parent.parent}, which "
-            f"has {free >> 20} MiB free: set TMPDIR to a folder with more."
-        )
-    into.mkdir()
-    with contextlib.ExitStack() as stack:
-        if lock.exists():
-            held = stack.enter_context(lock.open("rb"))
-            try:
-                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunFolderError(
-                    f"a redis-server still uses {files[0].parent}, but its run is not alive: it is starting "
-                    "or ending. Try again in a moment."
-                ) from None
-        for path in files:
-            if path.is_dir():
-                shutil.copytree(path, into / path.name)
-            else:
-                shutil.copyfile(path, into / path.name)

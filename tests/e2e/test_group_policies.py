@@ -44,7 +44,6 @@ def test_groups_are_whole_or_partial_by_policy_and_a_stopped_worker_hands_over(
             "lease_s": 1.5,
             "group": {"policy": "deadline_partial", "deadline_s": 3.0, "min_samples": 2},
             "dynamic_filtering": True,
-            "max_age_s": 60,
         },
         trainer__steps=steps,
         supervisor={"ready_s": 120, "restarts": 10, "first_pause_s": 0.1},

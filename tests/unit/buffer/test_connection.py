@@ -66,7 +66,7 @@ def test_nobody_there_and_a_refused_login_are_clear_errors(redis_url, tmp_path):
 
 def test_the_url_says_how_to_log_in():
     def greetings(url):
-        return _greetings(RedisAddress.parse(url).place())
+        return _greetings(RedisAddress.parse(url))
 
     assert greetings("redis://user:p%40ss@host:1/3") == [("AUTH", "user", "p@ss"), ("SELECT", 3)]
     assert greetings("unix:///tmp/x?password=p") == [("AUTH", "p")]

@@ -323,9 +323,8 @@ def look(ledger):
     st.integers(0, 2**32),
     st.sampled_from(["complete", "deadline_drop", "deadline_partial"]),
     st.booleans(),
-    st.sampled_from([None, 9_000]),
 )
-def test_groups_are_whole_or_follow_their_policy(driver_type, seed, policy, filtering, max_age_ms):
+def test_groups_are_whole_or_follow_their_policy(driver_type, seed, policy, filtering):
     """Random arrivals, verdicts, lost leases, drains and outages: every group ends exactly once, each
     transition is counted, and a batch holds nothing absent."""
     rng = random.Random(seed)
@@ -341,7 +340,6 @@ def test_groups_are_whole_or_follow_their_policy(driver_type, seed, policy, filt
         group_deadline_ms=None if policy == "complete" else ENDED,
         min_samples=least,
         dynamic_filtering=filtering,
-        max_age_ms=max_age_ms,
     )
     ledger.open()
     leases, claims, ended = [], [], set()

@@ -114,7 +114,7 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES)
 def test_groups_are_whole_and_none_is_lost_among_stragglers(drive, policy, filtering):
     """`staleness_is_bounded` too: a partial group is as old as its oldest sample."""
-    simulation, _ = simulated(drive, dynamic_filtering=filtering, max_age_ms=60_000, **POLICIES[policy])
+    simulation, _ = simulated(drive, dynamic_filtering=filtering, **POLICIES[policy])
     ledger = simulation.ledger
     assert max(simulation.staleness) <= ETA
     assert len(simulation.sizes) == STEPS * B

@@ -251,15 +251,6 @@ def test_a_run_without_files_of_a_buffer_is_refused(workplace):
         asyncio.run(report_ended(find_run(place.folder)))
 
 
-async def test_files_that_a_server_still_has_open_are_not_copied(workplace, blob):
-    place = workplace()
-    async with place.serving() as client:
-        await fill(client, blob)
-        place.is_alive(False)
-        with pytest.raises(RunFolderError, match="Try again in a moment"):
-            await report_ended(find_run(place.folder))
-
-
 async def test_peek_lists_groups_and_opens_one_and_an_episode_of_it(workplace, blob):
     place = workplace()
     async with place.serving() as client:

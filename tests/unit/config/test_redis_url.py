@@ -12,16 +12,11 @@ from areal_async.config.redis_url import RedisUrl, parse_redis_url
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("redis://host", RedisUrl("redis", (("host", 6379),))),
-        ("redis://u@host:1/3", RedisUrl("redis", (("host", 1),), db=3, username="u")),
-        ("rediss://[::1]:7", RedisUrl("rediss", (("::1", 7),))),
+        ("redis://host", RedisUrl("redis", "host")),
+        ("redis://u@host:1/3", RedisUrl("redis", "host", 1, db=3, username="u")),
+        ("rediss://[::1]:7", RedisUrl("rediss", "::1", 7)),
         ("unix:///a/b?db=2", RedisUrl("unix", path="/a/b", db=2)),
         ("unix://u@/a", RedisUrl("unix", path="/a", username="u")),
-        ("sentinel://a,b:2/ours", RedisUrl("sentinel", (("a", 26379), ("b", 2)), service="ours")),
-        (
-            "sentinels://u@a:1/ours/4",
-            RedisUrl("sentinels", (("a", 1),), service="ours", db=4, username="u"),
-        ),
     ],
 )
 def test_every_form_is_read_and_shown_again(text, parts):

@@ -1,4 +1,4 @@
-"""Real Redis servers of a test's own: with TLS, with users, as a replica, a cluster node or a Sentinel.
+"""Real Redis servers of a test's own: with TLS, with users, as a replica or a cluster node.
 
 TLS needs Redis 7 as Debian packages it (`redis-tools` holds the server too, under the name of a checker);
 where it is missing those tests are skipped and say so. Which server a job starts for itself stays as it is.
@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,9 @@ def redis_7(folder: Path) -> Path | None:
 class Server:
     """One redis-server on a port of its own and, for the test itself, on a unix socket."""
 
-    def __init__(self, binary: Path, folder: Path, *arguments: str, **options: str) -> None:
+    def __init__(self, binary: Path, folder: Path, **options: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.binary, self.folder, self.arguments, self.options = binary, folder, arguments, options
+        self.binary, self.folder, self.options = binary, folder, options
         self.port = free_port()
         self.socket = folder / "s"
         self.process: subprocess.Popen[bytes] | None = None
@@ -91,15 +91,9 @@ class Server:
             "save": "",
             "appendonly": "yes",
         } | {name.replace("_", "-"): value for name, value in self.options.items()}
-        return self._run([word for name, value in options.items() for word in (f"--{name}", value)], before)
-
-    def start_alone(self) -> Server:
-        """With nothing but its arguments, as a Sentinel with its file."""
-        return self._run([])
-
-    def _run(self, words: Sequence[str], before: Callable[[], None] | None = None) -> Server:
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
         self.process = subprocess.Popen(
-            [self.binary, *self.arguments, *words],
+            [self.binary, *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -199,8 +193,8 @@ def servers(folder: Path) -> Iterator[Callable[..., Server]]:
     """`servers(binary, name, …)`: a server that is ended with the test."""
     started: list[Server] = []
 
-    def make(binary: Path, name: str, *arguments: str, **options: str) -> Server:
-        started.append(Server(binary, folder / name, *arguments, **options))
+    def make(binary: Path, name: str, **options: str) -> Server:
+        started.append(Server(binary, folder / name, **options))
         return started[-1]
 
     yield make

@@ -99,3 +99,16 @@ def test_a_user_who_may_not_touch_the_job_is_refused_at_start(servers, a_life):
 
     with pytest.raises(StoreUnusable, match=r"the user 'front' .* lacks rights to areal:\{job-a\}:"):
         asyncio.run(start())
+
+
+def test_a_replica_is_refused_with_its_master_named(servers, a_life):
+    binary = find_redis_server()
+    master, replica = servers(binary, "m").start(), servers(binary, "r").start()
+    replica.admin.replicaof("127.0.0.1", master.port)
+
+    async def start():
+        async with a_life(replica.url):
+            pass
+
+    with pytest.raises(StoreUnusable, match=f"is a replica of 127.0.0.1:{master.port}"):
+        asyncio.run(start())
