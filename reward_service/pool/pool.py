@@ -31,12 +31,11 @@ from reward_service.pool.protocol import Assignment, FinishedUnit, WorkUnit
 from reward_service.pool.queue import (
     RECALL_AFTER_S,
     STUCK_GRACE_S,
+    TARGET_BATCH_S,
     FairQueue,
     Invocation,
     PooledReward,
     QueuedCall,
-    WorkerView,
-    has_room,
     next_action,
 )
 from reward_service.pool.workers import WorkerLimits, Workers, WorkerSlot
@@ -56,11 +55,7 @@ class WorkerPool:
     can be loaded no longer breaks the pool. All methods belong to one event loop."""
 
     def __init__(
-        self,
-        specs: Sequence[RewardSpec],
-        *,
-        workers: int,
-        limits: WorkerLimits | None = None,
+        self, specs: Sequence[RewardSpec], *, workers: int, limits: WorkerLimits | None = None
     ) -> None:
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
         """Done when the pool has given up; every call is then a `Failure`."""
@@ -73,7 +68,6 @@ class WorkerPool:
         self._by_key: dict[str, PooledReward] = {}
         self._workers = Workers(workers, self._rewards, self._limits, self)
         self._queue = FairQueue(self._rewards)
-        self._reward_numbers = itertools.count(1)
         self._unit_numbers = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
         self._closed = False
@@ -107,8 +101,8 @@ class WorkerPool:
 
     async def __aenter__(self) -> Self:
         try:
-            for spec in self._specs:
-                self._register(spec)
+            for number, spec in enumerate(self._specs, 1):
+                self._rewards[number] = self._by_key[spec.key] = PooledReward(number, spec)
             await self._workers.start()
         except TimeoutError:
             names = ", ".join(repr(spec.name) for spec in self._specs)
@@ -244,7 +238,7 @@ class WorkerPool:
             if not ready:
                 return
             slot = min(ready, key=lambda slot: slot.expected_s)
-            if slot.inflight and not has_room(slot.expected_s):
+            if slot.inflight and slot.expected_s > TARGET_BATCH_S / 2:
                 return
             reward = self._queue.next()
             assert reward is not None
@@ -304,12 +298,10 @@ class WorkerPool:
         still_for_s = now_s - slot.moved_s
         running = slot.inflight.get(number)
         limits_s = [running.timeout_s] if running else [unit.timeout_s for unit in slot.inflight.values()]
-        view = WorkerView(
-            running_for_s=max(now_s - began_ns / 1e9, still_for_s) if running else None,
-            still_for_s=still_for_s,
-            waiting=len(slot.inflight),
-        )
-        match next_action(view, max(limits_s)):
+        running_for_s = max(now_s - began_ns / 1e9, still_for_s) if running else None
+        match next_action(
+            max(limits_s), running_for_s=running_for_s, still_for_s=still_for_s, waiting=len(slot.inflight)
+        ):
             case "kill_call":
                 slot.overdue = number
                 slot.kill()
@@ -342,12 +334,6 @@ class WorkerPool:
             for call in unit.calls:
                 self._again(call)
         self._dispatch()
-
-    def _register(self, spec: RewardSpec) -> PooledReward:
-        reward = PooledReward(next(self._reward_numbers), spec)
-        self._rewards[reward.number] = reward
-        self._by_key[spec.key] = reward
-        return reward
 
     def _open(self) -> bool:
         return not self._closed and not self.broken.done()

@@ -37,14 +37,13 @@ STUCK_GRACE_S = 2.0
 class LatencyEstimate:
     """A running mean of how long calls take, and the batch size that follows from it."""
 
-    def __init__(self, first_guess_s: float = TARGET_BATCH_S, weight: float = 0.05) -> None:
-        self.call_s = first_guess_s
-        self._weight = weight
+    def __init__(self) -> None:
+        self.call_s = TARGET_BATCH_S
         self._noted = 0
 
     def note(self, elapsed_s: float) -> None:
         self._noted += 1
-        self.call_s += max(self._weight, 1 / self._noted) * (elapsed_s - self.call_s)
+        self.call_s += max(0.05, 1 / self._noted) * (elapsed_s - self.call_s)
 
     @property
     def batch(self) -> int:
@@ -201,32 +200,21 @@ class FairQueue:
         return calls, size_bytes
 
 
-def has_room(expected_s: float) -> bool:
-    """Whether a worker whose work is expected to take so long may be sent more ahead of it."""
-    return expected_s <= TARGET_BATCH_S / 2
+def next_action(
+    limit_s: float, *, running_for_s: float | None, still_for_s: float, waiting: int
+) -> Literal["kill_call", "kill_stuck", "recall", "nothing"]:
+    """What is done about a worker that has `waiting` calls, the running one included. `running_for_s`: age of
+    the call it runs, None when the one it began last has been reported. `still_for_s`: time since it last
+    began or reported a call, or was given one while idle.
 
-
-@dataclass(frozen=True)
-class WorkerView:
-    """What is known about a worker at one moment."""
-
-    running_for_s: float | None
-    """Age of the call it runs; None when the call it began last has been reported."""
-    still_for_s: float
-    """Time since it last began or reported a call, or was given one while idle."""
-    waiting: int
-    """Calls it has and has not reported, the running one included."""
-
-
-def next_action(view: WorkerView, limit_s: float) -> Literal["kill_call", "kill_stuck", "recall", "nothing"]:
-    """`kill_call`: the running call is past its deadline. `kill_stuck`: the worker begins no call, so none
-    can be blamed. `recall`: take back what waits behind a slow call."""
-    if view.running_for_s is not None:
-        if view.running_for_s > limit_s:
+    `kill_call`: the running call is past its deadline. `kill_stuck`: the worker begins no call, so none can
+    be blamed. `recall`: take back what waits behind a slow call."""
+    if running_for_s is not None:
+        if running_for_s > limit_s:
             return "kill_call"
-        if view.waiting > 1 and view.running_for_s > RECALL_AFTER_S:
+        if waiting > 1 and running_for_s > RECALL_AFTER_S:
             return "recall"
-    elif view.waiting and view.still_for_s > limit_s + STUCK_GRACE_S:
+    elif waiting and still_for_s > limit_s + STUCK_GRACE_S:
         return "kill_stuck"
     return "nothing"
 

@@ -31,22 +31,13 @@ EVALUATES = re.compile(r"\beval\(|\bexec\(")
 PARSES = re.compile(r"parse_expr\(|sympify\(")
 MATHS = re.compile(r"[\w\s+\-*/^().,=]*")
 NAME = re.compile(r"[^\W\d]\w*")
-NAMES = frozenset(
-    ("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh")
-) | {"exp", "log", "ln", "sqrt", "pi", "Abs"}
+_NAMES = "sin cos tan cot sec csc asin acos atan sinh cosh tanh exp log ln sqrt pi Abs"
+NAMES = frozenset(_NAMES.split())
 POWERFUL = re.compile(r"(?:\*\*|\^)\s*\(?\s*-?\d{4,}|(?:\*\*|\^)[^+\-/()]*(?:\*\*|\^)|\d{40,}")
 LITERAL = (
-    ast.Constant,
-    ast.Name,
-    ast.List,
-    ast.Tuple,
-    ast.Set,
-    ast.Dict,
-    ast.Load,
-    ast.UnaryOp,
-    ast.USub,
-    ast.UAdd,
-)
+    ast.Constant | ast.Name | ast.List | ast.Tuple | ast.Set | ast.Dict
+    | ast.Load | ast.UnaryOp | ast.USub | ast.UAdd
+)  # fmt: skip
 LONGEST = 20_000
 """Characters of an answer."""
 BUDGET_S = 2.0

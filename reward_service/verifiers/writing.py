@@ -15,35 +15,11 @@ from fractions import Fraction
 from reward_service.verifiers.answers import boxes, closing, hedged, last_match
 
 SIGNS = str.maketrans(
-    {
-        "−": "-",
-        "–": "-",
-        "×": r"\times ",
-        "·": r"\cdot ",
-        "⋅": r"\cdot ",
-        "÷": "/",
-        "π": r"\pi ",
-        "∞": r"\infty ",
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "≠": r"\ne ",
-        "≈": "=",
-        "∪": r"\cup ",
-        "∩": r"\cap ",
-        "±": r"\pm ",
-        "°": r"^\circ ",
-        "∅": r"\emptyset ",
-        "½": r"\frac{1}{2}",
-        "¼": r"\frac{1}{4}",
-        "¾": r"\frac{3}{4}",
-        "²": "^2",
-        "³": "^3",
-        "，": ",",
-        "\u00a0": " ",
-        "\u2009": " ",
-        "\u202f": " ",
-    }
-)
+    {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "π": r"\pi ",
+     "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": "=", "∪": r"\cup ", "∩": r"\cap ",
+     "±": r"\pm ", "°": r"^\circ ", "∅": r"\emptyset ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}",
+     "¾": r"\frac{3}{4}", "²": "^2", "³": "^3", "，": ",", "\u00a0": " ", "\u2009": " ", "\u202f": " "}
+)  # fmt: skip
 REPLACED = [
     (re.compile(r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr)(?![a-zA-Z])\s*\.?"), ""),
     (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
@@ -212,28 +188,8 @@ UNIT_IN_TEXT = re.compile(
 UNIT_IN_WORDS = re.compile(r"(?<=[0-9)}])\s+([a-zA-Z][a-zA-Z./ ]*)(?:\^\s*\{?([0-9])\}?)?\s*\Z")
 DEGREES = re.compile(r"\s*\^\\circ\s*(?:\\text\s*\{\s*([CF])\s*\}|([CF]))?\s*\Z")
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
-NAMES_IN_MATHS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "log",
-        "ln",
-        "exp",
-        "lim",
-        "max",
-        "min",
-        "mod",
-        "gcd",
-        "lcm",
-        "pi",
-        "if",
-        "for",
-    ]
-)
+_NAMES = "sin cos tan cot sec csc log ln exp lim max min mod gcd lcm pi if for"
+NAMES_IN_MATHS = frozenset(_NAMES.split())
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from reward_service.pool.queue import (
     LatencyEstimate,
     PooledReward,
     QueuedCall,
-    WorkerView,
     next_action,
 )
 from reward_service.server import (
@@ -91,14 +90,14 @@ def test_batches_follow_the_pace_of_the_calls():
 
 
 def test_batches_are_small_while_nothing_is_known_of_a_reward():
-    pace = LatencyEstimate(first_guess_s=1e-5)
+    pace = LatencyEstimate()
     assert pace.batch == 1
     pace.note(1e-5)
     assert pace.batch == 4
 
 
 def test_a_short_queue_is_spread_over_all_workers():
-    pace = LatencyEstimate(first_guess_s=1e-5)
+    pace = LatencyEstimate()
     for _ in range(100):
         pace.note(1e-5)
     assert pace.share(queued=10, workers=4) == 3
@@ -106,25 +105,19 @@ def test_a_short_queue_is_spread_over_all_workers():
     assert pace.share(queued=10_000, workers=4) == 256
 
 
-def state(**changes):
-    return WorkerView(**{"running_for_s": 0.01, "still_for_s": 0.01, "waiting": 5, **changes})
-
-
-def test_only_a_call_past_its_deadline_is_killed():
-    assert next_action(state(running_for_s=9.9, waiting=1), 10.0) == "nothing"
-    assert next_action(state(running_for_s=10.1), 10.0) == "kill_call"
-
-
-def test_a_worker_that_begins_none_of_its_calls_is_killed_later():
-    assert next_action(state(running_for_s=None, still_for_s=10.1), 10.0) == "nothing"
-    assert next_action(state(running_for_s=None, still_for_s=12.1), 10.0) == "kill_stuck"
-    assert next_action(state(running_for_s=None, still_for_s=99.0, waiting=0), 10.0) == "nothing"
-
-
-def test_calls_are_recalled_only_from_behind_a_slow_one():
-    assert next_action(state(running_for_s=0.2), 10.0) == "recall"
-    assert next_action(state(running_for_s=0.2, waiting=1), 10.0) == "nothing"
-    assert next_action(state(running_for_s=0.01), 10.0) == "nothing"
+@pytest.mark.parametrize(
+    ("running_for_s", "still_for_s", "waiting", "action"),
+    [
+        (9.9, 0.0, 1, "nothing"), (10.1, 0.0, 5, "kill_call"),
+        (None, 10.1, 5, "nothing"), (None, 12.1, 5, "kill_stuck"), (None, 99.0, 0, "nothing"),
+        (0.2, 0.0, 5, "recall"), (0.2, 0.0, 1, "nothing"), (0.01, 0.0, 5, "nothing"),
+    ],
+)  # fmt: skip
+def test_what_is_late_is_killed_and_what_waits_behind_a_slow_call_is_recalled(
+    running_for_s, still_for_s, waiting, action
+):
+    known = {"running_for_s": running_for_s, "still_for_s": still_for_s, "waiting": waiting}
+    assert next_action(10.0, **known) == action
 
 
 # --- turns -------------------------------------------------------------------------------------------

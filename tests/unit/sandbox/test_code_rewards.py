@@ -210,7 +210,7 @@ def test_tests_without_an_end_do_not_take_the_time_of_the_others():
     right = "def add(a, b): return a + b"
     hog = "def test_hog():\n    add(1, 1)\n    while True: pass"
     responses = [both(right, hog), both(right + "\n", "assert add(5, 5) == 10")]
-    scores = code_matrix(responses, budget_s=16.0, cpu_s=30.0, wall_s=30.0)
+    scores = code_matrix(responses, budget_s=8.0, cpu_s=30.0, wall_s=30.0)
     assert [one.components["tests"] for one in scores] == [0, 1]
 
 

@@ -4,6 +4,7 @@ import fcntl
 import os
 import socket
 import tempfile
+import time
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_no_file_of_the_host_can_be_locked_watched_or_changed(attempt):
 LINKS = "import os\nos.mkdir('d')\nopen('d/f', 'w').write('mine')\nos.symlink('d', 'e')\n"
 
 
-def test_no_link_is_followed_to_what_is_brought_back(sandbox, tmp_path):
+def test_no_link_is_followed_to_what_is_brought_back(every_sandbox, tmp_path):
     secret = tmp_path
     (secret / "shadow").write_text("do-not-tell")
     source = LINKS + (
@@ -93,28 +94,30 @@ def test_no_link_is_followed_to_what_is_brought_back(sandbox, tmp_path):
         f"os.symlink({str(secret)!r}, 'd/deep')\nos.symlink('/etc', 'etc')\n"
     )
     wanted = ("out/shadow", "e/f", "d/deep/shadow", "one/environ", "root/etc/passwd", "etc/passwd", "d/f")
-    outcome = sandbox.run(Program(source=source, collect=wanted, limits=LIMITS))
+    outcome = every_sandbox.run(Program(source=source, collect=wanted, limits=LIMITS))
     assert outcome.ok, outcome.describe()
     assert outcome.artifacts == {"d/f": b"mine"}
 
 
-def test_deep_folders_are_removed_with_the_run(sandbox):
+def test_deep_folders_are_removed_with_the_run(every_sandbox):
     before = set(os.listdir(tempfile.gettempdir()))
     source = (
         "import os\nos.mkdir('shut', 0o000)\n"
         "try:\n    for _ in range(400):\n        os.mkdir('d' * 99)\n        os.chdir('d' * 99)\n"
         "except OSError:\n    pass"
     )
-    outcome = sandbox.run(Program(source=source, limits=LIMITS))
+    outcome = every_sandbox.run(Program(source=source, limits=LIMITS))
     assert outcome.ok, outcome.describe()
-    left = set(os.listdir(tempfile.gettempdir())) - before
-    assert not [name for name in left if name.startswith("areal-jail-")]
+    left = {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("areal-jail-")} - before
+    deadline_s = time.monotonic() + 20  # others' runs on this machine have such folders for a while
+    while left := left & set(os.listdir(tempfile.gettempdir())):
+        assert time.monotonic() < deadline_s, left
 
 
-def test_nothing_but_plain_files_is_brought_back_and_nobody_waits_for_a_pipe(sandbox):
+def test_nothing_but_plain_files_is_brought_back_and_nobody_waits_for_a_pipe(every_sandbox):
     source = "import os\nos.mkfifo('pipe')\nopen('large', 'wb').truncate(40 << 20)\nos.mkdir('folder')"
     limits = RunLimits(wall_s=30, files_mb=64)
-    outcome = sandbox.run(Program(source=source, collect=("pipe", "folder", "folder/x"), limits=limits))
+    outcome = every_sandbox.run(Program(source=source, collect=("pipe", "folder", "folder/x"), limits=limits))
     assert (outcome.kind, outcome.artifacts) == ("ok", {})
 
 

@@ -230,7 +230,7 @@ def test_a_compiler_that_ran_out_of_time_is_tried_again():
 
 
 def test_cpu_and_memory_are_reported(best):
-    hold_s = 0 if "memory group" in best.guards else 3  # until it has been looked at
+    hold_s = 0 if "memory group" in best.guards else 1  # until it has been looked at
     source = f"x = bytearray(64 << 20)\nimport time\nfor i in range(10**6): pass\ntime.sleep({hold_s})"
     outcome = best.run(Program(source=source, limits=RunLimits(memory_mb=256)))
     assert outcome.ok

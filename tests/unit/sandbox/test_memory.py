@@ -164,7 +164,7 @@ int main(void) {
 
 
 def test_the_peak_is_told_truthfully_of_one_process_and_of_several(isolated, attempt):
-    hold = f"time.sleep({0 if 'memory group' in isolated.guards else 3})\n"  # until it has been looked at
+    hold = f"time.sleep({0 if 'memory group' in isolated.guards else 1})\n"  # until it has been looked at
     limits = RunLimits(wall_s=60, memory_mb=256)
     one = attempt("x = bytearray(80 << 20)\n" + hold, limits)
     several = attempt(

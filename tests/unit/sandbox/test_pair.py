@@ -101,7 +101,7 @@ def test_no_other_descriptor_is_open_in_either(sandbox):
 def test_pairs_follow_one_another_and_leave_nothing(sandbox):
     sandbox.run_pair(python(""), python(""))
     before = below_us(), len(os.listdir("/proc/self/fd"))
-    for n in range(10):
+    for n in range(4):
         tests, _ = sandbox.run_pair(
             python(f"os.write(LINK, b'n{n}')\nprint(os.read(LINK, 9).decode())"), python(ECHO)
         )
@@ -136,7 +136,7 @@ def test_a_language_that_is_compiled_is_refused_in_a_pair(best):
 
 def test_tests_that_end_while_the_other_jail_is_made_end_it(sandbox):
     nothing = Program(command=("/bin/sh", "-c", ":"), limits=LIMITS)
-    for _ in range(20):
+    for _ in range(8):
         tests, program = sandbox.run_pair(nothing, nothing)
         assert tests.kind == "ok", tests.describe()
         assert program.kind in ("ok", "ended"), program.describe()
