@@ -8,6 +8,8 @@ Exits 1 when a fuzzed answer makes a verifier raise, or keeps it busy for longer
 from __future__ import annotations
 
 import argparse
+import asyncio
+import inspect
 import json
 import random
 import sys
@@ -126,6 +128,8 @@ def fuzz(count: int, seed: int, names: list[str] | None = None) -> list[dict[str
 
 def kind(result: Any) -> str:
     """`right`, `wrong`, `part` or `abstain`; raises for what is no verdict."""
+    if inspect.isawaitable(result):
+        result = asyncio.run(result)
     if isinstance(result, Abstain):
         return "abstain"
     value = result.value if isinstance(result, Score) else result

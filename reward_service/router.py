@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 from areal_async.config.reward import RewardSection
@@ -135,7 +135,6 @@ class OpenCall:
     ahead: int
     """Calls that the backend had when it got this one."""
     deadline_s: float = 0.0
-    answered: bool = field(default=False)
 
 
 class WatchedBackend:
@@ -177,17 +176,16 @@ class WatchedBackend:
         the calls themselves."""
         capacity = max(1, self.backend.capacity)
         round_s = max(self._spec.timeout_s, self.backend.call_seconds) + 1.0
-        beyond_s = GRACE_S + getattr(self.backend, "patience_s", 0.0)
+        beyond_s = GRACE_S + self._spec.longest_s - self._spec.timeout_s
         for asked in batch:
             rounds = math.ceil((asked.ahead + 1) / capacity)
             asked.deadline_s = max(asked.deadline_s, asked.since_s + rounds * round_s + beyond_s)
 
     def _answer(self, asked: OpenCall, verdicts: list[Verdict], elapsed_ms: float) -> None:
-        if asked.answered:
+        if asked not in self._asked:
             log.info("verdicts came too late", reward=self._spec.name)
             return
-        asked.answered = True
-        self._asked.discard(asked)
+        self._asked.remove(asked)
         if len(verdicts) != asked.episodes:
             message = f"{len(verdicts)} verdicts came for {asked.episodes} episodes"
             verdicts = [Failure("remote", message)] * asked.episodes

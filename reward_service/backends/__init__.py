@@ -31,8 +31,6 @@ the call itself took)."""
 
 class ScoringBackend(Protocol):
     """Scores the calls of one reward (of several, where the pool does). All methods belong to one event loop.
-    One whose calls may wait for something that is away, or for more than their turn, says for how long by a
-    property `patience_s`; it is read whenever a call would be given up.
 
     Promises: every call submitted gets its verdicts exactly once, within its reward's `timeout_s` (plus a
     second) of the moment it began; what is submitted beyond `capacity` waits its turn."""

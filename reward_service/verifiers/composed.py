@@ -19,8 +19,8 @@ import functools
 import inspect
 import json
 import math
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
@@ -88,24 +88,20 @@ def prepare_parts(parts: Iterable[PartSection]) -> None:
         _loaded(part.name, json.dumps(part.args, sort_keys=True))
 
 
-def outcome(part: PartSection, label: str, given: RewardInput) -> Any:
-    """What the part says of `given`: a verdict, or an awaitable of one where it is async.
-
-    `label` names it in messages. Raises PartFailed."""
+async def outcome(part: PartSection, label: str, given: RewardInput) -> Verdict:
+    """What the part says of `given`; `label` names it in messages. Raises PartFailed."""
     function = _loaded(part.name, json.dumps(part.args, sort_keys=True))
     try:
         result = function(given)
+        verdict = as_verdict(await result if inspect.isawaitable(result) else result, given)
     except Exception as error:
         raise PartFailed(f"{label}: {type(error).__name__}: {error}") from error
-    return _awaited(label, result, given) if inspect.isawaitable(result) else _named(label, result, given)
-
-
-async def _awaited(label: str, awaitable: Awaitable[Any], given: RewardInput) -> Verdict:
-    try:
-        result = await awaitable
-    except Exception as error:
-        raise PartFailed(f"{label}: {type(error).__name__}: {error}") from error
-    return _named(label, result, given)
+    match verdict:
+        case Abstain(reason, sandbox):
+            return Abstain(f"{label}: {reason}" if reason else label, sandbox)
+        case Failure(kind, message, sandbox):
+            return Failure(kind, f"{label}: {message}", sandbox)
+    return verdict
 
 
 @functools.lru_cache(maxsize=64)
@@ -123,16 +119,6 @@ def _loaded(name: str, args_text: str) -> Callable[[RewardInput], Any]:
     if (preload := getattr(function, "preload", None)) is not None:
         preload(**args)
     return functools.partial(function, **args)
-
-
-def _named(label: str, result: object, given: RewardInput) -> Verdict:
-    """The verdict of a part; one that is no score says whose it is."""
-    match verdict := as_verdict(result, given):
-        case Abstain(reason, sandbox):
-            return Abstain(f"{label}: {reason}" if reason else label, sandbox)
-        case Failure(kind, message, sandbox):
-            return Failure(kind, f"{label}: {message}", sandbox)
-    return verdict
 
 
 # --- a weighted sum ----------------------------------------------------------------------------------
@@ -164,29 +150,15 @@ class WeightedArguments(Section):
 
 
 @verifier(WeightedArguments, prepare=lambda arguments: prepare_parts(arguments.parts))
-def weighted(given: RewardInput, arguments: WeightedArguments) -> Any:
+async def weighted(given: RewardInput, arguments: WeightedArguments) -> Verdict:
     """The weighted sum, as a Score; else the first verdict of a part that is none, in their order. Raises
     PartFailed, with the part's name, for a part that raises."""
-    results: list[Any] = []
-    for part in arguments.parts:
-        results.append(outcome(part, part.known_as, given))
-        pending = any(map(inspect.isawaitable, results))
-        if not pending and not isinstance(results[-1], Score):
-            return results[-1]
-    return _sum_later(arguments.parts, results) if pending else _sum(arguments.parts, results)
-
-
-async def _sum_later(parts: Sequence[WeightedPart], results: Sequence[Any]) -> Verdict:
-    """One after the other: a part that was begun is waited for, so that none is left unfinished."""
-    return _sum(parts, [await result if inspect.isawaitable(result) else result for result in results])
-
-
-def _sum(parts: Sequence[WeightedPart], results: Sequence[Verdict]) -> Verdict:
     scores: list[tuple[WeightedPart, Score]] = []
-    for part, result in zip(parts, results, strict=True):
-        if not isinstance(result, Score):
-            return result
-        scores.append((part, result))
+    for part in arguments.parts:
+        verdict = await outcome(part, part.known_as, given)
+        if not isinstance(verdict, Score):
+            return verdict
+        scores.append((part, verdict))
     components = {part.known_as: score.value for part, score in scores}
     for part, score in scores:
         components |= {f"{part.known_as}.{name}": value for name, value in score.components.items()}
@@ -201,17 +173,14 @@ def _sum_of_parts(valued: Sequence[tuple[float, Parts]]) -> Parts | None:
     list has (the pool compares that with the episode)."""
     if not valued:
         return None
-    segments: Counter[int] = Counter()
-    agents: Counter[str] = Counter()
+    segments: defaultdict[int, float] = defaultdict(float)
+    agents: defaultdict[str, float] = defaultdict(float)
     units = [0.0] * max(len(parts.units) for _, parts in valued)
     for weight, parts in valued:
-        _add(segments, weight, parts.segments)
-        _add(agents, weight, parts.agents)
-        for index, value in enumerate(parts.units):
-            units[index] += weight * value
+        for index, value in parts.segments.items():
+            segments[index] += weight * value
+        for name, value in parts.agents.items():
+            agents[name] += weight * value
+        for at, value in enumerate(parts.units):
+            units[at] += weight * value
     return Parts(dict(segments), dict(agents), units)
-
-
-def _add(total: Any, weight: float, values: Mapping[Any, float]) -> None:
-    for key, value in values.items():
-        total[key] = total.get(key, 0.0) + weight * value

@@ -19,7 +19,6 @@ of Yeo et al. (2025): with length y and limit L an answer is worth r_L + (r_0 - 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import re
 import unicodedata
@@ -386,27 +385,20 @@ class CosineLengthArguments(Section):
 
 
 @verifier(CosineLengthArguments, prepare=lambda arguments: prepare_parts([arguments.of]))
-def cosine_length(given: RewardInput, arguments: CosineLengthArguments) -> Any:
+async def cosine_length(given: RewardInput, arguments: CosineLengthArguments) -> Verdict:
     """A Score by rightness and length; where the reward `of` gives no score, its verdict. Components: `right`
     (0 or 1), `length` in `unit`, and that reward's score under its name. Raises PartFailed where that reward
     fails."""
     a = arguments
-    judged = outcome(a.of, a.of.name, given)
-
-    def shaped(found: Verdict) -> Verdict:
-        if not isinstance(found, Score):
-            return found
-        right, length = found.value >= a.threshold, length_of(given, a.unit)
-        short, long = (a.right_short, a.right_long) if right else (a.wrong_short, a.wrong_long)
-        cut = given.truncated or length >= a.limit
-        value = a.exceeded if cut else cosine(length / a.limit, short, long)
-        components = {"right": float(right), "length": float(length), a.of.name: found.value}
-        return Score(value, components, sandbox=found.sandbox)
-
-    async def later() -> Verdict:
-        return shaped(await judged)
-
-    return later() if inspect.isawaitable(judged) else shaped(judged)
+    found = await outcome(a.of, a.of.name, given)
+    if not isinstance(found, Score):
+        return found
+    right, length = found.value >= a.threshold, length_of(given, a.unit)
+    short, long = (a.right_short, a.right_long) if right else (a.wrong_short, a.wrong_long)
+    cut = given.truncated or length >= a.limit
+    value = a.exceeded if cut else cosine(length / a.limit, short, long)
+    components = {"right": float(right), "length": float(length), a.of.name: found.value}
+    return Score(value, components, sandbox=found.sandbox)
 
 
 def cosine(share: float, short: float, long: float) -> float:

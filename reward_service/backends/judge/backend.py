@@ -84,7 +84,7 @@ class Judge:
         self._needed = given.votes // 2 + 1
         self._parse = Parser(given.parse, given.scale, given.grades)
         self._spec = spec
-        self._requests_per_s = _requests_per_s(given, spec.timeout_s)
+        self._requests_per_s = (given.requests_per_minute or math.inf) / MINUTE_S
         self._next_s = -math.inf
         """When the rate limit lets the next request begin."""
         rng = random.Random()
@@ -100,10 +100,8 @@ class Judge:
         self._runners: list[asyncio.Task[None]] = []
         self._endpoint: Endpoint | None = None
         self._call_s = 1.0
-        self._requests_last = given.votes
-        """Requests of the latest call."""
-        self._requests_open = 0
-        """Requests of the calls without a verdict."""
+        self._requests_most = given.votes
+        """Most requests of a call so far."""
         self._trouble: Trouble | None = None
         """The last one of any request, until a request succeeds."""
 
@@ -111,7 +109,7 @@ class Judge:
     def capacity(self) -> int:
         """As many as may be under way, and no more than the rate lets begin within one deadline."""
         by_rate = self._requests_per_s * self._timeout_s
-        return max(1, math.floor(min(self._arguments.max_in_flight, by_rate) / self._requests_last))
+        return max(1, math.floor(min(self._arguments.max_in_flight, by_rate) / self._requests_most))
 
     @property
     def alive(self) -> int:
@@ -121,13 +119,8 @@ class Judge:
     @property
     def call_seconds(self) -> float:
         """What a call takes; more where the rate limit is what calls wait for."""
-        by_rate = self._requests_per_s / self._requests_last
+        by_rate = self._requests_per_s / self._requests_most
         return max(self._call_s, self.capacity / by_rate)
-
-    @property
-    def patience_s(self) -> float:
-        """Beyond its deadline and its turn, how long a call may wait: until the rate has let all begin."""
-        return self._requests_open / self._requests_per_s
 
     async def __aenter__(self) -> Self:
         """Raises `RewardLoadError` when no server takes a request."""
@@ -165,8 +158,8 @@ class Judge:
     async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
         """Queue calls; waits while the queue is full."""
         for index, call in enumerate(calls):
-            self._requests_last = max(1, self._requests_of(call))
-            self._requests_open += self._requests_of(call)
+            episodes = len(call) if isinstance(call, list) else 1
+            self._requests_most = max(self._requests_most, self._arguments.votes * episodes)
             await self._waiting.put((index, call, on_verdicts))
             if self._closed:
                 self._refuse_waiting()
@@ -176,9 +169,6 @@ class Judge:
         while not self._waiting.empty():
             index, call, on_verdicts = self._waiting.get_nowait()
             on_verdicts(index, _closed(call), 0.0)
-
-    def _requests_of(self, call: Call) -> int:
-        return self._arguments.votes * (len(call) if isinstance(call, list) else 1)
 
     async def _greet(self) -> None:
         """One request to each server: key, model and path are right, and at least one answers."""
@@ -234,7 +224,6 @@ class Judge:
             # The call began when its last request was let begin; one that needed none took no time.
             elapsed_s = min((ended_s - (flight.begun_s or began_s) for flight in flights), default=0.0)
             self._call_s += 0.1 * (elapsed_s - self._call_s)
-            self._requests_open -= self._requests_of(call)
             on_verdicts(index, verdicts, elapsed_s * 1000)
 
     async def _score(self, given: RewardInput, flights: list[Flight]) -> Verdict:
@@ -366,21 +355,6 @@ class Judge:
         if len(self._kept) > self._arguments.cache_entries:
             self._kept.popitem(last=False)
         return grade
-
-
-def _requests_per_s(given: JudgeArguments, timeout_s: float) -> float:
-    """The rate limit; infinite where there is none. Raises `RewardLoadError` for a rate at which a call would
-    have to wait longer than it may take."""
-    if given.requests_per_minute is None:
-        return math.inf
-    least_s = math.ceil(MINUTE_S * given.votes / given.requests_per_minute)
-    if least_s > timeout_s:
-        raise RewardLoadError(
-            f"the reward 'judge': requests_per_minute = {given.requests_per_minute} with "
-            f"votes = {given.votes} lets a call begin every {least_s} s, and reward.timeout_s is "
-            f"{timeout_s:g}. Set reward.timeout_s to {least_s} or more."
-        )
-    return given.requests_per_minute / MINUTE_S
 
 
 def _closed(call: Call) -> list[Verdict]:

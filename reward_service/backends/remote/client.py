@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import msgspec
-from pydantic import ValidationError
 
 from areal_async.config.reward import RewardSection
 from areal_async.rewards import RewardSpec
@@ -89,8 +88,6 @@ class RemoteBackend:
         try:
             self._arguments = RemoteArguments.model_validate(spec.args)
             self._token = self._arguments.token()
-        except ValidationError as error:
-            raise RewardLoadError(f"the reward remote: {error}") from error
         except ValueError as error:
             raise RewardLoadError(f"the reward remote: {error}") from error
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
@@ -108,12 +105,6 @@ class RemoteBackend:
         self._requests: set[asyncio.Task[None]] = set()
         self._away_since_s: float | None = None
         self._closed = False
-
-    @property
-    def patience_s(self) -> float:
-        """Beyond its deadline and its turn, how long a call may wait for servers that come back, and be sent
-        again."""
-        return self._arguments.patience_s(self._spec.timeout_s)
 
     @property
     def capacity(self) -> int:

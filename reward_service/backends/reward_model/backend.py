@@ -25,10 +25,6 @@ from reward_service.sdk import RewardInput, RewardLoadError
 class RewardModel(WorkerPool):
     """A `ScoringBackend`; `spec.args` are `RewardModelArguments`."""
 
-    patience_s = START_LIMIT_S
-    """Beyond its deadline and its turn, how long a call may wait: the process may die at any moment, and the
-    next one loads the model first."""
-
     def __init__(self, spec: RewardSpec, section: RewardSection) -> None:
         """Raises `RewardLoadError` for arguments that are wrong."""
         try:

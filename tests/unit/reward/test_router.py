@@ -176,8 +176,6 @@ def test_a_backend_that_can_score_no_more_ends_the_service(response, error):
 class Slow(Distant):
     """Learns only from the calls that it begins one in 0.8 s, and answers each in its turn."""
 
-    patience_s = 0.0
-
     def __init__(self, spec, section):
         super().__init__(spec, section)
         self.began = 0
@@ -207,16 +205,11 @@ def test_verdicts_are_final_and_no_timeout_where_a_backend_learns_late_how_long_
     assert verdicts == [Score(1.0)] * 4
 
 
-def test_patience_is_asked_for_when_it_is_needed(monkeypatch):
-    """A backend that starts again after it was given a call."""
-
-    class Restarting(Distant):
-        patience_s = 0.0
-
+def test_a_call_may_wait_as_long_as_its_servers_may_be_away(monkeypatch):
+    class Away(Distant):
         async def submit(self, calls, on_verdicts):
-            self.patience_s = 30.0
-            loop = asyncio.get_running_loop()
-            loop.call_later(2.5, on_verdicts, 0, [Score(1.0)], 1.0)
+            asyncio.get_running_loop().call_later(2.0, on_verdicts, 0, [Score(1.0)], 1.0)
 
-    monkeypatch.setattr(RemoteReward, "make", Restarting)
-    assert score({"name": "remote", "timeout_s": 0.2}, texts("a")) == [Score(1.0)]
+    monkeypatch.setattr(RemoteReward, "make", Away)
+    section = {"name": "remote", "timeout_s": 0.2, "args": {"urls": ["http://away:1"], "outage_s": 30}}
+    assert score(section, texts("a")) == [Score(1.0)]

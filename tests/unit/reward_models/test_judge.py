@@ -217,25 +217,20 @@ def test_without_a_cache_everything_is_asked(judged):
 
 def test_a_rate_limit_of_the_job_delays_calls_and_fails_none():
     async def work():
-        at_s, first = [], asyncio.Event()
+        at_s = []
 
         def answer(body, n):
             at_s.append(time.monotonic())
-            first.set()
             return "5"
 
         async with JudgeServer(answer) as server:
             # The deadline is shorter than the wait of the last call.
             async with judge_of(server.url, requests_per_minute=600, timeout_s=1.0) as judge:
-                scoring = asyncio.create_task(score(judge, [given(str(n)) for n in range(14)]))
-                await first.wait()
-                patience_s = judge.patience_s
-                return await scoring, at_s, patience_s, judge.patience_s
+                return await score(judge, [given(str(n)) for n in range(14)]), at_s
 
-    verdicts, at_s, patience_s, after_s = run(work())
+    verdicts, at_s = run(work())
     assert verdicts == [Score(0.5)] * 14
     assert at_s[-1] - at_s[0] > 1.2
-    assert (patience_s, after_s) == (pytest.approx(1.4), 0.0)
 
 
 def test_a_group_is_one_call_with_a_verdict_for_each_episode():
@@ -309,14 +304,6 @@ def test_a_judge_that_nobody_serves_is_said_with_its_address(monkeypatch):
             async with judge_of(url):
                 pass
         assert caught.value.may_pass
-
-    run(work())
-
-
-def test_a_rate_that_no_deadline_allows_is_refused():
-    async def work():
-        with pytest.raises(RewardLoadError, match=r"Set reward\.timeout_s to 60 or more"):
-            judge_of("http://127.0.0.1:9/v1", requests_per_minute=5, votes=5, temperature=1.0)
 
     run(work())
 

@@ -75,59 +75,59 @@ def own(tmp_path, monkeypatch):
     return lambda name: f"{path}:{name}"
 
 
-def test_a_weighted_sum_names_its_parts_and_theirs(own):
+async def test_a_weighted_sum_names_its_parts_and_theirs(own):
     parts = [
         {"name": "gsm8k", "weight": 2.0},
         {"name": own("half"), "args": {"scale": 3.0}},
         {"name": "f1", "weight": 0.0, "label": "overlap"},
     ]
-    verdict = weighted(GIVEN, parts=parts)
+    verdict = await weighted(GIVEN, parts=parts)
     assert verdict.value == 2.0 + 1.5
     assert verdict.components["gsm8k"] == 1.0
     assert verdict.components["half"] == 1.5
     assert verdict.components["overlap.exact"] == verdict.components["overlap"] == 1.0
 
 
-def test_parts_may_be_async_and_are_all_waited_for(own):
-    verdict = weighted(GIVEN, parts=[{"name": own("later"), "weight": 0.5}, {"name": "gsm8k"}])
-    assert asyncio.run(verdict) == Score(2.0, {"later": 2.0, "gsm8k": 1.0, "later.inner": 3.0})
+async def test_parts_may_be_async_and_are_all_waited_for(own):
+    verdict = await weighted(GIVEN, parts=[{"name": own("later"), "weight": 0.5}, {"name": "gsm8k"}])
+    assert verdict == Score(2.0, {"later": 2.0, "gsm8k": 1.0, "later.inner": 3.0})
 
 
-def test_values_of_segments_agents_and_units_are_weighted_too(own):
+async def test_values_of_segments_agents_and_units_are_weighted_too(own):
     parts = [{"name": own("valued"), "weight": 2.0}, {"name": own("valued"), "weight": -1.0, "label": "b"}]
-    assert weighted(GIVEN, parts=parts).parts == Parts({1: 2.0}, {"main": 1.0}, [1.0, 2.0])
+    assert (await weighted(GIVEN, parts=parts)).parts == Parts({1: 2.0}, {"main": 1.0}, [1.0, 2.0])
 
 
-def test_a_part_without_a_score_makes_the_whole_none_and_is_named(own):
+async def test_a_part_without_a_score_makes_the_whole_none_and_is_named(own):
     first = {"name": "gsm8k"}
-    assert weighted(GIVEN, parts=[first, {"name": own("declines")}]) == Abstain("declines: no idea")
-    failed = weighted(GIVEN, parts=[first, {"name": own("failed"), "label": "code"}])
+    assert await weighted(GIVEN, parts=[first, {"name": own("declines")}]) == Abstain("declines: no idea")
+    failed = await weighted(GIVEN, parts=[first, {"name": own("failed"), "label": "code"}])
     assert (failed.kind, failed.message, failed.sandbox) == ("sandbox", "code: no namespaces", "none")
-    assert weighted(GIVEN, parts=[first, {"name": own("slow")}]).limit_ms == 500
+    assert (await weighted(GIVEN, parts=[first, {"name": own("slow")}])).limit_ms == 500
     weightless = [first, {"name": own("declines"), "weight": 0.0}]
-    assert isinstance(weighted(GIVEN, parts=weightless), Abstain)
-    later = weighted(GIVEN, parts=[{"name": own("later")}, {"name": own("declines")}])
-    assert asyncio.run(later) == Abstain("declines: no idea")
+    assert isinstance(await weighted(GIVEN, parts=weightless), Abstain)
+    later = await weighted(GIVEN, parts=[{"name": own("later")}, {"name": own("declines")}])
+    assert later == Abstain("declines: no idea")
 
 
-def test_a_part_that_fails_is_named_in_the_error(own):
+async def test_a_part_that_fails_is_named_in_the_error(own):
     with pytest.raises(PartFailed, match="raises: KeyError: 'score'"):
-        weighted(GIVEN, parts=[{"name": "gsm8k"}, {"name": own("raises")}])
+        await weighted(GIVEN, parts=[{"name": "gsm8k"}, {"name": own("raises")}])
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [("words", "return_type", "words: the score is a str"), ("nan", "not_finite", "nan: the score is nan")],
 )
-def test_a_part_that_returns_no_verdict_is_named_in_the_error(own, name, kind, message):
-    verdict = weighted(GIVEN, parts=[{"name": "gsm8k"}, {"name": own(name)}])
+async def test_a_part_that_returns_no_verdict_is_named_in_the_error(own, name, kind, message):
+    verdict = await weighted(GIVEN, parts=[{"name": "gsm8k"}, {"name": own(name)}])
     assert verdict.kind == kind
     assert verdict.message.startswith(message)
 
 
-def test_a_part_that_fails_later_is_named_too(own):
+async def test_a_part_that_fails_later_is_named_too(own):
     with pytest.raises(PartFailed, match="raises_later: KeyError"):
-        asyncio.run(weighted(GIVEN, parts=[{"name": own("raises_later")}]))
+        await weighted(GIVEN, parts=[{"name": own("raises_later")}])
 
 
 def test_parts_are_loaded_before_the_first_call(own):
@@ -140,11 +140,11 @@ def test_parts_are_loaded_before_the_first_call(own):
         weighted.preload(parts=[{"name": "gsm8k", "args": {"colour": 1}}])
 
 
-def test_parts_must_differ_in_name_and_be_there():
+async def test_parts_must_differ_in_name_and_be_there():
     with pytest.raises(ValueError, match="two parts are called 'gsm8k'"):
-        weighted(GIVEN, parts=[{"name": "gsm8k"}, {"name": "gsm8k"}])
+        await weighted(GIVEN, parts=[{"name": "gsm8k"}, {"name": "gsm8k"}])
     with pytest.raises(ValueError, match="at least 1 item"):
-        weighted(GIVEN, parts=[])
+        await weighted(GIVEN, parts=[])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_repetition_is_the_share_of_ngrams_that_were_there_before():
 
 def shaped(response, length, **args):
     given = RewardInput(response=response, ground_truth="57", response_tokens=length)
-    return cosine_length(given, of={"name": "gsm8k"}, limit=100, **args)
+    return asyncio.run(cosine_length(given, of={"name": "gsm8k"}, limit=100, **args))
 
 
 def test_cosine_length_goes_from_short_to_long_along_half_a_cosine():
@@ -198,12 +198,12 @@ def test_longer_is_worse_when_right_and_better_when_wrong(length, right):
     assert shorter > longer if right else shorter < longer
 
 
-def test_cosine_length_passes_on_what_is_no_score(own):
+async def test_cosine_length_passes_on_what_is_no_score(own):
     given = RewardInput(response="x", response_tokens=3)
-    assert cosine_length(given, of={"name": "gsm8k"}, limit=9) == Abstain(
+    assert await cosine_length(given, of={"name": "gsm8k"}, limit=9) == Abstain(
         "gsm8k: the task has no ground truth"
     )
-    verdict = cosine_length(given, of={"name": own("later")}, limit=9, threshold=2.0, unit="characters")
-    assert asyncio.run(verdict).components["right"] == 1.0
+    verdict = await cosine_length(given, of={"name": own("later")}, limit=9, threshold=2.0, unit="characters")
+    assert verdict.components["right"] == 1.0
     with pytest.raises(PartFailed, match="KeyError"):
-        cosine_length(given, of={"name": own("raises")}, limit=9)
+        await cosine_length(given, of={"name": own("raises")}, limit=9)
