@@ -128,7 +128,7 @@ def fuzz(count: int, seed: int, names: list[str] | None = None) -> list[dict[str
 
 def kind(result: Any) -> str:
     """`right`, `wrong`, `part` or `abstain`; raises for what is no verdict."""
-    if inspect.isawaitable(result):
+    if inspect.iscoroutine(result):
         result = asyncio.run(result)
     if isinstance(result, Abstain):
         return "abstain"

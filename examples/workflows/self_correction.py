@@ -9,6 +9,7 @@ reward (`reward.name: environment`). A verifier that raises or abstains fails th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,8 @@ async def self_correction(
         result = await ctx.resources.blocking(
             lambda given=given: function(given, **(verifier_args or {})), timeout_s=timeout_s
         )
+        if inspect.isawaitable(result):
+            result = await result
         if isinstance(result, Abstain):
             raise RuntimeError(f"the verifier abstains: {result.reason}")
         score = float(result.value if isinstance(result, Score) else result)
