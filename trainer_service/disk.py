@@ -21,6 +21,7 @@ from trainer_service.errors import DiskFull
 SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 """Endings of configuration and tokenizer files; weights and code are not among them."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of room: of the disk, a quota or a limit on file sizes."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
@@ -83,24 +84,13 @@ def room_for(what: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if not is_full(error):
+        found = _OS_ERROR.search(str(error))  # safetensors has no other way to say it
+        number = error.errno if isinstance(error, OSError) else found and int(found[1])
+        if number not in FULL:
             raise
+        there = next(place for place in (folder, *folder.parents) if place.exists())
         raise DiskFull(
-            f"the disk of {folder} has no room for {what} ({error}; {_free(folder)}). What was there before "
-            "is whole. Free room, or lower checkpoint.keep, and go on with `areal-async resume`"
+            f"the disk of {folder} has no room for {what} ({error}; {shutil.disk_usage(there).free} bytes "
+            "free). What was there before is whole. Free room, or lower checkpoint.keep, and go on with "
+            "`areal-async resume`"
         ) from error
-
-
-def is_full(error: BaseException) -> bool:
-    """Whether an error is one of room: of the disk, a quota or a limit on file sizes."""
-    if isinstance(error, OSError):
-        return error.errno in FULL
-    found = _OS_ERROR.search(str(error))  # safetensors has no other way to say it
-    return found is not None and int(found[1]) in FULL
-
-
-def _free(folder: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(folder).free} bytes free"
-    except OSError:
-        return "its free room is not known"

@@ -9,10 +9,14 @@ class TrainerError(ArealError):
     """Base of the trainer's errors."""
 
 
-class ObjectiveError(TrainerError):
-    """A combination of objective parts that is wrong; the message says why and what to change."""
+class FatalError(TrainerError):
+    """Base of those that a restart would only meet again."""
 
     restart_helps = False
+
+
+class ObjectiveError(FatalError):
+    """A combination of objective parts that is wrong; the message says why and what to change."""
 
 
 class BatchError(TrainerError):
@@ -25,35 +29,25 @@ class UntrainableEpisode(BatchError):
     restart_helps = False
 
 
-class StalenessViolation(TrainerError):
+class StalenessViolation(FatalError):
     """A unit older than the bound reached the trainer. Fatal: the buffer's own check has failed."""
 
-    restart_helps = False
 
-
-class SelfCheckError(TrainerError):
+class SelfCheckError(FatalError):
     """The engine's log-probs are not those of the trainer's weights. Sampling again would not change it."""
-
-    restart_helps = False
 
 
 class ModelError(TrainerError):
     """A model directory that cannot be loaded or sharded."""
 
 
-class DivergenceError(TrainerError):
+class DivergenceError(FatalError):
     """A loss, a log-prob, a gradient or a weight that is not finite."""
 
-    restart_helps = False
 
-
-class DiskFull(TrainerError):
+class DiskFull(FatalError):
     """No room for what had to be written. Starting again at once would only train the same steps again."""
 
-    restart_helps = False
 
-
-class CheckpointError(TrainerError):
+class CheckpointError(FatalError):
     """A checkpoint that is missing, torn or of another job."""
-
-    restart_helps = False

@@ -25,14 +25,19 @@ LINGER_MS = 200
 
 class PolledSocket:
     """Calls `on_frames(copied, rest)` for every message: the first `n_copied` frames as bytes, the rest as
-    views. A message of more than `MAX_FRAMES` frames arrives as `([], [])`."""
+    views. A message of more than `max_frames` frames arrives as `([], [])`."""
 
     def __init__(
-        self, sock: zmq.Socket[bytes], n_copied: int, on_frames: Callable[[list[bytes], list[Buffer]], None]
+        self,
+        sock: zmq.Socket[bytes],
+        n_copied: int,
+        on_frames: Callable[[list[bytes], list[Buffer]], None],
+        max_frames: int = MAX_FRAMES,
     ) -> None:
         self._sock = sock
         self._n_copied = n_copied
         self._on_frames = on_frames
+        self._max_frames = max_frames
         self._loop = asyncio.get_running_loop()
         self._fd = sock.fileno()
         self._scheduled: asyncio.Handle | None = None
@@ -102,12 +107,12 @@ class PolledSocket:
         while sock.getsockopt(zmq.RCVMORE):
             if n < n_copied:
                 copied.append(sock.recv(zmq.NOBLOCK))
-            elif n < MAX_FRAMES:
+            elif n < self._max_frames:
                 rest.append(sock.recv(zmq.NOBLOCK, copy=False).buffer)
             else:
                 sock.recv(zmq.NOBLOCK)
             n += 1
-        return (copied, rest) if n <= MAX_FRAMES else ([], [])
+        return (copied, rest) if n <= self._max_frames else ([], [])
 
 
 _open: set[zmq.Context[zmq.Socket[bytes]]] = set()

@@ -16,8 +16,7 @@ columns       optional columns have one value (or a row of values) per unit and 
 
 `training_rows` adds the last one: each unit with mask 1 is trained in exactly one row.
 
-The unit table is checked in whole columns, the segment table row by row. Short columns are reduced as lists:
-for a ten-token episode numpy's cost per call would be most of the time.
+The unit table is checked in whole columns, the segment table row by row.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from areal_async.trajectory.layout import (
     TABLE_COLUMNS,
     TRAJECTORY_SCHEMA,
     U8,
-    U32,
     Call,
     EpisodeHeader,
     EpisodeLimits,
@@ -58,9 +56,6 @@ from areal_async.trajectory.layout import (
 
 LOGPROB_SLACK = 1e-3
 """A log-prob may exceed 0 by this much: engines add float32 rounding to a log-softmax."""
-
-_SMALL = 128
-"""Columns up to this length are faster to reduce as a list."""
 
 _INT32_MAX = 2**31 - 1
 _SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
@@ -180,32 +175,23 @@ def _check_units(units: Units) -> tuple[bytes, bytes, int, int, int]:
     """The mask and `version >= 0` as bytes of 0 and 1, and the first three facts."""
     if not len(units):
         return b"", b"", 0, NO_VERSION, NO_VERSION
-    version = units.version
-    lowest, max_version = _extremes(version)
-    if lowest < NO_VERSION:
+    version, mask, logprob = units.version, units.mask, units.logprob
+    if (lowest := version.min()) < NO_VERSION:
         raise InvariantError(f"version: {lowest}; a version is >= 0, or -1 for none")
-    lowest, _ = _extremes(units.token_id)
-    if lowest < 0:
+    if (lowest := units.token_id.min()) < 0:
         raise InvariantError(f"token_id: {lowest}; token ids are >= 0")
-    lowest, highest = _extremes(units.logprob, may_be_nan=True)
+    lowest, highest = logprob.min(), logprob.max()
     if not (lowest > -math.inf and highest <= LOGPROB_SLACK):  # false for NaN
         raise InvariantError(f"logprob: {lowest} to {highest}; log-probs are finite, at most {LOGPROB_SLACK}")
-
-    mask = units.mask.tobytes()
-    versioned = (version >= 0).tobytes()
-    n_sampled = int(np.count_nonzero(units.mask))
-    if not n_sampled:
-        return mask, versioned, 0, NO_VERSION, NO_VERSION
-    if versioned == mask:
-        # As unsigned, -1 is the largest value: the minimum is that of the real versions.
-        min_version, _ = _extremes(version.view(U32))
-    else:
-        if units.mask.max() > 1:
-            raise InvariantError("mask: a mask is 0 or 1")
-        min_version, max_version = _extremes(version[units.mask.view(np.bool_)])
-        if min_version < 0:
-            raise InvariantError("version: a unit with mask 1 has the version that sampled it")
-    return mask, versioned, n_sampled, int(min_version), int(max_version)
+    if mask.max() > 1:
+        raise InvariantError("mask: a mask is 0 or 1")
+    as_bytes = mask.tobytes(), (version >= 0).tobytes()
+    trained = version[mask.view(np.bool_)]
+    if not len(trained):
+        return *as_bytes, 0, NO_VERSION, NO_VERSION
+    if trained.min() < 0:
+        raise InvariantError("version: a unit with mask 1 has the version that sampled it")
+    return *as_bytes, len(trained), int(trained.min()), int(trained.max())
 
 
 def _check_segments(segments: Segments, n_units: int, versioned: bytes, n_agents: int) -> list[int]:
@@ -264,16 +250,6 @@ def _check_media(media: Media, segments: Segments) -> None:
     offset, length = int(segments.offset[segment]), int(segments.length[segment])
     if not offset <= first <= first + media.n_units <= offset + length:
         raise InvariantError(f"media {media.digest}: its units lie outside segment {segment}")
-
-
-def _extremes(column: NDArray, may_be_nan: bool = False) -> tuple[float, float]:
-    """Smallest and largest value of a column, exact for i32 and f32; (nan, nan) when it holds a NaN."""
-    if len(column) > _SMALL:
-        return column.min(), column.max()
-    values = column.tolist()
-    if may_be_nan and math.isnan(sum(values)):
-        return math.nan, math.nan  # the order decides what min() makes of a NaN
-    return min(values), max(values)
 
 
 def _check_epochs(epochs: list[tuple[int, int]], mask: bytes, n_sampled: int) -> int:

@@ -29,7 +29,6 @@ I32 = np.dtype("<i4")
 I64 = np.dtype("<i8")
 F32 = np.dtype("<f4")
 U8 = np.dtype("u1")
-U32 = np.dtype("<u4")
 
 COLUMN_DTYPES: Mapping[str, np.dtype] = {
     "f16": np.dtype("<f2"),

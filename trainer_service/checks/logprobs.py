@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 import msgspec
 import numpy as np
@@ -66,12 +66,6 @@ class ComparedUnits:
         with np.errstate(invalid="ignore"):
             gap = np.abs(self.behaviour - self.trainer)
         return np.nan_to_num(gap, nan=np.inf).clip(max=float(np.finfo(np.float32).max))
-
-
-def bound_for(engine: str, engine_dtype: str, trainer_dtype: str) -> float:
-    """Most nats between two log-probs of a unit, as the engine declares it for the coarser dtype."""
-    dtype = "bfloat16" if "bfloat16" in (engine_dtype, trainer_dtype) else "float32"
-    return declared_engine(engine).logprob_bounds[dtype]
 
 
 def rows_to_compare(
@@ -308,11 +302,12 @@ class LogprobCheck:
 
     def _outcome(self, compared: ComparedUnits, skipped: Counter[str]) -> CheckOutcome:
         rollout, trainer = self._job.rollout, self._job.trainer
-        bound = trainer.self_check.bound or bound_for(rollout.engine, rollout.dtype, trainer.dtype)
+        dtypes = (rollout.dtype, trainer.dtype)
+        coarser = "bfloat16" if "bfloat16" in dtypes else "float32"
+        bound = trainer.self_check.bound or declared_engine(rollout.engine).logprob_bounds[coarser]
         totals = {why: self._ranks.total(skipped[why]) for why in (OTHER_VERSION, KEPT_KV)}
         gaps = compared.difference
         passed = bool(gaps.max() <= bound and gaps.mean() <= MEAN_SHARE * bound)
-        dtypes = (rollout.dtype, trainer.dtype)
         return CheckOutcome(
             n=len(gaps),
             max=float(gaps.max()),
@@ -328,17 +323,10 @@ class LogprobCheck:
         )
 
     def _report(self, step: int, epoch: int, outcome: CheckOutcome) -> None:
+        record = asdict(outcome)
         if self._run_log is not None:
             with room_for("the record of the self-check", self._run_log.path.parent):
-                record = {field.name: getattr(outcome, field.name) for field in fields(outcome)}
                 self._run_log.write("self_check", step=step, epoch=epoch, **record)
         metrics.SELF_CHECK.set(outcome.max)
-        log.info(
-            "self-check",
-            n=outcome.n,
-            max=outcome.max,
-            mean=outcome.mean,
-            bound=outcome.bound,
-            passed=outcome.passed,
-            skipped=dict(outcome.skipped),
-        )
+        names = ("n", "max", "mean", "bound", "passed", "skipped")
+        log.info("self-check", **{name: record[name] for name in names})

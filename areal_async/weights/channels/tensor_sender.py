@@ -97,8 +97,7 @@ class TensorSender(PublishingEnd):
 
     async def start(self) -> None:
         """Listen for the members of groups. Raises `SnapshotError` where torch lacks the backend."""
-        missing = not (dist.is_nccl_available() if self.backend == "nccl" else dist.is_gloo_available())
-        if missing:
+        if not dist.is_backend_available(self.backend):
             raise SnapshotError(
                 f"this torch ({torch.__version__}) has no {self.backend}, which weights.channel = nccl needs "
                 f"with trainer.device = {self._device}: install a build that has it, or set weights.channel "
@@ -230,7 +229,9 @@ class TensorSender(PublishingEnd):
             store = dist.PrefixStore(prefix, store)
         if self.backend == "gloo":
             return dist.ProcessGroupGloo(store, 0, 1 + group.ranks, limit)
-        return _nccl_group(store, 1 + group.ranks)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(days=1)
+        return dist.ProcessGroupNCCL(store, 0, 1 + group.ranks, options)
 
     def _broadcast(self, group: _Group, tensors: list[torch.Tensor]) -> None:
         """Raises `RuntimeError` when the others have not taken them within the limit."""
@@ -279,9 +280,3 @@ def _alike(kept: Mapping[str, torch.Tensor], offered: Mapping[str, torch.Tensor]
         (tensor.shape, tensor.dtype, tensor.device) == (kept[name].shape, kept[name].dtype, kept[name].device)
         for name, tensor in offered.items()
     )
-
-
-def _nccl_group(store: dist.Store, world: int) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)
-    return dist.ProcessGroupNCCL(store, 0, world, options)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -365,16 +364,3 @@ async def test_nothing_is_unbounded_remembered_replies_are_limited_in_bytes(ipc:
     assert server.counters["replayed"] == 2, "a client that said goodbye is forgotten"
     wire.close()
     await server.stop()
-
-
-async def test_the_ipc_file_of_a_killed_server_does_not_stop_the_next(socket_dir: Path) -> None:
-    process, endpoint = spawn(f"ipc://{socket_dir}/s")
-    process.kill()
-    process.wait()
-    assert process.stdout is not None
-    process.stdout.close()
-    assert (socket_dir / "s").exists()
-    server = Server(endpoint, service="t", job="j", handler=answer_ok, access=SECRET)
-    await server.start()
-    await server.stop()
-    assert not (socket_dir / "s").exists()

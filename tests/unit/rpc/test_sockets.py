@@ -1,17 +1,18 @@
 import asyncio
 from collections.abc import Callable
 
-import pytest
 import zmq
 from typing_extensions import Buffer
 
-from areal_async.rpc import sockets as polled
+from areal_async.rpc.frames import MAX_FRAMES
 from areal_async.rpc.sockets import READ_BURST_MESSAGES, PolledSocket
 
 OnFrames = Callable[[list[bytes], list[Buffer]], None]
 
 
-def read_what_was_sent(messages: list[list[bytes]], on_frames: OnFrames, seen: asyncio.Event) -> list[object]:
+def read_what_was_sent(
+    messages: list[list[bytes]], on_frames: OnFrames, seen: asyncio.Event, max_frames: int = MAX_FRAMES
+) -> list[object]:
     """Send all `messages` before the first is read, read until `seen`; returns what the loop reported."""
     complaints: list[object] = []
 
@@ -23,7 +24,7 @@ def read_what_was_sent(messages: list[list[bytes]], on_frames: OnFrames, seen: a
         sender.connect("inproc://test")
         for message in messages:
             sender.send_multipart(message)
-        reading = PolledSocket(receiver, 2, on_frames)
+        reading = PolledSocket(receiver, 2, on_frames, max_frames)
         await asyncio.wait_for(seen.wait(), 60)
         reading.close()
         assert not reading.send([b"late"])
@@ -71,10 +72,7 @@ def test_the_first_frames_are_bytes_and_the_rest_views() -> None:
     assert got == [([b"a", b"b"], [b"c", b"d" * 100_000])]
 
 
-def test_nothing_is_unbounded_a_message_of_too_many_frames_is_read_away(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(polled, "MAX_FRAMES", 4)
+def test_nothing_is_unbounded_a_message_of_too_many_frames_is_read_away() -> None:
     got: list[tuple[list[bytes], int]] = []
     done = asyncio.Event()
 
@@ -83,5 +81,5 @@ def test_nothing_is_unbounded_a_message_of_too_many_frames_is_read_away(
         if len(got) == 2:
             done.set()
 
-    read_what_was_sent([[b"x"] * 50, [b"y"] * 4], on_frames, done)
+    read_what_was_sent([[b"x"] * 50, [b"y"] * 4], on_frames, done, max_frames=4)
     assert got == [([], 0), ([b"y", b"y"], 2)]

@@ -8,9 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_async.config.job import OptimizerSection
 from trainer_service.backends.fsdp.backend import FsdpBackend
-from trainer_service.data.recording import read_step, write_step
 from trainer_service.disk import companion_files, write_model
-from trainer_service.errors import BatchError
 from trainer_service.ranks import join_ranks
 
 
@@ -39,28 +37,3 @@ def test_companion_files_are_configuration_and_tokenizer_only(model_dir):
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= files.keys()
     assert not any(name.endswith((".safetensors", ".bin", ".index.json")) for name in files)
     assert json.loads(files["config.json"])["dtype"] == "bfloat16"
-
-
-def test_a_recorded_step_is_read_back_from_all_ranks(tmp_path, make_batch):
-    batch, blobs = make_batch(2, max_staleness=2)
-    ids = list(blobs)
-    for rank, mine in enumerate((ids[::2], ids[1::2])):
-        views = {name: memoryview(blobs[name]) for name in mine}
-        write_step(tmp_path, batch, views, losses=[0.5, -0.25], grad_norms=[1.0, 2.0], rank=rank)
-    step = read_step(tmp_path, 2)
-    assert step.batch == batch
-    assert step.blobs == blobs
-    assert (step.losses, step.grad_norms) == ([0.5, -0.25], [1.0, 2.0])
-
-
-def test_an_incomplete_record_is_refused(tmp_path, make_batch):
-    with pytest.raises(BatchError, match="no step is recorded"):
-        read_step(tmp_path, 0)
-    batch, blobs = make_batch(0)
-    first = dict(list(blobs.items())[:3])
-    write_step(tmp_path, batch, first, losses=[0.0], grad_norms=[0.0])
-    with pytest.raises(BatchError, match=f"lacks {len(blobs) - 3} of its episodes"):
-        read_step(tmp_path, 0)
-    (tmp_path / "step-000000" / "step-0.msgpack").write_bytes(b"\xc1")
-    with pytest.raises(BatchError, match="cannot be read"):
-        read_step(tmp_path, 0)

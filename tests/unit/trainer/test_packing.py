@@ -11,30 +11,20 @@ lengths_of_rows = st.lists(st.integers(1, 60), max_size=60)
 
 
 @given(lengths_of_rows, st.integers(1, 80), st.integers(0, 8))
-def test_every_row_is_in_exactly_one_micro_batch(lengths, budget, at_least):
-    plan = pack(lengths, budget, at_least=at_least)
+def test_every_row_is_in_one_micro_batch_within_the_budget_and_no_two_would_fit_into_one(
+    lengths, budget, at_least
+):
+    plan = pack(lengths, budget)
     assert sorted(i for rows in plan for i in rows) == list(range(len(lengths)))
-    assert len(plan) >= at_least
-
-
-@given(lengths_of_rows, st.integers(1, 80))
-def test_the_budget_holds_unless_one_row_alone_exceeds_it(lengths, budget):
-    for rows in pack(lengths, budget):
-        assert rows
-        assert sum(lengths[i] for i in rows) <= budget or len(rows) == 1
-
-
-@given(lengths_of_rows, st.integers(1, 80))
-def test_no_two_micro_batches_would_fit_into_one(lengths, budget):
-    loads = sorted(sum(lengths[i] for i in rows) for rows in pack(lengths, budget))
-    assert len(loads) < 2 or loads[0] + loads[1] > budget
-
-
-@given(lengths_of_rows, st.integers(1, 80))
-def test_rows_of_one_length_are_neighbours(lengths, budget):
-    for rows in pack(lengths, budget):
+    for rows in plan:
         inside = [lengths[i] for i in rows]
-        assert inside == sorted(inside, reverse=True)
+        assert inside
+        assert sum(inside) <= budget or len(rows) == 1
+        assert inside == sorted(inside, reverse=True), "rows of one length are neighbours"
+    loads = sorted(sum(lengths[i] for i in rows) for rows in plan)
+    assert len(loads) < 2 or loads[0] + loads[1] > budget
+    empty = [[] for _ in range(at_least - len(plan))]
+    assert pack(lengths, budget, at_least=at_least) == plan + empty
 
 
 @given(st.lists(st.integers(0, 100), max_size=50), st.integers(1, 6))

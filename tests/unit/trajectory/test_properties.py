@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from itertools import pairwise
 
@@ -11,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.trajectory import (
-    EpisodeLimits,
-    check,
     pack,
     summarise,
     training_rows,
@@ -140,14 +137,3 @@ def test_what_is_built_satisfies_the_invariants_in_plain_words(histories, data):
     per_unit = {u: epoch for (first, epoch), (end, _) in pairwise(runs) for u in range(first, end)}
     trained = np.flatnonzero(units.mask).tolist()
     assert [per_unit[u] for u in trained] == history.trained("epochs")
-
-
-@drawn
-@given(data=st.data())
-def test_limits_refuse_exactly_what_is_above_them(histories, data):
-    episode = data.draw(histories).episode
-    units, segments = episode.units, episode.segments
-    exact = EpisodeLimits(units=len(units), segments=len(segments), columns=len(units.columns))
-    check(episode.header, episode.segments, episode.units, exact)
-    blob = pack(episode)
-    assert unpack(blob, limits=dataclasses.replace(exact, blob_bytes=len(blob))) == episode

@@ -139,16 +139,6 @@ async def test_nothing_is_unbounded_a_host_keeps_the_newest_two_and_what_is_serv
     await fast.close()
 
 
-async def test_a_late_joiner_gets_the_newest(place, publishers):
-    p = publishers()
-    for version in range(4):
-        p.publish(tag(version), weights(version))
-    r = await receiver(place, "n")
-    notice, snapshot = await take(r)
-    assert (notice.tag, float(snapshot.tensors["w"][0])) == (tag(3), 3.0)
-    await r.close()
-
-
 async def test_versions_are_true_what_was_damaged_here_is_refused_and_fetched_again(place, publishers):
     p = publishers()
     p.publish(tag(0), weights(0))

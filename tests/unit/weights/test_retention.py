@@ -46,16 +46,6 @@ def test_a_newer_epoch_is_newer_whatever_its_version() -> None:
         policy.add(tag(10), evaluate=False, final=False)
 
 
-def test_evaluation_gets_every_pinned_one_in_order() -> None:
-    policy = policy_with(0, 1, 2, evaluate=True)
-    for version in (0, 1, 2):
-        assert policy.evaluate("e", None, 0) == tag(version)
-        assert policy.evaluate("e", None, 0) == tag(version)  # asked again after a restart
-        policy.acknowledge("e", "evaluate", tag(version))
-    assert policy.evaluate("e", None, 0) is None
-    assert policy.pending_evaluations == []
-
-
 def test_nothing_is_unbounded_an_evaluation_that_falls_behind_loses_the_oldest_but_never_the_ends() -> None:
     policy = RetentionPolicy(2, hold_ms=1000)
     policy.add(tag(0), evaluate=True, final=False)

@@ -79,14 +79,6 @@ def test_tied_weights_are_stored_once_and_restored_under_both_names(tmp_path: Pa
         write_snapshot(tmp_path / "other", TAG, state, tied={"b": "c"})
 
 
-def test_views_of_one_memory_with_other_shapes_are_stored_each(tmp_path: Path) -> None:
-    base = torch.arange(6.0)
-    written = write_snapshot(tmp_path, TAG, {"flat": base, "square": base.view(2, 3), "part": base[:3]})
-    snapshot = open_snapshot(written.path)
-    assert snapshot.manifest.tied == {}
-    assert torch.equal(snapshot.tensors["square"], base.view(2, 3))
-
-
 def test_transformers_loads_the_directory(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -119,18 +111,6 @@ def test_transformers_loads_the_directory(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded.eval()(ids).logits, model(ids).logits)
     direct = Qwen2ForCausalLM(config)
     direct.load_state_dict(open_snapshot(written.path).tensors)
-
-
-def test_files_travel_along(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(b"{}")
-    files: dict[str, bytes | Path] = {
-        "tokenizer.json": tmp_path / "tokenizer.json",
-        "config.json": b'{"a": 1}',
-    }
-    written = write_snapshot(tmp_path, TAG, {"a": torch.ones(1)}, files=files)
-    open_snapshot(written.path)
-    assert (written.path / "tokenizer.json").read_bytes() == b"{}"
-    assert (written.path / "config.json").read_bytes() == b'{"a": 1}'
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "manifest.json", MODEL_FILE, "x\0y"])
