@@ -141,24 +141,20 @@ def test_verdicts_are_final_for_a_crowd_in_which_some_misbehave(section, call):
     assert [kinds[i] for i in (3, 50, 51, 200, 399)] == [Failure, Timeout, Failure, Failure, Failure]
 
 
-def test_an_elapsed_time_comes_with_each_verdict(section, call):
-    async def run():
-        seen = {}
-        async with WorkerPool([RewardSpec(section().name, timeout_s=0.5)], workers=1) as pool:
-            all_done = asyncio.Event()
+async def test_an_elapsed_time_comes_with_each_verdict(section, call):
+    seen = {}
+    async with WorkerPool([RewardSpec(section().name, timeout_s=0.5)], workers=1) as pool:
+        all_done = asyncio.Event()
 
-            def take(index, verdicts, elapsed_ms):
-                assert index not in seen
-                seen[index] = (verdicts[0], elapsed_ms)
-                if len(seen) == 3:
-                    all_done.set()
+        def take(index, verdicts, elapsed_ms):
+            assert index not in seen
+            seen[index] = (verdicts[0], elapsed_ms)
+            if len(seen) == 3:
+                all_done.set()
 
-            inputs = [call("nap", seconds=0.1), call("spin"), call("true")]
-            await pool.submit(inputs, take)
-            await asyncio.wait_for(all_done.wait(), 30)
-        return seen
-
-    seen = asyncio.run(run())
+        inputs = [call("nap", seconds=0.1), call("spin"), call("true")]
+        await pool.submit(inputs, take)
+        await asyncio.wait_for(all_done.wait(), 30)
     assert 100 <= seen[0][1] < 450
     assert 500 <= seen[1][1] < 2000
     assert seen[2][1] < 100
@@ -171,23 +167,21 @@ def test_a_good_call_is_not_run_again_when_nothing_dies(section, call, tmp_path)
     assert len(log.read_text().splitlines()) == 300
 
 
-def test_quick_calls_behind_a_slow_one_go_to_an_idle_worker(section, call):
-    async def run():
-        async with WorkerPool([RewardSpec(section().name, timeout_s=600.0)], workers=2) as pool:
-            first = asyncio.Event()
-            ended = []
+async def test_quick_calls_behind_a_slow_one_go_to_an_idle_worker(section, call):
+    async with WorkerPool([RewardSpec(section().name, timeout_s=600.0)], workers=2) as pool:
+        first = asyncio.Event()
+        ended = []
 
-            def take(index, verdict, elapsed_ms):
-                ended.append(index)
-                if len(ended) == 9:
-                    first.set()
+        def take(index, verdict, elapsed_ms):
+            ended.append(index)
+            if len(ended) == 9:
+                first.set()
 
-            inputs = [call("nap", seconds=600.0), *[call("true")] * 9]
-            await pool.submit(inputs, take)
-            await asyncio.wait_for(first.wait(), 60)
-            return ended[:]
-
-    assert 0 not in asyncio.run(run())
+        inputs = [call("nap", seconds=600.0), *[call("true")] * 9]
+        await pool.submit(inputs, take)
+        await asyncio.wait_for(first.wait(), 60)
+        found = ended[:]
+    assert 0 not in found
 
 
 @pytest.mark.parametrize("end", ["hangs", "dies", "returns"])
@@ -297,7 +291,7 @@ def test_a_reward_that_can_be_loaded_no_longer_ends_the_pool_with_verdicts(tmp_p
     assert "FileNotFoundError" in others[0].message
 
 
-def test_verdicts_are_final_for_calls_that_come_back_to_a_pool_that_has_given_up(tmp_path, section):
+async def test_verdicts_are_final_for_calls_that_come_back_to_a_pool_that_has_given_up(tmp_path, section):
     file, needed = tmp_path / "fragile.py", tmp_path / "needed"
     needed.touch()
     file.write_text(
@@ -308,29 +302,24 @@ def test_verdicts_are_final_for_calls_that_come_back_to_a_pool_that_has_given_up
         "    return 1.0\n"
     )
 
-    async def run():
-        broken = section().model_copy(update={"name": f"{file}:f", "timeout_s": 30.0})
-        async with LocalScorer(broken, workers=2) as scorer:
-            inputs = [RewardInput(response=name) for name in ("first", "behind", "second", "behind")]
-            await scorer.score([RewardInput()] * 40)  # now it is known how quick a call is: two go together
-            return await asyncio.wait_for(scorer.score(inputs), 60)
-
-    verdicts = asyncio.run(run())
+    broken = section().model_copy(update={"name": f"{file}:f", "timeout_s": 30.0})
+    async with LocalScorer(broken, workers=2) as scorer:
+        inputs = [RewardInput(response=name) for name in ("first", "behind", "second", "behind")]
+        await scorer.score([RewardInput()] * 40)  # now it is known how quick a call is: two go together
+        verdicts = await asyncio.wait_for(scorer.score(inputs), 60)
     assert [verdict.kind for verdict in verdicts] == ["process_died", "pool", "process_died", "pool"]
 
 
-def test_dying_workers_leave_no_descriptor_behind(section, call):
-    async def run():
-        async with LocalScorer(section(), workers=2) as scorer:
-            await scorer.score([call("true")] * 4)
-            before = len(os.listdir("/proc/self/fd"))
-            await scorer.score([call("os._exit")] * 12 + [call("true")] * 50)
-            async with asyncio.timeout(60):
-                while scorer.alive < 2:
-                    await scorer.score([call("true")])
-            return len(os.listdir("/proc/self/fd")) - before
-
-    assert asyncio.run(run()) == 0
+async def test_dying_workers_leave_no_descriptor_behind(section, call):
+    async with LocalScorer(section(), workers=2) as scorer:
+        await scorer.score([call("true")] * 4)
+        before = len(os.listdir("/proc/self/fd"))
+        await scorer.score([call("os._exit")] * 12 + [call("true")] * 50)
+        async with asyncio.timeout(60):
+            while scorer.alive < 2:
+                await scorer.score([call("true")])
+        found = len(os.listdir("/proc/self/fd")) - before
+    assert found == 0
 
 
 def test_an_input_that_cannot_be_sent_is_that_calls_failure(section, call):

@@ -89,24 +89,21 @@ class Unanswering:
         self.told.set()
 
 
-def test_a_reward_of_groups_keeps_all_workers_busy(monkeypatch):
+async def test_a_reward_of_groups_keeps_all_workers_busy(monkeypatch):
     monkeypatch.setattr("reward_service.server.STOP_LIMIT_S", 0.1)
 
-    async def run():
-        buffer, stop = FakeBuffer(), asyncio.Event()
-        router = Unanswering(8, told=buffer.changed)
-        for number in range(8 * 40):
-            buffer.store("true", group=f"t{number // 8}", scope="group")
-        serving = asyncio.ensure_future(RewardServer(buffer, router, scorer="reward-0").run(stop))
-        try:
-            async with asyncio.timeout(60):
-                await buffer.until(lambda: len(router.calls) >= 2 * router.workers)
-        finally:
-            stop.set()
-            await serving
-        return router.calls
-
-    calls = asyncio.run(run())
+    buffer, stop = FakeBuffer(), asyncio.Event()
+    router = Unanswering(8, told=buffer.changed)
+    for number in range(8 * 40):
+        buffer.store("true", group=f"t{number // 8}", scope="group")
+    serving = asyncio.ensure_future(RewardServer(buffer, router, scorer="reward-0").run(stop))
+    try:
+        async with asyncio.timeout(60):
+            await buffer.until(lambda: len(router.calls) >= 2 * router.workers)
+    finally:
+        stop.set()
+        await serving
+    calls = router.calls
     # Each worker has a group and the next one; no more are held, since they would wait for seconds.
     assert [len(call) for call in calls] == [8] * 16
 

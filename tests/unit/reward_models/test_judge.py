@@ -167,20 +167,17 @@ def test_a_server_that_only_limits_its_rate_is_named_at_the_deadline(judged):
     assert verdicts[0].kind == "rate_limited"
 
 
-def test_nothing_is_unbounded_requests_under_way_are_limited():
+async def test_nothing_is_unbounded_requests_under_way_are_limited():
     """Also those of one call: of all episodes of a group, and all votes."""
-
-    async def work():
-        async with JudgeServer(held) as server:
-            async with judge_of(server.url, max_in_flight=4, votes=2, temperature=1.0, seed=0) as judge:
-                group, single = await score(judge, [[given(str(n)) for n in range(20)], given("x")])
-        return [*group, single], server.most_under_way
 
     async def held(body, n):
         await asyncio.sleep(0.005)  # long enough for all others to arrive, if they may
         return reply("5")
 
-    verdicts, most = run(work())
+    async with JudgeServer(held) as server:
+        async with judge_of(server.url, max_in_flight=4, votes=2, temperature=1.0, seed=0) as judge:
+            group, single = await score(judge, [[given(str(n)) for n in range(20)], given("x")])
+    verdicts, most = [*group, single], server.most_under_way
     assert [verdict.value for verdict in verdicts] == [0.5] * 21
     assert most == 4
 
@@ -215,61 +212,50 @@ def test_without_a_cache_everything_is_asked(judged):
     assert run(both()) == 2
 
 
-def test_a_rate_limit_of_the_job_delays_calls_and_fails_none():
-    async def work():
-        at_s = []
+async def test_a_rate_limit_of_the_job_delays_calls_and_fails_none():
+    at_s = []
 
-        def answer(body, n):
-            at_s.append(time.monotonic())
-            return "5"
+    def answer(body, n):
+        at_s.append(time.monotonic())
+        return "5"
 
-        async with JudgeServer(answer) as server:
-            # The deadline is shorter than the wait of the last call.
-            async with judge_of(server.url, requests_per_minute=600, timeout_s=1.0) as judge:
-                return await score(judge, [given(str(n)) for n in range(14)]), at_s
-
-    verdicts, at_s = run(work())
+    async with JudgeServer(answer) as server:
+        # The deadline is shorter than the wait of the last call.
+        async with judge_of(server.url, requests_per_minute=600, timeout_s=1.0) as judge:
+            verdicts = await score(judge, [given(str(n)) for n in range(14)])
     assert verdicts == [Score(0.5)] * 14
     assert at_s[-1] - at_s[0] > 1.2
 
 
-def test_a_group_is_one_call_with_a_verdict_for_each_episode():
-    async def work():
-        async with JudgeServer(grade) as server, judge_of(server.url) as judge:
-            return await score(judge, [[given("1"), given("2")], [given("3")]])
-
-    assert run(work()) == [[Score(0.1), Score(0.2)], [Score(0.3)]]
+async def test_a_group_is_one_call_with_a_verdict_for_each_episode():
+    async with JudgeServer(grade) as server, judge_of(server.url) as judge:
+        found = await score(judge, [[given("1"), given("2")], [given("3")]])
+    assert found == [[Score(0.1), Score(0.2)], [Score(0.3)]]
 
 
-def test_requests_go_where_fewest_are_and_leave_a_dead_replica_alone():
-    async def work():
-        async with JudgeServer(grade) as first, JudgeServer(grade) as second:
-            async with judge_of(first.url, second.url, max_in_flight=8) as judge:
-                before = await score(judge, [given(str(n)) for n in range(10)])
-                shares = len(first.bodies), len(second.bodies)
-                await second._runner.cleanup()
-                after = await score(judge, [given(f"{n}: {n % 10}") for n in range(10, 30)])
-        return before, after, shares
-
-    before, after, shares = run(work())
+async def test_requests_go_where_fewest_are_and_leave_a_dead_replica_alone():
+    async with JudgeServer(grade) as first, JudgeServer(grade) as second:
+        async with judge_of(first.url, second.url, max_in_flight=8) as judge:
+            before = await score(judge, [given(str(n)) for n in range(10)])
+            shares = len(first.bodies), len(second.bodies)
+            await second._runner.cleanup()
+            after = await score(judge, [given(f"{n}: {n % 10}") for n in range(10, 30)])
     assert min(shares) >= 3
     assert all(isinstance(verdict, Score) for verdict in [*before, *after])
 
 
-def test_leaving_gives_every_call_its_verdict():
-    async def work():
-        async def hang(body, n):
-            await asyncio.Event().wait()
+async def test_leaving_gives_every_call_its_verdict():
+    async def hang(body, n):
+        await asyncio.Event().wait()
 
-        async with JudgeServer(hang) as server:
-            async with judge_of(server.url, max_in_flight=2) as judge:
-                scoring = asyncio.create_task(score(judge, [given(str(n)) for n in range(50)]))
-                while server.under_way < 2:
-                    server.news.clear()
-                    await server.news.wait()
-            return await scoring
-
-    assert run(work()) == [Failure("pool", "the judge was closed")] * 50
+    async with JudgeServer(hang) as server:
+        async with judge_of(server.url, max_in_flight=2) as judge:
+            scoring = asyncio.create_task(score(judge, [given(str(n)) for n in range(50)]))
+            while server.under_way < 2:
+                server.news.clear()
+                await server.news.wait()
+        found = await scoring
+    assert found == [Failure("pool", "the judge was closed")] * 50
 
 
 def test_a_missing_text_is_an_error_of_the_input(judged):
@@ -282,58 +268,46 @@ def test_a_missing_text_is_an_error_of_the_input(judged):
 @pytest.mark.parametrize(
     ("status", "advice"), [(401, "api_key_env"), (404, "Correct base_url"), (400, "Correct reward.args")]
 )
-def test_what_no_retry_cures_is_said_before_the_job_begins(status, advice):
-    async def work():
-        async with JudgeServer(grade) as server:
-            server.greet = lambda: web.json_response({"error": "no"}, status=status)
-            with pytest.raises(RewardLoadError, match=advice) as caught:
-                async with judge_of(server.url):
-                    pass
-            assert not caught.value.may_pass
-
-    run(work())
+async def test_what_no_retry_cures_is_said_before_the_job_begins(status, advice):
+    async with JudgeServer(grade) as server:
+        server.greet = lambda: web.json_response({"error": "no"}, status=status)
+        with pytest.raises(RewardLoadError, match=advice) as caught:
+            async with judge_of(server.url):
+                pass
+        assert not caught.value.may_pass
 
 
-def test_a_judge_that_nobody_serves_is_said_with_its_address(monkeypatch):
+async def test_a_judge_that_nobody_serves_is_said_with_its_address(monkeypatch):
     monkeypatch.setattr("reward_service.backends.judge.backend.START_LIMIT_S", 0.2)
 
-    async def work():
-        async with JudgeServer(grade) as server:
-            url = server.url
-        with pytest.raises(RewardLoadError, match=f"no server takes requests: {url}") as caught:
-            async with judge_of(url):
-                pass
-        assert caught.value.may_pass
-
-    run(work())
+    async with JudgeServer(grade) as server:
+        url = server.url
+    with pytest.raises(RewardLoadError, match=f"no server takes requests: {url}") as caught:
+        async with judge_of(url):
+            pass
+    assert caught.value.may_pass
 
 
-def test_a_key_that_is_not_set_is_named(monkeypatch):
+async def test_a_key_that_is_not_set_is_named(monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
 
-    async def work():
-        with pytest.raises(RewardLoadError, match="JUDGE_KEY"):
-            async with judge_of("http://127.0.0.1:9/v1", api_key_env="JUDGE_KEY"):
-                pass
-
-    run(work())
+    with pytest.raises(RewardLoadError, match="JUDGE_KEY"):
+        async with judge_of("http://127.0.0.1:9/v1", api_key_env="JUDGE_KEY"):
+            pass
 
 
-def test_a_replica_that_hangs_at_the_start_does_not_keep_the_others_from_serving(monkeypatch):
+async def test_a_replica_that_hangs_at_the_start_does_not_keep_the_others_from_serving(monkeypatch):
     monkeypatch.setattr("reward_service.backends.judge.backend.START_LIMIT_S", 0.3)
 
     async def hang(reader, writer):
         await reader.read()
         writer.close()
 
-    async def work():
-        silent = await asyncio.start_server(hang, "127.0.0.1", 0)
-        port = silent.sockets[0].getsockname()[1]
-        async with silent, JudgeServer(grade) as server:
-            async with judge_of(f"http://127.0.0.1:{port}/v1", server.url, timeout_s=1.0) as judge:
-                return await score(judge, [given(str(n)) for n in range(10)])
-
-    verdicts = run(work())
+    silent = await asyncio.start_server(hang, "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    async with silent, JudgeServer(grade) as server:
+        async with judge_of(f"http://127.0.0.1:{port}/v1", server.url, timeout_s=1.0) as judge:
+            verdicts = await score(judge, [given(str(n)) for n in range(10)])
     # Each of the two gets half of the first requests; those that the silent one got run into the deadline.
     assert sum(isinstance(verdict, Score) for verdict in verdicts) >= 5
     assert all(isinstance(verdict, Score | Timeout) for verdict in verdicts)

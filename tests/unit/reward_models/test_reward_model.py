@@ -39,34 +39,30 @@ def inputs(n):
 
 
 @pytest.mark.slow
-def test_verdicts_are_final_and_true_whatever_becomes_of_the_process(directory):
+async def test_verdicts_are_final_and_true_whatever_becomes_of_the_process(directory):
     """One backend for all of it: a start takes longer than everything else."""
     expected = bare_scores(directory, [str(number) for number in range(300)])
 
-    async def work():
-        found, calls = {}, inputs(300)
-        async with model(directory, max_batch=16, timeout_s=1.5) as backend:
-            assert backend.alive == backend.capacity == 16
-            found["calls"] = await score(backend, calls)
-            [first] = backend.pids
-            # Stopped, the process is one that computes for ever.
-            os.kill(first, signal.SIGSTOP)
-            found["hung"] = await score(backend, calls[:40])
-            [second] = backend.pids
-            scoring = asyncio.create_task(score(backend, calls))
-            await asyncio.wait([scoring], timeout=0.02)
-            os.kill(second, signal.SIGKILL)
-            found["killed"] = await scoring
-            [third] = backend.pids
-            os.kill(third, signal.SIGSTOP)
-            scoring = asyncio.create_task(score(backend, calls))
-            await asyncio.wait([scoring], timeout=0.02)
-        found["closed"] = await scoring
-        assert len({first, second, third}) == 3
-        assert not any(map(psutil.pid_exists, (first, second, third)))
-        return found
-
-    found = run(work())
+    found, calls = {}, inputs(300)
+    async with model(directory, max_batch=16, timeout_s=1.5) as backend:
+        assert backend.alive == backend.capacity == 16
+        found["calls"] = await score(backend, calls)
+        [first] = backend.pids
+        # Stopped, the process is one that computes for ever.
+        os.kill(first, signal.SIGSTOP)
+        found["hung"] = await score(backend, calls[:40])
+        [second] = backend.pids
+        scoring = asyncio.create_task(score(backend, calls))
+        await asyncio.wait([scoring], timeout=0.02)
+        os.kill(second, signal.SIGKILL)
+        found["killed"] = await scoring
+        [third] = backend.pids
+        os.kill(third, signal.SIGSTOP)
+        scoring = asyncio.create_task(score(backend, calls))
+        await asyncio.wait([scoring], timeout=0.02)
+    found["closed"] = await scoring
+    assert len({first, second, third}) == 3
+    assert not any(map(psutil.pid_exists, (first, second, third)))
     assert values(found["calls"]) == pytest.approx(expected, abs=1e-4)
     # What was stopped and what was killed is computed again: nobody is to blame for it twice.
     assert values(found["hung"]) == pytest.approx(expected[:40], abs=1e-4)
@@ -79,15 +75,12 @@ def values(verdicts):
     return [verdict.value for verdict in verdicts]
 
 
-def test_a_model_that_cannot_be_loaded_is_said_before_the_job_begins(tmp_path):
+async def test_a_model_that_cannot_be_loaded_is_said_before_the_job_begins(tmp_path):
     (tmp_path / "config.json").write_text("{}")
 
-    async def work():
-        with pytest.raises(RewardLoadError, match="cannot be loaded"):
-            async with model(tmp_path):
-                pass
-
-    run(work())
+    with pytest.raises(RewardLoadError, match="cannot be loaded"):
+        async with model(tmp_path):
+            pass
 
 
 def test_a_call_may_wait_for_the_model_to_be_loaded_again(directory):

@@ -20,60 +20,50 @@ def given(response, **fields):
     return RewardInput(prompt="p", response=response, ground_truth="1", **fields)
 
 
-def test_a_server_in_any_language_scores_every_call(example, backend, collect):
-    async def run():
-        server = example()
-        async with backend(server.url, reward="share_of_ones", batch=16) as entered:
-            return await collect(entered, [given("1" * n + "0" * 7) for n in range(200)])
-
-    verdicts = asyncio.run(run())
+async def test_a_server_in_any_language_scores_every_call(example, backend, collect):
+    server = example()
+    async with backend(server.url, reward="share_of_ones", batch=16) as entered:
+        verdicts = await collect(entered, [given("1" * n + "0" * 7) for n in range(200)])
     assert [v.value for v in verdicts] == [pytest.approx(n / (n + 7)) for n in range(200)]
     assert verdicts[3].components == {"length": 10.0}
 
 
-def test_arguments_travel_to_the_server(example, backend, collect):
-    async def run():
-        async with backend(example().url, args={"digit": "7"}) as entered:
-            return await collect(entered, [given("7711")])
-
-    assert asyncio.run(run())[0].value == 0.5
+async def test_arguments_travel_to_the_server(example, backend, collect):
+    async with backend(example().url, args={"digit": "7"}) as entered:
+        found = await collect(entered, [given("7711")])
+    assert found[0].value == 0.5
 
 
-def test_a_killed_and_restarted_server_loses_nothing(example, backend, collect, until):
-    async def run():
-        server = example()
-        async with backend(server.url, batch=4, timeout_s=60.0) as entered:
-            collected = collect.Collected(200)
-            server.process.send_signal(signal.SIGSTOP)  # so that requests are surely under way when it dies
-            await entered.submit([given("1" * n + "0") for n in range(200)], collected.take)
-            await until(lambda: sum(r.state.in_flight for r in entered._replicas) == 4, "requests under way")
-            server.kill()
-            await until(lambda: not entered.alive, "the loss of the server")
-            assert not collected.verdicts
-            server.start()
-            return await collected.done()
-
-    verdicts = asyncio.run(run())
+async def test_a_killed_and_restarted_server_loses_nothing(example, backend, collect, until):
+    server = example()
+    async with backend(server.url, batch=4, timeout_s=60.0) as entered:
+        collected = collect.Collected(200)
+        server.process.send_signal(signal.SIGSTOP)  # so that requests are surely under way when it dies
+        await entered.submit([given("1" * n + "0") for n in range(200)], collected.take)
+        await until(lambda: sum(r.state.in_flight for r in entered._replicas) == 4, "requests under way")
+        server.kill()
+        await until(lambda: not entered.alive, "the loss of the server")
+        assert not collected.verdicts
+        server.start()
+        verdicts = await collected.done()
     assert [v[0].value for v in verdicts] == [pytest.approx(n / (n + 1)) for n in range(200)]
 
 
-def test_a_wrong_token_is_found_at_the_start(example, backend, collect, tmp_path):
+async def test_a_wrong_token_is_found_at_the_start(example, backend, collect, tmp_path):
     token = tmp_path / "token"
 
-    async def run():
-        server = example(REWARD_TOKEN="open-sesame")
-        token.write_text("wrong\n")
-        with pytest.raises(RewardLoadError, match="unauthorized"):
-            async with backend(server.url, token_file=str(token)):
-                pass
-        token.write_text("open-sesame\n")
-        async with backend(server.url, token_file=str(token)) as entered:
-            return await collect(entered, [given("1")])
-
-    assert asyncio.run(run())[0].value == 1.0
+    server = example(REWARD_TOKEN="open-sesame")
+    token.write_text("wrong\n")
+    with pytest.raises(RewardLoadError, match="unauthorized"):
+        async with backend(server.url, token_file=str(token)):
+            pass
+    token.write_text("open-sesame\n")
+    async with backend(server.url, token_file=str(token)) as entered:
+        found = await collect(entered, [given("1")])
+    assert found[0].value == 1.0
 
 
-def test_every_kind_of_verdict_arrives_as_it_was_sent(scripted, backend, collect):
+async def test_every_kind_of_verdict_arrives_as_it_was_sent(scripted, backend, collect):
     said = [
         {"type": "score", "value": 1, "components": {"format": 0.5}, "parts": {"segments": {"1": 2.0}}},
         {"type": "abstain", "reason": "no opinion"},
@@ -81,11 +71,10 @@ def test_every_kind_of_verdict_arrives_as_it_was_sent(scripted, backend, collect
         {"type": "timeout", "limit_ms": 100},
     ]
 
-    async def run():
-        async with scripted().serving() as server, backend(server.url) as entered:
-            return await collect(entered, [given(json.dumps(verdict)) for verdict in said])
-
-    good, declined, failed, late = asyncio.run(run())
+    async with scripted().serving() as server, backend(server.url) as entered:
+        good, declined, failed, late = await collect(
+            entered, [given(json.dumps(verdict)) for verdict in said]
+        )
     assert (good.value, good.components, good.parts.segments) == (1.0, {"format": 0.5}, {1: 2.0})
     assert declined == Abstain("no opinion")
     assert failed == Failure("exception", "it broke")
@@ -96,12 +85,9 @@ def test_every_kind_of_verdict_arrives_as_it_was_sent(scripted, backend, collect
     "said",
     ["1.0", "null", '{"value": 1}', '{"type": "score"}', '{"type": "score", "value": "1"}', "[]"],
 )
-def test_what_is_no_verdict_is_an_error_of_that_input_alone(said, scripted, backend, collect):
-    async def run():
-        async with scripted().serving() as server, backend(server.url) as entered:
-            return await collect(entered, [given(score(0.25)), given(said), given(score(0.75))])
-
-    first, wrong, last = asyncio.run(run())
+async def test_what_is_no_verdict_is_an_error_of_that_input_alone(said, scripted, backend, collect):
+    async with scripted().serving() as server, backend(server.url) as entered:
+        first, wrong, last = await collect(entered, [given(score(0.25)), given(said), given(score(0.75))])
     assert (first, last) == (Score(0.25), Score(0.75))
     assert isinstance(wrong, Failure)
     assert wrong.kind == "remote"
@@ -122,128 +108,106 @@ def answer(status=200, body=b"", **headers):
         answer(307, Location="/elsewhere"),
     ],
 )
-def test_an_answer_outside_the_protocol_is_an_error_never_zero(wrong, scripted, backend, collect):
-    async def run():
-        async with scripted().serving() as server, backend(server.url) as entered:
-            server.answers.append(wrong)
-            return await collect(entered, [given(score(1)), given(score(1))])
-
-    for verdict in asyncio.run(run()):
+async def test_an_answer_outside_the_protocol_is_an_error_never_zero(wrong, scripted, backend, collect):
+    async with scripted().serving() as server, backend(server.url) as entered:
+        server.answers.append(wrong)
+        found = await collect(entered, [given(score(1)), given(score(1))])
+    for verdict in found:
         assert isinstance(verdict, Failure)
         assert verdict.kind == "remote"
         assert "127.0.0.1" in verdict.message
 
 
-def test_a_busy_server_is_asked_again_after_the_time_it_names(scripted, backend, collect):
+async def test_a_busy_server_is_asked_again_after_the_time_it_names(scripted, backend, collect):
     busy = answer(429, {"error": {"kind": "busy", "message": "full", "retry_after_ms": 300}})
 
-    async def run():
-        async with scripted().serving() as server, backend(server.url) as entered:
-            server.answers += [busy, busy]
-            began_s = time.monotonic()
-            verdicts = await collect(entered, [given(score(0.5))])
-            return verdicts, time.monotonic() - began_s
-
-    verdicts, took_s = asyncio.run(run())
+    async with scripted().serving() as server, backend(server.url) as entered:
+        server.answers += [busy, busy]
+        began_s = time.monotonic()
+        verdicts = await collect(entered, [given(score(0.5))])
+        took_s = time.monotonic() - began_s
     assert verdicts == [Score(0.5)]
     assert took_s >= 0.6
 
 
-def test_a_server_that_is_busy_for_good_ends_in_rate_limited(scripted, backend, collect):
-    async def run():
-        async with scripted().serving() as server, backend(server.url, outage_s=0.5) as entered:
-            server.answers += [answer(429, b"")] * 1000
-            return await collect(entered, [given(score(0.5))])
-
-    (verdict,) = asyncio.run(run())
+async def test_a_server_that_is_busy_for_good_ends_in_rate_limited(scripted, backend, collect):
+    async with scripted().serving() as server, backend(server.url, outage_s=0.5) as entered:
+        server.answers += [answer(429, b"")] * 1000
+        (verdict,) = await collect(entered, [given(score(0.5))])
     assert verdict.kind == "rate_limited"
 
 
-def test_a_server_that_fails_inside_is_tried_again_so_many_times_and_no_more(scripted, backend, collect):
-    async def run():
-        async with scripted().serving() as server, backend(server.url, retries=2) as entered:
-            server.answers += [answer(500, b"oops")] * 2
-            healed = await collect(entered, [given(score(0.5))])
-            server.answers += [answer(500, b"oops")] * 3
-            failed = await collect(entered, [given(score(0.5))])
-            return healed, failed, len(server.requests)
-
-    healed, failed, n_requests = asyncio.run(run())
+async def test_a_server_that_fails_inside_is_tried_again_so_many_times_and_no_more(
+    scripted, backend, collect
+):
+    async with scripted().serving() as server, backend(server.url, retries=2) as entered:
+        server.answers += [answer(500, b"oops")] * 2
+        healed = await collect(entered, [given(score(0.5))])
+        server.answers += [answer(500, b"oops")] * 3
+        failed = await collect(entered, [given(score(0.5))])
+        n_requests = len(server.requests)
     assert healed == [Score(0.5)]
     assert failed[0].kind == "remote"
     assert "oops" in failed[0].message
     assert n_requests == 6
 
 
-def test_an_input_that_hangs_is_a_timeout_and_its_neighbours_are_scored(scripted, backend, collect):
-    async def run():
-        async with scripted().serving() as server, backend(server.url, timeout_s=0.5) as entered:
-            calls = [given(score(0.5)), given("hang"), given(score(0.25))]
-            return await collect(entered, calls)
-
-    assert asyncio.run(run()) == [Score(0.5), Timeout(500), Score(0.25)]
+async def test_an_input_that_hangs_is_a_timeout_and_its_neighbours_are_scored(scripted, backend, collect):
+    async with scripted().serving() as server, backend(server.url, timeout_s=0.5) as entered:
+        calls = [given(score(0.5)), given("hang"), given(score(0.25))]
+        found = await collect(entered, calls)
+    assert found == [Score(0.5), Timeout(500), Score(0.25)]
 
 
-def test_an_input_that_takes_its_server_down_is_an_error_and_its_neighbours_are_scored(
+async def test_an_input_that_takes_its_server_down_is_an_error_and_its_neighbours_are_scored(
     scripted, backend, collect
 ):
-    async def run():
-        async with scripted().serving() as server, backend(server.url, retries=1) as entered:
-            return await collect(entered, [given(score(0.5)), given("drop"), given(score(0.25))])
-
-    good, bad, other = asyncio.run(run())
+    async with scripted().serving() as server, backend(server.url, retries=1) as entered:
+        good, bad, other = await collect(entered, [given(score(0.5)), given("drop"), given(score(0.25))])
     assert (good, other) == (Score(0.5), Score(0.25))
     assert bad.kind == "unreachable"
 
 
-def test_without_any_server_for_long_the_verdict_is_unreachable(scripted, backend, collect, until):
-    async def run():
-        server = scripted()
-        async with server.serving():
-            entered = await backend(server.url, outage_s=0.5).__aenter__()
-        try:
-            await until(lambda: not entered.alive, "the loss of the server")
-            return await collect(entered, [given(score(1)), given(score(1))])
-        finally:
-            await entered.close()
-
-    for verdict in asyncio.run(run()):
+async def test_without_any_server_for_long_the_verdict_is_unreachable(scripted, backend, collect, until):
+    server = scripted()
+    async with server.serving():
+        entered = await backend(server.url, outage_s=0.5).__aenter__()
+    try:
+        await until(lambda: not entered.alive, "the loss of the server")
+        found = await collect(entered, [given(score(1)), given(score(1))])
+    finally:
+        await entered.close()
+    for verdict in found:
         assert verdict.kind == "unreachable"
         assert "cannot connect" in verdict.message
 
 
-def test_two_servers_share_the_work_and_one_does_it_all_when_the_other_dies(
+async def test_two_servers_share_the_work_and_one_does_it_all_when_the_other_dies(
     scripted, backend, collect, until
 ):
-    async def run():
-        first, second = scripted(), scripted()
-        async with first.serving():
-            async with second.serving():
-                urls = [first.url, second.url]
-                entered = await backend(urls, batch=1).__aenter__()
-                await until(lambda: entered.alive == 8, "both servers")
-                verdicts = await collect(entered, [given(score(n)) for n in range(100)])
-                shared = len(first.requests), len(second.requests)
-            verdicts += await collect(entered, [given(score(n)) for n in range(100)])
-            await entered.close()
-            return verdicts, shared
-
-    verdicts, (first, second) = asyncio.run(run())
+    first, second = scripted(), scripted()
+    async with first.serving():
+        async with second.serving():
+            urls = [first.url, second.url]
+            entered = await backend(urls, batch=1).__aenter__()
+            await until(lambda: entered.alive == 8, "both servers")
+            verdicts = await collect(entered, [given(score(n)) for n in range(100)])
+            shared = len(first.requests), len(second.requests)
+        verdicts += await collect(entered, [given(score(n)) for n in range(100)])
+        await entered.close()
+        first, second = shared
     assert [v.value for v in verdicts] == [*range(100), *range(100)]
     assert min(first, second) >= 20
 
 
-def test_a_group_goes_in_one_request_and_gets_one_verdict_each(scripted, backend, collect):
-    async def run():
-        server = scripted()
-        server.info["rewards"][0]["scope"] = "group"
-        async with server.serving(), backend(server.url, scope="group") as entered:
-            collected = collect.Collected(2)
-            groups = [[given(score(n)) for n in range(4)], [given(score(n)) for n in range(3)]]
-            await entered.submit(groups, collected.take)
-            return await collected.done(), server.requests
-
-    verdicts, requests = asyncio.run(run())
+async def test_a_group_goes_in_one_request_and_gets_one_verdict_each(scripted, backend, collect):
+    server = scripted()
+    server.info["rewards"][0]["scope"] = "group"
+    async with server.serving(), backend(server.url, scope="group") as entered:
+        collected = collect.Collected(2)
+        groups = [[given(score(n)) for n in range(4)], [given(score(n)) for n in range(3)]]
+        await entered.submit(groups, collected.take)
+        verdicts, requests = await collected.done(), server.requests
     assert [[v.value for v in group] for group in verdicts] == [[0, 1, 2, 3], [0, 1, 2]]
     assert sorted(len(request["inputs"]) for request in requests) == [3, 4]
 
@@ -258,83 +222,67 @@ def test_a_group_goes_in_one_request_and_gets_one_verdict_each(scripted, backend
         ({"rewards": []}, "protocol"),
     ],
 )
-def test_a_server_that_does_not_fit_is_named_at_the_start(info, told, scripted, backend):
-    async def run():
-        server = scripted()
-        server.info = info
-        async with server.serving():
-            with pytest.raises(RewardLoadError, match=told) as caught:
-                await backend(server.url, reward="scripted", version="1").__aenter__()
-            assert not caught.value.may_pass
-
-    asyncio.run(run())
+async def test_a_server_that_does_not_fit_is_named_at_the_start(info, told, scripted, backend):
+    server = scripted()
+    server.info = info
+    async with server.serving():
+        with pytest.raises(RewardLoadError, match=told) as caught:
+            await backend(server.url, reward="scripted", version="1").__aenter__()
+        assert not caught.value.may_pass
 
 
-def test_a_server_that_is_away_at_the_start_may_come_back(scripted, backend):
-    async def run():
-        server, unfit = scripted(), scripted()
-        async with server.serving():
-            away = server.url
-        unfit.info = {"protocol": 2, "rewards": []}
-        async with unfit.serving():
-            for urls in ([away], [unfit.url, away]):
-                with pytest.raises(RewardLoadError, match="none of its servers") as caught:
-                    await backend(urls, connect_s=0.3).__aenter__()
-                assert caught.value.may_pass
-
-    asyncio.run(run())
+async def test_a_server_that_is_away_at_the_start_may_come_back(scripted, backend):
+    server, unfit = scripted(), scripted()
+    async with server.serving():
+        away = server.url
+    unfit.info = {"protocol": 2, "rewards": []}
+    async with unfit.serving():
+        for urls in ([away], [unfit.url, away]):
+            with pytest.raises(RewardLoadError, match="none of its servers") as caught:
+                await backend(urls, connect_s=0.3).__aenter__()
+            assert caught.value.may_pass
 
 
-def test_a_server_that_is_not_there_yet_is_waited_for(example, backend, collect):
-    async def run():
-        server = example()
-        server.kill()
-        entering = asyncio.create_task(backend(server.url, connect_s=20).__aenter__())
-        await asyncio.sleep(0.3)
-        server.start()
-        entered = await entering
-        try:
-            return await collect(entered, [given("1")])
-        finally:
-            await entered.close()
-
-    assert asyncio.run(run()) == [Score(1.0, {"length": 1.0})]
+async def test_a_server_that_is_not_there_yet_is_waited_for(example, backend, collect):
+    server = example()
+    server.kill()
+    entering = asyncio.create_task(backend(server.url, connect_s=20).__aenter__())
+    await asyncio.sleep(0.3)
+    server.start()
+    entered = await entering
+    try:
+        found = await collect(entered, [given("1")])
+    finally:
+        await entered.close()
+    assert found == [Score(1.0, {"length": 1.0})]
 
 
-def test_closing_gives_what_waits_its_verdict(scripted, backend, collect):
-    async def run():
-        async with scripted().serving() as server:
-            collected = collect.Collected(100)
-            async with backend(server.url, batch=1, max_in_flight=2) as entered:
-                await entered.submit([given("hang")] * 100, collected.take)
-                await server.arrived.wait()
-            return await collected.done()
-
-    for verdicts in asyncio.run(run()):
+async def test_closing_gives_what_waits_its_verdict(scripted, backend, collect):
+    async with scripted().serving() as server:
+        collected = collect.Collected(100)
+        async with backend(server.url, batch=1, max_in_flight=2) as entered:
+            await entered.submit([given("hang")] * 100, collected.take)
+            await server.arrived.wait()
+        found = await collected.done()
+    for verdicts in found:
         assert verdicts[0].kind == "pool"
 
 
-def test_an_input_that_json_cannot_carry_is_an_error_of_that_input(scripted, backend, collect):
-    async def run():
-        async with scripted().serving() as server, backend(server.url) as entered:
-            return await collect(entered, [given(score(1)), given(score(1), extra_info={"x": object()})])
-
-    good, bad = asyncio.run(run())
+async def test_an_input_that_json_cannot_carry_is_an_error_of_that_input(scripted, backend, collect):
+    async with scripted().serving() as server, backend(server.url) as entered:
+        good, bad = await collect(entered, [given(score(1)), given(score(1), extra_info={"x": object()})])
     assert good == Score(1.0)
     assert bad.kind == "input"
 
 
-def test_a_server_is_shown_while_it_is_asked(scripted, backend):
+async def test_a_server_is_shown_while_it_is_asked(scripted, backend):
     def shown():
         return {s.labels["server"]: s.value for m in metrics.REMOTE_READY.collect() for s in m.samples}
 
-    async def run():
-        async with scripted().serving() as server:
-            async with backend(server.url):
-                assert shown()[server.url] == 1.0
-            with pytest.raises(RewardLoadError):
-                async with backend(server.url, reward="other", connect_s=1.0):
-                    pass
-            assert server.url not in shown()
-
-    asyncio.run(run())
+    async with scripted().serving() as server:
+        async with backend(server.url):
+            assert shown()[server.url] == 1.0
+        with pytest.raises(RewardLoadError):
+            async with backend(server.url, reward="other", connect_s=1.0):
+                pass
+        assert server.url not in shown()

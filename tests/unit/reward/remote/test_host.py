@@ -88,14 +88,11 @@ async def get(url, path, token=""):
             return answer.status, await answer.read()
 
 
-def test_verdicts_are_those_of_the_pool(host, backend, collect):
-    async def run():
-        async with host(timeout_s=1.0) as server:
-            async with backend(server.url, timeout_s=15.0, reward="behave") as entered:
-                said = ["four", "nan", "abstain", "die", "hang", "x"]
-                return await collect(entered, [given(text) for text in said])
-
-    good, nan, declined, died, hung, last = asyncio.run(run())
+async def test_verdicts_are_those_of_the_pool(host, backend, collect):
+    async with host(timeout_s=1.0) as server:
+        async with backend(server.url, timeout_s=15.0, reward="behave") as entered:
+            said = ["four", "nan", "abstain", "die", "hang", "x"]
+            good, nan, declined, died, hung, last = await collect(entered, [given(text) for text in said])
     assert (good, last) == (Score(0.5, {"length": 4.0}), Score(0.5, {"length": 1.0}))
     assert nan.kind == "not_finite"
     assert declined == Abstain("no opinion")
@@ -103,39 +100,32 @@ def test_verdicts_are_those_of_the_pool(host, backend, collect):
     assert hung == Timeout(1000)
 
 
-def test_what_the_server_does_not_get_to_in_time_is_no_timeout(host, until):
-    async def run():
-        async with host(timeout_s=3.0) as server:
-            first = asyncio.create_task(post(server.url, body("hang")))
-            await until(lambda: server.service.health().in_flight == 1, "the first request")
-            return await post(server.url, body("one", deadline_ms=200)), await first
-
-    (status, _, answer), (_, _, hung) = asyncio.run(run())
+async def test_what_the_server_does_not_get_to_in_time_is_no_timeout(host, until):
+    async with host(timeout_s=3.0) as server:
+        first = asyncio.create_task(post(server.url, body("hang")))
+        await until(lambda: server.service.health().in_flight == 1, "the first request")
+        status, _, answer = await post(server.url, body("one", deadline_ms=200))
+        _, _, hung = await first
     assert status == 200
     (verdict,) = answer["verdicts"]
     assert (verdict["type"], verdict["kind"]) == ("error", "not_run")
     assert hung["verdicts"] == [{"type": "timeout", "limit_ms": 3000}]
 
 
-def test_calls_behind_one_that_hangs_are_scored_all_the_same(host, backend, collect):
-    async def run():
-        async with host(timeout_s=1.0) as server, backend(server.url, timeout_s=1.0, batch=8) as entered:
-            return await collect(entered, [given("hang" if n == 5 else "four") for n in range(40)])
-
-    verdicts = asyncio.run(run())
+async def test_calls_behind_one_that_hangs_are_scored_all_the_same(host, backend, collect):
+    async with host(timeout_s=1.0) as server, backend(server.url, timeout_s=1.0, batch=8) as entered:
+        verdicts = await collect(entered, [given("hang" if n == 5 else "four") for n in range(40)])
     assert verdicts.pop(5) == Timeout(1000)
     assert verdicts == [Score(0.5, {"length": 4.0})] * 39
 
 
-def test_a_group_reward_is_found_and_used(host, backend, collect):
-    async def run():
-        async with host("longest") as server:
-            async with backend(server.url, scope="group") as entered:
-                collected = collect.Collected(1)
-                await entered.submit([[given("a"), given("aaa"), given("aa")]], collected.take)
-                return await collected.done()
-
-    assert [verdict.value for verdict in asyncio.run(run())[0]] == [0.0, 1.0, 0.0]
+async def test_a_group_reward_is_found_and_used(host, backend, collect):
+    async with host("longest") as server:
+        async with backend(server.url, scope="group") as entered:
+            collected = collect.Collected(1)
+            await entered.submit([[given("a"), given("aaa"), given("aa")]], collected.take)
+            found = await collected.done()
+    assert [verdict.value for verdict in found[0]] == [0.0, 1.0, 0.0]
 
 
 def episode_blob():
@@ -150,25 +140,20 @@ def episode_blob():
     return pack(builder.build())
 
 
-def test_a_server_that_asks_for_episodes_gets_them(host, backend, collect):
-    async def run():
-        async with host("units", wants=("blob",)) as server:
-            async with backend(server.url) as entered:
-                return await collect(entered, [given("57", blob=episode_blob())])
-
-    assert asyncio.run(run()) == [Score(5.0)]
+async def test_a_server_that_asks_for_episodes_gets_them(host, backend, collect):
+    async with host("units", wants=("blob",)) as server:
+        async with backend(server.url) as entered:
+            found = await collect(entered, [given("57", blob=episode_blob())])
+    assert found == [Score(5.0)]
 
 
-def test_values_by_unit_must_be_as_many_as_the_units(scripted, backend, collect):
+async def test_values_by_unit_must_be_as_many_as_the_units(scripted, backend, collect):
     def said(values):
         return json.dumps({"type": "score", "value": 1, "parts": {"units": values}})
 
-    async def run():
-        async with scripted().serving() as server, backend(server.url) as entered:
-            calls = [given(said([1.0] * n), blob=episode_blob()) for n in (5, 4)]
-            return await collect(entered, calls)
-
-    right, wrong = asyncio.run(run())
+    async with scripted().serving() as server, backend(server.url) as entered:
+        calls = [given(said([1.0] * n), blob=episode_blob()) for n in (5, 4)]
+        right, wrong = await collect(entered, calls)
     assert right.parts.units == [1.0] * 5
     assert isinstance(wrong, Failure)
 
@@ -185,13 +170,11 @@ def test_values_by_unit_must_be_as_many_as_the_units(scripted, backend, collect)
         (body("a"), "", 401, "unauthorized"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_carried_out_is_refused_by_kind(content, token, status, kind, host):
-    async def run():
-        async with host(token="t", max_inputs=4, max_body_bytes=10_000) as server:
-            refused = await post(server.url, content, token)
-            return refused, await post(server.url, body("a"), "t")
-
-    (got, _, answer), (after, _, good) = asyncio.run(run())
+async def test_what_cannot_be_carried_out_is_refused_by_kind(content, token, status, kind, host):
+    async with host(token="t", max_inputs=4, max_body_bytes=10_000) as server:
+        refused = await post(server.url, content, token)
+        got, _, answer = refused
+        after, _, good = await post(server.url, body("a"), "t")
     assert (got, answer["error"]["kind"]) == (status, kind)
     check("Refused", answer)
     assert (after, good["verdicts"][0]["value"]) == (200, 0.5)
@@ -209,100 +192,87 @@ def test_what_cannot_be_carried_out_is_refused_by_kind(content, token, status, k
         ("code_stdio", {}, {"sandbox": "none"}),
     ],
 )
-def test_no_client_chooses_code_or_the_sandbox(name, own, asked, host, backend, tmp_path):
+async def test_no_client_chooses_code_or_the_sandbox(name, own, asked, host, backend, tmp_path):
     ran = tmp_path / "ran"
     file = tmp_path / "evil.py"
     file.write_text(f"import pathlib\npathlib.Path({str(ran)!r}).touch()\n")
     asked = json.loads(json.dumps(asked).replace("FILE", f"{file}:f"))
 
-    async def run():
-        async with host(offers=read_offers([name], args=own)) as server:
-            with pytest.raises(RewardLoadError, match=f"only the server may set {next(iter(asked))}"):
-                async with backend(server.url, reward=name, args=asked, connect_s=2.0):
-                    pass
-            async with backend(server.url, reward=name, args=own) as entered:
-                return entered.alive
-
-    assert asyncio.run(run()) > 0
+    async with host(offers=read_offers([name], args=own)) as server:
+        with pytest.raises(RewardLoadError, match=f"only the server may set {next(iter(asked))}"):
+            async with backend(server.url, reward=name, args=asked, connect_s=2.0):
+                pass
+        async with backend(server.url, reward=name, args=own) as entered:
+            alive = entered.alive
+    assert alive > 0
     assert not ran.exists()
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
-def test_what_a_page_in_a_browser_may_post_unasked_is_refused(content_type, host):
-    async def run():
-        async with host() as server:
-            json_too = await post(server.url, body("a"), content_type="Application/JSON; charset=utf-8")
-            return await post(server.url, body("a"), content_type=content_type), json_too
-
-    (status, _, answer), (after, _, _) = asyncio.run(run())
+async def test_what_a_page_in_a_browser_may_post_unasked_is_refused(content_type, host):
+    async with host() as server:
+        json_too = await post(server.url, body("a"), content_type="Application/JSON; charset=utf-8")
+        status, _, answer = await post(server.url, body("a"), content_type=content_type)
+        after, _, _ = json_too
     assert (status, answer["error"]["kind"], after) == (415, "invalid", 200)
     assert "Content-Type: application/json" in answer["error"]["message"]
     check("Refused", answer)
 
 
-def test_a_full_server_is_busy_and_says_when_to_come_again(host, until):
-    async def run():
-        async with host(timeout_s=3.0, max_waiting=2) as server:
-            first = asyncio.create_task(post(server.url, body("hang", "hang", deadline_ms=1000)))
-            await until(lambda: server.service.health().in_flight == 2, "the first request")
-            refused = await post(server.url, body("a"))
-            await first
-            return refused
-
-    status, headers, answer = asyncio.run(run())
+async def test_a_full_server_is_busy_and_says_when_to_come_again(host, until):
+    async with host(timeout_s=3.0, max_waiting=2) as server:
+        first = asyncio.create_task(post(server.url, body("hang", "hang", deadline_ms=1000)))
+        await until(lambda: server.service.health().in_flight == 2, "the first request")
+        refused = await post(server.url, body("a"))
+        await first
+        status, headers, answer = refused
     assert (status, answer["error"]["kind"]) == (429, "busy")
     assert answer["error"]["retry_after_ms"] > 0
     assert int(headers["Retry-After"]) >= 1
 
 
-def test_a_server_that_ends_takes_nothing_more_and_finishes_what_it_has(host):
-    async def run():
-        async with host() as server:
-            await server.service.drain(1.0)
-            return await get(server.url, "/v1/health"), await post(server.url, body("a"))
-
-    (status, health), (refused, _, answer) = asyncio.run(run())
+async def test_a_server_that_ends_takes_nothing_more_and_finishes_what_it_has(host):
+    async with host() as server:
+        await server.service.drain(1.0)
+        status, health = await get(server.url, "/v1/health")
+        refused, _, answer = await post(server.url, body("a"))
     assert (status, json.loads(health)["status"]) == (503, "draining")
     assert (refused, answer["error"]["kind"]) == (503, "unavailable")
 
 
-def test_arguments_that_are_not_the_servers_are_found_before_the_job_starts(host, backend):
-    async def run():
-        offers = read_offers([f"{FILE}:concise"], args={"most": 1})
-        async with host(offers=offers) as server:
-            for args in ({"nope": 1}, {"most": 2}):
-                with pytest.raises(RewardLoadError, match="only the server may set"):
-                    async with backend(server.url, args=args):
-                        pass
-            async with backend(server.url, args={"most": 1}) as entered:
-                return entered.alive
-
-    assert asyncio.run(run()) > 0
+async def test_arguments_that_are_not_the_servers_are_found_before_the_job_starts(host, backend):
+    offers = read_offers([f"{FILE}:concise"], args={"most": 1})
+    async with host(offers=offers) as server:
+        for args in ({"nope": 1}, {"most": 2}):
+            with pytest.raises(RewardLoadError, match="only the server may set"):
+                async with backend(server.url, args=args):
+                    pass
+        async with backend(server.url, args={"most": 1}) as entered:
+            alive = entered.alive
+    assert alive > 0
 
 
-def test_the_reference_server_is_what_the_document_says(host):
+async def test_the_reference_server_is_what_the_document_says(host):
     document = yaml.safe_load(DOCUMENT.read_text())
 
-    async def run():
-        async with host("behave", "longest", token="t", max_inputs=4) as server:
-            return [
-                ("/v1/info", "get", *await get(server.url, "/v1/info", "t")),
-                ("/v1/info", "get", *await get(server.url, "/v1/info")),
-                ("/v1/health", "get", *await get(server.url, "/v1/health")),
-                *[
-                    ("/v1/score", "post", status, json.dumps(answer).encode())
-                    for status, _, answer in [
-                        await post(server.url, body("four", "nan", "abstain", "die"), "t"),
-                        await post(server.url, body("a", "b", reward="longest", scope="group"), "t"),
-                        await post(server.url, body(), "t"),
-                        await post(server.url, body("a", reward="other"), "t"),
-                        await post(server.url, body(*"abcde"), "t"),
-                        await post(server.url, body("a"), "t", content_type="text/plain"),
-                    ]
-                ],
-            ]
-
-    for path, method, status, content in asyncio.run(run()):
+    async with host("behave", "longest", token="t", max_inputs=4) as server:
+        found = [
+            ("/v1/info", "get", *await get(server.url, "/v1/info", "t")),
+            ("/v1/info", "get", *await get(server.url, "/v1/info")),
+            ("/v1/health", "get", *await get(server.url, "/v1/health")),
+            *[
+                ("/v1/score", "post", status, json.dumps(answer).encode())
+                for status, _, answer in [
+                    await post(server.url, body("four", "nan", "abstain", "die"), "t"),
+                    await post(server.url, body("a", "b", reward="longest", scope="group"), "t"),
+                    await post(server.url, body(), "t"),
+                    await post(server.url, body("a", reward="other"), "t"),
+                    await post(server.url, body(*"abcde"), "t"),
+                    await post(server.url, body("a"), "t", content_type="text/plain"),
+                ]
+            ],
+        ]
+    for path, method, status, content in found:
         described = document["paths"][path][method]["responses"][str(status)]
         if "$ref" in described:
             described = document["components"]["responses"][described["$ref"].rpartition("/")[2]]
@@ -332,12 +302,10 @@ def test_other_machines_are_served_only_with_a_token():
         http_socket("8700", Gate("t"))
 
 
-def test_the_example_server_answers_the_handshake_as_the_document_says(example):
-    async def run():
-        url = example().url
-        return await get(url, "/v1/info"), await post(url, body("11", reward="share_of_ones"))
-
-    (_, info), (status, _, verdicts) = asyncio.run(run())
+async def test_the_example_server_answers_the_handshake_as_the_document_says(example):
+    url = example().url
+    _, info = await get(url, "/v1/info")
+    status, _, verdicts = await post(url, body("11", reward="share_of_ones"))
     assert status == 200
     check("Info", json.loads(info))
     check("Verdicts", verdicts)
@@ -403,12 +371,10 @@ def test_reward_serve_fails_in_one_paragraph():
     assert "Traceback" not in errors
 
 
-def test_a_blob_is_base64_in_json(host):
-    async def run():
-        async with host("units", wants=("blob",)) as server:
-            sent = body("57", reward="units")
-            sent["inputs"][0]["blob"] = base64.b64encode(episode_blob()).decode()
-            check("Request", sent)
-            return await post(server.url, sent)
-
-    assert asyncio.run(run())[2]["verdicts"][0]["value"] == 5.0
+async def test_a_blob_is_base64_in_json(host):
+    async with host("units", wants=("blob",)) as server:
+        sent = body("57", reward="units")
+        sent["inputs"][0]["blob"] = base64.b64encode(episode_blob()).decode()
+        check("Request", sent)
+        found = await post(server.url, sent)
+    assert found[2]["verdicts"][0]["value"] == 5.0

@@ -61,28 +61,25 @@ def test_https_works_with_a_certificate_that_is_trusted_and_with_no_other(certif
         assert asyncio.run(run()) == [Score(1.0)]
 
 
-def test_clients_that_never_shake_hands_do_not_keep_others_out(certificate):
+async def test_clients_that_never_shake_hands_do_not_keep_others_out(certificate):
     cert, key = certificate
 
     async def app(scope, receive, send):
         await PlainTextResponse("fine")(scope, receive, send)
 
-    async def run():
-        listening = listen("127.0.0.1", 0)
-        server = HttpServer(app, listening, HttpLimits(connections=8), name="test", tls=tls_of(cert, key))
-        server.start()
-        port = int(server.url.rpartition(":")[2])
-        trusting = ssl.create_default_context(cafile=cert)
-        try:
-            async with asyncio.timeout(60):
-                silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(30)]
-                reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
-                writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                assert (await reader.read()).endswith(b"fine")
-                writer.close()
-                for _, one in silent:
-                    one.close()
-        finally:
-            await server.close()
-
-    asyncio.run(run())
+    listening = listen("127.0.0.1", 0)
+    server = HttpServer(app, listening, HttpLimits(connections=8), name="test", tls=tls_of(cert, key))
+    server.start()
+    port = int(server.url.rpartition(":")[2])
+    trusting = ssl.create_default_context(cafile=cert)
+    try:
+        async with asyncio.timeout(60):
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(30)]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert (await reader.read()).endswith(b"fine")
+            writer.close()
+            for _, one in silent:
+                one.close()
+    finally:
+        await server.close()
