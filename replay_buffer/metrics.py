@@ -29,10 +29,6 @@ GAUGES = {
         "queue_age_ms",
     ),
 }
-COUNTERS = {
-    "areal_buffer_episodes_dropped": ("Episodes of dropped groups.", "episodes_dropped"),
-}
-
 LastWrite = Callable[[], "asyncio.Future[None] | None"]
 
 
@@ -94,8 +90,8 @@ class BufferCollector(Collector):
         yield _labelled(CounterMetricFamily, "areal_buffer_episodes_trained", text, "policy", trained)
         unconfirmed = "Since Redis was found to confirm no write; 0 while it does."
         yield GaugeMetricFamily("areal_buffer_unconfirmed_seconds", unconfirmed, value=self.unconfirmed_s())
-        for name, (text, field) in COUNTERS.items():
-            yield CounterMetricFamily(name, text, value=getattr(stats, field))
+        dropped = "Episodes of dropped groups."
+        yield CounterMetricFamily("areal_buffer_episodes_dropped", dropped, value=stats.episodes_dropped)
         lost = "Acknowledged writes that Redis came back without."
         yield CounterMetricFamily("areal_buffer_lost_writes", lost, value=self._lost_writes)
         waits = GaugeMetricFamily(

@@ -10,14 +10,9 @@ v_serving + η. Without the `+ 1` nothing could run at η = 0; without the lag a
 newest weights makes groups that are a version too old when their turn comes. A group that several policies
 train needs a place of each.
 
-Work that runs is capped by nothing else: a cap by observed durations was measured, and where it saves waste
-it costs more throughput (docs/decisions/0005). What pacing cannot avoid, the job file is warned of.
-
+Work that runs is capped by nothing else (docs/decisions/0005-no-cap-beyond-the-formula.md).
 A second limit keeps the last steps of a job from being over-supplied: no step is left for a group beyond
-(steps − v_train) · B. And the buffer's own: groups and bytes held. When those are full, generation waits;
-what is generated is never turned away.
-
-Pure: numbers in, a number and words out.
+(steps − v_train) · B.
 """
 
 from __future__ import annotations
@@ -35,20 +30,6 @@ class Demand:
     steps: int
     v_train: int
     outstanding: int
-
-
-@dataclass(frozen=True)
-class Space:
-    """What the buffer holds and may hold. `in_flight_bytes` is what the leased episodes are expected to
-    weigh."""
-
-    max_groups: int
-    max_bytes: int
-    groups: int
-    payload_bytes: int
-    in_flight_bytes: float
-    waiting_for_checkpoint: int = 0
-    """Groups that are TRAINED and held until a checkpoint covers them."""
 
 
 def capacity(demand: Demand, v_serving: int) -> int:
@@ -74,17 +55,3 @@ def room(demand: Demand, v_serving: int) -> tuple[int, str]:
         f"{demand.outstanding} groups are outstanding and at most {most} may be, for a worker at version "
         f"{v_serving} with the trainer at {demand.v_train}; generation waits for the trainer"
     )
-
-
-def space(held: Space) -> tuple[int, float, str]:
-    """How many groups may be new to the buffer, what they may weigh in bytes, and, where either is 0, why."""
-    groups = max(0, held.max_groups - held.groups)
-    size_bytes = max(0.0, held.max_bytes - held.payload_bytes - held.in_flight_bytes)
-    waiting = held.waiting_for_checkpoint
-    for_checkpoint = f"; {waiting} of its groups wait for a checkpoint" if waiting else ""
-    full = ""
-    if groups == 0:
-        full = f"the buffer holds {held.groups} groups (buffer.max_groups {held.max_groups}){for_checkpoint}"
-    elif size_bytes == 0:
-        full = f"the buffer holds or expects buffer.max_bytes ({held.max_bytes}){for_checkpoint}"
-    return groups, size_bytes, full

@@ -3,11 +3,10 @@
 The order of `sampling` decides among groups never trained; what was trained before fills the places they
 leave, unless a group under way would lose its own by that.
 
-Replay (`buffer.max_reuse`). A group is trained in at most `max_reuse` steps of a policy, never twice in one.
-While it has uses left and is young enough for the next step it is SCORED again; steps take it only where
-groups never trained leave room. Then it is TRAINED for good, and COMMITTED with the first checkpoint after
-its last use. It is never dropped: its part in the weights is there. `Training.steps` has its uses; what a
-trainer that comes back undoes are those after its checkpoint, and only those.
+Replay (`buffer.max_reuse`). A trained group that has uses left and is young enough for the next step is
+SCORED again; then it is TRAINED for good, and COMMITTED with the first checkpoint after its last use. It is
+never dropped: its part in the weights is there. `Training.steps` has its uses; a trainer that comes back
+undoes those after its checkpoint, and only those.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from collections.abc import Iterable
 
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup, NextBatch, Waiting
 from areal_async.rpc.schema import Message
-from replay_buffer.ledger.admission import room, space
+from replay_buffer.ledger.admission import room
 from replay_buffer.ledger.index import Index, has_place
-from replay_buffer.ledger.leasing import demand_of, space_of
+from replay_buffer.ledger.leasing import demand_of, space
 from replay_buffer.ledger.records import (
     NO_VERSION,
     BatchPlan,
@@ -344,7 +343,7 @@ def lease_wait(index: Index) -> str:
             return why
     if index.queue:
         return ""
-    _, _, full = space(space_of(index))
+    _, _, full = space(index)
     if not full and index.tasks.at(index.meta.position) is None:
         return f"the task file is exhausted after {index.meta.position} tasks"
     return full

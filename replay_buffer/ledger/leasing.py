@@ -20,7 +20,7 @@ from areal_async.rpc.messages import (
     Release,
 )
 from areal_async.rpc.schema import Ok, VersionTag
-from replay_buffer.ledger.admission import Demand, Space, room, space
+from replay_buffer.ledger.admission import Demand, room
 from replay_buffer.ledger.group_policy import DRAINED, end_lease, end_unfinished
 from replay_buffer.ledger.index import Index, due_ms
 from replay_buffer.ledger.records import (
@@ -55,16 +55,19 @@ def demand_of(index: Index, policy: str) -> Demand:
     )
 
 
-def space_of(index: Index) -> Space:
-    """What the buffer holds, and may hold."""
-    return Space(
-        max_groups=index.rules.max_groups,
-        max_bytes=index.rules.max_bytes,
-        groups=len(index.groups),
-        payload_bytes=index.payload_bytes,
-        in_flight_bytes=index.generating * index.mean_episode_bytes,
-        waiting_for_checkpoint=index.group_counts[GroupState.TRAINED],
-    )
+def space(index: Index) -> tuple[int, float, str]:
+    """How many groups may be new to the buffer, what they may weigh in bytes, and, where either is 0, why.
+    When it is full, generation waits; what is generated is never turned away."""
+    rules, waiting = index.rules, index.group_counts[GroupState.TRAINED]
+    for_checkpoint = f"; {waiting} of its groups wait for a checkpoint" if waiting else ""
+    if (groups := rules.max_groups - len(index.groups)) <= 0:
+        full = f"the buffer holds {len(index.groups)} groups (buffer.max_groups {rules.max_groups})"
+        return 0, 0.0, full + for_checkpoint
+    expected = index.payload_bytes + index.generating * index.mean_episode_bytes
+    if (size_bytes := rules.max_bytes - expected) <= 0:
+        full = f"the buffer holds or expects buffer.max_bytes ({rules.max_bytes})"
+        return groups, 0.0, full + for_checkpoint
+    return groups, size_bytes, ""
 
 
 def lease(index: Index, message: Lease, now_ms: int) -> Decision:
@@ -83,7 +86,7 @@ def lease(index: Index, message: Lease, now_ms: int) -> Decision:
     if not any(places.values()):
         return Decision(Leases([], reasons[0]))
     tx = Transaction(index, now_ms)
-    new, bytes_left, full = space(space_of(index))
+    new, bytes_left, full = space(index)
     granted: list[LeasedGroup] = []
     for group in _candidates(tx, places, new, bytes_left) if message.capacity > 0 else ():
         granted.append(_lease_out(tx, group, message.worker, serving))

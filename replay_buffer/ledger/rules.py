@@ -54,7 +54,7 @@ class ConsumerRules:
 
 @dataclass(frozen=True)
 class Rules:
-    """Durations in integer milliseconds."""
+    """What the job file says (`areal_async/config/job.py`), durations in integer milliseconds."""
 
     group_size: int
     """n: episodes in a group."""
@@ -71,24 +71,19 @@ class Rules:
     on_error: VerdictPolicy = VerdictPolicy()
     on_abstain: VerdictPolicy = VerdictPolicy(retries=0)
     min_scored: int = 2
-    """Fewest scored episodes that a group goes on with where others of it are masked."""
     routing: Routing | None = None
     """Which reward scores which task; without it, each by one call for each episode."""
     sampling: Literal["fifo", "freshest", "priority"] = "fifo"
     priority: Literal["reward_variance", "advantage"] = "reward_variance"
     max_reuse: int = 1
-    """Most steps that one group is trained in."""
     overtaken_waits: bool = True
     overtaken_masks: bool = False
     """A group is too old only when all its units are; the trainer masks those that are."""
     overtaken_ms: int = 60_000
     group_policy: Literal["complete", "deadline_drop", "deadline_partial"] = "complete"
     group_deadline_ms: int | None = None
-    """Time from a group's first lease until what is missing of it is given up. None: never."""
     min_samples: int = 1
-    """Fewest samples that a part of a group is trained with, under `deadline_partial`."""
     dynamic_filtering: bool = False
-    """Whether a group whose rewards are all equal is dropped."""
     max_groups: int = 4096
     max_bytes: int = 1 << 30
     durability: Literal["memory", "everysec", "always"] = "everysec"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from array import array
 
 from msgspec.structs import replace
@@ -164,7 +163,7 @@ def stored_parts(parts: Parts | None) -> StoredParts | None:
     """As the ledger keeps them: rewards of units in single precision."""
     if parts is None:
         return None
-    return StoredParts(parts.segments, parts.agents, _little_endian(array("f", parts.units)).tobytes())
+    return StoredParts(parts.segments, parts.agents, array("f", parts.units).tobytes())
 
 
 def parts_of(episode: EpisodeRecord) -> Parts | None:
@@ -172,13 +171,7 @@ def parts_of(episode: EpisodeRecord) -> Parts | None:
     stored = episode.parts
     if stored is None:
         return None
-    return Parts(stored.segments, stored.agents, _little_endian(array("f", stored.units)).tolist())
-
-
-def _little_endian(values: array[float]) -> array[float]:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
+    return Parts(stored.segments, stored.agents, array("f", stored.units).tolist())
 
 
 def detailed_kind(verdict: Verdict) -> str:

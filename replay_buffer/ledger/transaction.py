@@ -3,13 +3,10 @@
 A transaction is an overlay on an index: it reads through to the index, keeps what it changes to itself, and
 counts every transition with its reason.
 
-A fault that every episode meets ends the job with its reason, and no task is lost by it. Two things are
-tried for every task: to generate its episodes, and to score them. A try that fails while others succeed is
-that task's own trouble. Where nothing succeeds any more, over several tasks and for some time, it is the
-job's: a workflow, an environment or a reward that raises every time. The time is short as long as nothing
-has succeeded yet, and longer after that, for what a try depends on may be away for a while. What the streak
-of failures gave up meanwhile is queued again: when it ends, and before where no other tasks are left to be
-tried.
+A fault that every episode meets ends the job with its reason, and no task is lost by it: where generating or
+scoring succeeds no more, over several tasks and for some time (short before the first success), it is not the
+tasks' trouble. What the streak of failures gave up meanwhile is queued again: when it ends, and before where
+no other tasks are left to be tried.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ MOST_KINDS = 8
 MOST_MESSAGE = 300
 """Characters of it."""
 
-TRY_AGAIN = frozenset({"stale", "overtaken", "abandoned", "age", "bytes_lost"})
+TRY_AGAIN = frozenset({"stale", "overtaken", "abandoned", "bytes_lost"})
 """Reasons to drop a group that say nothing against its task: the task is queued again as a new attempt."""
 
 
@@ -281,17 +278,17 @@ class Transaction:
 
     # --- end ---
 
-    def decide(self, reply: Message, payload: bytes | None = None) -> Decision:
+    def decide(self, reply: Message) -> Decision:
         """The decision that the transaction has become."""
         writes = self._writes
         changed = writes.groups or writes.leases or writes.claims or writes.batches or writes.freed
         if not changed and not self.counts and self.meta is self.index.meta:
-            return Decision(reply, None, payload)
+            return Decision(reply)
         counts = dict(self.meta.counts)
         for reason, times in self.counts.items():
             counts[reason] = counts.get(reason, 0) + times
         writes.meta = replace(self.meta, counts=counts)
-        return Decision(reply, writes, payload)
+        return Decision(reply, writes)
 
 
 def _with(group: GroupRecord, changed: dict[int, EpisodeRecord]) -> tuple[EpisodeRecord, ...]:

@@ -2,10 +2,7 @@
 
 Promises: commands run in the order of `call`, and are answered in that order. When the connection ends, or an
 answer takes longer than `ANSWER_LIMIT_S`, every command without an answer fails with `StoreUnavailable`; none
-is repeated.
-
-Why not a client library: per command its general machinery costs five times what Redis does, and it gives
-no order between commands of different coroutines.
+is repeated. Why no client library: docs/decisions/0026-one-redis-connection.md.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ Argument = str | bytes | int | memoryview
 
 
 class RedisConnection(asyncio.Protocol):
-    """`await RedisPipe.open(url)`, then `call`; `close` at the end. Belongs to one event loop."""
+    """`await RedisConnection.open(url)`, then `call`; `close` at the end. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._reader = hiredis.Reader()
@@ -110,9 +107,9 @@ class RedisConnection(asyncio.Protocol):
         lines = (await self.ask("INFO", *sections)).decode().splitlines()
         return {name: value for name, found, value in (line.partition(":") for line in lines) if found}
 
-    def close(self, why: str = "the connection was closed") -> None:
-        """End the connection; what has no answer yet fails, because of `why`."""
-        self._end(why)
+    def close(self) -> None:
+        """End the connection; what has no answer yet fails."""
+        self._end("the connection was closed")
 
     # --- asyncio.Protocol ---
 

@@ -1,19 +1,13 @@
-"""Large episodes: where their bytes lie, outside the hash of their group.
+"""Large episodes: where their bytes lie, outside the hash of their group (docs/decisions/0006).
 
-An episode of at least `KEY_BYTES` lies in keys of its own, in chunks of at most `CHUNK_BYTES`: Redis takes
-such a value over as it came, where an argument of a script is copied three times. With the job's own Redis
-on this host an episode of at least `FILE_BYTES` lies in a file beside it (`BlobFiles`). The hash `…:large`
-says where: it is written by the same script call as the ledger, so an episode is acknowledged with both or
-with neither.
-
-What a crash leaves half done is found when the store is opened: keys are named in the set `…:staged`
-before they are written and taken off it by the write that refers to them; files are those in the folder
-that nothing refers to.
+The hash `…:large` says where. It is written by the same script call as the ledger, so an episode is
+acknowledged with both or with neither. What a crash leaves half done is removed when the store is opened:
+keys are named in the set `…:staged` before they are written, and taken off it by the write that refers to
+them; files are those that nothing refers to.
 
 A file is complete, and with tier `always` flushed to disk, before its name is given out; with `everysec` it
 is flushed within `FLUSH_S`, and what is freed stays for `GRACE_S`: a Redis that lost its last second may
-refer to it again. No episode is copied in Python: files are written from the frames they came in, and read
-as maps. A name is never used twice.
+refer to it again. A name is never used twice.
 """
 
 from __future__ import annotations

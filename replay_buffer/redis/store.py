@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol
 
 import hiredis
 import msgspec
@@ -321,16 +320,8 @@ async def read_ledger(
 OLDEST = (6, 0)
 
 
-class RedisReader(Protocol):
-    """The part of a `RedisConnection` that the checks need."""
-
-    async def info(self) -> dict[str, str]: ...
-
-    async def ask(self, *command: str) -> Any: ...
-
-
 async def check_redis(
-    redis: RedisReader, place: RedisAddress, durability: str, *, max_bytes: int = 0
+    redis: RedisConnection, place: RedisAddress, durability: str, *, max_bytes: int = 0
 ) -> None:
     """Raise `StoreUnusable` naming the setting to change; `StoreUnavailable` for what passes by itself.
 
@@ -367,7 +358,7 @@ def _check_server(info: dict[str, str], place: RedisAddress, max_bytes: int) -> 
 
 
 async def _check_persistence(
-    redis: RedisReader, info: dict[str, str], place: RedisAddress, durability: str
+    redis: RedisConnection, info: dict[str, str], place: RedisAddress, durability: str
 ) -> None:
     if not int(info["aof_enabled"]):
         raise StoreUnusable(
@@ -394,7 +385,7 @@ async def _check_persistence(
         )
 
 
-async def _setting(redis: RedisReader, name: str) -> str | None:
+async def _setting(redis: RedisConnection, name: str) -> str | None:
     """A configuration value, or None where this server does not tell."""
     try:
         answer: list[bytes] = await redis.ask("CONFIG", "GET", name)

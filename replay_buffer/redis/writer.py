@@ -89,12 +89,6 @@ class LedgerWriter:
         self._failure = self._failure or StoreUnavailable("the buffer stops")
         self._pipe.close()
 
-    def give_up(self, error: StoreError) -> None:
-        """Fail what is under way and all that comes, because of `error`."""
-        if self._failure is None:
-            self._fail(error)
-            self._pipe.close(str(error))
-
     def _answered(self, revision: int, sent_ms: float, answer: asyncio.Future[Any]) -> None:
         if self._failure is not None:
             return

@@ -36,7 +36,6 @@ class Look:
     now_ms: int
     written_ms: int
     """Unix time of the last write."""
-    front_epoch: int
     redis_bytes: int
 
 
@@ -68,7 +67,6 @@ class LedgerReader:
             index=Index(Rules.of(self._run.job), self.tasks, records, nonce=""),
             now_ms=now_ms if self._run.alive else written_ms,
             written_ms=written_ms,
-            front_epoch=int(meta[b"front"]),
             redis_bytes=used,
         )
 

@@ -38,7 +38,7 @@ from areal_async.runtime.context import short_socket_dir
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
-from replay_buffer.ledger.index import Edge, Index, LedgerRecords
+from replay_buffer.ledger.index import Index, LedgerRecords
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import GroupState, LedgerMeta, Versions
@@ -184,21 +184,6 @@ class Driver:
         reply = self.send(PutVerdicts(scorer, verdicts))
         assert isinstance(reply, VerdictAck)
         return reply
-
-    def decide_only(self, items: Sequence[ClaimedEpisode], verdict: Verdict) -> Decision:
-        """The decision on verdicts, not applied."""
-        verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, verdict) for item in items]
-        return decide(self.index, PutVerdicts("reward-0", verdicts), self.now_ms)
-
-    def edges_of_put(self, lease: LeasedGroup, samples: Iterable[int]) -> set[Edge]:
-        """What a put of `samples` wakes."""
-        arrivals = tuple(
-            Arrival(sample, 100, 8, 4, {"policy": Versions(0, 0, self.epoch)}) for sample in samples
-        )
-        command = StoreEpisodes(lease.lease_id, lease.group_id, arrivals)
-        writes = decide(self.index, command, self.now_ms).writes
-        assert writes is not None
-        return self.index.apply(writes)
 
     def scored(
         self, groups: int = 1, version: int | None = None, serving: int | None = None

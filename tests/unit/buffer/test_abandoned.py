@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.rpc.messages import Batch, Commit, Lease
-from areal_async.rpc.schema import Fault, VersionTag
+from areal_async.rpc.messages import Batch, Commit
+from areal_async.rpc.schema import Fault
 from replay_buffer.ledger import batching, committing
 from replay_buffer.ledger.batching import newest_version
 from replay_buffer.ledger.records import START, Span, accepts, continued, pruned, reopened, undecided
@@ -23,10 +23,6 @@ def restarted(drive):
     ledger.open(step=0)
     ledger.batch(0)
     return ledger
-
-
-def versions_in(batch):
-    return [(e.min_version, e.max_version) for group in batch.groups for e in group.episodes]
 
 
 def test_the_commit_of_other_weights_ends_what_came_of_the_first_at_once(restarted, monkeypatch):
@@ -76,28 +72,6 @@ def test_what_arrives_from_abandoned_weights_is_refused_and_from_undecided_ones_
     assert {refusal.reason for refusal in ack.refused} == {"abandoned"}
 
 
-def test_what_was_undecided_is_trained_when_the_same_weights_come_again(drive):
-    ledger = drive(batch_groups=1, max_staleness=4)
-    for _ in range(2):
-        ledger.step()
-    (group,) = ledger.lease()
-    ledger.open(step=0)
-    ledger.put(group, version=2, epoch=1)
-    ledger.judge(ledger.claim())
-    for step in range(2):
-        ledger.batch(step)
-        ledger.send(Commit("policy", ledger.epoch, step, [1]))
-        assert ledger.state(group) == "SCORED"
-    assert versions_in(ledger.batch(2)) == [(2, 2), (2, 2)]
-
-
-def test_a_worker_that_serves_abandoned_weights_is_leased_nothing(restarted):
-    restarted.send(Commit("policy", restarted.epoch, 0, []))
-    reply = restarted.send(Lease("rollout-0", 4, [VersionTag("policy", 1, 2)]))
-    assert reply.groups == []
-    assert "abandoned" in reply.reason
-
-
 def test_a_step_is_committed_only_by_the_trainer_that_was_given_its_batch(drive):
     """The plan of step 1 is in the redo log, but it was given to the epoch before."""
     ledger = drive(batch_groups=1, max_staleness=4)
@@ -112,23 +86,6 @@ def test_a_step_is_committed_only_by_the_trainer_that_was_given_its_batch(drive)
     ledger.batch(0)
     ledger.send(Commit("policy", ledger.epoch, 0, [1]))
     assert ledger.index.consumer("policy").v_train == 1
-
-
-def test_a_plan_of_an_earlier_epoch_is_not_given_out_unseen(restarted, monkeypatch):
-    """It is looked at again, and becomes the plan of the epoch that runs."""
-    assert restarted.index.batches["policy", 0].epoch == restarted.epoch
-    assert restarted.index.batches["policy", 1].epoch == 1
-    restarted.send(Commit("policy", restarted.epoch, 0, [1]))
-    seen = []
-    on_lineage = batching.on_lineage
-    monkeypatch.setattr(
-        batching,
-        "on_lineage",
-        lambda tx, policy, group: seen.append(group.group_id) or on_lineage(tx, policy, group),
-    )
-    batch = restarted.batch(1)
-    assert seen == [group.group_id for group in batch.groups]
-    assert restarted.index.batches["policy", 1].epoch == restarted.epoch == batch.epoch
 
 
 # --- which weights are on the trainer's lineage ---

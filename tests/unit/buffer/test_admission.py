@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replay_buffer.ledger.admission import Demand, Space, capacity, room, space
+from replay_buffer.ledger.admission import Demand, capacity, room
 
 
 def demand(**changes):
@@ -16,19 +16,6 @@ def demand(**changes):
             "steps": 1000,
             "v_train": 10,
             "outstanding": 0,
-        }
-        | changes
-    )
-
-
-def held(**changes):
-    return Space(
-        **{
-            "max_groups": 4096,
-            "max_bytes": 1 << 30,
-            "groups": 0,
-            "payload_bytes": 0,
-            "in_flight_bytes": 0.0,
         }
         | changes
     )
@@ -59,7 +46,6 @@ def test_the_last_steps_are_not_over_supplied():
 
 def test_room_is_what_each_limit_leaves():
     assert room(demand(outstanding=70), 10) == (10, "")
-    assert space(held(groups=4000, payload_bytes=100, in_flight_bytes=24.0)) == (96, (1 << 30) - 124, "")
 
 
 @pytest.mark.parametrize(
@@ -73,15 +59,3 @@ def test_room_is_what_each_limit_leaves():
 def test_why_a_policy_has_no_room_is_said_in_words(changes, serving, words):
     places, why = room(demand(**changes), serving)
     assert (places, words in why) == (0, True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"groups": 4096, "waiting_for_checkpoint": 9}, "9 of its groups wait for a checkpoint"),
-        ({"payload_bytes": 1 << 30}, "buffer.max_bytes"),
-    ],
-)
-def test_what_is_full_is_said_in_words(changes, words):
-    *_, why = space(held(**changes))
-    assert words in why

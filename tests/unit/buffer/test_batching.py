@@ -38,36 +38,10 @@ def test_groups_are_whole_in_every_batch(drive):
     assert len(ledger.batch().groups[0].episodes) == 3
 
 
-def test_a_batch_is_the_same_however_often_it_is_asked_for(drive):
-    ledger = drive()
-    ledger.scored(2)
-    first = ledger.batch(0)
-    ledger.scored(2)
-    assert ledger.batch(0) == first
-    ledger.commit(0)
-    assert ledger.batch(0) == first
-    assert ids(ledger.batch(1)) != ids(first)
-
-
 def test_only_the_next_step_can_be_asked_for(drive):
     ledger = drive()
     ledger.scored(2)
     assert ledger.ask(1) == Fault("invalid", "step 1 is not next: 0 steps are committed")
-
-
-def test_a_fenced_trainer_gets_no_batch_and_commits_nothing(drive):
-    ledger = drive()
-    ledger.scored(2)
-    ledger.batch()
-    old = ledger.epoch
-    ledger.open()
-    reply = ledger.ask(0, epoch=old)
-    assert isinstance(reply, Fault)
-    assert reply.kind == "fenced"
-    assert "trainer (epoch 2)" in reply.message
-    ledger.epoch = old
-    assert ledger.commit(0).kind == "fenced"
-    assert ledger.index.consumer("policy").v_train == 0
 
 
 def test_the_oldest_version_is_trained_first_then_the_oldest_group(drive):
@@ -184,13 +158,6 @@ def test_the_wait_for_overtaken_groups_ends_with_their_lease(drive, ending):
         ledger.now_ms = next(iter(ledger.index.leases.values())).deadline_ms
     assert isinstance(ledger.ask(), Batch)
     assert ledger.state(slow) == "QUEUED", "it holds no version, so nothing of it is too old"
-
-
-def test_under_drop_no_step_waits(drive):
-    ledger, slow = overtaken(drive, overtaken_waits=False)
-    ledger.put(slow, [0], version=0)
-    assert slow.group_id not in ids(ledger.batch())
-    assert ledger.count("dropped:overtaken") == 1
 
 
 def test_no_step_waits_in_vain(drive):

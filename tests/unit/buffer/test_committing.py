@@ -5,17 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from areal_async.rpc.messages import ExportLedger
-from areal_async.rpc.schema import Fault, Ok
+from areal_async.rpc.schema import Fault
 from replay_buffer.ledger.committing import Copy
-
-
-def test_a_step_cannot_be_committed_before_its_batch_was_given_out(drive):
-    ledger = drive()
-    assert ledger.commit(0).kind == "invalid"
-    ledger.scored(2)
-    ledger.batch()
-    assert ledger.commit(1).kind == "invalid"
-    assert ledger.index.consumer("policy").v_train == 0
 
 
 def test_the_largest_staleness_is_remembered(drive):
@@ -29,23 +20,6 @@ def test_the_largest_staleness_is_remembered(drive):
     assert ledger.index.consumer("policy").max_staleness_seen == 0
     ledger.commit()
     assert ledger.index.consumer("policy").max_staleness_seen == 2
-
-
-def test_bytes_are_freed_only_when_a_checkpoint_covers_them(drive):
-    ledger = drive(batch_groups=1)
-    freed = lambda: [g for d in ledger.decisions if d.writes for g in d.writes.freed]  # noqa: E731
-    first = ledger.step().groups[0].group_id
-    second = ledger.step().groups[0].group_id
-    assert freed() == []
-    assert ledger.index.payload_bytes == 400
-    assert ledger.checkpointed(1) == Ok()
-    assert freed() == [first]
-    assert (ledger.state(first), ledger.state(second)) == (None, "TRAINED")
-    assert list(ledger.index.batches) == [("policy", 1)]
-    assert ledger.count("committed") == 1
-    assert ledger.checkpointed(1) == Ok()
-    assert ledger.checkpointed(0) == Ok()
-    assert ledger.count("committed") == 1
 
 
 def test_a_checkpoint_of_a_step_to_come_is_refused(drive):

@@ -10,11 +10,9 @@ import pytest
 from areal_async.errors import FaultError
 from areal_async.rpc.messages import (
     Batch,
-    Checkpointed,
     Claim,
     Commit,
     EpisodeVerdict,
-    ExportLedger,
     Lease,
     Leases,
     NextBatch,
@@ -30,7 +28,7 @@ from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
-from replay_buffer.redis.address import StoreFenced, StoreUnavailable, StoreUnusable
+from replay_buffer.redis.address import StoreFenced, StoreUnusable
 from replay_buffer.redis.writer import Keys
 from tests.unit.buffer.conftest import until
 
@@ -98,15 +96,6 @@ async def test_one_death_is_local_a_new_front_finds_the_ledger_as_it_was(a_front
         assert again.front_epoch == front.front_epoch + 1
 
 
-async def test_a_confirmed_reply_is_in_redis(a_front, redis, job_name):
-    async with a_front() as front:
-        await front.execute(OpenedWith("policy", "t", 0))
-        (group,) = await lease(front)
-        ack = await put(front, group)
-        assert ack.stored == [0, 1]
-        assert redis.hget(Keys(job_name).blobs(group.group_id), "1") == b"b" * 10
-
-
 async def test_nothing_is_acknowledged_before_it_is_written(a_front, redis):
     async with a_front() as front:
         await front.execute(OpenedWith("policy", "t", 0))
@@ -118,31 +107,6 @@ async def test_nothing_is_acknowledged_before_it_is_written(a_front, redis):
         assert not done, "Redis has confirmed nothing yet"
         assert (await putting).stored == [0, 1]
         assert (await asking).reply.reasons["stored"] == 2
-
-
-async def test_bytes_are_freed_with_their_group(a_front, redis, job_name):
-    async with a_front(Rules.alone(group_size=2, batch_groups=1, max_staleness=0)) as front:
-        await front.execute(OpenedWith("policy", "t", 0))
-        (group,) = await lease(front)
-        await put(front, group)
-        await judge(front)
-        await front.execute(NextBatch("policy", 1, 0))
-        await front.execute(Commit("policy", 1, 0))
-        keys = list(redis.scan_iter(f"areal:{{{job_name}}}:e:*"))
-        assert len(keys) == 1
-        await front.execute(Checkpointed("policy", 1, 1))
-        assert list(redis.scan_iter(f"areal:{{{job_name}}}:e:*")) == []
-        assert front.index.payload_bytes == 0
-
-
-async def test_all_keys_of_a_job_share_a_hash_tag(a_front, redis, job_name):
-    async with a_front() as front:
-        await some_life(front)
-        keys = [key.decode() for key in redis.scan_iter(f"*{job_name}*")]
-        assert len(keys) > 5
-        assert all(key.startswith(f"areal:{{{job_name}}}:") for key in keys)
-        meta = redis.hgetall(Keys(job_name).meta)
-        assert meta[b"schema"] == b"2"
 
 
 async def test_a_new_front_fences_the_old_one(a_front):
@@ -303,15 +267,6 @@ async def test_another_schema_or_data_set_is_refused(a_front, redis, job_name):
             pass
 
 
-def test_a_redis_that_is_not_there_is_a_clear_error(a_front, tmp_path):
-    async def run():
-        async with a_front(url=f"unix://{tmp_path}/nobody"):
-            pass
-
-    with pytest.raises(StoreUnavailable, match="does not answer"):
-        asyncio.run(run())
-
-
 async def test_a_ledger_that_is_gone_ends_the_front(a_front, redis, job_name):
     async with a_front() as front:
         await front.execute(OpenedWith("policy", "t", 0))
@@ -320,17 +275,6 @@ async def test_a_ledger_that_is_gone_ends_the_front(a_front, redis, job_name):
             await lease(front)
         error = await asyncio.wait_for(asyncio.shield(front.ended), 60)
         assert isinstance(error, StoreFenced | StoreUnusable)
-
-
-async def test_acknowledged_writes_that_redis_lost_are_counted(a_front, redis, job_name):
-    async with a_front() as front:
-        await some_life(front)
-        revision = front.index.revision
-        redis.hset(Keys(job_name).meta, "revision", revision - 3)
-        with pytest.raises(FaultError):
-            await front.execute(OpenedWith("policy", "t", 1))
-        await until(lambda: front.index is not None)
-        assert front.lost_writes == 3
 
 
 async def test_a_front_whose_own_opening_was_lost_is_not_fenced_by_its_older_self(a_front, redis, job_name):
@@ -347,14 +291,6 @@ async def test_a_front_whose_own_opening_was_lost_is_not_fenced_by_its_older_sel
         await until(lambda: front.index is not None)
         assert front.lost_writes == 3
         assert front.front_epoch == epoch + 1
-
-
-async def test_a_ledger_copy_is_the_same_from_any_front(a_front):
-    async with a_front() as front:
-        await some_life(front)
-        copy = (await front.execute(ExportLedger("policy", 1, 1))).payload
-    async with a_front() as again:
-        assert (await again.execute(ExportLedger("policy", 1, 1))).payload == copy
 
 
 async def test_a_failed_job_wakes_its_trainer_and_a_buffer_that_begins_lifts_the_failure(a_front):

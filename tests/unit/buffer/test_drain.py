@@ -2,43 +2,12 @@
 
 from __future__ import annotations
 
-from areal_async.rpc.messages import Arrived, Drain, ExportLedger, Heartbeat, Lease, Release
+from areal_async.rpc.messages import Drain, ExportLedger, Release
 from replay_buffer.ledger.leasing import MAX_DRAINING
 
 
 def drain(ledger, worker="rollout-0", reason="the host is taken down"):
     return ledger.send(Drain(worker, reason))
-
-
-def test_a_draining_worker_is_leased_nothing_more_and_told_why(drive):
-    ledger = drive()
-    drain(ledger)
-    reply = ledger.send(Lease("rollout-0", 1, [ledger.tag()]))
-    assert (reply.groups, reply.drain) == ([], True)
-    assert "the host is taken down" in reply.reason
-    assert len(ledger.lease(worker="rollout-1")) == 1
-    assert ledger.count("worker_drains") == 1
-
-
-def test_a_heartbeat_tells_the_worker_to_drain_and_still_renews(drive):
-    ledger = drive(lease_ms=1000)
-    (group,) = ledger.lease()
-    assert not ledger.send(Heartbeat("rollout-0", [group.lease_id])).drain
-    drain(ledger)
-    ledger.now_ms += 900
-    ack = ledger.send(Heartbeat("rollout-0", [group.lease_id]))
-    assert (ack.lost, ack.drain) == ([], True)
-    ledger.now_ms += 900
-    assert ledger.state(group) == "LEASED"
-    assert not ledger.send(Heartbeat("rollout-1", [])).drain
-
-
-def test_a_draining_worker_may_finish_what_it_has(drive):
-    ledger = drive(group_size=2)
-    (group,) = ledger.lease()
-    drain(ledger)
-    assert ledger.put(group).stored == [0, 1]
-    assert ledger.state(group) == "GENERATED"
 
 
 def test_what_is_handed_over_is_leased_again_at_once_for_the_missing_samples_only(drive):
@@ -67,22 +36,6 @@ def test_handing_over_uses_up_no_lease_of_the_group(drive):
         ledger.release(group)
     assert ledger.state(group) is None
     assert ledger.count("dropped:leases_used_up") == 1
-
-
-def test_the_successor_of_a_drained_worker_is_leased_groups_again(drive):
-    ledger = drive()
-    drain(ledger)
-    assert ledger.lease() == []
-    ledger.send(Arrived("rollout-0"))
-    assert len(ledger.lease()) == 1
-
-
-def test_a_drain_may_be_repeated(drive):
-    ledger = drive()
-    drain(ledger)
-    drain(ledger, reason="again")
-    assert ledger.decisions[-1].writes is None
-    assert ledger.count("worker_drains") == 1
 
 
 def test_a_new_front_and_a_restored_trainer_know_who_drains(drive):

@@ -95,24 +95,6 @@ async def test_it_asks_for_a_password_that_no_command_line_variable_or_file_tell
         await server.stop()
 
 
-async def test_what_was_written_is_there_after_a_kill_and_a_start(folder):
-    server = EmbeddedRedis(folder / "data", folder / "redis", "always")
-    await server.start()
-    redis = connect(server.url)
-    await redis.set("key", "value")
-    await redis.aclose()
-    pid = server.pid
-    os.kill(pid, signal.SIGKILL)
-    wait_until_dead(server)
-    await server.start()
-    assert server.pid != pid
-    redis = connect(server.url)
-    value = await redis.get("key")
-    await redis.aclose()
-    await server.stop()
-    assert (value) == b"value"
-
-
 PAIR = "redis.call('HSET', KEYS[1], 'a', ARGV[1]) redis.call('HSET', KEYS[1], 'b', ARGV[1])"
 """A decision in small: two commands, which come true together or not at all."""
 

@@ -8,7 +8,7 @@ from areal_async.rpc.messages import Release
 from areal_async.rpc.schema import Fault, Ok
 from areal_async.rpc.verdicts import Abstain, Failure, Timeout
 from replay_buffer.ledger.decide import BufferStarted
-from replay_buffer.ledger.rules import MAX_LEASES, VerdictPolicy
+from replay_buffer.ledger.rules import VerdictPolicy
 
 REASON = "ValueError: the template of this model has no tools"
 ROOM = [(1, 0), (4, 0), (3, 2)]
@@ -191,15 +191,6 @@ def test_what_is_no_error_of_the_reward_ends_no_job(drive, verdict):
     ledger = drive(batch_groups=3, max_staleness=1, retries=0)
     verdict_rounds(ledger, verdict, 100)
     assert not ledger.index.meta.failed
-
-
-def test_a_used_up_lease_without_a_streak_ends_as_ever(drive):
-    ledger = drive(batch_groups=1, max_staleness=1)
-    for _ in range(MAX_LEASES):
-        (lease,) = ledger.lease(1)
-        hand_back(ledger, lease, failed=False, reason="whatever")
-    assert ledger.count("dropped:leases_used_up") == 1
-    assert ledger.index.meta.generating.given_up == ()
 
 
 @pytest.mark.parametrize("where", ["generating", "scoring"])

@@ -42,21 +42,6 @@ def test_a_group_without_reward_variance_is_dropped(drive, rewards, kept):
     assert ledger.count("scored") == kept
 
 
-def test_without_filtering_it_is_trained(drive):
-    ledger = filtered(drive, dynamic_filtering=False)
-    assert ledger.state(judged(ledger, [1.0, 1.0, 1.0])) == "SCORED"
-
-
-def test_a_dropped_group_frees_its_bytes_and_is_not_tried_again(drive):
-    ledger = filtered(drive)
-    group = judged(ledger, [1.0, 1.0, 1.0])
-    assert ledger.decisions[-1].writes.freed == {group.group_id: None}
-    assert ledger.index.payload_bytes == 0
-    assert ledger.index.claims == {}
-    assert len(ledger.index.queue) == 0
-    assert ledger.index.meta.episodes_dropped == 3
-
-
 def test_a_dropped_group_makes_room_for_another(drive):
     """The group is replaced: admission counts it no longer, so the step still gets its batch."""
     ledger = filtered(drive, batch_groups=2, max_staleness=0)

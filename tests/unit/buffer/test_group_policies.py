@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.rpc.messages import ExportLedger
-from areal_async.rpc.verdicts import Abstain, Failure, Score
+from areal_async.rpc.verdicts import Failure, Score
 from replay_buffer import coordinator as history
 from replay_buffer.ledger.decide import ExpireDeadlines, ExtendDeadlines, decide
 from replay_buffer.ledger.records import EpisodeState, GroupState
@@ -44,18 +44,6 @@ def refused(ack):
     return [refusal.reason for refusal in ack.refused]
 
 
-def test_complete_waits_for_ever(drive):
-    ledger = drive(group_size=4, lease_ms=1000)
-    (group,) = ledger.lease()
-    ledger.put(group, [0, 1, 2])
-    for _ in range(4):
-        ledger.now_ms += 10**9
-        (group,) = ledger.lease()
-        assert group.missing == [3]
-    ledger.put(group)
-    assert ledger.state(group) == "GENERATED"
-
-
 def test_deadline_drop_ends_a_group_that_is_not_whole_and_does_not_try_its_task_again(drive):
     ledger = whole(drive)
     (group,) = ledger.lease()
@@ -69,16 +57,6 @@ def test_deadline_drop_ends_a_group_that_is_not_whole_and_does_not_try_its_task_
     assert ledger.index.payload_bytes == 0
     assert [lease.task.task_id for lease in ledger.lease()] != [group.task.task_id]
     assert refused(ledger.put(group, [3])) == ["lease_lost"]
-
-
-def test_a_group_that_is_generated_in_time_keeps_no_deadline(drive):
-    ledger = whole(drive)
-    (group,) = ledger.lease()
-    ledger.put(group)
-    ledger.now_ms += 10 * ENDED
-    ledger.judge(ledger.claim())
-    assert ledger.state(group) == "SCORED"
-    assert ledger.index.next_deadline_ms is None
 
 
 def test_deadline_partial_goes_on_with_the_samples_that_have_come(drive):
@@ -106,18 +84,6 @@ def test_deadline_partial_goes_on_with_the_samples_that_have_come(drive):
     assert ledger.index.episode_counts == [0] * len(EpisodeState)
 
 
-def test_a_partial_group_all_of_which_is_scored_is_scored_at_its_deadline(drive):
-    ledger = partial(drive)
-    (group,) = ledger.lease()
-    ledger.put(group, [0, 2])
-    ledger.judge(ledger.claim())
-    ledger.release(group)
-    assert ledger.state(group) == "QUEUED"
-    ledger.now_ms += ENDED
-    assert len(ledger.batch().groups[0].episodes) == 2
-    assert ledger.count("scored") == 1
-
-
 def test_a_partial_group_with_too_few_samples_is_dropped(drive):
     ledger = partial(drive, min_samples=3)
     few, enough = ledger.lease(2)
@@ -128,18 +94,6 @@ def test_a_partial_group_with_too_few_samples_is_dropped(drive):
     assert (ledger.state(few), ledger.state(enough)) == (None, "GENERATED")
     assert ledger.count("dropped:deadline") == 1
     assert ledger.index.payload_bytes == 300
-
-
-def test_the_deadline_counts_from_the_first_lease(drive):
-    ledger = partial(drive, lease_ms=2_000)
-    (group,) = ledger.lease()
-    ledger.put(group, [0, 1])
-    ledger.now_ms += 2_000
-    (again,) = ledger.lease(worker="rollout-1")
-    assert again.group_id == group.group_id
-    ledger.now_ms += ENDED - 2_000
-    assert ledger.heartbeat(again, worker="rollout-1") == [again.lease_id]
-    assert states(ledger, group)[2:] == ["ABSENT", "ABSENT"]
 
 
 def test_a_sample_that_comes_after_the_deadline_is_refused_and_one_stored_before_acknowledged(drive):
@@ -185,37 +139,6 @@ def test_an_outage_moves_the_deadline_on(drive):
     ledger.now_ms += ENDED
     assert ledger.heartbeat(group) == [group.lease_id]
     assert ledger.count("dropped:deadline") == 1
-
-
-def test_a_lease_and_its_group_that_end_at_the_same_moment_end_once(drive):
-    ledger = partial(drive, lease_ms=ENDED)
-    groups = ledger.lease(2)
-    for group in groups:
-        ledger.put(group, [0, 1])
-    ledger.now_ms += ENDED
-    ledger.send(ExpireDeadlines())
-    assert [ledger.state(group) for group in groups] == ["GENERATED"] * 2
-    assert ledger.count("generated:deadline") == 2
-    assert ledger.index.leases == {}
-    assert ledger.index.next_deadline_ms is None
-
-
-def test_a_new_front_knows_the_deadlines(drive):
-    ledger = partial(drive)
-    (group,) = ledger.lease()
-    ledger.put(group, [0])
-    assert ledger.rebuilt().next_deadline_ms == ledger.now_ms + ENDED
-    assert list(ledger.rebuilt().deadlines) == list(ledger.index.deadlines)
-
-
-def test_a_reward_that_fails_in_a_partial_group_drops_all_of_it(drive):
-    ledger = partial(drive, retries=0)
-    (group,) = ledger.lease()
-    ledger.put(group, [0, 1])
-    ledger.now_ms += ENDED
-    ledger.judge(ledger.claim(), Abstain())
-    assert ledger.state(group) is None
-    assert ledger.count("dropped:verdict_abstain") == 1
 
 
 def test_trained_effectively_once_a_partial_group_is_batched_again_as_it_was(drive):

@@ -9,7 +9,7 @@ from areal_async.config.reward import RewardSection, RouteSection
 from areal_async.rewards import Routing
 from areal_async.rpc.messages import Claim
 from areal_async.rpc.schema import Task
-from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
+from areal_async.rpc.verdicts import Abstain, Failure, Score
 from replay_buffer.ledger.records import EpisodeState
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
 
@@ -43,13 +43,6 @@ def test_a_group_is_claimed_once_it_is_generated_and_not_before(drive):
     assert len({item.claim_id for item in items}) == 1
 
 
-def test_a_scorer_is_woken_when_a_group_is_whole(drive):
-    ledger = as_one(drive)
-    (group,) = ledger.lease()
-    assert "claim" not in ledger.edges_of_put(group, [0, 1])
-    assert "claim" in ledger.edges_of_put(group, [2])
-
-
 def test_a_claim_takes_whole_groups_at_least_one_and_no_more_than_fit(drive):
     ledger = as_one(drive, batch_groups=4)
     generated(ledger, 3)
@@ -67,15 +60,6 @@ def test_a_large_group_is_given_the_time_of_its_episodes(drive):
     assert held.last_ms - ledger.now_ms == 1000 + 3 * 100
 
 
-def test_each_episode_gets_its_own_verdict(drive):
-    ledger = as_one(drive)
-    (group,) = generated(ledger)
-    items = ledger.claim()
-    ledger.judge_each((item, Score(float(place))) for place, item in enumerate(items))
-    assert ledger.state(group) == "SCORED"
-    assert [e.reward for e in ledger.batch().groups[0].episodes] == [0.0, 1.0, 2.0]
-
-
 def test_a_retry_scores_the_whole_group_again(drive):
     ledger = as_one(drive, on_error=VerdictPolicy(1))
     (group,) = generated(ledger)
@@ -89,58 +73,6 @@ def test_a_retry_scores_the_whole_group_again(drive):
     assert ledger.state(group) == "SCORED"
     assert ledger.count("verdict:score") == 4
     assert ledger.count("tried_again:error") == 1
-
-
-def test_a_retry_takes_back_scores_that_came_in_an_earlier_message(drive):
-    ledger = as_one(drive, on_timeout=VerdictPolicy(1))
-    (group,) = generated(ledger)
-    first, second, third = ledger.claim()
-    ledger.judge([first], Score(1.0))
-    assert ledger.state(group) == "GENERATED"
-    ledger.judge([second], Timeout(5))
-    assert states(ledger, group) == ["STORED"] * 3
-    assert [refusal.reason for refusal in ledger.judge([third]).refused] == ["claim_lost"]
-    assert {e.reward for e in ledger.index.groups[group.group_id].episodes} == {0.0}
-    ledger.judge(ledger.claim(), Score(0.75))
-    assert [e.reward for e in ledger.batch().groups[0].episodes] == [0.75] * 3
-
-
-def test_a_group_whose_scorer_died_half_way_is_judged_again_as_a_whole(drive):
-    ledger = as_one(drive, claim_ms=1000)
-    (group,) = generated(ledger)
-    first, *_ = ledger.claim()
-    ledger.judge([first], Score(1.0))
-    ledger.now_ms += 1000
-    again = ledger.claim(scorer="reward-1")
-    assert [item.episode_id for item in again] == [f"{group.group_id}.{sample}" for sample in range(3)]
-
-
-def test_what_is_masked_is_masked_alone(drive):
-    ledger = as_one(drive, on_abstain=VerdictPolicy(0, "mask"))
-    (group,) = generated(ledger)
-    first, second, third = ledger.claim()
-    ledger.judge_each([(first, Score(1.0)), (second, Abstain()), (third, Score(0.0))])
-    assert states(ledger, group) == ["VERDICT", "MASKED", "VERDICT"]
-    assert ledger.state(group) == "SCORED"
-
-
-def test_a_group_call_that_fails_drops_its_group_when_its_tries_are_spent(drive):
-    ledger = as_one(drive, on_error=VerdictPolicy(2))
-    (group,) = generated(ledger)
-    for _ in range(3):
-        assert ledger.state(group) == "GENERATED"
-        ledger.judge(ledger.claim(), Failure("exception", "no"))
-    assert ledger.state(group) is None
-    assert ledger.count("dropped:verdict_error") == 1
-
-
-def test_fail_job_keeps_the_whole_group_for_the_resumed_job(drive):
-    ledger = as_one(drive, on_error=VerdictPolicy(0, "fail_job"))
-    (group,) = generated(ledger)
-    first, *others = ledger.claim()
-    ledger.judge_each([(first, Failure("exception", "no")), *((item, Score(1.0)) for item in others)])
-    assert states(ledger, group) == ["STORED"] * 3
-    assert ledger.ask().kind == "failed"
 
 
 def test_samples_given_up_are_not_in_the_call(drive):

@@ -26,12 +26,6 @@ def trained_steps(ledger, n):
     return [ledger.step() for _ in range(n)]
 
 
-def test_every_opening_starts_a_new_epoch(drive):
-    ledger = drive()
-    assert ledger.epoch == 1
-    assert ledger.open() == TrainerOpened(2, 0)
-
-
 def test_nothing_is_trained_before_a_trainer_has_opened(driver_type):
     ledger = driver_type()
     ledger.scored(2)
@@ -100,29 +94,6 @@ def test_a_worker_with_abandoned_weights_gets_no_lease_and_its_puts_are_refused(
     old_epoch, ledger.epoch = ledger.epoch, 1
     assert "abandoned" in ledger.why_not(version=1)
     ledger.epoch = old_epoch
-
-
-def test_after_a_checkpoint_nothing_before_it_is_redone(drive):
-    ledger = drive(batch_groups=1, max_staleness=0)
-    trained_steps(ledger, 2)
-    copy = export(ledger)
-    ledger.checkpointed(2)
-    batches = trained_steps(ledger, 2)
-    assert ledger.open(step=2, copy=copy) == TrainerOpened(2, 2)
-    assert ledger.index.consumer("policy").v_train == 2
-    assert ids(ledger.batch()) == ids(batches[0])
-    assert ledger.index.consumer("policy").episodes_trained == 4
-
-
-def test_a_checkpoint_whose_announcement_was_lost_counts_when_it_is_opened(drive):
-    ledger = drive(batch_groups=1, max_staleness=0)
-    trained_steps(ledger, 2)
-    copy = export(ledger)
-    trained_steps(ledger, 1)
-    ledger.open(step=2, copy=copy)
-    assert ledger.index.consumer("policy").checkpoint == 2
-    assert ledger.count("committed") == 2
-    assert list(ledger.index.batches) == [("policy", 2)]
 
 
 def test_the_copy_wins_over_a_ledger_without_the_redo_log(drive):
@@ -266,43 +237,6 @@ def test_the_first_version_that_differs_ends_all_that_came_of_it(drive):
     ledger.send(Commit("policy", ledger.epoch, 1, []))
     assert ledger.count("dropped:abandoned") == 2, "the batch of step 2, and what waited for step 3"
     assert ledger.lease(10) != []
-
-
-def test_what_the_checkpoint_covers_is_committed_even_where_redis_lost_its_commit(drive):
-    """Redis came back without the commit of step 1; the checkpoint after it is on disk."""
-    ledger = drive(batch_groups=1, max_staleness=1)
-    trained_steps(ledger, 1)
-    ledger.scored(1)
-    ledger.batch()
-    rolled_back = ledger.rebuilt()
-    ledger.commit()
-    copy = export(ledger)
-    ledger.index = rolled_back
-    assert ledger.open(step=2, copy=copy) == TrainerOpened(2, 2)
-    assert ledger.count("committed") == 2
-    assert ledger.count("dropped:not_in_checkpoint") == 0
-
-
-def test_a_redis_that_lost_the_epoch_of_the_copy_is_not_its_continuation(drive):
-    """Redis came back as of before the last trainer opened: its steps are of weights abandoned since."""
-    ledger = drive(batch_groups=1, max_staleness=4)
-    trained_steps(ledger, 2)
-    (group,) = ledger.scored(1, version=2)
-    before = ledger.rebuilt()
-    ledger.open(step=0)
-    ledger.batch(0)
-    ledger.commit(0)
-    again = ledger.lease(5)
-    for lease in again:
-        ledger.put(lease)
-    ledger.judge(ledger.claim())
-    ledger.batch(1)
-    ledger.commit(1)
-    copy = export(ledger)
-    ledger.index = before
-    assert ledger.open(step=2, copy=copy) == TrainerOpened(3, 2)
-    assert ledger.index.batches == {}
-    assert ledger.state(group) != "SCORED", "its units are of version 2 of the first epoch"
 
 
 def test_a_batch_that_lost_its_groups_is_filled_with_what_is_generated_for_it(drive):

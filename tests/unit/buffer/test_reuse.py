@@ -101,18 +101,6 @@ def test_a_group_that_becomes_too_old_is_trained_for_good_and_not_dropped(drive)
     assert f"{a.partition('#')[0]}#1" not in ledger.index.groups, "its task is not tried again"
 
 
-def test_what_is_used_again_is_not_outstanding(drive):
-    ledger = drive(batch_groups=1, max_staleness=1, max_reuse=2)
-    ledger.scored(1)
-    ledger.batch()
-    assert ledger.index.consumers["policy"].outstanding == 1
-    ledger.commit()
-    assert ledger.index.consumers["policy"].outstanding == 0
-    ledger.batch()
-    assert ledger.index.consumers["policy"].outstanding == 0
-    assert len(ledger.lease(10)) == 2
-
-
 def test_no_step_is_made_of_used_groups_at_the_cost_of_one_under_way(drive):
     """Three groups of version 1 are generated: with step 1 made of used ones, step 2 has place for two."""
     ledger = drive(batch_groups=2, max_staleness=1, max_reuse=2, lease_ms=10**9)
@@ -142,34 +130,6 @@ def test_a_step_of_used_groups_waits_for_one_that_it_would_overtake(drive):
     assert train(ledger) == [slow.group_id]
 
 
-def test_bytes_are_freed_only_by_the_checkpoint_after_the_last_use(drive):
-    ledger = drive(batch_groups=1, max_staleness=2, max_reuse=2)
-    (a,) = names(ledger.scored(1))
-    train(ledger)
-    ledger.checkpointed(1)
-    assert ledger.state(a) == "SCORED"
-    assert ledger.index.payload_bytes == 200
-    assert train(ledger) == [a]
-    ledger.checkpointed(1)
-    assert ledger.state(a) == "TRAINED"
-    ledger.checkpointed(2)
-    assert ledger.state(a) is None
-    assert ledger.index.payload_bytes == 0
-    assert ledger.count("committed") == 1
-
-
-def test_what_grew_too_old_after_a_checkpoint_is_committed_with_the_next(drive):
-    ledger = drive(batch_groups=1, max_staleness=1, max_reuse=2)
-    (a,) = names(ledger.scored(1))
-    train(ledger)
-    ledger.checkpointed(1)
-    ledger.scored(1)
-    train(ledger)
-    assert ledger.state(a) == "TRAINED"
-    ledger.checkpointed(2)
-    assert ledger.state(a) is None
-
-
 def test_trained_effectively_once_on_the_lineage_of_a_checkpoint(drive):
     """A trainer that comes back undoes the uses after its checkpoint, those before it stay."""
     ledger = drive(batch_groups=1, max_staleness=4, max_reuse=3)
@@ -194,51 +154,6 @@ def test_trained_effectively_once_on_the_lineage_of_a_checkpoint(drive):
     assert held(ledger, b).steps == (1, 3)
     assert ledger.index.consumer("policy").episodes_trained == trained
     assert ledger.state(b) == "SCORED", "one use left"
-
-
-def test_a_group_in_two_redone_steps_ends_once_when_its_weights_are_abandoned(drive):
-    ledger = drive(batch_groups=1, max_staleness=4, max_reuse=2)
-    ledger.scored(1)
-    assert train(ledger) != []
-    (b,) = names(ledger.scored(1, version=1))
-    assert train(ledger) == [b]
-    train(ledger)
-    assert train(ledger) == [b]
-    ledger.open(step=0)
-    ledger.batch()
-    ledger.commit()
-    assert ledger.state(b) is None, "its units are of version 1 of the old epoch"
-    assert ledger.count("dropped:abandoned") == 1
-    assert f"{b.partition('#')[0]}#1" in ledger.index.groups
-
-
-def test_what_was_spent_or_too_old_can_be_used_again_where_that_is_undone(drive):
-    ledger = drive(batch_groups=1, max_staleness=1, max_reuse=2)
-    (a,) = names(ledger.scored(1))
-    train(ledger)
-    copy = export(ledger)
-    ledger.checkpointed(1)
-    ledger.scored(1)
-    train(ledger)
-    assert ledger.state(a) == "TRAINED"
-    ledger.open(step=1, copy=copy)
-    assert ledger.state(a) == "SCORED"
-    assert held(ledger, a).steps == (0,)
-
-
-def test_the_copy_of_an_older_checkpoint_knows_the_uses_before_it(drive):
-    ledger = drive(batch_groups=1, max_staleness=4, max_reuse=3)
-    (a,) = names(ledger.scored(1))
-    train(ledger)
-    copy = export(ledger)
-    ledger.checkpointed(1)
-    assert train(ledger) == [a]
-    ledger.checkpointed(2)
-    ledger.open(step=1, copy=copy)
-    assert ledger.index.consumer("policy").checkpoint == 1
-    assert (ledger.state(a), held(ledger, a).steps) == ("SCORED", (0,))
-    assert ledger.index.consumer("policy").episodes_trained == 2
-    assert train(ledger) == [a]
 
 
 @pytest.mark.parametrize("redis", ["committed", "new"])

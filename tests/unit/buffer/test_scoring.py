@@ -21,18 +21,6 @@ def generated(ledger, groups=1):
     return leases
 
 
-def test_episodes_are_claimed_as_soon_as_they_are_stored(drive):
-    ledger = drive(group_size=3)
-    (group,) = ledger.lease()
-    assert ledger.claim() == []
-    ledger.put(group, [1])
-    (item,) = ledger.claim()
-    assert item.episode_id == f"{group.group_id}.1"
-    assert item.task == group.task
-    assert item.tries == 0
-    assert ledger.claim() == []
-
-
 def test_a_claim_is_limited_and_takes_the_oldest_version_first(drive):
     ledger = drive(group_size=2, batch_groups=1, max_staleness=4)
     ledger.step()
@@ -47,44 +35,6 @@ def test_a_claim_is_limited_and_takes_the_oldest_version_first(drive):
     ]
     assert [item.episode_id for item in second] == [f"{young.group_id}.1"]
     assert len({item.claim_id for item in first}) == 2
-
-
-def test_a_group_is_scored_when_all_of_it_has_scores(drive):
-    ledger = drive(group_size=3)
-    (group,) = generated(ledger)
-    items = ledger.claim()
-    ledger.judge(items[:2], Score(0.5, {"format": 1.0}))
-    assert ledger.state(group) == "GENERATED"
-    ledger.judge(items[2:], Score(0.0))
-    assert ledger.state(group) == "SCORED"
-    episodes = ledger.index.groups[group.group_id].episodes
-    assert [(e.reward, e.components) for e in episodes] == [(0.5, {"format": 1.0})] * 2 + [(0.0, None)]
-    assert ledger.index.claims == {}
-
-
-def test_verdicts_before_the_last_sample_leave_the_group_leased(drive):
-    ledger = drive(group_size=2)
-    (group,) = ledger.lease()
-    ledger.put(group, [0])
-    ledger.judge(ledger.claim())
-    assert ledger.state(group) == "LEASED"
-    ledger.put(group, [1])
-    assert ledger.state(group) == "GENERATED"
-    ledger.judge(ledger.claim())
-    assert ledger.state(group) == "SCORED"
-
-
-def test_a_stored_score_survives_the_loss_of_the_lease(drive):
-    ledger = drive(group_size=2)
-    (group,) = ledger.lease()
-    ledger.put(group, [0])
-    items = ledger.claim()
-    ledger.release(group)
-    ledger.judge(items, Score(0.25))
-    (again,) = ledger.lease()
-    ledger.put(again)
-    ledger.judge(ledger.claim(), Score(0.75))
-    assert [e.reward for e in ledger.index.groups[group.group_id].episodes] == [0.25, 0.75]
 
 
 def test_verdicts_are_final_and_a_repeated_one_changes_nothing(drive):
@@ -130,14 +80,6 @@ def test_a_task_whose_reward_fails_is_not_tried_again(drive):
     assert [lease.task.task_id for lease in ledger.lease()] != [group.task.task_id]
 
 
-def test_a_score_after_a_failed_try_counts(drive):
-    ledger = drive(group_size=1, retries=1)
-    (group,) = generated(ledger)
-    ledger.judge(ledger.claim(), Timeout(1))
-    ledger.judge(ledger.claim(), Score(1.0))
-    assert ledger.state(group) == "SCORED"
-
-
 def test_verdicts_are_fenced_by_claim(drive):
     ledger = drive(group_size=1, claim_ms=1000)
     (group,) = generated(ledger)
@@ -148,23 +90,6 @@ def test_verdicts_are_fenced_by_claim(drive):
     assert ledger.judge([held], Score(1.0)).refused == []
     assert ledger.index.groups[group.group_id].episodes[0].reward == 1.0
     assert ledger.count("claim_expired") == 1
-
-
-def test_an_expired_claim_is_no_failed_try(drive):
-    ledger = drive(group_size=1, claim_ms=1000, retries=0)
-    generated(ledger)
-    ledger.claim()
-    ledger.now_ms += 1000
-    (again,) = ledger.claim()
-    assert again.tries == 0
-
-
-def test_verdicts_of_a_dropped_group_are_refused(drive):
-    ledger = drive(group_size=2, retries=0)
-    generated(ledger)
-    items = ledger.claim()
-    ledger.judge(items[:1], Failure("x", "y"))
-    assert reasons(ledger.judge(items[1:])) == ["group_ended"]
 
 
 def test_nonsense_episode_ids_are_refused(drive):

@@ -12,7 +12,7 @@ import pytest
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import ArealError, FaultError
-from areal_async.rpc.client import Client, SyncClient
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import (
     Arrived,
     Batch,
@@ -343,42 +343,6 @@ async def test_a_redis_that_dies_is_started_again(context, blob, job_name, colle
         assert isinstance(batch, Batch)
         ids = [e.episode_id for g in batch.groups for e in g.episodes]
         assert len((await client.exchange(Fetch(ids)))[1]) == 4
-
-
-async def test_the_blocking_client_has_the_same_calls(context, blob, job_name, collector):
-    """As the trainer uses it: from a thread of its own."""
-    results = []
-
-    def trainer(ctx):
-        with SyncClient(
-            ctx.buffer_endpoint, job=job_name, role="trainer", name="trainer", access=ctx.secret
-        ) as client:
-            opened = client.call(OpenTrainer("policy", "trainer", 0))
-            groups = client.call(Lease("rollout-0", 2, [VersionTag("policy", opened.epoch, 0)])).groups
-            for group in groups:
-                put(
-                    client,
-                    group.lease_id,
-                    group.group_id,
-                    {s: blob(job_name, group.group_id, s) for s in (0, 1)},
-                )
-            claims, _ = client.exchange(Claim("reward-0", 4, wait_ms=1000))
-            client.call(
-                PutVerdicts("r", [EpisodeVerdict(i.episode_id, i.claim_id, Score(1.0)) for i in claims.items])
-            )
-            batch = client.call(NextBatch("policy", opened.epoch, 0, wait_ms=1000))
-            client.exchange(Fetch([e.episode_id for g in batch.groups for e in g.episodes]))
-            client.call(Heartbeat("rollout-0", []))
-            client.call(Release("rollout-0", "unknown", "test"))
-            client.call(Commit("policy", opened.epoch, 0))
-            assert client.exchange(ExportLedger("policy", opened.epoch, 1))[1]
-            client.call(Checkpointed("policy", opened.epoch, 1))
-            results.append(client.call(Stats()))
-
-    ctx = context()
-    async with serving(ctx):
-        await asyncio.to_thread(trainer, ctx)
-    assert results[0].policies["policy"].episodes_trained == 4
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_staleness_is_bounded_whatever_the_durations(eta, regime):
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_half_a_batch_running_at_eta_4_wastes_little_and_costs_little(condition):
     """The lines of the sweep, where they are nearest: heavy tails, and a trainer as fast as the workers."""
-    cell = Sweep(seeds=3, steps=50).cell(Scenario(4, "lognormal 1", "balanced", condition))
+    cell = Sweep(seeds=1, steps=50).cell(Scenario(4, "lognormal 1", "balanced", condition))
     assert broken_promises([cell]) == []
 
 

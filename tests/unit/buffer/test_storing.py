@@ -12,34 +12,11 @@ def reasons(ack):
     return [refusal.reason.split(":")[0] for refusal in ack.refused]
 
 
-def test_a_group_is_generated_once_every_sample_is_stored(drive):
-    ledger = drive(group_size=3)
-    (group,) = ledger.lease()
-    ack = ledger.put(group, [0, 2])
-    assert (ack.stored, ack.refused, ack.durability) == ([0, 2], [], "everysec")
-    assert ledger.state(group) == "LEASED"
-    ledger.put(group, [1])
-    assert ledger.state(group) == "GENERATED"
-    assert ledger.index.leases == {}
-    assert ledger.index.payload_bytes == 300
-
-
 def test_the_bytes_to_keep_are_named_by_attachment(drive):
     ledger = drive(group_size=3)
     (group,) = ledger.lease()
     ledger.put(group, [2, 0])
     assert ledger.decisions[-1].writes.blobs == {group.group_id: {2: 0, 0: 1}}
-
-
-def test_a_repeated_put_is_acknowledged_and_stores_nothing(drive):
-    ledger = drive(group_size=2)
-    (group,) = ledger.lease()
-    ledger.put(group, [0])
-    assert ledger.put(group, [0]).stored == [0]
-    assert ledger.decisions[-1].writes is None
-    ledger.put(group, [1])
-    assert ledger.put(group, [0, 1]).stored == [0, 1]
-    assert ledger.count("stored") == 2
 
 
 def test_a_sample_twice_in_one_put_is_stored_once(drive):
@@ -60,14 +37,6 @@ def test_trained_effectively_once_a_zombie_s_late_results_are_refused(drive):
     assert reasons(ledger.put(zombie, [0, 1])) == ["stored_by_another_lease", "lease_lost"]
     assert ledger.index.groups[living.group_id].missing == [1]
     assert ledger.count("refused:lease_lost") == 2
-
-
-def test_a_put_into_a_group_that_ended_is_refused(drive):
-    ledger = drive(batch_groups=1)
-    (group,) = ledger.scored()
-    ledger.step()
-    ledger.checkpointed()
-    assert reasons(ledger.put(group, [0], version=0)) == ["lease_lost"]
 
 
 def test_what_is_no_episode_is_refused_and_the_rest_stored(drive):
@@ -109,15 +78,6 @@ def test_staleness_is_bounded_at_arrival(drive, batched):
     assert ledger.state(old) is None
     assert ledger.count("dropped:stale") == 1
     assert ledger.state(f"{old.task.task_id}#1") == "QUEUED"
-
-
-def test_the_version_of_a_group_is_that_of_its_oldest_unit(drive):
-    ledger = drive(group_size=3, max_staleness=8, batch_groups=1)
-    ledger.step()
-    (group,) = ledger.lease()
-    ledger.put(group, [0], version=1, newest=2)
-    ledger.put(group, [1], version=0, newest=0)
-    assert ledger.index.groups[group.group_id].training["policy"].min_version == 0
 
 
 def test_an_episode_without_sampled_units_has_no_version_and_is_never_stale(drive):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.rpc.messages import Claim, ExportLedger, OpenTrainer
+from areal_async.rpc.messages import Claim, ExportLedger
 from areal_async.rpc.schema import Fault
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout
 from replay_buffer.ledger.decide import BufferStarted, ExpireDeadlines, stats
@@ -156,44 +156,6 @@ def test_a_group_with_too_few_scores_left_is_dropped_at_once(drive):
     assert (ledger.index.payload_bytes, ledger.index.claims, ledger.index.leases) == (0, {}, {})
 
 
-def test_a_group_of_whose_episodes_none_is_scored_is_never_trained(drive):
-    ledger = masking(drive, group_size=2, min_scored=1)
-    (group,) = generated(ledger)
-    ledger.judge(ledger.claim(), Failure("exception", "no"))
-    assert ledger.state(group) is None
-    assert ledger.count("episode_masked:error") == 2
-    assert ledger.index.meta.episodes_dropped == 2
-
-
-def test_the_task_of_a_group_with_too_few_scores_is_not_tried_again(drive):
-    ledger = masking(drive, group_size=1)
-    (group,) = generated(ledger)
-    ledger.judge(ledger.claim(), Abstain())
-    assert [lease.task.task_id for lease in ledger.lease()] != [group.task.task_id]
-
-
-def test_a_masked_sample_is_not_generated_again(drive):
-    ledger = masking(drive)
-    (group,) = ledger.lease()
-    ledger.put(group, [0, 1])
-    ledger.judge(ledger.claim()[:1], Abstain())
-    ledger.release(group)
-    (again,) = ledger.lease()
-    assert (again.group_id, again.missing) == (group.group_id, [2, 3])
-
-
-def test_a_repeated_put_or_verdict_of_a_masked_episode_is_acknowledged(drive):
-    ledger = masking(drive)
-    (group,) = ledger.lease()
-    ledger.put(group, [0, 1])
-    items = ledger.claim()
-    ledger.judge(items[:1], Abstain())
-    assert ledger.put(group, [0, 1]).stored == [0, 1]
-    assert ledger.judge(items[:1], Abstain()).refused == []
-    assert ledger.count("episode_masked:abstain") == 1
-    assert states(ledger, group)[0] == "MASKED"
-
-
 def test_masked_and_absent_samples_together_leave_what_is_left(drive):
     rules = {"group_policy": "deadline_partial", "group_deadline_ms": 1000, "lease_ms": 10**6}
     ledger = masking(drive, min_samples=2, **rules)
@@ -292,16 +254,6 @@ def test_fail_job_tells_the_trainer_which_episode_failed_and_how(drive):
     assert ledger.state(group) == "GENERATED", "nothing is lost by it"
     assert ledger.count("job_failed:error") == 1
     assert stats(ledger.index, ledger.now_ms).failed == reply.message
-
-
-def test_a_waiting_trainer_and_waiting_scorers_are_woken_by_a_failure(drive):
-    ledger = drive(group_size=1, on_error=FAIL)
-    generated(ledger)
-    items = ledger.claim()
-    before = ledger.index.meta
-    decision = ledger.decide_only(items, Failure("exception", "no"))
-    assert {"batch", "claim"} <= ledger.index.apply(decision.writes)
-    assert before.failed == ""
 
 
 def test_a_job_that_failed_gets_no_more_scores_until_it_is_resumed(drive):
@@ -457,8 +409,3 @@ def test_verdicts_are_final(drive):
 
 def counted(ledger):
     return {name: n for name, n in ledger.index.meta.counts.items() if not name.startswith("refused:")}
-
-
-def test_an_open_request_lifts_no_failure():
-    """Only a buffer that begins does, for a job that was resumed begins with one."""
-    assert "failed" not in OpenTrainer.__struct_fields__

@@ -70,8 +70,3 @@ def test_a_cluster_that_is_not_whole_is_waited_for(servers, a_life):
 
     with pytest.raises(StoreUnavailable, match="the cluster is not whole"):
         asyncio.run(start())
-
-
-def test_jobs_spread_over_the_slots():
-    slots = {key_slot(f"areal:{{job-{number}}}:meta".encode()) for number in range(200)}
-    assert len(slots) > 190
