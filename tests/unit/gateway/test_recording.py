@@ -146,19 +146,16 @@ NESTED = {
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize("what", NESTED)
-def test_a_request_that_cannot_be_carried_is_a_sentence(
+async def test_a_request_that_cannot_be_carried_is_a_sentence(
     what: str, path: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        async with serving(Scripted(tokenizer), tokenizer) as (_, _ctx, session), client_of(session) as http:
-            reply = await http.post(path, content=NESTED[what])
-            # Arguments are text to the API: what is no JSON in them is shown to the model as it is.
-            assert reply.status_code == (200 if "arguments" in what and "chat" in path else 400)
-            if reply.status_code == 400:
-                assert len(reply.json()["error"]["message"]) < 300
-            assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
-
-    asyncio.run(main())
+    async with serving(Scripted(tokenizer), tokenizer) as (_, _ctx, session), client_of(session) as http:
+        reply = await http.post(path, content=NESTED[what])
+        # Arguments are text to the API: what is no JSON in them is shown to the model as it is.
+        assert reply.status_code == (200 if "arguments" in what and "chat" in path else 400)
+        if reply.status_code == 400:
+            assert len(reply.json()["error"]["message"]) < 300
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 

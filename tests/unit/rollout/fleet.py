@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -177,25 +178,19 @@ class Fleet:
             self._changed.notify_all()
 
 
-def drive(
-    body: Callable[[Fleet], Awaitable[Any]], count: int = 1, *, started: bool = True, **how: Any
-) -> Fleet:
-    """Run `body` over a fleet that serves version 0, within a deadline."""
-
-    async def main() -> Fleet:
-        fleet = Fleet(count, **how)
-        watching: asyncio.Task[None] | None = None
-        try:
-            async with asyncio.timeout(60):
-                if started:
-                    await fleet.set.start(Snapshot(0))
-                    watching = asyncio.ensure_future(fleet.set.watch())
-                await body(fleet)
-        finally:
-            if watching is not None:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
-            await fleet.set.stop()
-        return fleet
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def driven(count: int = 1, *, started: bool = True, **how: Any) -> AsyncIterator[Fleet]:
+    """A fleet that serves version 0, within a deadline."""
+    fleet = Fleet(count, **how)
+    watching: asyncio.Task[None] | None = None
+    try:
+        async with asyncio.timeout(60):
+            if started:
+                await fleet.set.start(Snapshot(0))
+                watching = asyncio.ensure_future(fleet.set.watch())
+            yield fleet
+    finally:
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        await fleet.set.stop()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -22,19 +24,16 @@ def request(name: object, prompt: list[int], **sampling: Any) -> GenerateRequest
     return GenerateRequest(str(name), prompt, Sampling(**sampling))
 
 
-def drive(made: Any, body: Any, **how: Any) -> Any:
-    """Run `body(engine)` against a started engine, within a deadline, and stop the engine after."""
-
-    async def main() -> Any:
-        engine: LocalEngine = made.engine(**how)
-        await engine.start(made.weights(0))
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                return await body(engine)
-        finally:
-            await engine.stop()
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def running(made: Any, **how: Any) -> AsyncIterator[LocalEngine]:
+    """A started engine, within a deadline; it is stopped after."""
+    engine: LocalEngine = made.engine(**how)
+    await engine.start(made.weights(0))
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield engine
+    finally:
+        await engine.stop()
 
 
 async def until(condition: Any) -> None:
@@ -49,11 +48,11 @@ async def update(engine: LocalEngine, snapshot: Any) -> None:
     await engine.resume()
 
 
-def test_versions_are_true_and_nothing_is_lost_under_many_updates(endless: Any, oracle: Any) -> None:
+async def test_versions_are_true_and_nothing_is_lost_under_many_updates(endless: Any, oracle: Any) -> None:
     asked = [request(i, [2 + i % 20, 5], max_new_tokens=40 + i % 7, seed=i) for i in range(60)]
     tags = [VersionTag("policy", i // 4, i) for i in range(12)]  # the trainer's epoch changes too
 
-    async def body(engine: LocalEngine) -> list[Any]:
+    async with running(endless, slots=16) as engine:
         calls = [asyncio.ensure_future(engine.generate(one)) for one in asked]
         for tag in tags[1:]:
             sampled = engine.stats().tokens_total
@@ -62,9 +61,7 @@ def test_versions_are_true_and_nothing_is_lost_under_many_updates(endless: Any, 
             )
             await update(engine, endless.weights(tag.version, tag.epoch))
             assert engine.version == tag
-        return await asyncio.gather(*calls)
-
-    results = drive(endless, body, slots=16)
+        results = await asyncio.gather(*calls)
     logits = [endless.reference(endless.weights(tag.version, tag.epoch)) for tag in tags]
     several = 0
     for one, got in zip(asked, results, strict=True):
@@ -81,8 +78,8 @@ def test_versions_are_true_and_nothing_is_lost_under_many_updates(endless: Any, 
     assert several >= 10
 
 
-def test_a_paused_engine_samples_nothing_and_holds_what_it_has(endless: Any) -> None:
-    async def body(engine: LocalEngine) -> None:
+async def test_a_paused_engine_samples_nothing_and_holds_what_it_has(endless: Any) -> None:
+    async with running(endless) as engine:
         call = asyncio.ensure_future(engine.generate(request("a", [3, 4], max_new_tokens=60)))
         await until(lambda: engine.stats().running)
         await engine.pause()
@@ -98,20 +95,16 @@ def test_a_paused_engine_samples_nothing_and_holds_what_it_has(endless: Any) -> 
         assert first.versions[-1] == 3
         assert second.versions.tolist() == [3, 3]
 
-    drive(endless, body)
 
-
-def test_weights_are_not_exchanged_under_a_running_engine(endless: Any) -> None:
-    async def body(engine: LocalEngine) -> None:
+async def test_weights_are_not_exchanged_under_a_running_engine(endless: Any) -> None:
+    async with running(endless) as engine:
         with pytest.raises(EngineError, match="paused"):
             await engine.load(endless.weights(1))
         assert engine.version == VersionTag("policy", 0, 0)
 
-    drive(endless, body)
 
-
-def test_cancelling_a_call_frees_its_slot(endless: Any) -> None:
-    async def body(engine: LocalEngine) -> None:
+async def test_cancelling_a_call_frees_its_slot(endless: Any) -> None:
+    async with running(endless, slots=2) as engine:
         calls = [asyncio.ensure_future(engine.generate(request(i, [3], max_new_tokens=90))) for i in range(8)]
         await until(lambda: engine.stats().running == 2)
         for call in calls:
@@ -121,11 +114,9 @@ def test_cancelling_a_call_frees_its_slot(endless: Any) -> None:
         assert engine.stats().requests_total < 8 or engine.stats().tokens_total < 8 * 90
         assert len((await engine.generate(request("after", [3], max_new_tokens=4))).token_ids) == 4
 
-    drive(endless, body, slots=2)
 
-
-def test_abort_returns_what_was_sampled(endless: Any) -> None:
-    async def body(engine: LocalEngine) -> None:
+async def test_abort_returns_what_was_sampled(endless: Any) -> None:
+    async with running(endless) as engine:
         call = asyncio.ensure_future(engine.generate(request("a", [3], max_new_tokens=90)))
         await until(lambda: engine.stats().tokens_total > 5)
         await engine.abort(["a", "nobody"])
@@ -133,11 +124,9 @@ def test_abort_returns_what_was_sampled(endless: Any) -> None:
         assert result.finish_reason == "abort"
         assert 5 < len(result.token_ids) < 90
 
-    drive(endless, body)
 
-
-def test_one_bad_request_touches_no_other(endless: Any) -> None:
-    async def body(engine: LocalEngine) -> None:
+async def test_one_bad_request_touches_no_other(endless: Any) -> None:
+    async with running(endless) as engine:
         good = [engine.generate(request(i, [3, 4], max_new_tokens=20, seed=i)) for i in range(5)]
         bad = [
             engine.generate(request("x", [999_999])),
@@ -148,11 +137,9 @@ def test_one_bad_request_touches_no_other(endless: Any) -> None:
         assert [len(r.token_ids) for r in results[:5]] == [20] * 5
         assert [type(r) for r in results[5:]] == [RequestError] * 3
 
-    drive(endless, body)
 
-
-def test_a_failed_step_fails_its_requests_and_the_engine_lives_on(endless: Any) -> None:
-    async def body(engine: LocalEngine) -> None:
+async def test_a_failed_step_fails_its_requests_and_the_engine_lives_on(endless: Any) -> None:
+    async with running(endless) as engine:
         model = engine._started().model
         hidden, model.hidden = model.hidden, lambda *_: 1 / 0  # type: ignore[method-assign]
         calls = [engine.generate(request(i, [3], max_new_tokens=4)) for i in range(3)]
@@ -162,11 +149,10 @@ def test_a_failed_step_fails_its_requests_and_the_engine_lives_on(endless: Any) 
         model.hidden = hidden  # type: ignore[method-assign]
         assert len((await engine.generate(request("b", [3], max_new_tokens=4))).token_ids) == 4
 
-    drive(endless, body)
 
+async def test_an_engine_with_nothing_to_do_or_paused_is_not_busy(endless: Any) -> None:
+    async with running(endless) as engine:
 
-def test_an_engine_with_nothing_to_do_or_paused_is_not_busy(endless: Any) -> None:
-    async def body(engine: LocalEngine) -> None:
         def still() -> bool:
             return engine.stats().busy_s == engine.stats().busy_s
 
@@ -182,11 +168,9 @@ def test_an_engine_with_nothing_to_do_or_paused_is_not_busy(endless: Any) -> Non
         await call
         await until(still)
 
-    drive(endless, body)
 
-
-def test_stopping_ends_every_call(endless: Any) -> None:
-    async def body(engine: LocalEngine) -> None:
+async def test_stopping_ends_every_call(endless: Any) -> None:
+    async with running(endless, slots=2) as engine:
         calls = [asyncio.ensure_future(engine.generate(request(i, [3], max_new_tokens=90))) for i in range(9)]
         await until(lambda: engine.stats().running)
         pausing = asyncio.ensure_future(engine.pause())
@@ -198,35 +182,27 @@ def test_stopping_ends_every_call(endless: Any) -> None:
         with pytest.raises(EngineError, match="stopped"):
             await engine.resume()
 
-    drive(endless, body, slots=2)
+
+async def test_a_directory_without_a_model_is_refused_in_words(tmp_path: Any, tiny: Any) -> None:
+    engine = LocalEngine(tmp_path, slots=1, max_model_len=8)
+    with pytest.raises(EngineError, match="Hugging Face directory"):
+        await engine.start(tiny.weights(0))
+    await engine.stop()
 
 
-def test_a_directory_without_a_model_is_refused_in_words(tmp_path: Any, tiny: Any) -> None:
-    async def main() -> None:
-        engine = LocalEngine(tmp_path, slots=1, max_model_len=8)
-        with pytest.raises(EngineError, match="Hugging Face directory"):
-            await engine.start(tiny.weights(0))
-        await engine.stop()
-
-    asyncio.run(main())
+async def test_a_length_beyond_the_models_positions_is_refused(tiny: Any) -> None:
+    engine = LocalEngine(tiny.directory, slots=1, max_model_len=1000)
+    with pytest.raises(EngineError, match="128 positions"):
+        await engine.start(tiny.weights(0))
+    await engine.stop()
 
 
-def test_a_length_beyond_the_models_positions_is_refused(tiny: Any) -> None:
-    async def main() -> None:
-        engine = LocalEngine(tiny.directory, slots=1, max_model_len=1000)
-        with pytest.raises(EngineError, match="128 positions"):
-            await engine.start(tiny.weights(0))
-        await engine.stop()
-
-    asyncio.run(main())
-
-
-def test_the_oldest_priority_goes_first_wherever_requests_wait(endless: Any) -> None:
+async def test_the_oldest_priority_goes_first_wherever_requests_wait(endless: Any) -> None:
     """One slot: answers come in the order of priorities, and among equals in that of their arrival."""
     order = [5, 3, 9, 1, 7, 3, 0, 8, 2, 6]
     finished: list[tuple[int, int]] = []
 
-    async def body(engine: LocalEngine) -> None:
+    async with running(endless, slots=1) as engine:
         await engine.pause()  # until all have arrived
 
         async def one(number: int, priority: int) -> None:
@@ -238,13 +214,11 @@ def test_the_oldest_priority_goes_first_wherever_requests_wait(endless: Any) -> 
         await until(lambda: engine.stats().waiting == len(order))
         await engine.resume()
         await asyncio.gather(*calls)
-
-    drive(endless, body, slots=1)
     assert finished == sorted(finished)
 
 
-def test_a_request_past_its_deadline_ends_by_name_and_frees_its_place(endless: Any) -> None:
-    async def body(engine: LocalEngine) -> None:
+async def test_a_request_past_its_deadline_ends_by_name_and_frees_its_place(endless: Any) -> None:
+    async with running(endless, slots=2) as engine:
         await engine.pause()
         now_s = time.monotonic()
         asked = [
@@ -277,5 +251,3 @@ def test_a_request_past_its_deadline_ends_by_name_and_frees_its_place(endless: A
         engine._core.step = core_step  # type: ignore[method-assign, union-attr]
         await until(lambda: engine.stats().running == engine.stats().waiting == 0)
         assert len((await engine.generate(request("c", [3], max_new_tokens=4))).token_ids) == 4
-
-    drive(endless, body, slots=2)

@@ -16,15 +16,15 @@ from rollout_service.replicas import ReplicaGone, exchange, replica, replica_set
 from rollout_service.worker import Worker
 from rollout_service.workflows import Renderer, load_workflow
 from tests.unit.rollout.fakes import FakeBuffer, LetterTokenizer, eventually, group, job
-from tests.unit.rollout.fleet import Fleet, Snapshot, drive
+from tests.unit.rollout.fleet import Fleet, Snapshot, driven
 
 
 def begun(fleet: Fleet) -> int:
     return len(fleet.seen)
 
 
-def test_requests_are_spread_and_a_group_stays_together() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_requests_are_spread_and_a_group_stays_together() -> None:
+    async with driven(2, capacity=6) as fleet:
         asked = [fleet.ask(f"{g}.{s}", session=f"t{g}#0.{s}") for g in range(2) for s in range(4)]
         await eventually(lambda: begun(fleet) == 8)
         assert {tuple(fleet.where(f"{g}.{s}")) for g in range(2) for s in range(4)} == {(0,), (1,)}
@@ -43,11 +43,9 @@ def test_requests_are_spread_and_a_group_stays_together() -> None:
                 server.answer(name)
         await asyncio.gather(*asked, again)
 
-    drive(body, 2, capacity=6)
 
-
-def test_among_waiting_requests_the_oldest_lease_goes_first() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_among_waiting_requests_the_oldest_lease_goes_first() -> None:
+    async with driven(capacity=2) as fleet:
         running = [fleet.ask(f"r{n}") for n in range(3)]  # two places, one in front
         await eventually(lambda: begun(fleet) == 3)
         later = fleet.ask("young", priority=9)
@@ -64,11 +62,9 @@ def test_among_waiting_requests_the_oldest_lease_goes_first() -> None:
             fleet.server(0).answer(name)
         await asyncio.gather(*running, sooner, later)
 
-    drive(body, capacity=2)
 
-
-def test_a_request_that_is_given_up_while_it_waits_takes_no_place() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_a_request_that_is_given_up_while_it_waits_takes_no_place() -> None:
+    async with driven(capacity=1) as fleet:
         first = [fleet.ask(f"r{n}") for n in range(2)]
         await eventually(lambda: begun(fleet) == 2)
         gone, stays = fleet.ask("gone"), fleet.ask("stays")
@@ -82,11 +78,9 @@ def test_a_request_that_is_given_up_while_it_waits_takes_no_place() -> None:
         await asyncio.gather(*first, stays)
         assert fleet.set.replicas[0].given == 0
 
-    drive(body, capacity=1)
 
-
-def test_an_abort_reaches_what_runs_and_what_waits() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_an_abort_reaches_what_runs_and_what_waits() -> None:
+    async with driven(capacity=1) as fleet:
         running = [fleet.ask(f"r{n}") for n in range(2)]
         await eventually(lambda: begun(fleet) == 2)
         waiting = [fleet.ask(f"w{n}") for n in range(3)]
@@ -102,12 +96,10 @@ def test_an_abort_reaches_what_runs_and_what_waits() -> None:
         await asyncio.gather(*running, waiting[0], waiting[2])
         assert fleet.where("w1") == []
 
-    drive(body, capacity=1)
-
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_a_deadline_holds_in_the_engine_and_before_it(busy: bool) -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_a_deadline_holds_in_the_engine_and_before_it(busy: bool) -> None:
+    async with driven(capacity=1) as fleet:
         first = [fleet.ask(f"r{n}") for n in range(2)] if busy else []
         await eventually(lambda: begun(fleet) == len(first))
         late = fleet.ask("late", deadline_s=time.monotonic() + 0.02)
@@ -118,14 +110,12 @@ def test_a_deadline_holds_in_the_engine_and_before_it(busy: bool) -> None:
         for task in first:
             task.cancel()
 
-    drive(body, capacity=1)
-
 
 # --- updates -------------------------------------------------------------------------------------------
 
 
-def test_an_update_reaches_every_replica_and_the_set_serves_the_oldest() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_an_update_reaches_every_replica_and_the_set_serves_the_oldest() -> None:
+    async with driven(2) as fleet:
         seen: list[VersionTag] = []
         server, load = fleet.server(0), fleet.server(1).load
 
@@ -142,13 +132,11 @@ def test_an_update_reaches_every_replica_and_the_set_serves_the_oldest() -> None
         results = await asyncio.gather(*(fleet.ask(f"r{n}") for n in range(4)))
         assert {int(result.versions[0]) for result in results} == {1}
 
-    drive(body, 2)
 
-
-def test_whoever_listens_is_told_of_an_exchange_also_of_one_that_fails() -> None:
+async def test_whoever_listens_is_told_of_an_exchange_also_of_one_that_fails() -> None:
     told: list[bool] = []
 
-    async def body(fleet: Fleet) -> None:
+    async with driven(2, on_exchange=told.append) as fleet:
         await exchange(fleet.set, Snapshot(1))
         assert told == [True, False]
         fleet.misfits.add(2)
@@ -156,13 +144,12 @@ def test_whoever_listens_is_told_of_an_exchange_also_of_one_that_fails() -> None
             await exchange(fleet.set, Snapshot(2))
         assert told == [True, False] * 2
 
-    drive(body, 2, on_exchange=told.append)
 
-
-def test_what_an_engine_serves_is_written_down_before_it_samples_from_it(
+async def test_what_an_engine_serves_is_written_down_before_it_samples_from_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def body(fleet: Fleet) -> None:
+    async with driven(2, started=False) as fleet:
+
         def write(event: str, *, replica: int, epoch: int, version: int) -> None:
             assert (event, epoch) == ("served", 0)
             fleet.server(replica).journal.append(f"served {version}")
@@ -182,11 +169,9 @@ def test_what_an_engine_serves_is_written_down_before_it_samples_from_it(
         await exchange(fleet.set, Snapshot(2))
         assert fleet.server(1).journal[1:] == ["pause", "load 2", "served 2", "resume"]
 
-    drive(body, 2, started=False)
 
-
-def test_weights_that_do_not_fit_are_an_error_and_the_engines_go_on() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_weights_that_do_not_fit_are_an_error_and_the_engines_go_on() -> None:
+    async with driven(2) as fleet:
         fleet.misfits.add(1)
         fleet.held = False
         with pytest.raises(EngineError, match="does not fit"):
@@ -196,14 +181,13 @@ def test_weights_that_do_not_fit_are_an_error_and_the_engines_go_on() -> None:
         await exchange(fleet.set, Snapshot(2))
         assert fleet.set.version.version == 2
 
-    drive(body, 2)
-
 
 # --- deaths --------------------------------------------------------------------------------------------
 
 
-def test_requests_of_a_dead_replica_run_on_another() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_requests_of_a_dead_replica_run_on_another() -> None:
+    shares: list[float] = []
+    async with driven(2, on_serving=shares.append) as fleet:
         asked = [fleet.ask(f"r{n}") for n in range(4)]
         await eventually(lambda: begun(fleet) == 4)
         mine = [f"r{n}" for n in range(4) if fleet.where(f"r{n}") == [1]]
@@ -216,14 +200,11 @@ def test_requests_of_a_dead_replica_run_on_another() -> None:
         assert [fleet.where(name) for name in mine] == [[1, 0], [1, 0]]
         await eventually(lambda: shares == [1.0, 0.5, 1.0])
         await fleet.ask("after")
-
-    shares: list[float] = []
-    fleet = drive(body, 2, on_serving=shares.append)
-    assert [server.index for server in fleet.made] == [0, 1, 1]
+        assert [server.index for server in fleet.made] == [0, 1, 1]
 
 
-def test_requests_wait_for_the_restart_of_the_only_replica() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_requests_wait_for_the_restart_of_the_only_replica() -> None:
+    async with driven() as fleet:
         asked = [fleet.ask(f"r{n}", priority=n) for n in range(7)]
         await eventually(lambda: begun(fleet) == 5)
         fleet.held = False
@@ -234,14 +215,11 @@ def test_requests_wait_for_the_restart_of_the_only_replica() -> None:
         # Nothing is counted twice, and nothing falls.
         assert fleet.set.stats().requests_total == 7
 
-    drive(body)
 
-
-def test_a_hung_engine_is_noticed_ended_and_replaced() -> None:
+async def test_a_hung_engine_is_noticed_ended_and_replaced() -> None:
     now_s = 0.0
 
-    async def body(fleet: Fleet) -> None:
-        nonlocal now_s
+    async with driven(stuck_s=10.0, clock=lambda: now_s, watch_s=0.005) as fleet:
         asked = fleet.ask("r")
         await eventually(lambda: begun(fleet) == 1)
         hung = fleet.server(0)
@@ -259,15 +237,12 @@ def test_a_hung_engine_is_noticed_ended_and_replaced() -> None:
         fleet.server(0).running and fleet.server(0).answer("r")
         await asked
 
-    drive(body, stuck_s=10.0, clock=lambda: now_s, watch_s=0.005)
-
 
 @pytest.mark.parametrize("count", ["tokens", "decoded"])
-def test_an_engine_that_is_idle_or_samples_is_not_stuck(count: str) -> None:
+async def test_an_engine_that_is_idle_or_samples_is_not_stuck(count: str) -> None:
     now_s = 0.0
 
-    async def body(fleet: Fleet) -> None:
-        nonlocal now_s
+    async with driven(stuck_s=10.0, clock=lambda: now_s, watch_s=0.002) as fleet:
         for _ in range(5):
             now_s += 4.0
             await asyncio.sleep(0.02)  # idle
@@ -281,10 +256,8 @@ def test_an_engine_that_is_idle_or_samples_is_not_stuck(count: str) -> None:
         fleet.server(0).answer("r")
         await asked
 
-    drive(body, stuck_s=10.0, clock=lambda: now_s, watch_s=0.002)
 
-
-def test_a_restart_takes_the_newest_snapshot_and_catches_up_with_the_set() -> None:
+async def test_a_restart_takes_the_newest_snapshot_and_catches_up_with_the_set() -> None:
     offered = [RpcTimeout("the trainer restarts"), Snapshot(3), Snapshot(5)]
     held: list[str] = []
 
@@ -297,7 +270,7 @@ def test_a_restart_takes_the_newest_snapshot_and_catches_up_with_the_set() -> No
         yield snapshot
         held.append("let go")
 
-    async def body(fleet: Fleet) -> None:
+    async with driven(newest=newest, fetch_pause_s=0.001) as fleet:
         await exchange(fleet.set, Snapshot(2))
         fleet.server(0).kill()
         lost = fleet.ask("r")
@@ -316,16 +289,14 @@ def test_a_restart_takes_the_newest_snapshot_and_catches_up_with_the_set() -> No
         fleet.server(0).answer("r")
         await lost
 
-    drive(body, newest=newest, fetch_pause_s=0.001)
 
-
-def test_a_restart_that_fails_in_an_unknown_way_ends_the_set_with_the_reason() -> None:
+async def test_a_restart_that_fails_in_an_unknown_way_ends_the_set_with_the_reason() -> None:
     @asynccontextmanager
     async def newest() -> Any:
         raise OSError("no space left")
         yield
 
-    async def body(fleet: Fleet) -> None:
+    async with driven(newest=newest, watch_s=0.005) as fleet:
         asked = fleet.ask("r")
         await eventually(lambda: begun(fleet) == 1)
         fleet.server(0).kill()
@@ -334,11 +305,9 @@ def test_a_restart_that_fails_in_an_unknown_way_ends_the_set_with_the_reason() -
         with pytest.raises(EngineError, match="no space left"):
             await fleet.set.watch()
 
-    drive(body, newest=newest, watch_s=0.005)
 
-
-def test_a_lost_connection_to_a_living_engine_costs_one_request_another_try() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_a_lost_connection_to_a_living_engine_costs_one_request_another_try() -> None:
+    async with driven() as fleet:
         asked, other = fleet.ask("r"), fleet.ask("other")
         await eventually(lambda: begun(fleet) == 2)
         fleet.server(0).running["r"].set_exception(EngineLost("the connection broke"))
@@ -348,11 +317,9 @@ def test_a_lost_connection_to_a_living_engine_costs_one_request_another_try() ->
         fleet.server(0).answer("other")
         await asyncio.gather(asked, other)
 
-    drive(body)
 
-
-def test_an_engine_that_loses_a_request_again_and_again_is_taken_for_dead() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_an_engine_that_loses_a_request_again_and_again_is_taken_for_dead() -> None:
+    async with driven() as fleet:
         asked = fleet.ask("r")
         for tries in range(1, 2 + replica_set.MAX_SENT_AGAIN):
             await eventually(lambda tries=tries: begun(fleet) == tries)
@@ -363,11 +330,9 @@ def test_an_engine_that_loses_a_request_again_and_again_is_taken_for_dead() -> N
         fleet.server(0).answer("r")
         await asked
 
-    drive(body)
 
-
-def test_an_engine_that_dies_during_an_update_does_not_stop_it() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_an_engine_that_dies_during_an_update_does_not_stop_it() -> None:
+    async with driven(2) as fleet:
         fleet.server(1).kill()
         await exchange(fleet.set, Snapshot(1))
         assert fleet.server(0).version.version == 1
@@ -375,11 +340,10 @@ def test_an_engine_that_dies_during_an_update_does_not_stop_it() -> None:
         assert fleet.server(1).version.version == 1
         assert len(fleet.made) == 3
 
-    drive(body, 2)
 
+async def test_a_set_tells_the_first_error_of_an_update() -> None:
+    async with driven() as fleet:
 
-def test_a_set_tells_the_first_error_of_an_update() -> None:
-    async def body(fleet: Fleet) -> None:
         async def broken() -> None:
             raise EngineError("it does not go on")
 
@@ -391,11 +355,9 @@ def test_a_set_tells_the_first_error_of_an_update() -> None:
         with pytest.raises(EngineError, match="does not go on"):
             await exchange(fleet.set, Snapshot(2))
 
-    drive(body)
 
-
-def test_start_failures_after_a_death_count_and_the_last_words_are_told() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_start_failures_after_a_death_count_and_the_last_words_are_told() -> None:
+    async with driven() as fleet:
         waits = fleet.ask("r")
         await eventually(lambda: begun(fleet) == 1)
         fleet.start_errors += [EngineError(f"no port (try {n})\nCUDA out of memory") for n in range(9)]
@@ -409,21 +371,17 @@ def test_start_failures_after_a_death_count_and_the_last_words_are_told() -> Non
         assert not fleet.set.alive()
         assert len(fleet.made) == 1 + 3
 
-    drive(body)
 
-
-def test_an_engine_that_never_served_is_not_tried_again() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_an_engine_that_never_served_is_not_tried_again() -> None:
+    async with driven(2, started=False) as fleet:
         fleet.start_errors.append(EngineError("no such flag: --oops"))
         with pytest.raises(EngineError, match="--oops"):
             await fleet.set.start(Snapshot(0))
         assert len(fleet.made) == 2
 
-    drive(body, 2, started=False)
 
-
-def test_a_failing_request_of_a_living_engine_is_its_own() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_a_failing_request_of_a_living_engine_is_its_own() -> None:
+    async with driven() as fleet:
         asked = fleet.ask("r")
         await eventually(lambda: begun(fleet) == 1)
         fleet.server(0).running["r"].set_exception(EngineError("the engine's step failed"))
@@ -432,18 +390,14 @@ def test_a_failing_request_of_a_living_engine_is_its_own() -> None:
         assert len(fleet.made) == 1
         assert fleet.set.replicas[0].serves
 
-    drive(body)
 
-
-def test_stop_ends_what_runs_and_what_waits() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_stop_ends_what_runs_and_what_waits() -> None:
+    async with driven(capacity=1) as fleet:
         asked = [fleet.ask(f"r{n}") for n in range(5)]
         await eventually(lambda: begun(fleet) == 2)
         await fleet.set.stop()
         results = await asyncio.gather(*asked, return_exceptions=True)
         assert all(isinstance(result, EngineError) for result in results)
-
-    drive(body, capacity=1)
 
 
 # --- with a worker around them -------------------------------------------------------------------------
@@ -454,8 +408,8 @@ def worker_over(fleet: Fleet, buffer: FakeBuffer) -> Worker:
     return Worker(buffer, fleet.set, workflow, render, job=job(), name="rollout-0")
 
 
-def test_leases_outlive_the_death_of_the_engine() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_leases_outlive_the_death_of_the_engine() -> None:
+    async with driven() as fleet:
         buffer = FakeBuffer([group(0, life_ms=60), group(1, life_ms=60)])
         worker = worker_over(fleet, buffer)
         stop = asyncio.Event()
@@ -475,11 +429,9 @@ def test_leases_outlive_the_death_of_the_engine() -> None:
         await running
         assert buffer.released == {}
 
-    drive(body)
 
-
-def test_a_worker_whose_engine_is_dead_for_good_ends_with_the_last_words_of_its_server() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_a_worker_whose_engine_is_dead_for_good_ends_with_the_last_words_of_its_server() -> None:
+    async with driven() as fleet:
         buffer = FakeBuffer([group(0)])
         worker = worker_over(fleet, buffer)
         running = asyncio.ensure_future(worker.run(asyncio.Event(), fleet.set.watch()))
@@ -490,5 +442,3 @@ def test_a_worker_whose_engine_is_dead_for_good_ends_with_the_last_words_of_its_
             await running
         assert ending.value.restart_helps
         assert list(buffer.released) == ["L0"]
-
-    drive(body)

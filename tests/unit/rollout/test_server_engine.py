@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,29 +41,26 @@ class Offer:
         raise AssertionError("the tensors would be read while the engine is paused")
 
 
-def with_engine(tmp_path: Path, body: Callable[[HttpEngine, FakeServer], Any]) -> None:
+@asynccontextmanager
+async def serving_engine(tmp_path: Path) -> AsyncIterator[tuple[HttpEngine, FakeServer]]:
     write_model(tmp_path / "model", seed=0)
-
-    async def main() -> None:
-        server = FakeServer()
-        async with server.serving() as client:
-            settings = ServerSettings(slots=4, max_model_len=64, url=client.url, patience=PATIENCE)
-            engine = HttpEngine(SGLangAdapter(tmp_path / "model", settings))
-            try:
-                await engine.start(Offer(tmp_path, 0))
-                await body(engine, server)
-            finally:
-                await engine.stop()
-
-    asyncio.run(main())
+    server = FakeServer()
+    async with server.serving() as client:
+        settings = ServerSettings(slots=4, max_model_len=64, url=client.url, patience=PATIENCE)
+        engine = HttpEngine(SGLangAdapter(tmp_path / "model", settings))
+        try:
+            await engine.start(Offer(tmp_path, 0))
+            yield engine, server
+        finally:
+            await engine.stop()
 
 
 def asked(name: str = "r") -> GenerateRequest:
     return GenerateRequest(name, [1, 2], GREEDY)
 
 
-def test_an_update_needs_the_directory_alone(tmp_path: Path) -> None:
-    async def body(engine: HttpEngine, server: FakeServer) -> None:
+async def test_an_update_needs_the_directory_alone(tmp_path: Path) -> None:
+    async with serving_engine(tmp_path) as (engine, server):
         offer = Offer(tmp_path, 1)
         with pytest.raises(EngineError, match="paused"):
             await engine.load(offer)
@@ -72,14 +70,13 @@ def test_an_update_needs_the_directory_alone(tmp_path: Path) -> None:
         assert engine.version == VersionTag("policy", 0, 1)
         assert server.version == "policy-e0-v1"
 
-    with_engine(tmp_path, body)
-
 
 @pytest.mark.parametrize("goes", [False, True])
-def test_versions_are_true_after_a_load_is_undone(tmp_path: Path, goes: bool) -> None:
+async def test_versions_are_true_after_a_load_is_undone(tmp_path: Path, goes: bool) -> None:
     """The old directory is nobody's any more: what is removed while it is read may be filled anew."""
 
-    async def body(engine: HttpEngine, server: FakeServer) -> None:
+    async with serving_engine(tmp_path) as (engine, server):
+
         def undone() -> bool:
             if goes:
                 shutil.rmtree(tmp_path / "policy-e0-v0")
@@ -92,11 +89,9 @@ def test_versions_are_true_after_a_load_is_undone(tmp_path: Path, goes: bool) ->
         assert engine.alive() is not goes
         assert engine.version == VersionTag("policy", 0, 0)
 
-    with_engine(tmp_path, body)
 
-
-def test_an_engine_whose_old_weights_do_not_come_back_is_lost(tmp_path: Path) -> None:
-    async def body(engine: HttpEngine, server: FakeServer) -> None:
+async def test_an_engine_whose_old_weights_do_not_come_back_is_lost(tmp_path: Path) -> None:
+    async with serving_engine(tmp_path) as (engine, server):
         waiting = asyncio.create_task(engine.generate(asked()))
         server.loads = [lambda: False, lambda: False]
         await engine.pause()
@@ -107,14 +102,12 @@ def test_an_engine_whose_old_weights_do_not_come_back_is_lost(tmp_path: Path) ->
         with pytest.raises(EngineLost):
             await engine.resume()
 
-    with_engine(tmp_path, body)
-
 
 @pytest.mark.parametrize("silent", [2, 10**6])
-def test_an_attached_server_is_lost_after_several_silent_probes_and_not_after_two(
+async def test_an_attached_server_is_lost_after_several_silent_probes_and_not_after_two(
     tmp_path: Path, silent: int
 ) -> None:
-    async def body(engine: HttpEngine, server: FakeServer) -> None:
+    async with serving_engine(tmp_path) as (engine, server):
         server.breaks, server.silent = True, silent
         calls = [engine.generate(asked(f"r{n}")) for n in range(5)]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -124,11 +117,9 @@ def test_an_attached_server_is_lost_after_several_silent_probes_and_not_after_tw
             with pytest.raises(EngineLost):
                 await engine.pause()
 
-    with_engine(tmp_path, body)
 
-
-def test_an_answer_under_a_version_of_another_is_no_answer(tmp_path: Path) -> None:
-    async def body(engine: HttpEngine, server: FakeServer) -> None:
+async def test_an_answer_under_a_version_of_another_is_no_answer(tmp_path: Path) -> None:
+    async with serving_engine(tmp_path) as (engine, server):
         server.held.set()
         server.versions = [{"version": "another's", "start": 0, "end": 1}]
         with pytest.raises(EngineError, match="no version of this project"):
@@ -136,8 +127,6 @@ def test_an_answer_under_a_version_of_another_is_no_answer(tmp_path: Path) -> No
         assert engine.alive()
         with pytest.raises(RequestError, match="vocabulary"):
             await engine.generate(GenerateRequest("r", [99], GREEDY))
-
-    with_engine(tmp_path, body)
 
 
 def test_an_attached_server_that_does_not_serve_in_time_is_named() -> None:

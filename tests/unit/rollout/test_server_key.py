@@ -57,51 +57,45 @@ def made(folder: Path, source: str) -> tuple[Callable[[int], list[str]], dict[st
     return lambda port: [*command, str(port)], dict(os.environ) | {"PYTHONPATH": str(folder)}
 
 
-def test_every_route_asks_for_the_key_and_no_command_line_shows_it(tmp_path: Path) -> None:
-    async def body() -> None:
-        argv, environment = made(tmp_path, SERVER)
-        process, client = await started("tiny", argv, environment, settings(tmp_path), path="/health")
-        strangers = [ServerClient("tiny", client.url), ServerClient("tiny", client.url, key="0" * 64)]
-        try:
-            for path in (
-                "/health",
-                "/metrics",
-                "/v1/models",
-                "/sleep",
-                "/update_weights_from_disk",
-                "/nothing",
-            ):
-                for stranger in strangers:
-                    assert await stranger.request("POST", path, {"model_path": "elsewhere"}) == (401, b"")
-            answer = await client.get("/collective_rpc", dict)
-            # It runs as it would by `python -m`.
-            assert answer["main"] == "__main__"
-            assert answer["argv"][0].endswith("tiny_server.py")
-            assert answer["argv"][1] == "--port"
-            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-            keys = {key for member in family if (key := member.environ().get(keyed.VARIABLE))}
-            assert len(keys) == 1
-            assert not [member for member in family if keys & set(" ".join(member.cmdline()).split())]
-            # What the server starts does not have it (the guard and the server do).
-            assert [keyed.VARIABLE in member.environ() for member in family] == [True, True, False]
-        finally:
+async def test_every_route_asks_for_the_key_and_no_command_line_shows_it(tmp_path: Path) -> None:
+    argv, environment = made(tmp_path, SERVER)
+    process, client = await started("tiny", argv, environment, settings(tmp_path), path="/health")
+    strangers = [ServerClient("tiny", client.url), ServerClient("tiny", client.url, key="0" * 64)]
+    try:
+        for path in (
+            "/health",
+            "/metrics",
+            "/v1/models",
+            "/sleep",
+            "/update_weights_from_disk",
+            "/nothing",
+        ):
             for stranger in strangers:
-                await stranger.close()
-            await client.close()
-            await process.stop()
+                assert await stranger.request("POST", path, {"model_path": "elsewhere"}) == (401, b"")
+        answer = await client.get("/collective_rpc", dict)
+        # It runs as it would by `python -m`.
+        assert answer["main"] == "__main__"
+        assert answer["argv"][0].endswith("tiny_server.py")
+        assert answer["argv"][1] == "--port"
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        keys = {key for member in family if (key := member.environ().get(keyed.VARIABLE))}
+        assert len(keys) == 1
+        assert not [member for member in family if keys & set(" ".join(member.cmdline()).split())]
+        # What the server starts does not have it (the guard and the server do).
+        assert [keyed.VARIABLE in member.environ() for member in family] == [True, True, False]
+    finally:
+        for stranger in strangers:
+            await stranger.close()
+        await client.close()
+        await process.stop()
 
-    asyncio.run(body())
 
-
-def test_a_server_that_does_not_ask_is_not_used(tmp_path: Path) -> None:
-    async def body() -> None:
-        argv, environment = made(tmp_path, KEYLESS)
-        before = set(psutil.Process().children(recursive=True))
-        with pytest.raises(EngineError, match="answers without its key"):
-            await started("tiny", argv, environment, settings(tmp_path), path="/health")
-        assert set(psutil.Process().children(recursive=True)) <= before
-
-    asyncio.run(body())
+async def test_a_server_that_does_not_ask_is_not_used(tmp_path: Path) -> None:
+    argv, environment = made(tmp_path, KEYLESS)
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(EngineError, match="answers without its key"):
+        await started("tiny", argv, environment, settings(tmp_path), path="/health")
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_nothing_but_one_right_key_opens_it() -> None:

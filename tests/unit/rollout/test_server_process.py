@@ -81,47 +81,38 @@ def test_that_a_server_loads_is_said_to_who_asks_for_the_status(tmp_path: Path) 
     assert board.status("rollout-0", serves=False).waiting_for == {}
 
 
-def test_a_server_that_ends_early_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    async def body() -> None:
-        (tmp_path / "logs").mkdir()
-        (tmp_path / "logs" / "server.log").write_text("words of an earlier server\n")
-        process = server(tmp_path, "print('no such model'); raise SystemExit(3)")
+async def test_a_server_that_ends_early_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "server.log").write_text("words of an earlier server\n")
+    process = server(tmp_path, "print('no such model'); raise SystemExit(3)")
 
-        async def serves() -> bool:
-            return False
+    async def serves() -> bool:
+        return False
 
-        with pytest.raises(EngineError, match="no such model") as caught:
-            await process.wait_ready(serves, DEADLINE_S)
-        assert "earlier" not in str(caught.value)
-
-    asyncio.run(body())
+    with pytest.raises(EngineError, match="no such model") as caught:
+        await process.wait_ready(serves, DEADLINE_S)
+    assert "earlier" not in str(caught.value)
 
 
-def test_a_server_that_takes_too_long_is_ended_and_the_field_named(tmp_path: Path) -> None:
-    async def body() -> None:
-        process = server(tmp_path)
+async def test_a_server_that_takes_too_long_is_ended_and_the_field_named(tmp_path: Path) -> None:
+    process = server(tmp_path)
 
-        async def serves() -> bool:
-            return False
+    async def serves() -> bool:
+        return False
 
-        with pytest.raises(EngineError, match=r"rollout\.server\.ready_s"):
-            await process.wait_ready(serves, 0.3)
-        until(lambda: not process.alive)
-
-    asyncio.run(body())
+    with pytest.raises(EngineError, match=r"rollout\.server\.ready_s"):
+        await process.wait_ready(serves, 0.3)
+    until(lambda: not process.alive)
 
 
-def test_a_command_that_is_not_there_is_an_error_with_its_name(tmp_path: Path) -> None:
-    async def body() -> None:
-        process = ServerProcess("it", ["/no/such/python"], {}, tmp_path / "log")
+async def test_a_command_that_is_not_there_is_an_error_with_its_name(tmp_path: Path) -> None:
+    process = ServerProcess("it", ["/no/such/python"], {}, tmp_path / "log")
 
-        async def serves() -> bool:
-            return False
+    async def serves() -> bool:
+        return False
 
-        with pytest.raises(EngineError, match="/no/such/python"):
-            await process.wait_ready(serves, DEADLINE_S)
-
-    asyncio.run(body())
+    with pytest.raises(EngineError, match="/no/such/python"):
+        await process.wait_ready(serves, DEADLINE_S)
 
 
 def test_free_ports_are_free() -> None:

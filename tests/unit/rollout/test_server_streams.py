@@ -77,7 +77,7 @@ def event(content: Any) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-def test_streams_one_after_the_other_use_one_connection() -> None:
+async def test_streams_one_after_the_other_use_one_connection() -> None:
     ports: set[int] = set()
 
     async def send(request: web.Request) -> web.StreamResponse:
@@ -88,12 +88,9 @@ def test_streams_one_after_the_other_use_one_connection() -> None:
         await asyncio.sleep(0.001)  # the end of the body comes in a packet of its own
         return answer
 
-    async def main() -> None:
-        async with serving(page(send)) as client:
-            for _ in range(5):
-                await client.stream("/generate", {}, Number, lambda part: None)
-
-    asyncio.run(main())
+    async with serving(page(send)) as client:
+        for _ in range(5):
+            await client.stream("/generate", {}, Number, lambda part: None)
     assert len(ports) == 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ def test_a_second_worker_of_the_same_name_is_refused_and_the_first_goes_on(tmp_p
         pass
 
 
-def test_each_restart_of_an_engine_holds_its_snapshot_for_itself_and_outlives_the_trainer(
+async def test_each_restart_of_an_engine_holds_its_snapshot_for_itself_and_outlives_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: list[str] = []
@@ -62,9 +61,6 @@ def test_each_restart_of_an_engine_holds_its_snapshot_for_itself_and_outlives_th
     ctx = ServiceContext.for_test(job(), tmp_path, "rollout", "rollout-0")
     service.make_replicas(ctx, on_serving=lambda share: None, on_exchange=lambda going_on: None)
 
-    async def body() -> None:
-        async with given["newest"]() as one, given["newest"]() as other:
-            assert one == other == "here"
-
-    asyncio.run(body())
+    async with given["newest"]() as one, given["newest"]() as other:
+        assert one == other == "here"
     assert len({ctx.name, *names}) == 3

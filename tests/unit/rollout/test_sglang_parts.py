@@ -194,35 +194,29 @@ def test_units_are_counted_over_ranks_and_before_the_first_step() -> None:
     assert msgspec.json.decode(content, type=Loads).decoded == 6
 
 
-def test_an_idle_connection_is_closed_from_this_side(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_connection_is_closed_from_this_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request on one that the server is just closing would look like the server's death."""
     monkeypatch.setattr(http, "KEEPALIVE_S", 0.05)
 
-    async def body() -> None:
-        closed = asyncio.Event()
+    closed = asyncio.Event()
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
-            assert await reader.read() == b""
-            closed.set()
-            writer.close()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        assert await reader.read() == b""
+        closed.set()
+        writer.close()
 
-        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            client = ServerClient("it", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-            assert await client.get("/", dict) == {}
-            await asyncio.wait_for(closed.wait(), 60)
-            await client.close()
-
-    asyncio.run(body())
-
-
-def test_a_server_that_is_not_there_is_lost() -> None:
-    async def body() -> None:
-        client = ServerClient("it", "http://127.0.0.1:9")
-        assert not await client.serves("/model_info")
-        with pytest.raises(EngineLost, match="it is not to be reached"):
-            await client.get("/model_info", dict)
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        client = ServerClient("it", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        assert await client.get("/", dict) == {}
+        await asyncio.wait_for(closed.wait(), 60)
         await client.close()
 
-    asyncio.run(body())
+
+async def test_a_server_that_is_not_there_is_lost() -> None:
+    client = ServerClient("it", "http://127.0.0.1:9")
+    assert not await client.serves("/model_info")
+    with pytest.raises(EngineLost, match="it is not to be reached"):
+        await client.get("/model_info", dict)
+    await client.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,8 @@ from rollout_service.engines.base import (
 )
 from rollout_service.engines.local.core import EngineCore
 from tests.unit.rollout.fakes import eventually
-from tests.unit.rollout.fleet import FakeServer, Fleet, Snapshot, drive
-from tests.unit.rollout.test_local_engine import drive as drive_local
-from tests.unit.rollout.test_local_engine import request, until, update
+from tests.unit.rollout.fleet import FakeServer, Fleet, Snapshot, driven
+from tests.unit.rollout.test_local_engine import request, running, until, update
 
 
 async def collected(engine: Any, asked: GenerateRequest) -> tuple[list[Any], GenerateResult]:
@@ -47,13 +48,13 @@ class Steps:
         self._allowed.release(count)
 
 
-def test_a_piece_is_told_at_every_step_and_updates_fall_between(
+async def test_a_piece_is_told_at_every_step_and_updates_fall_between(
     endless: Any, oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = request("s", [2, 5], max_new_tokens=20, seed=3)
     steps = Steps(monkeypatch)
 
-    async def body(engine: Any) -> tuple[list[Any], GenerateResult]:
+    async with running(endless) as engine:
         pieces: list[Any] = []
         answer = asyncio.ensure_future(engine.generate(asked, pieces.append))
         for number in range(1, 19):
@@ -64,9 +65,7 @@ def test_a_piece_is_told_at_every_step_and_updates_fall_between(
             if number in (1, 5, 9):
                 await update(engine, endless.weights(number))
         steps.allow(1)
-        return pieces, await answer
-
-    pieces, result = drive_local(endless, body)
+        pieces, result = pieces, await answer
     assert [len(piece) for piece in pieces] == [2] + [1] * 17, "the first step begins and goes on"
     assert np.concatenate(pieces).tolist() == result.token_ids[:19].tolist()
     assert result.versions.tolist() == [0] * 2 + [1] * 4 + [5] * 4 + [9] * 10
@@ -77,12 +76,12 @@ def test_a_piece_is_told_at_every_step_and_updates_fall_between(
         assert np.abs(want[at] - result.logprobs[at]).max() < 1e-4
 
 
-def test_closing_a_stream_aborts_its_request_and_a_deadline_ends_it(
+async def test_closing_a_stream_aborts_its_request_and_a_deadline_ends_it(
     endless: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = Steps(monkeypatch)
 
-    async def body(engine: Any) -> None:
+    async with running(endless) as engine:
         steps.allow(3)
         told: list[Any] = []
         gone = asyncio.ensure_future(engine.generate(request("gone", [2], max_new_tokens=90), told.append))
@@ -97,8 +96,6 @@ def test_closing_a_stream_aborts_its_request_and_a_deadline_ends_it(
         pieces, result = await collected(engine, request("after", [2], max_new_tokens=5))
         assert (len(pieces), len(result.token_ids)) == (3, 5)
 
-    drive_local(endless, body)
-
 
 # --- a set of replicas -----------------------------------------------------------------------------------
 
@@ -112,7 +109,8 @@ class Telling(FakeServer):
         return await super().generate(request)
 
 
-async def over(body: Any, count: int = 1, *, pieces: int = 2, **how: Any) -> None:
+@asynccontextmanager
+async def telling(count: int = 1, *, pieces: int = 2, **how: Any) -> AsyncIterator[Any]:
     class TellingFleet(Fleet):
         def _make(self, index: int) -> Any:
             self.made.append(Telling(index, self))
@@ -123,7 +121,7 @@ async def over(body: Any, count: int = 1, *, pieces: int = 2, **how: Any) -> Non
     await fleet.set.start(Snapshot(0))
     try:
         async with asyncio.timeout(60):
-            await body(fleet)
+            yield fleet
     finally:
         await fleet.set.stop()
 
@@ -132,8 +130,8 @@ def asked_of(name: str, **marks: Any) -> GenerateRequest:
     return GenerateRequest(name, [1], Sampling(max_new_tokens=2), **marks)
 
 
-def test_a_set_passes_the_pieces_on_and_places_by_session() -> None:
-    async def body(fleet: Any) -> None:
+async def test_a_set_passes_the_pieces_on_and_places_by_session() -> None:
+    async with telling(2) as fleet:
         told: list[int] = []
         for turn in range(2):
             name = f"t{turn}"
@@ -149,11 +147,9 @@ def test_a_set_passes_the_pieces_on_and_places_by_session() -> None:
         assert fleet.where("t0") == fleet.where("t1")
         assert [replica.given for replica in fleet.set.replicas] == [0, 0]
 
-    asyncio.run(over(body, 2))
 
-
-def test_an_engine_that_is_lost_before_the_first_piece_is_not_noticed() -> None:
-    async def body(fleet: Any) -> None:
+async def test_an_engine_that_is_lost_before_the_first_piece_is_not_noticed() -> None:
+    async with telling(pieces=0) as fleet:
         asking = asyncio.ensure_future(collected(fleet.set, asked_of("r")))
         await eventually(lambda: fleet.where("r"))
         fleet.server(0).kill()
@@ -162,11 +158,9 @@ def test_an_engine_that_is_lost_before_the_first_piece_is_not_noticed() -> None:
         pieces, result = await asking
         assert (pieces, len(result.token_ids)) == ([], 2)
 
-    asyncio.run(over(body, pieces=0))
 
-
-def test_what_was_told_is_never_told_otherwise_when_the_engine_is_lost() -> None:
-    async def body(fleet: Any) -> None:
+async def test_what_was_told_is_never_told_otherwise_when_the_engine_is_lost() -> None:
+    async with telling() as fleet:
         told: list[Any] = []
         asking = asyncio.ensure_future(fleet.set.generate(asked_of("r"), told.append))
         await eventually(lambda: len(told) == 2 and fleet.where("r"))
@@ -179,20 +173,16 @@ def test_what_was_told_is_never_told_otherwise_when_the_engine_is_lost() -> None
         fleet.held = False
         assert len((await collected(fleet.set, asked_of("next")))[1].token_ids) == 2
 
-    asyncio.run(over(body))
 
-
-def test_a_set_over_engines_that_do_not_tell_gives_the_result_alone() -> None:
-    async def body(fleet: Fleet) -> None:
+async def test_a_set_over_engines_that_do_not_tell_gives_the_result_alone() -> None:
+    async with driven() as fleet:
         fleet.held = False
         pieces, result = await collected(fleet.set, asked_of("s"))
         assert (pieces, result.finish_reason) == ([], "length")
 
-    drive(body)
 
-
-def test_a_waiting_stream_that_is_aborted_ends_with_nothing() -> None:
-    async def body(fleet: Any) -> None:
+async def test_a_waiting_stream_that_is_aborted_ends_with_nothing() -> None:
+    async with telling(capacity=1) as fleet:
         running = [fleet.ask(f"r{n}") for n in range(2)]
         await eventually(lambda: len(fleet.seen) == 2)
         waiting = asyncio.ensure_future(collected(fleet.set, asked_of("w")))
@@ -202,5 +192,3 @@ def test_a_waiting_stream_that_is_aborted_ends_with_nothing() -> None:
         assert (pieces, result.finish_reason, len(result.token_ids)) == ([], "abort", 0)
         for task in running:
             task.cancel()
-
-    asyncio.run(over(body, capacity=1))
