@@ -16,9 +16,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Coroutine, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
@@ -38,10 +38,10 @@ from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 from rollout_service import metrics
 from rollout_service.engines import make_engine
-from rollout_service.engines.base import Engine, EngineError, EngineLost, Weights
+from rollout_service.engines.base import EngineError, Weights
 from rollout_service.gateway import Gateway
 from rollout_service.process import connect, make_gateway, make_renderer, prepare, sampling_of
-from rollout_service.replicas.replica import WATCH_S, StallDetector, end_engine, exchange
+from rollout_service.replicas import ReplicaGone, ReplicaSet
 from rollout_service.statistics import ScoredSample, Statistics, statistics_of
 from rollout_service.worker.failures import within
 from rollout_service.worker.lease_client import unless_stopped
@@ -96,7 +96,7 @@ class Evaluator:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ReplicaSet,
         scorer: AnswerScorer,
         workflow: Workflow,
         render: Renderer,
@@ -118,8 +118,12 @@ class Evaluator:
     async def evaluate(self, snapshot: Weights, tasks: Sequence[Task]) -> Evaluation:
         """Load `snapshot`, answer every task as often as the job says and score the answers. Raises
         `EvaluationError` when nothing was scored, `EngineError` when the snapshot cannot be loaded and
-        `EngineLost` when the engine died: then nothing of it is taken for an outcome."""
-        await self._take(snapshot)
+        `ReplicaGone` when the engine died: then nothing of it is taken for an outcome."""
+        if self._started:
+            await self._engine.exchange(snapshot)
+        else:
+            await self._engine.start(snapshot)
+            self._started = True
         tokens = self._engine.stats().tokens_total
         answers: list[_Answer] = []
         failures: list[str] = []
@@ -130,20 +134,20 @@ class Evaluator:
             for number, sample in queue:
                 try:
                     answers.append(await self._answer(tasks[number], number, sample))
-                except EngineLost:
+                except ReplicaGone:
                     raise
                 except Exception as error:  # the workflow is the user's code; a failure is counted
                     failures.append(f"{type(error).__name__}: {error}")
 
-        async def answer_all() -> None:
-            workers = [asyncio.ensure_future(work()) for _ in range(self._job.evaluation.max_concurrent)]
-            try:
-                await asyncio.gather(*workers)
-            finally:
-                for worker in workers:
-                    worker.cancel()
-
-        await self._while_it_works(answer_all())
+        workers = [asyncio.ensure_future(work()) for _ in range(self._job.evaluation.max_concurrent)]
+        watching = asyncio.ensure_future(self._engine.watch())
+        try:
+            ends = [asyncio.gather(*workers), watching]
+            for end in (await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))[0]:
+                end.result()
+        finally:
+            for task in (*workers, watching):
+                task.cancel()
         # The answers to one task are a group: a reward may judge them together.
         verdicts = await self._scorer.score(
             [answer.given for answer in answers], [answer.task for answer in answers]
@@ -170,26 +174,6 @@ class Evaluator:
             unscored={name: count for name, count in missing.items() if count},
             tokens=self._engine.stats().tokens_total - tokens,
         )
-
-    async def _take(self, snapshot: Weights) -> None:
-        if not self._started:
-            await self._engine.start(snapshot)
-            self._started = True
-            return
-        await exchange(self._engine, snapshot)
-
-    async def _while_it_works(self, work: Coroutine[Any, Any, None]) -> None:
-        """Raises `EngineLost` when the engine has requests of `work` and gets nowhere with them."""
-        working = asyncio.ensure_future(work)
-        detector = StallDetector(self._job.rollout.stuck_s)
-        try:
-            while not (await asyncio.wait([working], timeout=WATCH_S))[0]:
-                stats = self._engine.stats()
-                if trouble := detector.trouble(self._engine, given=stats.running + stats.waiting):
-                    raise EngineLost(f"the evaluation's engine is taken for dead: {trouble}")
-            working.result()
-        finally:
-            working.cancel()
 
     async def _answer(self, task: Task, number: int, sample: int) -> _Answer:
         # Every sample draws with a seed of its own, whatever the order in which they are answered.
@@ -249,7 +233,8 @@ async def follow(
     give_up_s: float = GIVE_UP_S,
 ) -> None:
     """Evaluate what is pinned, in order, until the final snapshot is done or none will come. Raises
-    `EvaluationError` when the publisher was not heard of for `give_up_s`."""
+    `EvaluationError` when the publisher was not heard of for `give_up_s`, `ReplicaGone` when the engine
+    died."""
     after: VersionTag | None = None
     heard_s = time.monotonic()
     while True:
@@ -282,7 +267,7 @@ async def _evaluate_one(
     began_s = time.monotonic()
     try:
         result = await evaluator.evaluate(await source.open(notice), tasks)
-    except EngineLost:
+    except ReplicaGone:
         raise  # not acknowledged: it stays pinned until this process is started again and does it over
     except (SnapshotError, EngineError, EvaluationError) as error:
         await _ack(source, notice.tag, error=str(error))
@@ -358,7 +343,11 @@ async def main(ctx: ServiceContext) -> None:
     render = make_renderer(job.model)
     gateway = make_gateway(job, render, trains=False)
     wanted = engine_job(job)
-    engine = make_engine(wanted, slots=job.evaluation.max_concurrent, activity="evaluation", place=ctx)
+    slots = job.evaluation.max_concurrent
+    engine = ReplicaSet(
+        lambda _: make_engine(wanted, slots=slots, activity="evaluation", place=ctx),
+        stuck_s=job.rollout.stuck_s,
+    )
     receiver = make_receiver(ctx, "evaluate", tensors=engine_part(wanted.rollout.engine).needs == "tensors")
 
     if is_done(ctx):
@@ -377,7 +366,7 @@ async def main(ctx: ServiceContext) -> None:
         await unless_stopped(ctx.stop, work())
     finally:
         await gateway.close()
-        await end_engine(engine)
+        await engine.stop()
         await receiver.close()
 
 

@@ -20,11 +20,7 @@ from areal_async.errors import ArealError
 from areal_async.registry import ENVIRONMENTS, PartError
 from areal_async.rpc.schema import Task
 
-BUILT_IN = {
-    "countdown": "rollout_service.environments.countdown:Countdown",
-    "gymnasium": "rollout_service.environments.gymnasium:Gymnasium",
-    "reasoning_gym": "rollout_service.environments.reasoning_gym:ReasoningGym",
-}
+BUILT_IN = {"countdown": "rollout_service.environments.countdown:Countdown"}
 """Name → class; found by `areal_async.registry.ENVIRONMENTS`."""
 
 

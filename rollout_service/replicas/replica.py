@@ -16,7 +16,6 @@ import asyncio
 import heapq
 import itertools
 import time
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -226,28 +225,13 @@ class UpdateStall:
         return self.pause_s + self.load_s + self.resume_s
 
 
-class Exchanges(ABC):
-    """An engine that exchanges its weights in a way of its own, such as part by part."""
-
-    @abstractmethod
-    async def exchange(self, snapshot: Weights) -> UpdateStall:
-        """Serve `snapshot`. Returns the longest stall of any request. Raises `EngineError`."""
-
-
-async def exchange(engine: Engine | Exchanges, snapshot: Weights) -> UpdateStall:
-    """Have `engine` serve `snapshot`, in its own way if it has one. Raises `EngineError`; then the old
-    weights are in place, or the engine is lost."""
-    if isinstance(engine, Exchanges):
-        return await engine.exchange(snapshot)
-    return await pause_load_resume(engine, snapshot)
-
-
-async def pause_load_resume(
+async def exchange(
     engine: Engine, snapshot: Weights, loaded: Callable[[], None] = lambda: None
 ) -> UpdateStall:
-    """`exchange` in three steps: resumed also when the load fails. The first error is the one raised: that of
-    a resume after it is most often its consequence, and only logged. `loaded` is called before any unit of
-    the new weights is sampled."""
+    """Have `engine` serve `snapshot`; `loaded` is called before any unit of the new weights is sampled.
+
+    Raises `EngineError`; then the old weights are in place, or the engine is lost. It is resumed also when
+    the load fails: an error of that is most often the consequence of the first one, and only logged."""
     began_s = paused_s = time.monotonic()
     try:
         await engine.pause()
@@ -373,7 +357,7 @@ class EngineReplica:
         """Serve `snapshot`; it gets no requests meanwhile where others can take them."""
         self.updating = True
         try:
-            return await pause_load_resume(self.engine, snapshot, self.record_version)
+            return await exchange(self.engine, snapshot, self.record_version)
         finally:
             self.updating = False
 

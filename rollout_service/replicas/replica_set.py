@@ -43,7 +43,6 @@ from rollout_service.replicas.replica import (
     Aborted,
     AdmissionQueue,
     EngineReplica,
-    Exchanges,
     Fetch,
     PrefixAffinity,
     UpdateStall,
@@ -58,7 +57,7 @@ MAX_SENT_AGAIN = 3
 """Times that one request is lost in an engine that lives, before that engine is taken for dead."""
 
 
-class ReplicaSet(Exchanges):
+class ReplicaSet:
     """Generates with `count` engines that `make(index)` gives, and exchanges their weights."""
 
     def __init__(

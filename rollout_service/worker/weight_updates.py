@@ -17,8 +17,8 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.weights_messages import NoNews, SnapshotNotice
 from areal_async.runtime.log import get_logger
 from rollout_service import metrics
-from rollout_service.engines.base import Engine, EngineError, Weights
-from rollout_service.replicas import ReplicaSet, exchange
+from rollout_service.engines.base import EngineError, Weights
+from rollout_service.replicas import ReplicaSet
 
 log = get_logger("updates")
 
@@ -39,12 +39,13 @@ class SnapshotSource(Protocol):
 
 
 class WeightUpdates:
-    """Keeps one engine on the newest weights. `on_change` is called after each update, on the event loop."""
+    """Keeps a worker's engines on the newest weights. `on_change` is called after each update, on the event
+    loop."""
 
     def __init__(
         self,
         source: SnapshotSource,
-        engine: Engine | ReplicaSet,
+        engine: ReplicaSet,
         on_change: Callable[[], None] = lambda: None,
         *,
         retry_pause_s: float = RETRY_PAUSE_S,
@@ -107,7 +108,7 @@ class WeightUpdates:
 
     async def _swap(self, tag: VersionTag, snapshot: Weights) -> None:
         try:
-            stall = await exchange(self._engine, snapshot)
+            stall = await self._engine.exchange(snapshot)
         except EngineError as error:
             await self._ack(tag, error=str(error))
             raise

@@ -15,7 +15,8 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import msgspec
 from pydantic import Field, model_validator
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
     from rollout_service.gateway import Session
 
 MAX_OUTPUT_BYTES = 1 << 20
-"""Most bytes of a command's answer, and of its complaints."""
-PIPES_S = 5.0
-"""How long the end of a killed command's pipes may take."""
+"""Most bytes of a command's answer."""
+MAX_COMPLAINTS_BYTES = 16 << 20
+LOOK_S = 0.1
+"""Time between two looks at how much a command has printed."""
 TOLD_CHARS = 2000
 """How much of a failed command's complaints its error shows."""
 
@@ -130,74 +132,46 @@ def _command(arguments: AgentWorkflow.Arguments) -> Agent:
     command, cwd, keyed = arguments.command, arguments.cwd, arguments.keyed_url
 
     async def run(session: Session, task: Task) -> str:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                cwd=cwd,
-                env=environment_of(session, keyed_url=keyed),
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise AgentError(f"the agent's command cannot be started: {error}") from error
-        pipes = asyncio.gather(
-            _write(process.stdin, task_json(task)), _all_of(process.stdout), _end_of(process.stderr)
-        )
-        ended = asyncio.ensure_future(_ended(process.pid))
-        try:
-            await asyncio.wait((pipes, ended), return_when=asyncio.FIRST_COMPLETED)
-            if pipes.done():
-                pipes.result()
-            await ended
-        finally:
-            # With all that it has started and left behind.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            ended.cancel()
-            await asyncio.gather(pipes, ended, return_exceptions=True)
-            status = await _status(process)
-        _, answer, complaints = pipes.result()
-        if status != 0:
-            how = f"status {status}" if status > 0 else signal.Signals(-status).name
-            raise AgentError(
-                f"the agent's command ended with {how}: {complaints.strip() or 'it said nothing'}"
-            )
-        return answer.strip()
+        # Files and no pipes: what it leaves behind may hold them open, and nobody waits for that.
+        with TemporaryFile() as given, TemporaryFile() as answer, TemporaryFile() as complaints:
+            given.write(task_json(task))
+            given.seek(0)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=given,
+                    stdout=answer,
+                    stderr=complaints,
+                    cwd=cwd,
+                    env=environment_of(session, keyed_url=keyed),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise AgentError(f"the agent's command cannot be started: {error}") from error
+            try:
+                while process.returncode is None:
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(process.wait(), LOOK_S)
+                    for file, most in ((answer, MAX_OUTPUT_BYTES), (complaints, MAX_COMPLAINTS_BYTES)):
+                        if os.fstat(file.fileno()).st_size > most:
+                            raise AgentError(f"the agent's command printed more than {most} bytes")
+            finally:
+                # With all that it has started and left behind.
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                status = await process.wait()
+            if status != 0:
+                how = f"status {status}" if status > 0 else signal.Signals(-status).name
+                said = _text(complaints)[-TOLD_CHARS:].strip() or "it said nothing"
+                raise AgentError(f"the agent's command ended with {how}: {said}")
+            return _text(answer).strip()
 
     return run
 
 
-async def _status(process: asyncio.subprocess.Process) -> int:
-    """The status of a process that was killed or has ended. asyncio tells it once the pipes are at their end,
-    so what nobody has read is read here. Raises `AgentError`."""
-    try:
-        async with asyncio.timeout(PIPES_S):
-            for pipe in (process.stdout, process.stderr):
-                while pipe is not None and await pipe.read(1 << 16):
-                    pass
-            return await process.wait()
-    except TimeoutError:
-        raise AgentError(
-            "the agent's command left a process behind that has its output open and is in no group of ours"
-        ) from None
-
-
-async def _ended(pid: int) -> None:
-    """Returns when the process itself has ended. asyncio's own `wait` goes on until its pipes are closed, and
-    those it may have left to others."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    loop, exited = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(process, exited.set)
-    try:
-        await exited.wait()
-    finally:
-        loop.remove_reader(process)
-        os.close(process)
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def task_json(task: Task) -> bytes:
@@ -210,30 +184,3 @@ def task_json(task: Task) -> bytes:
         "extra_info": task.extra_info,
     }
     return msgspec.json.encode(shown)
-
-
-async def _write(pipe: asyncio.StreamWriter | None, data: bytes) -> None:
-    assert pipe is not None
-    # A command need not read its task.
-    with suppress(BrokenPipeError, ConnectionResetError):
-        pipe.write(data)
-        await pipe.drain()
-    pipe.close()
-
-
-async def _all_of(pipe: asyncio.StreamReader | None) -> str:
-    assert pipe is not None
-    data = bytearray()
-    while part := await pipe.read(1 << 16):
-        data += part
-        if len(data) > MAX_OUTPUT_BYTES:
-            raise AgentError(f"the agent's command printed more than {MAX_OUTPUT_BYTES} bytes")
-    return data.decode(errors="replace")
-
-
-async def _end_of(pipe: asyncio.StreamReader | None) -> str:
-    assert pipe is not None
-    data = b""
-    while part := await pipe.read(1 << 16):
-        data = (data + part)[-4 * TOLD_CHARS :]
-    return data.decode(errors="replace")[-TOLD_CHARS:]

@@ -21,7 +21,7 @@ from areal_async.runtime.process import RestartPolicy
 from areal_async.trajectory import Sampling
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, EngineError, GenerateRequest
-from rollout_service.replicas import ReplicaSet, exchange
+from rollout_service.replicas import ReplicaSet
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 LIMIT_S = 500.0
@@ -78,7 +78,7 @@ def test_requests_survive_the_death_of_their_server(
         await replicas.start(snapshots[0])
         watching = asyncio.create_task(replicas.watch())
         try:
-            await exchange(replicas, snapshots[1])
+            await replicas.exchange(snapshots[1])
             asked = [ask(number) for number in range(24)]
             await asyncio.wait(asked, timeout=0.05)
             for process in processes(url):
@@ -90,7 +90,7 @@ def test_requests_survive_the_death_of_their_server(
             for result in results:
                 assert len(result.token_ids) == 48
                 assert set(result.versions.tolist()) == {1}
-            await exchange(replicas, snapshots[2])
+            await replicas.exchange(snapshots[2])
             assert set((await ask(0, "after")).versions.tolist()) == {2}
             own = processes(made[1].url)
             last = [ask(number, "last") for number in range(8)]

@@ -12,13 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("areal_async", "rollout_service", "replay_buffer", "reward_service", "trainer_service")
-OF_OTHER_SERVICES = {
-    "rollout_service": (
-        "reward_service.client",
-        "reward_service.sdk",
-        "reward_service.verifiers.reasoning_gym",  # one rule says which answers its scorers may be given
-    )
-}
+OF_OTHER_SERVICES = {"rollout_service": ("reward_service.client", "reward_service.sdk")}
 """Service → modules of other services that it may import. Every service may import `areal_async`, which
 imports none of them: it finds them by name."""
 NAMES_FOR_TYPES = "areal_async/__init__.py"

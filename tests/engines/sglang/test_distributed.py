@@ -8,7 +8,9 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.sglang.adapter import SGLangAdapter
 from rollout_service.engines.sglang.messages import ModelInfo
 from rollout_service.engines.sglang.weights import GRACE_S, TensorFeed
+from rollout_service.replicas import exchange
 from rollout_service.worker import WeightUpdates
 from tests.engines.sglang.served import KEY
 
@@ -92,7 +95,8 @@ async def following(
     settings = ServerSettings(slots=32, max_model_len=64, url=url)
     engine = HttpEngine(SGLangAdapter(model.directory, settings, feed=feed_from(endpoint, grace_s)))
     receiver = Receiver(endpoint, job="job", name="r", tensors=False, access=SECRET)
-    updates = WeightUpdates(receiver, engine)
+    alone: Any = SimpleNamespace(start=engine.start, exchange=partial(exchange, engine))
+    updates = WeightUpdates(receiver, alone)
     await receiver.connect()
     await first.publish()
     await updates.start()

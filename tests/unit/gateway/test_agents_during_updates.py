@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import training_rows
 from rollout_service.engines.local.engine import LocalEngine
-from rollout_service.replicas import ReplicaSet, exchange
+from rollout_service.replicas import ReplicaSet
 from tests.unit.gateway.agents import (
     ANSWER,
     TURNS,
@@ -132,7 +132,7 @@ def test_in_a_worker_the_first_words_come_before_the_answer_is_complete(
                         if any(said):
                             break
                     assert replicas.stats().running > 0, "the answers are far from complete"
-                    await exchange(replicas, Snapshot(weights, 1))
+                    await replicas.exchange(Snapshot(weights, 1))
                     steps.allow(100)
                     async for chunk in chunks:
                         said[chunk.choices[0].index] += chunk.choices[0].delta.content or ""

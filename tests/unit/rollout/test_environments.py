@@ -24,6 +24,7 @@ from rollout_service.environments.countdown import ExpressionError, evaluate, wr
 
 CountdownArguments = countdown.Countdown.Arguments
 WORLDS = Path(__file__).parents[3] / "examples" / "environments"
+GYMNASIUM, REASONING = f"{WORLDS}/of_gymnasium.py:Gymnasium", f"{WORLDS}/of_reasoning_gym.py:ReasoningGym"
 LAKE, SOKOBAN = f"{WORLDS}/frozenlake.py:FrozenLake", f"{WORLDS}/sokoban.py:Sokoban"
 SEEDS = st.integers(0, 2**63 - 1)
 MOVES = st.text("LRUD", min_size=1, max_size=30)
@@ -177,7 +178,7 @@ def test_what_has_no_value_says_so(text: str) -> None:
 
 
 def test_gymnasium_frozen_lake_plays_as_text() -> None:
-    world: Any = load_environment("gymnasium", {"id": "FrozenLake-v1", "make_args": {"is_slippery": False}})()
+    world: Any = load_environment(GYMNASIUM, {"id": "FrozenLake-v1", "make_args": {"is_slippery": False}})()
     first = world.reset(1, task())
     assert "[S]FFF" in first
     assert "left, down, right, up" in first
@@ -191,7 +192,7 @@ def test_gymnasium_frozen_lake_plays_as_text() -> None:
 
 def test_gymnasium_taxi_is_deterministic_by_seed() -> None:
     def played(seed: int) -> list[Any]:
-        world: Any = load_environment("gymnasium", {"id": "Taxi-v4"})()
+        world: Any = load_environment(GYMNASIUM, {"id": "Taxi-v4"})()
         said = [world.reset(seed, task()), *(world.step(a) for a in ("south", "pickup", "5"))]
         world.close()
         return said
@@ -208,13 +209,11 @@ def test_what_gymnasium_cannot_do_says_so() -> None:
         ({"id": "FrozenLake-v1", "make_args": {"no": 1}}, "cannot make"),
     ):
         with pytest.raises(EnvironmentFailure, match=says):
-            load_environment("gymnasium", options)
+            load_environment(GYMNASIUM, options)
 
 
 def test_reasoning_gym_asks_and_scores() -> None:
-    world: Any = load_environment(
-        "reasoning_gym", {"dataset": "chain_sum", "dataset_args": {"max_terms": 2}}
-    )()
+    world: Any = load_environment(REASONING, {"dataset": "chain_sum", "dataset_args": {"max_terms": 2}})()
     question = world.reset(7, task())
     assert question == world.reset(7, task())
     assert question != world.reset(8, task())
@@ -227,11 +226,11 @@ def test_reasoning_gym_asks_and_scores() -> None:
     assert world.step(str(right + 1)).reward < 1.0
     assert world.reset(7, task(seed=1, index=4)) == world.reset(99, task(seed=1, index=4))
     with pytest.raises(EnvironmentFailure, match="cannot make 'no_such'"):
-        load_environment("reasoning_gym", {"dataset": "no_such"})
+        load_environment(REASONING, {"dataset": "no_such"})
 
 
 def test_an_answer_is_not_run_as_python_by_a_scorer_that_evaluates_it(tmp_path: Path) -> None:
-    world: Any = load_environment("reasoning_gym", {"dataset": "n_queens"})()
+    world: Any = load_environment(REASONING, {"dataset": "n_queens"})()
     world.reset(7, task())
     trace = tmp_path / "trace"
     assert world.step(f"<answer>open({str(trace)!r}, 'w').close() or 1</answer>").reward == 0.0
@@ -241,8 +240,8 @@ def test_an_answer_is_not_run_as_python_by_a_scorer_that_evaluates_it(tmp_path: 
 @pytest.mark.parametrize(
     ("name", "library", "options"),
     [
-        ("gymnasium", "gymnasium", {"id": "Taxi-v4"}),
-        ("reasoning_gym", "reasoning_gym", {"dataset": "chain_sum"}),
+        (GYMNASIUM, "gymnasium", {"id": "Taxi-v4"}),
+        (REASONING, "reasoning_gym", {"dataset": "chain_sum"}),
     ],
 )
 def test_a_missing_library_names_the_extra(

@@ -23,6 +23,7 @@ from areal_async.status.record import RunLog
 from rollout_service.engines.base import EngineLost, EngineStats
 from rollout_service.engines.http.adapter import attached_url
 from rollout_service.evaluator import EvaluationError, Evaluator, engine_job, follow
+from rollout_service.replicas import ReplicaGone, ReplicaSet
 from rollout_service.workflows import Renderer, load_workflow
 
 
@@ -77,7 +78,7 @@ def job(made: Any, *, rollout: Any = (), **evaluation: Any) -> JobConfig:
     )
 
 
-def run(
+async def run(
     made: Any,
     tmp_path: Path,
     source: Any,
@@ -85,26 +86,22 @@ def run(
     scorer: Any = None,
     workflow: Any = None,
     *,
+    engine: Any = None,
     give_up_s: float = 600.0,
-    **evaluation: Any,
+    **config: Any,
 ) -> Any:
-    scorer = scorer or Exact()
-
-    async def main() -> None:
-        engine = made.engine(slots=4)
-        render = Renderer(AutoTokenizer.from_pretrained(made.directory))
-        evaluator = Evaluator(
-            engine, scorer, workflow or load_workflow("single_turn"), render, job=job(made, **evaluation)
-        )
-        try:
-            async with asyncio.timeout(60):
-                records = RunLog(tmp_path / "metrics.jsonl")
-                await follow(source, evaluator, tasks, records, retry_pause_s=0.005, give_up_s=give_up_s)
-        finally:
-            await engine.stop()
-
-    asyncio.run(main())
+    scorer, config_of = scorer or Exact(), job(made, **config)
+    engine = engine or made.engine(slots=4)
+    replicas = ReplicaSet(lambda _: engine, stuck_s=config_of.rollout.stuck_s)
+    render = Renderer(AutoTokenizer.from_pretrained(made.directory))
+    workflow = workflow or load_workflow("single_turn")
+    evaluator = Evaluator(replicas, scorer, workflow, render, job=config_of)
     path = tmp_path / "metrics.jsonl"
+    try:
+        async with asyncio.timeout(60):
+            await follow(source, evaluator, tasks, RunLog(path), retry_pause_s=0.005, give_up_s=give_up_s)
+    finally:
+        await replicas.stop()
     return [json.loads(line) for line in path.read_text().splitlines()], scorer
 
 
@@ -129,7 +126,7 @@ def greedy(made: Any, weights: Any, prompts: Sequence[str]) -> list[str]:
 PROMPTS = [f"{a}+{b}=" for a in range(5) for b in range(4)]
 
 
-def test_every_pinned_snapshot_is_evaluated_with_its_own_weights(endless: Any, tmp_path: Path) -> None:
+async def test_every_pinned_snapshot_is_evaluated_with_its_own_weights(endless: Any, tmp_path: Path) -> None:
     weights = {v: endless.weights(v) for v in (0, 5, 9)}
     truth = greedy(endless, weights[5], PROMPTS)
     tasks = [
@@ -137,7 +134,7 @@ def test_every_pinned_snapshot_is_evaluated_with_its_own_weights(endless: Any, t
         for n, (prompt, answer) in enumerate(zip(PROMPTS, truth, strict=True))
     ]
     source = Source(notice(0), NoNews(), notice(5), notice(9, final=True), weights=weights)
-    records, scorer = run(endless, tmp_path, source, tasks)
+    records, scorer = await run(endless, tmp_path, source, tasks)
     assert [(r["kind"], r["version"], r["n"]) for r in records] == [
         ("evaluation", 0, 20),
         ("evaluation", 5, 20),
@@ -151,7 +148,7 @@ def test_every_pinned_snapshot_is_evaluated_with_its_own_weights(endless: Any, t
     assert source.acks == [(0, True), (5, True), (9, True)]
 
 
-def test_what_is_no_score_is_counted_and_never_a_zero(endless: Any, tmp_path: Path) -> None:
+async def test_what_is_no_score_is_counted_and_never_a_zero(endless: Any, tmp_path: Path) -> None:
     async def workflow(ctx: Any, task: Task) -> None:
         if task.data_source == "broken":
             raise ValueError("cannot")
@@ -163,40 +160,40 @@ def test_what_is_no_score_is_counted_and_never_a_zero(endless: Any, tmp_path: Pa
         Task(f"t{n}", p, ground_truth=t) for n, (p, t) in enumerate(zip(PROMPTS[:4], truth, strict=True))
     ]
     tasks += [Task("a", "1+1="), Task("b", "1+1=", data_source="broken", ground_truth="2")]
-    records, _ = run(
+    records, _ = await run(
         endless, tmp_path, Source(notice(0, final=True), weights=weights), tasks, workflow=workflow
     )
     assert (records[0]["accuracy"], records[0]["n"], records[0]["unscored"]) == (1.0, 4, 2)
 
 
-def test_an_evaluation_without_a_single_score_is_an_error(endless: Any, tmp_path: Path) -> None:
+async def test_an_evaluation_without_a_single_score_is_an_error(endless: Any, tmp_path: Path) -> None:
     source = Source(notice(0), weights={0: endless.weights(0)})
     with pytest.raises(EvaluationError, match="no truth"):
-        run(endless, tmp_path, source, [Task("a", "1+1=")])
+        await run(endless, tmp_path, source, [Task("a", "1+1=")])
     assert source.acks == [(0, False)]
 
 
-def test_a_torn_snapshot_is_passed_over_but_not_the_final_one(endless: Any, tmp_path: Path) -> None:
+async def test_a_torn_snapshot_is_passed_over_but_not_the_final_one(endless: Any, tmp_path: Path) -> None:
     tasks = [Task("a", "1+1=", ground_truth="2")]
     weights = {0: endless.weights(0)}
     source = Source(notice(0), notice(1), NoNews(finished=True), weights=weights)
-    records, _ = run(endless, tmp_path, source, tasks)
+    records, _ = await run(endless, tmp_path, source, tasks)
     assert [r["version"] for r in records] == [0]
     assert source.acks == [(0, True), (1, False)]
     with pytest.raises(SnapshotError):
-        run(endless, tmp_path, Source(notice(2, final=True), weights={}), tasks)
+        await run(endless, tmp_path, Source(notice(2, final=True), weights={}), tasks)
 
 
-def test_a_trainer_that_is_gone_ends_the_evaluator_with_the_reason(endless: Any, tmp_path: Path) -> None:
+async def test_a_trainer_that_is_gone_ends_the_evaluator(endless: Any, tmp_path: Path) -> None:
     class Gone(Source):
         async def next(self, after: VersionTag | None, wait_ms: int = 0) -> Any:
             raise RpcTimeout("nobody")
 
     with pytest.raises(EvaluationError, match="not heard of"):
-        run(endless, tmp_path, Gone(weights={}), [Task("a", "1+1=")], give_up_s=0.02)
+        await run(endless, tmp_path, Gone(weights={}), [Task("a", "1+1=")], give_up_s=0.02)
 
 
-def test_several_samples_give_mean_best_and_majority_by_source_with_intervals(
+async def test_several_samples_give_mean_best_and_majority_by_source_with_intervals(
     endless: Any, tmp_path: Path
 ) -> None:
     """The workflow answers by a script; scores come from the answers, figures from the scores."""
@@ -215,7 +212,7 @@ def test_several_samples_give_mean_best_and_majority_by_source_with_intervals(
     tasks = [Task(name, "1+1=", data_source="even" if name in ("t0", "t2") else "odd") for name in answers]
     source = Source(notice(3, final=True), weights={3: endless.weights(3)})
     several = {"samples": 3, "sampling": {"temperature": 1.0, "max_new_tokens": 2}}
-    records, _ = run(endless, tmp_path, source, tasks, Stripped(), workflow, **several)
+    records, _ = await run(endless, tmp_path, source, tasks, Stripped(), workflow, **several)
     (found,) = records
     assert (found["n"], found["samples"], found["unscored"]) == (4, 3, 2)
     means, bests, majors = [2 / 3, 0, 1 / 3, 1], [1, 0, 1, 1], [1, 0, 0, 1]
@@ -233,77 +230,59 @@ def test_several_samples_give_mean_best_and_majority_by_source_with_intervals(
     assert REGISTRY.get_sample_value("areal_evaluation_unscored_samples", {"data_source": "odd"}) == 2
 
 
-def test_samples_of_a_task_are_drawn_with_seeds_of_their_own(endless: Any, tmp_path: Path) -> None:
-    def answers(folder: str) -> list[str]:
+async def test_samples_of_a_task_are_drawn_with_seeds_of_their_own(endless: Any, tmp_path: Path) -> None:
+    async def answers(folder: str) -> list[str]:
         (tmp_path / folder).mkdir()
         source = Source(notice(0, final=True), weights={0: endless.weights(0)})
         several = {"samples": 6, "sampling": {"temperature": 1.0, "max_new_tokens": 5}}
         tasks = [Task("a", "1+1=", ground_truth="2")]
-        _, scorer = run(endless, tmp_path / folder, source, tasks, **several)
+        _, scorer = await run(endless, tmp_path / folder, source, tasks, **several)
         return sorted(scorer.responses[0])
 
-    first = answers("first")
+    first = await answers("first")
     assert len(set(first)) > 3
-    assert answers("second") == first
+    assert await answers("second") == first
 
 
-def test_an_engine_that_dies_leaves_no_record_and_no_acknowledgement(endless: Any, tmp_path: Path) -> None:
-    calls = 0
+class Failing:
+    """An engine that samples nothing: it stands still, or is lost."""
 
-    async def workflow(ctx: Any, task: Task) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise EngineLost("the server is gone")
-        await ctx.generate(task.prompt)
-
-    source = Source(notice(0, final=True), weights={0: endless.weights(0)})
-    tasks = [Task(f"t{n}", "1+1=", ground_truth="2") for n in range(12)]
-    with pytest.raises(EngineLost):
-        run(endless, tmp_path, source, tasks, workflow=workflow)
-    assert source.acks == []
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
-
-
-class Standing:
-    """An engine that takes requests and samples nothing."""
-
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, lost: bool) -> None:
         self._engine = engine
+        self._lost = lost
         self._taken = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
+    def alive(self) -> bool:
+        return not (self._lost and self._taken)
+
     async def generate(self, request: Any) -> Any:
         self._taken += 1
+        if self._lost:
+            raise EngineLost("the server is gone")
         await asyncio.Event().wait()
 
     def stats(self) -> EngineStats:
         return dataclasses.replace(self._engine.stats(), running=self._taken)
 
 
-def test_an_engine_that_stands_still_is_taken_for_dead(endless: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lost", "says"), [(True, "the server is gone"), (False, r"no token .* 1 requests .*rollout\.stuck_s")]
+)
+async def test_an_engine_that_dies_or_stands_still_leaves_no_record_and_no_acknowledgement(
+    lost: bool, says: str, endless: Any, tmp_path: Path
+) -> None:
     source = Source(notice(0, final=True), weights={0: endless.weights(0)})
-
-    async def main() -> None:
-        engine = endless.engine(slots=4)
-        render = Renderer(AutoTokenizer.from_pretrained(endless.directory))
-        config = job(endless, rollout={"stuck_s": 0.6})
-        evaluator = Evaluator(Standing(engine), Exact(), load_workflow("single_turn"), render, job=config)
-        try:
-            async with asyncio.timeout(60):
-                await follow(source, evaluator, [Task("a", "1+1=")], RunLog(tmp_path / "metrics.jsonl"))
-        finally:
-            await engine.stop()
-
-    with pytest.raises(EngineLost, match=r"taken for dead: no token .* 1 requests .*rollout\.stuck_s"):
-        asyncio.run(main())
+    engine, tasks = Failing(endless.engine(slots=4), lost=lost), [Task("a", "1+1=")]
+    with pytest.raises(ReplicaGone, match=says):
+        await run(endless, tmp_path, source, tasks, engine=engine, rollout={"stuck_s": 0.6})
     assert source.acks == []
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_a_held_out_sample_that_takes_too_long_is_counted_and_holds_nothing_up(
+async def test_a_held_out_sample_that_takes_too_long_is_counted_and_holds_nothing_up(
     endless: Any, tmp_path: Path
 ) -> None:
     workflow = load_workflow("single_turn")
@@ -316,7 +295,7 @@ def test_a_held_out_sample_that_takes_too_long_is_counted_and_holds_nothing_up(
     source = Source(notice(0, final=True), weights={0: endless.weights(0)})
     tasks = [Task(f"t{n}", "1+1=", ground_truth="2") for n in range(3)]
     limit = {"episode_timeout_s": 3.0}
-    records, _ = run(endless, tmp_path, source, tasks, workflow=stuck, rollout=limit)
+    records, _ = await run(endless, tmp_path, source, tasks, workflow=stuck, rollout=limit)
     assert (records[0]["n"], records[0]["unscored"]) == (2, 1)
     assert source.acks == [(0, True)]
 

@@ -12,7 +12,7 @@ import pytest
 from areal_async.errors import RpcTimeout
 from areal_async.rpc.schema import VersionTag
 from rollout_service.engines.base import DeadlinePassed, EngineError, EngineLost
-from rollout_service.replicas import ReplicaGone, exchange, replica, replica_set
+from rollout_service.replicas import ReplicaGone, replica, replica_set
 from rollout_service.worker import Worker
 from rollout_service.workflows import Renderer, load_workflow
 from tests.unit.rollout.fakes import FakeBuffer, LetterTokenizer, eventually, group, job
@@ -124,7 +124,7 @@ async def test_an_update_reaches_every_replica_and_the_set_serves_the_oldest() -
             seen.append(fleet.set.version)
 
         fleet.server(1).load = loading  # type: ignore[method-assign]
-        stall = await exchange(fleet.set, Snapshot(1))
+        stall = await fleet.set.exchange(Snapshot(1))
         assert stall.total_s >= 0
         assert fleet.set.version == VersionTag("policy", 0, 1)
         assert server.journal == ["start 0", "pause", "load 1", "resume"]
@@ -137,11 +137,11 @@ async def test_whoever_listens_is_told_of_an_exchange_also_of_one_that_fails() -
     told: list[bool] = []
 
     async with driven(2, on_exchange=told.append) as fleet:
-        await exchange(fleet.set, Snapshot(1))
+        await fleet.set.exchange(Snapshot(1))
         assert told == [True, False]
         fleet.misfits.add(2)
         with pytest.raises(EngineError):
-            await exchange(fleet.set, Snapshot(2))
+            await fleet.set.exchange(Snapshot(2))
         assert told == [True, False] * 2
 
 
@@ -156,7 +156,7 @@ async def test_what_an_engine_serves_is_written_down_before_it_samples_from_it(
 
         monkeypatch.setattr(replica, "record", write)
         await fleet.set.start(Snapshot(0))
-        await exchange(fleet.set, Snapshot(1))
+        await fleet.set.exchange(Snapshot(1))
         for index in range(2):
             journal = fleet.server(index).journal
             assert journal == ["start 0", "served 0", "pause", "load 1", "served 1", "resume"]
@@ -166,7 +166,7 @@ async def test_what_an_engine_serves_is_written_down_before_it_samples_from_it(
         await eventually(lambda: len(fleet.made) == 3 and fleet.set.replicas[1].serves)
         watching.cancel()
         assert fleet.server(1).journal == ["start 1"]
-        await exchange(fleet.set, Snapshot(2))
+        await fleet.set.exchange(Snapshot(2))
         assert fleet.server(1).journal[1:] == ["pause", "load 2", "served 2", "resume"]
 
 
@@ -175,10 +175,10 @@ async def test_weights_that_do_not_fit_are_an_error_and_the_engines_go_on() -> N
         fleet.misfits.add(1)
         fleet.held = False
         with pytest.raises(EngineError, match="does not fit"):
-            await exchange(fleet.set, Snapshot(1))
+            await fleet.set.exchange(Snapshot(1))
         assert fleet.set.version.version == 0
         await fleet.ask("r")
-        await exchange(fleet.set, Snapshot(2))
+        await fleet.set.exchange(Snapshot(2))
         assert fleet.set.version.version == 2
 
 
@@ -271,18 +271,18 @@ async def test_a_restart_takes_the_newest_snapshot_and_catches_up_with_the_set()
         held.append("let go")
 
     async with driven(newest=newest, fetch_pause_s=0.001) as fleet:
-        await exchange(fleet.set, Snapshot(2))
+        await fleet.set.exchange(Snapshot(2))
         fleet.server(0).kill()
         lost = fleet.ask("r")
         await eventually(lambda: not fleet.set.replicas[0].serves)
         assert fleet.set.version.version == 2
-        await exchange(fleet.set, Snapshot(4))
+        await fleet.set.exchange(Snapshot(4))
         await eventually(lambda: fleet.set.replicas[0].serves)
         # What the set serves was acknowledged, and may be overwritten: it is not read again.
         assert fleet.server(0).journal == ["start 3", "pause", "load 5", "resume"]
         assert held == ["held", "let go"] * 2
         # What it has already is not loaded again.
-        await exchange(fleet.set, Snapshot(5))
+        await fleet.set.exchange(Snapshot(5))
         assert fleet.server(0).journal[-1] == "resume"
         assert fleet.server(0).journal.count("pause") == 1
         await eventually(lambda: fleet.where("r") == [0])
@@ -334,7 +334,7 @@ async def test_an_engine_that_loses_a_request_again_and_again_is_taken_for_dead(
 async def test_an_engine_that_dies_during_an_update_does_not_stop_it() -> None:
     async with driven(2) as fleet:
         fleet.server(1).kill()
-        await exchange(fleet.set, Snapshot(1))
+        await fleet.set.exchange(Snapshot(1))
         assert fleet.server(0).version.version == 1
         await eventually(lambda: fleet.set.replicas[1].serves)
         assert fleet.server(1).version.version == 1
@@ -350,10 +350,10 @@ async def test_a_set_tells_the_first_error_of_an_update() -> None:
         fleet.misfits.add(1)
         fleet.server(0).resume = broken  # type: ignore[method-assign]
         with pytest.raises(EngineError, match="does not fit"):
-            await exchange(fleet.set, Snapshot(1))
+            await fleet.set.exchange(Snapshot(1))
         # It holds nothing back: the next update is begun.
         with pytest.raises(EngineError, match="does not go on"):
-            await exchange(fleet.set, Snapshot(2))
+            await fleet.set.exchange(Snapshot(2))
 
 
 async def test_start_failures_after_a_death_count_and_the_last_words_are_told() -> None:

@@ -17,6 +17,7 @@ from areal_async.trajectory import Sampling
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
 from rollout_service.engines.base import EngineError, EngineLost, GenerateRequest
+from rollout_service.replicas import ReplicaSet, exchange
 from rollout_service.worker import WeightUpdates
 
 SECRET = RunSecret(bytes(32))
@@ -73,6 +74,9 @@ class ScriptedEngine:
 
     async def resume(self) -> None:
         self.journal.append("resume")
+
+    async def exchange(self, snapshot: Any) -> Any:
+        return await exchange(self, snapshot)
 
 
 def notice(version: int) -> SnapshotNotice:
@@ -181,7 +185,7 @@ def test_versions_are_true_with_snapshots_through_shared_memory(
     async def main() -> list[tuple[GenerateRequest, Any]]:
         receiver = Receiver(publisher.endpoint, job="job", name="rollout-0", access=SECRET)
         await receiver.connect()
-        engine = endless.engine(slots=8)
+        engine = ReplicaSet(lambda _: endless.engine(slots=8))
         reached = 0
 
         def changed() -> None:

@@ -1,4 +1,8 @@
-"""`gymnasium`: environments of that library with discrete actions, as text. Needs the extra `environments`.
+"""Environments of the library `gymnasium` with discrete actions, as text. Needs the extra `environments`.
+
+    workflow_args:
+      environment: examples/environments/of_gymnasium.py:Gymnasium
+      environment_args: {id: Taxi-v4}
 
 What is shown is the text rendering (`ansi`) where the environment has one, else the observation as Python
 writes it. An answer names an action by name or number; the last name in it counts. What `ansi` rendering

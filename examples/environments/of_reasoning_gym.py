@@ -1,4 +1,4 @@
-"""`reasoning_gym`: a question of one of that library's data sets, and its scorer for the answer. One turn.
+"""A question of one of the data sets of `reasoning_gym`, and that library's scorer for the answer. One turn.
 
 Needs the extra `environments`. The question is drawn by the seed; a task with `extra_info.index` names entry
 `index` of the data set that `extra_info.seed` makes. Answers are taken from between `<answer>` and
