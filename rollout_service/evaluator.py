@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
@@ -142,7 +142,7 @@ class Evaluator:
         workers = [asyncio.ensure_future(work()) for _ in range(self._job.evaluation.max_concurrent)]
         watching = asyncio.ensure_future(self._engine.watch())
         try:
-            ends = [asyncio.gather(*workers), watching]
+            ends: list[asyncio.Future[Any]] = [asyncio.gather(*workers), watching]
             for end in (await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))[0]:
                 end.result()
         finally:
