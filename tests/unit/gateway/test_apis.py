@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anthropic
@@ -21,19 +21,14 @@ OPENAI_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"t
 ANTHROPIC_TOOL = {"name": "add", "input_schema": {"type": "object"}}
 SAID = f"Let me. {CALLS[0]}{CALLS[1]}{{END}}"
 
-Body = Callable[[Any, Any], Coroutine[Any, Any, Any]]
 
-
-def run(engine: Scripted, body: Body, **how: Any) -> Any:
-    """What `body(http, session)` returns; `http` is a plain client that has the key."""
-
-    async def main() -> Any:
-        async with serving(engine, engine.tokenizer, **how) as (_, _ctx, session):
-            headers = {"authorization": f"Bearer {session.api_key}"}
-            async with httpx.AsyncClient(base_url=session.origin, headers=headers, trust_env=False) as http:
-                return await body(http, session)
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def calling(engine: Scripted, **how: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
+    """A plain client that has the key, and its session."""
+    async with serving(engine, engine.tokenizer, **how) as (_, _ctx, session):
+        headers = {"authorization": f"Bearer {session.api_key}"}
+        async with httpx.AsyncClient(base_url=session.origin, headers=headers, trust_env=False) as http:
+            yield http, session
 
 
 def events(text: str) -> list[Any]:
@@ -44,8 +39,8 @@ def events(text: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("engine", [Scripted, Talking])
-def test_openai_streams_what_it_would_have_said_whole(engine: Any, tokenizer: Any) -> None:
-    async def body(http: httpx.AsyncClient, session: Any) -> list[Any]:
+async def test_openai_streams_what_it_would_have_said_whole(engine: Any, tokenizer: Any) -> None:
+    async with calling(engine(tokenizer, [SAID, SAID])) as (_http, session):
         client = openai.AsyncOpenAI(base_url=session.openai_base_url, api_key=session.api_key)
         asked: Any = {**CHAT, "tools": [OPENAI_TOOL], "logprobs": True, "stream_options": None}
         whole = await client.chat.completions.create(**asked)
@@ -54,9 +49,7 @@ def test_openai_streams_what_it_would_have_said_whole(engine: Any, tokenizer: An
         ) as chunks:
             deltas = [e.delta async for e in chunks if e.type == "content.delta" and e.delta]
             streamed = await chunks.get_final_completion()
-        return [whole, streamed, deltas]
-
-    whole, streamed, deltas = run(engine(tokenizer, [SAID, SAID]), body)
+        whole, streamed, deltas = [whole, streamed, deltas]
     for completion in (whole, streamed):
         (choice,) = completion.choices
         assert choice.finish_reason == "tool_calls"
@@ -71,16 +64,14 @@ def test_openai_streams_what_it_would_have_said_whole(engine: Any, tokenizer: An
 
 
 @pytest.mark.parametrize("engine", [Scripted, Talking])
-def test_anthropic_events_come_in_order(engine: Any, tokenizer: Any) -> None:
-    async def body(http: httpx.AsyncClient, session: Any) -> Any:
+async def test_anthropic_events_come_in_order(engine: Any, tokenizer: Any) -> None:
+    async with calling(engine(tokenizer, [SAID] * 3)) as (http, session):
         client = anthropic.AsyncAnthropic(base_url=session.anthropic_base_url, api_key=session.api_key)
         asked: Any = {**MESSAGE, "tools": [ANTHROPIC_TOOL]}
         whole = await client.messages.create(**asked)
         raw = await http.post("/v1/messages", json={**asked, "stream": True})
         async with client.messages.stream(**asked) as stream:
-            return whole, raw, await stream.get_final_message()
-
-    whole, raw, streamed = run(engine(tokenizer, [SAID] * 3), body)
+            streamed = await stream.get_final_message()
     for message in (whole, streamed):
         assert message.stop_reason == "tool_use"
         text, first, second = message.content
@@ -113,23 +104,21 @@ def test_anthropic_events_come_in_order(engine: Any, tokenizer: Any) -> None:
         ("yes#", {"stop": ["!", "#"]}, "stop", "stop_sequence", "#"),
     ],
 )
-def test_why_an_answer_ended(
+async def test_why_an_answer_ended(
     said: str, asked: Any, openai_reason: str, anthropic_reason: str, sequence: str | None, tokenizer: Any
 ) -> None:
-    async def body(http: httpx.AsyncClient, session: Any) -> Any:
+    async with calling(Scripted(tokenizer, [said] * 2)) as (http, _session):
         chat = (await http.post("/v1/chat/completions", json={**CHAT, **asked})).json()
         other = {("stop_sequences" if k == "stop" else k): v for k, v in asked.items()}
-        return chat, (await http.post("/v1/messages", json={**MESSAGE, **other})).json()
-
-    chat, message = run(Scripted(tokenizer, [said] * 2), body)
+        chat, message = chat, (await http.post("/v1/messages", json={**MESSAGE, **other})).json()
     assert chat["choices"][0]["finish_reason"] == openai_reason
     assert chat["choices"][0]["message"]["content"] == "yes"
     assert (message["stop_reason"], message["stop_sequence"]) == (anthropic_reason, sequence)
     assert message["content"] == [{"type": "text", "text": "yes"}]
 
 
-def test_models_and_counting(tokenizer: Any) -> None:
-    async def body(http: httpx.AsyncClient, session: Any) -> None:
+async def test_models_and_counting(tokenizer: Any) -> None:
+    async with calling(Scripted(tokenizer)) as (_http, session):
         client = openai.AsyncOpenAI(base_url=session.openai_base_url, api_key=session.api_key)
         assert [m.id for m in (await client.models.list()).data] == ["policy"]
         assert (await client.models.retrieve("gpt-x")).id == "gpt-x"
@@ -140,13 +129,11 @@ def test_models_and_counting(tokenizer: Any) -> None:
         assert counted.input_tokens == message.usage.input_tokens
         assert session.calls == 1, "counting records nothing"
 
-    run(Scripted(tokenizer), body)
 
-
-def test_sampling_is_what_was_asked_for(tokenizer: Any) -> None:
+async def test_sampling_is_what_was_asked_for(tokenizer: Any) -> None:
     engine = Scripted(tokenizer)
 
-    async def body(http: httpx.AsyncClient, session: Any) -> None:
+    async with calling(engine) as (http, _session):
         for more in (
             {"temperature": 0.5, "max_completion_tokens": 7, "seed": 3, "stop": "x"},
             {"max_tokens": 10**6},
@@ -154,25 +141,23 @@ def test_sampling_is_what_was_asked_for(tokenizer: Any) -> None:
             assert (await http.post("/v1/chat/completions", json={**CHAT, **more})).status_code == 200
         for _ in range(2):
             await http.post("/v1/chat/completions", json={**CHAT, "seed": 3, "n": 2})
-
-    run(engine, body)
     first, second, *seeded = (request.sampling for request, _ in engine.log)
     assert (first.temperature, first.max_new_tokens, first.stop) == (0.5, 7, ("x",))
     assert (second.temperature, second.max_new_tokens, second.stop) == (1.0, 128, ())
     assert first.seed == seeded[0].seed == seeded[2].seed != seeded[1].seed == seeded[3].seed
 
 
-def test_what_cannot_be_trained_on_is_refused_or_ignored_as_the_job_says(tokenizer: Any) -> None:
-    async def statuses(http: httpx.AsyncClient, session: Any) -> list[int]:
+async def test_what_cannot_be_trained_on_is_refused_or_ignored_as_the_job_says(tokenizer: Any) -> None:
+    async def statuses(engine: Any, **how: Any) -> list[int]:
         bodies: list[Any] = [{"temperature": 0}, {"top_p": 0.5}, {"top_k": 3}, {"top_p": 1, "top_k": -1}]
-        return [
-            (await http.post("/v1/chat/completions", json={**CHAT, **body})).status_code for body in bodies
-        ]
+        async with calling(engine, **how) as (http, _):
+            replies = [await http.post("/v1/chat/completions", json={**CHAT, **body}) for body in bodies]
+        return [reply.status_code for reply in replies]
 
-    assert run(Scripted(tokenizer), statuses) == [400, 400, 400, 200]
-    assert run(Scripted(tokenizer), statuses, trains=False) == [200] * 4
+    assert await statuses(Scripted(tokenizer)) == [400, 400, 400, 200]
+    assert await statuses(Scripted(tokenizer), trains=False) == [200] * 4
     engine = Scripted(tokenizer)
-    assert run(engine, statuses, sampling="job") == [200] * 4
+    assert await statuses(engine, sampling="job") == [200] * 4
     assert {(r.sampling.temperature, r.sampling.top_p, r.sampling.top_k) for r, _ in engine.log} == {
         (1.0, 1.0, 0)
     }
@@ -207,12 +192,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "field"), REFUSED, ids=[field for _, field in REFUSED])
-def test_openai_refuses_by_field(change: dict[str, Any], field: str, tokenizer: Any) -> None:
-    async def body(http: httpx.AsyncClient, session: Any) -> Any:
-        return await http.post("/v1/chat/completions", json={**CHAT, **change})
-
+async def test_openai_refuses_by_field(change: dict[str, Any], field: str, tokenizer: Any) -> None:
     engine = Scripted(tokenizer)
-    reply = run(engine, body)
+    async with calling(engine) as (http, _):
+        reply = await http.post("/v1/chat/completions", json={**CHAT, **change})
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert error["param"] == field
@@ -221,7 +204,7 @@ def test_openai_refuses_by_field(change: dict[str, Any], field: str, tokenizer: 
     assert not engine.begun
 
 
-def test_harmless_fields_are_ignored(tokenizer: Any) -> None:
+async def test_harmless_fields_are_ignored(tokenizer: Any) -> None:
     harmless = {
         "user": "u",
         "metadata": {"a": "b"},
@@ -233,10 +216,9 @@ def test_harmless_fields_are_ignored(tokenizer: Any) -> None:
         "tool_choice": "auto",
     }
 
-    async def body(http: httpx.AsyncClient, session: Any) -> Any:
-        return await http.post("/v1/chat/completions", json={**CHAT, **harmless})
-
-    assert run(Scripted(tokenizer), body).status_code == 200
+    async with calling(Scripted(tokenizer)) as (http, _):
+        reply = await http.post("/v1/chat/completions", json={**CHAT, **harmless})
+    assert reply.status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -252,24 +234,22 @@ def test_harmless_fields_are_ignored(tokenizer: Any) -> None:
         ({"temprature": 1}, "temprature"),
     ],
 )
-def test_anthropic_refuses_by_field(change: dict[str, Any], field: str, tokenizer: Any) -> None:
-    async def body(http: httpx.AsyncClient, session: Any) -> Any:
+async def test_anthropic_refuses_by_field(change: dict[str, Any], field: str, tokenizer: Any) -> None:
+    async with calling(Scripted(tokenizer)) as (_http, session):
         client = anthropic.AsyncAnthropic(base_url=session.anthropic_base_url, api_key=session.api_key)
         with pytest.raises(anthropic.BadRequestError) as refused:
             await client.post("/v1/messages", body={**MESSAGE, **change}, cast_to=httpx.Response)
-        return refused.value.body
-
-    refused = run(Scripted(tokenizer), body)
+        refused = refused.value.body
     assert refused["type"] == "error"
     assert refused["error"]["type"] == "invalid_request_error"
     assert refused["error"]["message"].startswith(f"{field}: ")
 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/messages"])
-def test_failures_of_the_engine_have_their_status(route: str, tokenizer: Any) -> None:
+async def test_failures_of_the_engine_have_their_status(route: str, tokenizer: Any) -> None:
     engine = Talking(tokenizer)
 
-    async def body(http: httpx.AsyncClient, session: Any) -> list[Any]:
+    async with calling(engine) as (http, session):
         found = []
         for fail in (RequestError("no"), EngineError("lost"), None):
             engine.fail = fail
@@ -282,64 +262,54 @@ def test_failures_of_the_engine_have_their_status(route: str, tokenizer: Any) ->
         found.append((await http.post(route, content=b"[]")).status_code)
         found.append((await http.get(route)).status_code)
         found.append((await http.post("/v1/embeddings", json={})).status_code)
-        return [*found, session.calls]
-
     lost = 529 if route == "/v1/messages" else 503
-    assert run(engine, body) == [400, 400, lost, lost, 200, 200, 400, 400, 400, 405, 404, 2]
+    assert [*found, session.calls] == [400, 400, lost, lost, 200, 200, 400, 400, 400, 405, 404, 2]
 
 
-def test_a_stream_that_breaks_ends_with_an_error_event_and_records_nothing(tokenizer: Any) -> None:
+async def test_a_stream_that_breaks_ends_with_an_error_event_and_records_nothing(tokenizer: Any) -> None:
     class Breaking(Talking):
         async def generate(self, request: Any, tell: Any = None) -> Any:
             result = self.result(request, "some text{END}")
             tell(result.token_ids[:4])
             raise EngineError("lost")
 
-    async def body(http: httpx.AsyncClient, session: Any) -> Any:
+    async with calling(Breaking(tokenizer)) as (http, session):
         chat = await http.post("/v1/chat/completions", json={**CHAT, "stream": True})
         message = await http.post("/v1/messages", json={**MESSAGE, "stream": True})
         client = openai.AsyncOpenAI(base_url=session.openai_base_url, api_key=session.api_key)
         with pytest.raises(openai.APIError, match="lost"):
             async for _ in await client.chat.completions.create(**CHAT, stream=True):
                 pass
-        return events(chat.text), events(message.text), session.calls
-
-    chat, message, calls = run(Breaking(tokenizer), body)
+        chat, message, calls = events(chat.text), events(message.text), session.calls
     assert chat[1]["choices"][0]["delta"]["content"] == "some"
     assert chat[-1]["error"]["code"] == "engine_unavailable"
     assert message[-1]["error"]["type"] == "overloaded_error"
     assert calls == 0
 
 
-def test_tools_need_a_template_that_has_them(tokenizer: Any) -> None:
+async def test_tools_need_a_template_that_has_them(tokenizer: Any) -> None:
     plain = make_tokenizer(KEEPING.replace("tools", "toys").replace("tool_call>", "call>"))
 
-    async def body(http: httpx.AsyncClient, session: Any) -> Any:
-        return await http.post("/v1/chat/completions", json={**CHAT, "tools": [OPENAI_TOOL]})
-
-    reply = run(Scripted(plain), body)
+    async with calling(Scripted(plain)) as (http, _session):
+        reply = await http.post("/v1/chat/completions", json={**CHAT, "tools": [OPENAI_TOOL]})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "tools"
 
 
-def test_without_tools_to_choose_a_call_is_text(tokenizer: Any) -> None:
-    async def body(http: httpx.AsyncClient, session: Any) -> Any:
+async def test_without_tools_to_choose_a_call_is_text(tokenizer: Any) -> None:
+    async with calling(Scripted(tokenizer, [CALLS[0] + "{END}"])) as (http, _session):
         asked = {**CHAT, "tools": [OPENAI_TOOL], "tool_choice": "none"}
-        return (await http.post("/v1/chat/completions", json=asked)).json()["choices"][0]
-
-    choice = run(Scripted(tokenizer, [CALLS[0] + "{END}"]), body)
+        choice = (await http.post("/v1/chat/completions", json=asked)).json()["choices"][0]
     assert choice["message"]["content"] == CALLS[0]
     assert choice["finish_reason"] == "stop"
 
 
-def test_an_answer_that_the_engine_ended_is_no_answer(tokenizer: Any) -> None:
+async def test_an_answer_that_the_engine_ended_is_no_answer(tokenizer: Any) -> None:
     class Ending(Scripted):
         def result(self, request: Any, said: str) -> Any:
             result = super().result(request, said)
             return dataclasses.replace(result, finish_reason="abort" if "half" in said else "stop")
 
-    async def body(http: httpx.AsyncClient, session: Any) -> Any:
+    async with calling(Ending(tokenizer, ["whole{END}", "half"])) as (http, session):
         reply = await http.post("/v1/chat/completions", json={**CHAT, "n": 2})
-        return reply.status_code, session.calls
-
-    assert run(Ending(tokenizer, ["whole{END}", "half"]), body) == (503, 0)
+    assert (reply.status_code, session.calls) == (503, 0)

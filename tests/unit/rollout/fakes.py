@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -179,45 +180,43 @@ def job(**rollout: Any) -> JobConfig:
     )
 
 
-def drive(
-    buffer: Callable[[], FakeBuffer],
-    body: Callable[[Worker, FakeBuffer, FakeEngine], Coroutine[Any, Any, Any]],
+@asynccontextmanager
+async def working(
+    buffer: FakeBuffer | None = None,
     *,
     workflow: Any = None,
     engine: Any = None,
     timing: WorkerTiming = TIMING,
     look_s: float = 0.5,
     **rollout: Any,
-) -> tuple[FakeBuffer, FakeEngine]:
-    """Run a worker while `body` watches; stop it when `body` returns. All within a deadline."""
-
-    async def main() -> tuple[FakeBuffer, FakeEngine]:
-        held = buffer()
-        fake = engine or FakeEngine()
-        worker = Worker(
-            held,
-            fake,
-            workflow or load_workflow("single_turn"),
-            Renderer(LetterTokenizer()),
-            job=job(**rollout),
-            name="rollout-0",
-            tuner=ConcurrencyTuner(job(**rollout).rollout, look_s=look_s),
-            timing=timing,
-        )
-        stop = asyncio.Event()
-        running = asyncio.ensure_future(worker.run(stop))
-        watching = asyncio.ensure_future(body(worker, held, fake))
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
-                if watching.done():
-                    watching.result()
-                stop.set()
-                await running
-        finally:
-            running.cancel()
-            watching.cancel()
-            await asyncio.gather(running, watching, return_exceptions=True)
-        return held, fake
-
-    return asyncio.run(main())
+) -> AsyncIterator[tuple[Worker, FakeBuffer, FakeEngine]]:
+    """A worker that runs, and is stopped at the end of the block, within a deadline. Should it end before, so
+    does the block. Raises what the worker raises."""
+    held, fake, stop = buffer or FakeBuffer(), engine or FakeEngine(), asyncio.Event()
+    worker = Worker(
+        held,
+        fake,
+        workflow or load_workflow("single_turn"),
+        Renderer(LetterTokenizer()),
+        job=job(**rollout),
+        name="rollout-0",
+        tuner=ConcurrencyTuner(job(**rollout).rollout, look_s=look_s),
+        timing=timing,
+    )
+    running, block = asyncio.ensure_future(worker.run(stop)), asyncio.current_task()
+    assert block is not None
+    running.add_done_callback(lambda _: stop.is_set() or block.cancel())
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            try:
+                yield worker, held, fake
+            except asyncio.CancelledError:
+                if not running.done():
+                    raise
+                block.uncancel()
+            stop.set()
+            await running
+    finally:
+        stop.set()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

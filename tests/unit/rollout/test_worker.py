@@ -33,18 +33,16 @@ from rollout_service.workflows import Renderer, WorkflowError, load_workflow
 from tests.unit.rollout.fakes import (
     FakeBuffer,
     FakeEngine,
-    drive,
     eventually,
     group,
     job,
+    working,
 )
 
 
-def test_groups_are_whole_and_travel_in_few_messages() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_groups_are_whole_and_travel_in_few_messages() -> None:
+    async with working(FakeBuffer(group(n) for n in range(20))) as (_worker, buffer, engine):
         await buffer.until(lambda: buffer.whole(*range(20)))
-
-    buffer, engine = drive(lambda: FakeBuffer(group(n) for n in range(20)), body)
     assert len(buffer.puts) == 20
     assert len({r.sampling.seed for r in engine.seen}) == 80
     assert buffer.released == {}
@@ -59,36 +57,36 @@ def test_groups_are_whole_and_travel_in_few_messages() -> None:
             assert (episode.header.prompt_text, episode.header.response_text) == ("abc", "cba")
 
 
-def test_only_the_missing_samples_are_made() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_only_the_missing_samples_are_made() -> None:
+    async with working(FakeBuffer([group(0, missing=[1, 3])])) as (_worker, buffer, engine):
         await buffer.until(lambda: buffer.puts)
-
-    buffer, engine = drive(lambda: FakeBuffer([group(0, missing=[1, 3])]), body)
     assert sorted(buffer.stored["t0#0"]) == [1, 3]
     assert len(engine.seen) == 2
 
 
-def test_seeds_depend_on_group_sample_and_attempt_alone() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        await buffer.until(lambda: buffer.whole(0, 1))
+async def test_seeds_depend_on_group_sample_and_attempt_alone() -> None:
+    runs = []
+    for _ in range(2):
+        async with working(FakeBuffer([group(0), group(1)])) as (_, buffer, engine):
+            await buffer.until(lambda buffer=buffer: buffer.whole(0, 1))
+        runs.append({request.request_id: request.sampling.seed for request in engine.seen})
+    assert runs[0] == runs[1]
 
-    runs = [drive(lambda: FakeBuffer([group(0), group(1)]), body)[1] for _ in range(2)]
-    seeds = [{r.request_id: r.sampling.seed for r in engine.seen} for engine in runs]
-    assert seeds[0] == seeds[1]
 
-
-def test_leases_are_taken_by_free_capacity() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_leases_are_taken_by_free_capacity() -> None:
+    async with working(FakeBuffer(group(n) for n in range(12)), max_concurrent=10) as (
+        _worker,
+        buffer,
+        engine,
+    ):
         await buffer.until(lambda: buffer.whole(*range(12)))
-
-    buffer, engine = drive(lambda: FakeBuffer(group(n) for n in range(12)), body, max_concurrent=10)
     # Room for 10 episodes begins three groups of 4: the engine is never short of the last two.
     assert buffer.asked[0] == (3, VersionTag("policy", 0, 0))
     assert engine.most <= 12
 
 
-def test_a_slow_buffer_slows_generation_and_nothing_is_lost() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_a_slow_buffer_slows_generation_and_nothing_is_lost() -> None:
+    async with working() as (worker, buffer, engine):
         open_ = asyncio.Event()
 
         async def blocked(*_: Any) -> None:
@@ -104,11 +102,9 @@ def test_a_slow_buffer_slows_generation_and_nothing_is_lost() -> None:
         open_.set()
         await buffer.until(lambda: buffer.whole(*range(30)))
 
-    drive(FakeBuffer, body)
 
-
-def test_a_lost_lease_ends_its_episodes_and_no_other() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_a_lost_lease_ends_its_episodes_and_no_other() -> None:
+    async with working() as (worker, buffer, engine):
         never, later = asyncio.Event(), asyncio.Event()
 
         async def gate(request: GenerateRequest) -> None:
@@ -122,14 +118,12 @@ def test_a_lost_lease_ends_its_episodes_and_no_other() -> None:
         assert worker.status().running == 4
         later.set()
         await buffer.until(lambda: buffer.whole(1))
-
-    buffer, _ = drive(FakeBuffer, body)
     assert "t0#0" not in buffer.stored
     assert "L0" not in buffer.released
 
 
-def test_a_group_leased_again_begins_while_the_lost_lease_is_still_ending() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_a_group_leased_again_begins_while_the_lost_lease_is_still_ending() -> None:
+    async with working() as (_worker, buffer, engine):
         ended = asyncio.Event()
 
         async def gate(request: GenerateRequest) -> None:
@@ -145,26 +139,23 @@ def test_a_group_leased_again_begins_while_the_lost_lease_is_still_ending() -> N
         assert [lease_id for lease_id, _ in buffer.puts] == ["L1"]
         ended.set()
 
-    drive(FakeBuffer, body)
 
-
-def test_a_cancelled_episode_gives_its_capacity_back_even_before_it_began() -> None:
+async def test_a_cancelled_episode_gives_its_capacity_back_even_before_it_began() -> None:
     async def lost(lease: str, group_id: str, episodes: Any) -> PutAck:
         return PutAck([], "memory", [Refusal(f"{group_id}.{n}", "lease_lost") for n in episodes])
 
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+    async with working() as (worker, buffer, _engine):
         buffer.on_put = lost
         await buffer.add(*(group(n) for n in range(6)))
         await eventually(lambda: buffer.asked and not buffer.groups)
         await eventually(lambda: not worker.status().running and not worker.status().leases)
         assert worker.status().wanted_groups == 2
 
-    drive(FakeBuffer, body)
-
 
 @pytest.mark.parametrize("reason", ["stale", "lease_lost", "abandoned"])
-def test_what_is_refused_for_the_group_ends_the_group(reason: str) -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_what_is_refused_for_the_group_ends_the_group(reason: str) -> None:
+    async with working() as (worker, buffer, engine):
+
         async def gate(request: GenerateRequest) -> None:
             if request.request_id.startswith("t0#0.3"):
                 await asyncio.Event().wait()
@@ -181,13 +172,12 @@ def test_what_is_refused_for_the_group_ends_the_group(reason: str) -> None:
         await eventually(lambda: engine.cancelled)
         assert engine.cancelled == ["t0#0.3/L0/0"]
         assert "L0" not in worker.status().leases
-
-    buffer, _ = drive(FakeBuffer, body)
     assert buffer.released == {}
 
 
-def test_an_episode_the_buffer_finds_invalid_hands_the_lease_back() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_an_episode_the_buffer_finds_invalid_hands_the_lease_back() -> None:
+    async with working() as (_worker, buffer, _engine):
+
         async def refuse(lease: str, group_id: str, episodes: Any) -> PutAck:
             stored = [n for n in episodes if n != 2]
             return PutAck(stored, "memory", [Refusal(f"{group_id}.2", "invalid: because")])
@@ -195,53 +185,46 @@ def test_an_episode_the_buffer_finds_invalid_hands_the_lease_back() -> None:
         buffer.on_put = refuse
         await buffer.add(group(0))
         await buffer.until(lambda: buffer.released)
-
-    buffer, _ = drive(FakeBuffer, body)
     assert "invalid: because" in buffer.released["L0"]
 
 
-def test_a_failing_episode_costs_its_own_sample() -> None:
+async def test_a_failing_episode_costs_its_own_sample() -> None:
     async def workflow(ctx: Any, task: Task) -> None:
         if ctx.sample == 2:
             raise ValueError("sample 2 is cursed")
         await ctx.generate(task.prompt)
 
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+    async with working(FakeBuffer([group(0), group(1)]), workflow=workflow) as (_worker, buffer, _engine):
         await buffer.until(lambda: len(buffer.released) == 2)
-
-    buffer, _ = drive(lambda: FakeBuffer([group(0), group(1)]), body, workflow=workflow)
     assert {k: sorted(v) for k, v in buffer.stored.items()} == {"t0#0": [0, 1, 3], "t1#0": [0, 1, 3]}
     assert buffer.released["L0"] == "ValueError: sample 2 is cursed"
 
 
-def test_a_worker_whose_engine_always_fails_ends_with_the_reason() -> None:
+async def test_a_worker_whose_engine_always_fails_ends_with_the_reason() -> None:
     class Broken(FakeEngine):
         async def generate(self, request: GenerateRequest) -> GenerateResult:
             raise EngineError("no kernel for this device")
 
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        await asyncio.Event().wait()
-
     held = FakeBuffer(group(n) for n in range(50))
     with pytest.raises(WorkflowError, match="no kernel for this device"):
-        drive(lambda: held, body, engine=Broken(), timing=WorkerTiming(longest_failure_pause_s=0.0))
+        async with working(held, engine=Broken(), timing=WorkerTiming(longest_failure_pause_s=0.0)):
+            await asyncio.Event().wait()
     assert held.failed == set(), "the engine's troubles are no fault of the episodes"
 
 
-def test_what_episodes_do_wrong_is_told_to_the_buffer_and_nothing_more_is_begun_for_a_while() -> None:
+async def test_what_episodes_do_wrong_is_told_to_the_buffer_and_nothing_more_is_begun_for_a_while() -> None:
     """Whether anything succeeds anywhere is for the buffer to see."""
 
     async def workflow(ctx: Any, task: Task) -> None:
         raise RequestError("a prompt of 9000 tokens leaves no room")
 
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+    timing = WorkerTiming(first_failure_pause_s=1000.0, longest_failure_pause_s=1000.0)
+    groups = FakeBuffer(group(n) for n in range(50))
+    async with working(groups, workflow=workflow, timing=timing) as (worker, buffer, _engine):
         await buffer.until(lambda: len(buffer.released) == 2)
         assert buffer.failed == {"L0", "L1"}
         assert "9000 tokens" in buffer.released["L0"]
         assert worker.status().wanted_groups == 0
-
-    timing = WorkerTiming(first_failure_pause_s=1000.0, longest_failure_pause_s=1000.0)
-    drive(lambda: FakeBuffer(group(n) for n in range(50)), body, workflow=workflow, timing=timing)
 
 
 def test_a_worker_in_which_all_episodes_fail_for_long_ends_and_one_success_begins_anew() -> None:
@@ -279,7 +262,7 @@ def test_the_pause_after_failures_grows_up_to_its_limit_and_ends() -> None:
     assert lengths[-1] == LONGEST_PAUSE_S
 
 
-def test_one_failure_of_the_engine_is_one_failure_however_many_it_takes_along() -> None:
+async def test_one_failure_of_the_engine_is_one_failure_however_many_it_takes_along() -> None:
     class FailingOnce(FakeEngine):
         async def generate(self, request: GenerateRequest) -> GenerateResult:
             if int(request.request_id[1:].split("#")[0]) < 20:
@@ -287,18 +270,20 @@ def test_one_failure_of_the_engine_is_one_failure_however_many_it_takes_along() 
                 raise EngineError("a step failed")
             return await super().generate(request)
 
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+    async with working(FakeBuffer(group(n) for n in range(20)), engine=FailingOnce(), max_concurrent=80) as (
+        worker,
+        buffer,
+        _engine,
+    ):
         await buffer.until(lambda: len(buffer.released) == 20)
         assert worker.status().failures == 1
         await buffer.add(group(20))
         await buffer.until(lambda: buffer.whole(20))
         assert worker.status().failures == 0
 
-    drive(lambda: FakeBuffer(group(n) for n in range(20)), body, engine=FailingOnce(), max_concurrent=80)
 
-
-def test_a_new_version_is_asked_with_at_once_beside_the_older_request() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_a_new_version_is_asked_with_at_once_beside_the_older_request() -> None:
+    async with working() as (worker, buffer, engine):
         await buffer.until(lambda: len(buffer.asked) == 1)
         for version in range(1, 6):
             engine.version = VersionTag("policy", 0, version)
@@ -308,13 +293,11 @@ def test_a_new_version_is_asked_with_at_once_beside_the_older_request() -> None:
         await buffer.add(group(0))
         await buffer.until(lambda: buffer.whole(0))
         await buffer.until(lambda: buffer.asked[-1][1].version == 5)
-
-    buffer, _ = drive(FakeBuffer, body)
     assert [serving.version for _, serving in buffer.asked[:3]] == [0, 1, 2]
 
 
-def test_leases_are_renewed_well_before_their_end() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_leases_are_renewed_well_before_their_end() -> None:
+    async with working() as (_worker, buffer, engine):
         engine.hold()
         loop = asyncio.get_running_loop()
         await buffer.add(group(0, life_ms=300))
@@ -324,14 +307,12 @@ def test_leases_are_renewed_well_before_their_end() -> None:
             await buffer.until(lambda n=count: len(buffer.beats) >= n)
             times.append(loop.time())
         assert all(b - a < 0.3 for a, b in itertools.pairwise(times))
-
-    buffer, _ = drive(FakeBuffer, body)
     assert buffer.beats[-1] == ["L0"]
     assert buffer.released == {"L0": "drained"}
 
 
-def test_an_outage_of_the_buffer_is_waited_out() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_an_outage_of_the_buffer_is_waited_out() -> None:
+    async with working(timing=WorkerTiming(retry_pause_s=0.001)) as (_worker, buffer, _engine):
         troubles: Any = iter([RpcTimeout("away"), FaultError("unavailable", "no redis"), RpcTimeout("away")])
 
         async def flaky(*_: Any) -> None:
@@ -342,52 +323,45 @@ def test_an_outage_of_the_buffer_is_waited_out() -> None:
         await buffer.add(group(0), group(1))
         await buffer.until(lambda: buffer.whole(0, 1))
 
-    drive(FakeBuffer, body, timing=WorkerTiming(retry_pause_s=0.001))
+
+async def test_a_fault_that_no_retry_cures_ends_the_worker() -> None:
+    with pytest.raises(FaultError, match="another front"):  # noqa: PT012
+        async with working() as (_worker, buffer, _engine):
+
+            async def fenced(*_: Any) -> None:
+                raise FaultError("fenced", "another front")
+
+            buffer.on_put = fenced
+            await buffer.add(group(0))
+            await asyncio.Event().wait()
 
 
-def test_a_fault_that_no_retry_cures_ends_the_worker() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        async def fenced(*_: Any) -> None:
-            raise FaultError("fenced", "another front")
+async def test_a_worker_of_a_real_engine_fills_its_groups_across_updates(endless: Any, oracle: Any) -> None:
+    buffer = FakeBuffer(group(n, prompt="1+2=", missing=range(4)) for n in range(12))
+    engine = endless.engine(slots=8)
+    await engine.start(endless.weights(0))
+    render = Renderer(AutoTokenizer.from_pretrained(endless.directory))
+    limits = job(sampling={"max_new_tokens": 24})
+    worker = Worker(buffer, engine, load_workflow("single_turn"), render, job=limits, name="rollout-0")
 
-        buffer.on_put = fenced
-        await buffer.add(group(0))
-        await asyncio.Event().wait()
+    async def updates() -> None:
+        for version in itertools.count(1):
+            enough = engine.stats().tokens_total + 60
+            await eventually(lambda n=enough: engine.stats().tokens_total > n)
+            await engine.pause()
+            await engine.load(endless.weights(version))
+            await engine.resume()
+            worker.weights_changed()
 
-    with pytest.raises(FaultError, match="another front"):
-        drive(FakeBuffer, body)
-
-
-def test_a_worker_of_a_real_engine_fills_its_groups_across_updates(endless: Any, oracle: Any) -> None:
-    async def main() -> FakeBuffer:
-        buffer = FakeBuffer(group(n, prompt="1+2=", missing=range(4)) for n in range(12))
-        engine = endless.engine(slots=8)
-        await engine.start(endless.weights(0))
-        render = Renderer(AutoTokenizer.from_pretrained(endless.directory))
-        limits = job(sampling={"max_new_tokens": 24})
-        worker = Worker(buffer, engine, load_workflow("single_turn"), render, job=limits, name="rollout-0")
-
-        async def updates() -> None:
-            for version in itertools.count(1):
-                enough = engine.stats().tokens_total + 60
-                await eventually(lambda n=enough: engine.stats().tokens_total > n)
-                await engine.pause()
-                await engine.load(endless.weights(version))
-                await engine.resume()
-                worker.weights_changed()
-
-        stop = asyncio.Event()
-        running = asyncio.ensure_future(worker.run(stop, updates()))
-        try:
-            async with asyncio.timeout(60):
-                await buffer.until(lambda: buffer.whole(*range(12)) or running.done())
-                stop.set()
-                await running
-        finally:
-            await engine.stop()
-        return buffer
-
-    buffer = asyncio.run(main())
+    stop = asyncio.Event()
+    running = asyncio.ensure_future(worker.run(stop, updates()))
+    try:
+        async with asyncio.timeout(60):
+            await buffer.until(lambda: buffer.whole(*range(12)) or running.done())
+            stop.set()
+            await running
+    finally:
+        await engine.stop()
     several = 0
     for blobs in buffer.stored.values():
         for blob in blobs.values():
@@ -397,8 +371,9 @@ def test_a_worker_of_a_real_engine_fills_its_groups_across_updates(endless: Any,
     assert several > 0
 
 
-def test_an_episode_that_takes_too_long_is_aborted_and_its_sample_handed_back() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_an_episode_that_takes_too_long_is_aborted_and_its_sample_handed_back() -> None:
+    async with working(episode_timeout_s=0.2) as (_worker, buffer, engine):
+
         async def gate(request: GenerateRequest) -> None:
             if ".2/" in request.request_id:
                 await asyncio.Event().wait()
@@ -408,29 +383,31 @@ def test_an_episode_that_takes_too_long_is_aborted_and_its_sample_handed_back() 
         await buffer.add(group(0))
         await buffer.until(lambda: buffer.released)
         assert REGISTRY.get_sample_value("areal_rollout_episodes_timed_out_total") == before + 1
-
-    buffer, engine = drive(FakeBuffer, body, episode_timeout_s=0.2)
     assert sorted(buffer.stored["t0#0"]) == [0, 1, 3]
     assert buffer.released == {"L0": "EpisodeTimeout: it took longer than 0.2 s (rollout.episode_timeout_s)"}
     assert engine.cancelled == ["t0#0.2/L0/0"]
 
 
-def test_a_slow_tool_counts_as_part_of_its_episode() -> None:
+async def test_a_slow_tool_counts_as_part_of_its_episode() -> None:
     async def forever(ctx: Any, task: Any) -> None:
         await asyncio.Event().wait()
 
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+    async with working(FakeBuffer([group(0)]), workflow=forever, episode_timeout_s=0.05) as (
+        _worker,
+        buffer,
+        _engine,
+    ):
         await buffer.until(lambda: buffer.released)
         assert buffer.released["L0"].startswith("EpisodeTimeout")
 
-    drive(lambda: FakeBuffer([group(0)]), body, workflow=forever, episode_timeout_s=0.05)
 
-
-def test_requests_carry_their_episode_and_the_turn_of_their_lease() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_requests_carry_their_episode_and_the_turn_of_their_lease() -> None:
+    async with working(FakeBuffer(group(n) for n in range(3)), episode_timeout_s=60) as (
+        _worker,
+        buffer,
+        engine,
+    ):
         await buffer.until(lambda: buffer.whole(0, 1, 2))
-
-    _, engine = drive(lambda: FakeBuffer(group(n) for n in range(3)), body, episode_timeout_s=60)
     by_group: dict[str, set[int]] = {}
     for request in engine.seen:
         assert request.session == request.request_id.partition("/")[0]
@@ -439,8 +416,8 @@ def test_requests_carry_their_episode_and_the_turn_of_their_lease() -> None:
     assert by_group == {"t0#0": {1}, "t1#0": {2}, "t2#0": {3}}
 
 
-def test_more_run_at_once_as_long_as_the_engine_takes_them() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_more_run_at_once_as_long_as_the_engine_takes_them() -> None:
+    async with working(max_concurrent=32, concurrency="adaptive", look_s=0.01) as (worker, buffer, engine):
         release = engine.hold()
 
         def limit() -> float | None:
@@ -453,8 +430,6 @@ def test_more_run_at_once_as_long_as_the_engine_takes_them() -> None:
         await eventually(lambda: limit() == 32)
         assert worker.status().wanted_groups == 0
         release.set()
-
-    drive(FakeBuffer, body, max_concurrent=32, concurrency="adaptive", look_s=0.01)
 
 
 @pytest.mark.anyio

@@ -22,15 +22,15 @@ from tests.unit.rollout.fakes import (
     FakeBuffer,
     FakeEngine,
     LetterTokenizer,
-    drive,
     eventually,
     group,
     job,
+    working,
 )
 
 
-def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> None:
+    async with working() as (worker, buffer, engine):
         release = engine.hold()
         await buffer.add(group(0, life_ms=90))
         await eventually(lambda: worker.status().running)
@@ -41,13 +41,11 @@ def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> None:
         release.set()
         await buffer.until(lambda: buffer.whole(0))
         assert worker.status().wanted_groups == 0
-
-    buffer, _ = drive(FakeBuffer, body)
     assert buffer.released == {}
 
 
-def test_a_worker_that_need_not_drain_any_more_does_not_say_so() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_a_worker_that_need_not_drain_any_more_does_not_say_so() -> None:
+    async with working() as (worker, buffer, engine):
         engine.hold()
         await buffer.add(group(0, life_ms=90))
         await eventually(lambda: worker.status().running)
@@ -57,21 +55,18 @@ def test_a_worker_that_need_not_drain_any_more_does_not_say_so() -> None:
         buffer.draining = False  # another buffer has taken over, and knows of no drain
         await eventually(lambda: REGISTRY.get_sample_value("areal_rollout_draining") == 0)
 
-    drive(FakeBuffer, body)
 
-
-def test_a_worker_that_asks_is_told_to_drain_at_once() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_a_worker_that_asks_is_told_to_drain_at_once() -> None:
+    async with working() as (worker, buffer, _engine):
         await buffer.until(lambda: buffer.asked)
         await buffer.drain("rollout-0", "it is to be moved")
         await eventually(lambda: worker.status().draining)
         assert worker.status().wanted_groups == 0
 
-    drive(FakeBuffer, body)
 
+async def test_a_stop_sends_what_is_finished_and_hands_the_rest_over() -> None:
+    async with working(timing=WorkerTiming(drain_s=0.05)) as (worker, buffer, engine):
 
-def test_a_stop_sends_what_is_finished_and_hands_the_rest_over() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
         async def gate(request: GenerateRequest) -> None:
             if ".3/" in request.request_id:
                 await asyncio.Event().wait()
@@ -79,8 +74,6 @@ def test_a_stop_sends_what_is_finished_and_hands_the_rest_over() -> None:
         engine.gate = gate
         await buffer.add(group(0), group(1))
         await eventually(lambda: worker.status().running == 2)
-
-    buffer, engine = drive(FakeBuffer, body, timing=WorkerTiming(drain_s=0.05))
     assert {k: sorted(v) for k, v in buffer.stored.items()} == {"t0#0": [0, 1, 2], "t1#0": [0, 1, 2]}
     assert buffer.released == {"L0": "drained", "L1": "drained"}
     assert engine.running == {}
@@ -106,7 +99,7 @@ async def test_a_stop_waits_for_what_finishes_within_the_grace_and_leases_no_mor
     assert len(buffer.groups) == 1, "nothing was leased after the stop"
 
 
-def test_what_is_granted_to_a_worker_that_stops_goes_back_at_once() -> None:
+async def test_what_is_granted_to_a_worker_that_stops_goes_back_at_once() -> None:
     """The answer to a lease request may be on its way when the stop comes."""
 
     class Late(FakeBuffer):
@@ -116,38 +109,41 @@ def test_what_is_granted_to_a_worker_that_stops_goes_back_at_once() -> None:
             await self.until(lambda: self.draining)
             return Leases([group(0)] if len(self.asked) == 1 else [])
 
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+    async with working(Late()) as (_worker, buffer, engine):
         await buffer.until(lambda: buffer.asked)
-
-    buffer, engine = drive(Late, body)
     assert buffer.released == {"L0": "drained"}
     assert engine.seen == []
 
 
-def test_a_worker_that_fails_does_not_say_that_it_drained() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
-        async def hang(request: GenerateRequest) -> None:
-            await asyncio.Event().wait()
+async def test_a_worker_that_fails_does_not_say_that_it_drained() -> None:
+    timing = WorkerTiming(longest_failure_pause_s=0.0)
+    with pytest.raises(WorkflowError):  # noqa: PT012
+        async with working(timing=timing, max_concurrent=64) as (
+            worker,
+            buffer,
+            engine,
+        ):
 
-        async def broken(request: GenerateRequest) -> None:
-            raise EngineError("broken")
+            async def hang(request: GenerateRequest) -> None:
+                await asyncio.Event().wait()
 
-        engine.gate = hang
-        await buffer.add(group(0))
-        await eventually(lambda: worker.status().running == 4)
-        engine.gate = broken
-        for number in range(1, 1 + MAX_FAILURES):
-            await buffer.add(group(number, missing=[0]))
-            await buffer.until(lambda n=number: f"L{n}" in buffer.released or n == MAX_FAILURES)
-        await buffer.until(lambda: "L0" in buffer.released)
-        assert buffer.released["L0"] == "the worker failed"
+            async def broken(request: GenerateRequest) -> None:
+                raise EngineError("broken")
 
-    with pytest.raises(WorkflowError):
-        drive(FakeBuffer, body, timing=WorkerTiming(longest_failure_pause_s=0.0), max_concurrent=64)
+            engine.gate = hang
+            await buffer.add(group(0))
+            await eventually(lambda: worker.status().running == 4)
+            engine.gate = broken
+            for number in range(1, 1 + MAX_FAILURES):
+                await buffer.add(group(number, missing=[0]))
+                await buffer.until(lambda n=number: f"L{n}" in buffer.released or n == MAX_FAILURES)
+            await buffer.until(lambda: "L0" in buffer.released)
+            assert buffer.released["L0"] == "the worker failed"
 
 
-def test_a_stop_does_not_wait_for_a_buffer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_a_stop_does_not_wait_for_a_buffer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with working(timing=WorkerTiming(drain_s=0.05, flush_s=0.05)) as (worker, buffer, _engine):
+
         async def gone(*_: Any, **__: Any) -> Any:
             await asyncio.Event().wait()
 
@@ -155,8 +151,6 @@ def test_a_stop_does_not_wait_for_a_buffer_that_is_gone(monkeypatch: pytest.Monk
         monkeypatch.setattr(buffer, "release", gone)
         await buffer.add(group(0))
         await eventually(lambda: worker.status().unsent == 4)
-
-    drive(FakeBuffer, body, timing=WorkerTiming(drain_s=0.05, flush_s=0.05))
 
 
 @pytest.mark.anyio
@@ -178,27 +172,21 @@ async def test_a_drained_worker_ends_by_itself_once_it_has_finished_what_it_had(
     assert buffer.released == {}
 
 
-def test_a_drained_worker_whose_time_is_over_hands_back_the_rest_and_counts_as_drained() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_a_drained_worker_whose_time_is_over_hands_back_the_rest_and_counts_as_drained() -> None:
+    async with working() as (worker, buffer, engine):
         engine.hold()
         await buffer.add(group(0, life_ms=90))
         await eventually(lambda: worker.status().running == 4)
         await buffer.drain("rollout-0", "it is to be moved")
         await eventually(lambda: worker.status().draining)
-        workers.append(worker)
 
-    workers: list[Worker] = []
-    buffer, _ = drive(FakeBuffer, body)
     assert buffer.released == {"L0": "drained"}
-    assert workers[0].drained
+    assert worker.drained
 
 
-def test_a_worker_that_is_told_to_stop_does_not_count_as_drained() -> None:
-    async def body(worker: Worker, buffer: FakeBuffer, engine: FakeEngine) -> None:
+async def test_a_worker_that_is_told_to_stop_does_not_count_as_drained() -> None:
+    async with working() as (worker, buffer, _engine):
         await buffer.add(group(0, life_ms=90))
         await buffer.until(lambda: buffer.whole(0))
-        workers.append(worker)
 
-    workers: list[Worker] = []
-    drive(FakeBuffer, body)
-    assert not workers[0].drained
+    assert not worker.drained
