@@ -14,7 +14,7 @@ from areal_async.config.job import JobConfig
 from areal_async.launch.plan import ready_limit_s
 from areal_async.registry import ENGINES
 from rollout_service.engines import BUILT_IN, make_engine
-from tests.unit.rollout.fakes import FakeBuffer, drive, group, job
+from tests.unit.rollout.fakes import FakeBuffer, group, job, working
 
 STUB = """
 import numpy as np
@@ -73,14 +73,12 @@ def mistakes(**rollout: Any) -> list[str]:
     return [f"{mistake.field}: {mistake.problem}" for mistake in found if "rollout." in mistake.field]
 
 
-def test_an_engine_of_another_package_generates_for_a_worker() -> None:
+async def test_an_engine_of_another_package_generates_for_a_worker() -> None:
     named = job(engine="backwards", update_mode="keep")
     engine = make_engine(named, slots=8, activity="rollout")
 
-    async def body(worker: Any, buffer: FakeBuffer, _: Any) -> None:
+    async with working(FakeBuffer([group(1), group(2)]), engine=engine) as (_, buffer, _engine):
         await buffer.until(lambda: buffer.whole(1, 2))
-
-    drive(lambda: FakeBuffer([group(1), group(2)]), body, engine=engine)
     assert engine.stats().requests_total == 8
     assert ready_limit_s(named) == ready_limit_s(job()) + named.rollout.server.ready_s
 
