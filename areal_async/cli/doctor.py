@@ -10,14 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from areal_async.config.job import ObserveSection
 from areal_async.launch.folders import SHM_ROOT, leftovers, volatile_roots
-from areal_async.launch.preflight import find_redis_server, no_sandbox, port_holder, redis_server_version
+from areal_async.launch.preflight import find_redis_server, no_sandbox, redis_server_version
 
 MIN_REDIS = (6, 2)
 MIN_SHM_BYTES = 1 << 30
 PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "pyarrow", "hiredis", "safetensors")
-DEFAULT_PORTS = 6  # Services of a job with one rollout worker, each with a port
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,6 @@ def examine() -> Iterator[Finding]:
     else:
         yield Finding("ok", "sandbox", "programs can be isolated")
     yield _leftovers()
-    yield _ports()
 
 
 def remove_leftovers(roots: Sequence[Path]) -> list[Path]:
@@ -101,12 +98,3 @@ def _leftovers() -> Finding:
         return Finding("ok", "leftovers", "none")
     names = ", ".join(map(str, found[:3])) + (" …" if found[3:] else "")
     return Finding("warn", "leftovers", f"of dead runs: {names}", "Run `areal-async doctor --clean`")
-
-
-def _ports() -> Finding:
-    first = ObserveSection().metrics_port
-    for port in range(first, first + DEFAULT_PORTS):
-        if holder := port_holder(port):
-            fix = "Set observe.metrics_port in the job file to other ports, or to 0 for free ones"
-            return Finding("warn", "ports", f"{port} is used by {holder}", fix)
-    return Finding("ok", "ports", f"{first} to {first + DEFAULT_PORTS - 1} are free")

@@ -11,14 +11,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
 
 from areal_async.config.checks import check_fields
 from areal_async.config.errors import ConfigError, Mistake
-from areal_async.config.fields import explain
+from areal_async.config.fields import explain, job_fields
 from areal_async.config.files import OWN_CODE, check_files
 from areal_async.config.job import JobConfig
 from areal_async.config.rewardcheck import with_paths
@@ -34,19 +34,12 @@ from areal_async.config.yamlfile import (
 from areal_async.rpc.schema import POLICY_NAME
 
 PATH_FIELDS = (
-    "run_dir",
-    "model",
-    "tasks.train",
-    "tasks.evaluation",
-    "buffer.redis_login.password_file",
-    "buffer.redis_tls.ca_file",
-    "buffer.redis_tls.cert_file",
-    "buffer.redis_tls.key_file",
+    *(
+        path
+        for path, field in job_fields().items()
+        if Path in (field.annotation, *get_args(field.annotation))
+    ),
     "rollout.workflow_args.cwd",
-    "rollout.server.environment",
-    "evaluation.server.environment",
-    "weights.key_file",
-    "weights.directory",
 )
 CODE_FIELDS = (
     "rollout.workflow",

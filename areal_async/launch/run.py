@@ -110,10 +110,6 @@ def _run(
         run_log.write("restart", service=name)
         aggregator.tell(text, time.monotonic())
 
-    def describe() -> dict[str, Any] | None:
-        plain_values: dict[str, Any] | None = msgspec.to_builtins(monitor.newest)
-        return plain_values
-
     supervisor = Supervisor(
         job,
         folders,
@@ -121,7 +117,7 @@ def _run(
         metrics_port=metrics_port,
         on_ending=on_ending,
         on_restart=on_restart,
-        describe=describe,
+        describe=lambda: msgspec.to_builtins(monitor.newest),
     )
     aggregator = StatusAggregator(job, list(supervisor.phases()), started_s)
     with open_view(console, plain=plain) as show:

@@ -238,14 +238,7 @@ def find_run(target: Path, overrides: Sequence[str] = (), *, kinds: Sequence[str
 
     Raises `RunFolderError` where there is none, `ConfigError` when its job cannot be read or an override does
     not fit it."""
-    folder = target.resolve() if target.is_dir() else _folder_of(target)
-    if not folder.is_dir():
-        raise RunFolderError(f"{folder} does not exist: this job has not been run.{_neighbours(folder)}")
-    check_run_folder(folder)
-    if not (folder / LOCK).exists() or not (folder / "job.yaml").exists():
-        inside = [path.parent.name for path in sorted(folder.glob(f"*/{LOCK}"))]
-        hint = f" The runs in it are: {', '.join(inside)}." if inside else _neighbours(folder)
-        raise RunFolderError(f"{folder} is not the folder of a run.{hint}")
+    folder = _run_folder(target)
     # The folder may have been moved since.
     job = load_job(folder / "job.yaml", [*overrides, f"run_dir={folder.parent}"], files=False)
     if job.kind not in kinds:
@@ -259,11 +252,26 @@ def find_run(target: Path, overrides: Sequence[str] = (), *, kinds: Sequence[str
     return Run(folder, job, places)
 
 
-def _folder_of(job_file: Path) -> Path:
-    if not job_file.is_file():
-        raise RunFolderError(f"there is no run folder or job file {job_file}.{_neighbours(job_file)}")
-    job = load_job(job_file, files=False)
-    return job.run_dir / job.job
+def _run_folder(target: Path) -> Path:
+    """The folder of the run at `target`. Raises `RunFolderError` where there is none."""
+    if not (target.is_dir() or target.is_file()):
+        raise RunFolderError(f"there is no run folder or job file {target}.{_neighbours(target)}")
+    if target.is_dir():
+        folder = target.resolve()
+    else:
+        job = load_job(target, files=False)
+        folder = job.run_dir / job.job
+    if not folder.is_dir():
+        raise RunFolderError(
+            f"{folder} does not exist: this job has not been run. `areal-async run {target}` starts it."
+            f"{_neighbours(folder)}"
+        )
+    check_run_folder(folder)
+    if not (folder / LOCK).exists() or not (folder / "job.yaml").exists():
+        inside = [path.parent.name for path in sorted(folder.glob(f"*/{LOCK}"))]
+        hint = f" The runs in it are: {', '.join(inside)}." if inside else _neighbours(folder)
+        raise RunFolderError(f"{folder} is not the folder of a run.{hint}")
+    return folder
 
 
 def _neighbours(path: Path) -> str:
@@ -300,7 +308,7 @@ def job_to_resume(target: Path, overrides: Sequence[str] = ()) -> JobConfig:
 
     Raises `RunFolderError` when there is nothing to go on with, `ConfigError` when what was recorded cannot
     be run any more."""
-    run_dir = target.resolve() if target.is_dir() else _folder_of(target)
+    run_dir = _run_folder(target)
     _refuse_to_resume(run_dir, target)
     for override in overrides:
         name = override.partition("=")[0].strip()
@@ -318,11 +326,6 @@ def job_to_resume(target: Path, overrides: Sequence[str] = ()) -> JobConfig:
 
 def _refuse_to_resume(run_dir: Path, target: Path) -> None:
     start = f"`areal-async run {target}`" if target.is_file() else "`areal-async run`"
-    if not run_dir.is_dir():
-        raise RunFolderError(f"there is nothing to resume: {run_dir} does not exist. Start it with {start}.")
-    check_run_folder(run_dir)
-    if not (run_dir / LOCK).exists() or not (run_dir / "job.yaml").exists():
-        raise RunFolderError(f"there is nothing to resume: {run_dir} is not the folder of a run.")
     refuse_running(run_dir)
     if (run_dir / "summary.json").exists():
         raise RunFolderError(

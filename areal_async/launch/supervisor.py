@@ -53,8 +53,6 @@ from areal_async.runtime.process import (
 )
 
 TICK_S = 0.1
-SAME_INTERRUPT_S = 0.5
-"""Signals within this time of the first are one request: make, shells and terminals repeat them."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 log = get_logger("supervisor")
@@ -80,6 +78,7 @@ class Supervisor:
         on_restart: Callable[[str, str], None] = lambda name, text: None,
         describe: Callable[[], dict[str, Any] | None] = lambda: None,
         buffer_wait_s: float = 10.0,
+        same_interrupt_s: float = 0.5,
     ) -> None:
         self.job = job
         self.folders = folders
@@ -96,6 +95,7 @@ class Supervisor:
         self._told_ports: list[int] = []
         self._told_ending = False
         self._interrupted_s: float | None = None
+        self._same_interrupt_s = same_interrupt_s
         self._socket = ControlSocket(job.job, folders.socket_dir, folders.secret, describe, buffer_wait_s)
         self._modules = modules
         self._leaving: dict[str, LeavingWorker] = {}
@@ -231,8 +231,8 @@ class Supervisor:
     def _interrupt(self, signals: int) -> None:
         os.read(signals, 64)
         now_s = time.monotonic()
-        if self._interrupted_s is not None and now_s - self._interrupted_s < SAME_INTERRUPT_S:
-            return
+        if self._interrupted_s is not None and now_s - self._interrupted_s < self._same_interrupt_s:
+            return  # make, shells and terminals repeat signals
         self._interrupted_s = now_s
         log.info("asked to stop", at_once=self.lifecycle.stopping)
         self._apply(self.lifecycle.interrupt(now_s))

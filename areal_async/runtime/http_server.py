@@ -46,9 +46,6 @@ BACKLOG = 512
 ACCEPTED_AT_ONCE = 32
 LEAST_RATE = 64 << 10
 """Bytes a second. A client that sends a body, or takes an answer, more slowly is too slow."""
-UNREAD_S = 5.0
-"""The rest of a body that nobody wants is taken so long: to close at once could lose the answer."""
-REST_S = 0.5  # Before another try to accept, when the process is out of descriptors
 SWEEP_S = 0.5
 LOGGED_EVERY_S = 60.0
 LOGGED_CHARS = 300  # Most characters of what a client sent that are logged
@@ -73,6 +70,9 @@ class HttpLimits:
     """Longest time for a body to arrive or an answer to be taken, beyond what they need at `LEAST_RATE`."""
     answer_s: float = 120.0  # Longest time from the end of the headers to the end of the answer
     idle_s: int = 5  # Between an answer and the next request
+    unread_s: float = 5.0
+    """The rest of a body that nobody wants is taken so long: to close at once could lose the answer."""
+    rest_s: float = 0.5  # Before another try to accept, when the process is out of descriptors
 
 
 class BodyTooLong(Exception):
@@ -206,7 +206,7 @@ class HttpServer:
                 self.faults.count("cannot accept connections", error=error.strerror)
                 self._make_room(more=True)
                 self._loop.remove_reader(self._listening)
-                self._loop.call_later(REST_S, self._go_on)
+                self._loop.call_later(self.limits.rest_s, self._go_on)
                 self._sweep_later()
                 return
             sock.setblocking(False)
@@ -376,7 +376,7 @@ class Connection(H11Protocol):
                 return "headers sent too slowly"
             case "body" if age_s > min(limits.body_s + self._received_bytes / LEAST_RATE, limits.answer_s):
                 return "body sent too slowly"
-            case "unread" if age_s > UNREAD_S:
+            case "unread" if age_s > limits.unread_s:
                 return "body sent that nobody wants"
             case "answer" if age_s > limits.answer_s:
                 return "no end of an answer"

@@ -253,10 +253,6 @@ class RestartPolicy:
     def of(cls, section: SupervisorSection) -> RestartPolicy:
         return cls(section.restarts, section.window_s, section.first_pause_s, section.longest_pause_s)
 
-    def recent(self, deaths_s: Sequence[float], now_s: float) -> list[float]:
-        """The deaths that still count."""
-        return [death_s for death_s in deaths_s if now_s - death_s < self.window_s]
-
 
 NO_RESTARTS = RestartPolicy(limit=0)
 
@@ -272,7 +268,7 @@ class Restarts:
     def died(self, now_s: float, *, served_s: float | None = None, status: int | None = None) -> float | None:
         """Count a death of the process, which served since `served_s` (None: it did not) and ended with
         `status`. Returns the seconds to wait before it is started again; None: give up."""
-        self.deaths_s = [*self.policy.recent(self.deaths_s, now_s), now_s]
+        self.deaths_s = [at_s for at_s in self.deaths_s if now_s - at_s < self.policy.window_s] + [now_s]
         steady = served_s is not None and now_s - served_s >= self.policy.steady_s
         self.early = 0 if steady else self.early + 1
         if status == INCURABLE_STATUS or len(self.deaths_s) > self.policy.limit:

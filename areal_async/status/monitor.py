@@ -11,7 +11,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,8 +33,6 @@ LOOK_S = 2.0  # The longest that one look at everything takes
 REPORT_S = 30.0  # How often a stall is logged while it lasts
 READ_LIMIT_BYTES = 1 << 20  # Most of one file that one poll reads
 ASKED = frozenset({"starting", "serving", "draining"})  # Phases in which a service can answer
-
-Ask = Callable[[str], Awaitable[ServiceStatus]]  # Asks the service of this name. Raises ArealError
 
 
 class Tail:

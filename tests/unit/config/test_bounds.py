@@ -21,7 +21,7 @@ from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.config.load import job_from_mapping, load_job
 from areal_async.config.reward import RouteSection
-from areal_async.config.yamlfile import MOST_LEVELS, parse_yaml, too_nested
+from areal_async.config.yamlfile import MOST_LEVELS, too_nested
 from areal_async.registry import ENVIRONMENTS, REWARDS, WORKFLOWS
 from areal_async.tasks import TaskFileError, read_tasks
 from reward_service.verifiers.composed import WeightedPart
@@ -130,14 +130,6 @@ def test_aliases_that_stand_for_more_than_a_machine_holds_are_refused(folder: Pa
 def test_an_alias_inside_what_it_names_is_refused(folder: Path) -> None:
     (folder / "job.yaml").write_text("job: sums\nreward: &r\n  args: {again: *r}\n")
     assert "nested more than" in only_mistake(folder)
-
-
-def test_depth_and_aliases_of_ordinary_files_are_read() -> None:
-    assert parse_yaml("a: &x {b: [1, [2]]}\nc: {<<: *x}\nd: [*x, *x]") == {
-        "a": {"b": [1, [2]]},
-        "c": {"b": [1, [2]]},
-        "d": [{"b": [1, [2]]}, {"b": [1, [2]]}],
-    }
 
 
 def test_a_job_file_of_any_size_is_refused_without_being_read(folder: Path) -> None:

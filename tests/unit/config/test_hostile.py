@@ -78,7 +78,9 @@ def test_yaml_of_our_own_is_read_back(content: dict[str, Any]) -> None:
 
 
 def test_anchors_and_merges_work_and_odd_keys_do_not() -> None:
-    assert parse_yaml("a: &x {b: 1}\nc: {<<: *x, d: 2}") == {"a": {"b": 1}, "c": {"b": 1, "d": 2}}
+    inner = {"b": [1, [2]]}
+    read = parse_yaml("a: &x {b: [1, [2]]}\nc: {<<: *x, d: 2}\ne: [*x, *x]")
+    assert read == {"a": inner, "c": inner | {"d": 2}, "e": [inner, inner]}
     for text in ("{[1]: 2}", "? {a: b}\n: c", "a: !!python/object:os.system {}"):
         with pytest.raises(yaml.YAMLError):
             parse_yaml(text)

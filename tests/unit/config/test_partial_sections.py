@@ -10,7 +10,7 @@ import pytest
 
 from areal_async.config.base import Section
 from areal_async.config.errors import ConfigError
-from areal_async.config.fields import Field, job_fields, section_of
+from areal_async.config.fields import Field, job_fields
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 
@@ -59,14 +59,6 @@ def test_a_field_given_as_its_default_changes_no_other(path: str) -> None:
         if value_at(given, field.path) != field.default
     }
     assert different == {}
-
-
-def test_an_empty_section_is_one_left_out() -> None:
-    sections = {field.path.rpartition(".")[0] for field in fields_with_a_default()} - {"", "tasks"}
-    whole = JobConfig.model_validate(BASE)
-    for path in sections:
-        assert section_of(path) is not None
-        assert job_with(path, {}) == whole, path
 
 
 def test_no_section_stands_anywhere_with_defaults_that_are_not_its_own() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal_async.config.fields import job_fields, section_of, suggest
+from areal_async.config.fields import job_fields, suggest
 from areal_async.config.job import JobConfig
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -58,10 +58,3 @@ def test_a_default_is_that_of_its_place() -> None:
 )
 def test_an_unknown_key_is_guessed_or_left_alone(section: str, key: str, meant: str | None) -> None:
     assert suggest(section, key) == meant
-
-
-def test_sections_are_found_by_path() -> None:
-    assert section_of("") is JobConfig
-    assert section_of("rollout.sampling") is not None
-    assert section_of("rollout.engine") is None
-    assert section_of("nowhere") is None

@@ -28,6 +28,13 @@ def make_job(tmp_path: Path, **changes: object) -> JobConfig:
 
 
 @pytest.fixture
+def shm(tmp_path: Path) -> Path:
+    root = tmp_path / "shm"
+    root.mkdir()
+    return root
+
+
+@pytest.fixture
 def behave(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Have the stand-in services of the test behave as told, by process name."""
     here = str(Path(__file__).parent)

@@ -6,8 +6,12 @@ import time
 from collections.abc import Callable
 
 from areal_async.launch.plan import MODULES
+from areal_async.runtime.context import ServicePlace
 
 STAND_IN = dict.fromkeys(MODULES, "stand_in")
+NAMES = ("buffer", "trainer", "reward", "rollout-0", "rollout-1", "evaluator")
+ROLES = [name.partition("-")[0] for name in NAMES]
+PLACES = [ServicePlace(name, role, 0, MODULES[role], 0) for name, role in zip(NAMES, ROLES, strict=True)]
 Behave = Callable[[dict[str, str]], None]
 """Has the stand-in services behave as told, by process name."""
 

@@ -31,26 +31,25 @@ def worker(number: int) -> ServicePlace:
     return ServicePlace(f"rollout-{number}", "rollout", number, "rollout_service", 0)
 
 
-def life_of(job: JobConfig, restarts: int = 5) -> Lifecycle:
-    """One whose services all serve at time 0."""
+def life_of(job: JobConfig, restarts: int = 5, *, joined: bool = False) -> Lifecycle:
+    """One whose services all serve at time 0; with `joined`, rollout-1 does since time 2."""
     life = Lifecycle(services_of(job), 60.0, RestartPolicy(restarts))
     life.begin(0.0)
     for name in life.states:
         life.ready(name, 0.0)
+    if joined:
+        life.join(worker(1), 1.0)
+        life.ready("rollout-1", 2.0)
     return life
 
 
 # --- the choice ------------------------------------------------------------------------------------------
 
 
-def test_those_that_join_take_the_lowest_free_names() -> None:
-    taken = {"rollout-0", "rollout-2"}
-    joining, leaving = workers_to_change([worker(0)], 3, "m", taken.__contains__)
+def test_those_that_join_take_the_lowest_free_names_and_the_newest_leave_first() -> None:
+    joining, leaving = workers_to_change([worker(0)], 3, "m", {"rollout-0", "rollout-2"}.__contains__)
     assert [place.name for place in joining] == ["rollout-1", "rollout-3"]
     assert leaving == []
-
-
-def test_the_newest_leave_first() -> None:
     joining, leaving = workers_to_change([worker(0), worker(2), worker(1)], 1, "m", lambda name: True)
     assert joining == []
     assert [place.name for place in leaving] == ["rollout-1", "rollout-2"]
@@ -71,11 +70,11 @@ def test_only_a_worker_that_is_there_and_not_the_last_is_drained() -> None:
 
 
 def test_a_name_is_held_as_long_as_its_process_lives(tmp_path: Path) -> None:
-    assert not name_is_held(tmp_path, "rollout-3")
     with (tmp_path / "rollout-3.name").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert name_is_held(tmp_path, "rollout-3")
     assert not name_is_held(tmp_path, "rollout-3")
+    assert not name_is_held(tmp_path, "rollout-4")
 
 
 # --- the lifecycle ---------------------------------------------------------------------------------------
@@ -123,9 +122,7 @@ def test_one_that_joins_and_does_not_serve_in_time_is_ended(job: JobConfig) -> N
 
 @pytest.mark.parametrize("status", [0, 1, -9, 143])
 def test_a_drained_worker_is_not_started_again_however_it_ends(job: JobConfig, status: int) -> None:
-    life = life_of(job)
-    life.join(worker(1), 1.0)
-    life.ready("rollout-1", 2.0)
+    life = life_of(job, joined=True)
     assert life.leave("rollout-1", 30.0, 10.0) == []
     assert life.exited("rollout-1", status, 12.0) == []
     assert life.states["rollout-1"].gone
@@ -134,9 +131,7 @@ def test_a_drained_worker_is_not_started_again_however_it_ends(job: JobConfig, s
 
 
 def test_a_drained_worker_that_stays_is_told_to_end_and_then_killed(job: JobConfig) -> None:
-    life = life_of(job)
-    life.join(worker(1), 1.0)
-    life.ready("rollout-1", 2.0)
+    life = life_of(job, joined=True)
     life.leave("rollout-1", 30.0, 10.0)
     assert life.tick(39.9) == []
     assert life.tick(40.0) == [Action("terminate", "rollout-1")]

@@ -15,13 +15,6 @@ from areal_async.status.record import RunLog
 
 
 @pytest.fixture
-def shm(tmp_path: Path) -> Path:
-    root = tmp_path / "shm"
-    root.mkdir()
-    return root
-
-
-@pytest.fixture
 def claimed(job: JobConfig, shm: Path) -> Iterator[RunFolders]:
     folders = claim_folders(job, overwrite=False, shm_root=shm)
     yield folders

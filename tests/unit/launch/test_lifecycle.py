@@ -14,12 +14,8 @@ from areal_async.launch.lifecycle import (
     Lifecycle,
     Phase,
 )
-from areal_async.launch.plan import MODULES
-from areal_async.runtime.context import ServicePlace
+from tests.unit.launch.launching import NAMES, PLACES
 
-NAMES = ("buffer", "trainer", "reward", "rollout-0", "rollout-1", "evaluator")
-ROLES = [name.partition("-")[0] for name in NAMES]
-PLACES = [ServicePlace(name, role, 0, MODULES[role], 0) for name, role in zip(NAMES, ROLES, strict=True)]
 OTHERS = [name for name in NAMES if name != "buffer"]
 TICK_S = 0.1
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,6 @@ STRANGER = 54321
 """A user id that nobody has."""
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
 MODE = 0o777
-
-
-@pytest.fixture
-def shm(tmp_path: Path) -> Path:
-    root = tmp_path / "shm"
-    root.mkdir()
-    return root
 
 
 def dead_run(job: JobConfig, shm: Path, victim: Path) -> Path:
@@ -46,43 +40,34 @@ def worth(folder: Path) -> Path:
     return folder
 
 
-@as_root
-def test_another_users_run_folder_is_neither_run_in_nor_believed(
-    job: JobConfig, shm: Path, tmp_path: Path
+def give_away(path: Path) -> None:
+    os.chown(path, STRANGER, STRANGER)
+
+
+@pytest.mark.parametrize(
+    ("what", "spoil", "words"),
+    [
+        pytest.param("", give_away, f"belongs to user {STRANGER}", marks=as_root),
+        pytest.param("run.lock", give_away, f"belongs to user {STRANGER}", marks=as_root),
+        ("run.lock", lambda path: path.chmod(0o666), r"others may write to .*run\.lock"),
+    ],
+)
+def test_what_another_user_made_or_may_change_is_neither_run_in_nor_believed(
+    job: JobConfig, shm: Path, tmp_path: Path, what: str, spoil: Callable[[Path], None], words: str
 ) -> None:
     victim = worth(tmp_path / f"areal-{os.getuid()}-mine")
     run_dir = dead_run(job, shm, victim)
-    os.chown(run_dir, STRANGER, STRANGER)
+    spoil(run_dir / what)
     for use in (
         lambda: claim_folders(job, overwrite=True, shm_root=shm),
         lambda: claim_folders(job, overwrite=False, resume=True, shm_root=shm),
         lambda: job_to_resume(run_dir),
         lambda: find_run(run_dir),
     ):
-        with pytest.raises(RunFolderError, match=f"belongs to user {STRANGER}"):
+        with pytest.raises(RunFolderError, match=words):
             use()
     assert (victim / "thesis").exists()
     assert (run_dir / "job.yaml").exists()
-
-
-@as_root
-def test_a_lock_that_another_user_wrote_is_not_believed(job: JobConfig, shm: Path, tmp_path: Path) -> None:
-    victim = worth(tmp_path / f"areal-{os.getuid()}-mine")
-    run_dir = dead_run(job, shm, victim)
-    os.chown(run_dir / "run.lock", STRANGER, STRANGER)
-    for use in (lambda: claim_folders(job, overwrite=True, shm_root=shm), lambda: find_run(run_dir)):
-        with pytest.raises(RunFolderError, match=f"belongs to user {STRANGER}"):
-            use()
-    assert (victim / "thesis").exists()
-
-
-def test_a_lock_that_others_may_write_is_not_believed(job: JobConfig, shm: Path, tmp_path: Path) -> None:
-    victim = worth(tmp_path / f"areal-{os.getuid()}-mine")
-    run_dir = dead_run(job, shm, victim)
-    (run_dir / "run.lock").chmod(0o666)
-    with pytest.raises(RunFolderError, match=r"others may write to .*run\.lock"):
-        claim_folders(job, overwrite=True, shm_root=shm)
-    assert (victim / "thesis").exists()
 
 
 @pytest.mark.parametrize("name", ["areal-notes", f"areal-{os.getuid() + 1}-x"])

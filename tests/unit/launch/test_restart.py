@@ -7,17 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.errors import ArealError, FaultError, RpcTimeout
-from areal_async.launch.lifecycle import Action, Lifecycle, Phase
-from areal_async.launch.plan import MODULES
-from areal_async.runtime.context import ServicePlace
+from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase
 from areal_async.runtime.process import RestartPolicy
 from areal_async.runtime.service import restart_may_help
 from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
+from tests.unit.launch.launching import NAMES, PLACES
 from trainer_service.errors import CheckpointError, StalenessViolation
 
-NAMES = ("buffer", "trainer", "reward", "rollout-0", "evaluator")
-ROLES = [name.partition("-")[0] for name in NAMES]
-PLACES = [ServicePlace(name, role, 0, MODULES[role], 0) for name, role in zip(NAMES, ROLES, strict=True)]
 POLICY = RestartPolicy(limit=2, window_s=100.0, first_pause_s=1.0, longest_pause_s=8.0)
 
 
@@ -78,8 +74,7 @@ def test_one_death_too_many_within_the_window_ends_the_run_and_names_the_service
         life.tick(death_s + 5)
         life.ready("reward", death_s + 6)
     life.exited("reward", -9, 30.0)
-    assert life.ending is not None
-    assert (life.ending.kind, life.ending.culprit, life.ending.deaths) == ("died", "reward", 3)
+    assert life.ending == Ending("died", "reward", -9, 5.0, deaths=3)
 
 
 def test_what_died_beside_the_buffer_waits_for_it() -> None:
@@ -116,7 +111,7 @@ def test_a_stop_starts_nothing_that_was_to_be_started_again() -> None:
     life = serving()
     life.exited("rollout-0", -9, 10.0)
     life.interrupt(10.1)
-    for name in ("trainer", "evaluator", "reward", "buffer"):
+    for name in ("trainer", "evaluator", "rollout-1", "reward", "buffer"):
         actions = life.exited(name, 143, 10.5)
         assert all(action.do != "start" for action in actions)
     assert life.over
@@ -174,5 +169,4 @@ def test_an_evaluator_that_dies_after_the_trainer_is_done_ends_the_run_with_its_
     life = serving()
     assert life.exited("trainer", 0, 10.0) == []
     life.exited("evaluator", -9, 11.0)
-    assert life.ending is not None
-    assert (life.ending.kind, life.ending.culprit) == ("died", "evaluator")
+    assert life.ending == Ending("died", "evaluator", -9, 11.0)

@@ -10,7 +10,7 @@ import pytest
 from areal_async.config.load import dump_job, load_job
 from areal_async.errors import RunFolderError
 from areal_async.launch.folders import claim_folders
-from areal_async.launch.runs import job_to_resume
+from areal_async.launch.runs import find_run, job_to_resume
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_folder_that_was_moved_is_where_it_is(run_dir: Path, tmp_path: Path) -
     moved = tmp_path / "elsewhere" / "sums"
     moved.parent.mkdir()
     run_dir.rename(moved)
-    assert job_to_resume(moved).run_dir == moved.parent
+    assert job_to_resume(moved).run_dir == find_run(moved).job.run_dir == moved.parent
 
 
 @pytest.mark.parametrize("override", ["seed=4", "rollout.group_size=2", "tasks.train=x", "model=y", "job=z"])

@@ -43,14 +43,6 @@ def test_a_run_is_found_by_its_job_file(folder, tmp_path):
     assert find_run(tmp_path / "job.yaml").folder == folder
 
 
-def test_a_folder_that_was_moved_is_still_the_run(folder, tmp_path):
-    moved = tmp_path / "elsewhere" / "sums"
-    moved.parent.mkdir()
-    folder.rename(moved)
-    run = find_run(moved)
-    assert run.job.run_dir == moved.parent
-
-
 def test_a_run_is_alive_while_its_supervisor_is_and_says_where_it_serves(folder):
     process = psutil.Process()
     record = {"pid": os.getpid(), "created_s": process.create_time()}

@@ -154,15 +154,6 @@ def test_a_context_file_gives_each_service_its_own(job: JobConfig, tmp_path: Pat
     assert ServiceContext.load(path, "rollout-far-away").index == 0
 
 
-def test_contexts_of_one_test_share_their_endpoints(job: JobConfig, tmp_path: Path) -> None:
-    buffer = ServiceContext.for_test(job, tmp_path, "buffer", "buffer")
-    trainer = ServiceContext.for_test(job, tmp_path, "trainer", "trainer")
-    assert buffer.buffer_endpoint == trainer.buffer_endpoint
-    assert buffer.socket_dir.is_dir()
-    trainer.ready()  # nobody to tell: does nothing
-    assert not trainer.stopping.is_set()
-
-
 def test_a_server_of_an_engine_may_take_its_own_time_to_serve(job: JobConfig) -> None:
     assert ready_limit_s(job) == 60
     server = job.rollout.server.model_copy(update={"ready_s": 900})

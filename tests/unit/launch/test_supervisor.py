@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -150,12 +149,11 @@ def test_a_service_that_ignores_only_the_stop_event_is_cancelled_not_killed(
 
 def test_a_second_interrupt_kills_at_once(tmp_path: Path, job: JobConfig, behave: Behave) -> None:
     behave({"trainer": "ignores SIGTERM"})
-    run = start_run(tmp_path, job)
+    run = start_run(tmp_path, job, same_interrupt_s=0.0)
     wait_for(lambda: (tmp_path / "serving").exists())
     os.kill(run.pid, signal.SIGINT)
     order = job.run_dir / job.job / "order"
     wait_for(lambda: order.exists() and "rollout-0" in order.read_text().split())  # the first was heard
-    time.sleep(0.7)  # past the time in which repeated signals count as one
     os.kill(run.pid, signal.SIGINT)
     assert run.wait(timeout=60) == 0
     assert "buffer" not in order.read_text().split(), "it was not waited for"
@@ -196,7 +194,7 @@ def test_services_die_with_a_killed_supervisor_and_the_next_run_cleans_up(
     assert volatile_folders(job) == []
 
 
-def start_run(tmp_path: Path, job: JobConfig) -> subprocess.Popen[bytes]:
+def start_run(tmp_path: Path, job: JobConfig, same_interrupt_s: float = 0.5) -> subprocess.Popen[bytes]:
     """A supervisor in a process of its own, which makes the file `serving` once all serve."""
     script = (
         "import sys; from pathlib import Path\n"
@@ -207,10 +205,11 @@ def start_run(tmp_path: Path, job: JobConfig) -> subprocess.Popen[bytes]:
         "job = JobConfig.model_validate_json(sys.argv[1])\n"
         "folders = claim_folders(job, overwrite=False)\n"
         "Supervisor(job, folders, modules=dict.fromkeys(MODULES, 'stand_in'),\n"
-        "           on_serving=lambda: Path(sys.argv[2]).touch()).run()\n"
+        "           on_serving=Path(sys.argv[2]).touch, same_interrupt_s=float(sys.argv[3])).run()\n"
         "folders.release()\n"
     )
-    return subprocess.Popen([sys.executable, "-c", script, job.model_dump_json(), str(tmp_path / "serving")])
+    arguments = [job.model_dump_json(), str(tmp_path / "serving"), str(same_interrupt_s)]
+    return subprocess.Popen([sys.executable, "-c", script, *arguments])
 
 
 def volatile_folders(job: JobConfig) -> list[Path]:

@@ -118,14 +118,6 @@ class Client:
         self.writer.transport.abort()
 
 
-def run(body, **limits):
-    async def main():
-        async with serving(**limits) as (server, app):
-            await body(server, app)
-
-    asyncio.run(main())
-
-
 async def until(holds):
     while not holds():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -136,27 +128,25 @@ def post(length, **headers):
     return f"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n{more}\r\n".encode()
 
 
-def test_a_client_that_is_too_slow_is_closed_and_counted_once_in_the_log(caplog):
+async def test_a_client_that_is_too_slow_is_closed_and_counted_once_in_the_log(caplog):
     caplog.set_level(logging.INFO)
     slow = {
         "headers sent too slowly": [b"", b"G", GET[:-2]],
         "body sent too slowly": [post(1000), post(1000) + b"x"],
     }
 
-    async def body(server, app):
+    async with serving(header_s=0.3, body_s=0.3) as (server, _app):
         clients = [await Client.of(server, sent) for kind in slow for sent in slow[kind] * 3]
         for client in clients:
             await client.closed()
-
-    run(body, header_s=0.3, body_s=0.3)
     for kind, forms in slow.items():
         lines = [record.areal_fields for record in caplog.records if record.message == kind]
         assert len(lines) <= 2, "the first, and how many there were"
         assert sum(line["number"] for line in lines) == 3 * len(forms)
 
 
-def test_a_byte_now_and_then_is_too_slow_too():
-    async def body(server, app):
+async def test_a_byte_now_and_then_is_too_slow_too():
+    async with serving(header_s=0.3, body_s=0.3) as (server, _app):
         for start, drop in ((b"GET / HTTP/1.1\r\nX: ", b"y"), (post(100_000), b"z")):
             client = await Client.of(server, start)
 
@@ -171,53 +161,41 @@ def test_a_byte_now_and_then_is_too_slow_too():
             await client.closed()
             await dripping
 
-    run(body, header_s=0.3, body_s=0.3)
 
-
-def test_a_client_that_does_not_take_its_answer_is_closed():
-    async def body(server, app):
+async def test_a_client_that_does_not_take_its_answer_is_closed():
+    async with serving(body_s=0.3) as (server, _app):
         client = await Client.of(server, b"GET /big HTTP/1.1\r\nHost: x\r\n\r\n")
         client.writer.transport.pause_reading()
         await until(lambda: server.connections)
         await until(lambda: not server.connections)
         client.writer.close()
 
-    run(body, body_s=0.3)
 
-
-def test_a_client_that_takes_a_long_answer_has_the_time_it_needs():
-    async def body(server, app):
+async def test_a_client_that_takes_a_long_answer_has_the_time_it_needs():
+    async with serving() as (server, _app):
         client = await Client.of(server, b"GET /big HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         status, answer = await client.answer()
         assert (status, len(answer)) == (200, BIG)
 
-    run(body)
 
-
-def test_a_body_that_nobody_wants_is_not_taken_for_ever(monkeypatch):
-    monkeypatch.setattr("areal_async.runtime.http_server.UNREAD_S", 0.3)
-
-    async def body(server, app):
+async def test_a_body_that_nobody_wants_is_not_taken_for_ever():
+    async with serving(unread_s=0.3) as (server, _app):
         client = await Client.of(server, post(1 << 30))
         assert (await client.answer())[0] == 413, "before any of it is sent"
         await client.closed()
 
-    run(body)
 
-
-def test_a_connection_that_has_its_answer_is_closed_when_it_asks_no_more():
-    async def body(server, app):
+async def test_a_connection_that_has_its_answer_is_closed_when_it_asks_no_more():
+    async with serving(idle_s=1) as (server, _app):
         client = await Client.of(server, GET)
         assert await client.answer() == (200, b"fine")
         client.send(GET)
         assert await client.answer() == (200, b"fine")
         await client.closed()
 
-    run(body, idle_s=1)
 
-
-def test_idle_connections_make_room_for_new_ones_and_requests_under_way_do_not():
-    async def body(server, app):
+async def test_idle_connections_make_room_for_new_ones_and_requests_under_way_do_not():
+    async with serving(connections=4) as (server, app):
         idle = [await Client.of(server) for _ in range(3)]
         held = await Client.of(server, b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
         await until(lambda: app.held == 1)
@@ -230,11 +208,9 @@ def test_idle_connections_make_room_for_new_ones_and_requests_under_way_do_not()
         app.release.set()
         assert await held.answer() == (200, b"held")
 
-    run(body, connections=4)
 
-
-def test_who_was_answered_stays_longer_than_who_has_asked_for_nothing():
-    async def body(server, app):
+async def test_who_was_answered_stays_longer_than_who_has_asked_for_nothing():
+    async with serving(connections=4, idle_s=60) as (server, _app):
         known = await Client.of(server, GET)
         assert await known.answer() == (200, b"fine")
         unknown = [await Client.of(server, b"") for _ in range(10)]
@@ -245,11 +221,9 @@ def test_who_was_answered_stays_longer_than_who_has_asked_for_nothing():
         for one in unknown[:8]:
             await one.closed()
 
-    run(body, connections=4, idle_s=60)
 
-
-def test_a_server_whose_every_connection_has_a_request_says_so():
-    async def body(server, app):
+async def test_a_server_whose_every_connection_has_a_request_says_so():
+    async with serving(connections=4) as (server, app):
         held = [await Client.of(server, b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(4)]
         await until(lambda: app.held == 4)
         refused = await Client.of(server)
@@ -258,20 +232,16 @@ def test_a_server_whose_every_connection_has_a_request_says_so():
         assert {await one.answer() for one in held} == {(200, b"held")}
         assert await (await Client.of(server, GET)).answer() == (200, b"fine")
 
-    run(body, connections=4)
 
-
-def test_no_more_than_half_of_the_descriptors_are_for_connections():
+async def test_no_more_than_half_of_the_descriptors_are_for_connections():
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    async def body(server, app):
+    async with serving(connections=10**9) as (server, _app):
         assert server.most_connections <= max(1, soft // 2)
 
-    run(body, connections=10**9)
 
-
-def test_bodies_are_bounded_one_by_one_and_all_together():
-    async def body(server, app):
+async def test_bodies_are_bounded_one_by_one_and_all_together():
+    async with serving(held_bytes=1 << 20) as (server, app):
         for sent in (
             post(2 << 20),
             b"POST /body HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -288,13 +258,11 @@ def test_bodies_are_bounded_one_by_one_and_all_together():
         third = await Client.of(server, post(900_000) + b"x" * 900_000)
         assert await third.answer() == (200, b"900000")
 
-    run(body, held_bytes=1 << 20)
 
-
-def test_a_failing_application_and_leaving_clients_are_lines_not_tracebacks(caplog):
+async def test_a_failing_application_and_leaving_clients_are_lines_not_tracebacks(caplog):
     caplog.set_level(logging.INFO)
 
-    async def body(server, app):
+    async with serving() as (server, _app):
         for _ in range(20):
             failed = await Client.of(server, b"GET /fail HTTP/1.1\r\nHost: x\r\n\r\n")
             assert (await failed.answer())[0] == 500
@@ -303,8 +271,6 @@ def test_a_failing_application_and_leaving_clients_are_lines_not_tracebacks(capl
             await until(lambda: any(one.phase == "body" for one in server.connections))
             leaving.vanish()
             await until(lambda: not any(one.phase == "body" for one in server.connections))
-
-    run(body)
     counts = {}
     for record in caplog.records:
         counts.setdefault(record.getMessage(), []).append(record.areal_fields)
@@ -328,8 +294,8 @@ def test_a_failing_application_and_leaving_clients_are_lines_not_tracebacks(capl
         b"Transfer-Encoding: gzip, chunked\r\n",
     ],
 )
-def test_a_request_with_two_ends_is_refused_and_nothing_after_it_is_heard(lengths):
-    async def body(server, app):
+async def test_a_request_with_two_ends_is_refused_and_nothing_after_it_is_heard(lengths):
+    async with serving() as (server, _app):
         smuggled = b"POST /body HTTP/1.1\r\nHost: x\r\n" + lengths + b"\r\n0\r\n\r\n" + GET
         client = await Client.of(server, smuggled)
         said = b""
@@ -339,12 +305,9 @@ def test_a_request_with_two_ends_is_refused_and_nothing_after_it_is_heard(length
         assert said.startswith((b"HTTP/1.1 400", b"HTTP/1.1 501"))
         assert b"fine" not in said
 
-    run(body)
 
-
-async def test_a_process_out_of_descriptors_tries_again_later(monkeypatch, caplog):
+async def test_a_process_out_of_descriptors_tries_again_later(caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("areal_async.runtime.http_server.REST_S", 0.2)
 
     class Starved(socket.socket):
         tries = 0
@@ -359,20 +322,18 @@ async def test_a_process_out_of_descriptors_tries_again_later(monkeypatch, caplo
     listening.bind(("127.0.0.1", 0))
     listening.listen()
     listening.setblocking(False)
-    async with serving(listening) as (server, _app):
+    async with serving(listening, rest_s=0.2) as (server, _app):
         client = await Client.of(server, GET)
         assert await client.answer() == (200, b"fine")
         assert listening.tries < 10
     assert sum("accept" in record.getMessage() for record in caplog.records) <= 2
 
 
-def test_pipelined_requests_are_answered_in_order():
-    async def body(server, app):
+async def test_pipelined_requests_are_answered_in_order():
+    async with serving() as (server, _app):
         client = await Client.of(server, GET + post(3) + b"abc" + GET * 20)
         answers = [await client.answer() for _ in range(22)]
         assert answers == [(200, b"fine"), (200, b"3")] + [(200, b"fine")] * 20
-
-    run(body)
 
 
 async def test_the_end_of_a_server_ends_its_connections():
