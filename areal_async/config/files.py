@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,10 @@ def _check_model(job: JobConfig) -> Iterator[Mistake]:
         )
         yield Mistake("model", f"{model} {found}", fix)
         return
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        problem = f"{model} has no {'' if missing else 'readable '}config.json"
+    config = _json_in(model / "config.json")
+    if config is None:
+        readable = "readable " if (model / "config.json").exists() else ""
+        problem = f"{model} has no {readable}config.json"
         yield Mistake("model", problem, "Give a complete Hugging Face model directory")
         return
     if not any(model.glob("*.safetensors")):
@@ -98,15 +98,22 @@ def _check_model(job: JobConfig) -> Iterator[Mistake]:
         yield from _check_model_config(job, config)
 
 
+def _json_in(path: Path) -> Any:
+    """What a JSON file holds; None where it cannot be read."""
+    with suppress(OSError, ValueError, RecursionError):
+        return json.loads(path.read_bytes())
+    return None
+
+
 def _check_shards(model: Path) -> Iterator[Mistake]:
     """That every file is there that the index of a model in several files names."""
     index = model / "model.safetensors.index.json"
     if not index.is_file():
         return
     try:
-        named = set(json.loads(index.read_bytes())["weight_map"].values())
+        named = set(_json_in(index)["weight_map"].values())
         missing = sorted(name for name in named if not (model / Path(name).name).is_file())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
         yield Mistake("model", f"{index} cannot be read", "Give a complete Hugging Face model directory")
         return
     if missing:
@@ -118,10 +125,7 @@ def _check_shards(model: Path) -> Iterator[Mistake]:
 def _has_chat_template(model: Path) -> bool:
     if (model / "chat_template.jinja").is_file() or (model / "chat_template.json").is_file():
         return True
-    try:
-        config = json.loads((model / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
+    config = _json_in(model / "tokenizer_config.json")
     return isinstance(config, dict) and bool(config.get("chat_template"))
 
 

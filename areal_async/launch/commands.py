@@ -48,14 +48,12 @@ class LeavingWorker:
     def left(self, name: str, status: int | None, now_s: float) -> None:
         """Tell whoever waits that worker `name` is gone; `status` None: it never ran."""
         took_s = now_s - self.since_s
+        text = f"{name} has finished, handed back the rest and ended, in {took_s:.1f} s"
         if status is None:
-            self.ended.set_result(f"{name} did not run; it will not be started again")
-        elif status == 0:
-            done = f"{name} has finished, handed back the rest and ended, in {took_s:.1f} s"
-            self.ended.set_result(done)
-        else:
-            ended = f"{name} {exit_text(status)} after {took_s:.1f} s; its leases are given to others"
-            self.ended.set_result(ended)
+            text = f"{name} did not run; it will not be started again"
+        elif status != 0:
+            text = f"{name} {exit_text(status)} after {took_s:.1f} s; its leases are given to others"
+        self.ended.set_result(text)
 
 
 @dataclass(frozen=True)

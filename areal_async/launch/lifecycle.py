@@ -174,7 +174,7 @@ class Lifecycle:
     def interrupt(self, now_s: float) -> list[Action]:
         """A request to stop. A second one, during the stop, kills what is left at once."""
         if self.stopping:
-            return self._kill(self.alive())
+            return [Action("kill", name) for name in self.alive()]
         return self._stop(Ending("interrupted"), now_s)
 
     def tick(self, now_s: float) -> list[Action]:
@@ -262,7 +262,7 @@ class Lifecycle:
             if left and not self._stage_killed:
                 self._stage_killed = True
                 self._stage_deadline_s = now_s + KILL_LIMIT_S
-                actions += self._kill(left)
+                actions += [Action("kill", name) for name in left]
                 break
             self._stage += 1
             if self._stage == len(STOP_STAGES):
@@ -280,6 +280,3 @@ class Lifecycle:
             return []
         roles = STOP_STAGES[self._stage]
         return [name for name, state in self.states.items() if state.alive and state.place.role in roles]
-
-    def _kill(self, names: Iterable[str]) -> list[Action]:
-        return [Action("kill", name) for name in names]

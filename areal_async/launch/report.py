@@ -92,6 +92,7 @@ def _hint(status: int) -> str:
 
 Record = Mapping[str, Any]
 
+EDGE_STEPS = 10  # Steps that the first and the last reward are the mean of
 SELF_CHECK_FIELDS = ("passed", "engine", "n", "max", "mean", "bound")
 
 
@@ -144,8 +145,8 @@ def summarise(
         "training_s": None if train_s is None else round(train_s, 2),
         "steps_per_s": _ratio(done, train_s),
         "tokens": tokens,
-        "reward_first": _edge(steps, "reward_mean", first=True),
-        "reward_last": _edge(steps, "reward_mean", first=False),
+        "reward_first": _mean(steps[:EDGE_STEPS], "reward_mean"),
+        "reward_last": _mean(steps[-EDGE_STEPS:], "reward_mean"),
         "transitions": dict(sorted(buffer.reasons.items())) if buffer is not None else None,
         "no_scores": {
             note.kind: {"count": note.count, "message": note.message, "episode_id": note.episode_id}
@@ -211,11 +212,6 @@ def _mean(steps: Sequence[Record], name: str) -> float | None:
     pairs = [(record[name], record.get("episodes") or 1) for record in steps if record.get(name) is not None]
     weight = sum(count for _, count in pairs)
     return round(sum(value * count for value, count in pairs) / weight, 4) if weight else None
-
-
-def _edge(steps: Sequence[Record], name: str, *, first: bool, count: int = 10) -> float | None:
-    """Mean of the first or the last few steps."""
-    return _mean(steps[:count] if first else steps[-count:], name)
 
 
 def _ratio(over: float | None, under: float | None, *, digits: int = 4) -> float | None:

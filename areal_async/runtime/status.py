@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,8 @@ class ControlServer:
         access: Access,
         handlers: Mapping[type[Request[Any]], Handler],
     ) -> None:
-        self._endpoint = endpoint
-        self._service = service
-        self._job = job
-        self._access = access
-        self._handler = by_type(service, handlers)
+        handler = by_type(service, handlers)
+        self._make = partial(Server, endpoint, service=service, job=job, access=access, handler=handler)
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._started: Future[None] = Future()
@@ -78,9 +76,7 @@ class ControlServer:
             self._loop.close()
 
     async def _serve(self) -> None:
-        server = Server(
-            self._endpoint, service=self._service, job=self._job, access=self._access, handler=self._handler
-        )
+        server = self._make()
         try:
             await server.start()
         except Exception as error:

@@ -87,27 +87,22 @@ def test_the_panel_of_a_job_without_held_out_tasks_shows_its_first_and_last_rewa
     assert "held-out mean reward" in console.file.getvalue()
 
 
-def test_a_finished_run_is_only_replaced_when_asked(job: JobConfig, behave: Behave) -> None:
-    behave({"trainer": "trains"})
-    small = changed(job.model_copy(update={"kind": "sft"}), "trainer", steps=1)
-    run(small)
-    before = (job.run_dir / "test" / "summary.json").read_text()
-    with pytest.raises(RunFolderError, match="a finished run"):
-        run(small)
-    assert (job.run_dir / "test" / "summary.json").read_text() == before
-    run(small, overwrite=True)
-
-
-def test_a_supervised_job_starts_the_trainer_alone_and_its_resolved_file_runs_again(
+def test_a_supervised_job_is_the_trainer_alone_and_its_run_is_only_replaced_when_asked(
     job: JobConfig, behave: Behave
 ) -> None:
     behave({"trainer": "trains"})
-    run(changed(job.model_copy(update={"kind": "sft"}), "trainer", steps=1))
+    small = changed(job.model_copy(update={"kind": "sft"}), "trainer", steps=1)
+    run(small)
     folder = job.run_dir / "test"
     assert {path.name for path in (folder / "logs").iterdir()} == {"trainer.log", "supervisor.log"}
     with pytest.raises(ConfigError) as caught:  # this test's job has no model and no tasks
         load_job(folder / "job.yaml")
     assert {mistake.field for mistake in caught.value.mistakes} == {"model", "tasks.train"}
+    before = (folder / "summary.json").read_text()
+    with pytest.raises(RunFolderError, match="a finished run"):
+        run(small)
+    assert (folder / "summary.json").read_text() == before
+    run(small, overwrite=True)
 
 
 def test_a_failed_run_says_why_and_keeps_its_logs(job: JobConfig, behave: Behave) -> None:

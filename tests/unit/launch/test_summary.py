@@ -74,6 +74,7 @@ def test_a_whole_run_in_numbers(job: JobConfig) -> None:
     assert summary["rollout_busy"] == 0.9123
     assert (summary["episodes_trained"], summary["episodes_dropped"]) == (200, 50)
     assert summary["share_wasted"] == 0.2
+    assert summary["held_out"] == "accuracy"
 
 
 def test_what_is_not_known_is_none(job: JobConfig) -> None:
@@ -157,8 +158,3 @@ def test_a_summary_covers_all_lives_of_a_run(job: JobConfig) -> None:
     assert (summary["accuracy_start"], summary["accuracy_end"]) == (0.2, 0.7)
     assert summary["held_out"] == "mean reward"
     assert summary["reward_first"] < summary["reward_last"]
-
-
-def test_a_held_out_figure_is_an_accuracy_where_there_is_no_partial_credit(job: JobConfig) -> None:
-    records = [{"kind": "evaluation", "version": 0, "accuracy": 0.2, "partial_credit": False}]
-    assert summarise(job, records)["held_out"] == "accuracy"

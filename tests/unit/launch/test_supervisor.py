@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -57,26 +58,18 @@ def processes_of(run_id: str) -> list[int]:
     return found
 
 
-def test_a_run_ends_well_once_the_trainer_is_done(
+def test_all_serve_before_their_endpoints_are_named_and_the_run_ends_once_the_trainer_is_done(
     job: JobConfig, folders: RunFolders, behave: Behave
 ) -> None:
     behave({"trainer": "finishes"})
-    ending, _ = supervise(job, folders)
+    seen: list[dict[str, Any]] = []
+    ending, _ = supervise(job, folders, lambda: seen.extend(json.loads(folders.targets.read_text())))
     assert ending == Ending("finished")
+    names = ["buffer", "trainer", "reward", "rollout-0"]
+    assert [entry["labels"]["process"] for entry in seen] == names
+    assert all(entry["targets"][0] != "127.0.0.1:0" for entry in seen)
     assert (folders.run_dir / "order").read_text().split() == ["rollout-0", "reward", "buffer"]
-    assert {path.name for path in folders.logs.iterdir()} == {
-        f"{name}.log" for name in ("buffer", "trainer", "reward", "rollout-0")
-    }
-
-
-def test_all_services_serve_before_their_endpoints_are_named(
-    job: JobConfig, folders: RunFolders, behave: Behave
-) -> None:
-    behave({"trainer": "finishes"})
-    seen: list[dict[str, object]] = []
-    supervise(job, folders, on_serving=lambda: seen.extend(json.loads(folders.targets.read_text())))
-    assert [entry["labels"]["process"] for entry in seen] == ["buffer", "trainer", "reward", "rollout-0"]  # type: ignore[index]
-    assert all(entry["targets"][0] != "127.0.0.1:0" for entry in seen)  # type: ignore[index]
+    assert {path.name for path in folders.logs.iterdir()} == {f"{name}.log" for name in names}
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from areal_async.runtime.process import ChildProcess, RestartPolicy, Restarts
+from tests.unit.launch.launching import wait_for
 
 SLEEPS = "import time; time.sleep(600)"
 DEAF = (
@@ -32,13 +31,6 @@ WITH_HELPER = (
 
 def python(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code, *arguments]
-
-
-def wait_for(condition: Callable[[], object], limit_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition did not come true in time"
-        time.sleep(0.01)
 
 
 def ended(child: ChildProcess) -> int:

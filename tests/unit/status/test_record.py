@@ -9,6 +9,7 @@ from areal_async.status.record import RunLog, read_run_log
 
 def test_records_come_back_in_order_with_their_time(tmp_path):
     path = tmp_path / "metrics.jsonl"
+    assert read_run_log(path) == []
     with RunLog(path) as run_log:
         run_log.write("step", step=1, loss=np.float32(0.5))
         run_log.write("evaluation", version=1, accuracy=0.4, time_s=12.0)
@@ -16,10 +17,6 @@ def test_records_come_back_in_order_with_their_time(tmp_path):
     assert (first["kind"], first["step"], first["loss"]) == ("step", 1, 0.5)
     assert first["time_s"] > 1.7e9
     assert second["time_s"] == 12.0
-
-
-def test_no_file_means_no_records(tmp_path):
-    assert read_run_log(tmp_path / "none.jsonl") == []
 
 
 def test_numbers_without_a_json_form_become_null(tmp_path):

@@ -112,11 +112,24 @@ def test_the_interval_and_the_self_check_have_a_place() -> None:
     assert console.text.count("self-check passed: 512 log-probs") == 1
 
 
-def test_what_still_starts_is_named() -> None:
-    services = (ServiceActivity("buffer", "serving"), ServiceActivity("trainer", "starting"))
-    starting = status(step=0, services=services, trained=False)
-    assert "starting trainer" in drawn(starting)
-    assert plain_line(starting).startswith("1:23 · starting trainer · ")
+STARTING = ServiceActivity("rollout-0", "starting", None, "its SGLang server to load")
+
+
+@pytest.mark.parametrize(
+    ("service", "trained", "words"),
+    [
+        (ServiceActivity("trainer", "starting"), False, "starting trainer"),
+        (STARTING, False, "starting rollout-0 (waits for its SGLang server to load)"),
+        (ServiceActivity("trainer", "starting", 0.8), True, "trainer starting"),
+        (ServiceActivity("rollout-0", "silent"), True, "rollout-0 silent"),
+        (ServiceActivity("rollout-1", "draining", 0.4), True, "rollout-1 draining"),
+    ],
+)
+def test_a_service_that_does_not_serve_says_so(service: ServiceActivity, trained: bool, words: str) -> None:
+    shown = status(services=(SERVICES[0], service), trained=trained)
+    for text in (drawn(shown), plain_line(shown)):
+        assert words in text
+        assert "80%" not in text, "not the share of the process that died"
 
 
 def test_the_plain_line_has_it_all() -> None:
@@ -155,14 +168,6 @@ def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again() -> None:
     ]
 
 
-def test_a_service_started_again_is_not_drawn_with_the_share_of_the_dead_one() -> None:
-    services = (ServiceActivity("trainer", "starting", 0.8), ServiceActivity("rollout-0", "silent", None))
-    text = drawn(status(services=services))
-    assert "80%" not in text
-    assert "starting" in text
-    assert "silent" in text
-
-
 @pytest.mark.parametrize(
     ("terminal", "plain", "live"), [(False, False, False), (True, True, False), (True, False, True)]
 )
@@ -177,16 +182,6 @@ def test_the_live_view_is_for_terminals(terminal: bool, plain: bool, live: bool)
 def test_times_are_minutes_and_hours() -> None:
     shown = [clock_text(seconds) for seconds in (0, 59.9, 61, 3600, -5)]
     assert shown == ["0:00", "0:59", "1:01", "1:00:00", "0:00"]
-
-
-def test_a_draining_worker_and_what_a_starting_one_is_at_are_shown() -> None:
-    draining = ServiceActivity("rollout-1", "draining", 0.4)
-    assert "rollout-1 draining" in drawn(status(services=(*SERVICES, draining)))
-    assert "rollout-1 draining" in plain_line(status(services=(*SERVICES, draining)))
-    starting = ServiceActivity("rollout-0", "starting", None, "its SGLang server to load")
-    shown = status(services=(*SERVICES[:3], starting), trained=False)
-    assert "starting rollout-0 (waits for its SGLang server to load)" in plain_line(shown)
-    assert "starting rollout-0 (waits for its SGLang server to load)" in drawn(shown)
 
 
 LOST = DropReport(
@@ -210,7 +205,3 @@ def test_the_panel_says_what_was_lost_and_why(width):
     assert "timeout ×14: no answer within 0.5 s" in text
     assert max(map(len, text.splitlines())) <= width
     assert f"dropped {LOST.text}" in plain_line(status(dropped=LOST))
-
-
-def test_nothing_is_said_of_losses_while_there_are_none():
-    assert "dropped" not in drawn(status()) + plain_line(status())
