@@ -96,6 +96,7 @@ class Coordinator:
         clock: RedisClock,
         revive: Callable[[], Awaitable[None]] | None = None,
         on_confirmed: Callable[[int], None] | None = None,
+        alive_ms: int = ALIVE_MS,
     ) -> None:
         self.index: Index | None = None
         """None while it is being rebuilt."""
@@ -110,6 +111,7 @@ class Coordinator:
         self._clock = clock
         self._revive = revive
         self._on_confirmed = on_confirmed
+        self._alive_ms = alive_ms
         self._notifications = Notifications()
         self._seen_ms = 0
         self._wrote_ms = 0
@@ -269,7 +271,7 @@ class Coordinator:
         due_ms = index.next_deadline_ms
         if due_ms is not None and due_ms <= now_ms:
             self._take(index, ExpireDeadlines())
-        if now_ms - self._wrote_ms >= ALIVE_MS:
+        if now_ms - self._wrote_ms >= self._alive_ms:
             self._take(index, KeepAlive())
 
     def _until_change(self, edge: Edge, left_s: float) -> float:

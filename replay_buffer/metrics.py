@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -122,10 +121,3 @@ def _labelled(
     for value, count in values.items():
         metric.add_metric([value.lower()], count)
     return metric
-
-
-def register(last_write: LastWrite = lambda: None) -> BufferCollector:
-    """The collector of this process, on the default registry."""
-    collector = BufferCollector(last_write)
-    prometheus_client.REGISTRY.register(collector)
-    return collector

@@ -17,6 +17,7 @@ import contextlib
 from typing import Any
 
 import msgspec
+from prometheus_client import REGISTRY, CollectorRegistry
 
 from areal_async.errors import FaultError
 from areal_async.rpc.messages import (
@@ -243,7 +244,7 @@ def place_of(episode_id: str) -> tuple[str, int]:
     return group_id, int(sample)
 
 
-async def main(ctx: ServiceContext) -> None:
+async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> None:
     """The service's process: Redis, coordinator, server; ends when told to, or raises why it cannot go on."""
     job = ctx.job
     rules, tasks, clock = Rules.of(job), TaskOrder.of(job), RedisClock()
@@ -287,7 +288,8 @@ async def main(ctx: ServiceContext) -> None:
         await server.start()
         stack.push_async_callback(server.stop)
         stack.callback(coordinator.stop_waiting)
-        collector = metrics.register(lambda: store.tail)
+        collector = metrics.BufferCollector(lambda: store.tail)
+        registry.register(collector)
         figures = asyncio.create_task(buffer.keep_figures(collector), name="buffer-figures")
         stack.callback(figures.cancel)
         ctx.ready()

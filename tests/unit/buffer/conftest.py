@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -13,8 +14,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 from redis import Redis
 
+from areal_async.config.job import JobConfig
+from areal_async.rpc.client import Client
 from areal_async.rpc.messages import (
     Batch,
     Checkpointed,
@@ -34,7 +38,7 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import Message, Ok, Task, VersionTag
 from areal_async.rpc.verdicts import Score, Verdict
-from areal_async.runtime.context import short_socket_dir
+from areal_async.runtime.context import ServiceContext, short_socket_dir
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
@@ -47,6 +51,7 @@ from replay_buffer.ledger.transaction import Decision, Transaction
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
+from replay_buffer.server import main
 
 RULES = Rules.alone(group_size=2, batch_groups=2, max_staleness=1)
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8, stop=(), seed=1)
@@ -322,10 +327,11 @@ def a_front(redis_url: str, job_name: str, counted_tasks: type[CountedTasks]) ->
         url: str = redis_url,
         local: Callable[[], float] = time.monotonic,
         folder: Path | None = None,
+        **options: Any,
     ) -> AsyncIterator[Coordinator]:
         clock = RedisClock(local)
         store = Store(url, job, dataset, rules.durability, clock, folder=folder)
-        front = Coordinator(store, rules, counted_tasks(), clock)
+        front = Coordinator(store, rules, counted_tasks(), clock, **options)
         try:
             await front.start()
             yield front
@@ -375,3 +381,54 @@ def blob() -> Callable[..., bytes]:
         return pack(builder.build())
 
     return make
+
+
+@pytest.fixture
+def context(tmp_path: Path, redis_url: str, job_name: str) -> Callable[..., ServiceContext]:
+    """`context(redis=…)`: the service context of this test's job."""
+
+    def make(redis: str = redis_url, rows: int = 20, **buffer: Any) -> ServiceContext:
+        tasks = [
+            {
+                "prompt": f"{i}+1=",
+                "data_source": "sums",
+                "reward_model": {"style": "rule", "ground_truth": i + 1},
+            }
+            for i in range(rows)
+        ]
+        (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+        job = JobConfig.model_validate(
+            {
+                "job": job_name,
+                "model": str(tmp_path),
+                "tasks": {"train": str(tmp_path / "tasks.jsonl"), "shuffle": False},
+                "rollout": {"group_size": 2},
+                "buffer": {"batch_groups": 2, "max_staleness": 1, "redis": redis} | buffer,
+                "reward": {"on_error": {"retries": 0}},
+                "trainer": {"steps": 10_000},
+            }
+        )
+        return ServiceContext.for_test(job, tmp_path, "buffer", "buffer")
+
+    return make
+
+
+@asynccontextmanager
+async def serving(ctx: ServiceContext, registry: CollectorRegistry | None = None) -> AsyncIterator[Client]:
+    """The service in this loop, and a client of it."""
+    service = asyncio.create_task(main(ctx, registry or CollectorRegistry()))
+    client = Client(
+        ctx.buffer_endpoint, job=ctx.job.job, role="test", name="test", timeout_s=10.0, access=ctx.secret
+    )
+    connecting = asyncio.create_task(client.connect())
+    await asyncio.wait({service, connecting}, return_when=asyncio.FIRST_COMPLETED)
+    if service.done():
+        connecting.cancel()
+        await client.close()
+        service.result()
+    try:
+        yield client
+    finally:
+        ctx.stop.set()
+        await client.close()
+        await asyncio.wait_for(service, 60)

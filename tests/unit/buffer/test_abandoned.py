@@ -7,8 +7,7 @@ import pytest
 
 from areal_async.rpc.messages import Batch, Commit
 from areal_async.rpc.schema import Fault
-from replay_buffer.ledger import batching, committing
-from replay_buffer.ledger.batching import newest_version
+from replay_buffer.ledger import committing
 from replay_buffer.ledger.records import START, Span, accepts, continued, pruned, reopened, undecided
 
 
@@ -23,13 +22,6 @@ def restarted(drive):
     ledger.open(step=0)
     ledger.batch(0)
     return ledger
-
-
-def test_the_commit_of_other_weights_ends_what_came_of_the_first_at_once(restarted, monkeypatch):
-    monkeypatch.setattr(batching, "on_lineage", lambda tx, policy, group: True)
-    restarted.send(Commit("policy", restarted.epoch, 0, []))
-    assert restarted.count("dropped:abandoned") == 3, "the batches of steps 1 and 2, and what waited"
-    assert all(newest_version(e, "policy") < 1 for g in restarted.index.groups.values() for e in g.episodes)
 
 
 def test_a_batch_that_is_run_again_is_looked_at_once_more(restarted, monkeypatch):

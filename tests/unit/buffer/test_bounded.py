@@ -4,14 +4,11 @@ consumer is back, nothing was lost and everything flows. The real service, a rea
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import asynccontextmanager
 
 import psutil
 import pytest
 
-from areal_async.config.job import JobConfig
-from areal_async.rpc.client import Client
 from areal_async.rpc.messages import (
     Batch,
     Checkpointed,
@@ -28,11 +25,9 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
-from areal_async.runtime.context import ServiceContext
-from replay_buffer import metrics
-from replay_buffer.server import main
 from tests.callers import put
 from tests.redis_client import connect
+from tests.unit.buffer.conftest import serving
 
 LIMIT_S = 60.0
 ATTEMPTS = 400
@@ -121,44 +116,23 @@ class Job:
 
 
 @pytest.fixture
-def a_job(tmp_path, redis_url, job_name, blob, monkeypatch):
+def a_job(context, blob):
     """`async with a_job(…) as job`: a job that runs, with these settings of its buffer."""
-    monkeypatch.setattr(metrics, "register", metrics.BufferCollector)
 
     @asynccontextmanager
     async def make(**buffer):
-        task = {"prompt": "1+1=", "data_source": "sums", "reward_model": {"style": "rule", "ground_truth": 2}}
-        (tmp_path / "tasks.jsonl").write_text((json.dumps(task) + "\n") * 50)
-        settings = {"batch_groups": 4, "max_staleness": 1, "redis": redis_url, "durability": "memory"}
-        config = JobConfig.model_validate(
-            {
-                "job": job_name,
-                "model": str(tmp_path),
-                "tasks": {"train": str(tmp_path / "tasks.jsonl")},
-                "rollout": {"group_size": 2},
-                "buffer": settings | buffer,
-                "trainer": {"steps": 10_000},
-            }
-        )
-        ctx = ServiceContext.for_test(config, tmp_path, "buffer", "buffer")
-        service = asyncio.create_task(main(ctx))
-        client = Client(
-            ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=10.0, access=ctx.secret
-        )
-        await client.connect()
-        job = Job(ctx, blob, client)
-        job.epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
-        everybody = (job.work("w0"), job.work("w1"), job.score(), job.train())
-        job.tasks = [asyncio.create_task(part) for part in everybody]
-        try:
-            yield job
-        finally:
-            for task in job.tasks:
-                task.cancel()
-            await asyncio.gather(*job.tasks, return_exceptions=True)
-            await client.close()
-            ctx.stop.set()
-            await asyncio.wait_for(service, 60)
+        ctx = context(rows=50, **{"batch_groups": 4, "durability": "memory"} | buffer)
+        async with serving(ctx) as client:
+            job = Job(ctx, blob, client)
+            job.epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
+            everybody = (job.work("w0"), job.work("w1"), job.score(), job.train())
+            job.tasks = [asyncio.create_task(part) for part in everybody]
+            try:
+                yield job
+            finally:
+                for task in job.tasks:
+                    task.cancel()
+                await asyncio.gather(*job.tasks, return_exceptions=True)
 
     return make
 

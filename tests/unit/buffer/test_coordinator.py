@@ -22,7 +22,6 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import Fault, VersionTag
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score
-from replay_buffer import coordinator as front_module
 from replay_buffer.ledger.decide import ExpireDeadlines
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
@@ -245,9 +244,8 @@ async def test_a_planned_stop_is_an_outage_from_then_on_only(a_front, redis, job
         assert 0 <= moved_ms < 60_000
 
 
-async def test_a_front_without_anything_to_write_says_that_it_lives(a_front, redis, job_name, monkeypatch):
-    monkeypatch.setattr(front_module, "ALIVE_MS", 20)
-    async with a_front():
+async def test_a_front_without_anything_to_write_says_that_it_lives(a_front, redis, job_name):
+    async with a_front(alive_ms=20):
         key = Keys(job_name).meta
         seen = set()
         async with asyncio.timeout(60):

@@ -70,16 +70,3 @@ def test_figures_are_those_of_the_records(drive):
     assert index.next_step("policy") == 1
     assert index.group_counts == [0, 1, 0, 1, 0, 2, 0, 0]
     assert index.episode_counts == [2, 1, 0, 9, 0, 0]
-
-
-def test_decisions_change_nothing_by_themselves(drive):
-    from areal_async.rpc.messages import Lease
-    from replay_buffer.ledger.decide import decide
-
-    ledger = drive()
-    ledger.scored(2)
-    before = repr(ledger.index.state())
-    first = decide(ledger.index, Lease("w", 2, [ledger.tag()]), ledger.now_ms)
-    second = decide(ledger.index, Lease("w", 2, [ledger.tag()]), ledger.now_ms)
-    assert repr(ledger.index.state()) == before
-    assert first == second

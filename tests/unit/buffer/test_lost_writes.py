@@ -123,7 +123,6 @@ async def test_an_attempt_that_dies_between_its_steps_counts_for_nothing(
             await store.open(nothing_fails)
     opened = await store.open(nothing_fails)
     await store.close()
-    opened = opened
     assert opened.revision == 1
     assert opened.lost_writes == 57
 
@@ -179,9 +178,8 @@ async def test_an_attempt_that_arrives_late_takes_nothing_over(a_store, redis_ur
     held = await redis.hmget(Keys(job_name).meta, "front", "owner")
     await store.close()
     await redis.aclose()
-    answer, held, epoch = answer, int(held[0]), opened.front_epoch
     assert answer == [b"moved"]
-    assert held == epoch
+    assert int(held[0]) == opened.front_epoch
 
 
 async def test_a_front_is_not_fenced_by_an_attempt_of_its_own_to_come_back(redis_url, job_name):

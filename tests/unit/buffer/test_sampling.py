@@ -165,9 +165,3 @@ def test_a_batch_has_the_freshest_groups_and_those_that_are_due(drive):
     assert ids(ledger.batch()) == [e.group_id, f.group_id]
     ledger.commit()
     assert ledger.index.meta.episodes_dropped == 0
-
-
-def test_the_same_order_after_a_restart_of_the_front(drive):
-    ledger = drive(sampling="priority", max_staleness=2)
-    scored(ledger, (1, 1), (0, 1), (0, 3), (0, 0))
-    assert list(ledger.rebuilt().consumers["policy"].ready) == list(ledger.index.consumers["policy"].ready)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from contextlib import asynccontextmanager
 
 import prometheus_client
 import psutil
 import pytest
 
-from areal_async.config.job import JobConfig
 from areal_async.errors import ArealError, FaultError
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import (
@@ -36,70 +33,12 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Failure, Score
 from areal_async.rpc.weights_messages import WaitSnapshot
-from areal_async.runtime.context import ServiceContext
 from replay_buffer import metrics
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
 from replay_buffer.server import main
 from tests.callers import put
-
-
-@pytest.fixture
-def context(tmp_path, redis_url, job_name):
-    """`context(redis=…)`: the service context of this test's job."""
-
-    def make(redis=redis_url, rows=20, **buffer):
-        tasks = [
-            {
-                "prompt": f"{i}+1=",
-                "data_source": "sums",
-                "reward_model": {"style": "rule", "ground_truth": i + 1},
-            }
-            for i in range(rows)
-        ]
-        (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
-        job = JobConfig.model_validate(
-            {
-                "job": job_name,
-                "model": str(tmp_path),
-                "tasks": {"train": str(tmp_path / "tasks.jsonl"), "shuffle": False},
-                "rollout": {"group_size": 2},
-                "buffer": {"batch_groups": 2, "max_staleness": 1, "redis": redis} | buffer,
-                "reward": {"on_error": {"retries": 0}},
-            }
-        )
-        return ServiceContext.for_test(job, tmp_path, "buffer", "buffer")
-
-    return make
-
-
-@pytest.fixture
-def collector(monkeypatch):
-    """Each service has a registry of its own, as in a process of its own."""
-    shown = metrics.BufferCollector()
-    monkeypatch.setattr(metrics, "register", lambda last_write: shown)
-    return shown
-
-
-@asynccontextmanager
-async def serving(ctx):
-    """The service in this loop, and a client of it."""
-    service = asyncio.create_task(main(ctx))
-    client = Client(
-        ctx.buffer_endpoint, job=ctx.job.job, role="test", name="test", timeout_s=10.0, access=ctx.secret
-    )
-    connecting = asyncio.create_task(client.connect())
-    await asyncio.wait({service, connecting}, return_when=asyncio.FIRST_COMPLETED)
-    if service.done():
-        connecting.cancel()
-        await client.close()
-        service.result()
-    try:
-        yield client
-    finally:
-        ctx.stop.set()
-        await client.close()
-        await asyncio.wait_for(service, 60)
+from tests.unit.buffer.conftest import serving
 
 
 async def generate(client, blob, job, groups):
@@ -117,7 +56,7 @@ async def score(client, verdict=None):
     return claims.items, blobs
 
 
-async def test_a_step_over_the_wire(context, blob, job_name, collector):
+async def test_a_step_over_the_wire(context, blob, job_name):
     async with serving(context()) as client:
         opened = await client.call(OpenTrainer("policy", "trainer", 0))
         tag = VersionTag("policy", opened.epoch, 0)
@@ -149,7 +88,7 @@ async def test_a_step_over_the_wire(context, blob, job_name, collector):
             await client.exchange(Fetch(ids))
 
 
-async def test_waiting_calls_are_answered_as_soon_as_they_can_be(context, blob, job_name, collector):
+async def test_waiting_calls_are_answered_as_soon_as_they_can_be(context, blob, job_name):
     async with serving(context()) as client:
         epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
         tag = VersionTag("policy", epoch, 0)
@@ -167,7 +106,7 @@ async def test_waiting_calls_are_answered_as_soon_as_they_can_be(context, blob, 
         assert len((await asyncio.wait_for(leasing, 60)).groups) == 1
 
 
-async def test_a_worker_that_gets_nothing_is_told_why(context, collector):
+async def test_a_worker_that_gets_nothing_is_told_why(context):
     async with serving(context()) as client:
         epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
         await client.call(Lease("rollout-0", 100, [VersionTag("policy", epoch, 0)]))
@@ -175,7 +114,7 @@ async def test_a_worker_that_gets_nothing_is_told_why(context, collector):
         assert "4 groups are outstanding and at most 4 may be" in reply.reason
 
 
-async def test_a_newer_lease_request_of_a_worker_ends_the_wait_of_its_older_one(context, collector):
+async def test_a_newer_lease_request_of_a_worker_ends_the_wait_of_its_older_one(context):
     """A worker that serves a new version asks again beside its waiting request, which is of no use then."""
     async with serving(context()) as client:
         while (await client.call(Lease("w0", 4, [VersionTag("policy", 0, 0)]))).groups:
@@ -197,7 +136,7 @@ async def test_a_newer_lease_request_of_a_worker_ends_the_wait_of_its_older_one(
 
 
 async def test_a_worker_that_drains_has_its_waiting_request_answered_and_its_missing_samples_leased_on(
-    context, blob, job_name, collector
+    context, blob, job_name
 ):
     async with serving(context()) as client:
         tag = VersionTag("policy", (await client.call(OpenTrainer("policy", "trainer", 0))).epoch, 0)
@@ -217,7 +156,7 @@ async def test_a_worker_that_drains_has_its_waiting_request_answered_and_its_mis
         assert not (await client.call(Heartbeat("w0", []))).drain
 
 
-async def test_group_deadlines_hold_over_the_wire(context, blob, job_name, collector):
+async def test_group_deadlines_hold_over_the_wire(context, blob, job_name):
     """groups_are_whole: a partial group reaches the trainer as what it is, by Redis's clock."""
     partial = {"policy": "deadline_partial", "deadline_s": 0.2, "min_samples": 1}
     async with serving(context(group=partial, batch_groups=1)) as client:
@@ -236,7 +175,7 @@ async def test_group_deadlines_hold_over_the_wire(context, blob, job_name, colle
 
 
 async def test_a_planned_stop_of_the_buffer_answers_who_waits_and_hands_over_to_the_next(
-    context, blob, job_name, collector
+    context, blob, job_name
 ):
     ctx = context()
     async with serving(ctx) as client:
@@ -258,7 +197,7 @@ async def test_a_planned_stop_of_the_buffer_answers_who_waits_and_hands_over_to_
         assert len(items) == 4
 
 
-async def test_blobs_that_are_not_what_they_are_said_to_be_are_refused(context, blob, job_name, collector):
+async def test_blobs_that_are_not_what_they_are_said_to_be_are_refused(context, blob, job_name):
     async with serving(context()) as client:
         epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
         (group,) = (await client.call(Lease("rollout-0", 1, [VersionTag("policy", epoch, 0)]))).groups
@@ -276,7 +215,7 @@ async def test_blobs_that_are_not_what_they_are_said_to_be_are_refused(context, 
         assert (await client.call(Stats())).reasons["refused:invalid"] == len(wrong)
 
 
-async def test_a_message_that_makes_no_sense_is_invalid(context, job_name, collector):
+async def test_a_message_that_makes_no_sense_is_invalid(context, job_name):
     ctx = context()
     async with serving(ctx) as client:
         raw = Client(ctx.buffer_endpoint, job=job_name, role="test", name="raw", access=ctx.secret)
@@ -289,7 +228,7 @@ async def test_a_message_that_makes_no_sense_is_invalid(context, job_name, colle
             await client.exchange(Fetch(["nonsense"]))
 
 
-async def test_a_failed_reward_drops_its_group_counted(context, blob, job_name, collector):
+async def test_a_failed_reward_drops_its_group_counted(context, blob, job_name):
     async with serving(context()) as client:
         epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
         leases = await client.call(Lease("rollout-0", 1, [VersionTag("policy", epoch, 0)]))
@@ -306,7 +245,7 @@ async def test_a_failed_reward_drops_its_group_counted(context, blob, job_name, 
         assert stats.episodes_dropped == 2
 
 
-async def test_one_death_is_local_a_service_started_again_goes_on(context, blob, job_name, collector):
+async def test_one_death_is_local_a_service_started_again_goes_on(context, blob, job_name):
     """The client does not notice more than a pause."""
     ctx = context()
     async with serving(ctx) as client:
@@ -318,7 +257,7 @@ async def test_one_death_is_local_a_service_started_again_goes_on(context, blob,
         assert isinstance(await client.call(NextBatch("policy", epoch, 0, wait_ms=5000)), Batch)
 
 
-async def test_its_own_redis_starts_and_ends_with_it(context, collector):
+async def test_its_own_redis_starts_and_ends_with_it(context):
     ctx = context(redis="embedded")
     async with serving(ctx) as client:
         assert (await client.call(Stats())).policies["policy"].v_train == 0
@@ -329,7 +268,7 @@ async def test_its_own_redis_starts_and_ends_with_it(context, collector):
     ).exists()
 
 
-async def test_a_redis_that_dies_is_started_again(context, blob, job_name, collector):
+async def test_a_redis_that_dies_is_started_again(context, blob, job_name):
     """With tier always nothing acknowledged is lost, and the calls meanwhile only wait."""
     ctx = context(redis="embedded", durability="always")
     async with serving(ctx) as client:
@@ -352,7 +291,7 @@ async def test_a_redis_that_dies_is_started_again(context, blob, job_name, colle
         ({"durability": "always"}, "appendfsync everysec, but buffer.durability is always"),
     ],
 )
-def test_a_redis_that_cannot_be_used_ends_the_service_with_one_paragraph(context, collector, change, words):
+def test_a_redis_that_cannot_be_used_ends_the_service_with_one_paragraph(context, change, words):
     async def run():
         async with serving(context(**change)):
             pass
@@ -362,9 +301,9 @@ def test_a_redis_that_cannot_be_used_ends_the_service_with_one_paragraph(context
     assert "\n" not in str(caught.value)
 
 
-async def test_a_second_front_ends_the_first_service(context, collector, redis_url, job_name):
+async def test_a_second_front_ends_the_first_service(context, redis_url, job_name):
     ctx = context()
-    service = asyncio.create_task(main(ctx))
+    service = asyncio.create_task(main(ctx, prometheus_client.CollectorRegistry()))
     client = Client(
         ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=5.0, access=ctx.secret
     )
@@ -382,12 +321,11 @@ async def test_a_second_front_ends_the_first_service(context, collector, redis_u
     await thief.close()
 
 
-def test_the_figures_are_served_to_prometheus(context, blob, job_name, collector):
+def test_the_figures_are_served_to_prometheus(context, blob, job_name):
     registry = prometheus_client.CollectorRegistry()
-    registry.register(collector)
 
     async def run():
-        async with serving(context()) as client:
+        async with serving(context(), registry) as client:
             epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
             leases = await client.call(Lease("rollout-0", 3, [VersionTag("policy", epoch, 0)]))
             await generate(client, blob, job_name, leases.groups[:1])

@@ -22,7 +22,6 @@ from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
 from areal_async.errors import RunFolderError
 from areal_async.launch.runs import find_run
-from areal_async.rpc.client import Client
 from areal_async.rpc.messages import (
     Claim,
     EpisodeVerdict,
@@ -35,8 +34,6 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import RunPlaces, ServiceContext
-from replay_buffer import metrics
-from replay_buffer.server import main
 from replay_buffer.tools import export as export_tool
 from replay_buffer.tools.peek import (
     NotFound,
@@ -53,6 +50,7 @@ from replay_buffer.tools.peek import (
 from replay_buffer.tools.reader import open_reader
 from replay_buffer.tools.stats import as_json, draw, stats_ended, stats_live
 from tests.callers import put
+from tests.unit.buffer.conftest import serving
 
 
 class Workplace:
@@ -108,24 +106,15 @@ class Workplace:
     @asynccontextmanager
     async def serving(self):
         """The service, as long as the run is alive; the run has ended after it."""
-        ctx = replace(self.ctx, stop=asyncio.Event())
-        service = asyncio.create_task(main(ctx))
-        client = Client(
-            ctx.buffer_endpoint, job="sums", role="test", name="test", timeout_s=10.0, access=ctx.secret
-        )
         try:
-            await client.connect()
-            yield client
+            async with serving(replace(self.ctx, stop=asyncio.Event())) as client:
+                yield client
         finally:
-            ctx.stop.set()
-            await client.close()
-            await asyncio.wait_for(service, 60)
             self.is_alive(False)
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics, "register", metrics.BufferCollector)
+def workplace(tmp_path):
     return lambda **buffer: Workplace(tmp_path, **buffer)
 
 

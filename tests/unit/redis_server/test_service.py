@@ -11,20 +11,17 @@ from redis.exceptions import NoPermissionError
 
 from areal_async.config.job import JobConfig
 from areal_async.launch.preflight import find_redis_server
-from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Lease, OpenTrainer
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.context import ServiceContext
-from replay_buffer import metrics
 from replay_buffer.redis.address import StoreUnusable
-from replay_buffer.server import main as serve
 from tests.redis_client import documented_rights
+from tests.unit.buffer.conftest import serving
 
 
 async def test_the_service_logs_in_as_the_job_file_says_and_acknowledges_its_tier(
     servers, tmp_path, job_name, monkeypatch
 ):
-    monkeypatch.setattr(metrics, "register", metrics.BufferCollector)
     monkeypatch.setenv("REDIS_PASSWORD", "pass")
     server = servers(find_redis_server(), "own", appendfsync="always").start()
     server.admin.execute_command("ACL", "SETUSER", "front", "on", ">pass", *documented_rights(job_name))
@@ -38,16 +35,9 @@ async def test_the_service_logs_in_as_the_job_file_says_and_acknowledges_its_tie
     content = {"job": job_name, "model": str(tmp_path), "tasks": {"train": str(tmp_path / "tasks.jsonl")}}
     job = JobConfig.model_validate(content | {"buffer": buffer})
     ctx = ServiceContext.for_test(job, tmp_path, "buffer", "buffer")
-    service = asyncio.create_task(serve(ctx))
-    client = Client(
-        ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=10.0, access=ctx.secret
-    )
-    await client.connect()
-    epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
-    assert (await client.call(Lease("w", 1, [VersionTag("policy", epoch, 0)]))).groups
-    await client.close()
-    ctx.stop.set()
-    await asyncio.wait_for(service, 60)
+    async with serving(ctx) as client:
+        epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
+        assert (await client.call(Lease("w", 1, [VersionTag("policy", epoch, 0)]))).groups
 
 
 @pytest.mark.parametrize(
