@@ -3,7 +3,7 @@
     PYTHONPATH=benchmarks python -m tests.chaos.flood [--messages 10000] [--connections 3000]
                                                       [--steps 1800] [--result FILE]
 
-The job has all kinds of sockets: RPC and Redis in its folder, stations, gateway and metrics on ports, and a
+The job has all kinds of sockets: RPC and Redis in its folder, servers of chunks, gateway and metrics on ports, and a
 reward server of its own. Each gets so many malformed
 messages from somebody who knows its secret, as many from a stranger, and so many connections that are held
 open together. Then the job is let run to its end, and the checker of the chaos runs judges it.
@@ -53,11 +53,12 @@ import urllib.request
 
 async def agent(session, task):
     def ask():
-        body = json.dumps({"model": "policy", "prompt": task.prompt, "max_tokens": 16}).encode()
+        messages = [{"role": "user", "content": task.prompt}]
+        body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 16}).encode()
         headers = {"authorization": "Bearer " + session.api_key}
-        request = urllib.request.Request(session.openai_base_url + "/completions", body, headers)
+        request = urllib.request.Request(session.openai_base_url + "/chat/completions", body, headers)
         with urllib.request.urlopen(request) as reply:
-            return json.load(reply)["choices"][0]["text"]
+            return json.load(reply)["choices"][0]["message"]["content"]
 
     return await asyncio.to_thread(ask)
 """
@@ -67,6 +68,8 @@ def job_of_all_kinds(folder: Path, steps: int, reward_url: str, token_file: Path
     """The chaos runs' job with every kind of socket in it."""
     path = write_job(folder, "flooded", steps=steps, seed=7, durability="always", lease_s=60.0)
     (folder / "agent.py").write_text(AGENT, encoding="utf-8")
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "model" / "chat_template.jinja").write_text(template, encoding="utf-8")
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     content["rollout"] |= {"workflow": "agent", "workflow_args": {"agent": "agent.py:agent"}}
     content["weights"] = {"channel": "zmq", "node_id": "here", "nodes": {"rollout-0": "a", "rollout-1": "b"}}
@@ -161,7 +164,7 @@ class Flood:
                 yield Face(path.name, str(path), self._zmq(f"ipc://{path}", secret))
         for port, name in sorted(ports_of(processes).items()):
             kind = kind_of(port)
-            send = self._zmq(f"tcp://127.0.0.1:{port}", secret) if kind == "station" else http(kind, port)
+            send = self._zmq(f"tcp://127.0.0.1:{port}", secret) if kind == "chunks" else http(kind, port)
             yield Face(f"{kind} of {name}", port, send)
         port = self.rewards.port
         yield Face("reward server, http", port, http("reward", port, TOKEN))
@@ -267,8 +270,8 @@ def is_closed(sock: socket.socket) -> bool:
 
 
 def kind_of(port: int) -> str:
-    """What listens there: metrics, which are told to everybody, a gateway, which asks for a key, or a station
-    of ZMQ, which greets, and closes at what is no greeting."""
+    """What listens there: metrics, which are told to everybody, a gateway, which asks for a key, or a server
+    of chunks over ZMQ, which greets, and closes at what is no greeting."""
     said = b"\xff"
     with (
         socket.create_connection(("127.0.0.1", port), timeout=20) as sock,
@@ -277,7 +280,7 @@ def kind_of(port: int) -> str:
         sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         said = sock.recv(64)
     if said.startswith(b"\xff"):
-        return "station"
+        return "chunks"
     return "metrics" if said.startswith(b"HTTP/1.1 200") else "gateway"
 
 

@@ -5,7 +5,7 @@ import pytest
 from tests.chaos.flood import MOST_GROWTH_MB, run
 
 MESSAGES = 150
-KINDS = ("redis", "buffer", "weights", "control", "station", "gateway", "metrics", "reward", "sandbox")
+KINDS = ("redis", "buffer", "weights", "control", "chunks", "gateway", "metrics", "reward")
 
 
 @pytest.mark.slow
