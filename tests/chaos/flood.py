@@ -3,10 +3,10 @@
     PYTHONPATH=benchmarks python -m tests.chaos.flood [--messages 10000] [--connections 3000]
                                                       [--steps 1800] [--result FILE]
 
-The job has all kinds of sockets: RPC and Redis in its folder, servers of chunks, gateway and metrics on ports, and a
-reward server of its own. Each gets so many malformed
-messages from somebody who knows its secret, as many from a stranger, and so many connections that are held
-open together. Then the job is let run to its end, and the checker of the chaos runs judges it.
+The job has all kinds of sockets: RPC and Redis in its folder, servers of chunks, gateway and metrics on
+ports, and a reward server of its own. Each gets so many malformed messages from somebody who knows its
+secret, as many from a stranger, and so many connections that are held open together. Then the job is let
+run to its end, and the checker of the chaos runs judges it.
 """
 
 from __future__ import annotations
