@@ -22,6 +22,8 @@ from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import RolloutSection
 
+MANY = 1 << 30  # GPUs, where it does not matter how many are visible
+
 
 def width_of(rollout: RolloutSection) -> int:
     """GPUs of one engine."""
@@ -65,12 +67,9 @@ def rollout_gpus(job: JobConfig) -> frozenset[int]:
     """All GPUs of the rollout's engines, however many are visible."""
     rollout = job.rollout
     width = width_of(rollout)
-    kind, _, number = rollout.device.partition(":")
-    if kind == "cpu":
-        return frozenset()
-    if number:
-        return frozenset(range(int(number), int(number) + width))
-    return frozenset(range(rollout.workers * rollout.replicas * width))
+    firsts = range(0, rollout.workers * rollout.replicas * width, width)
+    engines = (gpus_of(rollout.device, first=first, width=width, visible=MANY) for first in firsts)
+    return frozenset(gpu for engine in engines for gpu in engine)
 
 
 def device_mistakes(job: JobConfig, visible: int) -> Iterator[Mistake]:

@@ -46,7 +46,7 @@ def failure_text(ending: Ending, log_path: Path) -> str:
     return f"{what} It said last:{said}\n{fix}: {log_path}"
 
 
-def last_lines(log_path: Path, limit: int = TAIL_LINES) -> list[str]:
+def last_lines(log_path: Path) -> list[str]:
     """The last lines of a log as a person reads them: structured ones become `level: event key=value`."""
     try:
         with log_path.open("rb") as file:
@@ -55,7 +55,7 @@ def last_lines(log_path: Path, limit: int = TAIL_LINES) -> list[str]:
     except OSError:
         return []
     lines = [readable(line) for line in text.splitlines() if line.strip()]
-    return [line[:LINE_LIMIT] for line in lines if line][-limit:]
+    return [line[:LINE_LIMIT] for line in lines if line][-TAIL_LINES:]
 
 
 def readable(line: str) -> str:

@@ -36,11 +36,9 @@ def make_tokenizer(characters: str = CHARACTERS, words: Sequence[str] = ()) -> P
 
 def write_model(
     directory: Path, seed: int, tokenizer: PreTrainedTokenizerFast | None = None, positions: int = 64
-) -> int:
-    """Write the randomly initialised model and its tokenizer as a Hugging Face directory.
-
-    `positions` is the most tokens of a path. Returns the number of parameters.
-    """
+) -> None:
+    """Write the randomly initialised model, which takes up to `positions` tokens, and its tokenizer as a
+    Hugging Face directory."""
     transformers_logging.disable_progress_bar()
     tokenizer = tokenizer or make_tokenizer()
     config = Qwen2Config(
@@ -61,7 +59,6 @@ def write_model(
         model = Qwen2ForCausalLM(config)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    return model.num_parameters()
 
 
 OPERANDS = range(10, 100)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import resource
 import socket
 import ssl
@@ -191,7 +192,7 @@ class HttpServer:
         await self._quiet.wait()
         if self._sweeping is not None:
             self._sweeping.cancel()
-        self.faults.report()
+        self.faults.report_due(math.inf)
 
     def _accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
@@ -456,33 +457,24 @@ class Faults:
 
     def __init__(self, server: str) -> None:
         self._server = server
-        self._counts: dict[str, int] = {}
         self._logged_s: dict[str, float] = {}
-        self._fields: dict[str, dict[str, Any]] = {}
-
-    @property
-    def unreported(self) -> bool:
-        return bool(self._counts)
+        self.unreported: dict[str, dict[str, Any]] = {}  # The fields of the newest of a kind, with the number
 
     def count(self, kind: str, *, cause: Exception | None = None, **fields: Any) -> None:
         """`cause` makes it an error of ours, whose traceback is logged with the first."""
-        first = kind not in self._logged_s
-        self._counts[kind] = self._counts.get(kind, 0) + 1
-        self._fields[kind] = {name: str(value)[:LOGGED_CHARS] for name, value in fields.items()}
-        if first:
+        number = self.unreported.get(kind, {}).get("number", 0) + 1
+        shown = {name: str(value)[:LOGGED_CHARS] for name, value in fields.items()}
+        self.unreported[kind] = {"number": number, **shown}
+        if kind not in self._logged_s:
             self._report(kind, raised="".join(traceback.format_exception(cause)) if cause else "")
 
     def report_due(self, now_s: float) -> None:
-        for kind in [kind for kind in self._counts if now_s - self._logged_s[kind] >= LOGGED_EVERY_S]:
-            self._report(kind)
-
-    def report(self) -> None:
-        for kind in list(self._counts):
+        for kind in [kind for kind in self.unreported if now_s - self._logged_s[kind] >= LOGGED_EVERY_S]:
             self._report(kind)
 
     def _report(self, kind: str, raised: str = "") -> None:
         self._logged_s[kind] = time.monotonic()
-        fields = {"server": self._server, "number": self._counts.pop(kind), **self._fields[kind]}
+        fields = {"server": self._server, **self.unreported.pop(kind)}
         if raised:
             log.error(kind, raised=raised, **fields)
         else:

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import FrameType
 
@@ -43,12 +43,10 @@ ORPHAN_GRACE_S = 8.0
 log = get_logger("service")
 
 
-def run_service(
-    role: Role, main: Callable[[ServiceContext], Awaitable[None]], argv: Sequence[str] | None = None
-) -> None:
+def run_service(role: Role, main: Callable[[ServiceContext], Awaitable[None]]) -> None:
     """Run `main(ctx)` as the process of a service; never returns: exits 0 when `main` has returned."""
     os.umask(PRIVATE_UMASK)
-    options = _parse(role, argv)
+    options = _parse(role)
     served = False
     try:
         ctx = _context(role, options)
@@ -166,12 +164,12 @@ def _end_later(grace_s: float) -> None:
     timer.start()
 
 
-def _parse(role: Role, argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(role: Role) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=f"The {role} service of an areal-async run.")
     parser.add_argument("--context", type=Path, required=True, help="context.json of the run")
     parser.add_argument("--name", required=True, help="name of this process in the context, e.g. rollout-0")
     parser.add_argument("--ready-fd", type=int, default=None, help="inherited fd that is told of readiness")
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 def _context(role: Role, options: argparse.Namespace) -> ServiceContext:

@@ -108,14 +108,12 @@ class Monitor:
         clients: Callable[[], StatusClients],
         phases: Callable[[], Mapping[str, str]],
         show: Callable[[RunStatus], None],
-        poll_s: float = POLL_S,
     ) -> None:
         self._aggregator = aggregator
         self._records = Tail(run_log)
         self._make_clients = clients
         self._phases = phases
         self._show = show
-        self._poll_s = poll_s
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -146,7 +144,7 @@ class Monitor:
         try:
             while True:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), self._poll_s)
+                    await asyncio.wait_for(self._stop.wait(), POLL_S)
                 await self._look(0.0)
                 self.newest = self._aggregator.status(time.monotonic())
                 self._report_stall(self.newest)

@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from areal_async.config import files
 from areal_async.config.errors import ConfigError
+from areal_async.config.files import READ_WHOLE_BYTES
 from areal_async.config.load import dump_job, load_job
 from areal_async.config.yamlfile import parse_yaml
 
@@ -65,14 +66,21 @@ def test_a_sft_job_is_not_held_to_the_rules_of_rl(folder: Path) -> None:
     assert job.kind == "sft"
 
 
-def test_a_large_task_file_is_checked_by_its_columns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "READ_WHOLE_BYTES", 0)
-    load_job(folder / "job.yaml")
-    good = {"prompt": ["1+1="], "reward_model": [{"style": "rule", "ground_truth": "2"}]}
-    pq.write_table(pa.table(good), folder / "good.parquet")
-    load_job(folder / "job.yaml", ["tasks.train=good.parquet"])
-    pq.write_table(pa.table({"prompt": ["1+1="]}), folder / "bad.parquet")
-    (folder / "bad.jsonl").write_text(json.dumps({"reward_model": {}}))
+def test_a_large_task_file_is_checked_by_its_columns(folder: Path) -> None:
+    def write(name: str, **row: Any) -> None:
+        row["notes"] = "x" * (READ_WHOLE_BYTES + 1)
+        if name.endswith(".parquet"):
+            table = pa.table({column: [value] for column, value in row.items()})
+            pq.write_table(table, folder / name, compression="none", use_dictionary=False)
+        else:
+            (folder / name).write_text(json.dumps(row) + "\nonly the first row is read")
+
+    good = {"prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": "2"}}
+    for name in ("good.parquet", "good.jsonl"):
+        write(name, **good)
+        load_job(folder / "job.yaml", [f"tasks.train={name}"])
+    write("bad.parquet", prompt="1+1=")
+    write("bad.jsonl", reward_model={})
     for name, missing in (("bad.parquet", "reward_model"), ("bad.jsonl", "prompt")):
         with pytest.raises(ConfigError, match=f"column `{missing}`"):
             load_job(folder / "job.yaml", [f"tasks.train={name}"])

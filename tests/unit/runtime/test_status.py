@@ -70,7 +70,7 @@ def test_a_service_whose_thread_is_held_up_answers(ctx: ServiceContext) -> None:
         thread.join()
 
 
-def test_what_is_waited_for_is_said_by_subject_as_long_as_it_is() -> None:
+def test_what_is_waited_for_and_a_drain_are_said_as_long_as_they_are() -> None:
     said = StatusBoard()
     said.waits("trainer", "the first snapshot")
     said.waits("server", "its SGLang server to load")
@@ -79,9 +79,6 @@ def test_what_is_waited_for_is_said_by_subject_as_long_as_it_is() -> None:
     said.waits("trainer", "")
     assert said.status("rollout-0", serves=True).waiting_for == {"server": both["server"]}
 
-
-def test_a_worker_that_drains_says_so() -> None:
-    said = StatusBoard()
     said.draining = True
     assert said.status("rollout-0", serves=True).state == "draining"
 
