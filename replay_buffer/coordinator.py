@@ -66,22 +66,6 @@ log = get_logger("buffer")
 EDGES: tuple[Edge, ...] = ("lease", "claim", "batch")
 
 
-class Notifications:
-    """One event per edge, replaced when it fires. Take the event before looking, wait on it after."""
-
-    def __init__(self) -> None:
-        self._events = {edge: asyncio.Event() for edge in EDGES}
-
-    def next(self, edge: Edge) -> asyncio.Event:
-        """The event that the next `fire` of `edge` sets."""
-        return self._events[edge]
-
-    def fire(self, edges: Iterable[Edge] = EDGES) -> None:
-        for edge in edges:
-            self._events[edge].set()
-            self._events[edge] = asyncio.Event()
-
-
 class Coordinator:
     """`start`, then `execute` and `poll` from any number of coroutines of one loop, then `stop`.
 
@@ -112,7 +96,8 @@ class Coordinator:
         self._revive = revive
         self._on_confirmed = on_confirmed
         self._alive_ms = alive_ms
-        self._notifications = Notifications()
+        self._events = {edge: asyncio.Event() for edge in EDGES}
+        """What polls wait on, by edge: taken before looking, replaced when it fires."""
         self._seen_ms = 0
         self._wrote_ms = 0
         self._stopping = False
@@ -141,7 +126,7 @@ class Coordinator:
     def stop_waiting(self) -> None:
         """Let waiting polls answer empty-handed, and keep no later one waiting."""
         self._stopping = True
-        self._notifications.fire()
+        self._fire()
 
     async def stop(self) -> None:
         """Write what is decided, and the hour: a planned stop is an outage from here on only. Then let go of
@@ -197,7 +182,7 @@ class Coordinator:
         edge: Edge,
         is_empty: Callable[[Message], bool],
         more_comes: Callable[[Index], bool] | None = None,
-    ) -> Decision:
+    ) -> Message:
         """Execute; while the reply is empty, execute again whenever `edge` fires, for at most `wait_ms`.
 
         While `more_comes`, what there is may wait for `GATHER_S`: fewer and fuller replies cost less."""
@@ -205,20 +190,25 @@ class Coordinator:
         deadline_s = loop.time() + wait_ms / 1000
         gather_s = deadline_s if more_comes is not None else 0.0
         while True:
-            fired = self._notifications.next(edge)
+            fired = self._events[edge]
             if more_comes is not None and self.index is not None and more_comes(self.index):
                 gather_s = min(gather_s, loop.time() + GATHER_S)
                 if await _happens(fired, gather_s - loop.time()):
                     continue
-            decision = await self.execute(command)
+            reply = (await self.execute(command)).reply
             left_s = deadline_s - loop.time()
-            if left_s <= 0 or self._stopping or not is_empty(decision.reply):
-                return decision
+            if left_s <= 0 or self._stopping or not is_empty(reply):
+                return reply
             await _happens(fired, self._until_change(edge, left_s))
 
     def wake(self, edge: Edge) -> None:
         """Have every poll of `edge` look again."""
-        self._notifications.fire([edge])
+        self._fire([edge])
+
+    def _fire(self, edges: Iterable[Edge] = EDGES) -> None:
+        for edge in edges:
+            self._events[edge].set()
+            self._events[edge] = asyncio.Event()
 
     async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[Bytes | None]:
         """Episode bytes by (group id, sample). Raises `FaultError("unavailable")`."""
@@ -248,7 +238,7 @@ class Coordinator:
             self._wrote_ms = self._seen_ms
             if recording() or self._on_confirmed is not None:
                 written.add_done_callback(partial(self._note_confirmed, self.front_epoch, index.revision + 1))
-            self._notifications.fire(index.apply(decision.writes))
+            self._fire(index.apply(decision.writes))
             return decision, written
 
     def _note_confirmed(self, front_epoch: int, revision: int, written: asyncio.Future[None]) -> None:
@@ -330,7 +320,7 @@ class Coordinator:
         """A write was not confirmed: nothing that was decided on top of it is true."""
         self.index = None
         self._note(error)
-        self._notifications.fire()
+        self._fire()
         if not self._stopping:
             log.warning("a write was not confirmed", error=str(error))
             self._spawn(self._rebuild(error))
@@ -370,7 +360,7 @@ class Coordinator:
                 await self._store.used_bytes()
         if not self._store.full:
             log.info("Redis has room again")
-            self._notifications.fire()
+            self._fire()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -131,7 +131,7 @@ class BufferServer:
             return newest and isinstance(reply, Leases) and not reply.groups and not reply.drain
 
         try:
-            return (await self._coordinator.poll(message, _wait_ms(message), "lease", is_empty)).reply
+            return await self._coordinator.poll(message, _wait_ms(message), "lease", is_empty)
         finally:
             if self._lease_waits.get(message.worker) is current:
                 del self._lease_waits[message.worker]
@@ -169,9 +169,7 @@ class BufferServer:
         def more_comes(index: Index) -> bool:
             return not index.claimable_group and 0 < index.claimable_episodes < message.max_episodes
 
-        reply = (
-            await self._coordinator.poll(message, _wait_ms(message), "claim", is_empty, more_comes)
-        ).reply
+        reply = await self._coordinator.poll(message, _wait_ms(message), "claim", is_empty, more_comes)
         if not isinstance(reply, Claims):
             return reply
         blobs = await self._coordinator.blobs([place_of(item.episode_id) for item in reply.items])
@@ -189,7 +187,7 @@ class BufferServer:
         def is_empty(reply: Message) -> bool:
             return isinstance(reply, Waiting)
 
-        return (await self._coordinator.poll(message, _wait_ms(message), "batch", is_empty)).reply
+        return await self._coordinator.poll(message, _wait_ms(message), "batch", is_empty)
 
     async def _fetch(self, peer: Peer, message: Fetch, attachments: list[memoryview]) -> Answer:
         blobs = await self._coordinator.blobs([place_of(episode_id) for episode_id in message.episode_ids])

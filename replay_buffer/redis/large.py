@@ -5,9 +5,9 @@ acknowledged with both or with neither. What a crash leaves half done is removed
 keys are named in the set `…:staged` before they are written, and taken off it by the write that refers to
 them; files are those that nothing refers to.
 
-A file is complete, and with tier `always` flushed to disk, before its name is given out; with `everysec` it
-is flushed within `FLUSH_S`, and what is freed stays for `GRACE_S`: a Redis that lost its last second may
-refer to it again. A name is never used twice.
+A file is complete and, but for tier `memory`, flushed to disk before its name is given out. With `everysec`
+what is freed stays for `GRACE_S`: a Redis that lost its last second may refer to it again. A name is never
+used twice.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from areal_async.runtime.log import get_logger
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.redis.connection import Argument
 from replay_buffer.redis.writer import Bytes, Commands, Keys, commands_of
@@ -179,29 +179,25 @@ def staged_keys(keys: Keys, staged: str) -> list[str]:
 # --- files beside the buffer ---
 
 
-FLUSH_S = 0.5
 GRACE_S = 3.0
 MOST_VECTORS = 256
 """Per write; the kernel takes at most 1024."""
 ALIGN_BYTES = 4096
 """Each episode begins on a page, so that it can be mapped alone."""
 
-log = get_logger("buffer")
-
 
 class BlobFiles:
     """The files in `folder`. `write`, then `settled`; `read`, `remove`; `open` before all, and again after a
     loss of Redis."""
 
-    def __init__(self, folder: Path, durability: str) -> None:
+    def __init__(self, folder: Path, durability: str, grace_s: float = GRACE_S) -> None:
         self._folder = folder
+        self._grace_s = grace_s
         self._durability = durability
         self._token = secrets.token_hex(4)
         self._count = 0
         self._under_way: set[str] = set()
         """Files that the ledger may not refer to yet: not to be taken for left over."""
-        self._unflushed: set[str] = set()
-        self._flusher: asyncio.Task[None] | None = None
         self._removing: dict[str, asyncio.TimerHandle | None] = {}
 
     async def open(self, refs: Iterable[tuple[EpisodeKey, BlobRef]]) -> list[EpisodeKey]:
@@ -249,10 +245,6 @@ class BlobFiles:
         self._under_way.discard(name)
         if not used:
             self.remove([name], at_once=True)
-        elif self._durability == "everysec":
-            self._unflushed.add(name)
-            if self._flusher is None:
-                self._flusher = asyncio.create_task(self._flush(), name="buffer-flush")
 
     async def read(self, refs: Sequence[BlobRef]) -> list[memoryview | None]:
         """The episodes' bytes, as maps of their files; None for one that is gone."""
@@ -261,37 +253,20 @@ class BlobFiles:
     def remove(self, names: Sequence[str], *, at_once: bool = False) -> None:
         """Nothing refers to these files any more, as Redis has confirmed."""
         loop = asyncio.get_running_loop()
-        self._unflushed.difference_update(names)
         for name in names:
             if at_once or self._durability != "everysec":
                 self._removing[name] = None
                 loop.run_in_executor(None, self._unlink, name)
             else:
-                self._removing[name] = loop.call_later(GRACE_S, self._remove_late, name)
+                late = partial(loop.run_in_executor, None, self._unlink, name)
+                self._removing[name] = loop.call_later(self._grace_s, late)
 
-    async def close(self) -> None:
-        """Flush what is left to flush; what is left to remove waits for the next `open`."""
-        if self._flusher is not None:
-            self._flusher.cancel()
-            await asyncio.wait([self._flusher])
-            self._flusher = None
+    def close(self) -> None:
+        """What is left to remove waits for the next `open`."""
         for handle in self._removing.values():
             if handle is not None:
                 handle.cancel()
         self._removing.clear()
-        await asyncio.to_thread(self._flush_files, list(self._unflushed))
-
-    # --- in the loop ---
-
-    def _remove_late(self, name: str) -> None:
-        asyncio.get_running_loop().run_in_executor(None, self._unlink, name)
-
-    async def _flush(self) -> None:
-        while True:
-            await asyncio.sleep(FLUSH_S)
-            names = list(self._unflushed)
-            failed = await asyncio.to_thread(self._flush_files, names)
-            self._unflushed.difference_update(set(names).difference(failed))
 
     # --- in a thread ---
 
@@ -300,7 +275,7 @@ class BlobFiles:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             _write_all(fd, vectors)
-            if self._durability == "always":
+            if self._durability != "memory":
                 os.fdatasync(fd)
                 self._flush_folder()
         except BaseException:
@@ -319,25 +294,6 @@ class BlobFiles:
             return memoryview(mmap.mmap(fd, ref.size_bytes, flags, mmap.PROT_READ, offset=ref.at))
         finally:
             os.close(fd)
-
-    def _flush_files(self, names: Sequence[str]) -> list[str]:
-        """Returns those that could not be flushed."""
-        failed = []
-        for name in names:
-            try:
-                fd = os.open(self._folder / name, os.O_RDONLY)
-            except FileNotFoundError:
-                continue
-            try:
-                os.fdatasync(fd)
-            except OSError as error:
-                log.error("a file of episodes could not be flushed", file=name, error=str(error))
-                failed.append(name)
-            finally:
-                os.close(fd)
-        if names:
-            self._flush_folder()
-        return failed
 
     def _flush_folder(self) -> None:
         fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -67,7 +67,6 @@ class Store:
         folder: Path | None = None,
     ) -> None:
         self.address = RedisAddress.parse(address) if isinstance(address, str) else address
-        self.url = str(self.address)
         self.front_epoch = 0
         self.full = False
         """Redis refused a write for lack of memory, and has not been seen to have room since."""
@@ -180,7 +179,7 @@ class Store:
         """Write what is queued, and disconnect."""
         await self._let_go()
         if self._shelf is not None:
-            await self._shelf.close()
+            self._shelf.close()
 
     async def _let_go(self) -> None:
         if self._writer is not None:
@@ -249,7 +248,7 @@ class Store:
         held, had = int(front or 0), self.front_epoch
         if had and (front is None or state is None):
             raise StoreUnusable(
-                f"Redis at {self.url} has lost the whole ledger of this job (durability tier "
+                f"Redis at {self.address} has lost the whole ledger of this job (durability tier "
                 f"{self._durability}). Resume from the last checkpoint."
             )
         if had and held >= had and owner != self._owner.encode():
@@ -265,10 +264,10 @@ class Store:
 
     async def _load(self, lost_writes: int) -> Opened:
         # No other front writes; and at its memory limit Redis refuses every transaction.
-        meta, records = await read_ledger(self._connected, self._keys, self.url, transaction=False)
+        meta, records = await read_ledger(self._connected, self._keys, str(self.address), transaction=False)
         if records.meta.dataset_hash != self._dataset_hash:
             raise StoreUnusable(
-                f"the ledger in {self.url} was begun with the data set {records.meta.dataset_hash}, but "
+                f"the ledger in {self.address} was begun with the data set {records.meta.dataset_hash}, but "
                 f"tasks.train is now {self._dataset_hash}: give back the old file, or rename the job"
             )
         idle_ms = max(0, self._clock.now_ms() - int(meta.get(b"alive_ms", self._clock.now_ms())))

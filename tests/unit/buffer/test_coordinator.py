@@ -158,17 +158,17 @@ async def test_a_poll_wakes_when_something_has_become_possible(a_front):
         await asyncio.sleep(0)
         groups = await lease(front, 2)
         await put(front, groups[0])
-        items = (await asyncio.wait_for(claiming, 60)).reply.items
+        items = (await asyncio.wait_for(claiming, 60)).items
         await put(front, groups[1])
         items += (await front.execute(Claim("s", 10))).reply.items
         verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
         await front.execute(PutVerdicts("s", verdicts))
-        assert isinstance((await asyncio.wait_for(batching, 60)).reply, Batch)
+        assert isinstance(await asyncio.wait_for(batching, 60), Batch)
 
 
 async def test_a_poll_answers_empty_handed_when_its_wait_is_over_or_the_front_stops(a_front):
     async with a_front() as front:
-        reply = (await front.poll(Claim("s", 1), 20, "claim", lambda reply: True)).reply
+        reply = await front.poll(Claim("s", 1), 20, "claim", lambda reply: True)
         assert reply.items == []
         polling = asyncio.ensure_future(
             front.poll(
@@ -176,7 +176,7 @@ async def test_a_poll_answers_empty_handed_when_its_wait_is_over_or_the_front_st
             )
         )
         await asyncio.sleep(0)
-    assert isinstance((await asyncio.wait_for(polling, 60)).reply, Leases)
+    assert isinstance(await asyncio.wait_for(polling, 60), Leases)
 
 
 async def test_a_claim_waits_a_moment_for_a_group_to_become_complete(a_front):
@@ -194,7 +194,7 @@ async def test_a_claim_waits_a_moment_for_a_group_to_become_complete(a_front):
         await asyncio.sleep(0)
         arrival = (Arrival(1, 1, 8, 4, {"policy": Versions(0, 0, 1)}),)
         await front.execute(StoreEpisodes(group.lease_id, group.group_id, arrival), (b"b",))
-        assert len((await claiming).reply.items) == 2
+        assert len((await claiming).items) == 2
 
 
 async def test_deadlines_expire_when_nobody_asks(a_front):
@@ -304,7 +304,7 @@ async def test_a_failed_job_wakes_its_trainer_and_a_buffer_that_begins_lifts_the
         verdict = EpisodeVerdict(item.episode_id, item.claim_id, Failure("exception", "no grader"))
         await front.execute(PutVerdicts("s", [verdict]))
         async with asyncio.timeout(60):
-            reply = (await waiting).reply
+            reply = await waiting
         assert isinstance(reply, Fault)
         assert (reply.kind, FaultError.of(reply).restart_helps) == ("failed", False)
         assert "no grader" in reply.message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import random
@@ -28,7 +27,6 @@ from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules
-from replay_buffer.redis import large as shelf_module
 from replay_buffer.redis.address import StoreUnavailable
 from replay_buffer.redis.large import (
     ALIGN_BYTES,
@@ -213,33 +211,22 @@ async def test_a_message_under_way_survives_a_reopening(tmp_path):
     shelf.settled(name, used=False)
     await until(lambda: not files(tmp_path))
     assert await shelf.read([ref]) == [None]
-    await shelf.close()
+    shelf.close()
 
 
-def test_a_file_is_flushed_as_its_tier_says(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("durability", "is_flushed"), [("memory", False), ("everysec", True), ("always", True)]
+)
+async def test_a_file_is_flushed_as_its_tier_says(tmp_path, monkeypatch, durability, is_flushed):
     flushed = []
     monkeypatch.setattr(os, "fdatasync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}")))
-    monkeypatch.setattr(shelf_module, "FLUSH_S", 0.001)
-
-    async def run(durability):
-        shelf = BlobFiles(tmp_path / durability, durability)
-        await shelf.open([])
-        _, name = await shelf.write([b"x" * FILE_BYTES])
-        at_once = list(flushed)
-        shelf.settled(name, used=True)
-        if durability == "everysec":
-            await until(lambda: flushed)
-        await shelf.close()
-        later = [path.rpartition("/")[2] for path in flushed]
-        flushed.clear()
-        return len(at_once), later.count(name) > 0
-
-    assert asyncio.run(run("memory")) == (0, False)
-    assert asyncio.run(run("everysec")) == (0, True)
-    assert asyncio.run(run("always")) == (1, True)
+    shelf = BlobFiles(tmp_path, durability)
+    await shelf.open([])
+    _, name = await shelf.write([b"x" * FILE_BYTES])
+    assert flushed == ([str(tmp_path / name)] if is_flushed else [])
 
 
-async def test_a_freed_file_stays_while_redis_may_still_lose_that_it_was_freed(tmp_path, monkeypatch):
+async def test_a_freed_file_stays_while_redis_may_still_lose_that_it_was_freed(tmp_path):
     shelf = BlobFiles(tmp_path, "everysec")
     await shelf.open([])
     placed, name = await shelf.write([b"x" * FILE_BYTES])
@@ -247,10 +234,10 @@ async def test_a_freed_file_stays_while_redis_may_still_lose_that_it_was_freed(t
     shelf.remove([name])
     assert files(tmp_path) == [name]
     assert await shelf.open([(("g", 0), placed[0])]) == []  # it was lost: the file is wanted again
-    monkeypatch.setattr(shelf_module, "GRACE_S", 0.001)
-    shelf.remove([name])
+    soon = BlobFiles(tmp_path, "everysec", grace_s=0.001)
+    soon.remove([name])
     await until(lambda: not files(tmp_path))
-    await shelf.close()
+    shelf.close()
 
 
 async def test_episodes_of_one_message_share_a_file_and_each_begins_on_a_page(tmp_path):
@@ -263,7 +250,7 @@ async def test_episodes_of_one_message_share_a_file_and_each_begins_on_a_page(tm
     assert [ref.name for ref in refs] == [name, name]
     assert all(ref.at % ALIGN_BYTES == 0 for ref in refs)
     assert [bytes(part) for part in await shelf.read(refs)] == [blobs[0], blobs[2]]
-    await shelf.close()
+    shelf.close()
 
 
 def test_a_file_is_free_when_its_last_episode_is():
