@@ -169,7 +169,7 @@ class _Assembly:
             # The oldest first is what age asks for too.
             return [(group, "") for group in self._scored(self.mine.ready, most)]
         groups = self._scored(self.mine.ready, len(self.mine.ready))
-        choice = choose(
+        places, due = choose(
             [group.training[self.policy].min_version for group in groups],
             self._under_way(),
             step=self.step,
@@ -177,7 +177,7 @@ class _Assembly:
             eta=self.rules.max_staleness,
             batch_groups=self.rules.batch_groups,
         )
-        return [(groups[place], "due" if place in choice.due else "") for place in choice.places]
+        return [(groups[place], "due" if place in due else "") for place in places]
 
     def _used_before(self, most: int) -> Chosen:
         """All that is missing or nothing: a step that has to wait anyway waits for new groups."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 from areal_async.config.job import JobConfig
-from areal_async.config.reward import PolicySection, Scope
+from areal_async.config.reward import Scope
 from areal_async.rewards import Routing
 from areal_async.rpc.schema import POLICY, Task
 from areal_async.rpc.verdicts import VerdictKind
@@ -30,10 +30,6 @@ class VerdictPolicy:
 
     retries: int = 1
     then: Literal["drop_group", "mask", "fail_job"] = "drop_group"
-
-    @classmethod
-    def of(cls, section: PolicySection) -> VerdictPolicy:
-        return cls(section.retries, section.then)
 
 
 @dataclass(frozen=True)
@@ -122,9 +118,9 @@ class Rules:
             # Twice, since a claim is renewed only past half of its time.
             claim_ms=2 * longest_ms + lease_ms,
             call_ms=call_ms,
-            on_timeout=VerdictPolicy.of(reward.on_timeout),
-            on_error=VerdictPolicy.of(reward.on_error),
-            on_abstain=VerdictPolicy.of(reward.on_abstain),
+            on_timeout=VerdictPolicy(reward.on_timeout.retries, reward.on_timeout.then),
+            on_error=VerdictPolicy(reward.on_error.retries, reward.on_error.then),
+            on_abstain=VerdictPolicy(reward.on_abstain.retries, reward.on_abstain.then),
             min_scored=reward.min_scored,
             routing=routing,
             sampling=buffer.sampling,

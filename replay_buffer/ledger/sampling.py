@@ -15,7 +15,6 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from replay_buffer.ledger.records import NO_VERSION, EpisodeState, GroupRecord
 from replay_buffer.ledger.rules import Rules
@@ -49,22 +48,15 @@ def priority(rules: Rules, group: GroupRecord) -> float:
     return math.fsum((reward - mean) * ((reward - mean) / len(rewards)) for reward in rewards)
 
 
-@dataclass(frozen=True)
-class BatchChoice:
-    """Places in the order, ascending. `due` of them were taken before their turn, because of their age."""
-
-    places: list[int]
-    due: frozenset[int]
-
-
 def choose(
     versions: Sequence[int], unfinished: Iterable[int], *, step: int, room: int, eta: int, batch_groups: int
-) -> BatchChoice:
-    """Up to `room` of the groups whose `versions` are given in their order.
+) -> tuple[list[int], set[int]]:
+    """Up to `room` of the groups whose `versions` are given in order: their places, ascending, and which
+    of them were taken before their turn, because of their age.
 
     `unfinished` are the versions of groups that will compete with them for the steps to come."""
     if len(versions) <= room:
-        return BatchChoice(list(range(len(versions))), frozenset())
+        return list(range(len(versions))), set()
     held = Counter(version for version in (*versions, *unfinished) if version != NO_VERSION)
     waiting: dict[int, list[int]] = {}
     for place, version in enumerate(versions):
@@ -81,7 +73,7 @@ def choose(
         if len(places) >= room:
             break
         places.add(place)
-    return BatchChoice(sorted(places), frozenset(forced.difference(range(room))))
+    return sorted(places), forced.difference(range(room))
 
 
 def overtaken_by_reuse(unfinished: Iterable[int], *, step: int, eta: int, batch_groups: int) -> int:

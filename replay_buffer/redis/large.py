@@ -26,7 +26,7 @@ import msgspec
 
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.redis.connection import Argument
-from replay_buffer.redis.writer import Bytes, Commands, Keys, commands_of
+from replay_buffer.redis.writer import Bytes, Commands, Keys
 
 KEY_BYTES = 32 << 10
 """Size from which on Redis reads an argument into the very buffer that it then keeps as the value."""
@@ -114,7 +114,7 @@ class Large:
             commands.add("HDEL", self._keys.large, (f"{group_id}.{sample}",))
             for name in self.key_names(ref):
                 commands.add("UNLINK", name)
-        commands_of(self._keys, writes, attachments, kept, into=commands)
+        commands.add_writes(writes, attachments, kept)
         for (group_id, sample), ref in kept.items():
             commands.add("HSET", self._keys.large, (f"{group_id}.{sample}", _encode(ref)))
         if staged:

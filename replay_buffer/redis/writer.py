@@ -253,36 +253,27 @@ class Commands:
         for start in range(0, len(held), MOST_ARGUMENTS):
             self.add("HSET", key, held[start : start + MOST_ARGUMENTS])
 
-
-def commands_of(
-    keys: Keys,
-    writes: WriteSet,
-    attachments: Sequence[Any],
-    elsewhere: Container[tuple[str, int]] = (),
-    into: Commands | None = None,
-) -> Commands:
-    """`writes` as commands, behind those in `into`; blobs are taken from the message's attachments, but for
-    those (group id, sample) that are kept `elsewhere`.
-
-    What frees memory comes first: a Redis at its limit then lets the whole script pass."""
-    commands = Commands(keys) if into is None else into
-    for group_id, samples in writes.freed.items():
-        if samples is None:
-            commands.add("UNLINK", keys.blobs(group_id))
-        else:
-            commands.add("HDEL", keys.blobs(group_id), samples)
-    for group_id, kept in writes.blobs.items():
-        pairs: list[Argument] = []
-        for sample, attachment in kept.items():
-            if (group_id, sample) in elsewhere:
-                continue
-            pairs += (sample, attachments[attachment])
-        for start in range(0, len(pairs), MOST_ARGUMENTS):
-            commands.add("HSET", keys.blobs(group_id), pairs[start : start + MOST_ARGUMENTS])
-    commands.table(keys.groups, writes.groups)
-    commands.table(keys.leases, writes.leases)
-    commands.table(keys.claims, writes.claims)
-    batches = {f"{policy}:{step}": plan for (policy, step), plan in writes.batches.items()}
-    commands.table(keys.batches, batches)
-    commands.add("HSET", keys.meta, ("state", _encode(writes.meta)))
-    return commands
+    def add_writes(
+        self, writes: WriteSet, attachments: Sequence[Any], elsewhere: Container[tuple[str, int]]
+    ) -> None:
+        """Blobs are taken from the message's attachments, but for those (group id, sample) that are kept
+        `elsewhere`. What frees memory comes first: a Redis at its limit then lets the whole script pass."""
+        for group_id, samples in writes.freed.items():
+            if samples is None:
+                self.add("UNLINK", self._keys.blobs(group_id))
+            else:
+                self.add("HDEL", self._keys.blobs(group_id), samples)
+        for group_id, kept in writes.blobs.items():
+            pairs: list[Argument] = []
+            for sample, attachment in kept.items():
+                if (group_id, sample) in elsewhere:
+                    continue
+                pairs += (sample, attachments[attachment])
+            for start in range(0, len(pairs), MOST_ARGUMENTS):
+                self.add("HSET", self._keys.blobs(group_id), pairs[start : start + MOST_ARGUMENTS])
+        self.table(self._keys.groups, writes.groups)
+        self.table(self._keys.leases, writes.leases)
+        self.table(self._keys.claims, writes.claims)
+        batches = {f"{policy}:{step}": plan for (policy, step), plan in writes.batches.items()}
+        self.table(self._keys.batches, batches)
+        self.add("HSET", self._keys.meta, ("state", _encode(writes.meta)))
