@@ -6,7 +6,7 @@ assistant's turn opened; a tokenizer without a template gets the contents joined
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -20,15 +20,19 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
 
 
-def prompt_text(tokenizer: Tokenizer, prompt: str | Sequence[dict[str, Any]]) -> str:
-    """The text that the model is given for `prompt`, before tokenisation."""
+def prompt_text(
+    tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """The text that the model is given for `prompt`, before tokenisation. `tools` are schemas for the chat
+    template."""
     if not isinstance(prompt, str) and tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-        return str(text)
+        given, schemas = [dict(message) for message in prompt], [dict(tool) for tool in tools]
+        how = {"tokenize": False, "add_generation_prompt": True}
+        return str(tokenizer.apply_chat_template(given, tools=schemas or None, **how))
     return message_texts(prompt)
 
 
-def message_texts(prompt: str | Sequence[dict[str, Any]]) -> str:
+def message_texts(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """A prompt without a template: the text, or the contents of the messages, joined by newlines."""
     return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
 

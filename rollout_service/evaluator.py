@@ -16,16 +16,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import ServerSection
 from areal_async.errors import ArealError, FaultError, RpcTimeout, SnapshotError
 from areal_async.rpc.schema import Task, VersionTag
-from areal_async.rpc.verdicts import Score, Verdict
+from areal_async.rpc.verdicts import Score
 from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.events import record
@@ -62,12 +62,6 @@ class EvaluationError(ArealError):
     restart_helps = False
 
 
-class AnswerScorer(Protocol):
-    async def score(
-        self, inputs: Sequence[RewardInput], groups: Sequence[Hashable] | None = None
-    ) -> list[Verdict]: ...
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """The outcome of one version over the held-out tasks."""
@@ -97,7 +91,7 @@ class Evaluator:
     def __init__(
         self,
         engine: ReplicaSet,
-        scorer: AnswerScorer,
+        scorer: LocalScorer,
         workflow: Workflow,
         render: Renderer,
         *,
@@ -127,7 +121,7 @@ class Evaluator:
         tokens = self._engine.stats().tokens_total
         answers: list[_Answer] = []
         failures: list[str] = []
-        samples = self._job.evaluation.samples
+        samples = self.samples
         queue = iter([(number, sample) for number in range(len(tasks)) for sample in range(samples)])
 
         async def work() -> None:
@@ -177,7 +171,7 @@ class Evaluator:
 
     async def _answer(self, task: Task, number: int, sample: int) -> _Answer:
         # Every sample draws with a seed of its own, whatever the order in which they are answered.
-        place = number * self._job.evaluation.samples + sample
+        place = number * self.samples + sample
         builder = EpisodeBuilder(self._job.job, task.task_id, f"{task.task_id}#evaluation", sample)
         ctx = Context(
             self._engine,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -67,7 +67,7 @@ EVALUATED_VERSION = Gauge("areal_evaluation_version", "Version of the last snaps
 
 
 class EngineMetrics(Collector):
-    """The engine's own figures, read when they are asked for: a decode step pays nothing."""
+    """Figures of a started engine, read when they are asked for: a decode step pays nothing."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -81,11 +81,6 @@ class EngineMetrics(Collector):
         yield GaugeMetricFamily(
             "areal_rollout_version", "Version of the weights that sample now.", self._engine.version.version
         )
-
-
-def watch_engine(engine: Any) -> None:
-    """Serve the figures of this process's one engine, which must have started."""
-    REGISTRY.register(EngineMetrics(engine))
 
 
 ALL_SOURCES = "*"

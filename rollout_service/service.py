@@ -11,6 +11,8 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
+from prometheus_client import REGISTRY
+
 from areal_async.config.engines import engine_part
 from areal_async.errors import ArealError, FaultError, RpcTimeout
 from areal_async.rpc.client import Client
@@ -23,7 +25,7 @@ from areal_async.runtime.process import NO_RESTARTS, RestartPolicy
 from areal_async.weights.receiver import make_receiver
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, Weights
-from rollout_service.metrics import watch_engine
+from rollout_service.metrics import EngineMetrics
 from rollout_service.process import connect, make_gateway, make_renderer, prepare
 from rollout_service.replicas import ReplicaSet
 from rollout_service.worker import ConcurrencyTuner, WeightUpdates, Worker
@@ -135,7 +137,7 @@ async def _serve(ctx: ServiceContext) -> None:
             serving = await unless_stopped(ctx.stop, first_version())
             if serving is None:
                 return
-            watch_engine(engine)
+            REGISTRY.register(EngineMetrics(engine))
             ctx.ready()
             log.info("rollout worker serves", engine=job.rollout.engine, version=serving.version)
             await worker.run(ctx.stop, updates.run(), engine.watch())

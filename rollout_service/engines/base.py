@@ -241,10 +241,6 @@ def stop_window(stop: Sequence[str]) -> int:
     return max(len(s.encode()) for s in stop) + EXTRA_TOKENS
 
 
-def has_stop(text: str, stop: Sequence[str]) -> bool:
-    return any(s in text for s in stop)
-
-
 def trim(text: str, stop: Sequence[str]) -> str:
     """`text` up to where its first stop string begins."""
     ends = [at for s in stop if (at := text.find(s)) >= 0]

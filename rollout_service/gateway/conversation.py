@@ -18,7 +18,7 @@ import numpy as np
 
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service.engines.base import GenerateResult
-from rollout_service.gateway.requests import ApiError, Conversation, Ids, Message, load_json
+from rollout_service.gateway.requests import Conversation, Ids, Message, load_json
 from rollout_service.gateway.template import ChatTemplate, RenderedPrompt, SampledText, canonical
 
 Key = bytes
@@ -189,15 +189,3 @@ def _best(known: Sequence[RecordedAnswer], message: Message) -> RecordedAnswer:
     ids = tuple(call.get("id", "") for call in message.get("tool_calls", ()))
     same = [turn for turn in known if ids and turn.tool_ids == ids]
     return (same or known)[-1]
-
-
-def check_room(plan: CallPlan, max_model_len: int) -> None:
-    """Raises `ApiError` for a prompt that leaves no room for an answer."""
-    if len(plan.ids) >= max_model_len:
-        raise ApiError(
-            400,
-            f"the prompt is too long: {len(plan.ids)} tokens leave no room for an answer, "
-            f"rollout.max_model_len is {max_model_len}",
-            param="messages",
-            code="context_length_exceeded",
-        )

@@ -97,7 +97,7 @@ class Pages:
     ) -> Response:
         """A call in the words of `kind`, whole or streamed."""
         session, body = await self._read(request)
-        form = kind(body, session.tree.template, self._gateway.max_calls)
+        form = kind(body, session.tree.template, self._gateway.section.max_calls)
         return await (self._streamed if form.stream else self._whole)(request, session, form)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -129,7 +129,7 @@ class Pages:
 
     async def _read(self, request: Request) -> tuple[Session, dict[str, Any]]:
         session = self._session(request)
-        limit = self._gateway.max_body_bytes
+        limit = self._gateway.section.max_body_bytes
         try:
             raw = await read_body(request, limit)
         except BodyTooLong:
@@ -354,7 +354,7 @@ class Gateway:
         offset: int = 0,
     ) -> None:
         """`trains`: what is recorded will be trained on; `offset` is added to a configured port."""
-        self._section = section
+        self.section = section
         self._template = ChatTemplate(tokenizer, section.tool_format)
         self._job = job
         self._max_model_len = max_model_len
@@ -378,7 +378,7 @@ class Gateway:
         session = Session(
             episode,
             tree,
-            self._section,
+            self.section,
             job=self._job,
             address=self.address,
             max_model_len=self._max_model_len,
@@ -417,20 +417,12 @@ class Gateway:
         reason = ENDED if name in self._ended else "no session has this API key"
         raise ApiError(401, reason if key else "an API key is needed", code="invalid_api_key")
 
-    @property
-    def max_body_bytes(self) -> int:
-        return self._section.max_body_bytes
-
-    @property
-    def max_calls(self) -> int:
-        return self._section.max_calls
-
     # --- the server ----------------------------------------------------------------------------------
 
     def _start(self) -> None:
         if self.server is not None:
             return
-        section = self._section
+        section = self.section
         try:
             listening = listen(section.host, self._port)
         except OSError as error:

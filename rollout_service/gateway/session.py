@@ -25,7 +25,7 @@ from rollout_service.engines.base import (
     GenerateResult,
     RequestError,
 )
-from rollout_service.gateway.conversation import CallPlan, ConversationTree, check_room
+from rollout_service.gateway.conversation import CallPlan, ConversationTree
 from rollout_service.gateway.requests import (
     ApiError,
     CompletionRequest,
@@ -35,6 +35,7 @@ from rollout_service.gateway.requests import (
     Message,
     SampledChoice,
     ToolCall,
+    bad,
     unsupported,
 )
 from rollout_service.gateway.template import SampledText, StreamedText, canonical
@@ -68,7 +69,6 @@ class GatewayCall:
     completion: CompletionResult
     plan: CallPlan
     sampled: list[_SampledAnswer]
-    recorded: bool = False
 
 
 class CallStream:
@@ -125,7 +125,8 @@ class Session:
         self._section = section
         self._max_model_len = max_model_len
         self._trains = trains
-        self._running = 0
+        self.running = 0
+        """Answers in the making."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ended = False
         self._broken: Exception | None = None
@@ -149,11 +150,6 @@ class Session:
     @property
     def keyed_anthropic_base_url(self) -> str:
         return f"{self.origin}/session/{self.api_key}"
-
-    @property
-    def running(self) -> int:
-        """Answers in the making."""
-        return self._running
 
     @property
     def builder(self) -> EpisodeBuilder:
@@ -210,14 +206,14 @@ class Session:
 
     async def _answered(self, asked: CompletionRequest, listener: CallStream | None) -> GatewayCall:
         n = asked.n
-        if self._running + n > self._section.max_calls:
+        if self.running + n > self._section.max_calls:
             raise ApiError(
                 429,
-                f"{self._running} answers of this session are being made and {n} more were asked for, the "
+                f"{self.running} answers of this session are being made and {n} more were asked for, the "
                 f"limit is {self._section.max_calls} (rollout.gateway.max_calls)",
                 code="rate_limit_exceeded",
             )
-        self._running += n
+        self.running += n
         try:
             async with asyncio.timeout(self._section.call_timeout_s):
                 return await self._sampled(asked, listener)
@@ -234,11 +230,17 @@ class Session:
         except EngineError as error:
             raise ApiError(503, str(error), code="engine_unavailable") from error
         finally:
-            self._running -= n
+            self.running -= n
 
     async def _sampled(self, asked: CompletionRequest, listener: CallStream | None) -> GatewayCall:
         plan = self.tree.plan(asked.prompt)
-        check_room(plan, self._max_model_len)
+        if len(plan.ids) >= self._max_model_len:
+            raise bad(
+                "messages",
+                f"the prompt is too long: {len(plan.ids)} tokens leave no room for an answer, "
+                f"rollout.max_model_len is {self._max_model_len}",
+                code="context_length_exceeded",
+            )
         samplings = self._sampling(asked)
         if listener is not None:
             listener.started(len(plan.ids))
@@ -310,11 +312,10 @@ class Session:
     # --- a call that the agent was sent --------------------------------------------------------------
 
     def record(self, call: GatewayCall) -> None:
-        """Make the answers part of the episode, once, so that they may be gone on from. Nothing waits
+        """Make the answers part of the episode, so that they may be gone on from. Nothing waits
         in here: an episode has all of a call; one that has ended, nothing of it."""
-        if call.recorded or self._ended:
+        if self._ended:
             return
-        call.recorded = True
         try:
             self._record(call.plan, call.sampled)
         except Exception as error:

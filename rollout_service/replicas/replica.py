@@ -20,8 +20,6 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from enum import Enum
-from typing import Generic, TypeVar
 
 from areal_async.errors import RpcTimeout, SnapshotError, WireError
 from areal_async.rpc.schema import VersionTag
@@ -30,8 +28,6 @@ from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import RestartPolicy, Restarts
 from rollout_service import metrics
 from rollout_service.engines.base import Engine, EngineError, GenerateRequest, Weights
-
-T = TypeVar("T")
 
 OVERLOAD = 1.5
 """A request leaves the replica that holds its prefix where that is so many times as loaded as another."""
@@ -136,23 +132,27 @@ class Aborted(Exception):
     """A request was ended before it had begun."""
 
 
-class AdmissionQueue(Generic[T]):
+class AdmissionQueue:
     """Requests for which no replica has room. `admit` gives a request the replica that it then counts for,
     None while there is no room; `give_back` undoes that."""
 
-    def __init__(self, admit: Callable[[GenerateRequest], T | None], give_back: Callable[[T], None]) -> None:
+    def __init__(
+        self,
+        admit: Callable[[GenerateRequest], EngineReplica | None],
+        give_back: Callable[[EngineReplica], None],
+    ) -> None:
         self._admit = admit
         self._give_back = give_back
-        self._waiting: list[tuple[int, int, asyncio.Future[T], GenerateRequest]] = []
+        self._waiting: list[tuple[int, int, asyncio.Future[EngineReplica], GenerateRequest]] = []
         """A heap, oldest lease first."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def wait(self, request: GenerateRequest) -> T:
+    async def wait(self, request: GenerateRequest) -> EngineReplica:
         """Raises `Aborted`, and what `refuse` was given."""
-        place: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        place: asyncio.Future[EngineReplica] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (request.priority, next(self._numbers), place, request))
         self.admit_waiting()
         try:
@@ -292,14 +292,6 @@ class StallDetector:
 # --- one replica -------------------------------------------------------------------------------------
 
 
-class ReplicaPhase(Enum):
-    STARTING = "starting"
-    SERVING = "serving"
-    LOST = "lost"
-    """Dead, and to be started again."""
-    GONE = "gone"
-
-
 class EngineReplica:
     """`make(index)` gives its engines, one after the other."""
 
@@ -313,7 +305,7 @@ class EngineReplica:
     ) -> None:
         self.index = index
         self.engine = make(index)
-        self.phase = ReplicaPhase.STARTING
+        self.serves = False
         self.given = 0
         """Requests that it was given and that have not ended."""
         self.updating = False
@@ -331,16 +323,12 @@ class EngineReplica:
         self._most_requests = 1
 
     @property
-    def serves(self) -> bool:
-        return self.phase is ReplicaPhase.SERVING
-
-    @property
     def has_room(self) -> bool:
         return self.given < self._most_requests
 
     def serve(self) -> None:
         """Its engine has started, and has been given nothing."""
-        self.phase, self._served_s = ReplicaPhase.SERVING, self._clock()
+        self.serves, self._served_s = True, self._clock()
         self._detector = StallDetector(self._stuck_s, self._clock)
         self._most_requests = most_requests(self.engine.stats().capacity)
         self.given, self.updating = 0, False
@@ -389,7 +377,7 @@ class EngineReplica:
         """Its engine is dead. To be followed by `revive`."""
         stats = self.engine.stats()
         self._before = self._before[0] + stats.tokens_total, self._before[1] + stats.requests_total
-        self.phase, self.error = ReplicaPhase.LOST, error
+        self.serves, self.error = False, error
         metrics.ENGINE_DEATHS.inc()
 
     async def revive(self, fetch: Fetch) -> None:
@@ -399,7 +387,6 @@ class EngineReplica:
             pause_s = self._restarts.died(self._clock(), served_s=self._served_s)
             deaths = len(self._restarts.deaths_s)
             if pause_s is None:
-                self.phase = ReplicaPhase.GONE
                 raise ReplicaGone(
                     f"replica {self.index} died {deaths} times within "
                     f"{self._restarts.policy.window_s:.0f} s (supervisor.restarts), the last time with: "

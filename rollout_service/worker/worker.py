@@ -40,6 +40,7 @@ from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed
 from rollout_service.gateway import Gateway
 from rollout_service.process import sampling_of
+from rollout_service.replicas import ReplicaSet
 from rollout_service.worker.concurrency import ConcurrencyTuner
 from rollout_service.worker.failures import (
     FIRST_PAUSE_S,
@@ -52,7 +53,6 @@ from rollout_service.worker.failures import (
 from rollout_service.worker.lease_client import IDLE_WAIT_S, LeaseClient, first_of, wait_out
 from rollout_service.worker.uploader import Uploader
 from rollout_service.workflows import Context, Renderer, Workflow
-from rollout_service.workflows.context import Policy
 
 log = get_logger("rollout")
 
@@ -112,7 +112,7 @@ class Worker:
     def __init__(
         self,
         buffer: Client,
-        engine: Policy,
+        engine: ReplicaSet,
         workflow: Workflow,
         render: Renderer,
         *,

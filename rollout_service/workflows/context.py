@@ -11,17 +11,16 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from areal_async.errors import ArealError
 from areal_async.prompts import Tokenizer
-from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics
-from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult, Tell
+from rollout_service.engines.base import GenerateRequest
 from rollout_service.workflows.tools import BlockingCalls, Tool, ToolAnswer, ToolReply, run_tool
 from rollout_service.workflows.turns import (
     Chat,
@@ -38,21 +37,7 @@ from rollout_service.workflows.turns import (
 
 if TYPE_CHECKING:
     from rollout_service.gateway import Gateway, Session
-
-
-class Policy(Protocol):
-    """What samples: an engine, or several of one worker behind one face."""
-
-    @property
-    def version(self) -> VersionTag:
-        """Version of the weights that sample now."""
-        ...
-
-    async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
-        """As `engines.base.Engine.generate`."""
-        ...
-
-    def stats(self) -> EngineStats: ...
+    from rollout_service.replicas import ReplicaSet
 
 
 REWARD = "reward"
@@ -90,7 +75,7 @@ class Context:
 
     def __init__(
         self,
-        engine: Policy,
+        engine: ReplicaSet,
         render: Renderer,
         builder: EpisodeBuilder,
         *,
@@ -244,11 +229,11 @@ class Context:
             chat = self._chats.get(parent)
             if chat is None:
                 raise TurnError("messages can only go on with a path that began with messages")
-            after = continuation(self.tokenizer, chat, content)
+            after, changed = continuation(self.tokenizer, chat, content)
             chat = chat.then(content)
-            if after.rewritten:
+            if changed:
                 return self._rewritten(chat, agent, turn, rewritten)
-            ids = self._render.following(after.text)
+            ids = self._render.following(after)
             # A reply that ended with the end-of-turn token has said it already.
             if len(ids) and before[-1] == ids[0] and self._render.special(int(ids[0])):
                 ids = ids[1:]

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_async.errors import ArealError
-from areal_async.prompts import Tokenizer, prompt_ids, prompt_text
+from areal_async.prompts import Tokenizer, message_texts, prompt_ids, prompt_text
 from areal_async.trajectory.layout import FinishReason
 
 Message = Mapping[str, Any]
@@ -56,33 +56,17 @@ class Chat:
 
     def render(self, tokenizer: Tokenizer) -> str:
         """The template's text with the next reply opened."""
-        if not tokenizer.chat_template:
-            return "\n".join(str(message["content"]) for message in self.messages)
-        return str(
-            tokenizer.apply_chat_template(
-                [dict(message) for message in self.messages],
-                tools=[dict(tool) for tool in self.tools] or None,
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        )
+        return prompt_text(tokenizer, self.messages, self.tools)
 
 
-@dataclass(frozen=True)
-class Continuation:
-    """`text` follows the last reply. `rewritten`: the template would change what came before it."""
-
-    text: str
-    rewritten: bool
-
-
-def continuation(tokenizer: Tokenizer, chat: Chat, new: Sequence[Message]) -> Continuation:
-    """What follows the reply that ends `chat`, up to where the next reply begins.
+def continuation(tokenizer: Tokenizer, chat: Chat, new: Sequence[Message]) -> tuple[str, bool]:
+    """What follows the reply that ends `chat`, up to where the next reply begins, and whether the template
+    would change what came before it.
 
     Without a chat template it is the contents of `new`, joined by newlines. Raises `TurnError` where `chat`
     does not end in a reply, or the template shows a reply not at all or more than once."""
     if not tokenizer.chat_template:
-        return Continuation("\n".join(str(message["content"]) for message in new), rewritten=False)
+        return message_texts(new), False
     if not chat.messages or chat.messages[-1]["role"] != "assistant":
         raise TurnError("messages can only follow a reply: generate() first, and pass its segment as parent")
     *before, reply = chat.messages
@@ -98,7 +82,7 @@ def continuation(tokenizer: Tokenizer, chat: Chat, new: Sequence[Message]) -> Co
     said = str(reply["content"]).strip()
     # White space around a reply is the template's to trim: the ids keep it.
     kept = real.startswith(seen) and real[len(seen) :].lstrip().startswith(said) and real.endswith(text)
-    return Continuation(text, rewritten=head != seen or not kept)
+    return text, head != seen or not kept
 
 
 Prompt = str | Sequence[Message] | Sequence[int] | npt.NDArray[np.int32]

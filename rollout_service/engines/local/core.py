@@ -30,7 +30,6 @@ from rollout_service.engines.base import (
     GenerateResult,
     Weights,
     checked_request,
-    has_stop,
     nothing_sampled,
     trim,
 )
@@ -258,7 +257,7 @@ class EngineCore:
         for i, text in zip(at, self._text.decode(tails), strict=True):
             request = self._table.requests[slots[i]]
             assert request is not None
-            hit[i] = has_stop(text, request.sampling.stop)
+            hit[i] = any(stop in text for stop in request.sampling.stop)
         return hit
 
     def _finish(self, rows: Sequence[int], reasons: Sequence[FinishReason | None]) -> list[Finished]:

@@ -11,7 +11,7 @@ it build no mask. Shapes: B batch, H query heads, K key heads, T queries, L keys
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,16 +63,6 @@ class SlotKV:
             for tensor in side.values():
                 view = tensor[:, :, :length]
                 view.index_copy_(0, target, view.index_select(0, source))
-
-
-class Slots(Protocol):
-    """What one forward pass does with the cache."""
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
-    ) -> Tensor:
-        """Attention output `[B, T, H, D]`."""
-        ...
 
 
 class Prefill:
@@ -149,6 +139,10 @@ class Decode:
             mask = torch.zeros(hidden.shape, dtype=dtype, device=at.device)
             self._masks[window, dtype] = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
         return self._masks[window, dtype]
+
+
+Slots = Prefill | Decode
+"""What one forward pass does with the cache; `attend` gives attention output `[B, T, H, D]`."""
 
 
 def round_up(length: int) -> int:

@@ -149,13 +149,10 @@ class RequestTable:
         self.stop_window[slot] = stop_window(sampling.stop) if sampling.stop else 0
         return slot
 
-    def drop(self, slot: int) -> GenerateRequest:
+    def drop(self, slot: int) -> None:
         """Free a slot."""
-        request = self.requests[slot]
-        assert request is not None
         self.requests[slot] = None
         self.free.append(slot)
-        return request
 
     def next_input(self, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The newest token of each slot and its position."""
