@@ -184,7 +184,7 @@ async def work(endpoint: str, folder: Path, units: int, rate: float, workers: in
     """The workers' process. It reads the version to serve from its standard input; with no endpoint it runs
     on `NoBuffer` and says how many episodes it has made when asked."""
     job = JobConfig.model_validate_json((folder / "job.json").read_text())
-    engine = TimerEngine(units - PROMPT_UNITS, rate)
+    engine: Any = TimerEngine(units - PROMPT_UNITS, rate)
     groups = job.rollout.max_concurrent // job.rollout.group_size
     nothing = NoBuffer(groups, job.rollout.group_size)
     all_workers = []

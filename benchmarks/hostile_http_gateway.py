@@ -58,7 +58,7 @@ async def main() -> None:
         keys = []
         for sample in range(2):
             ctx = Context(
-                Same(),
+                Same(),  # type: ignore[arg-type]
                 render,
                 EpisodeBuilder("hostile", "t", "t#0", sample),
                 episode_id=f"t#0.{sample}",

@@ -30,7 +30,6 @@ log = get_logger("rollout")
 LINGER_S = 0.05
 MAX_PUTS = 4
 """Messages with episodes under way at once."""
-FLUSH_LIMIT_S = 1.0
 RELEASE_LIMIT_S = 1.0
 
 
@@ -162,7 +161,7 @@ class Uploader:
         on_closed: Callable[[str], None],
         on_refused: Callable[[str, str], None],
         retry_pause_s: float,
-        flush_s: float = FLUSH_LIMIT_S,
+        flush_s: float,
     ) -> None:
         self._buffer = buffer
         self._name = name

@@ -82,20 +82,19 @@ async def updated(folder: Path) -> AsyncIterator[Logged]:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("agent", [with_openai, with_anthropic])
-def test_the_rows_of_a_tool_agent_equal_the_engines_ids(agent: Any, stream: bool, chat_model: Path) -> None:
-    async def main() -> tuple[Any, list[Any]]:
-        tokenizer = make_tokenizer()
-        async with (
-            updated(chat_model) as engine,
-            serving(engine, tokenizer, call_timeout_s=20) as (_, ctx, session),
-        ):
-            ctx.sampling = ctx.sampling.__class__(max_new_tokens=ANSWER)
-            async with ctx.gateway() as session:
-                await agent(session, stream=stream)
-            engine.assert_told_all_along(TURNS if stream else 0)
-            return ctx.builder.build(), engine.log
-
-    episode, log = asyncio.run(main())
+async def test_the_rows_of_a_tool_agent_are_the_engines_ids(
+    agent: Any, stream: bool, chat_model: Path
+) -> None:
+    tokenizer = make_tokenizer()
+    async with (
+        updated(chat_model) as engine,
+        serving(engine, tokenizer, call_timeout_s=20) as (_, ctx, session),
+    ):
+        ctx.sampling = ctx.sampling.__class__(max_new_tokens=ANSWER)
+        async with ctx.gateway() as session:
+            await agent(session, stream=stream)
+        engine.assert_told_all_along(TURNS if stream else 0)
+        episode, log = ctx.builder.build(), engine.log
     assert_a_tool_agent_was_recorded(episode, log)
     assert spans_an_update(episode)
     assert episode.max_version > episode.min_version
@@ -146,18 +145,15 @@ def test_in_a_worker_the_first_words_come_before_the_answer_is_complete(
     assert all(said)
 
 
-def test_a_template_that_drops_text_makes_a_new_root_during_updates(chat_model: Path) -> None:
+async def test_a_template_that_drops_text_makes_a_new_root_during_updates(chat_model: Path) -> None:
     """Here the tool calls of earlier answers are what the template forgets."""
     forgetful = make_tokenizer(
         FORGETFUL.replace("m.tool_calls or []", "(m.tool_calls or [] if loop.last else [])")
     )
 
-    async def main() -> tuple[Any, list[Any]]:
-        async with updated(chat_model) as engine, serving(engine, forgetful) as (_, ctx, session):
-            await with_openai(session, stream=False)
-            return ctx.builder.build(), engine.log
-
-    episode, log = asyncio.run(main())
+    async with updated(chat_model) as engine, serving(engine, forgetful) as (_, ctx, session):
+        await with_openai(session, stream=False)
+        episode, log = ctx.builder.build(), engine.log
     assert_recorded_is_what_the_engine_said(episode, log)
     assert episode.header.metadata["roots_by_reason"].get("template", 0) >= 1
     assert len(training_rows(episode)) == episode.header.metadata["roots"]

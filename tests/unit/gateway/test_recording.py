@@ -47,40 +47,35 @@ MISTRAL = LLAMA.replace("<|python_tag|>", "[TOOL_CALLS]")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("engine", [Scripted, Talking])
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_tool_call_that_no_reply_could_carry_is_text(
+async def test_a_tool_call_that_no_reply_could_carry_is_text(
     what: str, engine: Any, stream: bool, tokenizer: Any
 ) -> None:
     said = f"<tool_call>{BROKEN[what]}</tool_call>"
 
-    async def main() -> Any:
-        talks = engine(tokenizer, [said + "{END}"] * 2)
-        async with serving(talks, tokenizer) as (gateway, _, _session):
-            ctx = make_context(talks, tokenizer, gateway, max_new_tokens=10_000)
-            async with ctx.gateway() as session:
-                one = openai.AsyncOpenAI(
-                    base_url=session.openai_base_url, api_key=session.api_key, max_retries=0
-                )
-                other = anthropic.AsyncAnthropic(
-                    base_url=session.anthropic_base_url, api_key=session.api_key, max_retries=0
-                )
-                chat = {**CHAT, "tools": [OPENAI_TOOL]}
-                message = {**CHAT, "tools": [ANTHROPIC_TOOL], "max_tokens": 10_000}
-                if stream:
-                    async with one.chat.completions.stream(**chat) as chunks:
-                        first = (await chunks.get_final_completion()).choices[0]
-                    async with other.messages.stream(**message) as events:
-                        second = await events.get_final_message()
-                else:
-                    first = (await one.chat.completions.create(**chat)).choices[0]
-                    second = await other.messages.create(**message)
-                assert (first.message.content, first.finish_reason) == (said, "stop")
-                assert not first.message.tool_calls
-                assert [block.text for block in second.content] == [said]
-                assert second.stop_reason == "end_turn"
-                assert session.calls == 2
-            return ctx.builder.build(), talks.log
-
-    episode, log = asyncio.run(main())
+    talks = engine(tokenizer, [said + "{END}"] * 2)
+    async with serving(talks, tokenizer) as (gateway, _, _session):
+        ctx = make_context(talks, tokenizer, gateway, max_new_tokens=10_000)
+        async with ctx.gateway() as session:
+            one = openai.AsyncOpenAI(base_url=session.openai_base_url, api_key=session.api_key, max_retries=0)
+            other = anthropic.AsyncAnthropic(
+                base_url=session.anthropic_base_url, api_key=session.api_key, max_retries=0
+            )
+            chat = {**CHAT, "tools": [OPENAI_TOOL]}
+            message = {**CHAT, "tools": [ANTHROPIC_TOOL], "max_tokens": 10_000}
+            if stream:
+                async with one.chat.completions.stream(**chat) as chunks:
+                    first = (await chunks.get_final_completion()).choices[0]
+                async with other.messages.stream(**message) as events:
+                    second = await events.get_final_message()
+            else:
+                first = (await one.chat.completions.create(**chat)).choices[0]
+                second = await other.messages.create(**message)
+            assert (first.message.content, first.finish_reason) == (said, "stop")
+            assert not first.message.tool_calls
+            assert [block.text for block in second.content] == [said]
+            assert second.stop_reason == "end_turn"
+            assert session.calls == 2
+        episode, log = ctx.builder.build(), talks.log
     assert_recorded_is_what_the_engine_said(episode, log)
 
 
@@ -193,7 +188,7 @@ def vanish(client: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_whose_client_left_as_it_was_made_is_not_recorded(stream: bool, tokenizer: Any) -> None:
+async def test_an_answer_whose_client_left_meanwhile_is_not_recorded(stream: bool, tokenizer: Any) -> None:
     """The client goes in the very moment that the engine answers."""
 
     class Late(Talking):
@@ -205,18 +200,15 @@ def test_an_answer_whose_client_left_as_it_was_made_is_not_recorded(stream: bool
                 vanish(self.client)
             return result
 
-    async def main() -> Any:
-        engine = Late(tokenizer, ["late{END}", "early{END}"])
-        async with serving(engine, tokenizer) as (gateway, ctx, session), client_of(session) as http:
-            engine.client = await asyncio.to_thread(raw_client, session, CHAT | {"stream": stream})
-            await until(lambda: engine.log and not session.running and not gateway.server.state.tasks)
-            assert session.calls == 0
-            assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
-            assert session.calls == 1
-            engine.log.pop(0)
-            return ctx.builder.build(), engine.log
-
-    episode, log = asyncio.run(main())
+    engine = Late(tokenizer, ["late{END}", "early{END}"])
+    async with serving(engine, tokenizer) as (gateway, ctx, session), client_of(session) as http:
+        engine.client = await asyncio.to_thread(raw_client, session, CHAT | {"stream": stream})
+        await until(lambda: engine.log and not session.running and not gateway.server.state.tasks)
+        assert session.calls == 0
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        assert session.calls == 1
+        engine.log.pop(0)
+        episode, log = ctx.builder.build(), engine.log
     assert_recorded_is_what_the_engine_said(episode, log)
     assert episode.header.response_text == "early"
 

@@ -172,21 +172,18 @@ async def test_a_call_past_its_deadline_is_aborted_and_leaves_no_trace(tokenizer
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_ends_its_call(stream: bool, tokenizer: Any) -> None:
-    async def main() -> Any:
-        engine = Gated(tokenizer)
-        async with serving(engine, tokenizer) as (_, ctx, session), client_of(session) as http:
-            body = CHAT | {"stream": stream, "n": 2}
-            call = asyncio.ensure_future(http.post("/v1/chat/completions", json=body))
-            await engine.until(lambda: len(engine.begun) == 2)
-            call.cancel()
-            await engine.until(lambda: engine.cancelled == 2)
-            engine.open.set()
-            assert session.calls == 0
-            assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
-            return ctx.builder.build(), engine.log
-
-    episode, log = asyncio.run(main())
+async def test_a_client_that_goes_away_ends_its_call(stream: bool, tokenizer: Any) -> None:
+    engine = Gated(tokenizer)
+    async with serving(engine, tokenizer) as (_, ctx, session), client_of(session) as http:
+        body = CHAT | {"stream": stream, "n": 2}
+        call = asyncio.ensure_future(http.post("/v1/chat/completions", json=body))
+        await engine.until(lambda: len(engine.begun) == 2)
+        call.cancel()
+        await engine.until(lambda: engine.cancelled == 2)
+        engine.open.set()
+        assert session.calls == 0
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        episode, log = ctx.builder.build(), engine.log
     assert_recorded_is_what_the_engine_said(episode, log)
     assert len(episode.segments) == 2, "of the abandoned call not even the prompt is recorded"
 
@@ -242,18 +239,15 @@ async def test_ending_the_episode_ends_its_calls(tokenizer: Any) -> None:
         await http.aclose()
 
 
-def test_calls_of_one_session_run_at_the_same_time(tokenizer: Any) -> None:
-    async def main() -> Any:
-        engine = Gated(tokenizer)
-        async with serving(engine, tokenizer) as (_, ctx, session), client_of(session) as http:
-            bodies = [CHAT | {"messages": [{"role": "user", "content": f"{i % 3}"}]} for i in range(9)]
-            calls = [asyncio.ensure_future(http.post("/v1/chat/completions", json=body)) for body in bodies]
-            await engine.until(lambda: len(engine.begun) == 9)
-            engine.open.set()
-            assert {(await call).status_code for call in calls} == {200}
-            return ctx.builder.build(), engine.log
-
-    episode, log = asyncio.run(main())
+async def test_calls_of_one_session_run_at_the_same_time(tokenizer: Any) -> None:
+    engine = Gated(tokenizer)
+    async with serving(engine, tokenizer) as (_, ctx, session), client_of(session) as http:
+        bodies = [CHAT | {"messages": [{"role": "user", "content": f"{i % 3}"}]} for i in range(9)]
+        calls = [asyncio.ensure_future(http.post("/v1/chat/completions", json=body)) for body in bodies]
+        await engine.until(lambda: len(engine.begun) == 9)
+        engine.open.set()
+        assert {(await call).status_code for call in calls} == {200}
+        episode, log = ctx.builder.build(), engine.log
     assert_recorded_is_what_the_engine_said(episode, log)
     assert episode.header.metadata["roots"] == 3
     assert len(episode.segments) == 12

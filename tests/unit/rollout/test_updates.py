@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -83,31 +84,26 @@ def notice(version: int) -> SnapshotNotice:
     return SnapshotNotice(VersionTag("policy", 0, version), "", "")
 
 
-def follow(source: ScriptedSource, **how: Any) -> list[int]:
+async def follow(source: ScriptedSource, engine: Any = None) -> list[int]:
     """Start and run until the script is over; returns after how many journal entries each change came."""
     changes: list[int] = []
-
-    async def main() -> None:
-        engine: Any = ScriptedEngine(source.journal, **how)
-        updates = WeightUpdates(
-            source,
-            engine,
-            lambda: changes.append(len(source.journal)),
-            retry_pause_s=0.0,
-            finished_pause_s=0.0,
-        )
+    updates = WeightUpdates(
+        source,
+        engine or ScriptedEngine(source.journal),
+        lambda: changes.append(len(source.journal)),
+        retry_pause_s=0.0,
+        finished_pause_s=0.0,
+    )
+    with contextlib.suppress(Over):
         await updates.start()
         await updates.run()
-
-    with pytest.raises(Over):
-        asyncio.run(main())
     return changes
 
 
-def test_versions_are_true_only_verified_snapshots_reach_the_engine() -> None:
+async def test_versions_are_true_only_verified_snapshots_reach_the_engine() -> None:
     torn = {0: SnapshotError("torn"), 3: SnapshotError("mixed")}
     source = ScriptedSource(notice(0), notice(1), NoNews(), notice(3), notice(4), torn=torn)
-    changes = follow(source)
+    changes = await follow(source)
     assert source.journal == [
         *("verify 0", "ack 0", "verify 1", "start 1", "ack 1"),
         *("verify 3", "ack 3", "verify 4", "pause", "load 4", "resume", "ack 4"),
@@ -118,7 +114,7 @@ def test_versions_are_true_only_verified_snapshots_reach_the_engine() -> None:
     assert len(changes) == 1
 
 
-def test_a_publisher_that_is_away_is_waited_for() -> None:
+async def test_a_publisher_that_is_away_is_waited_for() -> None:
     source = ScriptedSource(
         RpcTimeout("away"),
         notice(0),
@@ -127,27 +123,21 @@ def test_a_publisher_that_is_away_is_waited_for() -> None:
         RpcTimeout("gone"),
         notice(1),
     )
-    follow(source)
+    await follow(source)
     assert source.acks == [(0, ""), (1, "")]
 
 
-def test_weights_that_do_not_fit_are_acknowledged_with_the_reason_and_end_the_worker() -> None:
+async def test_weights_that_do_not_fit_are_acknowledged_with_the_reason_and_end_the_worker() -> None:
     source = ScriptedSource(notice(0), notice(1))
     engine: Any = ScriptedEngine(source.journal, misfit=1)
-
-    async def main() -> None:
-        updates = WeightUpdates(source, engine)
-        await updates.start()
-        await updates.run()
-
     with pytest.raises(EngineError, match="does not fit"):
-        asyncio.run(main())
+        await follow(source, engine)
     assert source.journal[-3:] == ["load 1", "resume", "ack 1"]
     assert source.acks[-1] == (1, "it does not fit")
 
 
 @pytest.mark.parametrize("first", [EngineLost("the load broke"), EngineError("it does not fit")])
-def test_the_first_error_of_an_update_is_the_one_told(
+async def test_the_first_error_of_an_update_is_the_one_told(
     first: EngineError, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(ScriptedEngine):
@@ -160,14 +150,8 @@ def test_the_first_error_of_an_update_is_the_one_told(
 
     source = ScriptedSource(notice(0), notice(1))
     engine: Any = Broken(source.journal)
-
-    async def main() -> None:
-        updates = WeightUpdates(source, engine)
-        await updates.start()
-        await updates.run()
-
     with pytest.raises(EngineError, match=str(first)):
-        asyncio.run(main())
+        await follow(source, engine)
     assert source.journal[-2:] == ["resume", "ack 1"]
     assert source.acks[-1] == (1, str(first))
     (told,) = [record for record in caplog.records if record.getMessage() == "engine did not resume"]

@@ -166,17 +166,14 @@ async def two_turns_and_a_fork(ctx: Context, task: Task) -> None:
     await ctx.generate("+1", parent=first.segment, max_new_tokens=3, turn=1)
 
 
-def test_a_path_is_exactly_what_the_engine_saw(endless: Any, tokenizer: Any) -> None:
-    async def main() -> tuple[Any, Any]:
-        engine = endless.engine()
-        await engine.start(endless.weights(4, epoch=2))
-        recording = Recording(engine)
-        ctx = context(recording, tokenizer)
-        await two_turns_and_a_fork(ctx, Task("t", "1+2="))
-        await engine.stop()
-        return ctx.builder.build(), recording.said
-
-    episode, said = asyncio.run(main())
+async def test_a_path_is_exactly_what_the_engine_saw(endless: Any, tokenizer: Any) -> None:
+    engine = endless.engine()
+    await engine.start(endless.weights(4, epoch=2))
+    recording = Recording(engine)
+    ctx = context(recording, tokenizer)
+    await two_turns_and_a_fork(ctx, Task("t", "1+2="))
+    await engine.stop()
+    episode, said = ctx.builder.build(), recording.said
     assert len(said) == 3
     for call, (request, result) in zip(episode.header.calls, said, strict=True):
         assert episode.token_ids(call.segment).tolist() == [*request.prompt_ids, *result.token_ids]
