@@ -88,24 +88,6 @@ class LeaseState:
     """Running episodes by sample."""
 
 
-@dataclass(frozen=True)
-class WorkerStatus:
-    """A worker at one moment."""
-
-    running: int
-    """Episodes that run."""
-    unsent: int
-    """Finished episodes that the buffer has not acknowledged."""
-    leases: tuple[str, ...]
-    """Ids of the leases that it holds."""
-    wanted_groups: int
-    """Groups that it would lease now."""
-    failures: int
-    """Failures since the last episode that succeeded."""
-    draining: bool
-    """Whether the buffer has said to finish what there is and to end."""
-
-
 class Worker:
     """Makes the episodes of one engine, which starts before `run`. `tuner` is what the engine reports to."""
 
@@ -132,9 +114,9 @@ class Worker:
         self._timing = timing
         self._tuner = tuner or ConcurrencyTuner(job.rollout)
         self._sampling = sampling_of(job.rollout.sampling)
-        self._leases: dict[str, LeaseState] = {}
+        self.leases: dict[str, LeaseState] = {}
         """The open leases, by id; the uploader says when one is closed."""
-        self._uploader = Uploader(
+        self.uploader = Uploader(
             buffer,
             name,
             on_progress=self._on_progress,
@@ -146,19 +128,20 @@ class Worker:
         self._lease_client = LeaseClient(
             buffer,
             name,
-            wanted=self._wanted_groups,
+            wanted=self.wanted_groups,
             serving=lambda: engine.version,
             on_grant=self._granted,
             retry_pause_s=timing.retry_pause_s,
         )
-        self._failures = FailureStreak(
+        self.failures = FailureStreak(
             first_pause_s=timing.first_failure_pause_s, longest_pause_s=timing.longest_failure_pause_s
         )
-        self._running = 0
+        self.running = 0
+        """Episodes that run."""
         self._leases_begun = 0
         self.drained = False
         """It was to finish what it had and to end; set before `run` returns."""
-        self._draining = False
+        self.draining = False
         """The buffer has said so."""
         self._stopping = False
         """This process was told to stop."""
@@ -167,16 +150,6 @@ class Worker:
         self._failed_again = asyncio.Event()
         self._wake_heart = asyncio.Event()
         self._wake_drain = asyncio.Event()
-
-    def status(self) -> WorkerStatus:
-        return WorkerStatus(
-            self._running,
-            self._uploader.episodes,
-            tuple(self._leases),
-            self._wanted_groups(),
-            self._failures.count,
-            self._draining,
-        )
 
     def weights_changed(self) -> None:
         """The engine serves another version, or more or less of it serves: ask for what this allows, and let
@@ -189,7 +162,7 @@ class Worker:
         run beside. Raises what makes going on pointless."""
         loops = [
             self._lease_client.run(),
-            self._uploader.run(),
+            self.uploader.run(),
             self._beat(),
             self._tuner.run(self._engine.stats, self.weights_changed),
             self._until_drained(),
@@ -212,25 +185,25 @@ class Worker:
 
     # --- leases --------------------------------------------------------------------------------------
 
-    def _wanted_groups(self) -> int:
+    def wanted_groups(self) -> int:
         """How many more groups there is room for."""
-        if self._failures.pause_s:
+        if self.failures.pause_s:
             return 0
         limit, size = self._tuner.concurrency.limit, self._job.rollout.group_size
-        free = min(limit - self._running, 2 * limit - self._running - self._uploader.episodes)
-        return 0 if self._draining or self._ending else max(0, math.ceil(free / size))
+        free = min(limit - self.running, 2 * limit - self.running - self.uploader.episodes)
+        return 0 if self.draining or self._ending else max(0, math.ceil(free / size))
 
     def _granted(self, leases: Leases, serving: VersionTag) -> None:
         if leases.drain:
             self._told_to_drain()
         for group in leases.groups:
             self._leases_begun += 1
-            lease = self._leases[group.lease_id] = LeaseState(group, self._leases_begun)
-            self._uploader.open(group.lease_id, group.group_id, len(group.missing))
+            lease = self.leases[group.lease_id] = LeaseState(group, self._leases_begun)
+            self.uploader.open(group.lease_id, group.group_id, len(group.missing))
             if self._ending:
                 # Too late to begin: it goes back at once.
-                self._uploader.fail(group.lease_id, self._reason_to_end)
-                self._uploader.complete(group.lease_id)
+                self.uploader.fail(group.lease_id, self._reason_to_end)
+                self.uploader.complete(group.lease_id)
             else:
                 self._begin(lease, serving)
         self._wake_drain.set()
@@ -245,18 +218,18 @@ class Worker:
             epoch=serving.epoch,
             version=serving.version,
         )
-        self._running += len(group.missing)
-        self._tuner.runs(self._running)
+        self.running += len(group.missing)
+        self._tuner.runs(self.running)
         for sample in group.missing:
             task = lease.episodes[sample] = asyncio.ensure_future(self._episode(lease, sample))
             # Not in the coroutine itself: one that is cancelled before it begins never runs.
             task.add_done_callback(partial(self._ended, lease, sample))
-        if len(self._leases) == 1:
+        if len(self.leases) == 1:
             self._wake_heart.set()
 
     def _lose(self, lease_id: str, reason: str) -> None:
         """The lease is somebody else's now: end its episodes. Cancelling one aborts its requests."""
-        lease = self._leases.pop(lease_id, None)
+        lease = self.leases.pop(lease_id, None)
         if lease is None:
             return
         metrics.LOST.inc()
@@ -266,14 +239,14 @@ class Worker:
             group_id=lease.group.group_id,
             reason=reason,
             unfinished=len(lease.episodes),
-            unsent=self._uploader.drop(lease_id),
+            unsent=self.uploader.drop(lease_id),
         )
         for task in lease.episodes.values():
             task.cancel()
 
     def _closed(self, lease_id: str) -> None:
         """The uploader has sent all of a lease, or hands it back."""
-        self._leases.pop(lease_id, None)
+        self.leases.pop(lease_id, None)
         self._on_progress()
 
     # --- episodes ------------------------------------------------------------------------------------
@@ -281,7 +254,7 @@ class Worker:
     async def _episode(self, lease: LeaseState, sample: int) -> None:
         """One sample, from prompt to uploader. Takes every error of the workflow; see `_failed`."""
         group = lease.group
-        number = self._failures.begin()
+        number = self.failures.begin()
         limit_s = self._job.rollout.episode_timeout_s
         builder = EpisodeBuilder(
             self._job.job,
@@ -311,25 +284,25 @@ class Worker:
         except Exception as error:
             self._failed(lease, sample, number, error)
         else:
-            self._failures.succeeded()
-            self._uploader.add(group.lease_id, sample, blob)
+            self.failures.succeeded()
+            self.uploader.add(group.lease_id, sample, blob)
 
     def _ended(self, lease: LeaseState, sample: int, _: asyncio.Task[None]) -> None:
-        self._running -= 1
-        self._tuner.runs(self._running)
+        self.running -= 1
+        self._tuner.runs(self.running)
         del lease.episodes[sample]
         if not lease.episodes:
-            self._uploader.complete(lease.group.lease_id)
+            self.uploader.complete(lease.group.lease_id)
         self._on_progress()
 
     def _failed(self, lease: LeaseState, sample: int, number: int, error: Exception) -> None:
         metrics.FAILED.inc()
         if isinstance(error, EpisodeTimeout | DeadlinePassed):
             metrics.TIMED_OUT.inc()
-        self._failures.failed(number, error)
-        asyncio.get_running_loop().call_later(self._failures.pause_s, self._lease_client.wake)
+        self.failures.failed(number, error)
+        asyncio.get_running_loop().call_later(self.failures.pause_s, self._lease_client.wake)
         reason = f"{type(error).__name__}: {error}"
-        self._uploader.fail(lease.group.lease_id, reason, at_fault=is_its_own(error))
+        self.uploader.fail(lease.group.lease_id, reason, at_fault=is_its_own(error))
         log.warning("episode failed", group_id=lease.group.group_id, sample=sample, error=reason)
         self._failed_again.set()
 
@@ -338,7 +311,7 @@ class Worker:
         while True:
             await self._failed_again.wait()
             self._failed_again.clear()
-            self._failures.check()
+            self.failures.check()
 
     def _on_progress(self) -> None:
         """There may be room for more, or nothing left to do."""
@@ -350,10 +323,10 @@ class Worker:
     async def _beat(self) -> None:
         while True:
             self._wake_heart.clear()
-            lives_ms = [lease.group.deadline_ms for lease in self._leases.values()]
+            lives_ms = [lease.group.deadline_ms for lease in self.leases.values()]
             life_s = min(lives_ms, default=math.inf) / 1000
             await first_of([], self._wake_heart, min(10 * IDLE_WAIT_S, life_s * HEARTBEAT_SHARE))
-            held = list(self._leases)
+            held = list(self.leases)
             if not held and not self._wake_heart.is_set():
                 continue
             try:
@@ -363,19 +336,19 @@ class Worker:
                 continue
             for lease_id in ack.lost:
                 # A group that has just become whole has no lease either: there the answer to its put tells.
-                if lease_id in self._leases and self._leases[lease_id].episodes:
+                if lease_id in self.leases and self.leases[lease_id].episodes:
                     self._lose(lease_id, "the buffer no longer knows it")
             if ack.drain:
                 self._told_to_drain()
-            elif self._draining:
-                self._draining = self.drained = False
+            elif self.draining:
+                self.draining = self.drained = False
                 metrics.DRAINING.set(0)
                 board.draining = False
 
     def _told_to_drain(self) -> None:
-        if not self._draining:
-            log.info("told to drain: no more leases", held=len(self._leases))
-        self._draining = True
+        if not self.draining:
+            log.info("told to drain: no more leases", held=len(self.leases))
+        self.draining = True
         metrics.DRAINING.set(1)
         board.draining = True
         # One that is told to stop tells the buffer, and hears it from there.
@@ -384,7 +357,7 @@ class Worker:
 
     async def _until_drained(self) -> None:
         """Return once the buffer has said to drain, and what was there then is done."""
-        while not self._draining or self._running or self._lease_client.under_way or not self._uploader.idle:
+        while not self.draining or self.running or self._lease_client.under_way or not self.uploader.idle:
             self._wake_drain.clear()
             await first_of([], self._wake_drain)
 
@@ -404,15 +377,12 @@ class Worker:
         deadline_s = time.monotonic() + self._timing.drain_s
         try:
             while (
-                self._running
-                or self._uploader.episodes
-                or self._lease_client.under_way
-                or not draining.done()
+                self.running or self.uploader.episodes or self._lease_client.under_way or not draining.done()
             ):
                 self._wake_drain.clear()
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    log.info("the grace is over", unfinished=self._running, unsent=self._uploader.episodes)
+                    log.info("the grace is over", unfinished=self.running, unsent=self.uploader.episodes)
                     break
                 going_on = [task for task in (draining, *tasks) if not task.done()]
                 await first_of(going_on, self._wake_drain, left_s)
@@ -430,9 +400,9 @@ class Worker:
 
     async def _wind_up(self) -> None:
         """Give up what is unfinished, send what is finished, hand back every lease; all within seconds."""
-        tasks = [task for lease in self._leases.values() for task in lease.episodes.values()]
+        tasks = [task for lease in self.leases.values() for task in lease.episodes.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._uploader.close(self._reason_to_end)
-        self._leases.clear()
+        await self.uploader.close(self._reason_to_end)
+        self.leases.clear()

@@ -94,8 +94,8 @@ async def test_a_slow_buffer_slows_generation_and_nothing_is_lost() -> None:
 
         buffer.on_put = blocked
         await buffer.add(*(group(n) for n in range(30)))
-        await eventually(lambda: worker.status().unsent >= 16)
-        assert worker.status().wanted_groups == 0
+        await eventually(lambda: worker.uploader.episodes >= 16)
+        assert worker.wanted_groups() == 0
         begun = len(engine.seen)
         assert begun <= 16 + 4
         assert len(buffer.groups) == 30 - begun // 4
@@ -115,7 +115,7 @@ async def test_a_lost_lease_ends_its_episodes_and_no_other() -> None:
         buffer.lost.add("L0")
         await buffer.until(lambda: len(buffer.beats) >= 3 and buffer.beats[-1] == ["L1"])
         assert sorted(engine.cancelled) == [f"t0#0.{n}/L0/0" for n in range(4)]
-        assert worker.status().running == 4
+        assert worker.running == 4
         later.set()
         await buffer.until(lambda: buffer.whole(1))
     assert "t0#0" not in buffer.stored
@@ -148,8 +148,8 @@ async def test_a_cancelled_episode_gives_its_capacity_back_even_before_it_began(
         buffer.on_put = lost
         await buffer.add(*(group(n) for n in range(6)))
         await eventually(lambda: buffer.asked and not buffer.groups)
-        await eventually(lambda: not worker.status().running and not worker.status().leases)
-        assert worker.status().wanted_groups == 2
+        await eventually(lambda: not worker.running and not worker.leases)
+        assert worker.wanted_groups() == 2
 
 
 @pytest.mark.parametrize("reason", ["stale", "lease_lost", "abandoned"])
@@ -171,7 +171,7 @@ async def test_what_is_refused_for_the_group_ends_the_group(reason: str) -> None
         await buffer.until(lambda: buffer.whole(1))
         await eventually(lambda: engine.cancelled)
         assert engine.cancelled == ["t0#0.3/L0/0"]
-        assert "L0" not in worker.status().leases
+        assert "L0" not in worker.leases
     assert buffer.released == {}
 
 
@@ -224,7 +224,7 @@ async def test_what_episodes_do_wrong_is_told_to_the_buffer_and_nothing_more_is_
         await buffer.until(lambda: len(buffer.released) == 2)
         assert buffer.failed == {"L0", "L1"}
         assert "9000 tokens" in buffer.released["L0"]
-        assert worker.status().wanted_groups == 0
+        assert worker.wanted_groups() == 0
 
 
 def test_a_worker_in_which_all_episodes_fail_for_long_ends_and_one_success_begins_anew() -> None:
@@ -276,10 +276,10 @@ async def test_one_failure_of_the_engine_is_one_failure_however_many_it_takes_al
         _engine,
     ):
         await buffer.until(lambda: len(buffer.released) == 20)
-        assert worker.status().failures == 1
+        assert worker.failures.count == 1
         await buffer.add(group(20))
         await buffer.until(lambda: buffer.whole(20))
-        assert worker.status().failures == 0
+        assert worker.failures.count == 0
 
 
 async def test_a_new_version_is_asked_with_at_once_beside_the_older_request() -> None:
@@ -425,10 +425,10 @@ async def test_more_run_at_once_as_long_as_the_engine_takes_them() -> None:
 
         await eventually(lambda: limit() == 16)
         await buffer.add(*(group(n) for n in range(20)))
-        await eventually(lambda: worker.status().running == 16)
-        await eventually(lambda: worker.status().running == 32)
+        await eventually(lambda: worker.running == 16)
+        await eventually(lambda: worker.running == 32)
         await eventually(lambda: limit() == 32)
-        assert worker.status().wanted_groups == 0
+        assert worker.wanted_groups() == 0
         release.set()
 
 

@@ -33,14 +33,14 @@ async def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> No
     async with working() as (worker, buffer, engine):
         release = engine.hold()
         await buffer.add(group(0, life_ms=90))
-        await eventually(lambda: worker.status().running)
+        await eventually(lambda: worker.running)
         await buffer.drain("rollout-0", "it is to be moved")
         await buffer.until(lambda: buffer.beats)
-        await eventually(lambda: worker.status().draining)
+        await eventually(lambda: worker.draining)
         assert REGISTRY.get_sample_value("areal_rollout_draining") == 1
         release.set()
         await buffer.until(lambda: buffer.whole(0))
-        assert worker.status().wanted_groups == 0
+        assert worker.wanted_groups() == 0
     assert buffer.released == {}
 
 
@@ -48,9 +48,9 @@ async def test_a_worker_that_need_not_drain_any_more_does_not_say_so() -> None:
     async with working() as (worker, buffer, engine):
         engine.hold()
         await buffer.add(group(0, life_ms=90))
-        await eventually(lambda: worker.status().running)
+        await eventually(lambda: worker.running)
         await buffer.drain("rollout-0", "it is to be moved")
-        await eventually(lambda: worker.status().draining)
+        await eventually(lambda: worker.draining)
         assert REGISTRY.get_sample_value("areal_rollout_draining") == 1
         buffer.draining = False  # another buffer has taken over, and knows of no drain
         await eventually(lambda: REGISTRY.get_sample_value("areal_rollout_draining") == 0)
@@ -60,8 +60,8 @@ async def test_a_worker_that_asks_is_told_to_drain_at_once() -> None:
     async with working() as (worker, buffer, _engine):
         await buffer.until(lambda: buffer.asked)
         await buffer.drain("rollout-0", "it is to be moved")
-        await eventually(lambda: worker.status().draining)
-        assert worker.status().wanted_groups == 0
+        await eventually(lambda: worker.draining)
+        assert worker.wanted_groups() == 0
 
 
 async def test_a_stop_sends_what_is_finished_and_hands_the_rest_over() -> None:
@@ -73,7 +73,7 @@ async def test_a_stop_sends_what_is_finished_and_hands_the_rest_over() -> None:
 
         engine.gate = gate
         await buffer.add(group(0), group(1))
-        await eventually(lambda: worker.status().running == 2)
+        await eventually(lambda: worker.running == 2)
     assert {k: sorted(v) for k, v in buffer.stored.items()} == {"t0#0": [0, 1, 2], "t1#0": [0, 1, 2]}
     assert buffer.released == {"L0": "drained", "L1": "drained"}
     assert engine.running == {}
@@ -88,7 +88,7 @@ async def test_a_stop_waits_for_what_finishes_within_the_grace_and_leases_no_mor
     worker = Worker(buffer, engine, load_workflow("single_turn"), render, job=job(), name="rollout-0")
     running = asyncio.ensure_future(worker.run(stop))
     async with asyncio.timeout(DEADLINE_S):
-        await eventually(lambda: worker.status().running == 4)
+        await eventually(lambda: worker.running == 4)
         stop.set()
         await buffer.until(lambda: buffer.draining)
         await buffer.add(group(1))
@@ -132,7 +132,7 @@ async def test_a_worker_that_fails_does_not_say_that_it_drained() -> None:
 
             engine.gate = hang
             await buffer.add(group(0))
-            await eventually(lambda: worker.status().running == 4)
+            await eventually(lambda: worker.running == 4)
             engine.gate = broken
             for number in range(1, 1 + MAX_FAILURES):
                 await buffer.add(group(number, missing=[0]))
@@ -150,7 +150,7 @@ async def test_a_stop_does_not_wait_for_a_buffer_that_is_gone(monkeypatch: pytes
         buffer.on_put = gone
         monkeypatch.setattr(buffer, "release", gone)
         await buffer.add(group(0))
-        await eventually(lambda: worker.status().unsent == 4)
+        await eventually(lambda: worker.uploader.episodes == 4)
 
 
 @pytest.mark.anyio
@@ -161,9 +161,9 @@ async def test_a_drained_worker_ends_by_itself_once_it_has_finished_what_it_had(
     worker = Worker(buffer, engine, load_workflow("single_turn"), render, job=job(), name="rollout-0")
     running = asyncio.ensure_future(worker.run(asyncio.Event()))
     async with asyncio.timeout(DEADLINE_S):
-        await eventually(lambda: worker.status().running == 4)
+        await eventually(lambda: worker.running == 4)
         await buffer.drain("rollout-0", "it is to be moved")
-        await eventually(lambda: worker.status().draining)
+        await eventually(lambda: worker.draining)
         assert not running.done()
         release.set()
         await running
@@ -176,9 +176,9 @@ async def test_a_drained_worker_whose_time_is_over_hands_back_the_rest_and_count
     async with working() as (worker, buffer, engine):
         engine.hold()
         await buffer.add(group(0, life_ms=90))
-        await eventually(lambda: worker.status().running == 4)
+        await eventually(lambda: worker.running == 4)
         await buffer.drain("rollout-0", "it is to be moved")
-        await eventually(lambda: worker.status().draining)
+        await eventually(lambda: worker.draining)
 
     assert buffer.released == {"L0": "drained"}
     assert worker.drained
