@@ -15,7 +15,6 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -80,7 +79,6 @@ def make_app(gateway: Gateway) -> Starlette:
         calls("/v1/messages", MessagesFormat),
         Route("/v1/messages/count_tokens", pages.count_tokens, methods=["POST"]),
         Route("/v1/models", pages.models, methods=["GET"]),
-        Route("/v1/models/{model}", pages.model, methods=["GET"]),
     ]
     return Starlette(
         routes=[*routes, Mount("/session/{key}", routes=routes)],
@@ -106,17 +104,9 @@ class Pages:
         return JSONResponse({"input_tokens": session.count_tokens(form.request)})
 
     async def models(self, request: Request) -> Response:
-        session = self._session(request)
-        model = _model(request, session, MODEL_ID)
-        if style_of(request) == "anthropic":
-            return JSONResponse(
-                {"data": [model], "has_more": False, "first_id": MODEL_ID, "last_id": MODEL_ID}
-            )
+        """Whatever an agent calls its model, it is the policy."""
+        model = {"id": MODEL_ID, "object": "model", "created": 0, "owned_by": self._session(request).job}
         return JSONResponse({"object": "list", "data": [model]})
-
-    async def model(self, request: Request) -> Response:
-        """Whatever the agent calls its model, it is the policy."""
-        return JSONResponse(_model(request, self._session(request), request.path_params["model"]))
 
     # --- one call ------------------------------------------------------------------------------------
 
@@ -275,13 +265,6 @@ async def _gone(request: Request) -> None:
     """Returns when the client has closed the connection. The body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _model(request: Request, session: Session, name: str) -> dict[str, Any]:
-    if style_of(request) == "anthropic":
-        created = datetime.fromtimestamp(0, UTC).isoformat().replace("+00:00", "Z")
-        return {"type": "model", "id": name, "display_name": session.job, "created_at": created}
-    return {"id": name, "object": "model", "created": 0, "owned_by": session.job}
 
 
 # --- either API's words ------------------------------------------------------------------------------

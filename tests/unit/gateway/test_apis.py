@@ -121,7 +121,6 @@ async def test_models_and_counting(tokenizer: Any) -> None:
     async with calling(Scripted(tokenizer)) as (_http, session):
         client = openai.AsyncOpenAI(base_url=session.openai_base_url, api_key=session.api_key)
         assert [m.id for m in (await client.models.list()).data] == ["policy"]
-        assert (await client.models.retrieve("gpt-x")).id == "gpt-x"
         other = anthropic.AsyncAnthropic(base_url=session.anthropic_base_url, api_key=session.api_key)
         assert [m.id for m in (await other.models.list()).data] == ["policy"]
         counted = await other.messages.count_tokens(model="m", messages=CHAT["messages"])
