@@ -28,7 +28,7 @@ from agreement import Reference, Snapshots, job_for, logprobs, one_thread, write
 from areal_async.config.job import OptimizerSection
 from areal_async.rpc.messages import BatchEpisode
 from areal_async.rpc.schema import POLICY, VersionTag
-from areal_async.trajectory import EpisodeBuilder, Sampling, pack, summarise
+from areal_async.trajectory import EpisodeBuilder, Sampling, pack, unpack
 from areal_async.weights.snapshot import Snapshot
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, GenerateRequest, GenerateResult
@@ -172,7 +172,7 @@ def against_trainer(
             logprobs_of=result.logprobs_of,
         )
         blob = pack(builder.build())
-        told = summarise(blob)
+        told = unpack(blob)
         versions = told.versions[POLICY]
         entry = BatchEpisode(
             told.episode_id, 0, told.n_units, told.n_sampled, versions.oldest, versions.newest, 0.0

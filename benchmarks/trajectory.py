@@ -1,4 +1,4 @@
-"""Cost of the trajectory codec: bytes per token, and microseconds to build, pack, unpack and summarise.
+"""Cost of the trajectory codec: bytes per token, and microseconds to build, pack and unpack.
 
     python benchmarks/trajectory.py [--json FILE] [--seconds 0.3]
 
@@ -26,7 +26,6 @@ from areal_async.trajectory import (
     Sampling,
     SegmentKind,
     pack,
-    summarise,
     training_rows,
     unpack,
 )
@@ -34,7 +33,7 @@ from areal_async.trajectory import (
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4096, stop=("\n",), seed=2**40 + 7)
 BATCH = 20
 TARGETS = {
-    "tiny": {"build+pack": 60.0, "unpack": 30.0, "summarise": 20.0},
+    "tiny": {"build+pack": 60.0, "unpack": 30.0},
     "turns": {"unpack": 100.0, "bytes_per_token": 15.0},
     "flat": {"unpack": 100.0, "bytes_per_token": 15.0},
 }
@@ -110,7 +109,6 @@ def measure(name: str, build: Callable[[], Episode], seconds: float) -> dict[str
         "pack": lambda: pack(episode),
         "build+pack": lambda: pack(build()),
         "unpack": lambda: unpack(blob),
-        "summarise": lambda: summarise(blob),
         "rows": lambda: training_rows(episode),
     }
     times = {label: microseconds(call, seconds) for label, call in calls.items()}

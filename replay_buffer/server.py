@@ -47,7 +47,7 @@ from areal_async.rpc.server import Answer, Peer, Server, by_type
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
-from areal_async.trajectory import TrajectoryError, summarise
+from areal_async.trajectory import TrajectoryError, unpack, untrainable
 from replay_buffer import metrics
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger.decide import stats
@@ -214,23 +214,24 @@ class BufferServer:
 def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arrival:
     """What a blob says of itself, checked against what its sender says of it."""
     try:
-        summary = summarise(blob)
+        episode = unpack(blob)
     except TrajectoryError as error:
         return Arrival(sample, problem=str(error))
-    if (summary.job, summary.group_id, summary.sample) != (job, group_id, sample):
-        return Arrival(sample, problem=f"the blob is episode {summary.episode_id} of job {summary.job}")
-    if summary.untrainable:
+    header = episode.header
+    if (header.job, header.group_id, header.sample) != (job, group_id, sample):
+        return Arrival(sample, problem=f"the blob is episode {episode.episode_id} of job {header.job}")
+    if why := untrainable(episode):
         problem = (
-            f"{summary.untrainable}, so it is no sample of what is trained. Sample at a temperature above 0 "
+            f"{why}, so it is no sample of what is trained. Sample at a temperature above 0 "
             "without top_p and top_k, or keep the answer as context: ctx.generate(…, train=False)"
         )
         return Arrival(sample, problem=problem)
     return Arrival(
         sample=sample,
-        size_bytes=summary.size_bytes,
-        n_units=summary.n_units,
-        n_sampled=summary.n_sampled,
-        versions={policy: Versions(*held) for policy, held in summary.versions.items()},
+        size_bytes=blob.nbytes,
+        n_units=episode.n_units,
+        n_sampled=episode.n_sampled,
+        versions={policy: Versions(*held) for policy, held in episode.versions.items()},
     )
 
 

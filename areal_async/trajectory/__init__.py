@@ -1,13 +1,13 @@
 """The episode model that all services agree on: what one rollout produced, its codec and its invariants.
 
 build   EpisodeBuilder → Episode    ship, read back   pack, unpack
-train   training_rows → Row         inspect           summarise, Episode.path, Episode.token_ids
+train   training_rows → Row         inspect           Episode.path, Episode.token_ids
                                     refuse            TrajectoryError and its kinds, untrainable
 """
 
 from areal_async.trajectory.builder import EpisodeBuilder, anchor_of
-from areal_async.trajectory.codec import EpisodeSummary, pack, summarise, unpack
-from areal_async.trajectory.episode import Episode, EpisodeFacts, PolicyVersions, check
+from areal_async.trajectory.codec import pack, unpack
+from areal_async.trajectory.episode import Episode, PolicyVersions
 from areal_async.trajectory.layout import (
     DEFAULT_LIMITS,
     TRAJECTORY_SCHEMA,
@@ -37,10 +37,8 @@ __all__ = [
     "CodecError",
     "Episode",
     "EpisodeBuilder",
-    "EpisodeFacts",
     "EpisodeHeader",
     "EpisodeLimits",
-    "EpisodeSummary",
     "InvariantError",
     "Media",
     "PolicyVersions",
@@ -54,9 +52,7 @@ __all__ = [
     "TrajectoryError",
     "Units",
     "anchor_of",
-    "check",
     "pack",
-    "summarise",
     "training_rows",
     "unpack",
     "untrainable",

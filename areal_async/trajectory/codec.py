@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.trajectory.episode import Episode, PolicyVersions
+from areal_async.trajectory.episode import Episode
 from areal_async.trajectory.layout import (
     COLUMN_DTYPES,
     DEFAULT_LIMITS,
@@ -40,7 +40,6 @@ from areal_async.trajectory.layout import (
     Units,
     frozen,
 )
-from areal_async.trajectory.rows import untrainable
 
 Buffer = bytes | bytearray | memoryview
 
@@ -164,24 +163,6 @@ def _array(frame: memoryview, dtype: np.dtype, shape: tuple[int, ...], start: in
     return frozen(array if flags.aligned else array.copy())
 
 
-class EpisodeSummary(msgspec.Struct, frozen=True):
-    """What the buffer needs to know of an episode. Versions and epoch are over units with mask 1 (or -1)."""
-
-    job: str
-    task_id: str
-    episode_id: str
-    group_id: str
-    sample: int
-    attempt: int
-    n_units: int
-    n_sampled: int
-    versions: dict[str, PolicyVersions]
-    """Versions by policy, over its units with mask 1."""
-    size_bytes: int
-    untrainable: str
-    """Why no unit of it may be trained (see `untrainable`); empty when they may be."""
-
-
 def pack(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
     """The blob of an episode. SizeError above `limits`, CodecError when metadata does not fit msgpack."""
     parts = _parts_of(episode, limits)
@@ -205,25 +186,6 @@ def pack(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
 def unpack(buffer: Buffer, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> Episode:
     """The episode of a blob, or a TrajectoryError. Its arrays are views that keep `buffer` alive."""
     return _episode_of(_frames(buffer, limits), limits)
-
-
-def summarise(buffer: Buffer, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> EpisodeSummary:
-    """Validate a blob as `unpack` does and say what it holds."""
-    episode = unpack(buffer, limits=limits)
-    header = episode.header
-    return EpisodeSummary(
-        header.job,
-        header.task_id,
-        header.episode_id,
-        header.group_id,
-        header.sample,
-        header.attempt,
-        len(episode.units),
-        episode.n_sampled,
-        episode.versions,
-        memoryview(buffer).nbytes,
-        untrainable(episode),
-    )
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """One episode: a header and two tables that are known to agree, and the invariants of that, all of them.
 
-An `Episode` that exists has passed `check`; its arrays are read-only, so it stays that way.
+An `Episode` that exists has been checked; its arrays are read-only, so it stays that way.
 
 segments      there is at least one; parents precede children (-1: a root), so the table is a forest in
               topological order; agent, kind, turn and flags are in range; a reward is finite or NaN (none)
@@ -74,37 +74,6 @@ class PolicyVersions(NamedTuple):
     newest: int
     epoch: int
     """The smallest trainer epoch among them."""
-
-
-class EpisodeFacts(NamedTuple):
-    """What the check learned on its way. Versions and epoch are over units with mask 1, -1 without any."""
-
-    n_sampled: int
-    min_version: int
-    max_version: int
-    min_epoch: int
-    versions: dict[str, PolicyVersions]
-    """The versions of each policy by its name; one that sampled no unit with mask 1 is not in it."""
-
-
-def check(
-    header: EpisodeHeader, segments: Segments, units: Units, limits: EpisodeLimits = DEFAULT_LIMITS
-) -> EpisodeFacts:
-    """Raise InvariantError, SchemaError or SizeError unless every invariant above holds."""
-    _check_header(header)
-    _check_arrays(segments, units, limits)
-    mask, versioned, n_sampled, min_version, max_version = _check_units(units)
-    sampled = _check_segments(segments, len(units), versioned, len(header.agents))
-    _check_calls(header.calls, sampled, len(header.policies))
-    for media in header.media:
-        _check_media(media, segments)
-    min_epoch = _check_epochs(header.epochs, mask, n_sampled)
-    versions: dict[str, PolicyVersions] = {}
-    if len(header.policies) == 1 and n_sampled:
-        versions = {header.policies[0]: PolicyVersions(min_version, max_version, min_epoch)}
-    elif n_sampled:
-        versions = _versions_of_each(header, segments, units)
-    return EpisodeFacts(n_sampled, min_version, max_version, min_epoch, versions)
 
 
 def _versions_of_each(header: EpisodeHeader, segments: Segments, units: Units) -> dict[str, PolicyVersions]:
@@ -272,7 +241,8 @@ def _check_epochs(epochs: list[tuple[int, int]], mask: bytes, n_sampled: int) ->
 
 
 class Episode:
-    """Everything one rollout produced. Raises InvariantError (or SizeError) when the parts disagree."""
+    """Everything one rollout produced. Raises InvariantError, SchemaError or SizeError unless every invariant
+    above holds."""
 
     __slots__ = (
         "header",
@@ -293,19 +263,29 @@ class Episode:
         *,
         limits: EpisodeLimits = DEFAULT_LIMITS,
     ) -> None:
-        facts = check(header, segments, units, limits)
+        _check_header(header)
+        _check_arrays(segments, units, limits)
+        mask, versioned, n_sampled, min_version, max_version = _check_units(units)
+        sampled = _check_segments(segments, len(units), versioned, len(header.agents))
+        _check_calls(header.calls, sampled, len(header.policies))
+        for media in header.media:
+            _check_media(media, segments)
         self.header = header
         self.segments = segments
         self.units = units
-        self.n_sampled = facts.n_sampled
+        self.n_sampled = n_sampled
         """Units with mask 1."""
-        self.min_version = facts.min_version
+        self.min_version = min_version
         """Over units with mask 1; -1 when there are none."""
-        self.max_version = facts.max_version
-        self.min_epoch = facts.min_epoch
+        self.max_version = max_version
+        self.min_epoch = _check_epochs(header.epochs, mask, n_sampled)
         """Smallest trainer epoch behind a unit with mask 1; -1 when there are none."""
-        self.versions = facts.versions
-        """Versions by policy, over its units with mask 1."""
+        self.versions: dict[str, PolicyVersions] = {}
+        """Versions by policy, over its units with mask 1; a policy without any is not in it."""
+        if len(header.policies) == 1 and n_sampled:
+            self.versions = {header.policies[0]: PolicyVersions(min_version, max_version, self.min_epoch)}
+        elif n_sampled:
+            self.versions = _versions_of_each(header, segments, units)
 
     @property
     def episode_id(self) -> str:

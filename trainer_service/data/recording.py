@@ -16,7 +16,7 @@ import msgspec
 
 from areal_async.rpc.messages import Batch, BatchEpisode
 from areal_async.status.record import as_it_became, read_run_log
-from areal_async.trajectory import TrajectoryError, summarise
+from areal_async.trajectory import TrajectoryError, unpack
 from trainer_service.data.episode_rows import NO_VERSIONS
 from trainer_service.disk import room_for
 from trainer_service.errors import BatchError
@@ -107,7 +107,7 @@ class Recording:
 def _verify(batch: Batch, entry: BatchEpisode, blob: bytes) -> None:
     damaged = f"the recording of step {batch.step} is damaged:"
     try:
-        found = summarise(blob)
+        found = unpack(blob)
     except TrajectoryError as error:
         raise BatchError(f"{damaged} episode {entry.episode_id}: {error}") from error
     versions = found.versions.get(batch.policy, NO_VERSIONS)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from areal_async.config.reward import Scope
-from areal_async.trajectory import summarise
+from areal_async.trajectory import unpack
 from reward_service.sdk import RewardInput
 
 PROTOCOL = 1
@@ -133,4 +133,4 @@ def to_wire(given: RewardInput, wants: Collection[Extra]) -> Input:
     values = {name: getattr(given, name) for name in RewardInput.__struct_fields__}
     if "blob" not in wants:
         values["blob"] = b""
-    return Input(**values, episode_id=summarise(given.blob).episode_id if given.blob else "")
+    return Input(**values, episode_id=unpack(given.blob).episode_id if given.blob else "")

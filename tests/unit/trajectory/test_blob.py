@@ -25,7 +25,6 @@ from areal_async.trajectory import (
     SizeError,
     TrajectoryError,
     pack,
-    summarise,
     unpack,
 )
 from tests.unit.trajectory.conftest import with_columns
@@ -82,14 +81,11 @@ def with_header(episode: Episode, **changes) -> list[bytes]:
 
 
 def outcome(data: bytes) -> str:
-    """Read hostile bytes in every way; all agree, and only typed errors come out."""
+    """Read hostile bytes: only typed errors come out."""
     try:
         episode = unpack(data)
     except TrajectoryError as error:
-        with pytest.raises(type(error)):
-            summarise(data)
         return type(error).__name__
-    assert summarise(data).n_units == len(episode.units)
     assert unpack(pack(episode)) == episode
     return "valid"
 
@@ -118,7 +114,6 @@ def test_a_blob_at_any_address_is_read_and_its_arrays_are_aligned(blob, shift):
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda b: memoryview(b).cast("I")])
 def test_any_bytes_like_buffer_is_read(blob, kind):
     assert unpack(kind(blob)) == unpack(blob)
-    assert summarise(kind(blob)).size_bytes == len(blob)
 
 
 @pytest.mark.parametrize(

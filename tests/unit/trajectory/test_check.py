@@ -21,7 +21,6 @@ from areal_async.trajectory import (
     Segments,
     SizeError,
     Units,
-    check,
     pack,
     unpack,
 )
@@ -63,7 +62,8 @@ def episode(two_turns) -> Episode:
 
 def test_the_example_itself_is_valid(episode):
     assert rebuilt(episode) == episode
-    assert check(episode.header, episode.segments, episode.units) == (7, 4, 6, 0, {"policy": (4, 6, 0)})
+    facts = episode.n_sampled, episode.min_version, episode.max_version, episode.min_epoch, episode.versions
+    assert facts == (7, 4, 6, 0, {"policy": (4, 6, 0)})
 
 
 @pytest.mark.parametrize(
@@ -268,14 +268,14 @@ def test_arrays_of_another_type_or_length_are_refused(episode, change):
 )
 def test_an_episode_above_a_limit_is_refused(episode, limits):
     with pytest.raises(SizeError):
-        check(episode.header, episode.segments, episode.units, limits)
+        Episode(episode.header, episode.segments, episode.units, limits=limits)
 
 
 def test_a_column_wider_than_the_limit_is_refused(episode):
     wide = with_columns(episode, {"experts": np.zeros((N_UNITS, 3), np.uint16)})
-    check(wide.header, wide.segments, wide.units, EpisodeLimits(column_width=3))
+    Episode(wide.header, wide.segments, wide.units, limits=EpisodeLimits(column_width=3))
     with pytest.raises(SizeError, match="width 3"):
-        check(wide.header, wide.segments, wide.units, EpisodeLimits(column_width=2))
+        Episode(wide.header, wide.segments, wide.units, limits=EpisodeLimits(column_width=2))
     with pytest.raises(SizeError, match="width 0"):
         with_columns(episode, {"experts": np.zeros((N_UNITS, 0), np.uint16)})
 
