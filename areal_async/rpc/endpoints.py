@@ -5,9 +5,8 @@ not have it reaches a socket's queue. A socket is bound beyond loopback only wit
 that another process serves is never taken over (libzmq would silently unlink a live ipc file); every refusal
 is an `EndpointError` that says what to do.
 
-Before and after the handshake, no part of a message may have more than `max_part_bytes`. libzmq does not
-limit how many parts a message has while it is unfinished: who knows the secret can make its peer hold as much
-as it sends.
+No part of a message may have more than `max_part_bytes`. libzmq does not limit how many parts an unfinished
+message has: who knows the secret can make its peer hold as much as it sends.
 """
 
 from __future__ import annotations

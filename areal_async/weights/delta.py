@@ -1,9 +1,4 @@
-"""Deltas: what makes one published snapshot out of another; when one is made; making and applying it.
-
-Layout: `<root>/e<epoch>-v<version>.delta/` with `delta.bin` (the patches of all parts, in the manifest's
-order; see `delta_codec.py`), `target.json` (the manifest of the full snapshot, byte for byte) and
-`manifest.json`, which names the base by tag and by the hash of
-its manifest.
+"""Deltas: what makes one published snapshot out of another. `docs/weights.md` has the layout.
 
 Promises:
 - `apply_delta` gives the new directory its name only when every hash of the full manifest matched what it
@@ -12,7 +7,6 @@ Promises:
 - Another base than the one that the delta was made from is a `WrongBase`; anything else that is wrong, in
   the delta or in the base, a `SnapshotError`. Either way the full snapshot is what helps.
 - Both work block by block, in a few threads: memory does not grow with the model.
-- `DeltaPublisher` makes deltas beside training: see there.
 """
 
 from __future__ import annotations
@@ -308,15 +302,12 @@ def _staging(final: Path) -> Iterator[Path]:
 
 
 class DeltaPublisher:
-    """The publisher's deltas: made beside training, offered to whoever holds the base.
-
-    A delta is made by a thread of its own from two published directories, so a publication waits for nothing
-    and the trainer may change its tensors meanwhile. At most one is being made; a version published while the
-    thread is busy gets none (deltas that are slower than steps must not queue up behind them).
+    """The publisher's deltas: made by a thread of its own from two published directories, at most one at a
+    time, and offered to whoever holds the base. A version published while the thread is busy gets none.
 
     Everything here is called under the publisher's `lock`, which the thread takes too once it is done. It
-    then calls `on_done(base, new)`: both directories are not read any more. `write` is `write_delta`; a delta
-    is offered only below `below_share` of the full snapshot's bytes, and without that none is made."""
+    then calls `on_done(base, new)`: both directories are not read any more. A delta is offered only below
+    `below_share` of the full snapshot's bytes, and without that none is made."""
 
     def __init__(
         self,

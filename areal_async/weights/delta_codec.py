@@ -3,12 +3,9 @@
     data = encode(base, new, width)
     apply(copy_of_base, Reader(data), width)        # in place: now bit for bit `new`
 
-Elements of `width` bytes are compared as unsigned integers, so the sign of zero, the payload of a NaN and
-denormals all count and all come back. What is larger than `BLOCK_BYTES` is cut into blocks; each has the
-distances between its changed elements, and for each of them the difference new - base of the two integers,
-modulo their size: a weight that moved by one unit in the last place is +1 or -1 whatever its exponent.
-Differences are zigzag-coded (small ones of either sign become small) and split into byte planes, so what does
-not move compresses to almost nothing.
+`docs/weights.md` says why it looks so. Elements of `width` bytes are compared as unsigned integers; what is
+larger than `BLOCK_BYTES` is cut into blocks. A block has the distances between its changed elements, and for
+each of them new - base modulo its size, zigzag-coded and split into byte planes.
 
 Format of a block: u32 changed elements, u32 bytes of distances before and after compression, u32 bytes of
 values after compression (little-endian), then both as zstandard frames; only the head where nothing changed.

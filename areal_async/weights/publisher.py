@@ -3,10 +3,8 @@
 Promises:
 - `publish` returns when the snapshot is complete on disk and every waiting receiver is being told.
 - Receivers are served by a thread of its own: a training step does not delay them, nor they it.
-- Deltas are made by another thread, out of what is published already (`delta.py`): a snapshot is announced
-  in full at once, and only receivers that can use the delta being made wait for it.
-- Memory is bounded by the retention rules of `retention.py`; old allocations are filled again where nobody
-  reads them.
+- A snapshot is announced in full at once; only receivers that can use the delta being made wait for it.
+- Memory is bounded by `retention.py`; old allocations are filled again where nobody reads them.
 - `close` leaves no thread, no socket and no file.
 
 All methods may be called from any one thread that is not the publisher's own.

@@ -3,9 +3,6 @@
 Kept are: the newest `keep`; the ones pinned for evaluation, until evaluated; those a receiver was told of
 and has neither acknowledged nor outlived its hold; and those that a delta is being made of.
 
-A delta lives as long as the snapshot that it makes; its base may go before, since a delta needs none of its
-bytes to be given out.
-
 Bounds: at most `MAX_PENDING` pinned ones wait beside version 0 and the final one (an older one is dropped:
 evaluation that falls behind must not hold memory), and at most `MAX_HOLDS` are held per receiver
 and purpose.

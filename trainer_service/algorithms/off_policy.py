@@ -1,7 +1,6 @@
 """What the correction and the loss did in a step, split by staleness.
 
-Sums over units are kept in fp64, one row per staleness 0 … η, so micro-batches and ranks add up exactly;
-figures are derived once, at the end of the step. With w = exp(prox - beh) before truncation:
+Sums are kept in fp64, so micro-batches and ranks add up exactly. With w = exp(prox - beh) before truncation:
 
     ess   (Σ w)² / (N Σ w²)          share of the data that is effectively used
     chi2  mean (w - 1)²              chi-square divergence of prox from beh, sampled from beh

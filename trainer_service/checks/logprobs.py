@@ -1,8 +1,7 @@
 """The log-prob check of the first batch: are the engine's log-probs those of the weights that it names?
 
-For the first batch that holds units of the very version the trainer starts the step from, it recomputes
-their behaviour log-probs with its own forward pass, at the temperature of each call, and compares. Every
-gradient rests on the two being equal.
+For the first batch that holds units of the version the trainer starts the step from, it recomputes their
+behaviour log-probs at the temperature of each call. Every gradient rests on the two being equal.
 
 Promises: it runs once in the life of a trainer process, before any gradient of the batch; it costs one
 forward pass over the units compared, and a look at the manifest where there are none; all ranks come to the

@@ -1,14 +1,11 @@
 """Packed micro-batches: from rows of tokens to the tensors of one forward pass.
 
 A *row* is one root-to-leaf path of an episode, cut after its last sampled unit. Its last token is predicted
-but never fed, so a row of T tokens takes T - 1 places in a pack. Positions restart at every row, and which
-episode or group a unit belongs to is written beside it: nothing is ever inferred from its place.
+but never fed, so a row of T tokens takes T - 1 places in a pack.
 
-Who trains what, and in which forward pass, are three pure functions, so that every rank decides alike:
-`deal_groups` deals whole groups to the minibatches (optimizer updates) of a step, `deal_episodes` the
-episodes of a minibatch to the ranks, `pack` the rows of one rank to micro-batches. Each item lands in exactly
-one place. Every rank has the same number of micro-batches once all have passed the largest count of any as
-`at_least`; a rank short of rows has empty ones, passes that add nothing.
+Three pure functions say who trains what, alike on every rank: `deal_groups` deals whole groups to the
+minibatches (optimizer updates) of a step, `deal_episodes` the episodes of a minibatch to the ranks, `pack`
+the rows of one rank to micro-batches. A rank short of rows has empty ones, passes that add nothing.
 """
 
 from __future__ import annotations

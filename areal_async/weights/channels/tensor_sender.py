@@ -1,7 +1,5 @@
 """The trainer's end of the channel `nccl`: tensors from its own device, straight into engines that serve.
 
-The publisher offers it the tensors before it writes them, and hands `AskTensors` on to `answer`.
-
 Each engine has a process group of its own with the trainer: NCCL between GPUs, gloo between CPUs. The engine
 drives: it asks once it is paused, is told the group and the order of the tensors, and from then on a thread
 of its own sends to it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
 from areal_async.rpc.verdicts import Parts
-from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from areal_async.trajectory import Episode, EpisodeBuilder, Sampling, pack
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+=-* "]
 
@@ -74,6 +75,13 @@ PARTS = (
 """Rewards of parts: of none of an episode, of segments and agents, of every unit."""
 
 
+def entry_of(episode: Episode, reward: float = 0.0, **changes: Any) -> BatchEpisode:
+    """What a true manifest says of an episode, but for `changes`."""
+    names = ("episode_id", "n_units", "n_sampled", "min_version", "max_version")
+    said = {"sample": episode.header.sample} | {name: getattr(episode, name) for name in names}
+    return BatchEpisode(**{**said, "reward": reward, **changes})
+
+
 @pytest.fixture(scope="session")
 def make_batch() -> Callable[..., tuple[Batch, dict[str, bytes]]]:
     """A synthetic step: random tokens, log-probs near uniform, versions within the bound."""
@@ -112,18 +120,8 @@ def make_batch() -> Callable[..., tuple[Batch, dict[str, bytes]]]:
                 )
                 episode = builder.build()
                 blobs[episode.episode_id] = pack(episode)
-                episodes.append(
-                    BatchEpisode(
-                        episode_id=episode.episode_id,
-                        sample=sample,
-                        n_units=episode.n_units,
-                        n_sampled=episode.n_sampled,
-                        min_version=episode.min_version,
-                        max_version=episode.max_version,
-                        reward=float(rng.integers(0, 2)),
-                        parts=PARTS[sample % 3](episode.n_units),
-                    )
-                )
+                reward, parts = float(rng.integers(0, 2)), PARTS[sample % 3](episode.n_units)
+                episodes.append(entry_of(episode, reward, parts=parts))
             made.append(BatchGroup(group_id, f"data0000:{g}:0", "test", episodes))
         return Batch(policy="policy", epoch=1, step=step, max_staleness=max_staleness, groups=made), blobs
 

@@ -6,9 +6,11 @@ python rank_process.py RANK WORLD MEETING_FILE MODEL BATCHES OUT
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +33,7 @@ from trainer_service.checkpoint import Checkpoint
 from trainer_service.data.recording import read_step
 from trainer_service.loop.learner import load_backend
 from trainer_service.loop.rl import RlTrainer
-from trainer_service.ranks import join_ranks
+from trainer_service.ranks import Ranks, join_ranks
 
 
 class RecordedBuffer:
@@ -74,13 +76,7 @@ class RecordedBuffer:
 
 
 def job_of(model: Path, out: Path, **trainer) -> JobConfig:
-    settings = {
-        "steps": 4,
-        "minibatches": 2,
-        "micro_batch_tokens": 24,
-        "optimizer": {"lr": 1e-3},
-        **trainer,
-    }
+    settings = {"steps": 4, "minibatches": 2, "micro_batch_tokens": 24, "optimizer": {"lr": 1e-3}} | trainer
     return JobConfig.model_validate(
         {
             "job": "job",
@@ -92,6 +88,37 @@ def job_of(model: Path, out: Path, **trainer) -> JobConfig:
             "trainer": settings,
         }
     )
+
+
+def trainer_of(
+    job: JobConfig, out: Path, buffer: RecordedBuffer, *, ranks: Ranks | None = None, **options: Any
+) -> RlTrainer:
+    """One rank of the job's trainer, whose files are in `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    ranks = ranks or join_ranks(0, 1)
+    backend = options.pop("backend", None) or load_backend(job, ranks)
+    given = {"files": {}, "publisher": None, "stopping": threading.Event()} | options
+    run_log = RunLog(out / "metrics.jsonl") if ranks.first else None
+    return RlTrainer(job, ranks, backend, buffer, run_dir=out, run_log=run_log, **given)
+
+
+def two_ranks(*paths: Path, **environment: str) -> list[tuple[int, str]]:
+    """Run this script as two processes that meet; the status and the errors of each."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), "2", *map(str, paths)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in ranks]
+        return [(process.returncode, said) for process, said in zip(ranks, errors, strict=True)]
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 def run(
@@ -106,22 +133,10 @@ def run(
     **trainer,
 ) -> RecordedBuffer:
     torch.set_num_threads(1)
-    job = job_of(model, out, **trainer)
-    out.mkdir(parents=True, exist_ok=True)
     ranks = join_ranks(rank, world, meeting_place=meeting)
     buffer = RecordedBuffer(batches)
-    trainer_ = RlTrainer(
-        job,
-        ranks,
-        load_backend(job, ranks),
-        buffer,
-        run_dir=out,
-        files={},
-        publisher=None,
-        run_log=RunLog(out / "metrics.jsonl") if rank == 0 else None,
-        stopping=threading.Event(),
-    )
-    assert trainer_.run(name="trainer", ready=lambda: None, restored=restored)
+    made = trainer_of(job_of(model, out, **trainer), out, buffer, ranks=ranks)
+    assert made.run(name="trainer", ready=lambda: None, restored=restored)
     return buffer
 
 

@@ -91,20 +91,8 @@ def _same_training(one, two):
 
 
 def test_two_ranks_match_one(tmp_path, model_dir, batches, one_rank):
-    arguments = [str(path) for path in (tmp_path / "meet", model_dir, batches, tmp_path / "two")]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, rank_process.__file__, str(rank), "2", *arguments], stderr=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors.decode()
-    finally:
-        for process in ranks:
-            process.kill()
+    for status, errors in rank_process.two_ranks(tmp_path / "meet", model_dir, batches, tmp_path / "two"):
+        assert status == 0, errors
     _same_training(one_rank, tmp_path / "two")
     checkpoint = open_checkpoint(tmp_path / "two" / "checkpoints" / "step-000002", job="job")
     assert checkpoint.manifest.ranks == 2

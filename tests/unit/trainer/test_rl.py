@@ -16,7 +16,7 @@ from areal_async.rpc.messages import Waiting
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.weights_messages import NoNews
-from areal_async.status.record import RunLog, read_run_log
+from areal_async.status.record import read_run_log
 from areal_async.weights.channels import PublishingEnd
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
@@ -26,7 +26,6 @@ from trainer_service.data.recording import read_step, write_step
 from trainer_service.disk import companion_files
 from trainer_service.errors import BatchError, StalenessViolation
 from trainer_service.loop.learner import Learner, load_backend
-from trainer_service.loop.rl import RlTrainer
 from trainer_service.ranks import join_ranks
 
 SECRET = RunSecret(bytes(32))
@@ -50,22 +49,11 @@ class Recording(Publisher):
         return super().publish(tag, tensors, evaluate=evaluate, final=final)
 
 
-def _trainer(model, out, buffer, *, publisher=None, stopping=None, changes=None):
+def _trainer(model, out, buffer, *, changes=None, **options):
     job = rank_process.job_of(model, out, minibatches=1, micro_batch_tokens=8192)
     if changes:
         job = JobConfig.model_validate({**job.model_dump(mode="json"), **changes})
-    ranks = join_ranks(0, 1)
-    return RlTrainer(
-        job,
-        ranks,
-        load_backend(job, ranks),
-        buffer,
-        run_dir=out,
-        files=companion_files(model, "float32"),
-        publisher=publisher,
-        run_log=RunLog(out / "metrics.jsonl"),
-        stopping=stopping or threading.Event(),
-    )
+    return rank_process.trainer_of(job, out, buffer, files=companion_files(model, "float32"), **options)
 
 
 def _learner(model, out):

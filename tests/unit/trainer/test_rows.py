@@ -5,29 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.rpc.messages import BatchEpisode
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, unpack
+from tests.unit.trainer.conftest import entry_of
 from trainer_service.data.episode_rows import call_temperatures, check_staleness, rows_of_episode
 from trainer_service.data.microbatch import build_micro_batch, row_of
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
 
 
-def _entry(episode, **changes):
-    fields = {
-        "episode_id": episode.episode_id,
-        "sample": episode.header.sample,
-        "n_units": episode.n_units,
-        "n_sampled": episode.n_sampled,
-        "min_version": episode.min_version,
-        "max_version": episode.max_version,
-        "reward": 0.0,
-        **changes,
-    }
-    return BatchEpisode(**fields)
-
-
 def _rows(episode, index=0, **changes):
-    return rows_of_episode(pack(episode), _entry(episode, **changes), index)
+    return rows_of_episode(pack(episode), entry_of(episode, **changes), index)
 
 
 def _sampled(builder, n, parent, version=0, temperature=1.0, **options):
@@ -127,7 +113,7 @@ def test_bytes_that_are_not_what_the_manifest_names_are_refused():
         with pytest.raises(BatchError, match="the bytes fetched hold"):
             _rows(episode, **changes)
     with pytest.raises(BatchError, match="cannot be read"):
-        rows_of_episode(pack(episode)[:-3], _entry(episode), 0)
+        rows_of_episode(pack(episode)[:-3], entry_of(episode), 0)
 
 
 def test_each_unit_is_trained_at_the_temperature_of_its_call():
@@ -213,7 +199,7 @@ def test_units_below_the_lowest_version_are_in_no_row():
     first = _sampled(builder, 2, prompt, version=1)
     _sampled(builder, 3, first, version=2)
     episode = builder.build()
-    entry = _entry(episode)
+    entry = entry_of(episode)
     (row,) = rows_of_episode(pack(episode), entry, 0)
     assert row.version.tolist() == [1, 1, 2, 2, 2]
     with pytest.raises(StalenessViolation):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,14 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_async.config.job import JobConfig
-from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
-from areal_async.status.record import RunLog, read_run_log
+from areal_async.rpc.messages import Batch, BatchGroup
+from areal_async.status.record import read_run_log
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from tests.unit.trainer import rank_process
+from tests.unit.trainer.conftest import entry_of
 from trainer_service.data.recording import write_step
 from trainer_service.errors import SelfCheckError
 from trainer_service.loop.learner import load_backend
-from trainer_service.loop.rl import RlTrainer
 from trainer_service.ranks import join_ranks
 
 Lie = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
@@ -67,9 +63,8 @@ def episodes(
             path = rng.integers(2, 17, int(rng.integers(3, 7)))
             parent = builder.prompt(path)
             for _ in range(turns):
-                ids, logprobs = [], []
+                ids, logprobs, rows = [], [], []
                 n = int(rng.integers(2, 7))
-                rows = []
                 for _ in range(n):
                     with torch.no_grad():
                         logits = model(input_ids=torch.tensor([[*path, *ids]])).logits[0, -1].numpy()
@@ -92,17 +87,7 @@ def episodes(
                 path = np.concatenate((path, ids))
             episode = builder.build()
             blobs[episode.episode_id] = pack(episode)
-            made.append(
-                BatchEpisode(
-                    episode_id=episode.episode_id,
-                    sample=sample,
-                    n_units=episode.n_units,
-                    n_sampled=episode.n_sampled,
-                    min_version=episode.min_version,
-                    max_version=episode.max_version,
-                    reward=float(sample % 2),
-                )
-            )
+            made.append(entry_of(episode, float(sample % 2)))
         groups.append(BatchGroup(group_id, f"data0000:{g}:0", "test", made))
     batch = Batch(policy="policy", epoch=1, step=step, max_staleness=2, groups=groups)
     write_step(out / "batches", batch, blobs, losses=[], grad_norms=[])
@@ -114,19 +99,8 @@ def train(model: Path, out: Path, batches: Path, *, steps: int = 1, **changes) -
     out.mkdir(exist_ok=True)
     job = rank_process.job_of(model, out, minibatches=1, micro_batch_tokens=48, steps=steps)
     job = JobConfig.model_validate(merged(job.model_dump(mode="json"), changes))
-    ranks = join_ranks(0, 1)
-    backend = load_backend(job, ranks)
-    trainer = RlTrainer(
-        job,
-        ranks,
-        backend,
-        rank_process.RecordedBuffer(batches),
-        run_dir=out,
-        files={"config.json": model / "config.json"},
-        publisher=None,
-        run_log=RunLog(out / "metrics.jsonl"),
-        stopping=threading.Event(),
-    )
+    backend = load_backend(job, join_ranks(0, 1))
+    trainer = rank_process.trainer_of(job, out, rank_process.RecordedBuffer(batches), backend=backend)
     try:
         assert trainer.run(name="trainer", ready=lambda: None)
     except SelfCheckError:
@@ -136,10 +110,7 @@ def train(model: Path, out: Path, batches: Path, *, steps: int = 1, **changes) -
 
 
 def merged(base: dict, changes: dict) -> dict:
-    return {
-        **base,
-        **{k: merged(base[k], v) if isinstance(v, dict) else v for k, v in changes.items()},
-    }
+    return base | {k: merged(base[k], v) if isinstance(v, dict) else v for k, v in changes.items()}
 
 
 @pytest.mark.parametrize(
@@ -174,11 +145,7 @@ def at_temperature(factor: float) -> Lie:
         (lambda logits, ids, logprobs: np.roll(logprobs, -1), 0.0, "(1) positions"),
         (lambda logits, ids, logprobs: logprobs - 1.0, 0.0, "(1) a constant"),
         (honest, 0.03, "(1) different weights"),
-        (
-            lambda logits, ids, logprobs: np.where(ids == 1, logprobs - 2.0, logprobs),
-            0.0,
-            "(1) a token",
-        ),
+        (lambda logits, ids, logprobs: np.where(ids == 1, logprobs - 2.0, logprobs), 0.0, "(1) a token"),
     ],
     ids=["raw", "late", "early", "constant", "weights", "eos"],
 )
@@ -240,13 +207,7 @@ def test_it_waits_for_the_first_batch_with_units_of_the_starting_version(tmp_pat
 
 def test_kept_kv_is_not_compared(tmp_path, model_dir):
     """In mode `keep` what follows a unit of another version is approximate by the engine's own account."""
-    episodes(
-        model_dir,
-        tmp_path,
-        step=0,
-        versions=lambda step, n: np.full(n, 0),
-        epoch=7,
-    )
+    episodes(model_dir, tmp_path, step=0, versions=lambda step, n: np.full(n, 0), epoch=7)
     episodes(
         model_dir,
         tmp_path,
@@ -273,24 +234,9 @@ def test_two_ranks_come_to_one_verdict(tmp_path, model_dir):
     def run(name, lie):
         out = tmp_path / name
         batches = episodes(model_dir, out, lie=lie)
-        meeting = out / "meeting"
-        command = [sys.executable, rank_process.__file__]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), "2", str(meeting), str(model_dir), str(batches), str(out)],
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "STEPS": "1"},
-            )
-            for rank in range(2)
-        ]
-        try:
-            ends = [process.communicate(timeout=120)[1] for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
+        ends = rank_process.two_ranks(out / "meeting", model_dir, batches, out, STEPS="1")
         records = [r for r in read_run_log(out / "metrics.jsonl") if r["kind"] == "self_check"]
-        return ends, records
+        return [errors for _, errors in ends], records
 
     count = 0
 

@@ -1,9 +1,8 @@
 """Loading a Hugging Face directory as a sharded model.
 
-Rank 0 alone reads the files (safetensors only) and hands every rank its shard, so no rank but it ever holds
-the whole model. The modules are made on the meta device: parameters and buffers get memory only after
-sharding, and *every* buffer is then filled from rank 0 too. A rotary embedding's `inv_freq` is in no state
-dict and would otherwise stay whatever was in that memory.
+Rank 0 alone reads the files (safetensors only) and hands every rank its shard. Modules are made on the meta
+device and get memory after sharding; *every* buffer is then filled from rank 0 too: a rotary embedding's
+`inv_freq` is in no state dict and would otherwise stay whatever was in that memory.
 """
 
 from __future__ import annotations
