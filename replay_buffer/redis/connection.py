@@ -11,6 +11,7 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import hiredis
@@ -33,7 +34,8 @@ Argument = str | bytes | int | memoryview
 class RedisConnection(asyncio.Protocol):
     """`await RedisConnection.open(url)`, then `call`; `close` at the end. Belongs to one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer_limit_s: float = ANSWER_LIMIT_S) -> None:
+        self._answer_limit_s = answer_limit_s
         self._reader = hiredis.Reader()
         self._waiting: deque[tuple[float, asyncio.Future[Any]]] = deque()
         self._transport: asyncio.Transport | None = None
@@ -46,19 +48,19 @@ class RedisConnection(asyncio.Protocol):
         self._was_closed = False
 
     @classmethod
-    async def open(cls, where: str | RedisAddress) -> RedisConnection:
+    async def open(cls, where: str | RedisAddress, answer_limit_s: float = ANSWER_LIMIT_S) -> RedisConnection:
         """Connect and log in to a server, given by its address or its URL.
 
         Raises `StoreUnavailable`; `StoreUnusable` when the login or the certificates are wrong."""
         place = RedisAddress.parse(where) if isinstance(where, str) else where
         url, secure = place.url, place.tls_context()
-        loop = asyncio.get_running_loop()
+        loop, make = asyncio.get_running_loop(), partial(cls, answer_limit_s)
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S):
                 if url.path:
-                    _, pipe = await loop.create_unix_connection(cls, url.path)
+                    _, pipe = await loop.create_unix_connection(make, url.path)
                 else:
-                    _, pipe = await loop.create_connection(cls, url.host, url.port, ssl=secure)
+                    _, pipe = await loop.create_connection(make, url.host, url.port, ssl=secure)
                 try:
                     await pipe._greet(place)
                 except BaseException as error:
@@ -75,7 +77,7 @@ class RedisConnection(asyncio.Protocol):
         return pipe
 
     async def _greet(self, place: RedisAddress) -> None:
-        for command in _greetings(place):
+        for command in greetings(place):
             answer = await self.call(*command)
             if isinstance(answer, hiredis.ReplyError):
                 if "LOADING" in str(answer):
@@ -95,7 +97,7 @@ class RedisConnection(asyncio.Protocol):
         self._waiting.append((now_s, future))
         self._send(_pieces(command))
         if self._watch is None:
-            self._watch = self._loop.call_at(now_s + ANSWER_LIMIT_S, self._look)
+            self._watch = self._loop.call_at(now_s + self._answer_limit_s, self._look)
         return future
 
     async def ask(self, *command: Argument) -> Any:
@@ -155,9 +157,9 @@ class RedisConnection(asyncio.Protocol):
         self._watch = None
         if not self._waiting:
             return
-        due_s = self._waiting[0][0] + ANSWER_LIMIT_S
+        due_s = self._waiting[0][0] + self._answer_limit_s
         if self._loop.time() >= due_s:
-            self._end(f"Redis has not answered for {ANSWER_LIMIT_S:g} s")
+            self._end(f"Redis has not answered for {self._answer_limit_s:g} s")
         else:
             self._watch = self._loop.call_at(due_s, self._look)
 
@@ -220,15 +222,15 @@ def in_words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _greetings(place: RedisAddress) -> list[Sequence[Argument]]:
+def greetings(place: RedisAddress) -> list[Sequence[Argument]]:
     """The commands that make a new connection the one that is wanted."""
-    greetings: list[Sequence[Argument]] = []
+    commands: list[Sequence[Argument]] = []
     if password := place.password():
         user = place.url.username
-        greetings.append(("AUTH", user, password) if user else ("AUTH", password))
+        commands.append(("AUTH", user, password) if user else ("AUTH", password))
     if place.url.db:
-        greetings.append(("SELECT", place.url.db))
+        commands.append(("SELECT", place.url.db))
     if place.url.tls:
         # A server tells a client without a valid certificate only after the client's side of the handshake.
-        greetings.append(("PING",))
-    return greetings
+        commands.append(("PING",))
+    return commands

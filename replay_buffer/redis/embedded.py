@@ -36,7 +36,15 @@ class EmbeddedRedis:
 
     `password`: what its clients show; where none is given, one is made up, which only `url` tells."""
 
-    def __init__(self, data_dir: Path, socket_path: Path, durability: str, *, password: str = "") -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        socket_path: Path,
+        durability: str,
+        *,
+        password: str = "",
+        lock_limit_s: float = LOCK_LIMIT_S,
+    ) -> None:
         size = len(os.fsencode(socket_path))
         if size > SOCKET_PATH_LIMIT:
             raise StoreUnusable(
@@ -49,6 +57,7 @@ class EmbeddedRedis:
         self.url = f"unix://:{self._password}@{socket_path}"
         """The address with the password: for clients, not for a log."""
         self._durability = durability
+        self._lock_limit_s = lock_limit_s
         self._process: ChildProcess | None = None
 
     @property
@@ -147,7 +156,7 @@ class EmbeddedRedis:
 
     async def _lock(self) -> int:
         lock_fd = os.open(self.data_dir / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        deadline_s = asyncio.get_running_loop().time() + LOCK_LIMIT_S
+        deadline_s = asyncio.get_running_loop().time() + self._lock_limit_s
         while True:
             try:
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,9 +7,8 @@ import asyncio
 import hiredis
 import pytest
 
-from replay_buffer.redis import connection as pipe_module
 from replay_buffer.redis.address import RedisAddress, StoreUnavailable, StoreUnusable
-from replay_buffer.redis.connection import RedisConnection, _greetings
+from replay_buffer.redis.connection import RedisConnection, greetings
 from tests.redis_client import connect
 
 
@@ -21,7 +20,7 @@ async def test_answers_come_in_the_order_of_the_calls(redis_url, job_name):
     assert await pipe.call("GET", job_name) == big
     await pipe.call("DEL", job_name)
     pipe.close()
-    assert (answers) == list(range(1, 201))
+    assert answers == list(range(1, 201))
 
 
 async def test_an_error_is_an_answer_and_the_next_command_has_its_own(redis_url):
@@ -45,9 +44,8 @@ async def test_a_lost_connection_fails_what_has_no_answer(redis_url):
         await pipe.call("PING")
 
 
-async def test_a_redis_that_does_not_answer_is_given_up(redis_url, monkeypatch):
-    monkeypatch.setattr(pipe_module, "ANSWER_LIMIT_S", 0.05)
-    pipe = await RedisConnection.open(redis_url)
+async def test_a_redis_that_does_not_answer_is_given_up(redis_url):
+    pipe = await RedisConnection.open(redis_url, answer_limit_s=0.05)
     answered = pipe.call("PING")
     silent = pipe.call("BLPOP", "never", 0)
     assert await answered == b"PONG"
@@ -65,10 +63,10 @@ def test_nobody_there_and_a_refused_login_are_clear_errors(redis_url, tmp_path):
 
 
 def test_the_url_says_how_to_log_in():
-    def greetings(url):
-        return _greetings(RedisAddress.parse(url))
-
-    assert greetings("redis://user:p%40ss@host:1/3") == [("AUTH", "user", "p@ss"), ("SELECT", 3)]
-    assert greetings("unix:///tmp/x?password=p") == [("AUTH", "p")]
-    assert greetings("redis://host") == []
-    assert greetings("rediss://host/2") == [("SELECT", 2), ("PING",)]
+    for url, commands in {
+        "redis://user:p%40ss@host:1/3": [("AUTH", "user", "p@ss"), ("SELECT", 3)],
+        "unix:///tmp/x?password=p": [("AUTH", "p")],
+        "redis://host": [],
+        "rediss://host/2": [("SELECT", 2), ("PING",)],
+    }.items():
+        assert greetings(RedisAddress.parse(url)) == commands

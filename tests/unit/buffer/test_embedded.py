@@ -163,13 +163,12 @@ async def test_it_ends_with_its_parent_and_a_new_one_waits_for_that(folder):
     parent.stdout.close()
 
 
-async def test_a_second_server_on_the_same_files_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(embedded, "LOCK_LIMIT_S", 0.1)
+async def test_a_second_server_on_the_same_files_is_refused(folder):
     first = EmbeddedRedis(folder / "data", folder / "redis", "memory")
     await first.start()
     try:
         with pytest.raises(StoreUnusable, match="another redis-server still uses"):
-            await EmbeddedRedis(folder / "data", folder / "other", "memory").start()
+            await EmbeddedRedis(folder / "data", folder / "other", "memory", lock_limit_s=0.1).start()
     finally:
         await first.stop()
 

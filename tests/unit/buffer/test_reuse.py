@@ -85,7 +85,7 @@ def test_staleness_is_bounded_for_what_is_used_again(drive):
     ledger.judge(ledger.claim())
     assert train(ledger) == names([old])
     assert ledger.state(old) == "TRAINED", "at step 2 version 0 would be too old"
-    assert ledger.index.consumers["policy"].reusable._sorted == []
+    assert len(ledger.index.consumers["policy"].reusable) == 0
 
 
 def test_a_group_that_becomes_too_old_is_trained_for_good_and_not_dropped(drive):
