@@ -10,6 +10,7 @@ What reading may cost is bounded by the size of the file: a few kilobytes of par
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -86,7 +87,7 @@ def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
     if not rows:
         raise TaskFileError(f"task file {path} has no rows: it needs at least one task.")
     with os.fdopen(open_regular(path), "rb") as file:
-        return TaskTable(path, _hash_of(file), rows)
+        return TaskTable(path, hashlib.file_digest(file, blake3.blake3).hexdigest()[:8], rows)
 
 
 def task_rows(path: Path, columns: Collection[str] = COLUMNS) -> Iterator[dict[str, Any]]:
@@ -115,13 +116,6 @@ def pass_order(n_rows: int, *, seed: int, pass_index: int, shuffle: bool) -> lis
     if shuffle:
         random.Random(f"{seed}:{pass_index}").shuffle(order)
     return order
-
-
-def _hash_of(file: BinaryIO) -> str:
-    digest = blake3.blake3()
-    while chunk := file.read(1 << 20):
-        digest.update(chunk)
-    return digest.hexdigest()[:8]
 
 
 def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str]) -> Iterator[dict[str, Any]]:

@@ -28,10 +28,5 @@ class ConfigError(ArealError):
     def __init__(self, source: str, mistakes: Iterable[Mistake]) -> None:
         self.source = source
         self.mistakes = tuple(mistakes)
-        super().__init__(self._paragraph())
-
-    def _paragraph(self) -> str:
-        if len(self.mistakes) == 1:
-            return f"{self.source}: {self.mistakes[0]}"
-        lines = "".join(f"\n  - {mistake}" for mistake in self.mistakes)
-        return f"{self.source} has {len(self.mistakes)} mistakes:{lines}"
+        text = f" has {len(self.mistakes)} mistakes:" + "".join(f"\n  - {each}" for each in self.mistakes)
+        super().__init__(source + (text if len(self.mistakes) != 1 else f": {self.mistakes[0]}"))

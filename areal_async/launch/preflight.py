@@ -343,9 +343,9 @@ def reward_load_mistakes(job: JobConfig) -> list[Mistake]:
         for field, section in asked(job.reward)
         if ".py:" in section.name or ".py:" in json.dumps(section.args, default=str)
     ]
-    trial = RewardTrial([RewardSpec(s.name, dict(s.args), s.scope) for _, s in own])
     if not own:
         return []
+    trial = RewardTrial([RewardSpec(s.name, dict(s.args), s.scope) for _, s in own])
     fix = "Correct the file"
     try:
         answer = _answer(["reward_service.tools.loads"], msgspec.json.encode(trial))

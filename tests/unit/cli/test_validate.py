@@ -193,14 +193,6 @@ def test_a_name_in_the_hub_gets_a_hint_how_to_fetch_it(folder: Path) -> None:
     assert "hf download NAME --repo-type dataset --local-dir DIR" in said
 
 
-def test_a_run_that_is_refused_for_its_folder_says_so_with_status_2(folder: Path) -> None:
-    (folder / "runs" / "sums").mkdir(parents=True)
-    (folder / "runs" / "sums" / "thesis.txt").write_text("mine")
-    result = CliRunner().invoke(app, ["run", str(folder / "job.yaml"), FREE_PORTS, "--plain"])
-    assert result.exit_code == 2, result.output
-    assert "was not made by a run" in " ".join(result.output.split())
-
-
 def test_the_version_is_told() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"areal-async {areal_async.__version__}\n")

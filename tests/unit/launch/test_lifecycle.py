@@ -48,11 +48,6 @@ def test_the_buffer_serves_before_anything_else_starts() -> None:
     assert life.all_serve()
 
 
-def test_without_a_buffer_everything_starts_at_once() -> None:
-    life = Lifecycle([PLACES[1]], 60.0)
-    assert life.begin(0.0) == [Action("start", "trainer")]
-
-
 def test_the_job_is_done_when_trainer_and_evaluator_are() -> None:
     life = Lifecycle(PLACES, 60.0)
     started(life)

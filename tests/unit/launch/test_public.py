@@ -97,7 +97,7 @@ def test_a_run_lives_beside_a_running_loop_and_outlives_the_thread_that_started_
     with pytest.raises(RunFolderError, match="already running"):
         start(job, modules=STAND_IN)
     Run.open(running.folder).stop()
-    with pytest.raises(RunInterrupted, match="stopped on request"):
+    with pytest.raises(RunInterrupted, match="stopped on request; every process has ended"):
         running.wait(timeout_s=60)
     with pytest.raises(RunFolderError, match="has not finished"):
         running.summary()

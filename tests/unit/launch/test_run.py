@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import socket
-import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from rich.console import Console
 from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
-from areal_async.errors import RunFailed, RunFolderError, RunInterrupted
+from areal_async.errors import RunFailed, RunFolderError
 from areal_async.launch import preflight
 from areal_async.launch.folders import claim_folders
 from areal_async.launch.report import summarise
@@ -112,23 +110,6 @@ def test_a_failed_run_says_why_and_keeps_its_logs(job: JobConfig, behave: Behave
     assert "logs/rollout-0.log" in str(caught.value)
     assert not (job.run_dir / "test" / "summary.json").exists()
     assert "no config.json" in (job.run_dir / "test" / "logs" / "rollout-0.log").read_text()
-
-
-def test_an_interrupted_run_says_so(job: JobConfig, behave: Behave) -> None:
-    behave({})
-    targets = job.run_dir / "prometheus" / "test.json"
-
-    def interrupt_once_it_serves() -> None:
-        while not targets.exists():
-            gone.wait(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    gone = threading.Event()
-    thread = threading.Thread(target=interrupt_once_it_serves, daemon=True)
-    thread.start()
-    with pytest.raises(RunInterrupted, match="every process has ended"):
-        run(job)
-    thread.join()
 
 
 def test_a_busy_metrics_port_is_found_before_anything_starts(job: JobConfig, behave: Behave) -> None:

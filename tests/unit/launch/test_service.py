@@ -81,12 +81,6 @@ def test_sigterm_ends_a_service_in_order(start: Start, behaviour: str) -> None:
     assert process.wait(timeout=60) == 128 + signal.SIGTERM
 
 
-def test_a_service_that_finishes_exits_with_0(start: Start, tmp_path: Path, job: JobConfig) -> None:
-    (tmp_path / "prometheus").mkdir()
-    (tmp_path / "prometheus" / "test.json").write_text("[]")
-    assert start("finishes").wait(timeout=20) == 0
-
-
 @pytest.mark.parametrize(
     ("behaviour", "traced", "last"),
     [
