@@ -87,7 +87,8 @@ def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
     if not rows:
         raise TaskFileError(f"task file {path} has no rows: it needs at least one task.")
     with os.fdopen(open_regular(path), "rb") as file:
-        return TaskTable(path, hashlib.file_digest(file, blake3.blake3).hexdigest()[:8], rows)
+        digest = hashlib.file_digest(file, blake3.blake3)  # type: ignore[arg-type]
+        return TaskTable(path, digest.hexdigest()[:8], rows)
 
 
 def task_rows(path: Path, columns: Collection[str] = COLUMNS) -> Iterator[dict[str, Any]]:
