@@ -50,7 +50,6 @@ VERIFIERS: dict[str, dict[str, Any]] = {
     "json_schema": {"schema": SCHEMA},
     "instructions": {"rules": RULES},
     "repetition": {},
-    "cosine_length": {"of": {"name": "gsm8k"}, "limit": 100, "unit": "characters"},
     "weighted": {"parts": [{"name": "math"}, {"name": "f1"}]},
     "reasoning_gym": {"dataset": "countdown"},
 }  # fmt: skip

@@ -51,7 +51,6 @@ BUILT_IN = {
     "instructions": "reward_service.verifiers.json_schema:instructions",
     "overlong": "reward_service.verifiers.text:overlong",
     "repetition": "reward_service.verifiers.text:repetition",
-    "cosine_length": "reward_service.verifiers.text:cosine_length",
     "weighted": "reward_service.verifiers.composed:weighted",
     "reasoning_gym": "reward_service.verifiers.reasoning_gym:reasoning_gym",
     "code_stdio": "reward_service.verifiers.code_rewards:code_stdio",

@@ -155,17 +155,14 @@ def _rewards_inside(
     field: str, name: str, arguments: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Where a reward that is made of others names them, each with its name and its arguments."""
-    found: list[tuple[str, Any]] = []
     parts = arguments.get("parts")
-    if name == "weighted" and isinstance(parts, list | tuple):
-        found = [(f"{field}.parts.{index}", part) for index, part in enumerate(parts)]
-    elif name == "cosine_length":
-        found = [(f"{field}.of", arguments.get("of"))]
-    for where, part in found:
+    if name != "weighted" or not isinstance(parts, list | tuple):
+        return
+    for index, part in enumerate(parts):
         if isinstance(part, Mapping) and isinstance(part.get("name"), str):
             given = part.get("args", {})
             if isinstance(given, Mapping):
-                yield where, part["name"], given
+                yield f"{field}.parts.{index}", part["name"], given
 
 
 def _budget_ends_first(

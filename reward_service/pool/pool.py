@@ -86,11 +86,6 @@ class WorkerPool:
         return self._queue.length
 
     @property
-    def pids(self) -> list[int]:
-        """The processes of the workers."""
-        return [slot.process.pid for slot in self._workers.slots if slot.process is not None]
-
-    @property
     def call_seconds(self) -> float:
         """Recent mean duration of a call, of all rewards together, in seconds."""
         return self._call_s

@@ -17,7 +17,6 @@ from reward_service.sandbox.program import CompilerMissing, RunLimits
 COMPILE_LIMITS = RunLimits(
     wall_s=40.0, cpu_s=30.0, address_space=False, processes=64, open_files=512, output_kb=64
 )
-"""Memory is the language's own."""
 HARNESS_PYTHON = "harness-python"
 """The interpreter of Python programs for our own `sandbox.harness`: it imports nothing from the folder of the
 run, and runs nothing of what is installed beside it before it begins."""
@@ -40,8 +39,6 @@ class Language:
     address_space: bool = True
     processes: int = 0
     """Least limit that the runtime itself needs."""
-    compiler_mb: int = 512
-    """Memory of compiling."""
 
     def adapted(self, limits: RunLimits) -> RunLimits:
         return msgspec.structs.replace(

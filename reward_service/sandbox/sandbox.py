@@ -144,7 +144,7 @@ class Sandbox:
             self._builds.move_to_end(key)
             return self._builds[key]
         compiling = Program(command=spoken.compile, collect=spoken.artifacts)
-        limits = msgspec.structs.replace(COMPILE_LIMITS, memory_mb=spoken.compiler_mb)
+        limits = COMPILE_LIMITS
         if within_s is not None:
             limits = msgspec.structs.replace(limits, wall_s=max(LEAST_WALL_S, min(limits.wall_s, within_s)))
         outcome = self._once(self._order(spoken.compile, compiling, limits, files, spoken))

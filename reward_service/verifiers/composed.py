@@ -20,7 +20,7 @@ import inspect
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
@@ -55,16 +55,20 @@ def environment(given: RewardInput, _: NoArguments) -> Score | Abstain:
     return Score(value, named)
 
 
-# --- a reward inside another -------------------------------------------------------------------------
+# --- a weighted sum ----------------------------------------------------------------------------------
 
 
-class PartSection(Section):
+class WeightedPart(Section):
     """A reward that is part of another."""
 
     name: str
     """A built-in reward that runs in the pool, or `path.py:name`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """What it takes, by name, like `reward.args`."""
+    weight: float = 1.0
+    """What its score is multiplied by."""
+    label: str | None = Field(default=None, min_length=1)
+    """Its name among the components, where two parts have the same reward."""
 
     @field_validator("name")
     @classmethod
@@ -77,63 +81,14 @@ class PartSection(Section):
             raise ValueError(f"`{name}` cannot be a part: it is not computed in the pool")
         return name
 
-
-class PartFailed(RuntimeError):
-    """A part raised. The text names the part."""
-
-
-def prepare_parts(parts: Iterable[PartSection]) -> None:
-    """Load every part. Raises RewardLoadError."""
-    for part in parts:
-        _loaded(part.name, json.dumps(part.args, sort_keys=True))
-
-
-async def outcome(part: PartSection, label: str, given: RewardInput) -> Verdict:
-    """What the part says of `given`; `label` names it in messages. Raises PartFailed."""
-    function = _loaded(part.name, json.dumps(part.args, sort_keys=True))
-    try:
-        result = function(given)
-        verdict = as_verdict(await result if inspect.isawaitable(result) else result, given)
-    except Exception as error:
-        raise PartFailed(f"{label}: {type(error).__name__}: {error}") from error
-    match verdict:
-        case Abstain(reason, sandbox):
-            return Abstain(f"{label}: {reason}" if reason else label, sandbox)
-        case Failure(kind, message, sandbox):
-            return Failure(kind, f"{label}: {message}", sandbox)
-    return verdict
-
-
-@functools.lru_cache(maxsize=64)
-def _loaded(name: str, args_text: str) -> Callable[[RewardInput], Any]:
-    """The reward with its arguments, ready to be called with one input. Raises RewardLoadError for one that
-    wants lists: a part is given one episode."""
-    function: Any = load_reward(name)
-    if getattr(function, MARK, Mark()).takes_list:
-        raise RewardLoadError(f"the reward {name!r} takes a list of inputs; a part must take one")
-    args = json.loads(args_text)
-    try:
-        inspect.signature(function).bind(None, **args)
-    except TypeError as error:
-        raise RewardLoadError(f"the arguments of {name!r} as a part: {error}") from None
-    if (preload := getattr(function, "preload", None)) is not None:
-        preload(**args)
-    return functools.partial(function, **args)
-
-
-# --- a weighted sum ----------------------------------------------------------------------------------
-
-
-class WeightedPart(PartSection):
-    weight: float = 1.0
-    """What its score is multiplied by."""
-    label: str | None = Field(default=None, min_length=1)
-    """Its name among the components, where two parts have the same reward."""
-
     @property
     def known_as(self) -> str:
         """The label, else the name, of `path.py:f` only `f`."""
         return self.label or self.name.rpartition(":")[2]
+
+    def load(self) -> Callable[[RewardInput], Any]:
+        """The reward with its arguments, ready to be called with one input. Raises RewardLoadError."""
+        return _loaded(self.name, json.dumps(self.args, sort_keys=True))
 
 
 class WeightedArguments(Section):
@@ -149,13 +104,22 @@ class WeightedArguments(Section):
         return self
 
 
-@verifier(WeightedArguments, prepare=lambda arguments: prepare_parts(arguments.parts))
+class PartFailed(RuntimeError):
+    """A part raised. The text names the part."""
+
+
+def _load_parts(arguments: WeightedArguments) -> None:
+    for part in arguments.parts:
+        part.load()
+
+
+@verifier(WeightedArguments, prepare=_load_parts)
 async def weighted(given: RewardInput, arguments: WeightedArguments) -> Verdict:
     """The weighted sum, as a Score; else the first verdict of a part that is none, in their order. Raises
     PartFailed, with the part's name, for a part that raises."""
     scores: list[tuple[WeightedPart, Score]] = []
     for part in arguments.parts:
-        verdict = await outcome(part, part.known_as, given)
+        verdict = await _verdict_of(part, given)
         if not isinstance(verdict, Score):
             return verdict
         scores.append((part, verdict))
@@ -166,6 +130,37 @@ async def weighted(given: RewardInput, arguments: WeightedArguments) -> Verdict:
     sandbox = next((score.sandbox for _, score in scores if score.sandbox), "")
     valued = [(part.weight, score.parts) for part, score in scores if score.parts]
     return Score(value, components, _sum_of_parts(valued), sandbox)
+
+
+async def _verdict_of(part: WeightedPart, given: RewardInput) -> Verdict:
+    """What the part says of `given`, with its name in front of the message of what is no score."""
+    label, function = part.known_as, part.load()
+    try:
+        result = function(given)
+        verdict = as_verdict(await result if inspect.isawaitable(result) else result, given)
+    except Exception as error:
+        raise PartFailed(f"{label}: {type(error).__name__}: {error}") from error
+    match verdict:
+        case Abstain(reason, sandbox):
+            return Abstain(f"{label}: {reason}" if reason else label, sandbox)
+        case Failure(kind, message, sandbox):
+            return Failure(kind, f"{label}: {message}", sandbox)
+    return verdict
+
+
+@functools.lru_cache(maxsize=64)
+def _loaded(name: str, args_text: str) -> Callable[[RewardInput], Any]:
+    function: Any = load_reward(name)
+    if getattr(function, MARK, Mark()).takes_list:
+        raise RewardLoadError(f"the reward {name!r} takes a list of inputs; a part must take one")
+    args = json.loads(args_text)
+    try:
+        inspect.signature(function).bind(None, **args)
+    except TypeError as error:
+        raise RewardLoadError(f"the arguments of {name!r} as a part: {error}") from None
+    if (preload := getattr(function, "preload", None)) is not None:
+        preload(**args)
+    return functools.partial(function, **args)
 
 
 def _sum_of_parts(valued: Sequence[tuple[float, Parts]]) -> Parts | None:

@@ -1,5 +1,5 @@
 """Verifiers of texts: `exact_match`, `f1`, `regex`, `format_tags`, `choice`; and rewards that shape length:
-`overlong`, `repetition` and `cosine_length`.
+`overlong` and `repetition`.
 
 `f1` is the score of SQuAD's evaluation (Rajpurkar et al., 2016): lower case, without punctuation and
 articles; with `c` words in common (as often as both have them), precision p = c / words of the answer, recall
@@ -11,15 +11,12 @@ answer is wrong. The library `regex` is used for that limit; it reads the syntax
 
 `overlong` is DAPO's soft overlong punishment (Yu et al., 2025, eq. 13). With length y, limit L and buffer C:
 0 for y <= L - C; ((L - C) - y) / C for L - C < y <= L; -1 for y > L. `repetition`: with n-grams of words (or
-of characters) penalty * (1 - different / all), the form used by open-r1. `cosine_length` is the cosine reward
-of Yeo et al. (2025): with length y and limit L an answer is worth r_L + (r_0 - r_L) * (1 + cos(pi * y / L)) /
-2.
+of characters) penalty * (1 - different / all), the form used by open-r1.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import re
 import unicodedata
 from collections import Counter, deque
@@ -30,11 +27,9 @@ import regex as patterns
 from pydantic import Field, model_validator
 
 from areal_async.config.base import Section
-from areal_async.rpc.verdicts import Verdict
 from reward_service.sdk import Abstain, RewardInput, Score
 from reward_service.verifiers import verifier
 from reward_service.verifiers.answers import Where, accepted, answer_of
-from reward_service.verifiers.composed import PartSection, outcome, prepare_parts
 
 ARTICLES = frozenset(("a", "an", "the"))
 BUDGET_S = 2.0
@@ -361,49 +356,6 @@ def repetition(given: RewardInput, arguments: RepetitionArguments) -> Score:
     different = len({tuple(items[i : i + n]) for i in range(total)})
     repeated = 1 - different / total
     return Score(arguments.penalty * repeated, {"repeated": repeated})
-
-
-class CosineLengthArguments(Section):
-    of: PartSection
-    """The reward that says what is right."""
-    limit: int = Field(ge=1)
-    """Length from which the reward is `exceeded`."""
-    threshold: float = 1.0
-    """Least score of what is right."""
-    right_short: float = 2.0
-    """Reward of a right answer of length 0."""
-    right_long: float = 1.0
-    """Reward of a right answer just below the limit."""
-    wrong_short: float = -1.0
-    """Reward of a wrong answer of length 0."""
-    wrong_long: float = 0.0
-    """Reward of a wrong answer just below the limit."""
-    exceeded: float = -1.0
-    """Reward of what reaches the limit, or was cut off."""
-    unit: LengthIn = "tokens"
-    """What length is counted in."""
-
-
-@verifier(CosineLengthArguments, prepare=lambda arguments: prepare_parts([arguments.of]))
-async def cosine_length(given: RewardInput, arguments: CosineLengthArguments) -> Verdict:
-    """A Score by rightness and length; where the reward `of` gives no score, its verdict. Components: `right`
-    (0 or 1), `length` in `unit`, and that reward's score under its name. Raises PartFailed where that reward
-    fails."""
-    a = arguments
-    found = await outcome(a.of, a.of.name, given)
-    if not isinstance(found, Score):
-        return found
-    right, length = found.value >= a.threshold, length_of(given, a.unit)
-    short, long = (a.right_short, a.right_long) if right else (a.wrong_short, a.wrong_long)
-    cut = given.truncated or length >= a.limit
-    value = a.exceeded if cut else cosine(length / a.limit, short, long)
-    components = {"right": float(right), "length": float(length), a.of.name: found.value}
-    return Score(value, components, sandbox=found.sandbox)
-
-
-def cosine(share: float, short: float, long: float) -> float:
-    """The value at `share`: from `short` at 0 to `long` at 1, along half a cosine."""
-    return long + (short - long) * (1 + math.cos(math.pi * share)) / 2
 
 
 def length_of(given: RewardInput, unit: LengthIn) -> int:

@@ -28,12 +28,10 @@ sys.path.remove(os.getcwd())
 {side}.main()
 """
 """What a side's interpreter runs: nothing is imported from its folder afterwards."""
-SHARED = ("plain",)
-OF_SIDE = {"examiner": (*SHARED, "examiner"), "candidate": (*SHARED, "candidate")}
 
 
 @functools.cache
 def files_of(side: str) -> dict[str, bytes]:
     """The files of the `examiner` or the `candidate`, by their paths in its jail."""
-    modules = {f"harness/{name}.py": (HERE / f"{name}.py").read_bytes() for name in OF_SIDE[side]}
+    modules = {f"harness/{name}.py": (HERE / f"{name}.py").read_bytes() for name in ("plain", side)}
     return {"harness/__init__.py": b"", **modules}

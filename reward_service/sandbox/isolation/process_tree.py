@@ -28,14 +28,13 @@ HAS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 class TreeUsage:
     """What all processes below one use."""
 
-    def __init__(self) -> None:
-        self.processes = 0
-        """Threads count, as they do for the kernel's limit."""
-        self.cpu_ms = 0.0
-        self.private_bytes = 0
-        """Private memory with swap and page tables; what processes share since a fork counts for each."""
-        self.mapped_shared_bytes = 0
-        """Shared memory and files in memory, as far as it is mapped."""
+    processes = 0
+    """Threads count, as they do for the kernel's limit."""
+    cpu_ms = 0.0
+    private_bytes = 0
+    """Private memory with swap and page tables; what processes share since a fork counts for each."""
+    mapped_shared_bytes = 0
+    """Shared memory and files in memory, as far as it is mapped."""
 
 
 def children(pid: int) -> list[int]:

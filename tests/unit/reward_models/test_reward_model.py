@@ -47,16 +47,16 @@ async def test_verdicts_are_final_and_true_whatever_becomes_of_the_process(direc
     async with model(directory, max_batch=16, timeout_s=1.5) as backend:
         assert backend.alive == backend.capacity == 16
         found["calls"] = await score(backend, calls)
-        [first] = backend.pids
+        [first] = scoring_processes()
         # Stopped, the process is one that computes for ever.
         os.kill(first, signal.SIGSTOP)
         found["hung"] = await score(backend, calls[:40])
-        [second] = backend.pids
+        [second] = scoring_processes()
         scoring = asyncio.create_task(score(backend, calls))
         await asyncio.wait([scoring], timeout=0.02)
         os.kill(second, signal.SIGKILL)
         found["killed"] = await scoring
-        [third] = backend.pids
+        [third] = scoring_processes()
         os.kill(third, signal.SIGSTOP)
         scoring = asyncio.create_task(score(backend, calls))
         await asyncio.wait([scoring], timeout=0.02)
@@ -68,6 +68,14 @@ async def test_verdicts_are_final_and_true_whatever_becomes_of_the_process(direc
     assert values(found["hung"]) == pytest.approx(expected[:40], abs=1e-4)
     assert values(found["killed"]) == pytest.approx(expected, abs=1e-4)
     assert {verdict.kind for verdict in found["closed"]} == {"pool"}
+
+
+def scoring_processes():
+    return [
+        process.pid
+        for process in psutil.Process().children()
+        if "reward_service.pool.worker" in process.cmdline()
+    ]
 
 
 def values(verdicts):

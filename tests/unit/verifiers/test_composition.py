@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 import sys
 import textwrap
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from areal_async.rpc.verdicts import Abstain, Parts, Score
 from reward_service.sdk import RewardInput, RewardLoadError
 from reward_service.verifiers.composed import PartFailed, weighted
-from reward_service.verifiers.text import cosine_length, overlong, repetition
+from reward_service.verifiers.text import overlong, repetition
 
 OWN = """
 from areal_async.rpc.verdicts import Failure, Parts, Timeout
@@ -174,36 +170,3 @@ def test_repetition_is_the_share_of_ngrams_that_were_there_before():
     assert repetition(RewardInput(response="A b a B"), n=2, penalty=-3.0).value == pytest.approx(-1.0)
     assert repetition(RewardInput(response="aaaa"), n=1, unit="characters").value == pytest.approx(-0.75)
     assert repetition(RewardInput(response="")).value == 0
-
-
-def shaped(response, length, **args):
-    given = RewardInput(response=response, ground_truth="57", response_tokens=length)
-    return asyncio.run(cosine_length(given, of={"name": "gsm8k"}, limit=100, **args))
-
-
-def test_cosine_length_goes_from_short_to_long_along_half_a_cosine():
-    assert shaped("#### 57", 50).value == pytest.approx(1.5)
-    assert shaped("#### 58", 50).value == pytest.approx(-0.5)
-    assert shaped("#### 57", 25).value == pytest.approx(1 + (1 + math.cos(math.pi / 4)) / 2)
-    assert shaped("#### 57", 100).value == -1
-    assert shaped("#### 58", 100, exceeded=-3.0).value == -3
-    assert shaped("#### 57", 50).components == {"right": 1.0, "length": 50.0, "gsm8k": 1.0}
-
-
-@given(st.integers(1, 98), st.booleans())
-@settings(max_examples=60, deadline=None, derandomize=True)
-def test_longer_is_worse_when_right_and_better_when_wrong(length, right):
-    response = "#### 57" if right else "#### 58"
-    shorter, longer = shaped(response, length).value, shaped(response, length + 1).value
-    assert shorter > longer if right else shorter < longer
-
-
-async def test_cosine_length_passes_on_what_is_no_score(own):
-    given = RewardInput(response="x", response_tokens=3)
-    assert await cosine_length(given, of={"name": "gsm8k"}, limit=9) == Abstain(
-        "gsm8k: the task has no ground truth"
-    )
-    verdict = await cosine_length(given, of={"name": own("later")}, limit=9, threshold=2.0, unit="characters")
-    assert verdict.components["right"] == 1.0
-    with pytest.raises(PartFailed, match="KeyError"):
-        await cosine_length(given, of={"name": own("raises")}, limit=9)

@@ -19,7 +19,6 @@ GOOD = [
     ("math", {"where": "boxed", "tolerance": 0}),
     ("json_schema", {"schema": {"type": "object"}}),
     ("weighted", {"parts": [{"name": "math"}, {"name": "overlong", "args": {"limit": 10, "buffer": 5}}]}),
-    ("cosine_length", {"of": {"name": "gsm8k", "args": {"flexible": True}}, "limit": 100}),
 ]
 
 
@@ -41,11 +40,6 @@ BAD = [
     ),
     ("weighted", {"parts": [{"name": "maths"}]}, r"reward\.args\.parts\.0\.name.*no reward 'maths'"),
     ("weighted", {"parts": [{"name": "math"}, {"name": "math"}]}, "two parts are called 'math'.*label"),
-    (
-        "cosine_length",
-        {"of": {"name": "gsm8k", "args": {"loose": True}}, "limit": 9},
-        r"reward\.args\.of\.args\.loose",
-    ),
 ]
 
 

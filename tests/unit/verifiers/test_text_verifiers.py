@@ -38,7 +38,6 @@ MISTAKES = {
     "instructions": {"rules": [{"num_words": 3}]},
     "overlong": {"limit": 10, "buffer": 11},
     "repetition": {"penalty": 1.0},
-    "cosine_length": {"limit": 10},
     "weighted": {"parts": []},
     "reasoning_gym": {"dataset": 3},
 }

@@ -185,9 +185,9 @@ async def test_what_cannot_be_carried_out_is_refused_by_kind(content, token, sta
     [
         ("weighted", {"parts": [{"name": "exact_match"}]}, {"parts": [{"name": "FILE"}]}),
         (
-            "cosine_length",
-            {"of": {"name": "exact_match"}, "limit": 9},
-            {"of": {"name": "weighted", "args": {"parts": [{"name": "FILE"}]}}},
+            "weighted",
+            {"parts": [{"name": "exact_match"}]},
+            {"parts": [{"name": "weighted", "args": {"parts": [{"name": "FILE"}]}}]},
         ),
         ("code_stdio", {}, {"sandbox": "none"}),
     ],
