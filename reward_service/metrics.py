@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Score, Verdict, kind_of
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ ERRORS = Counter(
 MOST_KINDS = 32
 """Kinds of error told apart for each reward: they are words of functions and servers of one's own."""
 LONGEST_KIND = 64
-OTHER = "other"
 REFUSED = Counter(
     "areal_reward_verdicts_refused",
     "Verdicts that the buffer did not take, such as those of an expired claim.",
@@ -76,17 +74,10 @@ def count(label: str, verdict: Verdict) -> None:
     if isinstance(verdict, Score):
         SCORE.labels(label).observe(verdict.value)
     elif isinstance(verdict, Failure):
-        _failed(label, verdict.kind)
-
-
-def _failed(label: str, kind: str) -> None:
-    kinds = _kinds[label]
-    if kind not in kinds:
-        if len(kinds) >= MOST_KINDS or len(kind) > LONGEST_KIND:
-            kind = OTHER
-        else:
+        kind, kinds = verdict.kind, _kinds[label]
+        if len(kind) <= LONGEST_KIND and len(kinds) < MOST_KINDS:
             kinds.add(kind)
-    ERRORS.labels(label, kind).inc()
+        ERRORS.labels(label, kind if kind in kinds else "other").inc()
 
 
 def watch(working: Router | WorkerPool) -> None:
@@ -94,11 +85,6 @@ def watch(working: Router | WorkerPool) -> None:
     WORKERS_ALIVE.set_function(lambda: working.alive)
     WORKERS_BUSY.set_function(lambda: working.busy)
     QUEUED.set_function(lambda: working.queued)
-
-
-def cache_lookup(spec: RewardSpec, *, hit: bool) -> None:
-    """Count a look into what a reward remembers."""
-    CACHE.labels(spec.label, "hit" if hit else "miss").inc()
 
 
 JUDGE_REQUESTS = Counter(

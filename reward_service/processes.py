@@ -29,7 +29,6 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 OUTPUT_TAIL_BYTES = 2000
 """The end of the output that is kept for the cause of a death."""
 OUTPUT_BYTES_PER_S = 4096
-"""Output beyond this rate is dropped, with a count."""
 OUTPUT_BURST_BYTES = 32 << 10
 
 

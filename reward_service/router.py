@@ -43,11 +43,9 @@ class Router:
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
         """Done when a reward of the job can be scored no longer."""
         self.pool: WorkerPool | None = None
-        """The pool of the rewards that are functions."""
         self._section = section
         self._workers = workers or section.workers
         self._backends: dict[str, WatchedBackend] = {}
-        """Backends by the key of their reward."""
         self._stack = AsyncExitStack()
 
     @property

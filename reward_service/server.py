@@ -42,7 +42,6 @@ CLAIM_WAIT_MS = 2000
 CLAIM_PAUSE_S = 0.01
 """Between two claims: at high rates episodes come in handfuls instead of one by one."""
 SEND_PAUSE_S = 0.005
-"""Between the first verdict of a message and sending it."""
 RETRY_PAUSE_S = 0.5
 STOP_LIMIT_S = 2.0
 """Time for calls under way and verdicts unsent when the service is told to stop."""
@@ -99,7 +98,6 @@ class RewardServer:
         self._outbox: list[tuple[EpisodeVerdict, int, RewardState]] = []
         """Verdicts to send, each with the size of its episode."""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails when something that scores can take no calls."""
         self._news = asyncio.Event()
         self._room = asyncio.Event()
         self._idle = asyncio.Event()
@@ -368,7 +366,6 @@ MAX_PENDING = 1024
 """Episodes held at once, whatever their speed."""
 MAX_PENDING_BYTES = 64 << 20
 MAX_CLAIM = 256
-"""Episodes in one claim."""
 HOLD_S = 1.0
 """Work held at once, in seconds of all workers: enough that none waits for a claim."""
 DEADLINE_SHARE = 0.25
@@ -382,7 +379,6 @@ class ClaimLoad:
     workers: int
     """Episodes that are worked on at once: under scope `group` a worker has a whole group."""
     call_s: float
-    """Recent mean duration of a call."""
     calls_done: int
     """Episodes of the calls that ended."""
     pending: int

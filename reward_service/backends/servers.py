@@ -32,7 +32,6 @@ class ServerState:
     url: str
     rng: random.Random
     tolerated: int = 0
-    """Failures in a row after which it is still asked as before."""
     in_flight: int = 0
     failures: int = 0
     """Failures in a row; those of requests that were under way together count once."""

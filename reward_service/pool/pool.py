@@ -60,7 +60,6 @@ class WorkerPool:
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
         """Done when the pool has given up; every call is then a `Failure`."""
         self.capacity = workers
-        """Calls that it works on at once."""
         self._call_s = 0.001
         self._specs = list(specs)
         self._limits = limits or WorkerLimits()

@@ -43,7 +43,6 @@ class WorkUnit(msgspec.Struct, array_like=True):
     number: int
     reward: int
     inputs: list[msgspec.Raw]
-    """Encoded `RewardInput`s."""
 
 
 class Assignment(msgspec.Struct, array_like=True, tag="run"):
@@ -59,7 +58,6 @@ class FinishedUnit(msgspec.Struct, array_like=True):
     unit: int
     elapsed_ms: float
     verdicts: list[Verdict]
-    """One for each input."""
     raised: bool = False
     """The invocation as a whole failed, and so all verdicts are the same."""
 

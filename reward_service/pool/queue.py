@@ -22,7 +22,6 @@ from reward_service.pool.protocol import LoadReward
 from reward_service.sdk import RewardLoadError
 
 MAX_QUEUED = 8192
-"""Calls that wait."""
 MAX_ASSIGNED_BYTES = 4 << 20
 """Inputs sent to a worker ahead of its calls; a single larger one goes alone."""
 TARGET_BATCH_S = 0.02
@@ -71,7 +70,6 @@ class PooledReward:
         self.batch = 0
         """Inputs that one invocation takes; 0: one, or those of a group. Known once it is loaded."""
         self.loaded_once = False
-        """A worker was ready with it."""
         self.waiting: deque[QueuedCall] = deque()
         self.used_s = 0.0
         """Time of workers that it has used, on a clock that stands still while it has nothing to do."""
@@ -128,7 +126,6 @@ class FairQueue:
         self._clock_s = 0.0
         self.length = 0
         self.room = asyncio.Event()
-        """Set when there may be room again."""
 
     @property
     def full(self) -> bool:

@@ -50,9 +50,7 @@ class WorkerLimits:
     memory_bytes: int = 0
     """Killed beyond this; 0: no limit."""
     start_s: float = 60.0
-    """Time for loading the rewards."""
     look_s: float = 0.5
-    """How often memory is looked at."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,29 +64,24 @@ class WorkerSlot:
     loading: set[int] = field(default_factory=set)
     """Rewards that it was told to load and has said nothing about yet."""
     doomed: bool = False
-    """The process is being killed."""
     leaving: bool = False
     """It gets nothing more; once it has nothing left, another process takes the place."""
     inflight: dict[int, Invocation] = field(default_factory=dict)
     """What the process was given and has not reported, by the number of its unit."""
     inflight_bytes: int = 0
     expected_s: float = 0.0
-    """How long what it has is expected to take."""
     last_number: int = 0
     seen: int = 0
-    """The unit that it was last seen to run."""
     moved_s: float = 0.0
     """When it was last seen to begin or report a unit, or was given one while idle."""
     overdue: int | None = None
     """The unit that the process was killed for; -1 when it began none."""
     over_memory: bool = False
-    """It was killed for its memory."""
     failed_starts: int = 0
     trouble: str = ""
     """Why it was killed while it loaded a reward."""
     started_s: float = 0.0
     loaded_bytes: int = 0
-    """Its memory when it had loaded."""
 
     @property
     def ready(self) -> bool:

@@ -24,7 +24,6 @@ CACHED_BYTES = 64 << 20
 LEAST_WALL_S = 0.01
 
 Build = dict[str, bytes] | RunOutcome
-"""The files that a compiler made, or how it failed."""
 
 
 class LaunchRequest(NamedTuple):
@@ -88,17 +87,16 @@ class Sandbox:
 
         When `tests` has ended, `program` is ended at once. When `program` has, `tests` reads the end of the
         stream and may finish. Raises as `run` does, and ValueError for a language that is compiled."""
-        orders = [self._order_in_pair(one) for one in (tests, program)]
+        orders = []
+        for one in (tests, program):
+            spoken, files, limits = self._read(one)
+            if spoken.compile:
+                raise ValueError(f"{spoken.name} is compiled: in a pair it is given as files and a command")
+            orders.append(self._order(spoken.run, one, limits, files, spoken))
         try:
             return self._pair(orders)
         except LauncherDied:
             return self._pair(orders)
-
-    def _order_in_pair(self, program: Program) -> LaunchRequest:
-        spoken, files, limits = self._read(program)
-        if spoken.compile:
-            raise ValueError(f"{spoken.name} is compiled: in a pair it is given as files and a command")
-        return self._order(spoken.run, program, limits, files, spoken)
 
     def _read(self, program: Program) -> tuple[Language, dict[str, bytes], RunLimits]:
         """The language of a program (of a command: one that only runs it), its files and its limits."""
@@ -156,14 +154,10 @@ class Sandbox:
         if outcome.kind not in ("ok", "exit"):
             return build  # a limit or a signal ended the compiler; on a quieter machine it may succeed
         self._builds[key] = build
-        while len(self._builds) > CACHED_BUILDS or self._cached_bytes() > CACHED_BYTES:
-            self._builds.popitem(last=False)
+        builds = self._builds
+        while len(builds) > CACHED_BUILDS or sum(map(_size_bytes, builds.values())) > CACHED_BYTES:
+            builds.popitem(last=False)
         return build
-
-    def _cached_bytes(self) -> int:
-        return sum(
-            len(data) for build in self._builds.values() if isinstance(build, dict) for data in build.values()
-        )
 
     def _once(self, order: LaunchRequest) -> RunOutcome:
         return self._outcome(*self._launcher.ask(order.request, order.body, order.wall_s))
@@ -217,6 +211,10 @@ class Sandbox:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _size_bytes(build: Build) -> int:
+    return sum(map(len, build.values())) if isinstance(build, dict) else 0
 
 
 def ending(limit: str, wait_status: int | None) -> tuple[EndKind, int]:

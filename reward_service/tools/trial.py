@@ -40,7 +40,6 @@ COMMAND_LINE = "the command line"
 KINDS = ("score", "timeout", "error", "abstain")
 STYLES = {"timeout": "bold red", "error": "bold red", "abstain": "yellow"}
 MOST_SHOWN = 8
-"""Answers whose verdict is shown by itself."""
 SLOWEST = 5
 
 

@@ -143,10 +143,8 @@ def _names_a_unit(behind: str) -> bool:
 
 
 LONGEST = 200
-"""Characters of an expression."""
 WRITTEN = re.compile(r"[0-9+*/() -]*")
 MOST_BITS = 256
-"""Size of a value on the way."""
 SIGNS = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": "", "×": "*", "÷": "/",
          "−": "-", "$": "", r"\(": "", r"\)": "", "{": "(", "}": ")", "[": "(", "]": ")"}  # fmt: skip
 

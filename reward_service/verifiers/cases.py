@@ -53,7 +53,6 @@ class Cases(msgspec.Struct, frozen=True):
     calls: list[CallCase] = []
     codes: list[CodeCase] = []
     setup: list[str] = []
-    """Code before the first of `codes`."""
     entries: dict[str, str] = {}
     """Name in `codes` and `setup` → entry point of the program."""
 
@@ -282,7 +281,6 @@ class Names(NamedTuple):
     imports: list[str]
     """What supplies the names of the library."""
     star: bool
-    """Whether an `import *` may supply any name."""
 
 
 def names_of(texts: Iterable[str], declared: str = "") -> Names:

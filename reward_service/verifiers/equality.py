@@ -29,9 +29,7 @@ LONGEST = 400
 MOST_BITS = 20_000
 """Size of a number on the way: some 6000 decimal digits."""
 SMALL_BITS = 64
-"""Size of an exponent."""
 MOST_NODES = 500
-"""Nodes of a formula as a tree."""
 MOST_TERMS = 1_000
 """Terms of a formula that is multiplied out; some seconds of sympy's time."""
 FUNCTION = r"\\(sin|cos|tan|cot|sec|csc|ln|log|arcsin|arccos|arctan)"
@@ -191,7 +189,6 @@ def _most_terms(formula: Any) -> int:
 
 
 MOST_PARTS = 40
-"""Items of a list, set or matrix."""
 DEEPEST = 6
 """Brackets in brackets; what is nested deeper is not the same as anything but its like."""
 ASSIGNED = re.compile(

@@ -24,9 +24,7 @@ from reward_service.verifiers.answers import after_thinking, answer_of
 
 OPENING = re.compile(r"```(?:json|JSON)?[ \t]*\n")
 LONGEST = 1 << 20
-"""Characters of an answer."""
 BUDGET_S = 2.0
-"""CPU time."""
 
 
 class JsonSchemaArguments(Section):
@@ -376,7 +374,6 @@ CHECKS: dict[str, Check] = {
     "change_case:english_lowercase": lambda text: text.islower(),
     "punctuation:no_comma": lambda text: "," not in text,
 }
-"""Instruction → its check."""
 
 
 def follows(text: str, instruction: str, arguments: Mapping[str, Any]) -> bool:

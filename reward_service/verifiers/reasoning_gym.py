@@ -39,9 +39,7 @@ LITERAL = (
     | ast.Load | ast.UnaryOp | ast.USub | ast.UAdd
 )  # fmt: skip
 LONGEST = 20_000
-"""Characters of an answer."""
 BUDGET_S = 2.0
-"""CPU time of a scorer."""
 
 
 class ReasoningGymArguments(Section):

@@ -54,7 +54,6 @@ class Result(msgspec.Struct):
     """One for each case; false for those that were not run."""
     compiled: bool = True
     out_of_time: bool = False
-    """Whether the budget ended before the cases did."""
     level: str = ""
     why: str = ""
     """How the first case that failed did."""

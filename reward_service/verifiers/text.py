@@ -33,7 +33,6 @@ from reward_service.verifiers.answers import Where, accepted, answer_of
 
 ARTICLES = frozenset(("a", "an", "the"))
 BUDGET_S = 2.0
-"""CPU time of a pattern."""
 
 
 class ExactMatchArguments(Section):

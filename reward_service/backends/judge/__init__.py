@@ -26,7 +26,6 @@ Answer:
 
 Reason briefly, then end with one line of this form and nothing after it:
 Grade: <number from 0 to 10>"""
-"""What a judge is asked unless the job says otherwise."""
 GRADE = r"(?i)grade\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
 """Where its answer says the grade, to go with `TEMPLATE`."""
 

@@ -42,14 +42,12 @@ from reward_service.backends.judge.replies import (
     verdict_of,
 )
 from reward_service.backends.servers import ServerState, choose
-from reward_service.metrics import cache_lookup
 from reward_service.sdk import RewardInput, RewardLoadError
 
 log = get_logger("judge")
 
 MAX_QUEUED = 8192
 START_LIMIT_S = 30.0
-"""Time for a first answer of any of the servers."""
 START_PAUSE_S = 0.5
 GREETING = "1 + 1 ="
 """The request that shows at the start that a server answers. Not cut short: some servers refuse that."""
@@ -83,14 +81,12 @@ class Judge:
         self._timeout_s = spec.timeout_s
         self._needed = given.votes // 2 + 1
         self._parse = Parser(given.parse, given.scale, given.grades)
-        self._spec = spec
+        self._label = spec.label
         self._requests_per_s = (given.requests_per_minute or math.inf) / MINUTE_S
         self._next_s = -math.inf
-        """When the rate limit lets the next request begin."""
         rng = random.Random()
         self._servers = [ServerState(url, rng) for url in given.base_url]
         self._changed = asyncio.Event()
-        """A request ended, so that another may begin."""
         self._slots = asyncio.Semaphore(given.max_in_flight)
         self._kept: OrderedDict[bytes, float] = OrderedDict()
         """Grades that are kept, by request: the one used last at the end."""
@@ -101,7 +97,6 @@ class Judge:
         self._endpoint: Endpoint | None = None
         self._call_s = 1.0
         self._requests_most = given.votes
-        """Most requests of a call so far."""
         self._trouble: Trouble | None = None
         """The last one of any request, until a request succeeds."""
 
@@ -246,10 +241,10 @@ class Judge:
         kept = self._kept.get(key)
         if kept is not None:
             self._kept.move_to_end(key)
-            cache_lookup(self._spec, hit=True)
+            metrics.CACHE.labels(self._label, "hit").inc()
             return kept
         flight = self._flights.get(key)
-        cache_lookup(self._spec, hit=flight is not None)
+        metrics.CACHE.labels(self._label, "miss" if flight is None else "hit").inc()
         if flight is None:
             flight = self._flights[key] = Flight()
             flight.task = asyncio.create_task(self._fly(flight, key, body))

@@ -20,7 +20,6 @@ import msgspec
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout, Verdict
 
 MOST_BYTES = 4 << 20
-"""Largest answer that is read."""
 CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 2.0
 """An idle connection is closed from this side: servers close theirs after 5 s, and a request on one that is
@@ -54,7 +53,6 @@ class Trouble(Exception):
         self.kind = kind
         self.passes = passes
         self.told_s = told_s
-        """Seconds that the server asked to wait."""
         self.status = status
 
 

@@ -65,11 +65,8 @@ class Pending:
     on_verdicts: OnVerdicts
     queued_s: float = field(default_factory=time.monotonic)
     lost: int = 0
-    """Times that a server lost it."""
     refused: int = 0
-    """Times that a server had no time for it."""
     refused_s: float = 0.0
-    """When the first of them was."""
     alone: bool = False
     """It is sent by itself: what went wrong with it among others may be its own doing."""
 
@@ -96,7 +93,6 @@ class RemoteBackend:
         self._rng = rng or random.Random()
         self._batch = self._arguments.batch if spec.scope == "episode" else 1
         self._request_s = 0.05
-        """Recent mean of a request; a guess until the first."""
         self._replicas: list[RemoteServer] = []
         self._queue: deque[Pending] = deque()
         self._room = asyncio.Event()

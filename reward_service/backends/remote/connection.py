@@ -51,7 +51,6 @@ GATEWAY_STATUSES = (502, 503, 504)
 LOOK_S = 2.0
 """Between two looks at a server that answers: it may be about to end, or another one by now."""
 ASK_LIMIT_S = 5.0
-"""Time for the answer to a look."""
 NOTICE_S = 0.5
 """Beyond the deadline of an input, for the server to end what is late and to start what waited behind it."""
 FIRST_PAUSE_S = 0.1
@@ -112,7 +111,6 @@ class RemoteServer:
         self.url = url
         self.state = ServerState(url, rng, tolerated=TOLERATED)
         self.trouble = "it was not asked yet"
-        """Why it is not ready."""
         self.unfit = False
         """It answers, and cannot be used before somebody changes something."""
         self.limits = RequestLimits()

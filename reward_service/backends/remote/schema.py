@@ -37,16 +37,13 @@ STATUS_OF: dict[RefusalKind, int] = {
     "internal": 500,
     "unavailable": 503,
 }
-"""Refusal → the status that carries it."""
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
     """What a server takes."""
 
     max_inputs: int = 64
-    """Inputs in one request."""
     max_body_bytes: int = 32 << 20
-    """Bytes of one request."""
     max_in_flight: int = 8
     """Requests of one client that are unanswered at a time."""
 

@@ -17,7 +17,6 @@ from areal_async.config.reward import FolderOrName
 from reward_service.backends import BackendReward
 
 START_LIMIT_S = 600.0
-"""Time for loading a model, also where its process is started again."""
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 

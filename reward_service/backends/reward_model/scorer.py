@@ -40,7 +40,6 @@ class TokenizedText:
 
     ids: list[int]
     cut: int = 0
-    """Tokens that were left out at its beginning."""
 
 
 class ModelScorer:

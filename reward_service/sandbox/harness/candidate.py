@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 LINK = 3
 RECURSION = 20_000
-"""Depth that programs may recurse to."""
 CHANGEABLE = ("list", "dict", "set", "bytearray", "deque", "OrderedDict", "Counter")
 """What a function may change for its caller to see."""
 OF_SOLUTION = "Solution()."

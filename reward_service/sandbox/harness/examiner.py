@@ -309,15 +309,11 @@ def run(examiner: Examiner, test: dict[str, Any], space: dict[str, Any], toleran
             same = same_result(got, examiner.value(test["expected"]), tolerance, wrapped=test["wrapped"])
             why = "" if same else "wrong result"
         else:
-            why = execute(test["code"], space)
+            exec(compile(test["code"], "tests", "exec"), space)
+            why = ""
     except BaseException as error:
         why = described(error)
     return examiner.broken or examiner.failed or why
-
-
-def execute(code: str, space: dict[str, Any]) -> str:
-    exec(compile(code, "tests", "exec"), space)
-    return ""
 
 
 def described(error: BaseException) -> str:
@@ -328,21 +324,16 @@ def results(task: Examination, examiner: Examiner) -> Any:
     """Why each test failed, one by one as they have run."""
     space: dict[str, Any] = {"__name__": "tests", IN_PLACE: in_place}
     for name, target in task["entries"].items():
-        space[name] = entry(examiner, target)
+        space[name] = (SolutionClass if target == "Solution" else EntryPoint)(examiner, ["entry", target])
     try:
         broken = examiner.begin()
         for code in task["setup"] if not broken else ():
-            execute(code, space)
+            exec(compile(code, "tests", "exec"), space)
         broken = broken or examiner.broken or examiner.failed
     except BaseException as error:
         broken = described(error)
     for test in task["tests"]:
         yield broken or run(examiner, test, space, task["tolerance"])
-
-
-def entry(examiner: Examiner, target: str) -> Reference:
-    reference = ["entry", target]
-    return (SolutionClass if target == "Solution" else EntryPoint)(examiner, reference)
 
 
 def main() -> None:

@@ -28,7 +28,6 @@ INIT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "init.py")
 FIRST_UIDS = (0x70000000, 0x40000000, 61000)
 """Users that no system gives to anyone; a container may know only the smaller ones."""
 JAIL = "/work"
-"""Folder of the run in a jail."""
 PER_USER_NAMESPACE = (5, 14)
 """The Linux from which on a namespace counts the processes of its users by itself."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36

@@ -56,9 +56,7 @@ class RunMonitor:
         self._streams = streams
         self._output = {fd: bytearray() for fd in streams}
         self._limit = ""
-        """Which limit ended the run; empty while none has."""
         self._failed = ""
-        """Why the jail could not be made."""
         self._report: dict[str, Any] = {"status": None, "cpu_ms": 0.0, "artifacts": []}
         self._artifacts = b""
         self._cpu_ms, self._peak_bytes = 0.0, 0

@@ -17,13 +17,12 @@ from areal_async.errors import ArealError
 from areal_async.runtime.log import setup_logging
 from reward_service import metrics
 from reward_service.backends.remote import read_token
-from reward_service.backends.remote.host.http import Gate, http_server, http_socket, tls_of
+from reward_service.backends.remote.host.http import http_server, http_socket, tls_of
 from reward_service.backends.remote.host.service import ScoringService, ServedReward, read_offers, version_of
 from reward_service.backends.remote.schema import Extra, RequestLimits
 from reward_service.pool.pool import WorkerPool
 
 DRAIN_LIMIT_S = 5.0
-"""Time for requests under way when the server is told to end."""
 WAITING_PER_WORKER = 256
 LEAST_WAITING = 1024
 MOST_WAITING = 4096
@@ -40,7 +39,7 @@ async def serve(request: ServeRequest) -> None:
     wants: tuple[Extra, ...] = ("blob",) if request.episodes else ()
     offers = read_offers(request.rewards, wants, request.args, request.timeout_s)
     try:
-        gate = Gate(token_in(Path(request.token_file)) if request.token_file else "")
+        token = token_in(Path(request.token_file)) if request.token_file else ""
         key = Path(request.tls_key) if request.tls_key else None
         tls = tls_of(Path(request.tls_cert), key) if request.tls_cert else None
     except ValueError as error:
@@ -51,23 +50,17 @@ async def serve(request: ServeRequest) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with contextlib.AsyncExitStack() as stack:
-        listening = http_socket(request.listen, gate)
+        listening = http_socket(request.listen, token)
         stack.callback(listening.close)
         specs = [offer.spec for offer in offers]
         pool = await stack.enter_async_context(WorkerPool(specs, workers=request.workers))
         limits = RequestLimits(max_inputs=request.batch, max_in_flight=max(8, 2 * request.workers))
-        service = ScoringService(
-            pool,
-            offers,
-            name="areal-async",
-            limits=limits,
-            max_waiting=waiting,
-        )
+        service = ScoringService(pool, offers, limits=limits, max_waiting=waiting)
         metrics.watch(pool)
-        server = http_server(service, gate, listening, tls)
+        server = http_server(service, token, listening, tls)
         server.start()
         stack.push_async_callback(server.close)
-        announce(offers, server.url, request.workers, gate)
+        announce(offers, server.url, request.workers, guarded=bool(token))
         ends = (asyncio.ensure_future(stop.wait()), pool.broken)
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
@@ -75,7 +68,7 @@ async def serve(request: ServeRequest) -> None:
         await service.drain(DRAIN_LIMIT_S)
 
 
-def announce(offers: Sequence[ServedReward], url: str, workers: int, gate: Gate) -> None:
+def announce(offers: Sequence[ServedReward], url: str, workers: int, *, guarded: bool) -> None:
     """Say what is served where, and what a job file says to use it."""
     console = Console(soft_wrap=True, highlight=False)
     for offer in offers:
@@ -87,7 +80,7 @@ def announce(offers: Sequence[ServedReward], url: str, workers: int, gate: Gate)
     console.print("In the job file:", style="dim")
     console.print("  reward:\n    name: remote\n    args:", markup=False)
     console.print(f"      urls: [{url}]\n      reward: {offers[0].name}", markup=False)
-    if gate.guarded:
+    if guarded:
         console.print("      token_env: REWARD_TOKEN   # or token_file: an absolute path", markup=False)
     console.print("Ctrl-C ends it.", style="dim")
 

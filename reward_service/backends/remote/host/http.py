@@ -31,35 +31,20 @@ ANSWER_GRACE_S = 30.0
 BUSY_REST_MS = 1000
 
 
-class Gate:
-    """Lets a request pass that shows `token`; any, where there is none."""
-
-    def __init__(self, token: str = "") -> None:
-        self._token = token.encode()
-
-    def passes(self, shown: str) -> bool:
-        """Takes the same time whatever is shown."""
-        return not self._token or hmac.compare_digest(self._token, shown.encode(errors="replace"))
-
-    @property
-    def guarded(self) -> bool:
-        return bool(self._token)
-
-
-def http_socket(address: str, gate: Gate) -> socket.socket:
+def http_socket(address: str, token: str) -> socket.socket:
     """A listening socket at `host:port`; port 0 picks one. Raises `EndpointError`, also for one that other
     machines would reach without a token."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise EndpointError(f"{address!r} is no address: write HOST:PORT, for example 127.0.0.1:8700")
-    if not is_loopback(host) and not gate.guarded:
+    if not is_loopback(host) and not token:
         raise EndpointError(
             f"refusing to serve {address} without a token: other machines reach it. Give --token-file, or "
             "serve 127.0.0.1."
         )
     try:
-        return listen(host, int(port), guarded=gate.guarded)
+        return listen(host, int(port), guarded=bool(token))
     except OSError as error:
         raise EndpointError(
             f"cannot serve {address}: {error.strerror or error}. Choose another address or port."
@@ -73,8 +58,8 @@ class VerdictsAnswer(msgspec.Struct, frozen=True):
     request_id: str = ""
 
 
-def make_app(service: ScoringService, gate: Gate) -> Starlette:
-    """`/v1/health` is open to anyone, so that a prober needs no token; the rest passes the gate."""
+def make_app(service: ScoringService, token: str) -> Starlette:
+    """`/v1/health` is open to anyone, so that a prober needs no token; the rest asks for `token`, if any."""
 
     def answer(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
         return Response(
@@ -83,7 +68,8 @@ def make_app(service: ScoringService, gate: Gate) -> Starlette:
 
     def check(request: HttpRequest) -> None:
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-        if not gate.passes(shown.strip() if scheme.lower() == "bearer" else ""):
+        shown = shown.strip() if scheme.lower() == "bearer" else ""
+        if token and not hmac.compare_digest(token.encode(), shown.encode(errors="replace")):
             raise RequestRefused("unauthorized", "a valid token is needed: Authorization: Bearer …")
 
     async def info(request: HttpRequest) -> Response:
@@ -163,11 +149,11 @@ def tls_of(cert: Path, key: Path | None) -> ssl.SSLContext:
 
 
 def http_server(
-    service: ScoringService, gate: Gate, listening: socket.socket, tls: ssl.SSLContext | None = None
+    service: ScoringService, token: str, listening: socket.socket, tls: ssl.SSLContext | None = None
 ) -> HttpServer:
     limits = HttpLimits(
         connections=CONNECTIONS,
         held_bytes=BODIES_AT_ONCE * service.limits.max_body_bytes,
         answer_s=LONGEST_DEADLINE_S + ANSWER_GRACE_S,
     )
-    return HttpServer(make_app(service, gate), listening, limits, name="reward", tls=tls)
+    return HttpServer(make_app(service, token), listening, limits, name="reward", tls=tls)

@@ -116,21 +116,18 @@ class RequestRefused(Exception):
 
 
 class ScoringService:
-    """`pool` has the offers and is entered by the caller; its queue must hold `max_waiting` calls. `name` is
-    what the server calls itself."""
+    """`pool` has the offers and is entered by the caller; its queue must hold `max_waiting` calls."""
 
     def __init__(
         self,
         pool: WorkerPool,
         offers: Sequence[ServedReward],
         *,
-        name: str,
         limits: RequestLimits,
         max_waiting: int,
     ) -> None:
         self._pool = pool
         self._offers = {offer.name: offer for offer in offers}
-        self._name = name
         self.limits = limits
         self._max_waiting = max_waiting
         self._in_flight = 0
@@ -142,7 +139,7 @@ class ScoringService:
         return Info(
             protocol=PROTOCOL,
             rewards=tuple(offer.info() for offer in self._offers.values()),
-            server=self._name,
+            server="areal-async",
             limits=self.limits,
         )
 

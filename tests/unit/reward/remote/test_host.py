@@ -21,7 +21,7 @@ from areal_async.errors import ArealError, EndpointError
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from reward_service.backends.remote.host.__main__ import serve as run_server
-from reward_service.backends.remote.host.http import Gate, http_server, http_socket
+from reward_service.backends.remote.host.http import http_server, http_socket
 from reward_service.backends.remote.host.service import ScoringService, read_offers
 from reward_service.backends.remote.schema import RequestLimits
 from reward_service.pool.pool import WorkerPool
@@ -44,16 +44,9 @@ def host():
     async def serving(*names, token="", wants=(), timeout_s=20.0, max_waiting=1024, offers=(), **limits):
         targets = [f"{FILE}:{name}" for name in names or ("behave",)]
         offers = offers or read_offers(targets, wants, timeout_s=timeout_s)
-        gate = Gate(token)
         async with WorkerPool([offer.spec for offer in offers], workers=1) as pool:
-            service = ScoringService(
-                pool,
-                offers,
-                name="test",
-                limits=RequestLimits(**limits),
-                max_waiting=max_waiting,
-            )
-            server = http_server(service, gate, http_socket("127.0.0.1:0", gate))
+            service = ScoringService(pool, offers, limits=RequestLimits(**limits), max_waiting=max_waiting)
+            server = http_server(service, token, http_socket("127.0.0.1:0", token))
             server.start()
             try:
                 yield Host(service, server.url)
@@ -296,10 +289,10 @@ def check(name, content):
 
 def test_other_machines_are_served_only_with_a_token():
     with pytest.raises(EndpointError, match="--token-file"):
-        http_socket("0.0.0.0:0", Gate())
-    http_socket("0.0.0.0:0", Gate("t")).close()
+        http_socket("0.0.0.0:0", "")
+    http_socket("0.0.0.0:0", "t").close()
     with pytest.raises(EndpointError, match="HOST:PORT"):
-        http_socket("8700", Gate("t"))
+        http_socket("8700", "t")
 
 
 async def test_the_example_server_answers_the_handshake_as_the_document_says(example):

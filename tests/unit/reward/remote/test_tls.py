@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse
 
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.http_server import HttpLimits, HttpServer, listen
-from reward_service.backends.remote.host.http import Gate, http_server, http_socket, tls_of
+from reward_service.backends.remote.host.http import http_server, http_socket, tls_of
 from reward_service.backends.remote.host.service import ScoringService, read_offers
 from reward_service.backends.remote.schema import RequestLimits
 from reward_service.pool.pool import WorkerPool
@@ -33,17 +33,10 @@ def test_https_works_with_a_certificate_that_is_trusted_and_with_no_other(certif
     cert, key = certificate
 
     async def run():
-        gate = Gate("t")
         offers = read_offers(["exact_match"])
         async with WorkerPool([offers[0].spec], workers=1) as pool:
-            service = ScoringService(
-                pool,
-                offers,
-                name="test",
-                limits=RequestLimits(),
-                max_waiting=64,
-            )
-            server = http_server(service, gate, http_socket("127.0.0.1:0", gate), tls_of(cert, key))
+            service = ScoringService(pool, offers, limits=RequestLimits(), max_waiting=64)
+            server = http_server(service, "t", http_socket("127.0.0.1:0", "t"), tls_of(cert, key))
             server.start()
             try:
                 assert server.url.startswith("https://")
