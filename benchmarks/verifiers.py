@@ -28,6 +28,7 @@ from reward_service.verifiers.math import math
 TABLE = Path(__file__).parents[1] / "tests" / "golden" / "maths_answers.yaml"
 BLIND = TABLE.with_name("maths_answers_blind.yaml")
 """Written after the verifier, and judged by it unseen; see docs/verifiers.md."""
+INSTRUCTIONS = f"{TABLE.parents[2]}/examples/rewards/instructions.py:instructions"
 SIGNS = r"""
 \boxed{ \frac{ \frac \sqrt{ \sqrt[ \left( \right) \text{ \pi \infty \begin{pmatrix} \end{pmatrix} \cup \pm \le
 \log \sin \binom{ \int \sum_ \overline{ \circ \% \{ \} { } ( ) [ ] $ $$ & \\ \ ^ _ + - * / = < > ! | , . : ;
@@ -48,7 +49,7 @@ VERIFIERS: dict[str, dict[str, Any]] = {
     "regex": {"pattern": r"(\d+)\s*$", "group": 1},
     "format_tags": {"partial": True},
     "json_schema": {"schema": SCHEMA},
-    "instructions": {"rules": RULES},
+    INSTRUCTIONS: {"rules": RULES},
     "repetition": {},
     "weighted": {"parts": [{"name": "math"}, {"name": "f1"}]},
     "reasoning_gym": {"dataset": "countdown"},

@@ -48,7 +48,6 @@ BUILT_IN = {
     "regex": "reward_service.verifiers.text:regex",
     "format_tags": "reward_service.verifiers.text:format_tags",
     "json_schema": "reward_service.verifiers.json_schema:json_schema",
-    "instructions": "reward_service.verifiers.json_schema:instructions",
     "overlong": "reward_service.verifiers.text:overlong",
     "repetition": "reward_service.verifiers.text:repetition",
     "weighted": "reward_service.verifiers.composed:weighted",

@@ -1,16 +1,19 @@
 """Run by test_costs.py in a process with a limit of CPU time: every function that reads an answer, on long
 texts of one piece again and again. What goes back over a text from each of its places would need hours.
+`PYTHONPATH` holds examples/rewards.
 """
 
 from __future__ import annotations
 
 import sys
 
+import instructions
+from instructions import CHECKS, follows
+
 from reward_service.sdk import RewardInput, load_reward
 from reward_service.verifiers import answers, json_schema, writing
 from reward_service.verifiers.answers import WHERES, answer_of
 from reward_service.verifiers.arithmetic import final_number, number_of
-from reward_service.verifiers.json_schema import CHECKS, follows
 from reward_service.verifiers.text import chosen
 
 PIECES = [
@@ -55,7 +58,10 @@ REWARDS = {
     "f1": "57",
     "format_tags": None,
     "json_schema": "true",
-    "instructions": {"instruction_id_list": list(CHECKS), "kwargs": [ARGUMENTS.get(n, {}) for n in CHECKS]},
+    f"{instructions.__file__}:instructions": {
+        "instruction_id_list": list(CHECKS),
+        "kwargs": [ARGUMENTS.get(n, {}) for n in CHECKS],
+    },
     "repetition": None,
 }
 

@@ -5,6 +5,7 @@ and again. Counted is work, never the time of a clock.
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from instructions import follows
 from verifiers import TABLE, judged
 
 from areal_async.config.reward import RewardSection
@@ -154,13 +156,15 @@ def test_reading_an_answer_takes_work_in_proportion_to_its_length(kind, size):
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
 
     command = [sys.executable, str(Path(__file__).with_name("linear.py")), kind, str(size)]
-    ended = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, cwd=TABLE.parents[2])
+    root = TABLE.parents[2]
+    environment = os.environ | {"PYTHONPATH": f"{root}/examples/rewards"}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, preexec_fn=limit, cwd=root, env=environment
+    )
     assert (ended.returncode, ended.stdout) == (0, "read\n"), ended.stderr[-2000:]
 
 
 def test_a_million_blank_lines_follow_no_instruction():
-    from reward_service.verifiers.json_schema import follows
-
     text = "\n" * 1_000_000 + "x"
     assert not follows(text, "detectable_content:postscript", {})
     assert not follows(text, "detectable_format:number_bullet_lists", {"num_bullets": 1})

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from instructions import follows
 from verifiers import judged
 
 from reward_service.sdk import RewardInput, load_reward
-from reward_service.verifiers.json_schema import follows
 
 MATHS = {
     "5": [

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from instructions import CHECKS, follows
 from pydantic import ValidationError
-from verifiers import VERIFIERS, fuzz
+from verifiers import INSTRUCTIONS, VERIFIERS, fuzz
 
 from areal_async.registry import REWARDS
 from areal_async.rpc.verdicts import Abstain, Score
 from reward_service.sdk import BUILT_IN, RewardInput, load_reward
 from reward_service.verifiers.answers import answer_of
-from reward_service.verifiers.json_schema import CHECKS, follows
 
 ARGUMENTS = {name: part.Arguments for name in BUILT_IN if hasattr(part := REWARDS.find(name), "Arguments")}
 
@@ -35,7 +35,6 @@ MISTAKES = {
     "regex": {"pattern": "("},
     "format_tags": {"tags": ["<think>"]},
     "json_schema": {"schema": {"type": "nothing"}},
-    "instructions": {"rules": [{"num_words": 3}]},
     "overlong": {"limit": 10, "buffer": 11},
     "repetition": {"penalty": 1.0},
     "weighted": {"parts": []},
@@ -249,7 +248,7 @@ def test_json_schema_fetches_nothing_and_names_a_truth_that_is_no_schema():
     assert isinstance(value("json_schema", "{}"), Abstain)
 
 
-INSTRUCTIONS = [
+FORMS = [
     ("keywords:existence", {"keywords": ["cat", "dog"]}, "A cat, a DOG.", "A cat, dogs."),
     ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "Catalogue.", "A cat."),
     ("keywords:frequency", {"keyword": "cat", "frequency": 2, "relation": "at least"}, "cat Cat", "cat"),
@@ -292,7 +291,7 @@ INSTRUCTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "arguments", "good", "bad"), INSTRUCTIONS)
+@pytest.mark.parametrize(("name", "arguments", "good", "bad"), FORMS)
 def test_an_instruction_is_followed_or_not(name, arguments, good, bad):
     assert follows(good, name, arguments)
     assert not follows(bad, name, arguments)
@@ -300,7 +299,7 @@ def test_an_instruction_is_followed_or_not(name, arguments, good, bad):
 
 
 def test_every_instruction_is_in_the_table():
-    assert {row[0] for row in INSTRUCTIONS} == set(CHECKS)
+    assert {row[0] for row in FORMS} == set(CHECKS)
 
 
 def test_instructions_of_the_task_and_of_the_job_are_checked_together():
@@ -308,18 +307,20 @@ def test_instructions_of_the_task_and_of_the_job_are_checked_together():
         "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
         "kwargs": [{"num_words": None}, {"num_words": 2, "relation": "at least"}],
     }
-    assert value("instructions", "two words", truth) == 1
-    assert value("instructions", "two words", json.dumps(truth)) == 1
-    assert value("instructions", "two words", None, extra=truth) == 1
-    assert value("instructions", "one", truth) == 0
-    assert value("instructions", "one", truth, partial=True) == 0.5
+    assert value(INSTRUCTIONS, "two words", truth) == 1
+    assert value(INSTRUCTIONS, "two words", json.dumps(truth)) == 1
+    assert value(INSTRUCTIONS, "two words", None, extra=truth) == 1
+    assert value(INSTRUCTIONS, "one", truth) == 0
+    assert value(INSTRUCTIONS, "one", truth, partial=True) == 0.5
     rule = {"id": "change_case:english_lowercase"}
-    assert value("instructions", "Two words", truth, rules=[rule]) == 0
-    assert isinstance(value("instructions", "a", "b"), Abstain)
+    assert value(INSTRUCTIONS, "Two words", truth, rules=[rule]) == 0
+    assert isinstance(value(INSTRUCTIONS, "a", "b"), Abstain)
     with pytest.raises(ValueError, match="'colour:red' is not known"):
-        value("instructions", "a", None, rules=[{"id": "colour:red"}])
+        value(INSTRUCTIONS, "a", None, rules=[{"id": "colour:red"}])
+    with pytest.raises(ValueError, match="each rule needs an `id`"):
+        value(INSTRUCTIONS, "a", None, rules=[{"num_words": 3}])
     with pytest.raises(ValueError, match="cannot take"):
-        value("instructions", "a", None, rules=[{"id": "punctuation:no_comma", "num_words": 3}])
+        value(INSTRUCTIONS, "a", None, rules=[{"id": "punctuation:no_comma", "num_words": 3}])
 
 
 @pytest.mark.parametrize("name", sorted(set(VERIFIERS) - {"math", "weighted"}))
