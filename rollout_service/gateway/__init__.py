@@ -1,4 +1,4 @@
-"""HTTP access of agents to the policy: OpenAI's and Anthropic's APIs, recorded as sampled."""
+"""HTTP access of agents to the policy: OpenAI's chat API, recorded as sampled."""
 
 from rollout_service.gateway.requests import ApiError, GatewayError
 from rollout_service.gateway.server import Gateway

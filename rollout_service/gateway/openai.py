@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from rollout_service.gateway.requests import (
+    ApiError,
     CompletionRequest,
     CompletionResult,
     Conversation,
     Message,
-    Positive,
     SampledChoice,
-    SamplingOverrides,
-    StopText,
-    StopTexts,
-    Temperature,
-    TextPart,
-    ToolChoice,
-    TopP,
     bad,
-    joined,
+    encoded,
     load_json,
-    name_result,
-    read,
-    server_sent,
-    stops,
+    unsupported,
 )
 from rollout_service.gateway.template import ChatTemplate
 
@@ -60,6 +54,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 TEMPLATE_OWN = frozenset(
     ("messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template")
 )
+
+
+MAX_STOPS = 16
+Positive = Annotated[int, Meta(ge=1)]
+StopText = Annotated[str, Meta(min_length=1)]
+PATH = re.compile(r"(?P<problem>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+NAMED = re.compile(r"Object (?:missing required|contains unknown) field `(?P<name>\w+)`")
+
+
+class TextPart(msgspec.Struct, tag="text", tag_field="type"):
+    """A part of a message; other kinds are refused."""
+
+    text: str
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -103,75 +110,82 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
 class ChatBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     n: Positive = 1
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     """0 and -1 both mean all, as the inference servers have it."""
     max_tokens: Positive | None = None
-    stop: StopText | StopTexts | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stream: bool = False
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     tools: list[DeclaredTool] = []
-    tool_choice: ToolChoice = "auto"
+    tool_choice: Literal["auto", "none"] = "auto"
     """The model cannot be forced to call a tool."""
     max_completion_tokens: Positive | None = None
     logprobs: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class ChatFormat:
-    """See `server.WireFormat`."""
+class ChatCall:
+    """One call: its body as a request, and the completion as its reply or as the events of its stream. Of a
+    stream `begin` comes first, then `delta` for text on the way, then `finish`."""
 
-    def __init__(self, given: dict[str, Any], template: ChatTemplate, most: int) -> None:
+    def __init__(self, given: Mapping[str, Any], template: ChatTemplate, most: int) -> None:
         """At most `most` answers may be asked for. Raises `ApiError`."""
-        body = read(given, ChatBody, harmless=HARMLESS, neutral=NEUTRAL)
+        body = read(given)
         if body.n > most:
             raise bad("n", f"n must be an integer from 1 to {most}")
         if clash := TEMPLATE_OWN & set(body.chat_template_kwargs):
             raise bad("chat_template_kwargs", f"{sorted(clash)[0]} is not for the caller to set")
-        top_k = None if body.top_k is None else max(0, body.top_k)
-        most_tokens = body.max_completion_tokens or body.max_tokens
         tools = [_declared(tool.function) for tool in body.tools]
+        stop = (body.stop,) if isinstance(body.stop, str) else None if body.stop is None else tuple(body.stop)
         self.request = CompletionRequest(
             Conversation(_messages(body.messages), tools, body.chat_template_kwargs),
-            SamplingOverrides(body.temperature, body.top_p, top_k, most_tokens, stops(body.stop), body.seed),
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=None if body.top_k is None else max(0, body.top_k),
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            stop=stop,
+            seed=body.seed,
             n=body.n,
             parse_tools=body.tool_choice == "auto",
         )
         self.stream = body.stream
         self._body = body
         self._template = template
+        self._id = f"chatcmpl-{secrets.token_hex(12)}"
+        self._created_s = int(time.time())
 
     def reply(self, completion: CompletionResult) -> dict[str, Any]:
         choices = [self._choice(index, choice) for index, choice in enumerate(completion.choices)]
         return {**self._heading("chat.completion"), "choices": choices, "usage": usage(completion)}
 
-    def begin(self, prompt_tokens: int) -> Iterator[bytes]:
-        for index in range(self.request.n):
-            yield self._chunk(_delta(index, {"role": "assistant", "content": "", "refusal": None}))
+    def begin(self) -> bytes:
+        opening = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(self._chunk(_delta(index, opening)) for index in range(self.request.n))
 
-    def delta(self, index: int, text: str) -> Iterator[bytes]:
-        yield self._chunk(_delta(index, {"content": text}))
+    def delta(self, index: int, text: str) -> bytes:
+        return self._chunk(_delta(index, {"content": text}))
 
-    def finish(self, completion: CompletionResult, rests: Sequence[str]) -> Iterator[bytes]:
+    def finish(self, completion: CompletionResult, rests: Sequence[str]) -> bytes:
+        """`rests` is what each answer's text has beyond its deltas."""
+        events = []
         for index, (choice, rest) in enumerate(zip(completion.choices, rests, strict=True)):
             if rest:
-                yield from self.delta(index, rest)
+                events.append(self.delta(index, rest))
             for i, call in enumerate(_called(choice)):
-                yield self._chunk(_delta(index, {"tool_calls": [{"index": i, **call}]}))
+                events.append(self._chunk(_delta(index, {"tool_calls": [{"index": i, **call}]})))
             ending = {"finish_reason": _finish_reason(choice), "logprobs": self._token_logprobs(choice)}
-            yield self._chunk(_delta(index, {}) | ending)
+            events.append(self._chunk(_delta(index, {}) | ending))
         if self._body.stream_options.include_usage:
             heading = self._heading("chat.completion.chunk")
-            yield server_sent({**heading, "choices": [], "usage": usage(completion)})
-        yield b"data: [DONE]\n\n"
+            events.append(server_sent({**heading, "choices": [], "usage": usage(completion)}))
+        return b"".join([*events, b"data: [DONE]\n\n"])
 
     def _heading(self, kind: str) -> dict[str, Any]:
-        request = self.request
-        name = f"chatcmpl-{request.id}"
-        return {"id": name, "object": kind, "created": request.created_s, "model": self._body.model}
+        return {"id": self._id, "object": kind, "created": self._created_s, "model": self._body.model}
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         return server_sent({**self._heading("chat.completion.chunk"), "choices": [choice]})
@@ -197,6 +211,49 @@ class ChatFormat:
         return {"content": content, "refusal": None}
 
 
+def read(given: Mapping[str, Any]) -> ChatBody:
+    """A field that is null is not there; those of `HARMLESS` say nothing about the answer; those of `NEUTRAL`
+    may have these values, which ask for nothing. Raises `ApiError` with the field that is to blame."""
+    kept = {}
+    for name, value in given.items():
+        if value is None or name in HARMLESS:
+            continue
+        options = NEUTRAL.get(name)
+        if options is None:
+            kept[name] = value
+        # True == 1 in Python, but not in JSON.
+        elif not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in options):
+            allowed = " or ".join(json.dumps(one) for one in options)
+            raise unsupported(name, f"leave it out, or set it to {allowed}" if allowed else "leave it out")
+    if isinstance(messages := kept.get("messages"), list):
+        kept["messages"] = [_without_nulls(message) for message in messages]
+    try:
+        return msgspec.convert(kept, ChatBody)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error)) from None
+
+
+def _without_nulls(message: Any) -> Any:
+    """Clients send every field of an answer back to us, most of them null."""
+    if not isinstance(message, dict):
+        return message
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def _refusal(error: str) -> ApiError:
+    found = PATH.fullmatch(error)
+    assert found is not None
+    problem, path = found["problem"], re.sub(r"^\[\.\.\.\]", "", found["path"] or "")
+    code = None
+    if named := NAMED.match(problem):
+        path = f"{path}.{named['name']}".lstrip(".")
+        if "unknown" in problem:
+            code, problem = "unknown_parameter", f"unknown field {path}"
+    elif "Invalid" in problem:
+        code, problem = "unsupported_parameter", f"{path} is not supported: {problem}"
+    return bad(path.partition("[")[0] if path.startswith("stop") else path, problem, code=code)
+
+
 def _declared(function: ToolFunction) -> dict[str, Any]:
     """A tool as chat templates take it."""
     parameters = function.parameters
@@ -213,7 +270,7 @@ def _messages(given: list[ChatMessage]) -> list[Message]:
         role = "system" if message.role == "developer" else message.role
         if message.content is None and role != "assistant":
             raise bad(f"messages[{i}].content", f"a message of role {role!r} must have content")
-        made: Message = {"role": role, "content": joined(message.content)}
+        made: Message = {"role": role, "content": _text(message.content)}
         if message.name is not None:
             made["name"] = message.name
         if role == "assistant" and message.tool_calls:
@@ -223,9 +280,16 @@ def _messages(given: list[ChatMessage]) -> list[Message]:
             if message.tool_call_id is None:
                 raise bad(f"messages[{i}].tool_call_id", "the answer of a tool must have a tool_call_id")
             made["tool_call_id"] = message.tool_call_id
-            name_result(made, names)
+            if message.tool_call_id in names:
+                made.setdefault("name", names[message.tool_call_id])  # some templates show it
         messages.append(made)
     return messages
+
+
+def _text(content: str | Sequence[TextPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
 
 
 def _tool_call(call: MessageToolCall) -> dict[str, Any]:
@@ -260,3 +324,8 @@ def _finish_reason(choice: SampledChoice) -> str:
 def usage(completion: CompletionResult) -> dict[str, Any]:
     prompt, sampled = completion.prompt_tokens, completion.completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def server_sent(data: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + encoded(data) + b"\n\n"

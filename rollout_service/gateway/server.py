@@ -24,7 +24,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from areal_async.config.rollout import GatewaySection
@@ -40,48 +40,31 @@ from areal_async.runtime.http_server import (
 from areal_async.runtime.log import get_logger
 from areal_async.trajectory import EpisodeBuilder
 from rollout_service import metrics
-from rollout_service.gateway.anthropic import MessagesFormat
 from rollout_service.gateway.conversation import ConversationTree
-from rollout_service.gateway.openai import ChatFormat
+from rollout_service.gateway.openai import ChatCall, server_sent
 from rollout_service.gateway.requests import (
     ApiError,
     GatewayError,
     Ids,
-    Style,
     check_json,
     encoded,
-    server_sent,
     too_deep,
 )
-from rollout_service.gateway.session import ENDED, CallStream, GatewayCall, Session
+from rollout_service.gateway.session import ENDED, GatewayCall, Pieces, Session
 from rollout_service.gateway.template import ChatTemplate
 
-WireFormat = ChatFormat | MessagesFormat
-"""One call in the words of one API: its body as a request, and the completion as its reply or as the events
-of its stream. Of a stream `begin` comes first, then `delta` for text on the way, then `finish` with what each
-answer's text has beyond its deltas."""
 MODEL_ID = "policy"
-SERVED = ("/v1/chat/completions", "/v1/messages", "/v1/models")
+SERVED = ("/v1/chat/completions", "/v1/models")
 
 
 def make_app(gateway: Gateway) -> Starlette:
-    """The ASGI application. Each route exists twice: the second has the API key in its path."""
+    """The ASGI application."""
     pages = Pages(gateway)
-
-    def calls(path: str, kind: Callable[[dict[str, Any], ChatTemplate, int], WireFormat]) -> Route:
-        async def endpoint(request: Request) -> Response:
-            return await pages.call(request, kind)
-
-        return Route(path, endpoint, methods=["POST"])
-
-    routes = [
-        calls("/v1/chat/completions", ChatFormat),
-        calls("/v1/messages", MessagesFormat),
-        Route("/v1/messages/count_tokens", pages.count_tokens, methods=["POST"]),
-        Route("/v1/models", pages.models, methods=["GET"]),
-    ]
     return Starlette(
-        routes=[*routes, Mount("/session/{key}", routes=routes)],
+        routes=[
+            Route("/v1/chat/completions", pages.call, methods=["POST"]),
+            Route("/v1/models", pages.models, methods=["GET"]),
+        ],
         exception_handlers={ApiError: refused, HTTPException: no_route, Exception: broken},
     )
 
@@ -90,18 +73,11 @@ class Pages:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    async def call(
-        self, request: Request, kind: Callable[[dict[str, Any], ChatTemplate, int], WireFormat]
-    ) -> Response:
-        """A call in the words of `kind`, whole or streamed."""
+    async def call(self, request: Request) -> Response:
+        """A call, whole or streamed."""
         session, body = await self._read(request)
-        form = kind(body, session.tree.template, self._gateway.section.max_calls)
-        return await (self._streamed if form.stream else self._whole)(request, session, form)
-
-    async def count_tokens(self, request: Request) -> Response:
-        session, body = await self._read(request)
-        form = MessagesFormat(body, session.tree.template, 1, counting=True)
-        return JSONResponse({"input_tokens": session.count_tokens(form.request)})
+        call = ChatCall(body, session.tree.template, self._gateway.section.max_calls)
+        return await (self._streamed if call.stream else self._whole)(request, session, call)
 
     async def models(self, request: Request) -> Response:
         """Whatever an agent calls its model, it is the policy."""
@@ -111,11 +87,8 @@ class Pages:
     # --- one call ------------------------------------------------------------------------------------
 
     def _session(self, request: Request) -> Session:
-        key = request.path_params.get("key") or request.headers.get("x-api-key")
-        if not key:
-            scheme, _, token = request.headers.get("authorization", "").partition(" ")
-            key = token.strip() if scheme.lower() == "bearer" else ""
-        return self._gateway.find(key)
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        return self._gateway.find(token.strip() if scheme.lower() == "bearer" else "")
 
     async def _read(self, request: Request) -> tuple[Session, dict[str, Any]]:
         session = self._session(request)
@@ -143,8 +116,8 @@ class Pages:
             raise ApiError(400, "the body must be a JSON object")
         return session, body
 
-    async def _whole(self, request: Request, session: Session, form: WireFormat) -> Response:
-        task = session.start(form.request)
+    async def _whole(self, request: Request, session: Session, asked: ChatCall) -> Response:
+        task = session.start(asked.request)
         gone = asyncio.ensure_future(_gone(request))
         try:
             await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -155,7 +128,7 @@ class Pages:
             gone.cancel()
             await _let_go(task)
         # It is made into bytes here: what cannot be sent is not recorded.
-        content = encoded(form.reply(call.completion))
+        content = encoded(asked.reply(call.completion))
         return WholeReply(content, partial(self._sent, request, session, call))
 
     async def _sent(self, request: Request, session: Session, call: GatewayCall) -> None:
@@ -166,12 +139,12 @@ class Pages:
         else:
             metrics.GATEWAY_CALLS.labels("abandoned").inc()
 
-    async def _streamed(self, request: Request, session: Session, form: WireFormat) -> Response:
+    async def _streamed(self, request: Request, session: Session, asked: ChatCall) -> Response:
         """Nothing is sent before something is sampled: until then an error still has its status."""
-        stream = CallStream()
-        task = session.start(form.request, stream)
+        pieces: Pieces = asyncio.Queue()
+        task = session.start(asked.request, pieces)
         gone = asyncio.ensure_future(_gone(request))
-        first = asyncio.ensure_future(stream.first())
+        first = asyncio.ensure_future(pieces.get())
         try:
             await asyncio.wait((task, gone, first), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -185,33 +158,24 @@ class Pages:
         finally:
             gone.cancel()
             first.cancel()
-        texts = [session.stream_text(form.request) for _ in range(form.request.n)]
+        texts = [session.stream_text(asked.request) for _ in range(asked.request.n)]
 
         async def body() -> AsyncIterator[bytes]:
-            if first.done() and not first.cancelled():
-                prompt_tokens, piece = first.result()
-                for part in form.begin(prompt_tokens):
-                    yield part
-                following: tuple[int, Ids] | None = piece
-                while following is not None:
-                    index, ids = following
-                    if text := texts[index].grow(ids):
-                        for part in form.delta(index, text):
-                            yield part
-                    following = await stream.next(task)
-                try:
-                    call = _outcome(task)
-                except ApiError as error:
-                    style = style_of(request)
-                    yield server_sent(error.body(style), "error" if style == "anthropic" else "")
-                    return
-            else:
-                call = task.result()
-                for part in form.begin(call.completion.prompt_tokens):
-                    yield part
+            yield asked.begin()
+            piece = first.result() if first.done() and not first.cancelled() else None
+            while piece is not None:
+                index, ids = piece
+                if text := texts[index].grow(ids):
+                    yield asked.delta(index, text)
+                piece = await _next(pieces, task)
+            try:
+                call = _outcome(task)
+            except ApiError as error:
+                yield server_sent(error.body())
+                return
             pairs = zip(texts, call.completion.choices, strict=True)
             rests = [text.rest(choice.content) for text, choice in pairs]
-            yield b"".join(form.finish(call.completion, rests))
+            yield asked.finish(call.completion, rests)
             await self._sent(request, session, call)
 
         return EventStream(body(), lambda: _let_go(task))
@@ -261,29 +225,32 @@ def _outcome(task: asyncio.Task[GatewayCall]) -> GatewayCall:
     return task.result()
 
 
+async def _next(pieces: Pieces, task: asyncio.Task[GatewayCall]) -> tuple[int, Ids] | None:
+    """What was sampled next; None when the call has ended and all of it was told."""
+    getting = asyncio.ensure_future(pieces.get())
+    try:
+        await asyncio.wait((getting, task), return_when=asyncio.FIRST_COMPLETED)
+        return getting.result() if getting.done() else None
+    finally:
+        getting.cancel()
+
+
 async def _gone(request: Request) -> None:
     """Returns when the client has closed the connection. The body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-# --- either API's words ------------------------------------------------------------------------------
-
-
-def style_of(request: Request) -> Style:
-    path = request.url.path
-    anthropic_call = "/v1/messages" in path or "anthropic-version" in request.headers
-    return "anthropic" if anthropic_call else "openai"
+# --- refusals ----------------------------------------------------------------------------------------
 
 
 async def refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    style = style_of(request)
     count(request, error.status)
     kind = f"call refused with {error.status}"
     connection_of(request).fault(kind, path=route(request), reason=error.message)
     headers = {"retry-after": "1"} if error.status == 429 else None
-    return JSONResponse(error.body(style), error.status_in(style), headers)
+    return JSONResponse(error.body(), error.status, headers)
 
 
 async def no_route(request: Request, error: Exception) -> Response:
@@ -300,9 +267,9 @@ async def broken(request: Request, error: Exception) -> Response:
 
 
 def route(request: Request) -> str:
-    """The path without a key in it: keys stay out of logs and errors."""
+    """The path, if it can hold no key: keys stay out of logs and errors."""
     path = request.url.path
-    return "/v1/" + path.partition("/v1/")[2] if "/v1/" in path else "this path"
+    return path if path.startswith("/v1/") else "this path"
 
 
 def count(request: Request, status: int) -> None:

@@ -11,7 +11,6 @@ import asyncio
 import secrets
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -71,35 +70,8 @@ class GatewayCall:
     sampled: list[_SampledAnswer]
 
 
-class CallStream:
-    """What a call tells on its way, for the one client that streams it: the number of prompt tokens, then
-    the index and the newest ids of an answer, again and again."""
-
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[tuple[int, Ids] | int] = asyncio.Queue()
-
-    def started(self, prompt_tokens: int) -> None:
-        self._queue.put_nowait(prompt_tokens)
-
-    def sampled(self, index: int, ids: Ids) -> None:
-        self._queue.put_nowait((index, ids))
-
-    async def first(self) -> tuple[int, tuple[int, Ids]]:
-        """Number of prompt tokens, and what was sampled first."""
-        prompt_tokens = 0
-        while isinstance(item := await self._queue.get(), int):
-            prompt_tokens = item
-        return prompt_tokens, item
-
-    async def next(self, task: asyncio.Task[GatewayCall]) -> tuple[int, Ids] | None:
-        """What was sampled next; None when the call has ended and all of it was told."""
-        getting = asyncio.ensure_future(self._queue.get())
-        try:
-            await asyncio.wait((getting, task), return_when=asyncio.FIRST_COMPLETED)
-            item = getting.result() if getting.done() else None
-            return item if isinstance(item, tuple) else None
-        finally:
-            getting.cancel()
+Pieces = asyncio.Queue[tuple[int, Ids]]
+"""The index and the newest ids of an answer, again and again, for the one client that streams it."""
 
 
 class Session:
@@ -138,20 +110,6 @@ class Session:
         return f"{self.origin}/v1"
 
     @property
-    def anthropic_base_url(self) -> str:
-        return self.origin
-
-    @property
-    def keyed_openai_base_url(self) -> str:
-        """The address for an agent whose API key cannot be changed: the key is in the path, and any other is
-        ignored."""
-        return f"{self.keyed_anthropic_base_url}/v1"
-
-    @property
-    def keyed_anthropic_base_url(self) -> str:
-        return f"{self.origin}/session/{self.api_key}"
-
-    @property
     def builder(self) -> EpisodeBuilder:
         """The episode, for rewards, anchors, metadata and texts."""
         return self._episode.builder
@@ -163,13 +121,11 @@ class Session:
 
     # --- for the server ------------------------------------------------------------------------------
 
-    def start(
-        self, asked: CompletionRequest, listener: CallStream | None = None
-    ) -> asyncio.Task[GatewayCall]:
-        """The task that answers `asked`, to be cancelled when the caller is gone. `listener` hears of it on
-        its way. Raises `ApiError`."""
+    def start(self, asked: CompletionRequest, pieces: Pieces | None = None) -> asyncio.Task[GatewayCall]:
+        """The task that answers `asked`, to be cancelled when the caller is gone. `pieces` gets what is
+        sampled on its way. Raises `ApiError`."""
         self.check_open()
-        task = asyncio.ensure_future(self._answered(asked, listener))
+        task = asyncio.ensure_future(self._answered(asked, pieces))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -178,13 +134,9 @@ class Session:
         if self._ended:
             raise ApiError(401, ENDED, code="invalid_api_key")
 
-    def count_tokens(self, asked: CompletionRequest) -> int:
-        """Tokens that the engine would be given for `asked`. Raises `ApiError`."""
-        return len(self.tree.plan(asked.prompt).ids)
-
     def stream_text(self, asked: CompletionRequest) -> StreamedText:
         """What may be told of an answer to `asked` while it is sampled."""
-        stop = self._episode.sampling.stop if asked.overrides.stop is None else asked.overrides.stop
+        stop = self._episode.sampling.stop if asked.stop is None else asked.stop
         template = self.tree.template
         return StreamedText(template, stop, MARKERS[template.format] if asked.parse_tools else ())
 
@@ -204,7 +156,7 @@ class Session:
 
     # --- a call --------------------------------------------------------------------------------------
 
-    async def _answered(self, asked: CompletionRequest, listener: CallStream | None) -> GatewayCall:
+    async def _answered(self, asked: CompletionRequest, pieces: Pieces | None) -> GatewayCall:
         n = asked.n
         if self.running + n > self._section.max_calls:
             raise ApiError(
@@ -216,7 +168,7 @@ class Session:
         self.running += n
         try:
             async with asyncio.timeout(self._section.call_timeout_s):
-                return await self._sampled(asked, listener)
+                return await self._sampled(asked, pieces)
         except TimeoutError:
             raise ApiError(
                 504,
@@ -232,7 +184,7 @@ class Session:
         finally:
             self.running -= n
 
-    async def _sampled(self, asked: CompletionRequest, listener: CallStream | None) -> GatewayCall:
+    async def _sampled(self, asked: CompletionRequest, pieces: Pieces | None) -> GatewayCall:
         plan = self.tree.plan(asked.prompt)
         if len(plan.ids) >= self._max_model_len:
             raise bad(
@@ -242,10 +194,8 @@ class Session:
                 code="context_length_exceeded",
             )
         samplings = self._sampling(asked)
-        if listener is not None:
-            listener.started(len(plan.ids))
         results = await every(
-            [self._one(plan, sampling, index, listener) for index, sampling in enumerate(samplings)]
+            [self._one(plan, sampling, index, pieces) for index, sampling in enumerate(samplings)]
         )
         if any(result.finish_reason == "abort" for result in results):
             raise ApiError(503, "the engine ended the request", code="engine_unavailable")
@@ -255,32 +205,32 @@ class Session:
         return GatewayCall(CompletionResult(len(plan.ids), choices), plan, sampled)
 
     async def _one(
-        self, plan: CallPlan, sampling: Sampling, index: int, listener: CallStream | None
+        self, plan: CallPlan, sampling: Sampling, index: int, pieces: Pieces | None
     ) -> GenerateResult:
         number, self.tree.requests = self.tree.requests, self.tree.requests + 1
         request = self._episode.request(f"gateway-{number}", plan.ids, sampling)
         engine = self._episode.engine
-        if listener is None:
+        if pieces is None:
             return await engine.generate(request)
-        return await engine.generate(request, partial(listener.sampled, index))
+        return await engine.generate(request, lambda ids: pieces.put_nowait((index, ids)))
 
     def _sampling(self, asked: CompletionRequest) -> list[Sampling]:
         """Parameters of each of the answers asked for. Raises `ApiError` for what must not be trained on."""
-        overrides, job, episode = asked.overrides, self._episode.sampling, self._episode
+        job, episode = self._episode.sampling, self._episode
         changes: dict[str, Any] = {}
         if self._section.sampling == "agent":
-            named = {"temperature": overrides.temperature, "top_p": overrides.top_p, "top_k": overrides.top_k}
+            named = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
             changes = {name: value for name, value in named.items() if value is not None}
             if self._trains:
                 _check_trainable(changes)
-        if overrides.stop is not None:
-            changes["stop"] = overrides.stop
-        if overrides.max_tokens is not None:
-            changes["max_new_tokens"] = min(overrides.max_tokens, job.max_new_tokens)
+        if asked.stop is not None:
+            changes["stop"] = asked.stop
+        if asked.max_tokens is not None:
+            changes["max_new_tokens"] = min(asked.max_tokens, job.max_new_tokens)
         number = CALLS_FROM + self.tree.requests
-        if overrides.seed is not None:
+        if asked.seed is not None:
             # The episode's own seed stays part of it: the samples of a group must differ.
-            number = (1 << 63) + overrides.seed % (1 << 63)
+            number = (1 << 63) + asked.seed % (1 << 63)
         base = call_seed(episode.seed, episode.sample, episode.attempt, number)
         return [
             msgspec.structs.replace(job, **changes, seed=call_seed(base, choice, 0, 0))
@@ -292,19 +242,17 @@ class Session:
         template, ids = self.tree.template, result.token_ids
         end = template.end_of(ids, result.finish_reason)
         body = template.body(ids[:-1] if end else ids)
-        stops = [(at, stop) for stop in sampling.stop if (at := body.find(stop)) >= 0]
-        stopped = min(stops)[1] if stops and result.finish_reason == "stop" and not end else None
         content, called = result.text, tuple[ParsedCall, ...]()
         if asked.parse_tools:
-            parsed = parse(body[: min(stops)[0]] if stops else body, template.format, asked.prompt.tools)
+            cut = min((at for stop in sampling.stop if (at := body.find(stop)) >= 0), default=None)
+            parsed = parse(body[:cut], template.format, asked.prompt.tools)
             if parsed.calls:
                 content, called = parsed.text if parsed.text.strip() else "", parsed.calls
         written = tuple((call.name, canonical(call.arguments)) for call in called)
         calls = tuple(
-            ToolCall(asked.tool_id_prefix + secrets.token_hex(12), name, arguments)
-            for name, arguments in written
+            ToolCall(f"call_{secrets.token_hex(12)}", name, arguments) for name, arguments in written
         )
-        choice = SampledChoice(content, calls, result.finish_reason, stopped, ids, result.logprobs)
+        choice = SampledChoice(content, calls, result.finish_reason, ids, result.logprobs)
         return _SampledAnswer(
             sampling, result, SampledText(template.decode(ids), content, written, end), choice
         )

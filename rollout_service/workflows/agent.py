@@ -60,8 +60,6 @@ class AgentWorkflow:
         """Folder in which `command` runs; the worker's own when it is left out."""
         timeout_s: float = Field(default=600.0, gt=0)
         """Deadline of one episode; past it the agent is ended and the episode fails."""
-        keyed_url: bool = False
-        """Give `command` base URLs that hold the API key, for an agent whose key cannot be changed."""
 
         @model_validator(mode="after")
         def _one_of_them(self) -> Self:
@@ -89,8 +87,8 @@ class AgentWorkflow:
                 ) from None
             if not session.calls:
                 raise AgentError(
-                    "the agent ended without a call to the model. Does it use session.openai_base_url or "
-                    "session.anthropic_base_url (a command: OPENAI_BASE_URL, ANTHROPIC_BASE_URL)?"
+                    "the agent ended without a call to the model. Does it use session.openai_base_url "
+                    "(a command: OPENAI_BASE_URL)?"
                 )
         if answer is not None:
             ctx.builder.text(response=answer if isinstance(answer, str) else json.dumps(answer, default=str))
@@ -109,19 +107,15 @@ def _load(name: str) -> Agent:
     return agent
 
 
-def environment_of(session: Session, *, keyed_url: bool = False) -> dict[str, str]:
-    """Where clients of either API look for the address and the key, beside this process's own variables."""
-    keyed = keyed_url
-    openai = session.keyed_openai_base_url if keyed else session.openai_base_url
+def environment_of(session: Session) -> dict[str, str]:
+    """Where clients look for the address and the key, beside this process's own variables."""
     # A proxy for the world outside must not be asked for this machine.
     direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1", "::1", "localhost")))
     return {
         **os.environ,
-        "OPENAI_BASE_URL": openai,
-        "OPENAI_API_BASE": openai,
+        "OPENAI_BASE_URL": session.openai_base_url,
+        "OPENAI_API_BASE": session.openai_base_url,
         "OPENAI_API_KEY": session.api_key,
-        "ANTHROPIC_BASE_URL": session.keyed_anthropic_base_url if keyed else session.anthropic_base_url,
-        "ANTHROPIC_API_KEY": session.api_key,
         "NO_PROXY": direct,
         "no_proxy": direct,
     }
@@ -129,7 +123,7 @@ def environment_of(session: Session, *, keyed_url: bool = False) -> dict[str, st
 
 def _command(arguments: AgentWorkflow.Arguments) -> Agent:
     assert arguments.command is not None
-    command, cwd, keyed = arguments.command, arguments.cwd, arguments.keyed_url
+    command, cwd = arguments.command, arguments.cwd
 
     async def run(session: Session, task: Task) -> str:
         # Files and no pipes: what it leaves behind may hold them open, and nobody waits for that.
@@ -143,7 +137,7 @@ def _command(arguments: AgentWorkflow.Arguments) -> Agent:
                     stdout=answer,
                     stderr=complaints,
                     cwd=cwd,
-                    env=environment_of(session, keyed_url=keyed),
+                    env=environment_of(session),
                     start_new_session=True,
                 )
             except OSError as error:

@@ -1,11 +1,10 @@
-"""Two agents as one would write them for OpenAI and Anthropic, and what must be known of them afterwards."""
+"""An agent as one would write it for OpenAI, and what must be known of it afterwards."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-import anthropic
 import numpy as np
 import openai
 
@@ -80,36 +79,6 @@ async def with_openai(session: Any, *, stream: bool) -> None:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": value})
             if not message.tool_calls:
                 messages.append({"role": "user", "content": "Use the tool."})
-
-
-async def with_anthropic(session: Any, *, stream: bool) -> None:
-    """The same for Anthropic."""
-    tools: Any = [{"name": "add", "description": "Adds.", "input_schema": PARAMETERS}]
-    messages: list[Any] = [{"role": "user", "content": "1+2?"}]
-    async with anthropic.AsyncAnthropic(
-        base_url=session.anthropic_base_url, api_key=session.api_key
-    ) as client:
-        for _ in range(TURNS):
-            asked: dict[str, Any] = {
-                "model": "claude-x",
-                "system": "Add.",
-                "messages": messages,
-                "tools": tools,
-                "max_tokens": ANSWER,
-            }
-            if stream:
-                async with client.messages.stream(**asked) as events:
-                    message = await events.get_final_message()
-            else:
-                message = await client.messages.create(**asked)
-            messages.append({"role": "assistant", "content": message.content})
-            results = [
-                {"type": "tool_result", "tool_use_id": block.id, "content": tool(block.name, block.input)}
-                for block in message.content
-                if block.type == "tool_use"
-            ]
-            assert bool(results) == (message.stop_reason == "tool_use")
-            messages.append({"role": "user", "content": results or "Use the tool."})
 
 
 def assert_a_tool_agent_was_recorded(episode: Any, log: list[Any]) -> None:

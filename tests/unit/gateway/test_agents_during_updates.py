@@ -24,7 +24,6 @@ from tests.unit.gateway.agents import (
     assert_a_tool_agent_was_recorded,
     called_a_tool,
     spans_an_update,
-    with_anthropic,
     with_openai,
 )
 from tests.unit.gateway.fakes import (
@@ -81,10 +80,7 @@ async def updated(folder: Path) -> AsyncIterator[Logged]:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("agent", [with_openai, with_anthropic])
-async def test_the_rows_of_a_tool_agent_are_the_engines_ids(
-    agent: Any, stream: bool, chat_model: Path
-) -> None:
+async def test_the_rows_of_a_tool_agent_are_the_engines_ids(stream: bool, chat_model: Path) -> None:
     tokenizer = make_tokenizer()
     async with (
         updated(chat_model) as engine,
@@ -92,7 +88,7 @@ async def test_the_rows_of_a_tool_agent_are_the_engines_ids(
     ):
         ctx.sampling = ctx.sampling.__class__(max_new_tokens=ANSWER)
         async with ctx.gateway() as session:
-            await agent(session, stream=stream)
+            await with_openai(session, stream=stream)
         engine.assert_told_all_along(TURNS if stream else 0)
         episode, log = ctx.builder.build(), engine.log
     assert_a_tool_agent_was_recorded(episode, log)

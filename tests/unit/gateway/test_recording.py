@@ -9,7 +9,6 @@ import socket
 import struct
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -26,8 +25,7 @@ from tests.unit.gateway.fakes import (
 
 pytestmark = pytest.mark.anyio
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
-OPENAI_TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-ANTHROPIC_TOOL: Any = {"name": "add", "input_schema": {"type": "object"}}
+TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 BROKEN = {
     "half a surrogate pair in an argument": '{"name": "add", "arguments": {"a": "\\ud800"}}',
@@ -52,29 +50,22 @@ async def test_a_tool_call_that_no_reply_could_carry_is_text(
 ) -> None:
     said = f"<tool_call>{BROKEN[what]}</tool_call>"
 
-    talks = engine(tokenizer, [said + "{END}"] * 2)
+    talks = engine(tokenizer, [said + "{END}"])
     async with serving(talks, tokenizer) as (gateway, _, _session):
         ctx = make_context(talks, tokenizer, gateway, max_new_tokens=10_000)
         async with ctx.gateway() as session:
-            one = openai.AsyncOpenAI(base_url=session.openai_base_url, api_key=session.api_key, max_retries=0)
-            other = anthropic.AsyncAnthropic(
-                base_url=session.anthropic_base_url, api_key=session.api_key, max_retries=0
+            client = openai.AsyncOpenAI(
+                base_url=session.openai_base_url, api_key=session.api_key, max_retries=0
             )
-            chat = {**CHAT, "tools": [OPENAI_TOOL]}
-            message = {**CHAT, "tools": [ANTHROPIC_TOOL], "max_tokens": 10_000}
+            asked = {**CHAT, "tools": [TOOL]}
             if stream:
-                async with one.chat.completions.stream(**chat) as chunks:
-                    first = (await chunks.get_final_completion()).choices[0]
-                async with other.messages.stream(**message) as events:
-                    second = await events.get_final_message()
+                async with client.chat.completions.stream(**asked) as chunks:
+                    choice = (await chunks.get_final_completion()).choices[0]
             else:
-                first = (await one.chat.completions.create(**chat)).choices[0]
-                second = await other.messages.create(**message)
-            assert (first.message.content, first.finish_reason) == (said, "stop")
-            assert not first.message.tool_calls
-            assert [block.text for block in second.content] == [said]
-            assert second.stop_reason == "end_turn"
-            assert session.calls == 2
+                choice = (await client.chat.completions.create(**asked)).choices[0]
+            assert (choice.message.content, choice.finish_reason) == (said, "stop")
+            assert not choice.message.tool_calls
+            assert session.calls == 1
         episode, log = ctx.builder.build(), talks.log
     assert_recorded_is_what_the_engine_said(episode, log)
 
@@ -91,7 +82,7 @@ async def test_so_it_is_in_every_family(what: str, template: str, before: str) -
     async with serving(engine, tokenizer) as (gateway, _, _session):
         ctx = make_context(engine, tokenizer, gateway, max_new_tokens=10_000)
         async with ctx.gateway() as session, client_of(session) as http:
-            reply = await http.post("/v1/chat/completions", json={**CHAT, "tools": [OPENAI_TOOL]})
+            reply = await http.post("/v1/chat/completions", json={**CHAT, "tools": [TOOL]})
             assert reply.status_code == 200
             assert reply.json()["choices"][0]["message"]["content"] == said
             assert session.calls == 1
@@ -139,15 +130,14 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize("what", NESTED)
 async def test_a_request_that_cannot_be_carried_is_a_sentence(
-    what: str, path: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
+    what: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(Scripted(tokenizer), tokenizer) as (_, _ctx, session), client_of(session) as http:
-        reply = await http.post(path, content=NESTED[what])
+        reply = await http.post("/v1/chat/completions", content=NESTED[what])
         # Arguments are text to the API: what is no JSON in them is shown to the model as it is.
-        assert reply.status_code == (200 if "arguments" in what and "chat" in path else 400)
+        assert reply.status_code == (200 if "arguments" in what else 400)
         if reply.status_code == 400:
             assert len(reply.json()["error"]["message"]) < 300
         assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
