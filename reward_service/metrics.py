@@ -58,9 +58,6 @@ RENEWED = Counter("areal_reward_workers_renewed", "Scoring processes renewed bet
 OVERDUE = Counter(
     "areal_reward_overdue_calls", "Calls that a remote reward or a model never answered.", ["reward"]
 )
-CACHE = Counter(
-    "areal_reward_cache_lookups", "Looked up in a reward's cache: hit or miss.", ["reward", "outcome"]
-)
 
 
 _kinds: dict[str, set[str]] = defaultdict(set)

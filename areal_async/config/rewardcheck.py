@@ -2,9 +2,9 @@
 is started.
 
 A built-in reward, or one of an installed package, says itself what it takes (`areal_async.registry`). It may
-also have `scopes`, what it judges; `check_call(arguments, timeout_s, field)`, which yields mistakes in how it
-is called; and `check_files(arguments, field)`, which yields mistakes in the files that its arguments name.
-A function of one's own is looked up in the syntax tree: nothing of the user's is run here.
+also have `scopes`, what it judges, and `check_files(arguments, field)`, which yields mistakes in the files
+that its arguments name. A function of one's own is looked up in the syntax tree: nothing of the user's is run
+here.
 """
 
 from __future__ import annotations
@@ -110,10 +110,7 @@ def _how_it_is_asked(reward: RewardSection) -> Iterator[Mistake]:
         if part is None:
             continue
         yield from _rewards_inside_fit(f"{field}.args", name, section.args)
-        deadline_s = section.timeout_s or reward.timeout_s
-        if (check := getattr(part, "check_call", None)) is not None:
-            yield from check(section.args, deadline_s, f"{field}.args")
-        yield from _budget_ends_first(field, section, deadline_s)
+        yield from _budget_ends_first(field, section, section.timeout_s or reward.timeout_s)
         if scope not in scopes_of(part) and scope == "group":
             problem = f"`{name}` judges one episode at a time, not the whole of a group"
             yield Mistake(f"{field}.scope", problem, "Set it to episode", (f"{field}.name",))

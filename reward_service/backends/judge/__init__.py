@@ -3,16 +3,13 @@ responses."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from areal_async.config.base import Section
-from areal_async.config.errors import Mistake
 from reward_service.backends import BackendReward
 
 TEMPLATE = """\
@@ -68,8 +65,6 @@ class JudgeArguments(Section):
     """Longest reply."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """Further fields of the request; a field set to null is left out."""
-    requests_per_minute: int | None = Field(default=None, ge=1)
-    """Most requests begun in any 60 seconds by one scoring process: they are spaced evenly, and more wait."""
     max_in_flight: int = Field(default=16, ge=1, le=65_536)
     """Most requests under way."""
     retries: int = Field(default=4, ge=0, le=1000)
@@ -77,8 +72,6 @@ class JudgeArguments(Section):
     connection, inside `reward.timeout_s`."""
     api_key_env: str = ""
     """Name of the environment variable that holds the key."""
-    cache_entries: int = Field(default=10_000, ge=0)
-    """Replies that are kept; 0: none. The same request is then answered without the server."""
 
     @field_validator("base_url")
     @classmethod
@@ -132,20 +125,3 @@ class JudgeReward(BackendReward):
 
     Arguments = JudgeArguments
     implementation = "reward_service.backends.judge.backend:Judge"
-
-    @classmethod
-    def check_call(cls, arguments: Mapping[str, Any], timeout_s: float, field: str) -> Iterator[Mistake]:
-        """A rate limit at which a call would have to wait longer than it may take."""
-        rate, votes = arguments.get("requests_per_minute"), arguments.get("votes", 1)
-        if not isinstance(rate, int) or not isinstance(votes, int) or rate < 1:
-            return
-        least_s = math.ceil(60 * votes / rate)
-        if least_s > timeout_s:
-            section = field.removesuffix(".args")
-            yield Mistake(
-                f"{field}.requests_per_minute",
-                f"{rate} with votes = {votes} lets a call begin every {least_s} s, which is longer than the "
-                f"{timeout_s:g} s that one may take (timeout_s)",
-                f"Set {section}.timeout_s to {least_s} or more, or ask for fewer votes",
-                (f"{section}.timeout_s", "reward.timeout_s"),
-            )

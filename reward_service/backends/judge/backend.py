@@ -1,25 +1,18 @@
 """The reward `judge`: a language model behind OpenAI-compatible servers grades the responses.
 
-Promises: every call gets its verdicts exactly once, within `timeout_s` of the moment its last request was let
-begin; a reply without a grade is a `Failure`, never a grade of 0; no 60 seconds hold more requests than
-`requests_per_minute`; at most `max_in_flight` requests are under way; equal requests under way are one; what
-waits, what is kept and what is read of an answer is bounded.
-
-Waiting for the rate limit is not part of a call's time: the call has not begun, and the buffer keeps its
-episode. Waiting as long as a server asks (Retry-After) is. Limits and cache belong to one scoring process.
+Promises: every call gets its verdicts exactly once, within `timeout_s` of the moment its last request got its
+turn; a reply without a grade is a `Failure`, never a grade of 0; at most `max_in_flight` requests are under
+way; what waits and what is read of an answer is bounded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any, Self
 
 import msgspec
@@ -47,30 +40,17 @@ from reward_service.sdk import RewardInput, RewardLoadError
 log = get_logger("judge")
 
 MAX_QUEUED = 8192
-START_LIMIT_S = 30.0
 START_PAUSE_S = 0.5
 GREETING = "1 + 1 ="
 """The request that shows at the start that a server answers. Not cut short: some servers refuse that."""
-MINUTE_S = 60.0
 
 Vote = float | Failure | Timeout
 
 
-class Flight:
-    """One request under way, for everyone who asks the same."""
-
-    def __init__(self) -> None:
-        self.begun_s: float | None = None
-        """When the rate limit let it begin."""
-        self.on_the_wire = False
-        self.trouble: Trouble | None = None
-        self.task: asyncio.Task[Vote]
-
-
 class Judge:
-    """A `ScoringBackend`; `spec.args` are `JudgeArguments`."""
+    """A `ScoringBackend`; `spec.args` are `JudgeArguments`. The start waits `start_s` for a first server."""
 
-    def __init__(self, spec: RewardSpec, section: RewardSection) -> None:
+    def __init__(self, spec: RewardSpec, section: RewardSection, *, start_s: float = 30.0) -> None:
         """Raises `RewardLoadError` for arguments that are wrong."""
         try:
             self._arguments = JudgeArguments.model_validate(spec.args)
@@ -79,43 +59,29 @@ class Judge:
         given = self._arguments
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
         self._timeout_s = spec.timeout_s
-        self._needed = given.votes // 2 + 1
+        self._start_s = start_s
         self._parse = Parser(given.parse, given.scale, given.grades)
-        self._label = spec.label
-        self._requests_per_s = (given.requests_per_minute or math.inf) / MINUTE_S
-        self._next_s = -math.inf
         rng = random.Random()
         self._servers = [ServerState(url, rng) for url in given.base_url]
         self._changed = asyncio.Event()
         self._slots = asyncio.Semaphore(given.max_in_flight)
-        self._kept: OrderedDict[bytes, float] = OrderedDict()
-        """Grades that are kept, by request: the one used last at the end."""
-        self._flights: dict[bytes, Flight] = {}
         self._waiting: asyncio.Queue[tuple[int, Call, OnVerdicts]] = asyncio.Queue(MAX_QUEUED)
         self._closed = False
         self._runners: list[asyncio.Task[None]] = []
         self._endpoint: Endpoint | None = None
-        self._call_s = 1.0
         self._requests_most = given.votes
         self._trouble: Trouble | None = None
         """The last one of any request, until a request succeeds."""
+        self.call_seconds = 1.0
 
     @property
     def capacity(self) -> int:
-        """As many as may be under way, and no more than the rate lets begin within one deadline."""
-        by_rate = self._requests_per_s * self._timeout_s
-        return max(1, math.floor(min(self._arguments.max_in_flight, by_rate) / self._requests_most))
+        return max(1, self._arguments.max_in_flight // self._requests_most)
 
     @property
     def alive(self) -> int:
         resting = isinstance(choose(self._servers, time.monotonic()), float)
         return 0 if resting or self.broken.done() or self._endpoint is None else self.capacity
-
-    @property
-    def call_seconds(self) -> float:
-        """What a call takes; more where the rate limit is what calls wait for."""
-        by_rate = self._requests_per_s / self._requests_most
-        return max(self._call_s, self.capacity / by_rate)
 
     async def __aenter__(self) -> Self:
         """Raises `RewardLoadError` when no server takes a request."""
@@ -128,23 +94,23 @@ class Judge:
             )
         self._endpoint = Endpoint(key)
         try:
-            await self._greet()
+            await self._greet(self._endpoint)
         except BaseException:
             await self._endpoint.close()
             self._endpoint = None
             raise
         self._runners = [
-            asyncio.create_task(self._run(), name="judge") for _ in range(self._arguments.max_in_flight)
+            asyncio.create_task(self._run(self._endpoint), name="judge")
+            for _ in range(self._arguments.max_in_flight)
         ]
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Ends what is under way; every call left gets its verdict."""
         self._closed = True
-        flights = [flight.task for flight in self._flights.values()]
-        for task in [*self._runners, *flights]:
-            task.cancel()
-        await asyncio.gather(*self._runners, *flights, return_exceptions=True)
+        for runner in self._runners:
+            runner.cancel()
+        await asyncio.gather(*self._runners, return_exceptions=True)
         self._refuse_waiting()
         if self._endpoint is not None:
             await self._endpoint.close()
@@ -165,12 +131,12 @@ class Judge:
             index, call, on_verdicts = self._waiting.get_nowait()
             on_verdicts(index, _closed(call), 0.0)
 
-    async def _greet(self) -> None:
+    async def _greet(self, endpoint: Endpoint) -> None:
         """One request to each server: key, model and path are right, and at least one answers."""
         body = self._body(GREETING, "", 0)
-        until_s = time.monotonic() + START_LIMIT_S
+        until_s = time.monotonic() + self._start_s
         while True:
-            found = await asyncio.gather(*(self._hello(server.url, body) for server in self._servers))
+            found = await asyncio.gather(*(self._hello(endpoint, one.url, body) for one in self._servers))
             troubles = [trouble for trouble in found if trouble is not None]
             for trouble in troubles:
                 if not trouble.passes:
@@ -188,69 +154,49 @@ class Judge:
                 raise RewardLoadError(f"the reward 'judge': {message}", may_pass=True)
             await asyncio.sleep(START_PAUSE_S)
 
-    async def _hello(self, url: str, body: bytes) -> Trouble | None:
-        assert self._endpoint is not None
+    async def _hello(self, endpoint: Endpoint, url: str, body: bytes) -> Trouble | None:
         try:
-            async with asyncio.timeout(START_LIMIT_S):
-                await self._endpoint.ask(url, body)
+            async with asyncio.timeout(self._start_s):
+                await endpoint.ask(url, body)
         except TimeoutError:
-            return Trouble("unreachable", f"{url} did not answer within {START_LIMIT_S:g} s", passes=True)
+            return Trouble("unreachable", f"{url} did not answer within {self._start_s:g} s", passes=True)
         except Trouble as trouble:
             return trouble
         return None
 
     # --- calls ---------------------------------------------------------------------------------------
 
-    async def _run(self) -> None:
+    async def _run(self, endpoint: Endpoint) -> None:
         while True:
             index, call, on_verdicts = await self._waiting.get()
-            flights: list[Flight] = []
-            began_s = time.monotonic()
             inputs = call if isinstance(call, list) else [call]
+            begun_s: list[float] = []
             try:
-                verdicts = list(await asyncio.gather(*(self._score(given, flights) for given in inputs)))
+                scoring = (self._score(endpoint, given, begun_s) for given in inputs)
+                verdicts = list(await asyncio.gather(*scoring))
             except asyncio.CancelledError:
                 on_verdicts(index, _closed(call), 0.0)
                 raise
             except Exception as error:  # a mistake of ours must not leave a call without a verdict
                 log.exception("the judge failed")
                 verdicts = [Failure("judge", f"{type(error).__name__}: {error}")] * len(inputs)
-            ended_s = time.monotonic()
-            # The call began when its last request was let begin; one that needed none took no time.
-            elapsed_s = min((ended_s - (flight.begun_s or began_s) for flight in flights), default=0.0)
-            self._call_s += 0.1 * (elapsed_s - self._call_s)
+            # The call began when its last request got its turn; one that needed none took no time.
+            elapsed_s = time.monotonic() - max(begun_s) if begun_s else 0.0
+            self.call_seconds += 0.1 * (elapsed_s - self.call_seconds)
             on_verdicts(index, verdicts, elapsed_s * 1000)
 
-    async def _score(self, given: RewardInput, flights: list[Flight]) -> Verdict:
+    async def _score(self, endpoint: Endpoint, given: RewardInput, begun_s: list[float]) -> Verdict:
+        arguments = self._arguments
         try:
-            text = fill(self._arguments.template, given)
-            system = fill(self._arguments.system, given)
+            text = fill(arguments.template, given)
+            system = fill(arguments.system, given)
         except MissingText as error:
             return Failure("input", str(error))
-        votes = await asyncio.gather(
-            *(self._vote(text, system, vote, flights) for vote in range(self._arguments.votes))
-        )
+        bodies = [self._body(text, system, number) for number in range(arguments.votes)]
+        votes = await asyncio.gather(*(self._vote(endpoint, body, begun_s) for body in bodies))
         grades = [vote for vote in votes if isinstance(vote, float)]
         lost = [vote for vote in votes if not isinstance(vote, float)]
-        return verdict_of(grades, lost, self._needed, self._arguments.aggregate)
-
-    async def _vote(self, text: str, system: str, vote: int, flights: list[Flight]) -> Vote:
-        """One vote: kept, under way, or asked for."""
-        body = self._body(text, system, vote)
-        key = blake2b(b"%d\0%s" % (vote, body), digest_size=20).digest()
-        kept = self._kept.get(key)
-        if kept is not None:
-            self._kept.move_to_end(key)
-            metrics.CACHE.labels(self._label, "hit").inc()
-            return kept
-        flight = self._flights.get(key)
-        metrics.CACHE.labels(self._label, "miss" if flight is None else "hit").inc()
-        if flight is None:
-            flight = self._flights[key] = Flight()
-            flight.task = asyncio.create_task(self._fly(flight, key, body))
-            flight.task.add_done_callback(lambda _: self._flights.pop(key, None))
-        flights.append(flight)
-        return await flight.task
+        return verdict_of(grades, lost, arguments.votes // 2 + 1, arguments.aggregate)
 
     def _body(self, text: str, system: str, vote: int) -> bytes:
         given = self._arguments
@@ -266,64 +212,30 @@ class Judge:
 
     # --- requests ------------------------------------------------------------------------------------
 
-    async def _fly(self, flight: Flight, key: bytes, body: bytes) -> Vote:
-        """Wait for the rate limit and ask; the vote, or the reason why there is none."""
+    async def _vote(self, endpoint: Endpoint, body: bytes, begun_s: list[float]) -> Vote:
+        """One vote, or the reason why there is none; notes when its request got its turn."""
         async with self._slots:
-            await self._admit()
-            flight.begun_s = time.monotonic()
+            begun_s.append(time.monotonic())
+            trouble: Trouble | None = None
+            on_the_wire = False
+            left = self._arguments.retries
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    left = self._arguments.retries
                     while True:
-                        outcome = await self._attempt(flight, body)
-                        if isinstance(outcome, JudgeReply):
-                            return self._graded(key, outcome)
-                        if not outcome.passes or left == 0:
-                            return Failure(outcome.kind, str(outcome))
+                        server = await self._take()
+                        on_the_wire = True
+                        try:
+                            return self._graded(await self._ask(endpoint, server, body))
+                        except Trouble as error:
+                            on_the_wire, trouble = False, error
+                        if not trouble.passes or left == 0:
+                            return Failure(trouble.kind, str(trouble))
                         left -= 1
-                        await self._admit()
             except TimeoutError:
-                trouble = None if flight.on_the_wire else flight.trouble or self._trouble
-                if trouble is None:
+                told = trouble or self._trouble
+                if on_the_wire or told is None:
                     return Timeout(round(self._timeout_s * 1000))
-                return Failure(trouble.kind, f"{trouble} (until the deadline of {self._timeout_s:g} s)")
-
-    async def _admit(self) -> None:
-        """Wait for the rate limit: requests are spaced evenly; first come, first served."""
-        now_s = time.monotonic()
-        begins_s = max(now_s, self._next_s)
-        self._next_s = begins_s + 1 / self._requests_per_s
-        if begins_s > now_s:
-            await asyncio.sleep(begins_s - now_s)
-
-    async def _attempt(self, flight: Flight, body: bytes) -> JudgeReply | Trouble:
-        server = await self._take()
-        assert self._endpoint is not None
-        flight.on_the_wire = True
-        began_s = time.monotonic()
-        try:
-            reply = await self._endpoint.ask(server.url, body)
-        except Trouble as trouble:
-            now_s = time.monotonic()
-            if trouble.passes:
-                server.failed(began_s, now_s, trouble.told_s)
-                self._trouble = trouble
-            else:
-                server.answered(now_s)
-            metrics.JUDGE_REQUESTS.labels(trouble.kind if trouble.passes else "refused").inc()
-            flight.trouble, flight.on_the_wire = trouble, False
-            return trouble
-        except asyncio.CancelledError:
-            server.abandoned(began_s, time.monotonic())
-            metrics.JUDGE_REQUESTS.labels("abandoned").inc()
-            raise
-        else:
-            server.answered(time.monotonic())
-            flight.on_the_wire = False
-        finally:
-            self._changed.set()
-        self._trouble = None
-        return reply
+                return Failure(told.kind, f"{told} (until the deadline of {self._timeout_s:g} s)")
 
     async def _take(self) -> ServerState:
         """A server for one request; waits while all rest."""
@@ -337,7 +249,30 @@ class Judge:
                 async with asyncio.timeout(choice):
                     await self._changed.wait()
 
-    def _graded(self, key: bytes, reply: JudgeReply) -> Vote:
+    async def _ask(self, endpoint: Endpoint, server: ServerState, body: bytes) -> JudgeReply:
+        """One request, after `begin()` of its server. Raises `Trouble`."""
+        began_s = time.monotonic()
+        try:
+            reply = await endpoint.ask(server.url, body)
+        except Trouble as trouble:
+            if trouble.passes:
+                server.failed(began_s, time.monotonic(), trouble.told_s)
+                self._trouble = trouble
+            else:
+                server.answered(time.monotonic())
+            metrics.JUDGE_REQUESTS.labels(trouble.kind if trouble.passes else "refused").inc()
+            raise
+        except asyncio.CancelledError:
+            server.abandoned(began_s, time.monotonic())
+            metrics.JUDGE_REQUESTS.labels("abandoned").inc()
+            raise
+        finally:
+            self._changed.set()
+        server.answered(time.monotonic())
+        self._trouble = None
+        return reply
+
+    def _graded(self, reply: JudgeReply) -> Vote:
         try:
             grade = self._parse(reply.text)
         except NoGrade as error:
@@ -345,10 +280,6 @@ class Judge:
             cut = " (it was cut at max_tokens)" if reply.finish_reason == "length" else ""
             return Failure("judge", f"{error}{cut}")
         metrics.JUDGE_REQUESTS.labels("ok").inc()
-        # Only a reply with a grade is kept: another attempt at the others may bring one.
-        self._kept[key] = grade
-        if len(self._kept) > self._arguments.cache_entries:
-            self._kept.popitem(last=False)
         return grade
 
 

@@ -94,7 +94,7 @@ def judged() -> Callable[..., Any]:
     return run
 
 
-def judge_of(*urls: str, timeout_s: float = 10.0, **arguments: Any) -> Judge:
+def judge_of(*urls: str, timeout_s: float = 10.0, start_s: float = 30.0, **arguments: Any) -> Judge:
     settings = {
         "base_url": urls,
         "model": "m",
@@ -104,7 +104,9 @@ def judge_of(*urls: str, timeout_s: float = 10.0, **arguments: Any) -> Judge:
         **arguments,
     }
     return Judge(
-        RewardSpec("judge", settings, timeout_s=timeout_s), RewardSection(name="judge", args=settings)
+        RewardSpec("judge", settings, timeout_s=timeout_s),
+        RewardSection(name="judge", args=settings),
+        start_s=start_s,
     )
 
 
