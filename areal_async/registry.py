@@ -111,7 +111,8 @@ class Registry:
 
     @property
     def _choice(self) -> str:
-        return f"Use {', '.join(self.names)}, or `path.py:name` of one of your own"
+        own = "`path.py:name` of one of your own"
+        return f"Use {', '.join(self.names)}, or {own}" if self.names else f"Use {own}"
 
     def mistakes(
         self, name: str, arguments: Mapping[str, Any] | None, *, field: str, args_field: str

@@ -143,8 +143,11 @@ def _names_a_unit(behind: str) -> bool:
 
 
 LONGEST = 200
+"""Most characters of an expression."""
 WRITTEN = re.compile(r"[0-9+*/() -]*")
+DECIMAL = frozenset("0123456789.")
 MOST_BITS = 256
+"""Most bits of a value on the way: products of long numbers end there."""
 SIGNS = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": "", "×": "*", "÷": "/",
          "−": "-", "$": "", r"\(": "", r"\)": "", "{": "(", "}": ")", "[": "(", "]": ")"}  # fmt: skip
 
@@ -169,26 +172,43 @@ def countdown(given: RewardInput, arguments: CountdownArguments) -> Score | Abst
     if written is None or answer_of(given.response, "said") == written:
         written = answer_of(given.response, "last_line") or ""
     expression, equals, result = written.strip().rstrip(".").partition("=")
-    found = evaluate(expression)
+    found = _plain(expression)
     if found is None or not _uses(found[1], numbers, arguments.use):
         return Score(0.0, {"proper": 0.0})
-    stated = evaluate(result) if equals else (target, [])
+    stated = _plain(result) if equals else (target, [])
     right = found[0] == target and stated is not None and stated[0] == target
     return Score(1.0 if right else arguments.wrong, {"proper": 1.0})
 
 
-def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
-    """(value, the numbers used) of a written expression; None for anything else."""
+class ExpressionError(ValueError):
+    """What was written has no value; the text says why, in words a model can read."""
+
+
+def _plain(text: str) -> tuple[Fraction, list[Fraction]] | None:
+    """`evaluate` of whole numbers and LaTeX's signs; None for anything else."""
     for sign, plain in SIGNS.items():
         text = text.replace(sign, plain)
     text = text.strip().strip("*`").strip()
-    if not text or len(text) > LONGEST or not WRITTEN.fullmatch(text):
-        return None
     try:
-        used: list[int] = []
-        return _value(parsed(text), used), used
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return evaluate(text) if WRITTEN.fullmatch(text) else None
+    except ExpressionError:
         return None
+
+
+def evaluate(text: str) -> tuple[Fraction, list[Fraction]]:
+    """(value, the numbers used in order) of an expression of `+ - * /`, brackets and decimals.
+
+    Raises `ExpressionError`."""
+    if len(text) > LONGEST:
+        raise ExpressionError(f"longer than {LONGEST} characters")
+    text = text.strip().replace("×", "*").replace("÷", "/").replace("−", "-")
+    used: list[Fraction] = []
+    try:
+        return _value(parsed(text), used, text), used
+    except ExpressionError:
+        raise
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ExpressionError("not an expression") from None
 
 
 def parsed(text: str) -> ast.expr:
@@ -199,7 +219,7 @@ def parsed(text: str) -> ast.expr:
         return ast.parse(text, mode="eval").body
 
 
-def _task(given: RewardInput) -> tuple[Fraction, list[int]] | None:
+def _task(given: RewardInput) -> tuple[Fraction, list[Fraction]] | None:
     truth: Any = given.ground_truth
     source = {**given.extra_info, **(truth if isinstance(truth, dict) else {})}
     target = source.get("target", None if isinstance(truth, dict) else truth)
@@ -207,40 +227,51 @@ def _task(given: RewardInput) -> tuple[Fraction, list[int]] | None:
     if target is None or numbers is None:
         return None
     try:
-        return Fraction(str(target)), [int(number) for number in numbers]
+        return Fraction(str(target)), [Fraction(int(number)) for number in numbers]
     except (TypeError, ValueError):
         raise ValueError(
             f"the target {target!r:.40} and the numbers {numbers!r:.80} must be numbers"
         ) from None
 
 
-def _uses(used: list[int], numbers: list[int], use: str) -> bool:
+def _uses(used: list[Fraction], numbers: list[Fraction], use: str) -> bool:
     if use == "all":
         return Counter(used) == Counter(numbers)
     return bool(used) and not Counter(used) - Counter(numbers)
 
 
-def _value(node: ast.expr, used: list[int]) -> Fraction:
+def _value(node: ast.expr, used: list[Fraction], text: str) -> Fraction:
     match node:
-        case ast.Constant(value=int() as number) if not isinstance(number, bool):
-            used.append(number)
-            return _bounded(Fraction(number))
-        case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -_value(inner, used)
-        case ast.UnaryOp(op=ast.UAdd(), operand=inner):
-            return _value(inner, used)
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _bounded(_value(left, used) + _value(right, used))
-        case ast.BinOp(left=left, op=ast.Sub(), right=right):
-            return _bounded(_value(left, used) - _value(right, used))
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return _bounded(_value(left, used) * _value(right, used))
-        case ast.BinOp(left=left, op=ast.Div(), right=right):
-            return _bounded(_value(left, used) / _value(right, used))
-    raise ValueError("not an expression of numbers")
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            # As it was written: 0.1 is a tenth here, not the float next to it.
+            source = ast.get_source_segment(text, node) or ""
+            exact = Fraction(source) if source and set(source) <= DECIMAL else Fraction(number)
+            used.append(_bounded(exact))
+            return exact
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=inner):
+            value = _value(inner, used, text)
+            return -value if isinstance(sign, ast.USub) else value
+        case ast.BinOp(left=left, op=operator, right=right):
+            return _bounded(_apply(operator, _value(left, used, text), _value(right, used, text)))
+    raise ExpressionError("only numbers, + - * / and brackets are understood")
+
+
+def _apply(operator: ast.operator, left: Fraction, right: Fraction) -> Fraction:
+    match operator:
+        case ast.Add():
+            return left + right
+        case ast.Sub():
+            return left - right
+        case ast.Mult():
+            return left * right
+        case ast.Div() if right == 0:
+            raise ExpressionError("division by zero")
+        case ast.Div():
+            return left / right
+    raise ExpressionError("only + - * / are understood")
 
 
 def _bounded(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
-        raise ValueError("the numbers are too long")
+        raise ExpressionError("the numbers are too long")
     return value

@@ -22,8 +22,8 @@ from typing import Any, TypeVar, get_type_hints, overload
 
 from areal_async.errors import ArealError
 from areal_async.registry import TOOLS, PartError
+from reward_service.verifiers.arithmetic import evaluate
 from rollout_service import metrics
-from rollout_service.environments.countdown import evaluate, written
 
 T = TypeVar("T")
 
@@ -242,4 +242,10 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
 @tool(inline=True)
 def calc(expression: str) -> str:
     """Compute an arithmetic expression of numbers, + - * / and brackets."""
-    return written(evaluate(expression)[0])
+    value, decimals = evaluate(expression)[0], 10
+    if value.denominator == 1:
+        return str(value.numerator)
+    digits = f"{abs(round(value * 10**decimals)):0{decimals + 1}d}"
+    whole, part = digits[:-decimals], digits[-decimals:].rstrip("0")
+    sign = "-" if value < 0 and (whole != "0" or part) else ""
+    return f"{sign}{whole}.{part}" if part else f"{sign}{whole}"

@@ -48,7 +48,9 @@ def folder(tmp_path: Path) -> Path:
         "raise SystemExit\n"
     )
     (tmp_path / "own.py").write_text(OWN)
-    (tmp_path / "flows.py").write_text("async def talk(ctx, task): ...\n\ndef shout(ctx, task): ...\n")
+    (tmp_path / "flows.py").write_text(
+        "async def talk(ctx, task): ...\n\ndef shout(ctx, task): ...\n\nclass World: ...\n"
+    )
     (tmp_path / "job.yaml").write_text(JOB)
     return tmp_path
 

@@ -22,7 +22,7 @@ from areal_async.config.job import JobConfig
 from areal_async.config.load import job_from_mapping, load_job
 from areal_async.config.reward import RouteSection
 from areal_async.config.yamlfile import MOST_LEVELS, too_nested
-from areal_async.registry import ENVIRONMENTS, REWARDS, WORKFLOWS
+from areal_async.registry import REWARDS, WORKFLOWS
 from areal_async.tasks import TaskFileError, read_tasks
 from reward_service.verifiers.composed import WeightedPart
 
@@ -42,7 +42,7 @@ def numeric_fields(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iter
             yield path
 
 
-PARTS = {name: kind.find(name) for kind in (REWARDS, WORKFLOWS, ENVIRONMENTS) for name in kind.built_in}
+PARTS = {name: kind.find(name) for kind in (REWARDS, WORKFLOWS) for name in kind.built_in}
 ARGUMENTS = {name: part.Arguments for name, part in PARTS.items() if hasattr(part, "Arguments")}
 MODELS: dict[str, type[Section]] = {
     "job": JobConfig,

@@ -28,16 +28,15 @@ def job(workflow: str, arguments: dict[str, Any], reward: str = "exact_match") -
     )
 
 
-WORLD = {"environment": "countdown"}
+WORLD = {"environment": "w.py:World"}
 
 
 @pytest.mark.parametrize(
     ("workflow", "arguments"),
     [
         ("single_turn", {}),
-        ("multi_turn", WORLD | {"environment_args": {"numbers": 6, "terse": True}, "reward": "final"}),
-        ("multi_turn", {"environment": "w.py:World", "environment_args": {"any": "thing"}}),
-        ("tool_use", {"tools": ["calc", "t.py:look_up"], "environment": "countdown"}),
+        ("multi_turn", WORLD | {"environment_args": {"any": "thing"}, "reward": "final"}),
+        ("tool_use", {"tools": ["calc", "t.py:look_up"], **WORLD}),
     ],
 )
 def test_right_arguments_are_no_mistake(workflow: str, arguments: dict[str, Any]) -> None:
@@ -48,7 +47,7 @@ def test_an_environments_reward_needs_a_workflow_that_makes_one() -> None:
     (mistake,) = check_fields(job("tool_use", {}, reward="environment"))
     assert mistake.field == "reward.name"
     assert check_fields(job("multi_turn", WORLD, reward="environment")) == []
-    assert check_fields(job("tool_use", {"environment": "countdown"}, reward="environment")) == []
+    assert check_fields(job("tool_use", WORLD, reward="environment")) == []
 
 
 OWN = """

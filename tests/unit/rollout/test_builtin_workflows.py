@@ -75,8 +75,9 @@ def test_calls_beyond_the_limit_are_not_run_and_a_full_path_ends_the_episode() -
 
 
 def test_the_environment_of_tool_use_asks_and_judges() -> None:
+    world = f"{WORLD.parent}/countdown.py:Countdown"
     flow = load_workflow(
-        "tool_use", {"environment": "countdown", "environment_args": {"terse": True}, "tools": ["calc"]}
+        "tool_use", {"environment": world, "environment_args": {"terse": True}, "tools": ["calc"]}
     )
     task = Task("h:3:0", "Compute ", extra_info={"nums": [12, 3, 4], "target": 40})
 

@@ -1,4 +1,4 @@
-"""Rules of the built-in worlds, as properties over seeds."""
+"""Rules of the example worlds, as properties over seeds."""
 
 from __future__ import annotations
 
@@ -13,19 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.rpc.schema import Task
-from rollout_service.environments import (
-    EnvironmentFailure,
-    countdown,
-    group_seed,
-    level_seed,
-    load_environment,
-)
-from rollout_service.environments.countdown import ExpressionError, evaluate, written
+from rollout_service.environments import EnvironmentFailure, group_seed, level_seed, load_environment
 
-CountdownArguments = countdown.Countdown.Arguments
 WORLDS = Path(__file__).parents[3] / "examples" / "environments"
 GYMNASIUM, REASONING = f"{WORLDS}/of_gymnasium.py:Gymnasium", f"{WORLDS}/of_reasoning_gym.py:ReasoningGym"
 LAKE, SOKOBAN = f"{WORLDS}/frozenlake.py:FrozenLake", f"{WORLDS}/sokoban.py:Sokoban"
+COUNTDOWN = f"{WORLDS}/countdown.py:Countdown"
 SEEDS = st.integers(0, 2**63 - 1)
 MOVES = st.text("LRUD", min_size=1, max_size=30)
 
@@ -50,7 +43,7 @@ def told(name: str, options: dict[str, Any], seed: int, actions: str, /, **extra
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=SEEDS, actions=MOVES, name=st.sampled_from(["countdown", LAKE, SOKOBAN]))
+@given(seed=SEEDS, actions=MOVES, name=st.sampled_from([COUNTDOWN, LAKE, SOKOBAN]))
 def test_a_world_is_a_function_of_seed_and_actions(seed: int, actions: str, name: str) -> None:
     options = {"slippery": True} if name == LAKE else {}
     first = told(name, options, seed, actions)
@@ -102,21 +95,17 @@ def test_an_example_is_won_by_a_way_that_a_search_finds(name: str, shown: str, m
     raise AssertionError("there is no way")
 
 
-# --- countdown and expressions ------------------------------------------------------------------------
-
-
 @settings(max_examples=60, deadline=None)
 @given(seed=SEEDS, numbers=st.integers(2, 5))
 def test_countdown_can_be_solved_and_takes_no_number_twice(seed: int, numbers: int) -> None:
-    options = CountdownArguments(numbers=numbers)
-    given_numbers, target, way = countdown.draw(seed, options)
-    assert 1 <= target <= options.highest_target
-    world = countdown.Countdown(numbers=numbers)
-    assert f"Target: {target}." in world.reset(seed, task())
-    assert sorted(map(int, re.findall(r"\d+", way))) == sorted(given_numbers)
-    assert world.step(f"I think\n<answer>{way} = {target}</answer>").reward == 1
-    assert world.step(f"so {target}\n{way}").reward == 1
-    assert world.step(f"{way}+{given_numbers[0]}-{given_numbers[0]}").reward == 0
+    world: Any = load_environment(COUNTDOWN, {"numbers": numbers})()
+    shown, way = world.reset(seed, task()), world.solution
+    assert f"Target: {world.target}." in shown
+    assert 1 <= world.target <= 200
+    assert sorted(map(int, re.findall(r"\d+", way))) == sorted(world.numbers)
+    assert world.step(f"I think\n<answer>{way} = {world.target}</answer>").reward == 1
+    assert world.step(f"so {world.target}\n{way}").reward == 1
+    assert world.step(f"{way}+{world.numbers[0]}-{world.numbers[0]}").reward == 0
 
 
 @pytest.mark.parametrize(
@@ -136,42 +125,16 @@ def test_countdown_can_be_solved_and_takes_no_number_twice(seed: int, numbers: i
     ],
 )
 def test_countdown_judges(answer: str, reward: float) -> None:
-    world = countdown.Countdown(wrong=0.25)
+    world = load_environment(COUNTDOWN, {"wrong": 0.25})()
     world.reset(0, task(nums=[3, 4, 5], target=35))
     step = world.step(answer)
     assert (step.reward, step.done) == (reward, True)
 
 
 def test_countdown_that_cannot_be_drawn_says_so() -> None:
-    with pytest.raises(EnvironmentFailure, match="highest_target"):
-        countdown.draw(0, CountdownArguments(numbers=6, operators="*", highest=1000, highest_target=4))
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(st.sampled_from("+-*"), st.integers(0, 999)), min_size=1, max_size=6),
-    st.integers(0, 99),
-)
-def test_expressions_are_worth_what_python_says(parts: list[tuple[str, int]], first: int) -> None:
-    text = str(first) + "".join(f"{sign}{number}" for sign, number in parts)
-    assert evaluate(text)[0] == eval(text)
-    assert written(evaluate(text)[0]) == str(eval(text))
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("1/4", "0.25"), ("0.1+0.2", "0.3"), ("-(2-5)", "3"), ("2÷3", "0.6666666667"), ("6/3", "2")],
-)
-def test_values_are_exact_and_written_short(text: str, value: str) -> None:
-    assert written(evaluate(text)[0]) == value
-
-
-@pytest.mark.parametrize(
-    "text", ["", "1+", "2**9", "a", "1 2", "1/0", "1;2", "f(1)", "True", "(" * 150, "9" * 99, "'a'*9"]
-)
-def test_what_has_no_value_says_so(text: str) -> None:
-    with pytest.raises(ExpressionError):
-        evaluate(text)
+    hard = {"numbers": 6, "operators": "*", "highest": 1000, "highest_target": 4}
+    with pytest.raises(ValueError, match="highest_target"):
+        load_environment(COUNTDOWN, hard)().reset(0, task())
 
 
 # --- adapters --------------------------------------------------------------------------------------------
@@ -258,7 +221,7 @@ def test_a_missing_library_names_the_extra(
 @pytest.mark.parametrize(
     ("name", "source", "options", "says"),
     [
-        ("no_such", None, {}, "no environment 'no_such'.*countdown"),
+        ("no_such", None, {}, "no environment 'no_such'.*Use `path.py:name`"),
         ("{}/w.py:World", "class Other: ...", {}, "defines no 'World'. It defines Other"),
         ("{}/w.py:World", "class World:\n    def reset(self, seed, task): ...", {}, "has no 'step'"),
         (
@@ -269,6 +232,7 @@ def test_a_missing_library_names_the_extra(
         ),
         ("{}/w.py:World", "import nowhere_at_all", {}, "ModuleNotFoundError"),
         (LAKE, None, {"size": 1}, "size"),
+        (COUNTDOWN, None, {"numbers": 12}, "numbers"),
     ],
 )
 def test_an_environment_that_cannot_be_loaded_says_why(

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reward_service.verifiers.arithmetic import ExpressionError
 from rollout_service.workflows import tool
 from rollout_service.workflows.tool_use import RequestedCall, json_calls, open_brackets, plain_call
 from rollout_service.workflows.tools import (
@@ -38,6 +39,32 @@ def call(
         )
 
     return asyncio.run(main())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("+-*"), st.integers(0, 999)), min_size=1, max_size=6),
+    st.integers(0, 99),
+)
+def test_expressions_are_worth_what_python_says(parts: list[tuple[str, int]], first: int) -> None:
+    text = str(first) + "".join(f"{sign}{number}" for sign, number in parts)
+    assert calc(text) == str(eval(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1/4", "0.25"), ("0.1+0.2", "0.3"), ("-(2-5)", "3"), ("2÷3", "0.6666666667"), ("6/3", "2")],
+)
+def test_values_are_exact_and_written_short(text: str, value: str) -> None:
+    assert calc(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1+", "2**9", "a", "1 2", "1/0", "1;2", "f(1)", "True", "(" * 150, "9" * 99, "'a'*9"]
+)
+def test_what_has_no_value_says_so(text: str) -> None:
+    with pytest.raises(ExpressionError):
+        calc(text)
 
 
 def test_the_calculator_is_exact_and_says_what_it_cannot_do() -> None:

@@ -20,7 +20,7 @@ from areal_async.errors import ArealError
 from areal_async.registry import ENVIRONMENTS, PartError
 from areal_async.rpc.schema import Task
 
-BUILT_IN = {"countdown": "rollout_service.environments.countdown:Countdown"}
+BUILT_IN: dict[str, str] = {}
 """Name → class; found by `areal_async.registry.ENVIRONMENTS`."""
 
 
