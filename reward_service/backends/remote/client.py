@@ -31,13 +31,7 @@ from areal_async.trajectory import TrajectoryError
 from reward_service import metrics
 from reward_service.backends import Call, OnVerdicts
 from reward_service.backends.remote import RemoteArguments
-from reward_service.backends.remote.connection import (
-    RemoteServer,
-    ServerBroken,
-    ServerGone,
-    ServerLate,
-    ServerRefused,
-)
+from reward_service.backends.remote.connection import RemoteError, RemoteServer
 from reward_service.backends.remote.schema import NOT_RUN, to_wire
 from reward_service.backends.servers import pause_s
 from reward_service.checking import as_verdict, clip
@@ -70,12 +64,6 @@ class Pending:
     alone: bool = False
     """It is sent by itself: what went wrong with it among others may be its own doing."""
 
-    def end(self, verdicts: list[Verdict], elapsed_ms: float) -> None:
-        self.on_verdicts(self.index, verdicts, elapsed_ms)
-
-    def fail(self, kind: str, message: str, elapsed_ms: float = 0.0) -> None:
-        self.end([Failure(kind, clip(message))] * len(self.inputs), elapsed_ms)
-
 
 class RemoteBackend:
     """A `ScoringBackend`. Entering waits for a first server and raises `RewardLoadError`
@@ -94,11 +82,12 @@ class RemoteBackend:
         self._batch = self._arguments.batch if spec.scope == "episode" else 1
         self._request_s = 0.05
         self._replicas: list[RemoteServer] = []
+        self._open: set[Pending] = set()
+        """Calls without verdicts: those of the queue, and those of requests under way."""
         self._queue: deque[Pending] = deque()
         self._room = asyncio.Event()
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._requests: set[asyncio.Task[None]] = set()
         self._away_since_s: float | None = None
         self._closed = False
 
@@ -141,8 +130,9 @@ class RemoteBackend:
             while len(self._queue) >= MAX_QUEUED and not self._closed:
                 self._room.clear()
                 await self._room.wait()
+            self._open.add(pending)
             if self._closed:
-                pending.fail("pool", "the connection to the reward servers was closed")
+                self._fail(pending, "pool", "the connection to the reward servers was closed")
             else:
                 self._queue.append(pending)
                 self._news.set()
@@ -150,12 +140,13 @@ class RemoteBackend:
     async def close(self) -> None:
         """End the requests under way, give every call its verdict. Safe to repeat."""
         self._closed = True
-        tasks = [*self._tasks, *self._requests]
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        while self._queue:
-            self._queue.popleft().fail("pool", "the connection to the reward servers was closed")
+        while self._open:
+            self._fail(next(iter(self._open)), "pool", "the connection to the reward servers was closed")
+        self._queue.clear()
         self._room.set()
         while self._replicas:
             await self._replicas.pop().close()
@@ -183,7 +174,7 @@ class RemoteBackend:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """None of these tasks ends on its own: a fault in one must be heard, or calls would wait for ever."""
+        """A fault in any of these tasks must be heard, or calls would wait for ever."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self.broken.done():
             self.broken.set_result(RewardLoadError(f"the reward remote: {type(error).__name__}: {error}"))
@@ -214,9 +205,7 @@ class RemoteBackend:
         batch, inputs = self._cut(replica)
         if batch:
             replica.state.begin()
-            task = asyncio.create_task(self._request(replica, batch, inputs))
-            self._requests.add(task)
-            task.add_done_callback(self._requests.discard)
+            self._start(self._request(replica, batch, inputs))
 
     def _cut(self, replica: RemoteServer) -> tuple[list[Pending], list[msgspec.Raw]]:
         """The next calls for `replica`, as many as a request may hold, and their inputs as it wants them."""
@@ -232,10 +221,10 @@ class RemoteBackend:
                 wants = replica.reward.wants
                 written = [msgspec.Raw(msgspec.json.encode(to_wire(g, wants))) for g in call.inputs]
             except TrajectoryError as error:
-                self._queue.popleft().fail("episode", str(error))
+                self._fail(self._queue.popleft(), "episode", str(error))
                 continue
             except (TypeError, ValueError, OverflowError) as error:
-                self._queue.popleft().fail("input", f"the input cannot be sent: {error}")
+                self._fail(self._queue.popleft(), "input", f"the input cannot be sent: {error}")
                 continue
             size_bytes = sum(len(one) for one in written)
             if size_bytes > room_bytes and batch:
@@ -249,107 +238,85 @@ class RemoteBackend:
     async def _request(self, replica: RemoteServer, batch: list[Pending], inputs: list[msgspec.Raw]) -> None:
         """One request, and what its end means for each of its calls."""
         began_s = time.monotonic()
-
-        def elapsed_ms() -> float:
-            return (time.monotonic() - began_s) * 1000
-
         try:
-            answer = await replica.score(inputs)
-        except ServerRefused as error:
-            self._after_refusal(replica, batch, error, elapsed_ms())
-        except ServerGone as error:
-            self._after_loss(batch, "gone", f"the server {replica.url} was lost: {error}")
-        except ServerLate:
+            answered = await replica.score(inputs)
+        except RemoteError as error:
+            self._after_error(replica, batch, error, (time.monotonic() - began_s) * 1000)
+            return
+        except Exception:  # a fault of this side's: each call has its verdict all the same
             for call in batch:
-                if len(batch) == 1:
-                    limit_ms = round(self._spec.timeout_s * 1000)
-                    call.end([Timeout(limit_ms)] * len(call.inputs), elapsed_ms())
-                else:
-                    # Which of them is slow is not known, and the others must not pay for it.
-                    call.alone = True
-                    self._again([call], "late")
-        except ServerBroken as error:
-            for call in batch:
-                call.fail("remote", f"{replica.url}: {error}", elapsed_ms())
-        except BaseException:  # closed, or a fault of this side's: either way each call has its verdict
-            for call in batch:
-                call.fail("pool", "the request to the reward server was broken off", elapsed_ms())
+                self._fail(call, "pool", "the request to the reward server was broken off")
             raise
-        else:
-            self._request_s += 0.2 * (elapsed_ms() / 1000 - self._request_s)
-            given = [one for call in batch for one in call.inputs]
-            verdicts = iter(read_verdicts(answer.verdicts, given))
-            unknown = []
-            for call in batch:
-                own = list(itertools.islice(verdicts, len(call.inputs)))
-                if any(isinstance(verdict, Failure) and verdict.kind == NOT_RUN for verdict in own):
-                    unknown.append(call)
-                else:
-                    call.end(own, elapsed_ms())
-            self._after_busy(replica, unknown, "the server did not get to it in time", NOT_RUN)
+        elapsed_s = time.monotonic() - began_s
+        self._request_s += 0.2 * (elapsed_s - self._request_s)
+        verdicts = iter(read_verdicts(answered, [one for call in batch for one in call.inputs]))
+        unknown = []
+        for call in batch:
+            own = list(itertools.islice(verdicts, len(call.inputs)))
+            if any(isinstance(verdict, Failure) and verdict.kind == NOT_RUN for verdict in own):
+                unknown.append(call)
+            else:
+                self._end(call, own, elapsed_s * 1000)
+        for call in reversed(unknown):
+            self._wait(call, NOT_RUN, "the server did not get to it in time")
 
-    def _after_refusal(
-        self, replica: RemoteServer, batch: list[Pending], error: ServerRefused, elapsed_ms: float
+    def _after_error(
+        self, replica: RemoteServer, batch: list[Pending], error: RemoteError, elapsed_ms: float
     ) -> None:
-        refusal = error.refusal
-        told = f"the server {replica.url} refused it: {error}"
-        if refusal.kind in ("busy", "unavailable"):
-            self._after_busy(replica, batch, told, refusal.kind, refusal.retry_after_ms / 1000)
-        elif refusal.kind in ("invalid", "too_large") and len(batch) > 1:
-            for call in batch:
-                call.alone = True
-            self._again(batch, refusal.kind)
-        elif refusal.kind in ("internal", "unauthorized", "unknown_reward", "protocol"):
-            # All but the first say that the server has become another one: it is asked again what it is.
-            self._after_loss(batch, refusal.kind, told)
-        else:
-            for call in batch:
-                call.fail("remote", told, elapsed_ms)
+        told = f"the server {replica.url}: {error}"
+        # Backwards: what is sent again goes to the head of the queue, in the order it had.
+        for call in reversed(batch):
+            match error.kind:
+                case "busy" | "unavailable":
+                    self._wait(call, error.kind, told)
+                case "late" | "invalid" | "too_large" if len(batch) > 1:
+                    # Which of them it was is not known, and the others must not pay for it.
+                    call.alone = True
+                    self._again(call, error.kind)
+                case "late":
+                    limit_ms = round(self._spec.timeout_s * 1000)
+                    self._end(call, [Timeout(limit_ms)] * len(call.inputs), elapsed_ms)
+                case "broken" | "invalid" | "too_large":
+                    self._fail(call, "remote", told, elapsed_ms)
+                case _:  # Lost; or it has become another one, and is asked again what it is.
+                    call.lost += 1
+                    call.alone = True
+                    if call.lost > self._arguments.retries:
+                        kind = "unreachable" if error.kind == "gone" else "remote"
+                        self._fail(call, kind, f"{told} (for the {call.lost}. time)")
+                    else:
+                        self._again(call, error.kind)
+        if error.kind in ("busy", "unavailable"):
+            tries = min(call.refused for call in batch)
+            pause = pause_s(tries, self._rng, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
+            asked_s = error.retry_after_s * self._rng.uniform(1.0, 1.25)
+            replica.state.rest(max(pause, asked_s), time.monotonic())
 
-    def _after_busy(
-        self, replica: RemoteServer, batch: list[Pending], told: str, cause: str, asked_s: float = 0.0
-    ) -> None:
+    def _wait(self, call: Pending, cause: str, told: str) -> None:
         """The server had no time for it: send it again, but not for ever."""
         now_s = time.monotonic()
-        again = []
-        for call in batch:
-            call.refused += 1
-            call.refused_s = call.refused_s or now_s
-            if now_s - call.refused_s > self._arguments.outage_s:
-                call.fail("rate_limited", f"{told} (for {self._arguments.outage_s:g} s)")
-            else:
-                again.append(call)
-        if again and cause != NOT_RUN:
-            tries = min(call.refused for call in again)
-            pause = pause_s(tries, self._rng, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
-            replica.state.rest(max(pause, asked_s * self._rng.uniform(1.0, 1.25)), now_s)
-        self._again(again, cause)
+        call.refused += 1
+        call.refused_s = call.refused_s or now_s
+        if now_s - call.refused_s > self._arguments.outage_s:
+            self._fail(call, "rate_limited", f"{told} (for {self._arguments.outage_s:g} s)")
+        else:
+            self._again(call, cause)
 
-    def _after_loss(self, batch: list[Pending], cause: str, told: str) -> None:
-        again = []
-        for call in batch:
-            call.lost += 1
-            call.alone = True
-            if call.lost > self._arguments.retries:
-                call.fail(
-                    "unreachable" if cause == "gone" else "remote", f"{told} (for the {call.lost}. time)"
-                )
-            else:
-                again.append(call)
-        self._again(again, cause)
-
-    def _again(self, batch: list[Pending], cause: str) -> None:
-        if self._closed:
-            for call in batch:
-                call.fail("pool", "the connection to the reward servers was closed")
-            return
-        metrics.REMOTE_RESENT.labels(cause).inc(len(batch))
-        self._queue.extendleft(reversed(batch))
+    def _again(self, call: Pending, cause: str) -> None:
+        metrics.REMOTE_RESENT.labels(cause).inc()
+        self._queue.appendleft(call)
         self._news.set()
+
+    def _end(self, call: Pending, verdicts: list[Verdict], elapsed_ms: float) -> None:
+        self._open.discard(call)
+        call.on_verdicts(call.index, verdicts, elapsed_ms)
+
+    def _fail(self, call: Pending, kind: str, message: str, elapsed_ms: float = 0.0) -> None:
+        self._end(call, [Failure(kind, clip(message))] * len(call.inputs), elapsed_ms)
 
     def _note_outage(self, now_s: float) -> None:
         """Give what waits its verdict when no server could be asked for `outage_s`."""
-        if self.alive or self._requests:
+        if self.alive or any(replica.state.in_flight for replica in self._replicas):
             self._away_since_s = None
             return
         if self._away_since_s is None:
@@ -357,7 +324,7 @@ class RemoteBackend:
         limit_s = self._arguments.outage_s
         told = "; ".join(f"{replica.url}: {replica.trouble}" for replica in self._replicas)
         while self._queue and now_s - max(self._away_since_s, self._queue[0].queued_s) > limit_s:
-            self._queue.popleft().fail("unreachable", f"no reward server for {limit_s:g} s: {told}")
+            self._fail(self._queue.popleft(), "unreachable", f"no reward server for {limit_s:g} s: {told}")
 
 
 def read_verdicts(answered: Sequence[msgspec.Raw], inputs: Sequence[RewardInput]) -> list[Verdict]:

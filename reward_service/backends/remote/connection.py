@@ -15,7 +15,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import aiohttp
 import msgspec
@@ -56,42 +56,23 @@ NOTICE_S = 0.5
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 """Between two looks at a server that does not answer."""
+OUTCOMES = ("gone", "late", "broken")
+"""Kinds of a `RemoteError` that is no refusal."""
 TOLERATED = 2
 """Failures of a server in a row after which it is still asked as before."""
 
 
 class RemoteError(ArealError):
-    """Base of what asking a server raises."""
+    """Asking a server came to nothing. `kind`: that of its refusal; or `gone` (not reachable, or lost under
+    the request: whether it was run is not known), `late` (no answer in time over a connection that stands),
+    `broken` (it answers outside the protocol, or has another reward than the one wanted)."""
 
-    outcome = ""
-
-
-class ServerGone(RemoteError):
-    """The server is not reachable, or was lost under the request: whether it was run is not known."""
-
-    outcome = "gone"
-
-
-class ServerLate(RemoteError):
-    """No answer came in time, from a server whose connection stands."""
-
-    outcome = "late"
-
-
-class ServerBroken(RemoteError):
-    """The server answers, and cannot be used: outside the protocol, or another reward than the one wanted."""
-
-    outcome = "broken"
-
-
-class ServerRefused(RemoteError):
-    """The server says that it did not carry out the request."""
-
-    outcome = "refused"
-
-    def __init__(self, refusal: RequestRefusal) -> None:
-        super().__init__(f"{refusal.kind}: {refusal.message}")
-        self.refusal = refusal
+    def __init__(
+        self, kind: RefusalKind | Literal["gone", "late", "broken"], message: str, retry_after_s: float = 0.0
+    ) -> None:
+        super().__init__(message if kind in OUTCOMES else f"{kind}: {message}")
+        self.kind = kind
+        self.retry_after_s = retry_after_s
 
 
 class RemoteServer:
@@ -152,22 +133,15 @@ class RemoteServer:
         """Whether it may get a request now."""
         return self._ready and self.state.takes(now_s) and self.state.in_flight < self.slots
 
-    async def score(self, inputs: list[msgspec.Raw]) -> Verdicts:
-        """One request, after `state.begin()`. Raises `RemoteError`; ends within the reward's deadline and
-        `ANSWER_GRACE_S`."""
-        request = self._request(inputs)
+    async def score(self, inputs: list[msgspec.Raw]) -> list[msgspec.Raw]:
+        """The verdicts of one request, after `state.begin()`. Raises `RemoteError`; ends within the reward's
+        deadline and `ANSWER_GRACE_S`."""
         began_s = time.monotonic()
         outcome = "ok"
         try:
-            answer = await self._score(request, self._spec.timeout_s + ANSWER_GRACE_S)
-            if len(answer.verdicts) != len(inputs):
-                raise ServerBroken(
-                    f"the server answered {len(inputs)} inputs with {len(answer.verdicts)} verdicts"
-                )
-            if answer.request_id not in ("", request.request_id):
-                raise ServerBroken("the server's answer is that to another request")
+            verdicts = await self._score(inputs, self._spec.timeout_s + ANSWER_GRACE_S)
         except RemoteError as error:
-            outcome = error.outcome
+            outcome = error.kind if error.kind in OUTCOMES else "refused"
             self._failed(error, began_s)
             raise
         except BaseException:
@@ -175,15 +149,15 @@ class RemoteServer:
             raise
         else:
             self.state.answered(time.monotonic())
-            return answer
+            return verdicts
         finally:
             metrics.REMOTE_REQUESTS.labels(self.url, outcome).inc()
             metrics.REMOTE_REQUEST_SECONDS.labels(self.url).observe(time.monotonic() - began_s)
             self._changed()
 
-    def _request(self, inputs: list[msgspec.Raw]) -> ScoreRequest:
+    async def _score(self, inputs: list[msgspec.Raw], limit_s: float) -> list[msgspec.Raw]:
         timeout_s = self._spec.timeout_s
-        return ScoreRequest(
+        request = ScoreRequest(
             protocol=PROTOCOL,
             request_id=f"{self._prefix}-{next(self._numbers)}",
             reward=self.reward.name,
@@ -193,14 +167,20 @@ class RemoteServer:
             deadline_ms=max(1, round((timeout_s + NOTICE_S) * 1000)),
             inputs=inputs,
         )
+        answer = await self._ask("score", Verdicts, limit_s, msgspec.json.encode(request))
+        if len(answer.verdicts) != len(inputs):
+            told = f"the server answered {len(inputs)} inputs with {len(answer.verdicts)} verdicts"
+            raise RemoteError("broken", told)
+        if answer.request_id not in ("", request.request_id):
+            raise RemoteError("broken", "the server's answer is that to another request")
+        return answer.verdicts
 
     def _failed(self, error: RemoteError, began_s: float) -> None:
         now_s = time.monotonic()
-        refused = error.refusal.kind if isinstance(error, ServerRefused) else ""
-        if refused in ("busy", "too_large", "invalid"):
+        if error.kind in ("busy", "too_large", "invalid"):
             self.state.answered(now_s)  # it works; it is this request that it did not take
             return
-        if isinstance(error, ServerGone) or refused not in ("", "internal"):
+        if error.kind not in ("late", "broken", "internal"):
             self._lose(str(error))
         if self.state.failed(began_s, now_s):
             log.warning(
@@ -230,11 +210,9 @@ class RemoteServer:
                 self.unfit = False
                 self._set_ready(True)
             except RemoteError as error:
-                self.unfit = isinstance(error, ServerBroken) or (
-                    isinstance(error, ServerRefused) and error.refusal.kind in ("unauthorized", "protocol")
-                )
+                self.unfit = error.kind in ("broken", "unauthorized", "protocol")
                 # A server of one thread cannot answer while it scores: that is no loss.
-                if not (isinstance(error, ServerLate) and self.state.in_flight):
+                if not (error.kind == "late" and self.state.in_flight):
                     self._lose(str(error))
             if self._ready:
                 tries = 0
@@ -249,60 +227,53 @@ class RemoteServer:
 
     async def _look(self) -> None:
         """Raises `RemoteError` where it cannot be used now."""
-        info = await self._ask("GET", "info", Info, None, ASK_LIMIT_S)
+        info = await self._ask("info", Info, ASK_LIMIT_S)
         self.reward, self.limits = self._fitting(info), info.limits
         try:
-            health = await self._ask("GET", "health", Health, None, ASK_LIMIT_S)
+            health = await self._ask("health", Health, ASK_LIMIT_S)
             if health.status != "ready":
-                raise ServerGone(f"it says that it is {health.status}")
-        except ServerRefused as refused:
-            if refused.refusal.kind not in ("invalid", "unknown_reward", "busy"):
+                raise RemoteError("gone", f"it says that it is {health.status}")
+        except RemoteError as error:
+            if error.kind not in ("invalid", "unknown_reward", "busy"):
                 raise  # else it knows no such question
         if self._ready:
             return
         try:  # A request without inputs shows whether it takes the reward's arguments.
-            await self._score(self._request([]), ASK_LIMIT_S)
-        except ServerRefused as refused:
-            if refused.refusal.kind == "invalid":
-                told = f"it refuses the request, most likely reward.args.args: {refused}"
-                raise ServerBroken(told) from refused
-            if refused.refusal.kind != "busy":
+            await self._score([], ASK_LIMIT_S)
+        except RemoteError as error:
+            if error.kind == "invalid":
+                told = f"it refuses the request, most likely reward.args.args: {error}"
+                raise RemoteError("broken", told) from error
+            if error.kind != "busy":
                 raise
         log.info("reward server ready", server=self.url, reward=self.reward.name, version=self.reward.version)
 
     def _fitting(self, info: Info) -> RewardInfo:
-        """The reward that is wanted. Raises `ServerBroken`."""
+        """The reward that is wanted. Raises `RemoteError`."""
         name, version = self._arguments.reward, self._arguments.version
-        if info.protocol != PROTOCOL:
-            raise ServerBroken(
-                f"it speaks version {info.protocol} of the reward protocol, this side {PROTOCOL}"
-            )
         names = ", ".join(reward.name for reward in info.rewards) or "none"
         found = [reward for reward in info.rewards if name in ("", reward.name)]
-        if not name and len(found) != 1:
-            raise ServerBroken(f"it offers several rewards or none ({names}): name one in args.reward")
-        if not found:
-            raise ServerBroken(f"it has no reward {name!r}; it offers: {names}")
-        reward = found[0]
-        if reward.scope != self._spec.scope:
-            raise ServerBroken(
-                f"its reward {reward.name!r} has the scope {reward.scope}: set that in the job file too"
-            )
-        if version and reward.version != version:
-            raise ServerBroken(
-                f"its reward {reward.name!r} has the version {reward.version!r}, not {version!r}"
-            )
-        return reward
+        told = ""
+        if info.protocol != PROTOCOL:
+            told = f"it speaks version {info.protocol} of the reward protocol, this side {PROTOCOL}"
+        elif not name and len(found) != 1:
+            told = f"it offers several rewards or none ({names}): name one in args.reward"
+        elif not found:
+            told = f"it has no reward {name!r}; it offers: {names}"
+        elif (scope := found[0].scope) != self._spec.scope:
+            told = f"its reward {found[0].name!r} has the scope {scope}: set that in the job file too"
+        elif version and found[0].version != version:
+            told = f"its reward {found[0].name!r} has the version {found[0].version!r}, not {version!r}"
+        if told:
+            raise RemoteError("broken", told)
+        return found[0]
 
     # --- over HTTP -----------------------------------------------------------------------------------
 
-    async def _score(self, request: ScoreRequest, timeout_s: float) -> Verdicts:
-        return await self._ask("POST", "score", Verdicts, msgspec.json.encode(request), timeout_s)
-
-    async def _ask(self, method: str, path: str, kind: type[T], body: bytes | None, timeout_s: float) -> T:
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_LIMIT_S)
+    async def _ask(self, path: str, kind: type[T], limit_s: float, body: bytes | None = None) -> T:
+        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_LIMIT_S)
         headers = {"Content-Type": "application/json"} if body is not None else None
-        url = f"{self.url.rstrip('/')}/v1/{path}"
+        method, url = "GET" if body is None else "POST", f"{self.url.rstrip('/')}/v1/{path}"
         try:
             async with self._session.request(
                 method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
@@ -311,56 +282,50 @@ class RemoteServer:
                 while len(content) <= MAX_ANSWER_BYTES and (more := await answer.content.readany()):
                     content += more
         except aiohttp.ClientConnectorCertificateError as error:
-            raise ServerGone(f"its certificate is not to be trusted: {error.certificate_error}") from error
+            told = f"its certificate is not to be trusted: {error.certificate_error}"
+            raise RemoteError("gone", told) from error
         except aiohttp.ClientConnectorError as error:
-            raise ServerGone(f"cannot connect: {error.os_error.strerror or error.os_error}") from error
+            told = f"cannot connect: {error.os_error.strerror or error.os_error}"
+            raise RemoteError("gone", told) from error
         except aiohttp.ConnectionTimeoutError as error:
-            raise ServerGone(f"cannot connect within {CONNECT_LIMIT_S:g} s") from error
+            raise RemoteError("gone", f"cannot connect within {CONNECT_LIMIT_S:g} s") from error
         except TimeoutError as error:
-            raise ServerLate(f"no answer to {path} within {timeout_s:.1f} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise ServerGone(f"the connection was lost: {str(error) or type(error).__name__}") from error
-        except RuntimeError as error:  # the session was closed under the request
-            raise ServerGone("the connection was closed") from error
+            raise RemoteError("late", f"no answer to {path} within {limit_s:.1f} s") from error
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session was closed
+            told = f"the connection was lost: {str(error) or type(error).__name__}"
+            raise RemoteError("gone", told) from error
         if len(content) > MAX_ANSWER_BYTES:
-            raise ServerBroken(f"its answer is above {MAX_ANSWER_BYTES} bytes")
-        if answer.status != 200:
-            raise _failure(answer.status, content, answer.headers.get("Retry-After", ""))
-        return read_answer(content, kind)
+            raise RemoteError("broken", f"its answer is above {MAX_ANSWER_BYTES} bytes")
+        return read_answer(answer.status, content, answer.headers.get("Retry-After", ""), kind)
 
 
-def _failure(status: int, content: bytes, retry_after: str) -> RemoteError:
-    """What a status other than 200 means. The body says it better where it is a refusal of the protocol."""
-    asked_ms = int(float(retry_after) * 1000) if retry_after.replace(".", "", 1).isdigit() else 0
-    try:
-        read_answer(content, dict)
-    except ServerRefused as refused:
-        refusal = refused.refusal
-        return ServerRefused(
-            msgspec.structs.replace(refusal, retry_after_ms=max(refusal.retry_after_ms, asked_ms))
-        )
-    except ServerBroken:
-        pass  # a proxy's page, or a server's own way to fail: the status has to do
-    told = content[:200].decode(errors="replace").strip()
-    message = f"status {status}" + (f": {told}" if told else "")
-    if 300 <= status < 400:
-        return ServerBroken(f"it answers with a redirection ({message}): give the address it points to")
-    kind: RefusalKind = "unavailable" if status in GATEWAY_STATUSES else "internal"
-    if 400 <= status < 500:
-        kind = next((kind for kind, code in STATUS_OF.items() if code == status), "invalid")
-        kind = "unauthorized" if status == 403 else kind
-    return ServerRefused(RequestRefusal(kind, message, asked_ms))
-
-
-def read_answer(content: bytes, kind: type[T]) -> T:
-    """The answer `content`, which is a `kind` or a refusal. Raises `ServerRefused`, `ServerBroken`."""
+def read_answer(status: int, content: bytes, retry_after: str, kind: type[T]) -> T:
+    """The answer `content`, which is a `kind`. Raises `RemoteError` for a refusal, which a body of the
+    protocol says better than the status, and for what is neither."""
+    asked_s = float(retry_after) if retry_after.replace(".", "", 1).isdecimal() else 0.0
+    broken: msgspec.MsgspecError | None = None
     try:
         refusal = msgspec.json.decode(content, type=_MayBeRefused).error
         if refusal is not None:
-            raise ServerRefused(refusal)
-        return msgspec.json.decode(content, type=kind)
+            wait_s = max(min(refusal.retry_after_ms, 10**9) / 1000, asked_s)
+            raise RemoteError(refusal.kind, refusal.message, wait_s)
+        if status == 200:
+            return msgspec.json.decode(content, type=kind)
     except msgspec.MsgspecError as error:
-        raise ServerBroken(f"the server's answer is none of the protocol: {error}") from error
+        broken = error
+    if status == 200:
+        raise RemoteError("broken", f"the server's answer is none of the protocol: {broken}") from broken
+    # A proxy's page, or a server's own way to fail: the status has to do.
+    told = content[:200].decode(errors="replace").strip()
+    message = f"status {status}" + (f": {told}" if told else "")
+    if 300 <= status < 400:
+        told = f"it answers with a redirection ({message}): give the address it points to"
+        raise RemoteError("broken", told)
+    refused: RefusalKind = "unavailable" if status in GATEWAY_STATUSES else "internal"
+    if 400 <= status < 500:
+        refused = next((kind for kind, code in STATUS_OF.items() if code == status), "invalid")
+        refused = "unauthorized" if status == 403 else refused
+    raise RemoteError(refused, message, asked_s)
 
 
 class _MayBeRefused(msgspec.Struct):

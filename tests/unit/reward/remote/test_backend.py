@@ -130,6 +130,12 @@ async def test_a_busy_server_is_asked_again_after_the_time_it_names(scripted, ba
     assert took_s >= 0.6
 
 
+async def test_a_time_that_is_none_does_no_harm(scripted, backend, collect):
+    async with scripted().serving() as server, backend(server.url) as entered:
+        server.answers.append(answer(429, b"", **{"Retry-After": "²"}))
+        assert await collect(entered, [given(score(0.5))]) == [Score(0.5)]
+
+
 async def test_a_server_that_is_busy_for_good_ends_in_rate_limited(scripted, backend, collect):
     async with scripted().serving() as server, backend(server.url, outage_s=0.5) as entered:
         server.answers += [answer(429, b"")] * 1000
