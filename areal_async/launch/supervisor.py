@@ -281,8 +281,9 @@ class Supervisor:
             services=self.services,
             job=self.job.model_dump(mode="json"),
         )
-        _write_whole(folders.context, msgspec.json.format(msgspec.json.encode(places)))
         _write_whole(folders.run_dir / "job.yaml", dump_job(self.job).encode())
+        # Last: a run is found once it says where it serves.
+        _write_whole(folders.context, msgspec.json.format(msgspec.json.encode(places)))
 
     def _write_targets(self) -> None:
         """Name the metrics endpoints for Prometheus; whole or not at all, since it watches the file."""

@@ -52,7 +52,9 @@ class LedgerBuffer(FakeCaller):
         await self._send(Drain(worker, reason))
 
     async def put_episodes(self, lease_id: str, group_id: str, episodes: Any) -> PutAck:
-        arrivals = [read_arrival("test", group_id, sample, blob) for sample, blob in episodes.items()]
+        arrivals = [
+            read_arrival("test", group_id, sample, memoryview(blob)) for sample, blob in episodes.items()
+        ]
         return await self._send(StoreEpisodes(lease_id, group_id, tuple(arrivals)))
 
     async def until(self, condition: Callable[[], object]) -> None:
@@ -150,7 +152,7 @@ async def test_groups_are_whole_a_worker_aborts_what_its_groups_deadline_gave_up
         await buffer.until(lambda: ledger.count("stored") == 1)
         ledger.now_ms += 50
         await buffer.until(lambda: ledger.count("absent") == 3)
-        while worker._running:  # noqa: ASYNC110 - cancelled episodes end in the next rounds of the loop
+        while worker.running:  # noqa: ASYNC110 - cancelled episodes end in the next rounds of the loop
             await asyncio.sleep(0)
         stop.set()
         await running

@@ -257,7 +257,7 @@ BUGS_OF_TWO: dict[str, tuple[PutIn, int, str]] = {
 }
 
 
-def broken_promise(driver_type: type, eta: int, *, two: bool, examples: int = 30) -> str:
+def broken_promise(driver_type: type, eta: int, *, two: bool, examples: int = 100) -> str:
     """What the first life in which something is amiss says of it; empty when all of them pass."""
     rules = {"overtaken_waits": not two}
     fields = {"driver_type": driver_type, "consumers": consumers_of(eta, two), "ledger_rules": rules}
