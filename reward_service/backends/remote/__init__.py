@@ -73,11 +73,6 @@ class RemoteArguments(Section):
                 raise ValueError(f"{name}: {path} is not an absolute path")
         return self
 
-    def patience_s(self, timeout_s: float) -> float:
-        """Beyond its deadline of `timeout_s` and its turn, how long a call may wait for servers that come
-        back, and be sent again."""
-        return self.outage_s + (self.retries + 1) * (timeout_s + ANSWER_GRACE_S)
-
     def token(self) -> str:
         """The token, empty where none is asked for. Raises ValueError, which names the field, for one that
         is not there."""
@@ -111,7 +106,9 @@ class RemoteReward(BackendReward):
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
+        """How long a call may wait for servers that come back, and be sent again."""
         try:
-            return RemoteArguments.model_validate(arguments).patience_s(timeout_s)
+            given = RemoteArguments.model_validate(arguments)
         except ValidationError:
             return 0.0  # the reward cannot be loaded with these, and says so itself
+        return given.outage_s + (given.retries + 1) * (timeout_s + ANSWER_GRACE_S)

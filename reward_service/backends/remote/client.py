@@ -66,10 +66,9 @@ class Pending:
 
 
 class RemoteBackend:
-    """A `ScoringBackend`. Entering waits for a first server and raises `RewardLoadError`
-    when none can be used."""
+    """A `ScoringBackend`. Entering waits for a first server; raises `RewardLoadError` when none is fit."""
 
-    def __init__(self, spec: RewardSpec, section: RewardSection, *, rng: random.Random | None = None) -> None:
+    def __init__(self, spec: RewardSpec, section: RewardSection) -> None:
         try:
             self._arguments = RemoteArguments.model_validate(spec.args)
             self._token = self._arguments.token()
@@ -78,9 +77,9 @@ class RemoteBackend:
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
         """Only by a fault of this side: a server that is away may come back."""
         self._spec = spec
-        self._rng = rng or random.Random()
+        self._rng = random.Random()
         self._batch = self._arguments.batch if spec.scope == "episode" else 1
-        self._request_s = 0.05
+        self.call_seconds = 0.05
         self._replicas: list[RemoteServer] = []
         self._open: set[Pending] = set()
         """Calls without verdicts: those of the queue, and those of requests under way."""
@@ -99,10 +98,6 @@ class RemoteBackend:
     def alive(self) -> int:
         now_s = time.monotonic()
         return sum(r.slots for r in self._replicas if r.ready(now_s)) * self._batch
-
-    @property
-    def call_seconds(self) -> float:
-        return self._request_s
 
     async def __aenter__(self) -> Self:
         arguments = self._arguments
@@ -190,9 +185,11 @@ class RemoteBackend:
                 free = [replica for replica in self._replicas if replica.has_room(now_s)]
                 if not free:
                     break
-                self._hand_out(
-                    min(free, key=lambda one: (one.state.in_flight / one.slots, self._rng.random()))
-                )
+                replica = min(free, key=lambda one: (one.state.in_flight / one.slots, self._rng.random()))
+                batch, inputs = self._cut(replica)
+                if batch:
+                    replica.state.begin()
+                    self._start(self._request(replica, batch, inputs))
             self._note_outage(now_s)
             if len(self._queue) < MAX_QUEUED:
                 self._room.set()
@@ -200,12 +197,6 @@ class RemoteBackend:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S if self._queue else None):
                     await self._news.wait()
-
-    def _hand_out(self, replica: RemoteServer) -> None:
-        batch, inputs = self._cut(replica)
-        if batch:
-            replica.state.begin()
-            self._start(self._request(replica, batch, inputs))
 
     def _cut(self, replica: RemoteServer) -> tuple[list[Pending], list[msgspec.Raw]]:
         """The next calls for `replica`, as many as a request may hold, and their inputs as it wants them."""
@@ -248,7 +239,7 @@ class RemoteBackend:
                 self._fail(call, "pool", "the request to the reward server was broken off")
             raise
         elapsed_s = time.monotonic() - began_s
-        self._request_s += 0.2 * (elapsed_s - self._request_s)
+        self.call_seconds += 0.2 * (elapsed_s - self.call_seconds)
         verdicts = iter(read_verdicts(answered, [one for call in batch for one in call.inputs]))
         unknown = []
         for call in batch:

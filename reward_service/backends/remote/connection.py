@@ -140,6 +140,8 @@ class RemoteServer:
         outcome = "ok"
         try:
             verdicts = await self._score(inputs, self._spec.timeout_s + ANSWER_GRACE_S)
+            self.state.answered(time.monotonic())
+            return verdicts
         except RemoteError as error:
             outcome = error.kind if error.kind in OUTCOMES else "refused"
             self._failed(error, began_s)
@@ -147,9 +149,6 @@ class RemoteServer:
         except BaseException:
             self.state.in_flight -= 1
             raise
-        else:
-            self.state.answered(time.monotonic())
-            return verdicts
         finally:
             metrics.REMOTE_REQUESTS.labels(self.url, outcome).inc()
             metrics.REMOTE_REQUEST_SECONDS.labels(self.url).observe(time.monotonic() - began_s)
@@ -181,19 +180,17 @@ class RemoteServer:
             self.state.answered(now_s)  # it works; it is this request that it did not take
             return
         if error.kind not in ("late", "broken", "internal"):
-            self._lose(str(error))
+            self._set_ready(False, str(error))
         if self.state.failed(began_s, now_s):
             log.warning(
                 "reward server fails and is left alone for a while", server=self.url, error=str(error)
             )
 
-    def _lose(self, why: str) -> None:
-        if self._ready:
-            log.warning("reward server lost", server=self.url, reason=why)
-        self._set_ready(False, why)
-        self._lost.set()
-
     def _set_ready(self, ready: bool, trouble: str = "") -> None:
+        if not ready:
+            if self._ready:
+                log.warning("reward server lost", server=self.url, reason=trouble)
+            self._lost.set()
         self._ready, self.trouble = ready, trouble
         metrics.REMOTE_READY.labels(self.url).set(ready)
         self._changed()
@@ -213,7 +210,7 @@ class RemoteServer:
                 self.unfit = error.kind in ("broken", "unauthorized", "protocol")
                 # A server of one thread cannot answer while it scores: that is no loss.
                 if not (error.kind == "late" and self.state.in_flight):
-                    self._lose(str(error))
+                    self._set_ready(False, str(error))
             if self._ready:
                 tries = 0
                 with contextlib.suppress(TimeoutError):
