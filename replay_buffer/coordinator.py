@@ -44,15 +44,12 @@ from replay_buffer.redis.large import BlobRef
 from replay_buffer.redis.store import Opened, Store
 from replay_buffer.redis.writer import Bytes, RedisClock
 
-BEAT_S = 0.5
-"""The front looks at the clock at least this often."""
-OUTAGE_MS = 3_000
-"""A longer gap between two looks is an outage of this process."""
+BEAT_S = 0.5  # The front looks at the clock at least this often
+OUTAGE_MS = 3_000  # A longer gap between two looks is an outage of this process
 ALIVE_MS = 5_000
 """A front that has nothing to write says so often that it lives: the next one takes the time since the last
 write for an outage."""
-GATHER_S = 0.02
-"""How long a claim waits for a group to become complete."""
+GATHER_S = 0.02  # How long a claim waits for a group to become complete
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
 RETRY_MS = 100
@@ -82,11 +79,9 @@ class Coordinator:
         on_confirmed: Callable[[int], None] | None = None,
         alive_ms: int = ALIVE_MS,
     ) -> None:
-        self.index: Index | None = None
-        """None while it is being rebuilt."""
+        self.index: Index | None = None  # None while it is being rebuilt
         self.ended: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self.lost_writes = 0
-        """Acknowledged writes that Redis came back without."""
+        self.lost_writes = 0  # Acknowledged writes that Redis came back without
         self._why = "it starts"
         self._trouble: Trouble | None = None
         self._store = store

@@ -63,10 +63,8 @@ from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import FILE, ConfirmedRevision, RedisClock
 
 LONGEST_WAIT_MS = 30_000
-LARGE_PUT_BYTES = 4 << 20
-"""A put above it is read in a thread, so that it does not hold up everybody else."""
-FIGURES_S = 1.0
-"""How often the metrics are brought up to date."""
+LARGE_PUT_BYTES = 4 << 20  # A put above it is read in a thread, so that it does not hold up everybody else
+FIGURES_S = 1.0  # How often the metrics are brought up to date
 
 log = get_logger("buffer")
 
@@ -83,8 +81,7 @@ class BufferServer:
         self._job = job
         self._store = store
         self._redis_bytes = 0
-        self._lease_waits: dict[str, object] = {}
-        """Worker → a token of its latest lease request under way."""
+        self._lease_waits: dict[str, object] = {}  # Worker → a token of its latest lease request under way
         self.handle = by_type(
             "buffer",
             {

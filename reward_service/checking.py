@@ -13,10 +13,8 @@ from numbers import Real
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, Verdict
 from reward_service.sdk import RewardInput
 
-LONGEST_MESSAGE = 1000
-"""Characters of an error's text that travel."""
-LONGEST_NAME = 100
-"""Characters of the name of a component, an agent, a kind or a sandbox."""
+LONGEST_MESSAGE = 1000  # Characters of an error's text that travel
+LONGEST_NAME = 100  # Characters of the name of a component, an agent, a kind or a sandbox
 MOST_COMPONENTS = 64
 
 

@@ -26,8 +26,7 @@ log = get_logger("pool")
 
 READ_BYTES = 256 << 10
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-OUTPUT_TAIL_BYTES = 2000
-"""The end of the output that is kept for the cause of a death."""
+OUTPUT_TAIL_BYTES = 2000  # The end of the output that is kept for the cause of a death
 OUTPUT_BYTES_PER_S = 4096
 OUTPUT_BURST_BYTES = 32 << 10
 

@@ -37,20 +37,15 @@ from reward_service.sdk import RewardInput
 
 log = get_logger("reward")
 
-CLAIM_WAIT_MS = 2000
-"""How long the buffer may hold a claim until there is something to score."""
-CLAIM_PAUSE_S = 0.01
-"""Between two claims: at high rates episodes come in handfuls instead of one by one."""
+CLAIM_WAIT_MS = 2000  # How long the buffer may hold a claim until there is something to score
+CLAIM_PAUSE_S = 0.01  # Between two claims: at high rates episodes come in handfuls instead of one by one
 SEND_PAUSE_S = 0.005
 RETRY_PAUSE_S = 0.5
-STOP_LIMIT_S = 2.0
-"""Time for calls under way and verdicts unsent when the service is told to stop."""
-MAX_VERDICTS = 512
-"""Verdicts in one message, unless one claim has more."""
+STOP_LIMIT_S = 2.0  # Time for calls under way and verdicts unsent when the service is told to stop
+MAX_VERDICTS = 512  # Verdicts in one message, unless one claim has more
 MAX_BYTES = 16 << 20
 """A message is ended by the verdict that brings it here; the wire takes four times as much."""
-VALUE_BYTES = 9
-"""A float in msgpack."""
+VALUE_BYTES = 9  # A float in msgpack
 
 
 class RewardState:
@@ -60,8 +55,7 @@ class RewardState:
         self.spec = spec
         self.pending = 0
         self.calls_done = 0
-        self.per_call = 1
-        """Episodes of one call: the most seen in a group, under scope `group`."""
+        self.per_call = 1  # Episodes of one call: the most seen in a group, under scope `group`
         self.waiting: OrderedDict[int, float] = OrderedDict()
         """When each call without verdicts was claimed, the oldest first."""
         self.seconds = metrics.CALL_SECONDS.labels(spec.label)
@@ -93,8 +87,7 @@ class RewardServer:
         self._call_numbers = 0
         self._submitting: set[asyncio.Task[None]] = set()
         self._deadline_s = math.inf
-        self._held: Counter[str] = Counter()
-        """Episodes without an acknowledged verdict, by claim."""
+        self._held: Counter[str] = Counter()  # Episodes without an acknowledged verdict, by claim
         self._outbox: list[tuple[EpisodeVerdict, int, RewardState]] = []
         """Verdicts to send, each with the size of its episode."""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -362,12 +355,10 @@ def _size_bytes(item: EpisodeVerdict) -> int:
 # --- how many episodes to claim ----------------------------------------------------------------------
 
 
-MAX_PENDING = 1024
-"""Episodes held at once, whatever their speed."""
+MAX_PENDING = 1024  # Episodes held at once, whatever their speed
 MAX_PENDING_BYTES = 64 << 20
 MAX_CLAIM = 256
-HOLD_S = 1.0
-"""Work held at once, in seconds of all workers: enough that none waits for a claim."""
+HOLD_S = 1.0  # Work held at once, in seconds of all workers: enough that none waits for a claim
 DEADLINE_SHARE = 0.25
 """Work held is at most this share of a claim's deadline, so that claims do not expire in our queue."""
 

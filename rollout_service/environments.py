@@ -20,8 +20,7 @@ from areal_async.errors import ArealError
 from areal_async.registry import ENVIRONMENTS, PartError
 from areal_async.rpc.schema import Task
 
-BUILT_IN: dict[str, str] = {}
-"""Name → class; found by `areal_async.registry.ENVIRONMENTS`."""
+BUILT_IN: dict[str, str] = {}  # Name → class; found by `areal_async.registry.ENVIRONMENTS`
 
 
 class EnvironmentFailure(ArealError):

@@ -52,8 +52,7 @@ log = get_logger("evaluator")
 
 WAIT_MS = 10_000
 RETRY_PAUSE_S = 0.5
-GIVE_UP_S = 600.0
-"""Longest silence of the publisher: a trainer that is started again has to load its state."""
+GIVE_UP_S = 600.0  # Longest silence of the publisher: a trainer that is started again has to load its state
 
 
 class EvaluationError(ArealError):
@@ -106,8 +105,7 @@ class Evaluator:
         self._gateway = gateway
         self._sampling = sampling_of(job.evaluation_sampling)
         self._started = False
-        self.samples = job.evaluation.samples
-        """Answers to each task."""
+        self.samples = job.evaluation.samples  # Answers to each task
 
     async def evaluate(self, snapshot: Weights, tasks: Sequence[Task]) -> Evaluation:
         """Load `snapshot`, answer every task as often as the job says and score the answers. Raises

@@ -83,8 +83,7 @@ class EngineMetrics(Collector):
         )
 
 
-ALL_SOURCES = "*"
-"""The label of the figures over all data sources."""
+ALL_SOURCES = "*"  # The label of the figures over all data sources
 
 
 def show_evaluation(

@@ -26,8 +26,7 @@ import numpy.typing as npt
 
 RESAMPLES = 2000
 LEVEL = 0.95
-CHUNK = 1 << 22
-"""Most values drawn at once: 32 MiB of indices."""
+CHUNK = 1 << 22  # Most values drawn at once: 32 MiB of indices
 
 Floats = npt.NDArray[np.float64]
 

@@ -21,10 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-COLLECTIVE_TIMEOUT_S = 600.0
-"""A rank that waits longer than this for another fails."""
-ALONE = "areal_alone"
-"""The backend of one rank."""
+COLLECTIVE_TIMEOUT_S = 600.0  # A rank that waits longer than this for another fails
+ALONE = "areal_alone"  # The backend of one rank
 
 
 class _NoPeers(dist.ProcessGroup):

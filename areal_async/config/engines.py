@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from areal_async.config.job import JobConfig
     from areal_async.runtime.context import ServiceContext
 
-VARIABLE = "AREAL_ASYNC_ENGINES"
-"""Environment variable: a folder with one environment for each engine."""
+VARIABLE = "AREAL_ASYNC_ENGINES"  # Environment variable: a folder with one environment for each engine
 PROJECT_FOLDER = Path(__file__).resolve().parents[2]
 """Root of a checkout; `make engines` makes its environments there."""
 

@@ -22,8 +22,7 @@ from areal_async.config.reward import FOLDER_OR_NAME, RewardSection, RouteSectio
 from areal_async.ownfiles import read_regular
 from areal_async.registry import REWARDS, PartError
 
-BUDGET_GRACE_S = 1.0
-"""Time to make and end jails, and to compare."""
+BUDGET_GRACE_S = 1.0  # Time to make and end jails, and to compare
 
 
 def asked(reward: RewardSection) -> Iterator[tuple[str, RewardSection | RouteSection]]:

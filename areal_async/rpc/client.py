@@ -38,8 +38,7 @@ from areal_async.rpc.frames import Kind, read_attachments, read_header, read_rep
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, R, Request, Welcome, replies_to
 from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
 
-TIMEOUT_S = 60.0
-"""Patience with a service that does not answer, beyond the wait that a request asks for."""
+TIMEOUT_S = 60.0  # Patience with a service that does not answer, beyond the wait that a request asks for
 SWEEP_S = 0.25
 RESEND_AFTER_S = 2.0
 FIRST_BACKOFF_S = 0.01

@@ -31,8 +31,7 @@ IPC_PATH_LIMIT_BYTES = 107
 HIGH_WATER_MESSAGES = 1024
 HEARTBEAT_MS = 10_000
 HEARTBEAT_TIMEOUT_MS = 60_000
-HANDSHAKE_MS = 10_000
-"""A connection that has not shown the secret after this time is closed."""
+HANDSHAKE_MS = 10_000  # A connection that has not shown the secret after this time is closed
 BACKLOG = 512
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_FRAMES_BEFORE = 6

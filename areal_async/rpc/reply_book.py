@@ -43,8 +43,7 @@ class ReplyBook:
         self._max_clients = max_clients
         self._clients: OrderedDict[int, _Memory] = OrderedDict()
         self._sizes: OrderedDict[tuple[int, int], int] = OrderedDict()
-        self.size_bytes = 0
-        """Bytes of the remembered replies."""
+        self.size_bytes = 0  # Bytes of the remembered replies
 
     def __len__(self) -> int:
         return len(self._sizes)

@@ -45,10 +45,8 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """A value that only travels inside messages (and is stored, where the ledger says so)."""
 
 
-POLICY = "policy"
-"""Name of the one policy of a job that names none."""
-POLICY_NAME = r"[a-z0-9][a-z0-9_-]{0,31}"
-"""Pattern of a policy's name."""
+POLICY = "policy"  # Name of the one policy of a job that names none
+POLICY_NAME = r"[a-z0-9][a-z0-9_-]{0,31}"  # Pattern of a policy's name
 _LABEL = re.compile(rf"({POLICY_NAME})-e(0|[1-9][0-9]*)-v(0|[1-9][0-9]*)")
 
 

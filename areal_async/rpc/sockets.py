@@ -15,12 +15,9 @@ from typing_extensions import Buffer
 
 from areal_async.rpc.frames import MAX_FRAMES
 
-COPY_BELOW_BYTES = 64 * 1024
-"""Smaller frames are copied into the socket: cheaper than tracking their buffer."""
-READ_BURST_MESSAGES = 32
-"""Messages handled before other callbacks of the loop get their turn."""
-LINGER_MS = 200
-"""How long a closed socket may take to hand over what was already sent."""
+COPY_BELOW_BYTES = 64 * 1024  # Smaller frames are copied into the socket: cheaper than tracking their buffer
+READ_BURST_MESSAGES = 32  # Messages handled before other callbacks of the loop get their turn
+LINGER_MS = 200  # How long a closed socket may take to hand over what was already sent
 
 
 class PolledSocket:

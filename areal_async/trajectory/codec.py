@@ -43,8 +43,7 @@ from areal_async.trajectory.layout import (
 
 Buffer = bytes | bytearray | memoryview
 
-CORE_FRAMES = 6
-"""head, segments, token_id, logprob, version, mask; optional columns follow."""
+CORE_FRAMES = 6  # head, segments, token_id, logprob, version, mask; optional columns follow
 
 SEGMENT_BYTES = I64.itemsize + len(TABLE_COLUMNS) * I32.itemsize + F32.itemsize
 

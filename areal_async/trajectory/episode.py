@@ -54,8 +54,7 @@ from areal_async.trajectory.layout import (
     Units,
 )
 
-LOGPROB_SLACK = 1e-3
-"""A log-prob may exceed 0 by this much: engines add float32 rounding to a log-softmax."""
+LOGPROB_SLACK = 1e-3  # A log-prob may exceed 0 by this much: engines add float32 rounding to a log-softmax
 
 _INT32_MAX = 2**31 - 1
 _SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
@@ -273,10 +272,8 @@ class Episode:
         self.header = header
         self.segments = segments
         self.units = units
-        self.n_sampled = n_sampled
-        """Units with mask 1."""
-        self.min_version = min_version
-        """Over units with mask 1; -1 when there are none."""
+        self.n_sampled = n_sampled  # Units with mask 1
+        self.min_version = min_version  # Over units with mask 1; -1 when there are none
         self.max_version = max_version
         self.min_epoch = _check_epochs(header.epochs, mask, n_sampled)
         """Smallest trainer epoch behind a unit with mask 1; -1 when there are none."""

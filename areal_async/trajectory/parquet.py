@@ -19,8 +19,7 @@ from areal_async.errors import ArealError
 from areal_async.rpc.verdicts import Parts
 from areal_async.trajectory.codec import unpack
 
-KEY = b"areal_async.export"
-"""Key of the file's metadata that says what it is: `{"schema": 2, "job": …}`."""
+KEY = b"areal_async.export"  # Key of the file's metadata that says what it is: `{"schema": 2, "job": …}`
 SCHEMA = 2
 ROW_GROUP_BYTES = 32 << 20
 ROW_GROUP_ROWS = 4096
@@ -95,8 +94,7 @@ class EpisodeWriter:
             raise ExportError(f"{path} exists: give another name, or add --overwrite to replace it.")
         self.path = path
         self.rows = 0
-        self.held_bytes = 0
-        """Bytes of the episodes that wait for their row group to be full."""
+        self.held_bytes = 0  # Bytes of the episodes that wait for their row group to be full
         self._row_group_bytes = row_group_bytes
         self._schema = COLUMNS.with_metadata({KEY: msgspec.json.encode({"schema": SCHEMA, "job": job})})
         self._unfinished = path.with_name(f".{path.name}.tmp")

@@ -59,8 +59,7 @@ DELTA_FILE = "delta.bin"
 TARGET_FILE = "target.json"
 ELEMENT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 """Bytes of an element that is compared as one, by dtype (safetensors' words); of all others, each byte is."""
-BLOCKS_AT_ONCE = 16
-"""Blocks encoded before the first of them is written: what bounds the memory."""
+BLOCKS_AT_ONCE = 16  # Blocks encoded before the first of them is written: what bounds the memory
 MAX_THREADS = 4
 
 log = get_logger("weights")

@@ -28,8 +28,7 @@ from areal_async.errors import SnapshotError
 
 BLOCK_BYTES = 4 << 20
 LEVEL = 1
-LONG_GAP = 255
-"""A byte of this value adds 255 to the distance that the next bytes go on with."""
+LONG_GAP = 255  # A byte of this value adds 255 to the distance that the next bytes go on with
 
 _HEAD = struct.Struct("<IIII")
 

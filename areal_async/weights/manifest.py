@@ -23,10 +23,8 @@ MANIFEST_FILE = "manifest.json"
 DELTA_SUFFIX = ".delta"
 MAX_MANIFEST_BYTES = 256 << 20
 HASH_PREFIX = "blake3:"
-WRITING_PREFIX = ".writing-"
-"""Begins the name of a directory that is not finished."""
-SPARE_FILE = ".spare-model"
-"""A model file of a snapshot that is gone, kept to be filled again."""
+WRITING_PREFIX = ".writing-"  # Begins the name of a directory that is not finished
+SPARE_FILE = ".spare-model"  # A model file of a snapshot that is gone, kept to be filled again
 _OURS = re.compile(
     rf"{POLICY_NAME}-e\d+-v\d+(\.delta)?|{re.escape(WRITING_PREFIX)}.*|{re.escape(SPARE_FILE)}"
 )

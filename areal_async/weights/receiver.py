@@ -22,8 +22,7 @@ from areal_async.weights.channels import ReceivingEnd, channel_of
 from areal_async.weights.retention import Purpose
 from areal_async.weights.snapshot import Snapshot, open_snapshot
 
-ANSWER_S = 10.0
-"""What an answer may take beyond the wait that was asked for."""
+ANSWER_S = 10.0  # What an answer may take beyond the wait that was asked for
 
 
 class Receiver:

@@ -46,11 +46,9 @@ DTYPES: dict[torch.dtype, str] = {
 DTYPE_OF: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
 HEADER_ALIGN_BYTES = 64
 MAX_HEADER_BYTES = 256 << 20
-PIECE_BYTES = 512 << 10
-"""Bytes copied, then hashed: they should fit into a core's second-level cache."""
+PIECE_BYTES = 512 << 10  # Bytes copied, then hashed: they should fit into a core's second-level cache
 MAX_THREADS = 8
-THREADS_FROM_BYTES = 8 << 20
-"""Smaller files are done before threads would have started."""
+THREADS_FROM_BYTES = 8 << 20  # Smaller files are done before threads would have started
 
 T = TypeVar("T")
 R = TypeVar("R")

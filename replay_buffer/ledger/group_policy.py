@@ -19,8 +19,7 @@ SAME = 1e-12
 """Rewards this close, relative to their size, are equal: rounding makes no difference to learn from."""
 
 
-DRAINED = "drained"
-"""The reason with which a worker that stops as planned gives a lease back."""
+DRAINED = "drained"  # The reason with which a worker that stops as planned gives a lease back
 
 
 def end_lease(tx: Transaction, group: GroupRecord, reason: str) -> None:

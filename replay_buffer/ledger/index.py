@@ -80,8 +80,7 @@ class Index:
         self.claims: dict[str, ClaimRecord] = {}
         self.batches: dict[BatchKey, BatchPlan] = {}
         self.consumers = {policy: ConsumerIndex(rules, policy) for policy in rules.consumers}
-        self.queue = SortedIndex()
-        """QUEUED groups, oldest first."""
+        self.queue = SortedIndex()  # QUEUED groups, oldest first
         self.claimable = SortedIndex()
         """Groups with an episode to claim, oldest version first: one that is STORED; where the group is
         scored as one, once it is GENERATED."""
@@ -92,16 +91,11 @@ class Index:
         self.episode_counts = [0] * len(EpisodeState)
         self.payload_bytes = 0
         self.claimable_episodes = 0
-        self.generating = 0
-        """Missing episodes of LEASED groups."""
-        self.leases_of: dict[str, set[str]] = {}
-        """Worker → its leases."""
-        self.claims_of: dict[str, set[str]] = {}
-        """Scorer → its claims."""
-        self._counts: dict[str, list[int]] = {}
-        """Group → its episodes by state, as counted in."""
-        self._together: dict[str, bool] = {}
-        """Group → whether it is scored as one; empty where none is."""
+        self.generating = 0  # Missing episodes of LEASED groups
+        self.leases_of: dict[str, set[str]] = {}  # Worker → its leases
+        self.claims_of: dict[str, set[str]] = {}  # Scorer → its claims
+        self._counts: dict[str, list[int]] = {}  # Group → its episodes by state, as counted in
+        self._together: dict[str, bool] = {}  # Group → whether it is scored as one; empty where none is
         self._write(WriteSet(records.meta, *map(dict, _parts(records))))
 
     def gave(self, id_: str) -> bool:
@@ -317,15 +311,13 @@ class ConsumerIndex:
     def __init__(self, rules: Rules, policy: str) -> None:
         self.policy = policy
         self._rules = rules
-        self.ready = SortedIndex()
-        """SCORED groups never trained so far, in the order of `buffer.sampling`."""
+        self.ready = SortedIndex()  # SCORED groups never trained so far, in the order of `buffer.sampling`
         self.reusable = SortedIndex()
         """SCORED groups that were trained before and may be again: the least used first, then as `ready`."""
         self.aging = SortedIndex()
         """Unbatched groups that hold or may come to hold a version, the oldest such version first."""
         self.group_counts = [0] * len(GroupState)
-        self.reused = 0
-        """Groups trained before that are SCORED or BATCHED again."""
+        self.reused = 0  # Groups trained before that are SCORED or BATCHED again
 
     @property
     def outstanding(self) -> int:

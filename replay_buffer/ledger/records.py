@@ -232,8 +232,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 Lineage = tuple[Span, ...]
 
-START: Lineage = (Span(0, 0),)
-"""Before any trainer: version 0 is the model that the job starts from."""
+START: Lineage = (Span(0, 0),)  # Before any trainer: version 0 is the model that the job starts from
 
 
 def accepts(lineage: Lineage, min_epoch: int, min_version: int, max_version: int) -> bool:
@@ -372,5 +371,4 @@ class LedgerMeta(LedgerRecord, frozen=True, array_like=True, gc=False):
         return self.consumers.get(policy, NEW)
 
 
-NEW = Consumer()
-"""A consumer before its first trainer."""
+NEW = Consumer()  # A consumer before its first trainer

@@ -121,10 +121,8 @@ def renew(tx: Transaction, scorer: str) -> None:
 # --- scores as they are stored and travel ---
 
 
-MOST_NAMES = 256
-"""Components of one score, and agents that it names."""
-LARGEST_UNIT = 3.4028234e38
-"""The largest float32."""
+MOST_NAMES = 256  # Components of one score, and agents that it names
+LARGEST_UNIT = 3.4028234e38  # The largest float32
 
 
 def checked(verdict: Verdict, episode: EpisodeRecord) -> Verdict:

@@ -43,15 +43,12 @@ Q, L, G, S, B, T, C, D = GroupState
 
 LEGAL = {Q: {L, G}, L: {G, Q}, G: {S}}
 """The states that a group may go to from each state. It may be DROPPED from each of them."""
-LEGAL_TRAINING = {S: {B, T, D}, B: {T, D}, T: {B, S, C}}
-"""The same of a training."""
+LEGAL_TRAINING = {S: {B, T, D}, B: {T, D}, T: {B, S, C}}  # The same of a training
 
 NOT_BEGUN = Training()
 
-MOST_KINDS = 8
-"""Kinds of verdicts that are no scores whose newest message is kept."""
-MOST_MESSAGE = 300
-"""Characters of it."""
+MOST_KINDS = 8  # Kinds of verdicts that are no scores whose newest message is kept
+MOST_MESSAGE = 300  # Characters of it
 
 TRY_AGAIN = frozenset({"stale", "overtaken", "abandoned", "bytes_lost"})
 """Reasons to drop a group that say nothing against its task: the task is queued again as a new attempt."""
@@ -332,14 +329,10 @@ def figures(group: GroupRecord, episodes: tuple[EpisodeRecord, ...]) -> dict[str
 
 What = Literal["generating", "scoring"]
 
-FAILURES = 5
-"""Failures in a row (leases, verdicts) before which nothing is concluded."""
-TASKS = 2
-"""Different tasks that they must have met: one alone may be a bad task."""
-MOST_GIVEN_UP = 1024
-"""Tasks kept in mind; with more given up in one streak the job ends whatever the time."""
-MOST_REASON = 600
-"""Characters of what the last failure said."""
+FAILURES = 5  # Failures in a row (leases, verdicts) before which nothing is concluded
+TASKS = 2  # Different tasks that they must have met: one alone may be a bad task
+MOST_GIVEN_UP = 1024  # Tasks kept in mind; with more given up in one streak the job ends whatever the time
+MOST_REASON = 600  # Characters of what the last failure said
 
 GIVEN_UP: dict[str, What] = {"leases_used_up": "generating", "verdict_error": "scoring"}
 """Reasons to drop a group that are the end of tries."""

@@ -18,15 +18,12 @@ import hiredis
 
 from replay_buffer.redis.address import RedisAddress, StoreUnavailable, StoreUnusable, refusal
 
-ANSWER_LIMIT_S = 20.0
-"""Redis not answering for so long counts as gone."""
+ANSWER_LIMIT_S = 20.0  # Redis not answering for so long counts as gone
 CONNECT_LIMIT_S = 5.0
 LOGIN = "buffer.redis_login.password_env or password_file, and the user in buffer.redis"
 
-PIECE_BYTES = 256 << 10
-"""Given to the transport at a time."""
-LARGE_BYTES = 32 << 10
-"""Arguments from this size on are sent from where they lie."""
+PIECE_BYTES = 256 << 10  # Given to the transport at a time
+LARGE_BYTES = 32 << 10  # Arguments from this size on are sent from where they lie
 
 Argument = str | bytes | int | memoryview
 
@@ -42,8 +39,7 @@ class RedisConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._watch: asyncio.TimerHandle | None = None
         self._paused = False
-        self._unsent: deque[bytes | memoryview] = deque()
-        """What the transport has yet to be given."""
+        self._unsent: deque[bytes | memoryview] = deque()  # What the transport has yet to be given
         self._why_closed = "the connection is not open"
         self._was_closed = False
 

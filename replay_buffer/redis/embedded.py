@@ -20,10 +20,8 @@ from areal_async.runtime.process import ChildProcess
 from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
 from replay_buffer.redis.connection import RedisConnection
 
-LOCK_LIMIT_S = 20.0
-"""How long a predecessor may take to end."""
-START_LIMIT_S = 20.0
-"""How long a start may take, reading the append-only file apart."""
+LOCK_LIMIT_S = 20.0  # How long a predecessor may take to end
+START_LIMIT_S = 20.0  # How long a start may take, reading the append-only file apart
 STOP_LIMIT_S = 3.0
 START_ROOM_BYTES = 1 << 20
 """Room on its disk below which the server is not started: with appendfsync always it ends at the first write

@@ -32,8 +32,7 @@ KEY_BYTES = 32 << 10
 """Size from which on Redis reads an argument into the very buffer that it then keeps as the value."""
 CHUNK_BYTES = 1 << 20
 FILE_BYTES = 1 << 20
-EPISODES = "episodes"
-"""Folder of the files, beside those of the job's own Redis."""
+EPISODES = "episodes"  # Folder of the files, beside those of the job's own Redis
 
 EpisodeKey = tuple[str, int]
 """(group id, sample)."""
@@ -180,10 +179,8 @@ def staged_keys(keys: Keys, staged: str) -> list[str]:
 
 
 GRACE_S = 3.0
-MOST_VECTORS = 256
-"""Per write; the kernel takes at most 1024."""
-ALIGN_BYTES = 4096
-"""Each episode begins on a page, so that it can be mapped alone."""
+MOST_VECTORS = 256  # Per write; the kernel takes at most 1024
+ALIGN_BYTES = 4096  # Each episode begins on a page, so that it can be mapped alone
 
 
 class BlobFiles:

@@ -26,8 +26,7 @@ from replay_buffer.redis.writer import Bytes, Keys, LedgerWriter, RedisClock, fe
 
 SCRIPT = files("replay_buffer.redis").joinpath("write.lua").read_bytes()
 TAKE_SCRIPT = files("replay_buffer.redis").joinpath("take_over.lua").read_bytes()
-ROOM_SHARE = 0.99
-"""A Redis that was full has room again below this share of its maxmemory."""
+ROOM_SHARE = 0.99  # A Redis that was full has room again below this share of its maxmemory
 
 _decode_meta = msgspec.msgpack.Decoder(LedgerMeta).decode
 _decode_group = msgspec.msgpack.Decoder(GroupRecord).decode

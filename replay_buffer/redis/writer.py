@@ -38,8 +38,7 @@ from replay_buffer.ledger.index import WriteSet
 from replay_buffer.redis.address import StoreError, StoreFenced, StoreUnavailable, refusal
 from replay_buffer.redis.connection import Argument, RedisConnection
 
-CLOSE_LIMIT_S = 3.0
-"""How long closing waits for the last answers."""
+CLOSE_LIMIT_S = 3.0  # How long closing waits for the last answers
 
 
 class LedgerWriter:
@@ -55,8 +54,7 @@ class LedgerWriter:
     ) -> None:
         self.tail: asyncio.Future[None] | None = None
         """Confirmation of the last write submitted: when it is there, so are all before it."""
-        self.confirmed = 0
-        """Revision of the ledger after the last confirmed write."""
+        self.confirmed = 0  # Revision of the ledger after the last confirmed write
         self._pipe = pipe
         self._sha = sha
         self._front_epoch = front_epoch
@@ -195,8 +193,7 @@ class ConfirmedRevision:
         os.close(self._fd)
 
 
-MOST_ARGUMENTS = 2000
-"""Per command: Lua can unpack some thousand at once."""
+MOST_ARGUMENTS = 2000  # Per command: Lua can unpack some thousand at once
 
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -22,8 +22,7 @@ from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import EpisodeRecord, EpisodeState, GroupRecord, GroupState
 from replay_buffer.tools.reader import Look, open_reader
 
-MOST_TEXT = 4000
-"""Characters of a text that are shown."""
+MOST_TEXT = 4000  # Characters of a text that are shown
 
 
 class NotFound(ArealError):

@@ -26,8 +26,7 @@ from replay_buffer.redis.address import RedisAddress
 from replay_buffer.tools.peek import age, facts, plain, size, table_of
 from replay_buffer.tools.reader import open_reader
 
-PATIENCE_S = 5.0
-"""How long a buffer may take to answer."""
+PATIENCE_S = 5.0  # How long a buffer may take to answer
 
 
 def main(request: StatsRequest) -> None:

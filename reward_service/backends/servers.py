@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 FIRST_REST_S = 0.5
 LONGEST_REST_S = 30.0
-LONGEST_TOLD_REST_S = 120.0
-"""A server that asks for more is asked again after this."""
+LONGEST_TOLD_REST_S = 120.0  # A server that asks for more is asked again after this
 
 
 def pause_s(

@@ -43,8 +43,7 @@ from reward_service.sdk import RewardLoadError
 
 log = get_logger("pool")
 
-TICK_S = 0.05
-"""How often running calls are looked at: a deadline is enforced at most so much late."""
+TICK_S = 0.05  # How often running calls are looked at: a deadline is enforced at most so much late
 CLOSE_LIMIT_S = 2.0
 
 

@@ -22,15 +22,13 @@ from reward_service.pool.protocol import LoadReward
 from reward_service.sdk import RewardLoadError
 
 MAX_QUEUED = 8192
-MAX_ASSIGNED_BYTES = 4 << 20
-"""Inputs sent to a worker ahead of its calls; a single larger one goes alone."""
+MAX_ASSIGNED_BYTES = 4 << 20  # Inputs sent to a worker ahead of its calls; a single larger one goes alone
 TARGET_BATCH_S = 0.02
 """Work sent to a worker at a time: enough to make sending cheap, little enough to stay movable."""
 LARGEST_BATCH = 256
 RECALL_AFTER_S = 0.05
 """A call that has run so long is slow: what waits behind it waits with all others instead."""
-STUCK_GRACE_S = 2.0
-"""Beyond the deadline, for a worker that has calls and begins none."""
+STUCK_GRACE_S = 2.0  # Beyond the deadline, for a worker that has calls and begins none
 
 
 class LatencyEstimate:
@@ -93,8 +91,7 @@ class QueuedCall:
         self.payloads = payloads
         self.size_bytes = sum(map(len, payloads))
         self.on_verdicts = on_verdicts
-        self.single = False
-        """It failed together with others: it runs in an invocation of its own."""
+        self.single = False  # It failed together with others: it runs in an invocation of its own
         self.suspect = False
         """It lost a worker whose death nobody could be blamed for: it runs alone on its worker."""
 

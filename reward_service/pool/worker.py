@@ -39,8 +39,7 @@ from reward_service.pool.protocol import (
 )
 from reward_service.sdk import MARK, Mark, RewardInput, RewardLoadError, load_reward
 
-FLUSH_AFTER_S = 0.005
-"""Verdicts wait at most so long for company in one report, unless a unit takes longer."""
+FLUSH_AFTER_S = 0.005  # Verdicts wait at most so long for company in one report, unless a unit takes longer
 
 
 class UnitRunner:

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 log = get_logger("pool")
 
-MAX_FAILED_STARTS = 4
-"""Starts in a row that do not get ready before the pool gives up."""
+MAX_FAILED_STARTS = 4  # Starts in a row that do not get ready before the pool gives up
 FIRST_PAUSE_S = 0.2
 SOFT_SHARE = 0.75
 """Share of the memory limit beyond what loading took: a worker that has grown so far is renewed between
@@ -128,8 +127,7 @@ class Workers:
     ) -> None:
         self.count = count
         self.slots = [WorkerSlot() for _ in range(count)]
-        self.changed = asyncio.Event()
-        """Set whenever a process became ready or ended."""
+        self.changed = asyncio.Event()  # Set whenever a process became ready or ended
         self._rewards = rewards
         self._limits = limits
         self._owner = owner

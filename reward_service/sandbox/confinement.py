@@ -21,8 +21,7 @@ from reward_service.sandbox.program import CannotIsolate, CompilerMissing, Level
 START = "import sys; sys.path.append(sys.argv.pop()); from isolation.launcher import main; main()"
 """What the launcher's interpreter runs. The last argument is the folder of the package `isolation`."""
 FOLDER = str(Path(__file__).resolve().parent)
-ANSWER_GRACE_S = 40.0
-"""Time beyond the wall limit: making the jail, ending it, sending what it said."""
+ANSWER_GRACE_S = 40.0  # Time beyond the wall limit: making the jail, ending it, sending what it said
 
 
 class LauncherDied(SandboxError):

@@ -14,8 +14,7 @@ folder of its own, which is no protection."""
 EndKind = Literal[
     "ok", "exit", "signal", "timeout", "cpu", "memory", "processes", "output", "files", "compile", "ended"
 ]
-LINK_FD = 3
-"""The descriptor at which each of a pair finds the link to the other."""
+LINK_FD = 3  # The descriptor at which each of a pair finds the link to the other
 
 
 class RunLimits(msgspec.Struct, frozen=True, kw_only=True):

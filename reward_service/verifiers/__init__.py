@@ -30,8 +30,7 @@ from reward_service.sdk import RewardLoadError, Scope, reward
 
 A = TypeVar("A", bound=Section)
 Judge = Callable[[Any, A], Any]
-MOST_PARSED = 64
-"""Different arguments of one reward that are remembered in a process."""
+MOST_PARSED = 64  # Different arguments of one reward that are remembered in a process
 
 
 def verifier(
@@ -81,8 +80,7 @@ class NoArguments(Section):
 
 T = TypeVar("T")
 
-AGAIN_S = 1.0
-"""A library may swallow the first interruption: another one follows so much later."""
+AGAIN_S = 1.0  # A library may swallow the first interruption: another one follows so much later
 MOST_INTERRUPTIONS = 10
 
 

@@ -120,8 +120,7 @@ def _last_line(text: str) -> str | None:
 
 OPENING = re.compile(r"^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([A-Za-z0-9_+#.-]*+)[^<`\n]*+$", re.MULTILINE)
 """Possessive throughout: what one part has taken no other tries again, so a line is read once."""
-LONGEST = 200_000
-"""Characters of a response in which blocks are looked for, from its end."""
+LONGEST = 200_000  # Characters of a response in which blocks are looked for, from its end
 
 
 class Block(NamedTuple):

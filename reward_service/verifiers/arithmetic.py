@@ -30,8 +30,7 @@ BEFORE_SIGNED_OPERAND = re.compile(r"[0-9)\]][ \t]*\Z")
 BEFORE_OTHERS = re.compile(
     r"(?:[<>!~≤≥≠≈±¬]=?|\\[a-zA-Z]+|[0-9][,;]?|\b(?:or|nor|not|to|than))[ \t]*[(\[{$]?[ \t]*\Z", re.I
 )
-LONGEST_NUMBER = 80
-"""Characters; a longer run of digits is no answer to arithmetic."""
+LONGEST_NUMBER = 80  # Characters; a longer run of digits is no answer to arithmetic
 LAST_CHARACTERS = 200
 """The answer is looked for in so many characters at the end: bounded work for a response of any length."""
 TOLERANCE = Fraction(1, 10**6)
@@ -142,12 +141,10 @@ def _names_a_unit(behind: str) -> bool:
 # --- an expression of given numbers ------------------------------------------------------------------
 
 
-LONGEST = 200
-"""Most characters of an expression."""
+LONGEST = 200  # Most characters of an expression
 WRITTEN = re.compile(r"[0-9+*/() -]*")
 DECIMAL = frozenset("0123456789.")
-MOST_BITS = 256
-"""Most bits of a value on the way: products of long numbers end there."""
+MOST_BITS = 256  # Most bits of a value on the way: products of long numbers end there
 SIGNS = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": "", "×": "*", "÷": "/",
          "−": "-", "$": "", r"\(": "", r"\)": "", "{": "(", "}": ")", "[": "(", "]": ")"}  # fmt: skip
 

@@ -22,8 +22,7 @@ import msgspec
 from reward_service.sandbox.harness.examiner import IN_PLACE
 
 ENTRY_POINT = re.compile(r"(Solution\(\)\.)?[A-Za-z_]\w*")
-CANDIDATE = "__candidate__"
-"""The entry point, as the function that checks is handed it."""
+CANDIDATE = "__candidate__"  # The entry point, as the function that checks is handed it
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
@@ -268,8 +267,7 @@ PLAIN_ATTRIBUTES = frozenset(
     for kind in (str, bytes, bytearray, int, float, complex, list, tuple, set, frozenset, dict, range)
     for name in dir(kind)
 )
-TAKES_PIECES = ("next", "islice")
-"""Functions that take an iterator which need not end."""
+TAKES_PIECES = ("next", "islice")  # Functions that take an iterator which need not end
 
 
 class Names(NamedTuple):

@@ -24,14 +24,11 @@ from reward_service.verifiers.writing import Quantity, based, is_decimal, number
 
 log = logging.getLogger(__name__)
 
-LONGEST = 400
-"""Characters of a formula; a longer one is not compared."""
-MOST_BITS = 20_000
-"""Size of a number on the way: some 6000 decimal digits."""
+LONGEST = 400  # Characters of a formula; a longer one is not compared
+MOST_BITS = 20_000  # Size of a number on the way: some 6000 decimal digits
 SMALL_BITS = 64
 MOST_NODES = 500
-MOST_TERMS = 1_000
-"""Terms of a formula that is multiplied out; some seconds of sympy's time."""
+MOST_TERMS = 1_000  # Terms of a formula that is multiplied out; some seconds of sympy's time
 FUNCTION = r"\\(sin|cos|tan|cot|sec|csc|ln|log|arcsin|arccos|arctan)"
 IN_DEGREES = re.compile(rf"{FUNCTION}\s*[({{]?\s*(\d+(?:\.\d+)?)\s*\^\\circ\s*[)}}]?")
 # Of `\sin x \cdot y` the parser would take the sine of x y.
@@ -189,8 +186,7 @@ def _most_terms(formula: Any) -> int:
 
 
 MOST_PARTS = 40
-DEEPEST = 6
-"""Brackets in brackets; what is nested deeper is not the same as anything but its like."""
+DEEPEST = 6  # Brackets in brackets; what is nested deeper is not the same as anything but its like
 ASSIGNED = re.compile(
     r"\s*(\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\([a-z](?:,[a-z])*\))?|\([a-z](?:,\s*[a-z])+\))\s*(?:=|\\in(?![a-z]))\s*(?!=)"
 )

@@ -21,10 +21,8 @@ from reward_service.verifiers.answers import BOX, Where, after_thinking, answer_
 from reward_service.verifiers.equality import preload, same
 from reward_service.verifiers.writing import last_maths, said_maths, tidy
 
-LONGEST_ANSWER = 2_000
-"""Characters; a longer one is no answer."""
-LAST_CHARACTERS = 20_000
-"""The answer is looked for in so many characters at the end."""
+LONGEST_ANSWER = 2_000  # Characters; a longer one is no answer
+LAST_CHARACTERS = 20_000  # The answer is looked for in so many characters at the end
 
 
 class MathArguments(Section):

@@ -20,8 +20,7 @@ from reward_service.sandbox.program import Level
 from reward_service.sdk import RewardLoadError
 from reward_service.verifiers.cases import CallCase, Cases, StdioCase, marked
 
-LEAST_RUN_S = 0.05
-"""A run with less time than this left is not begun."""
+LEAST_RUN_S = 0.05  # A run with less time than this left is not begun
 
 Compare = Literal["tokens", "lines", "exact"]
 

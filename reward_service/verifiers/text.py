@@ -306,8 +306,7 @@ def _plain(text: str) -> str:
 
 
 LengthIn = Literal["tokens", "words", "characters"]
-MOST_WORDS = 200_000
-"""Words looked at, from the start of the response: bounded work for one of any length."""
+MOST_WORDS = 200_000  # Words looked at, from the start of the response: bounded work for one of any length
 
 
 class OverlongArguments(Section):

@@ -51,8 +51,7 @@ REPLACED = [
     (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\sqrt\s*(\d+|[a-zA-Z])"), r"\\sqrt{\1}"),
 ]  # fmt: skip
-MOST_WRAPPINGS = 8
-"""Boxes in boxes and brackets around brackets that are taken off."""
+MOST_WRAPPINGS = 8  # Boxes in boxes and brackets around brackets that are taken off
 POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 IN_WORDS = re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*)?({'|'.join(POWERS)})\b\s*\}}?")
 HEDGE = re.compile(
@@ -164,8 +163,7 @@ def _spans(text: str) -> bool:
 # --- numbers as people write them --------------------------------------------------------------------
 
 
-LONGEST_NUMBER = 400
-"""Characters; `int` of a text takes time that grows with the square of its length."""
+LONGEST_NUMBER = 400  # Characters; `int` of a text takes time that grows with the square of its length
 LARGEST_EXPONENT = 400
 WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 PLAIN = re.compile(rf"([-+]?)\s*(?:({WHOLE})(\.[0-9]*)?|(\.[0-9]+))(?:[eE]([-+]?[0-9]{{1,4}}))?")

@@ -118,8 +118,7 @@ class CompletionResult:
 # (NaN, numbers that become infinite, halves of surrogate pairs, which no UTF-8 can carry), and nesting until
 # its stack ends. What has any of that is no JSON here.
 
-MOST_LEVELS = 64
-"""Most objects and lists within one another; a tool's schema has a dozen."""
+MOST_LEVELS = 64  # Most objects and lists within one another; a tool's schema has a dozen
 
 
 def load_json(text: str) -> Any:

@@ -281,11 +281,9 @@ if TYPE_CHECKING:
 
 log = get_logger("gateway")
 
-REMEMBERED_KEYS = 4096
-"""Ended keys that are still told so."""
+REMEMBERED_KEYS = 4096  # Ended keys that are still told so
 CONNECTIONS = 1024
-BODIES_AT_ONCE = 64
-"""So many of the longest requests are held at a time, or more of shorter ones."""
+BODIES_AT_ONCE = 64  # So many of the longest requests are held at a time, or more of shorter ones
 ANSWER_GRACE_S = 60.0
 """Time for an agent to take an answer that was made just within the deadline of its call."""
 
@@ -314,8 +312,7 @@ class Gateway:
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         # Nothing of an episode's paths may hold its builder, or they would stay for ever.
         self._trees: WeakKeyDictionary[EpisodeBuilder, ConversationTree] = WeakKeyDictionary()
-        self.server: HttpServer | None = None
-        """The HTTP server, once it listens."""
+        self.server: HttpServer | None = None  # The HTTP server, once it listens
         self.address = ""
 
     @asynccontextmanager

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CALLS_FROM = 1 << 48
-"""Seeds of calls are numbered from here on, apart from those of `ctx.generate`."""
+CALLS_FROM = 1 << 48  # Seeds of calls are numbered from here on, apart from those of `ctx.generate`
 ENDED = "the episode of this API key has ended"
 
 
@@ -89,16 +88,14 @@ class Session:
         trains: bool,
     ) -> None:
         self.api_key = f"areal-{job}-{secrets.token_urlsafe(24)}"
-        self.origin = address
-        """`http://127.0.0.1:PORT`."""
+        self.origin = address  # `http://127.0.0.1:PORT`
         self.job = job
         self.tree = tree
         self._episode = episode
         self._section = section
         self._max_model_len = max_model_len
         self._trains = trains
-        self.running = 0
-        """Answers in the making."""
+        self.running = 0  # Answers in the making
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ended = False
         self._broken: Exception | None = None

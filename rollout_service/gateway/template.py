@@ -23,8 +23,7 @@ import numpy as np
 from rollout_service.gateway.requests import ApiError, Conversation, Ids, Message
 from rollout_service.gateway.toolcalls import MARKERS, Format, format_of, parse
 
-_SENTINEL = "areal-turn-7f3a"
-"""Text that no template changes, to see what a template puts after an answer."""
+_SENTINEL = "areal-turn-7f3a"  # Text that no template changes, to see what a template puts after an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +221,7 @@ class StreamedText:
         self._template = template
         self._ends = (*stop, *markers)
         self._ids: list[int] = []
-        self._settled = 0
-        """Ids whose text is in `_text`."""
+        self._settled = 0  # Ids whose text is in `_text`
         self._context = 0
         """Where decoding starts, so that a tokenizer's treatment of a text's beginning falls on known ids."""
         self._text = ""

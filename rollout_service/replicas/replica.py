@@ -31,13 +31,11 @@ from rollout_service.engines.base import Engine, EngineError, GenerateRequest, W
 
 OVERLOAD = 1.5
 """A request leaves the replica that holds its prefix where that is so many times as loaded as another."""
-BUSY = 0.5
-"""Below this load a replica is not overloaded, however idle the others are."""
+BUSY = 0.5  # Below this load a replica is not overloaded, however idle the others are
 FRONT_SHARE = 0.25
 """Requests given to a replica beyond its capacity, as a share of it: the next one is at hand when one ends,
 and all others wait here, where the oldest goes first."""
-MAX_REMEMBERED = 65_536
-"""Sessions and groups whose replica is remembered."""
+MAX_REMEMBERED = 65_536  # Sessions and groups whose replica is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +189,9 @@ class AdmissionQueue:
 
 log = get_logger("replicas")
 
-END_LIMIT_S = 15.0
-"""Time for the end of an engine that was lost; what is left of it ends with this process."""
+END_LIMIT_S = 15.0  # Time for the end of an engine that was lost; what is left of it ends with this process
 FETCH_PAUSE_S = 0.5
-WATCH_S = 0.5
-"""Time between two looks at an engine."""
+WATCH_S = 0.5  # Time between two looks at an engine
 LONGEST_GAP_S = 5.0
 """Longest time between two looks that counts as such: the whole process may have been stopped."""
 
@@ -306,13 +302,10 @@ class EngineReplica:
         self.index = index
         self.engine = make(index)
         self.serves = False
-        self.given = 0
-        """Requests that it was given and that have not ended."""
+        self.given = 0  # Requests that it was given and that have not ended
         self.updating = False
-        self.error: EngineError | None = None
-        """Why it was lost last."""
-        self._before = (0, 0)
-        """Tokens and requests of the engines before this one."""
+        self.error: EngineError | None = None  # Why it was lost last
+        self._before = (0, 0)  # Tokens and requests of the engines before this one
         self._make = make
         self._restarts = Restarts(policy)
         self._stuck_s = stuck_s

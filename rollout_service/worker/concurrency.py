@@ -24,21 +24,17 @@ from rollout_service.engines.base import EngineStats
 
 log = get_logger("rollout")
 
-LOOK_S = 0.5
-"""Seconds between two changes at least."""
+LOOK_S = 0.5  # Seconds between two changes at least
 SETTLE_S = 2.0
 """After a fall the next one waits so long: what runs must first end. After an exchange of weights a queue
 counts again: what was taken out of the batch must first be back in it, and be seen there."""
 START_SHARE = 0.5
 STEP_SHARE = 1 / 32
 FALL = 0.8
-USED_SHARE = 0.9
-"""The limit counts as used when so much of it runs."""
-QUEUE_SHARE = 0.1
-"""Share of the running requests: a longer queue in the engine is pressure."""
+USED_SHARE = 0.9  # The limit counts as used when so much of it runs
+QUEUE_SHARE = 0.1  # Share of the running requests: a longer queue in the engine is pressure
 KV_FULL = 0.95
-KV_CALM = 0.85
-"""No rise above it: the requests that run still grow."""
+KV_CALM = 0.85  # No rise above it: the requests that run still grow
 
 Reason = Literal["start", "fixed", "room", "queue", "kv", "replica lost", "replica back"]
 
@@ -67,8 +63,7 @@ class ConcurrencyLimit:
         self._look_s = look_s
         self._floor, self._most, self._ceiling = floor, ceiling, ceiling
         self._adaptive = mode == "adaptive"
-        self._starting = True
-        """No pressure has been seen yet."""
+        self._starting = True  # No pressure has been seen yet
         self._next_s = now_s + self._look_s
         self._queue_counts_s = now_s
         first = max(floor, math.ceil(ceiling * START_SHARE))
@@ -137,8 +132,7 @@ class ConcurrencyTuner:
         )
         self._look_s = look_s
         self._running = 0
-        self._peak = 0
-        """Most episodes at once since the last look."""
+        self._peak = 0  # Most episodes at once since the last look
         self._changed = asyncio.Event()
 
     def runs(self, episodes: int) -> None:

@@ -46,8 +46,7 @@ class FailureStreak:
         self._clock = clock
         self._first_pause_s, self._longest_pause_s = first_pause_s, longest_pause_s
         self._begun = 0
-        self._before = 0
-        """Episodes that had begun at the last failure counted."""
+        self._before = 0  # Episodes that had begun at the last failure counted
         self._last: BaseException | None = None
         self._first_s = 0.0
         self._last_s = 0.0

@@ -20,14 +20,11 @@ from areal_async.runtime.log import get_logger
 log = get_logger("rollout")
 T = TypeVar("T")
 
-LEASE_WAIT_MS = 2000
-"""How long the buffer may hold a lease request until there is room."""
+LEASE_WAIT_MS = 2000  # How long the buffer may hold a lease request until there is room
 MAX_LEASE_CALLS = 3
 """Lease requests under way at once: one with the version served now, and older ones on their way back."""
-EMPTY_PAUSE_S = 0.05
-"""Least time between two requests when nothing is granted."""
-IDLE_WAIT_S = 1.0
-"""Longest wait of a loop that nothing wakes."""
+EMPTY_PAUSE_S = 0.05  # Least time between two requests when nothing is granted
+IDLE_WAIT_S = 1.0  # Longest wait of a loop that nothing wakes
 
 
 class LeaseClient:
@@ -44,8 +41,7 @@ class LeaseClient:
         on_grant: Callable[[Leases, VersionTag], None],
         retry_pause_s: float,
     ) -> None:
-        self.under_way = 0
-        """Requests that are not answered."""
+        self.under_way = 0  # Requests that are not answered
         self._buffer = buffer
         self._name = name
         self._wanted = wanted

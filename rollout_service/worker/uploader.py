@@ -28,8 +28,7 @@ from rollout_service.worker.lease_client import IDLE_WAIT_S, first_of, wait_out
 log = get_logger("rollout")
 
 LINGER_S = 0.05
-MAX_PUTS = 4
-"""Messages with episodes under way at once."""
+MAX_PUTS = 4  # Messages with episodes under way at once
 RELEASE_LIMIT_S = 1.0
 
 

@@ -22,8 +22,7 @@ from rollout_service.replicas import ReplicaSet
 
 log = get_logger("updates")
 
-WAIT_MS = 10_000
-"""How long one question for a newer snapshot may be held by the publisher."""
+WAIT_MS = 10_000  # How long one question for a newer snapshot may be held by the publisher
 RETRY_PAUSE_S = 0.5
 FINISHED_PAUSE_S = 2.0
 
@@ -55,8 +54,7 @@ class WeightUpdates:
         self._engine = engine
         self._on_change = on_change
         self._retry_pause_s, self._finished_pause_s = retry_pause_s, finished_pause_s
-        self._offered: VersionTag | None = None
-        """The last snapshot that was dealt with, used or not."""
+        self._offered: VersionTag | None = None  # The last snapshot that was dealt with, used or not
 
     async def start(self) -> VersionTag:
         """Wait for the first snapshot that can be used and start the engine with it."""

@@ -56,8 +56,7 @@ from rollout_service.workflows import Context, Renderer, Workflow
 
 log = get_logger("rollout")
 
-DRAINED = "drained"
-"""The reason of handing a lease over that nothing is wrong with: this worker stops."""
+DRAINED = "drained"  # The reason of handing a lease over that nothing is wrong with: this worker stops
 HEARTBEAT_SHARE = 1 / 3
 """Share of a lease's life between two heartbeats: one may be lost without losing the lease."""
 
@@ -136,17 +135,12 @@ class Worker:
         self.failures = FailureStreak(
             first_pause_s=timing.first_failure_pause_s, longest_pause_s=timing.longest_failure_pause_s
         )
-        self.running = 0
-        """Episodes that run."""
+        self.running = 0  # Episodes that run
         self._leases_begun = 0
-        self.drained = False
-        """It was to finish what it had and to end; set before `run` returns."""
-        self.draining = False
-        """The buffer has said so."""
-        self._stopping = False
-        """This process was told to stop."""
-        self._ending = False
-        """No lease is begun any more."""
+        self.drained = False  # It was to finish what it had and to end; set before `run` returns
+        self.draining = False  # The buffer has said so
+        self._stopping = False  # This process was told to stop
+        self._ending = False  # No lease is begun any more
         self._failed_again = asyncio.Event()
         self._wake_heart = asyncio.Event()
         self._wake_drain = asyncio.Event()

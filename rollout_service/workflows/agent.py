@@ -30,13 +30,10 @@ from rollout_service.workflows.context import Context, WorkflowResources
 if TYPE_CHECKING:
     from rollout_service.gateway import Session
 
-MAX_OUTPUT_BYTES = 1 << 20
-"""Most bytes of a command's answer."""
+MAX_OUTPUT_BYTES = 1 << 20  # Most bytes of a command's answer
 MAX_COMPLAINTS_BYTES = 16 << 20
-LOOK_S = 0.1
-"""Time between two looks at how much a command has printed."""
-TOLD_CHARS = 2000
-"""How much of a failed command's complaints its error shows."""
+LOOK_S = 0.1  # Time between two looks at how much a command has printed
+TOLD_CHARS = 2000  # How much of a failed command's complaints its error shows
 
 Agent = Callable[["Session", Task], Awaitable[Any]]
 

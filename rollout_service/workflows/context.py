@@ -109,10 +109,8 @@ class Context:
         self._tool_calls = 0
         self._tool_errors = 0
         self._anchor: str | bytes | None = None
-        self._paths: dict[int, Ids] = {}
-        """The path up to and including each segment, as ids."""
-        self._chats: dict[int, Chat] = {}
-        """The conversation up to each segment, where the path is one."""
+        self._paths: dict[int, Ids] = {}  # The path up to and including each segment, as ids
+        self._chats: dict[int, Chat] = {}  # The conversation up to each segment, where the path is one
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -25,8 +25,7 @@ Message = Mapping[str, Any]
 Rewritten = Literal["root", "error"]
 """Where a template would change the past of a path: begin a new root, or fail."""
 
-MARK = "\ue000REPLY\ue001"
-"""Private-use characters: no conversation has them."""
+MARK = "\ue000REPLY\ue001"  # Private-use characters: no conversation has them
 
 
 class TurnError(ArealError):

@@ -18,8 +18,7 @@ from torch import Tensor
 from areal_async.config.job import OptimizerSection
 from trainer_service.data.microbatch import MicroBatch
 
-POLICY = "policy"
-"""The name of the model that is trained."""
+POLICY = "policy"  # The name of the model that is trained
 
 
 class TrainingBackend(Protocol):

@@ -35,8 +35,7 @@ from trainer_service.ranks import Ranks
 
 MEAN_SHARE = 0.05
 """The mean difference must stay below this share of the bound: rounding scatters, an error is everywhere."""
-EXPLAINED = 0.3
-"""An assumption explains a difference of which at most this share is left under it."""
+EXPLAINED = 0.3  # An assumption explains a difference of which at most this share is left under it
 ONE_TOKEN = 0.8
 """Share of the differing units that are one token id, from which on the id itself is suspected."""
 QUANTILES = (0.5, 0.9, 0.99)

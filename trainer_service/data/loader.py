@@ -20,12 +20,9 @@ from areal_async.runtime.status import board
 from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks
 
-POLL_MS = 1000
-"""Length of one long poll for a batch."""
-REPORT_S = 10.0
-"""How often a wait is reported while its edge stays the same."""
-FETCH_UNITS = 4 << 20
-"""Most units asked for in one fetch."""
+POLL_MS = 1000  # Length of one long poll for a batch
+REPORT_S = 10.0  # How often a wait is reported while its edge stays the same
+FETCH_UNITS = 4 << 20  # Most units asked for in one fetch
 
 log = get_logger("trainer")
 

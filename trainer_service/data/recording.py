@@ -83,8 +83,7 @@ class Recording:
     def __init__(self, run_dir: Path) -> None:
         self._root = run_dir / "batches"
         found = (path.parent.name.removeprefix("step-") for path in self._root.glob("step-*/step-0.msgpack"))
-        self.steps = sorted(int(name) for name in found if name.isdecimal())
-        """What is recorded, ascending."""
+        self.steps = sorted(int(name) for name in found if name.isdecimal())  # What is recorded, ascending
         if not self.steps:
             raise BatchError(
                 f"{run_dir} has no recorded batches: set trainer.record_batches: true and run the job again."

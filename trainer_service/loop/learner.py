@@ -30,8 +30,7 @@ from trainer_service.data.step_plan import StepPlan, plan_step
 from trainer_service.errors import DivergenceError
 from trainer_service.ranks import Ranks
 
-MOST_NAMED = 5
-"""Largest number of episodes that an error names."""
+MOST_NAMED = 5  # Largest number of episodes that an error names
 
 
 def load_backend(job: JobConfig, ranks: Ranks) -> TrainingBackend:

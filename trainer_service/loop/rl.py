@@ -46,8 +46,7 @@ from trainer_service.loop.learner import Learner
 from trainer_service.loop.report import report_step
 from trainer_service.ranks import Ranks
 
-FINAL_EVALUATION_S = 300.0
-"""Longest wait for the evaluator to finish with the last snapshots."""
+FINAL_EVALUATION_S = 300.0  # Longest wait for the evaluator to finish with the last snapshots
 
 log = get_logger("trainer")
 
@@ -87,10 +86,8 @@ class RlTrainer:
         )
         self._epoch = 0
         self._published = PublishedVersions(run_dir)
-        self._written: SnapshotInfo | None = None
-        """The newest version published."""
-        self._same_as: list[int] = []
-        """Earlier epochs that had published the newest version alike."""
+        self._written: SnapshotInfo | None = None  # The newest version published
+        self._same_as: list[int] = []  # Earlier epochs that had published the newest version alike
         self._evaluated = -1
         """The version of the restored checkpoint, if these very weights were evaluated before."""
 

@@ -57,8 +57,7 @@ class ChunkLayout:
 
     def __init__(self, table: ChunkTable) -> None:
         self.table = table
-        self._first: list[int] = []
-        """The number of the first chunk of each file."""
+        self._first: list[int] = []  # The number of the first chunk of each file
         n = 0
         for _, size in table.files:
             self._first.append(n)
@@ -132,8 +131,7 @@ class PartialDownload(ChunkStore):
         self.final = final
         self._fds: list[int] = []
         self._here = bytearray(self.layout.n_chunks)
-        self._arrivals: dict[int, asyncio.Future[None]] = {}
-        """Chunks that somebody waits for."""
+        self._arrivals: dict[int, asyncio.Future[None]] = {}  # Chunks that somebody waits for
 
     @property
     def missing(self) -> list[int]:

@@ -43,12 +43,9 @@ from areal_async.weights.manifest import DELTA_SUFFIX
 log = get_logger("weights")
 
 MAX_PATIENCE_S = 60.0
-ROUND_PAUSE_S = 0.25
-"""Between two rounds: with no source that answers there is nothing to hurry for."""
-VERIFY_THREADS = 2
-"""Threads that verify and write chunks: one alone is slower than what a socket delivers."""
-STARVED_S = 3.0
-"""Without a chunk for so long, it is said what is waited for."""
+ROUND_PAUSE_S = 0.25  # Between two rounds: with no source that answers there is nothing to hurry for
+VERIFY_THREADS = 2  # Threads that verify and write chunks: one alone is slower than what a socket delivers
+STARVED_S = 3.0  # Without a chunk for so long, it is said what is waited for
 TABLE_S = 120.0
 """Longest wait for the answer with a chunk table: the publisher reads the whole snapshot for it, once."""
 MAKING_PREFIX = ".making-"

@@ -29,8 +29,7 @@ from areal_async.weights.manifest import MANIFEST_FILE, hash_of
 KEPT = 2
 CLAIM_PREFIX = ".claim-"
 HOLD_PREFIX = ".hold-"
-LOOK_S = 0.02
-"""Seconds between two looks whether another process has made it."""
+LOOK_S = 0.02  # Seconds between two looks whether another process has made it
 _NAME = re.compile(rf"({POLICY_NAME}-e\d+-v\d+)(\.delta)?")
 
 

@@ -30,15 +30,12 @@ from areal_async.weights import metrics
 from areal_async.weights.channels import PublishingEnd
 from areal_async.weights.channels.chunks import ChunkStore, build_table, encode_table
 
-MAX_ASKED = 64
-"""Chunks that one receiver may have asked for and not received."""
+MAX_ASKED = 64  # Chunks that one receiver may have asked for and not received
 MAX_ASKED_BYTES = 4096
 """Longest frame that a server takes, handshakes included; a longer one ends the connection."""
 EARLY_S = 2.0
-MAX_WAIT_S = 10.0
-"""Longest wait of one request for its chunk; who still wants it asks again."""
-MAX_SOURCES = 16
-"""Sources that one receiver is told of."""
+MAX_WAIT_S = 10.0  # Longest wait of one request for its chunk; who still wants it asks again
+MAX_SOURCES = 16  # Sources that one receiver is told of
 MAX_MEMBERS = 4096
 
 

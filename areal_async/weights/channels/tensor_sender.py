@@ -42,8 +42,7 @@ from areal_async.weights.channels import PublishingEnd
 BUCKET_BYTES = 512 << 20
 """Tensors sent under one request: an engine's server holds so much beside its weights."""
 HOST = "127.0.0.1"
-MAX_SENDS = 64
-"""Under way at once. More only pile up where members of dead groups have not timed out yet."""
+MAX_SENDS = 64  # Under way at once. More only pile up where members of dead groups have not timed out yet
 CLOSE_S = 2.0
 POLL_S = 0.0005
 

@@ -70,8 +70,7 @@ class Judge:
         self._runners: list[asyncio.Task[None]] = []
         self._endpoint: Endpoint | None = None
         self._requests_most = given.votes
-        self._trouble: Trouble | None = None
-        """The last one of any request, until a request succeeds."""
+        self._trouble: Trouble | None = None  # The last one of any request, until a request succeeds
         self.call_seconds = 1.0
 
     @property

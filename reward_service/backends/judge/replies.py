@@ -24,14 +24,10 @@ CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 2.0
 """An idle connection is closed from this side: servers close theirs after 5 s, and a request on one that is
 just being closed would fail for nothing."""
-MOST_SHOWN = 300
-"""Characters of an answer that an error repeats."""
-LONGEST_REPLY = 20_000
-"""Characters at the end of a reply in which the grade is looked for."""
-MOST_QUOTED = 120
-"""Characters of a reply that an error repeats."""
-PASSES = frozenset({408, 409, 425, 429})
-"""Statuses below 500 that may pass."""
+MOST_SHOWN = 300  # Characters of an answer that an error repeats
+LONGEST_REPLY = 20_000  # Characters at the end of a reply in which the grade is looked for
+MOST_QUOTED = 120  # Characters of a reply that an error repeats
+PASSES = frozenset({408, 409, 425, 429})  # Statuses below 500 that may pass
 
 Aggregate = Literal["mean", "majority", "median"]
 

@@ -14,8 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_v
 from areal_async.config.base import Section, refuse_password
 from reward_service.backends import BackendReward
 
-ANSWER_GRACE_S = 1.0
-"""Beyond the deadline of an input, for the answer to arrive."""
+ANSWER_GRACE_S = 1.0  # Beyond the deadline of an input, for the answer to arrive
 
 
 def check_url(url: str) -> str:

@@ -42,12 +42,9 @@ log = get_logger("reward")
 VERDICT_DECODER = msgspec.json.Decoder(Verdict)
 MAX_QUEUED = 8192
 FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 5.0
-"""Before a server that has no time is asked again, where it does not say when."""
-TICK_S = 0.25
-"""How often it is looked whether calls have waited too long for a server."""
-REQUEST_ROOM_BYTES = 64 << 10
-"""Part of a request's limit that its head and its arguments may take."""
+LONGEST_PAUSE_S = 5.0  # Before a server that has no time is asked again, where it does not say when
+TICK_S = 0.25  # How often it is looked whether calls have waited too long for a server
+REQUEST_ROOM_BYTES = 64 << 10  # Part of a request's limit that its head and its arguments may take
 
 
 @dataclass(eq=False)

@@ -46,20 +46,15 @@ log = get_logger("reward")
 CONNECT_LIMIT_S = 5.0
 KEEPALIVE_S = 15.0
 MAX_ANSWER_BYTES = 64 << 20
-GATEWAY_STATUSES = (502, 503, 504)
-"""What a proxy says when the server behind it is away."""
-LOOK_S = 2.0
-"""Between two looks at a server that answers: it may be about to end, or another one by now."""
+GATEWAY_STATUSES = (502, 503, 504)  # What a proxy says when the server behind it is away
+LOOK_S = 2.0  # Between two looks at a server that answers: it may be about to end, or another one by now
 ASK_LIMIT_S = 5.0
 NOTICE_S = 0.5
 """Beyond the deadline of an input, for the server to end what is late and to start what waited behind it."""
 FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 2.0
-"""Between two looks at a server that does not answer."""
-OUTCOMES = ("gone", "late", "broken")
-"""Kinds of a `RemoteError` that is no refusal."""
-TOLERATED = 2
-"""Failures of a server in a row after which it is still asked as before."""
+LONGEST_PAUSE_S = 2.0  # Between two looks at a server that does not answer
+OUTCOMES = ("gone", "late", "broken")  # Kinds of a `RemoteError` that is no refusal
+TOLERATED = 2  # Failures of a server in a row after which it is still asked as before
 
 
 class RemoteError(ArealError):
@@ -92,8 +87,7 @@ class RemoteServer:
         self.url = url
         self.state = ServerState(url, rng, tolerated=TOLERATED)
         self.trouble = "it was not asked yet"
-        self.unfit = False
-        """It answers, and cannot be used before somebody changes something."""
+        self.unfit = False  # It answers, and cannot be used before somebody changes something
         self.limits = RequestLimits()
         self.reward = RewardInfo("")
         self._arguments = arguments

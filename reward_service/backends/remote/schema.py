@@ -18,8 +18,7 @@ from reward_service.sdk import RewardInput
 PROTOCOL = 1
 """Version of the protocol. A server of another one is not used, a request of another one is refused."""
 
-NOT_RUN = "not_run"
-"""Kind of the error that says: no verdict yet, through no fault of the input."""
+NOT_RUN = "not_run"  # Kind of the error that says: no verdict yet, through no fault of the input
 
 Extra = Literal["blob"]
 Status = Literal["ready", "starting", "draining"]

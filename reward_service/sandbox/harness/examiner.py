@@ -47,10 +47,8 @@ class Examiner:
         self.link = link
         self.ready = False
         self.asked = False
-        self.broken = ""
-        """Why no later test can pass."""
-        self.failed = ""
-        """Why the present test cannot pass, whatever becomes of it."""
+        self.broken = ""  # Why no later test can pass
+        self.failed = ""  # Why the present test cannot pass, whatever becomes of it
         self.callbacks: list[Any] = []
 
     def begin(self) -> str:

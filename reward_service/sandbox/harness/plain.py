@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 MAX_DEPTH = 100
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_INT_BITS = 1 << 22
-MAX_ITEMS = 100_000
-"""Most items of an iterator, which crosses as what it yields."""
+MAX_ITEMS = 100_000  # Most items of an iterator, which crosses as what it yields
 DIGITS_BITS = 13_000
 """Integers up to this size are written in digits, larger ones in hexadecimal: Python refuses long digits."""
 PLAIN_TYPES = ("bool", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple")

@@ -7,8 +7,7 @@ from typing import Any
 
 INNER_UID = "1000"
 DEVICES = ("null", "zero", "full", "random", "urandom")
-SHOWN_AS = {"zero": "full"}
-"""It reads the same. Mapping the other makes memory that is counted nowhere."""
+SHOWN_AS = {"zero": "full"}  # It reads the same. Mapping the other makes memory that is counted nowhere
 DEVICE_LINKS = {
     "fd": "/proc/self/fd",
     "stdin": "fd/0",

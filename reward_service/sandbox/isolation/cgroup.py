@@ -11,8 +11,7 @@ import os
 import time
 
 PREFIX = "areal-launcher-"
-RESERVE_BYTES = 8 << 20
-"""Room for the first process of a jail and what the kernel holds for the jail itself."""
+RESERVE_BYTES = 8 << 20  # Room for the first process of a jail and what the kernel holds for the jail itself
 LEAVE_LIMIT_S = 1.0
 FILES = {
     1: {

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-STREAMS = 3
-"""Input, output and errors of this process are those of the program."""
+STREAMS = 3  # Input, output and errors of this process are those of the program
 FAILED_TO_START = 127
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 

@@ -13,16 +13,14 @@ from typing import Any
 from . import cgroup, messages, process_tree
 
 LOOK_EVERY_S = 0.02
-LOOK_CLOSELY_S = 0.005
-"""Once half of the memory is used, where looking is all that holds it."""
+LOOK_CLOSELY_S = 0.005  # Once half of the memory is used, where looking is all that holds it
 SETUP_LIMIT_S = 20.0
 END_LIMIT_S = 8.0
 END_GRACE_S = 0.05
 """Time between the request to end a run and its end, in which a program that has just ended by itself is told
 from one that was ended."""
 READ_BYTES = 1 << 16
-OWN_FILES = 4
-"""Files and folders that a jail's folder may hold beside the program's."""
+OWN_FILES = 4  # Files and folders that a jail's folder may hold beside the program's
 
 
 class ClientGone(Exception):

@@ -42,8 +42,7 @@ ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 BAD_ARCHITECTURE = 2
 DIFFERS, MASKED = 1, 7
 """Comparisons: the argument is not the value; the argument's bits under a mask are the value."""
-WORD = 0xFFFFFFFF
-"""Bits of an argument that the kernel reads as an `int`; it ignores what stands above them."""
+WORD = 0xFFFFFFFF  # Bits of an argument that the kernel reads as an `int`; it ignores what stands above them
 
 
 class Condition(ctypes.Structure):

@@ -24,8 +24,7 @@ from rollout_service.engines.base import (
     nothing_sampled,
 )
 
-ABORT_AGAIN_S = 0.25
-"""An abort that found no request in the server is sent again after this time."""
+ABORT_AGAIN_S = 0.25  # An abort that found no request in the server is sent again after this time
 SETTLE_S = 5.0
 
 

@@ -91,18 +91,15 @@ def result_of(
 
 T = TypeVar("T")
 
-CONTROL_TIMEOUT_S = 60.0
-"""Limit for a call that computes nothing long."""
+CONTROL_TIMEOUT_S = 60.0  # Limit for a call that computes nothing long
 CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 2.0
 """An idle connection is closed from this side. The servers close theirs after 5 s, and a POST on one that is
 just being closed would look like the server's death."""
-WORDS = 500
-"""Characters of a server's answer that an error repeats."""
+WORDS = 500  # Characters of a server's answer that an error repeats
 
 EVENT = b"data: "
-END = b"[DONE]"
-"""What a server sends as the last event of a stream."""
+END = b"[DONE]"  # What a server sends as the last event of a stream
 
 _encoder = msgspec.json.Encoder()
 

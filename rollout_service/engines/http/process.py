@@ -31,8 +31,7 @@ log = get_logger("engine")
 POLL_S = 0.1
 TAIL_LINES = 15
 TAIL_BYTES = 16 << 10
-STARTS = 2
-"""Attempts to start a server, for the port may be taken between its choice and its use."""
+STARTS = 2  # Attempts to start a server, for the port may be taken between its choice and its use
 PORT_TAKEN = "ddress already in use"
 ATTACH_PAUSE_S = 0.2
 UNAUTHORIZED = 401

@@ -37,8 +37,7 @@ from rollout_service.engines.local.kv import Decode, Prefill, SlotKV
 from rollout_service.engines.local.model import LocalModel
 from rollout_service.engines.local.requests import RequestTable, draw, pad
 
-PREFILL_TOKENS = 4096
-"""Most tokens, padding included, in one prefill pass (a longer prompt goes alone)."""
+PREFILL_TOKENS = 4096  # Most tokens, padding included, in one prefill pass (a longer prompt goes alone)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,7 @@ class LocalEngine:
         self._computing = False
         self._calls: dict[str, asyncio.Future[GenerateResult]] = {}
         self._tells: dict[str, Tell] = {}
-        self._told: dict[str, int] = {}
-        """Units that were told of each streamed request. The thread's."""
+        self._told: dict[str, int] = {}  # Units that were told of each streamed request. The thread's
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._paused = False

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
-ATTENTION = "areal_slots"
-"""Name of the attention function, for `attn_implementation`."""
+ATTENTION = "areal_slots"  # Name of the attention function, for `attn_implementation`
 
 LENGTH_STEP = 16
 """Attention lengths are rounded up to a multiple of this: kernels like it, and few shapes occur."""

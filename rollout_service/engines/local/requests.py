@@ -131,8 +131,7 @@ class RequestTable:
         self.temperature = np.zeros(slots, np.float32)
         self.top_p = np.ones(slots, np.float32)
         self.top_k = np.zeros(slots, np.int64)
-        self.stop_window = np.zeros(slots, np.int64)
-        """0: the request has no stop strings."""
+        self.stop_window = np.zeros(slots, np.int64)  # 0: the request has no stop strings
 
     def add(self, request: GenerateRequest) -> int:
         """Put a request into a free slot."""

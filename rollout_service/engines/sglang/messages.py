@@ -158,8 +158,7 @@ RELEASES = frozenset({"0.5.23"})
 cache in another way, which nothing but its tests would show."""
 PAUSE_MODES: dict[UpdateMode, str] = {"recompute": "retract", "keep": "in_place"}
 """What the server calls a pause for each update mode."""
-COLD = 0.5
-"""Temperature of the probe of log-probs."""
+COLD = 0.5  # Temperature of the probe of log-probs
 RATIO_TOLERANCE = 0.02
 FIX = "Run `make engines`, or name a supported server in rollout.server.environment or rollout.server.urls"
 

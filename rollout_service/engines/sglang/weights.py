@@ -33,8 +33,7 @@ from rollout_service.engines.http.adapter import Directory
 from rollout_service.engines.http.client import ServerClient, words
 from rollout_service.engines.sglang.messages import ModelInfo
 
-ASK_S = 5.0
-"""Limit for the trainer's answer, while the engine is paused."""
+ASK_S = 5.0  # Limit for the trainer's answer, while the engine is paused
 GRACE_S = 10.0
 """The trainer's limit ends first and closes the group, so that the server can say what failed; a server that
 answers nothing even then is stuck inside the group."""
@@ -97,11 +96,9 @@ class TensorFeed:
         self._grace_s = grace_s
         self._connected = False
         self._ranks = 1
-        self._group = ""
-        """What the server and the trainer are members of, and in which nothing failed."""
+        self._group = ""  # What the server and the trainer are members of, and in which nothing failed
         self._failures = 0
-        self._break = 0
-        """Updates that are still taken from the directory before the next try."""
+        self._break = 0  # Updates that are still taken from the directory before the next try
 
     async def opened(self, client: ServerClient, python: Path | None) -> None:
         """A server has started; `python` is its environment's, None for an attached one. Raises `EngineError`

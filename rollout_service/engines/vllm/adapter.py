@@ -57,8 +57,7 @@ from rollout_service.engines.vllm.messages import (
 )
 from rollout_service.engines.vllm.weights import is_tied, untied
 
-KV_CACHE_GIB = 1
-"""The server would otherwise take a large share of a CPU machine's memory."""
+KV_CACHE_GIB = 1  # The server would otherwise take a large share of a CPU machine's memory
 RESERVED = {
     "model": "weights come from snapshots",
     "tokenizer": "set `model`",
@@ -79,8 +78,7 @@ RESERVED = {
 """Flags that a job file may not give, and why or what to do instead."""
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Its import path: on a CPU vLLM takes its short name for another."""
-SEVERAL_RANKS = {"tensor-parallel-size", "pipeline-parallel-size"}
-"""Flags with which one process does not do."""
+SEVERAL_RANKS = {"tensor-parallel-size", "pipeline-parallel-size"}  # Flags with which one process does not do
 
 
 def command(launch: Launch) -> list[str]:
@@ -144,8 +142,7 @@ def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
 
 T = TypeVar("T")
 
-LEAST_TEMPERATURE = 0.01
-"""vLLM raises a smaller temperature above 0 to this one."""
+LEAST_TEMPERATURE = 0.01  # vLLM raises a smaller temperature above 0 to this one
 RELOAD_TIMEOUT_S = 600.0
 TRIAL = Sampling(temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=1, stop=(), seed=0)
 WAITING = "vllm:num_requests_waiting"

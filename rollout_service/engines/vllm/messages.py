@@ -21,10 +21,8 @@ from rollout_service.engines.base import EngineError, EngineLost, GenerateResult
 from rollout_service.engines.http.client import ServerClient, VersionSpan, parse_tag, result_of
 from rollout_service.engines.vllm.weights import HEAD
 
-NOT_FINITE = -9998.0
-"""The server sends -9999 for a log-prob that is not finite."""
-ID_PREFIX = "generate-tokens-"
-"""The server puts it before the ids of requests; `/abort_requests` wants it."""
+NOT_FINITE = -9998.0  # The server sends -9999 for a log-prob that is not finite
+ID_PREFIX = "generate-tokens-"  # The server puts it before the ids of requests; `/abort_requests` wants it
 
 
 class UnitLogprob(msgspec.Struct):
@@ -152,10 +150,8 @@ def parse(
     )
 
 
-MODEL_NAME = "policy"
-"""Name under which the server knows its model."""
-RELEASES = ("0.32.",)
-"""Beginnings of the releases whose behaviour the tests pin down."""
+MODEL_NAME = "policy"  # Name under which the server knows its model
+RELEASES = ("0.32.",)  # Beginnings of the releases whose behaviour the tests pin down
 ENDPOINTS = {
     "the variable VLLM_SERVER_DEV_MODE=1": (
         "/abort_requests",
@@ -171,8 +167,7 @@ ENDPOINTS = {
     "--enable-scale-out": ("/inference/v1/generate",),
 }
 """What is used, by what switches it on."""
-INFO_TIMEOUT_S = 120.0
-"""The server describes its whole machine, once."""
+INFO_TIMEOUT_S = 120.0  # The server describes its whole machine, once
 
 
 class VllmRelease(msgspec.Struct):

@@ -25,8 +25,7 @@ from reward_service.pool.pool import WorkerPool
 DRAIN_LIMIT_S = 5.0
 WAITING_PER_WORKER = 256
 LEAST_WAITING = 1024
-MOST_WAITING = 4096
-"""Inputs under way before requests are refused as busy."""
+MOST_WAITING = 4096  # Inputs under way before requests are refused as busy
 
 
 def main(request: ServeRequest) -> None:

@@ -25,8 +25,7 @@ from reward_service.backends.remote.host.service import LONGEST_DEADLINE_S, Requ
 from reward_service.backends.remote.schema import STATUS_OF, RefusedAnswer, ScoreRequest
 
 CONNECTIONS = 512
-BODIES_AT_ONCE = 8
-"""So many of the largest bodies are held at a time, or more of smaller ones."""
+BODIES_AT_ONCE = 8  # So many of the largest bodies are held at a time, or more of smaller ones
 ANSWER_GRACE_S = 30.0
 BUSY_REST_MS = 1000
 
