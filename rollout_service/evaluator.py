@@ -79,8 +79,7 @@ class _Answer:
 
     task: int
     sample: int
-    text: str
-    """What majorities are counted over: the episode's metadata `answer`, else its response."""
+    text: str  # What majorities are counted over: the episode's metadata `answer`, else its response
     given: RewardInput
 
 

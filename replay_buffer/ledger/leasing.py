@@ -290,8 +290,7 @@ class Arrival:
     size_bytes: int = 0
     n_units: int = 0
     n_sampled: int = 0
-    versions: Mapping[str, Versions] = field(default_factory=dict)
-    """Versions of the sampled units by policy."""
+    versions: Mapping[str, Versions] = field(default_factory=dict)  # Versions of the sampled units by policy
     problem: str = ""
 
 

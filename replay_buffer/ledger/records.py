@@ -34,10 +34,8 @@ class EpisodeState(IntEnum):
     STORED = 1
     CLAIMED = 2
     VERDICT = 3
-    ABSENT = 4
-    """Given up by the policy of groups: no bytes, no verdict, in no batch."""
-    MASKED = 5
-    """Given up by the policy of verdicts: its verdict was no score. No bytes, in no batch."""
+    ABSENT = 4  # Given up by the policy of groups: no bytes, no verdict, in no batch
+    MASKED = 5  # Given up by the policy of verdicts: its verdict was no score. No bytes, in no batch
 
 
 GIVEN_UP = (EpisodeState.ABSENT, EpisodeState.MASKED)
@@ -61,8 +59,7 @@ class Versions(LedgerRecord, frozen=True, array_like=True, gc=False):
 
     oldest: int
     newest: int
-    epoch: int
-    """The smallest trainer epoch among them."""
+    epoch: int  # The smallest trainer epoch among them
 
 
 class EpisodeRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
@@ -72,21 +69,16 @@ class EpisodeRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     size_bytes: int = 0
     n_units: int = 0
     n_sampled: int = 0
-    versions: dict[str, Versions] = {}
-    """Its versions by policy; one that sampled no unit of it is missing."""
-    lease: int = 0
-    """Which of the group's leases stored it."""
-    tries: int = 0
-    """Verdicts so far that were no score."""
-    claim_id: str = ""
-    """The claim it is in, or that its score came from."""
+    versions: dict[str, Versions] = {}  # Its versions by policy; one that sampled no unit of it is missing
+    lease: int = 0  # Which of the group's leases stored it
+    tries: int = 0  # Verdicts so far that were no score
+    claim_id: str = ""  # The claim it is in, or that its score came from
     reward: float = 0.0
     components: dict[str, float] | None = None
     parts: StoredParts | None = None
     waits_ms: int = 0
     """Since when it waits for its score: it was stored then, or had its last verdict that was none."""
-    no_score: str = ""
-    """Kind of its last verdict that was no score; empty when there was none."""
+    no_score: str = ""  # Kind of its last verdict that was no score; empty when there was none
 
     @property
     def is_held(self) -> bool:
@@ -104,15 +96,12 @@ class Training(LedgerRecord, frozen=True, array_like=True, gc=False):
     state: int = GroupState.SCORED
     """SCORED until a batch takes it, or takes it again; then BATCHED, TRAINED, and at its end COMMITTED or
     DROPPED. It counts from the moment that the group itself is SCORED."""
-    min_version: int = NO_VERSION
-    """The oldest version of the policy in the group's episodes."""
+    min_version: int = NO_VERSION  # The oldest version of the policy in the group's episodes
     leased_version: int = NO_VERSION
     """What the worker of the last lease served when it leased: while that is live, no version in flight is
     older."""
-    step: int = -1
-    """The step it is batched for or was trained in last."""
-    steps: tuple[int, ...] = ()
-    """The steps it was trained in so far, on the trainer's present lineage."""
+    step: int = -1  # The step it is batched for or was trained in last
+    steps: tuple[int, ...] = ()  # The steps it was trained in so far, on the trainer's present lineage
 
     @property
     def has_begun(self) -> bool:
@@ -130,25 +119,19 @@ class GroupRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     policy that trains it."""
 
     group_id: str
-    seq: int
-    """Order in which groups came into being."""
+    seq: int  # Order in which groups came into being
     row: int
     pass_index: int
     attempt: int
-    state: int
-    """QUEUED, LEASED, GENERATED or SCORED; what comes after that is in `training`."""
+    state: int  # QUEUED, LEASED, GENERATED or SCORED; what comes after that is in `training`
     episodes: tuple[EpisodeRecord, ...]
-    since_ms: int
-    """When it, or one of its trainings, entered its state."""
-    training: dict[str, Training]
-    """Its trainings, by policy that trains it."""
-    leases: tuple[str, ...] = ()
-    """Ids of all leases it had; the last one is live iff the state is LEASED."""
+    since_ms: int  # When it, or one of its trainings, entered its state
+    training: dict[str, Training]  # Its trainings, by policy that trains it
+    leases: tuple[str, ...] = ()  # Ids of all leases it had; the last one is live iff the state is LEASED
     size_bytes: int = 0
     begun_ms: int = 0
     """When it was first leased, moved on by outages: what its deadline counts from. 0 before."""
-    handed_over: int = 0
-    """Number of `leases` that a worker handed over as it stopped."""
+    handed_over: int = 0  # Number of `leases` that a worker handed over as it stopped
 
     def state_for(self, policy: str) -> int:
         """Its `GroupState` as the trainer of `policy`, one of those that train it, sees it."""
@@ -198,8 +181,7 @@ class ClaimRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     claim_id: str
     group_id: str
     scorer: str
-    deadline_ms: int
-    """Moved on by every sign of life of the scorer, up to `last_ms`."""
+    deadline_ms: int  # Moved on by every sign of life of the scorer, up to `last_ms`
     last_ms: int
 
 
@@ -208,8 +190,7 @@ class BatchPlan(LedgerRecord, frozen=True, array_like=True, gc=False):
 
     policy: str
     step: int
-    epoch: int
-    """The trainer that was given it last."""
+    epoch: int  # The trainer that was given it last
     group_ids: tuple[str, ...]
 
 
@@ -299,8 +280,7 @@ class Attempt(LedgerRecord, frozen=True, array_like=True, gc=False):
     row: int
     pass_index: int
     attempt: int
-    policies: tuple[str, ...] = ()
-    """Those that it was for; empty for all that train the task."""
+    policies: tuple[str, ...] = ()  # Those that it was for; empty for all that train the task
 
     def is_for_the_same(self, other: Attempt) -> bool:
         """Whether both are attempts at one task for the same policies."""
@@ -313,12 +293,9 @@ class Streak(LedgerRecord, frozen=True, array_like=True, gc=False):
     succeeded: bool = False
     """Whether one has succeeded since the job was started, or resumed after it had failed."""
     count: int = 0
-    since_ms: int = 0
-    """When the first of them failed."""
-    tasks: tuple[tuple[int, int], ...] = ()
-    """(row, pass) of the first few different tasks that they met."""
-    given_up: tuple[Attempt, ...] = ()
-    """Groups dropped for it meanwhile."""
+    since_ms: int = 0  # When the first of them failed
+    tasks: tuple[tuple[int, int], ...] = ()  # (row, pass) of the first few different tasks that they met
+    given_up: tuple[Attempt, ...] = ()  # Groups dropped for it meanwhile
     taken_back: tuple[Attempt, ...] = ()
     """Those of them that were tried once more, as they were given up first."""
 
@@ -326,39 +303,29 @@ class Streak(LedgerRecord, frozen=True, array_like=True, gc=False):
 class Consumer(LedgerRecord, frozen=True, array_like=True, gc=False):
     """A trained policy as the ledger sees it: its clock, its trainer, and the weights that count."""
 
-    epoch: int = 0
-    """Epoch of its trainer; 0 before the first."""
+    epoch: int = 0  # Epoch of its trainer; 0 before the first
     trainer: str = ""
-    v_train: int = 0
-    """Committed steps."""
-    checkpoint: int = 0
-    """Steps covered by its newest checkpoint on disk."""
+    v_train: int = 0  # Committed steps
+    checkpoint: int = 0  # Steps covered by its newest checkpoint on disk
     lineage: Lineage = START
     overtaken: OvertakenWait | None = None
-    episodes_trained: int = 0
-    """Episodes in committed steps; one that was in two of them counts twice."""
+    episodes_trained: int = 0  # Episodes in committed steps; one that was in two of them counts twice
     max_staleness_seen: int = 0
 
 
 class LedgerMeta(LedgerRecord, frozen=True, array_like=True, gc=False):
     """The figures of the job that belong to no group."""
 
-    ledger_id: str
-    """Drawn at random when the ledger was made: tells a ledger's own copy from another's."""
+    ledger_id: str  # Drawn at random when the ledger was made: tells a ledger's own copy from another's
     dataset_hash: str
     schema: int = SCHEMA
-    position: int = 0
-    """The cursor: tasks taken from the task order so far."""
+    position: int = 0  # The cursor: tasks taken from the task order so far
     seq: int = 0
-    ids: int = 0
-    """Lease and claim ids given out so far."""
-    consumers: dict[str, Consumer] = {}
-    """Records by policy; one that has done nothing yet may be missing."""
+    ids: int = 0  # Lease and claim ids given out so far
+    consumers: dict[str, Consumer] = {}  # Records by policy; one that has done nothing yet may be missing
     episodes_dropped: int = 0
-    counts: dict[str, int] = {}
-    """Transitions so far, by reason."""
-    draining: dict[str, str] = {}
-    """Workers that are leased nothing more, and why."""
+    counts: dict[str, int] = {}  # Transitions so far, by reason
+    draining: dict[str, str] = {}  # Workers that are leased nothing more, and why
     no_scores: dict[str, NoScores] = {}
     """The newest of each kind, the one heard of last at the end; of the kinds that came, the newest few."""
     failed: str = ""

@@ -36,12 +36,9 @@ class VerdictPolicy:
 class ConsumerRules:
     """The rules of one trained policy; letters as in the admission formula."""
 
-    batch_groups: int
-    """B: groups in a step."""
-    max_staleness: int
-    """η: most steps between a unit's version and the step that trains it."""
-    steps: int = 1 << 40
-    """Steps of its whole training: groups that no step is left for are not generated."""
+    batch_groups: int  # B: groups in a step
+    max_staleness: int  # η: most steps between a unit's version and the step that trains it
+    steps: int = 1 << 40  # Steps of its whole training: groups that no step is left for are not generated
 
     def lowest_version(self, step: int) -> int:
         """The oldest version that `step` may train."""
@@ -52,15 +49,12 @@ class ConsumerRules:
 class Rules:
     """What the job file says (`areal_async/config/job.py`), durations in integer milliseconds."""
 
-    group_size: int
-    """n: episodes in a group."""
-    consumers: Mapping[str, ConsumerRules]
-    """The trained policies by name."""
+    group_size: int  # n: episodes in a group
+    consumers: Mapping[str, ConsumerRules]  # The trained policies by name
     uses: Callable[[Task], Sequence[str]] | None = None
     """Which of the policies sample in the episodes of a task; without it, all of them."""
     lease_ms: int = 30_000
-    claim_ms: int = 50_000
-    """A scorer that gave no sign of life for this long loses its claims."""
+    claim_ms: int = 50_000  # A scorer that gave no sign of life for this long loses its claims
     call_ms: int = 10_000
     """Longest deadline of one scoring call; with the number of episodes it bounds the life of a claim."""
     on_timeout: VerdictPolicy = VerdictPolicy()
@@ -85,8 +79,7 @@ class Rules:
     durability: Literal["memory", "everysec", "always"] = "everysec"
     first_success_ms: int = 5_000
     """Nothing having succeeded yet, tries that go on failing so long end the job (`transaction.py`)."""
-    no_success_ms: int = 60_000
-    """The same after a success."""
+    no_success_ms: int = 60_000  # The same after a success
     seed: int = 0
 
     @classmethod

@@ -60,8 +60,7 @@ class Decision:
 
     reply: Message
     writes: WriteSet | None = None
-    payload: bytes | None = None
-    """The reply's attachment, where it has one that is no episode."""
+    payload: bytes | None = None  # The reply's attachment, where it has one that is no episode
 
 
 def fault(kind: FaultKind, message: str) -> Decision:

@@ -41,13 +41,10 @@ EpisodeKey = tuple[str, int]
 class BlobRef(msgspec.Struct, frozen=True, array_like=True):
     """Where the bytes of one episode lie."""
 
-    name: str
-    """The file's name, or what the keys' names begin with. One message's large episodes share it."""
+    name: str  # The file's name, or what the keys' names begin with. One message's large episodes share it
     size_bytes: int
-    at: int
-    """Offset in the file, or number of the first key."""
-    chunks: int = 0
-    """Keys; 0: it is a file."""
+    at: int  # Offset in the file, or number of the first key
+    chunks: int = 0  # Keys; 0: it is a file
 
 
 read_ref = msgspec.msgpack.Decoder(BlobRef).decode
@@ -60,8 +57,7 @@ class PreparedWrite:
 
     commands: Commands
     ahead: list[tuple[Argument, ...]] = field(default_factory=list)
-    files_freed: list[str] = field(default_factory=list)
-    """Files to remove once the write is confirmed."""
+    files_freed: list[str] = field(default_factory=list)  # Files to remove once the write is confirmed
 
 
 class Large:

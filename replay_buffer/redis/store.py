@@ -45,8 +45,7 @@ class Opened:
     front_epoch: int
     idle_ms: int
     lost_writes: int
-    lost_episodes: tuple[EpisodeKey, ...] = ()
-    """Those that the ledger holds, and whose bytes are not there."""
+    lost_episodes: tuple[EpisodeKey, ...] = ()  # Those that the ledger holds, and whose bytes are not there
 
 
 class Store:

@@ -30,8 +30,7 @@ class LoadReward(msgspec.Struct, array_like=True, tag="load"):
     name: str
     args: dict[str, Any]
     scope: str
-    source: bytes | None
-    """What the file of a reward of one's own holds; None for any other."""
+    source: bytes | None  # What the file of a reward of one's own holds; None for any other
     worker_class: str = ""
     """`module:Class` of a reward that has a state: made once with the arguments, then called with lists of at
     most `batch` inputs, which is an attribute of it. Empty for a function."""
@@ -58,8 +57,7 @@ class FinishedUnit(msgspec.Struct, array_like=True):
     unit: int
     elapsed_ms: float
     verdicts: list[Verdict]
-    raised: bool = False
-    """The invocation as a whole failed, and so all verdicts are the same."""
+    raised: bool = False  # The invocation as a whole failed, and so all verdicts are the same
 
 
 class RewardLoaded(msgspec.Struct, array_like=True, tag="loaded"):

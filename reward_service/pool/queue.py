@@ -103,8 +103,7 @@ class Invocation:
     reward: PooledReward
     calls: list[QueuedCall]
     size_bytes: int
-    charged_s: float
-    """What its reward was charged for it beforehand."""
+    charged_s: float  # What its reward was charged for it beforehand
 
     @property
     def timeout_s(self) -> float:

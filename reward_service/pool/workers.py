@@ -46,8 +46,7 @@ calls."""
 class WorkerLimits:
     """How long a worker may load, and when it is renewed."""
 
-    memory_bytes: int = 0
-    """Killed beyond this; 0: no limit."""
+    memory_bytes: int = 0  # Killed beyond this; 0: no limit
     start_s: float = 60.0
     look_s: float = 0.5
 
@@ -58,27 +57,22 @@ class WorkerSlot:
 
     process: FramedProcess | None = None
     marker: Marker | None = None
-    loaded: bool = False
-    """The process has loaded every reward that it was started with."""
+    loaded: bool = False  # The process has loaded every reward that it was started with
     loading: set[int] = field(default_factory=set)
     """Rewards that it was told to load and has said nothing about yet."""
     doomed: bool = False
-    leaving: bool = False
-    """It gets nothing more; once it has nothing left, another process takes the place."""
+    leaving: bool = False  # It gets nothing more; once it has nothing left, another process takes the place
     inflight: dict[int, Invocation] = field(default_factory=dict)
     """What the process was given and has not reported, by the number of its unit."""
     inflight_bytes: int = 0
     expected_s: float = 0.0
     last_number: int = 0
     seen: int = 0
-    moved_s: float = 0.0
-    """When it was last seen to begin or report a unit, or was given one while idle."""
-    overdue: int | None = None
-    """The unit that the process was killed for; -1 when it began none."""
+    moved_s: float = 0.0  # When it was last seen to begin or report a unit, or was given one while idle
+    overdue: int | None = None  # The unit that the process was killed for; -1 when it began none
     over_memory: bool = False
     failed_starts: int = 0
-    trouble: str = ""
-    """Why it was killed while it loaded a reward."""
+    trouble: str = ""  # Why it was killed while it loaded a reward
     started_s: float = 0.0
     loaded_bytes: int = 0
 

@@ -150,10 +150,8 @@ class Confinement(NamedTuple):
 
     level: Level
     guards: tuple[str, ...] = ()
-    uid_base: int | None = None
-    """First of the users that programs run as; none: as the user of the service."""
-    proc: bool = True
-    """Whether a jail has a `/proc`, which some containers refuse."""
+    uid_base: int | None = None  # First of the users that programs run as; none: as the user of the service
+    proc: bool = True  # Whether a jail has a `/proc`, which some containers refuse
 
     def request(
         self,

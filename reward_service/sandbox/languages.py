@@ -27,18 +27,14 @@ class Language:
     """How to get from a source to a run. Paths are relative to the folder of the run."""
 
     name: str
-    source: str
-    """File that the source is written to."""
+    source: str  # File that the source is written to
     run: tuple[str, ...]
     compile: tuple[str, ...] = ()
-    artifacts: tuple[str, ...] = ()
-    """What compiling leaves and running needs."""
-    binds: tuple[str, ...] = ()
-    """Folders outside the system's that hold the compiler or runtime."""
+    artifacts: tuple[str, ...] = ()  # What compiling leaves and running needs
+    binds: tuple[str, ...] = ()  # Folders outside the system's that hold the compiler or runtime
     env: dict[str, str] = field(default_factory=dict)
     address_space: bool = True
-    processes: int = 0
-    """Least limit that the runtime itself needs."""
+    processes: int = 0  # Least limit that the runtime itself needs
 
     def adapted(self, limits: RunLimits) -> RunLimits:
         return msgspec.structs.replace(

@@ -26,16 +26,11 @@ class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of all processes together, whoever maps it; and address space of each, if `address_space`."""
     address_space: bool = True
     """Runtimes that reserve far more than they use (Node.js) cannot work under such a limit."""
-    processes: int = 16
-    """Threads count."""
-    files_mb: int = 32
-    """Size of all files in memory together (isolated), and of each file."""
-    files: int = 512
-    """Number of files and folders (isolated)."""
-    open_files: int = 64
-    """Descriptors of each process."""
-    output_kb: int = 256
-    """Size of standard output, and of standard error."""
+    processes: int = 16  # Threads count
+    files_mb: int = 32  # Size of all files in memory together (isolated), and of each file
+    files: int = 512  # Number of files and folders (isolated)
+    open_files: int = 64  # Descriptors of each process
+    output_kb: int = 256  # Size of standard output, and of standard error
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,14 +40,12 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     language: str = "python"
     command: tuple[str, ...] = ()
     """Absolute path of a program in a system folder, and its arguments. Instead of `source`."""
-    files: dict[str, bytes] = {}
-    """Relative path → content, laid into the folder that it runs in."""
+    files: dict[str, bytes] = {}  # Relative path → content, laid into the folder that it runs in
     stdin: bytes = b""
     limits: RunLimits = RunLimits()
     within_s: float | None = None
     """Time for compiling and running together, by the clock; none: each has its own limit alone."""
-    collect: tuple[str, ...] = ()
-    """Relative paths of files to bring back."""
+    collect: tuple[str, ...] = ()  # Relative paths of files to bring back
 
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,11 +55,9 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """`ok`: exit status 0. `exit`: another one. `signal`: killed by one. `compile`: it did not compile. Else
     the limit that ended it (`files`: a file above the size limit), or `ended`: the program of a pair whose
     tests had ended."""
-    status: int = 0
-    """Exit status, or the signal's number for `signal`."""
+    status: int = 0  # Exit status, or the signal's number for `signal`
     stdout: bytes = b""
-    stderr: bytes = b""
-    """What was printed, cut at the limit of output."""
+    stderr: bytes = b""  # What was printed, cut at the limit of output
     wall_ms: float = 0.0
     cpu_ms: float = 0.0
     peak_mb: float = 0.0
@@ -77,8 +68,7 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What it was confined by, and where: namespaces (`user`, `pid`, `mount`, `net`, `ipc`, `uts`, `cgroup`),
     a user of its own (`uid`), `seccomp`, how memory is held (`memory group` or `memory sum`), `bubblewrap`,
     `remote`."""
-    artifacts: dict[str, bytes] = {}
-    """Content of those files to bring back that were there."""
+    artifacts: dict[str, bytes] = {}  # Content of those files to bring back that were there
 
     @property
     def ok(self) -> bool:

@@ -43,11 +43,9 @@ class ReplicaLoad:
     """What is known of a replica that serves."""
 
     index: int
-    given: int
-    """Requests that we gave it and that have not ended."""
+    given: int  # Requests that we gave it and that have not ended
     capacity: int
-    queued: int = 0
-    """Requests that the engine itself says it has, running and waiting; others may use it too."""
+    queued: int = 0  # Requests that the engine itself says it has, running and waiting; others may use it too
     kv_used: float = 0.0
 
     @property

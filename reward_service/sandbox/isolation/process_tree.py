@@ -28,13 +28,11 @@ HAS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 class TreeUsage:
     """What all processes below one use."""
 
-    processes = 0
-    """Threads count, as they do for the kernel's limit."""
+    processes = 0  # Threads count, as they do for the kernel's limit
     cpu_ms = 0.0
     private_bytes = 0
     """Private memory with swap and page tables; what processes share since a fork counts for each."""
-    mapped_shared_bytes = 0
-    """Shared memory and files in memory, as far as it is mapped."""
+    mapped_shared_bytes = 0  # Shared memory and files in memory, as far as it is mapped
 
 
 def children(pid: int) -> list[int]:

@@ -50,8 +50,7 @@ log = get_logger("engine")
 @dataclass(frozen=True, slots=True)
 class _Server:
     client: ServerClient
-    process: ServerProcess | None
-    """None for one that is attached."""
+    process: ServerProcess | None  # None for one that is attached
     liveness: Liveness
 
 
