@@ -15,7 +15,7 @@ from collections import Counter
 from fractions import Fraction
 
 from areal_async import Step, Task
-from reward_service.verifiers.arithmetic import ExpressionError, evaluate
+from areal_async.expressions import ExpressionError, evaluate
 
 DRAWS = 2_000
 """Tries to meet `highest_target`; far more than options that can be met need."""

@@ -22,10 +22,10 @@ from typing import Any
 from pydantic import Field
 
 from areal_async.config.base import Section
+from areal_async.expressions import parsed
 from reward_service.sdk import Abstain, RewardInput, RewardLoadError, Score
 from reward_service.verifiers import TooCostly, verifier, within
 from reward_service.verifiers.answers import Where, answer_of
-from reward_service.verifiers.arithmetic import parsed
 
 EVALUATES = re.compile(r"\beval\(|\bexec\(")
 PARSES = re.compile(r"parse_expr\(|sympify\(")

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints, overload
 
 from areal_async.errors import ArealError
+from areal_async.expressions import evaluate
 from areal_async.registry import TOOLS, PartError
-from reward_service.verifiers.arithmetic import evaluate
 from rollout_service import metrics
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reward_service.verifiers.arithmetic import ExpressionError
+from areal_async.expressions import ExpressionError
 from rollout_service.workflows import tool
 from rollout_service.workflows.tool_use import RequestedCall, json_calls, open_brackets, plain_call
 from rollout_service.workflows.tools import (
