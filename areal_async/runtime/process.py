@@ -5,7 +5,8 @@ reach it; what it started and did not detach is killed when it ends, however it 
 the thread that started it dies (see `guard.py`); its exit status is there once, and its process id cannot be
 another's while the kit uses it.
 
-Whether, and after which pause, one that died is started again decides `RestartPolicy`, which is pure.
+`Restarts` decides, as a pure function of its `RestartPolicy` and the deaths so far, whether and after which
+pause one that died is started again.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class _Service:
         return "; ".join(waits.values()) if subject is None else waits.get(subject, "")
 
     def is_silent(self, now_s: float) -> bool:
-        """It serves, but does not answer: it is stopped, or stuck. What it said last is no longer so."""
+        """It serves, but not even its control thread answers: the whole process is held up or stopped."""
         return self.phase == "serving" and self.answered_s is not None and now_s - self.answered_s > SILENT_S
 
 

@@ -74,7 +74,7 @@ class Objective:
         """Whether a forward pass with the weights at the start of the step is needed."""
 
     def _check(self, job: JobConfig) -> None:
-        """What the parts declare, which nobody has asked those of a user's file before."""
+        """Ask the parts what they declare: the job file's check does not import those of a user's file."""
         for part, arguments, name in (
             (self._advantage, self._advantage_args, "advantage"),
             (self._loss, self._loss_args, "loss"),
