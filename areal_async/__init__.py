@@ -23,14 +23,18 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from areal_async.config.base import Section
     from areal_async.config.job import JobConfig as Job
     from areal_async.errors import ArealError
     from areal_async.launch.runs import Run, run
+    from areal_async.quickstart.model import make_tokenizer, write_model
     from areal_async.rpc.schema import Task
     from areal_async.rpc.verdicts import Abstain, Parts, Score
     from areal_async.status.aggregator import RunStatus
+    from reward_service.client import LocalScorer
+    from reward_service.sandbox import Program, RunLimits, Sandbox
     from reward_service.sdk import RewardInput, load_reward, reward
-    from rollout_service.environments import Environment, Step
+    from rollout_service.environments import Environment, EnvironmentFailure, Step, level_seed
     from rollout_service.workflows import Context, workflow
     from rollout_service.workflows.tools import tool
     from trainer_service.algorithms.parts import advantage, correction, loss
@@ -45,33 +49,46 @@ __all__ = [
     "ArealError",
     "Context",
     "Environment",
+    "EnvironmentFailure",
     "Job",
+    "LocalScorer",
     "Parts",
+    "Program",
     "RewardInput",
     "Run",
+    "RunLimits",
     "RunStatus",
+    "Sandbox",
     "Score",
+    "Section",
     "Step",
     "Task",
     "advantage",
     "correction",
+    "level_seed",
     "load_reward",
     "loss",
+    "make_tokenizer",
     "reward",
     "run",
     "tool",
     "workflow",
+    "write_model",
 ]
 
 _PLACES = {
+    "areal_async.config.base": ("Section",),
     "areal_async.config.job:JobConfig": ("Job",),
     "areal_async.errors": ("ArealError",),
     "areal_async.launch.runs": ("Run", "run"),
+    "areal_async.quickstart.model": ("make_tokenizer", "write_model"),
     "areal_async.rpc.messages": ("Task",),
     "areal_async.rpc.verdicts": ("Abstain", "Parts", "Score"),
     "areal_async.status.aggregator": ("RunStatus",),
+    "reward_service.client": ("LocalScorer",),
+    "reward_service.sandbox": ("Program", "RunLimits", "Sandbox"),
     "reward_service.sdk": ("RewardInput", "load_reward", "reward"),
-    "rollout_service.environments": ("Environment", "Step"),
+    "rollout_service.environments": ("Environment", "EnvironmentFailure", "Step", "level_seed"),
     "rollout_service.workflows": ("Context", "workflow"),
     "rollout_service.workflows.tools": ("tool",),
     "trainer_service.algorithms.parts": ("advantage", "correction", "loss"),

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from areal_async.quickstart.model import make_tokenizer, write_model
+from areal_async import make_tokenizer, write_model
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from areal_async.quickstart.model import make_tokenizer, write_model
+from areal_async import make_tokenizer, write_model
 
 HERE = Path(__file__).parent
 N_TRAIN, N_SHOWN, N_HELD_OUT = 2000, 6000, 64

@@ -2,20 +2,22 @@
 
     workflow_args: {environment: examples/environments/countdown.py:Countdown, environment_args: {numbers: 4}}
 
-The answer is the text between the last `<answer>` and `</answer>`, else the last line that is not empty; what
-follows an `=` in it is ignored. 1 for the target, else 0, or `wrong`. One turn.
+The built-in reward `countdown` reads the answer and judges it: 1 for the target, `wrong` for a proper
+expression with another value, else 0. One turn.
 
 `extra_info` of a task may give `nums` and `target`; otherwise both are drawn, and there is a solution.
 """
 
 from __future__ import annotations
 
+import operator
 import random
-from collections import Counter
 from fractions import Fraction
+from typing import Any
 
-from areal_async import Step, Task
-from areal_async.expressions import ExpressionError, evaluate
+from areal_async import RewardInput, Step, Task, load_reward
+
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 DRAWS = 2_000
 """Tries to meet `highest_target`; far more than options that can be met need."""
@@ -37,12 +39,13 @@ class Countdown:
         of a proper expression with another value; `terse` says `3 5 7>22:` instead of words."""
         if not 2 <= numbers <= 6 or not 4 <= highest <= 1000 or highest_target < 4:
             raise ValueError("numbers is 2 to 6, highest 4 to 1000, highest_target at least 4")
-        if not operators or set(operators) - set("+-*/"):
+        if not operators or set(operators) - set(OPERATORS):
             raise ValueError("operators are some of + - * /")
         self.count, self.highest, self.highest_target = numbers, highest, highest_target
         self.operators, self.wrong, self.terse = operators, wrong, terse
         self.numbers: list[int] = []
         self.target = 0
+        self.judge: Any = load_reward("countdown")
         self.solution = ""
         """An expression that makes the target, when both were drawn."""
 
@@ -64,21 +67,17 @@ class Countdown:
         return f"{self.numbers}>{self.target}"
 
     def step(self, action: str) -> Step:
-        try:
-            value, used = evaluate(answer_of(action))
-        except ExpressionError as error:
-            return Step("", 0.0, True, {"problem": str(error)})
-        if Counter(used) - Counter(map(Fraction, self.numbers)):
-            return Step("", 0.0, True, {"problem": "a number that was not given, or one used too often"})
-        return Step("", 1.0 if value == self.target else self.wrong, True)
+        truth = {"target": self.target, "numbers": self.numbers}
+        given = RewardInput(response=action, ground_truth=truth)
+        return Step("", self.judge(given, use="some", wrong=self.wrong).value, True)
 
     def _draw(self, rng: random.Random) -> None:
         for _ in range(DRAWS):
             numbers = [rng.randint(1, self.highest) for _ in range(self.count)]
-            text = str(numbers[0])
+            text, value = str(numbers[0]), Fraction(numbers[0])
             for number in numbers[1:]:
-                text = f"({text}){rng.choice(self.operators)}{number}"
-            value, _ = evaluate(text)
+                sign = rng.choice(self.operators)
+                text, value = f"({text}){sign}{number}", OPERATORS[sign](value, number)
             if value.denominator == 1 and 1 <= value <= self.highest_target:
                 rng.shuffle(numbers)
                 self.numbers, self.target, self.solution = numbers, int(value), text
@@ -87,12 +86,3 @@ class Countdown:
             f"no target up to {self.highest_target} was found from {self.count} numbers: raise "
             "highest_target, or allow more operators"
         )
-
-
-def answer_of(text: str) -> str:
-    """The expression in what a model said."""
-    _, opened, inside = text.rpartition("<answer>")
-    if opened:
-        text = inside.partition("</answer>")[0]
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1].partition("=")[0].strip() if lines else ""

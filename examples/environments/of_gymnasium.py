@@ -18,9 +18,7 @@ from typing import Any
 
 from pydantic import Field
 
-from areal_async.config.base import Section
-from areal_async.rpc.schema import Task
-from rollout_service.environments import EnvironmentFailure, Step, level_seed
+from areal_async import EnvironmentFailure, Section, Step, Task, level_seed
 
 KNOWN_ACTIONS = {
     "FrozenLake": ("left", "down", "right", "up"),

@@ -1,8 +1,7 @@
 """A question of one of the data sets of `reasoning_gym`, and that library's scorer for the answer. One turn.
 
 Needs the extra `environments`. The question is drawn by the seed; a task with `extra_info.index` names entry
-`index` of the data set that `extra_info.seed` makes. Answers are taken from between `<answer>` and
-`</answer>`, else as they are.
+`index` of the data set that `extra_info.seed` makes. The built-in reward `reasoning_gym` judges the answer.
 """
 
 from __future__ import annotations
@@ -12,10 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
-from areal_async.config.base import Section
-from areal_async.rpc.schema import Task
-from reward_service.verifiers.reasoning_gym import harmless
-from rollout_service.environments import EnvironmentFailure, Step, level_seed
+from areal_async import EnvironmentFailure, RewardInput, Section, Step, Task, level_seed, load_reward
 
 SEEDS = 2**31
 
@@ -41,6 +37,7 @@ class ReasoningGym:
             ) from None
         self._dataset = self._make(seed=0, size=1)
         self._entry: Any = None
+        self._judge: Any = load_reward("reasoning_gym")
 
     def reset(self, seed: int, task: Task) -> str:
         index = int(task.extra_info.get("index", 0))
@@ -52,12 +49,10 @@ class ReasoningGym:
         return str(self._entry["question"])
 
     def step(self, action: str) -> Step:
-        _, opened, inside = action.rpartition("<answer>")
-        answer = inside.partition("</answer>")[0] if opened else action
-        answer = answer.strip()
-        # Some of the library's scorers evaluate the answer as Python.
-        safe = harmless(answer, self.options.dataset)
-        return Step("", float(self._dataset.score_answer(answer, self._entry)) if safe else 0.0, True)
+        # Not the library's scorer itself: some of them evaluate the answer as Python.
+        given = RewardInput(response=action, extra_info={"entry": self._entry})
+        judged = self._judge(given, dataset=self.options.dataset, dataset_args=self.options.dataset_args)
+        return Step("", judged.components["library"], True)
 
     def _make(self, *, seed: int, size: int) -> Any:
         name, arguments = self.options.dataset, self.options.dataset_args

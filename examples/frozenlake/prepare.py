@@ -17,8 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from areal_async.quickstart.model import make_tokenizer, write_model
-from areal_async.rpc.schema import Task
+from areal_async import Task, make_tokenizer, write_model
 
 HERE = Path(__file__).parent
 WORLDS = HERE.parent / "environments"

@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from areal_async import Abstain, RewardInput, Score, reward
-from reward_service.verifiers.answers import after_thinking
-from reward_service.verifiers.json_schema import strict_json
 
 LONGEST_RESPONSE = 200_000
 """Characters; a longer response follows nothing."""
@@ -37,7 +35,7 @@ def instructions(
     asked = [(rule["id"], {k: v for k, v in rule.items() if k != "id"}) for rule in rules] + _of_task(given)
     if not asked:
         return Abstain("the task has no instructions, and reward.args.rules gives none")
-    text = after_thinking(given.response).strip()
+    text = given.response.rpartition("</think>")[2].partition("<think>")[0].strip()
     if len(text) > LONGEST_RESPONSE:
         text = ""
     share = sum(follows(text, name, values) for name, values in asked) / len(asked)
@@ -166,8 +164,8 @@ def _json(text: str) -> bool:
         inner = inner[3:]
         inner = inner[4:] if inner[:4].lower() == "json" else inner
     try:
-        strict_json(inner.removesuffix("```"))
-    except ValueError:
+        json.loads(inner.removesuffix("```"))
+    except (ValueError, RecursionError):
         return False
     return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -25,27 +26,47 @@ def test_the_public_names_are_these() -> None:
         "ArealError",
         "Context",
         "Environment",
+        "EnvironmentFailure",
         "Job",
+        "LocalScorer",
         "Parts",
+        "Program",
         "RewardInput",
         "Run",
+        "RunLimits",
         "RunStatus",
+        "Sandbox",
         "Score",
+        "Section",
         "Step",
         "Task",
         "advantage",
         "correction",
+        "level_seed",
         "load_reward",
         "loss",
+        "make_tokenizer",
         "reward",
         "run",
         "tool",
         "workflow",
+        "write_model",
     ]
     assert all(getattr(areal_async, name) is not None for name in areal_async.__all__)
     assert set(areal_async.__all__) <= set(dir(areal_async))
     with pytest.raises(AttributeError, match="no attribute 'rum'"):
         areal_async.rum  # noqa: B018
+
+
+def test_examples_and_pages_import_nothing_but_the_public_names() -> None:
+    root = Path(areal_async.__file__).parents[1]
+    texts = {
+        path: path.read_text(encoding="utf-8")
+        for path in (*root.glob("examples/**/*.py"), *root.glob("docs/*.md"), root / "README.md")
+    }
+    assert len(texts) > 40
+    inside = re.compile(r"^\s*(?:from|import) (?:areal_async\.|\w+_service|replay_buffer).*", re.MULTILINE)
+    assert {path: found for path, text in texts.items() if (found := inside.findall(text))} == {}
 
 
 def test_to_import_the_package_and_to_write_a_reward_loads_no_torch() -> None:
