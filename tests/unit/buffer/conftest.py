@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from areal_async.rpc.messages import (
     ClaimedEpisode,
     Commit,
     EpisodeVerdict,
+    ExportLedger,
     Heartbeat,
     Lease,
     LeasedGroup,
@@ -45,9 +47,10 @@ from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
 from replay_buffer.ledger.index import Index, LedgerRecords
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import GroupState, LedgerMeta, Versions
+from replay_buffer.ledger.records import EpisodeState, GroupState, LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
 from replay_buffer.ledger.transaction import Decision, Transaction
+from replay_buffer.redis.address import RedisAddress
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
@@ -58,19 +61,22 @@ SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8, stop=
 
 
 class CountedTasks:
-    """`rows` tasks, in file order, for `passes` passes."""
+    """`rows` tasks, in file order, for `passes` passes, of the data `sources` in turn."""
 
     dataset_hash = "cafe0123"
 
-    def __init__(self, rows: int = 1000, passes: int | None = None) -> None:
-        self.rows, self.passes = rows, passes
+    def __init__(
+        self, rows: int = 1000, passes: int | None = None, sources: Sequence[str] = ("test",)
+    ) -> None:
+        self.rows, self.passes, self.sources = rows, passes, sources
 
     def at(self, position: int) -> tuple[int, int] | None:
         pass_index, row = divmod(position, self.rows)
         return None if self.passes is not None and pass_index >= self.passes else (row, pass_index)
 
     def task(self, row: int, pass_index: int) -> Task:
-        return Task(f"{self.dataset_hash}:{row}:{pass_index}", f"prompt {row}", data_source="test")
+        source = self.sources[row % len(self.sources)]
+        return Task(f"{self.dataset_hash}:{row}:{pass_index}", f"prompt {row}", data_source=source)
 
 
 class Driver:
@@ -87,6 +93,8 @@ class Driver:
         self.now_ms = 1_000_000
         self.epoch = 0
         self.decisions: list[Decision] = []
+        self.fired: set[str] = set()
+        """What the last command has made possible."""
         self.index = self.index_of(
             LedgerRecords(LedgerMeta(ledger_id="ledger", dataset_hash=self.tasks.dataset_hash))
         )
@@ -107,8 +115,7 @@ class Driver:
 
     def take(self, command: Command) -> Decision:
         decision = decide(self.index, command, self.now_ms)
-        if decision.writes is not None:
-            self.index.apply(decision.writes)
+        self.fired = set() if decision.writes is None else self.index.apply(decision.writes)
         self.decisions.append(decision)
         return decision
 
@@ -127,16 +134,14 @@ class Driver:
         self.epoch = getattr(reply, "epoch", self.epoch)
         return reply
 
-    def tag(self, version: int | None = None) -> VersionTag:
-        return VersionTag(
-            "policy",
-            self.epoch,
-            self.index.consumer("policy").v_train if version is None else version,
-        )
+    @property
+    def v_train(self) -> int:
+        return self.index.consumer("policy").v_train
 
-    def lease(
-        self, capacity: int = 1, version: int | None = None, worker: str = "rollout-0"
-    ) -> list[LeasedGroup]:
+    def tag(self, version: int | None = None) -> VersionTag:
+        return VersionTag("policy", self.epoch, self.v_train if version is None else version)
+
+    def lease(self, capacity: int = 1, version: int | None = None, worker: str = "rollout-0") -> Any:
         return self.send(Lease(worker, capacity, [self.tag(version)])).groups  # type: ignore[attr-defined]
 
     def why_not(self, version: int | None = None) -> str:
@@ -151,22 +156,22 @@ class Driver:
         epoch: int | None = None,
         size_bytes: int = 100,
     ) -> PutAck:
-        version = self.index.consumer("policy").v_train if version is None else version
+        version = self.v_train if version is None else version
         epoch = self.epoch if epoch is None else epoch
         versions = Versions(version, version if newest is None else newest, epoch)
-        arrivals = tuple(
-            Arrival(
-                sample=sample,
-                size_bytes=size_bytes,
-                n_units=8,
-                n_sampled=4,
-                versions={} if version < 0 else {"policy": versions},
-            )
-            for sample in (lease.missing if samples is None else samples)
-        )
+        by_policy = {} if version < 0 else {"policy": versions}
+        samples = lease.missing if samples is None else samples
+        arrivals = tuple(Arrival(sample, size_bytes, 8, 4, by_policy) for sample in samples)
         reply = self.send(StoreEpisodes(lease.lease_id, lease.group_id, arrivals))
         assert isinstance(reply, PutAck)
         return reply
+
+    def generated(self, groups: int = 1) -> list[LeasedGroup]:
+        """Groups leased and stored whole, as many as there is room for."""
+        leases: list[LeasedGroup] = self.lease(groups)
+        for lease in leases:
+            self.put(lease)
+        return leases
 
     def claim(self, most: int = 1000, scorer: str = "reward-0") -> list[ClaimedEpisode]:
         return self.send(Claim(scorer, most)).items  # type: ignore[attr-defined]
@@ -174,12 +179,7 @@ class Driver:
     def judge(
         self, items: Sequence[ClaimedEpisode], verdict: Verdict | None = None, scorer: str = "reward-0"
     ) -> VerdictAck:
-        verdict = Score(1.0) if verdict is None else verdict
-        reply = self.send(
-            PutVerdicts(scorer, [EpisodeVerdict(i.episode_id, i.claim_id, verdict) for i in items])
-        )
-        assert isinstance(reply, VerdictAck)
-        return reply
+        return self.judge_each([(item, verdict or Score(1.0)) for item in items], scorer)
 
     def judge_each(
         self, items: Iterable[tuple[ClaimedEpisode, Verdict]], scorer: str = "reward-0"
@@ -203,7 +203,7 @@ class Driver:
         return leases
 
     def ask(self, step: int | None = None, epoch: int | None = None) -> Message:
-        step = self.index.consumer("policy").v_train if step is None else step
+        step = self.v_train if step is None else step
         return self.send(NextBatch("policy", self.epoch if epoch is None else epoch, step))
 
     def batch(self, step: int | None = None) -> Batch:
@@ -216,10 +216,9 @@ class Driver:
         assert isinstance(reply, Waiting), reply
         return reply
 
-    def commit(self, step: int | None = None) -> Message:
-        return self.send(
-            Commit("policy", self.epoch, self.index.consumer("policy").v_train if step is None else step)
-        )
+    def commit(self, step: int | None = None, same_as: Sequence[int] = ()) -> Message:
+        step = self.v_train if step is None else step
+        return self.send(Commit("policy", self.epoch, step, list(same_as)))
 
     def step(self) -> Batch:
         """Generate what is needed, and train it."""
@@ -230,14 +229,15 @@ class Driver:
         self.commit()
         return batch
 
+    def steps(self, n: int) -> list[Batch]:
+        return [self.step() for _ in range(n)]
+
     def checkpointed(self, step: int | None = None) -> Message:
-        return self.send(
-            Checkpointed(
-                "policy",
-                self.epoch,
-                self.index.consumer("policy").v_train if step is None else step,
-            )
-        )
+        return self.send(Checkpointed("policy", self.epoch, self.v_train if step is None else step))
+
+    def export(self) -> bytes:
+        """The ledger's copy for a checkpoint of now."""
+        return self.decide(ExportLedger("policy", self.epoch, self.v_train)).payload
 
     def heartbeat(self, *leases: LeasedGroup, worker: str = "rollout-0") -> list[str]:
         ids = [lease.lease_id for lease in leases]
@@ -276,14 +276,21 @@ class Driver:
         held = self.index.groups.get(group_id)
         return None if held is None else GroupState(held.state_for("policy")).name
 
+    def states(self, group: LeasedGroup) -> list[str]:
+        """Of each episode of a group."""
+        return [EpisodeState(e.state).name for e in self.index.groups[group.group_id].episodes]
+
     def count(self, reason: str) -> int:
         return self.index.meta.counts.get(reason, 0)
 
 
-@pytest.fixture(scope="session")
-def driver_type() -> type[Driver]:
-    """The driver itself, for tests that make their own."""
-    return Driver
+def ids(batch: Batch) -> list[str]:
+    return [group.group_id for group in batch.groups]
+
+
+def reasons(ack: PutAck | VerdictAck) -> list[str]:
+    """Why each item was refused, in a word."""
+    return [refusal.reason.split(":")[0] for refusal in ack.refused]
 
 
 @pytest.fixture
@@ -299,11 +306,6 @@ def drive() -> Callable[..., Driver]:
 
 
 @pytest.fixture(scope="session")
-def counted_tasks() -> type[CountedTasks]:
-    return CountedTasks
-
-
-@pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real Redis for the whole session; a test takes a job name of its own."""
     folder = short_socket_dir(tmp_path_factory.mktemp("redis"))
@@ -314,31 +316,53 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     asyncio.run(server.stop())
 
 
+@asynccontextmanager
+async def front_of(
+    url: str | RedisAddress,
+    job: str,
+    rules: Rules = RULES,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    dataset: str = "cafe0123",
+    folder: Path | None = None,
+    confirmed: int = 0,
+    **options: Any,
+) -> AsyncIterator[Coordinator]:
+    """A front of the job on that Redis; `clock` is the local one, `folder` where large episodes go."""
+    time_of_redis = RedisClock(clock)
+    store = Store(url, job, dataset, rules.durability, time_of_redis, folder=folder, confirmed=confirmed)
+    front = Coordinator(store, rules, CountedTasks(), time_of_redis, **options)
+    try:
+        await front.start()
+        yield front
+    finally:
+        await front.stop()
+
+
 @pytest.fixture
-def a_front(redis_url: str, job_name: str, counted_tasks: type[CountedTasks]) -> Callable[..., Any]:
-    """`async with a_front() as front`: a front of this test's job, with a clock of its own."""
+def a_front(redis_url: str, job_name: str) -> Callable[..., Any]:
+    """`async with a_front() as front`: a front of this test's job."""
+    return partial(front_of, redis_url, job_name)
 
-    @asynccontextmanager
-    async def make(
-        rules: Rules = RULES,
-        *,
-        job: str = job_name,
-        dataset: str = "cafe0123",
-        url: str = redis_url,
-        local: Callable[[], float] = time.monotonic,
-        folder: Path | None = None,
-        **options: Any,
-    ) -> AsyncIterator[Coordinator]:
-        clock = RedisClock(local)
-        store = Store(url, job, dataset, rules.durability, clock, folder=folder)
-        front = Coordinator(store, rules, counted_tasks(), clock, **options)
-        try:
-            await front.start()
-            yield front
-        finally:
-            await front.stop()
 
-    return make
+async def lease(front: Coordinator, capacity: int = 1, epoch: int = 1, version: int = 0) -> Any:
+    reply = await front.execute(Lease("w", capacity, [VersionTag("policy", epoch, version)]))
+    return reply.reply.groups  # type: ignore[attr-defined]
+
+
+async def store(front: Coordinator, group: Any, blobs: Sequence[Any], samples: Any = None, **tag: int) -> Any:
+    """Put `blobs`, of the first samples or of these, as sampled from `version` of `epoch`."""
+    version, samples = tag.get("version", 0), range(len(blobs)) if samples is None else samples
+    versions = {"policy": Versions(version, version, tag.get("epoch", 1))}
+    arrivals = tuple(Arrival(i, len(b), 8, 4, versions) for i, b in zip(samples, blobs, strict=True))
+    return (await front.store(StoreEpisodes(group.lease_id, group.group_id, arrivals), blobs)).reply
+
+
+async def judge(front: Coordinator, verdict: Verdict | None = None) -> None:
+    """Score all that waits for it."""
+    items = (await front.execute(Claim("s", 100))).reply.items  # type: ignore[attr-defined]
+    verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, verdict or Score(1.0)) for item in items]
+    await front.execute(PutVerdicts("s", verdicts))
 
 
 async def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
@@ -388,29 +412,31 @@ def context(tmp_path: Path, redis_url: str, job_name: str) -> Callable[..., Serv
     """`context(redis=…)`: the service context of this test's job."""
 
     def make(redis: str = redis_url, rows: int = 20, **buffer: Any) -> ServiceContext:
-        tasks = [
-            {
-                "prompt": f"{i}+1=",
-                "data_source": "sums",
-                "reward_model": {"style": "rule", "ground_truth": i + 1},
-            }
-            for i in range(rows)
-        ]
-        (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
-        job = JobConfig.model_validate(
-            {
-                "job": job_name,
-                "model": str(tmp_path),
-                "tasks": {"train": str(tmp_path / "tasks.jsonl"), "shuffle": False},
-                "rollout": {"group_size": 2},
-                "buffer": {"batch_groups": 2, "max_staleness": 1, "redis": redis} | buffer,
-                "reward": {"on_error": {"retries": 0}},
-                "trainer": {"steps": 10_000},
-            }
-        )
+        job = sums_job(tmp_path, job_name, rows, redis=redis, **buffer)
         return ServiceContext.for_test(job, tmp_path, "buffer", "buffer")
 
     return make
+
+
+def sums_job(folder: Path, name: str, rows: int = 20, **buffer: Any) -> JobConfig:
+    """A job of `rows` sums in file order, two episodes a group and two groups a step."""
+    tasks = [
+        {"prompt": f"{i}+1=", "data_source": "sums", "reward_model": {"style": "rule", "ground_truth": i + 1}}
+        for i in range(rows)
+    ]
+    (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    return JobConfig.model_validate(
+        {
+            "job": name,
+            "model": str(folder),
+            "run_dir": str(folder / "runs"),
+            "tasks": {"train": str(folder / "tasks.jsonl"), "shuffle": False},
+            "rollout": {"group_size": 2},
+            "buffer": {"batch_groups": 2, "max_staleness": 1} | buffer,
+            "reward": {"on_error": {"retries": 0}},
+            "trainer": {"steps": 10_000},
+        }
+    )
 
 
 @asynccontextmanager

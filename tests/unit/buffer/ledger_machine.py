@@ -38,6 +38,7 @@ from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState, GroupState, LedgerMeta, Versions
 from replay_buffer.ledger.rules import ConsumerRules, VerdictPolicy
+from tests.unit.buffer.conftest import Driver
 from tests.unit.buffer.ledger_model import Model, Trained, Trainer, task_of
 from tests.unit.buffer.ledger_promises import SIZE_BYTES, B, N, Promises
 
@@ -49,7 +50,6 @@ WHICH = st.integers(0, 1)
 
 
 class LedgerMachine(Promises):
-    driver_type: type
     consumers: Mapping[str, ConsumerRules]
     ledger_rules: Mapping[str, object] = MappingProxyType({})
     rotten = (Failure("x", "y"), Timeout(5), Abstain("no"))
@@ -60,7 +60,7 @@ class LedgerMachine(Promises):
 
     @initialize()
     def begin(self):
-        self.ledger = self.driver_type(
+        self.ledger = Driver(
             **{
                 "group_size": N,
                 "consumers": dict(self.consumers),

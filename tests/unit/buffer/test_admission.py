@@ -7,55 +7,41 @@ import pytest
 from replay_buffer.ledger.admission import Demand, capacity, room
 
 
-def demand(**changes):
-    return Demand(
-        **{
-            "policy": "policy",
-            "max_staleness": 4,
-            "batch_groups": 16,
-            "steps": 1000,
-            "v_train": 10,
-            "outstanding": 0,
-        }
-        | changes
-    )
+def demand(max_staleness=4, steps=1000, v_train=10, outstanding=0):
+    return Demand("policy", max_staleness, 16, steps, v_train, outstanding)
 
 
 @pytest.mark.parametrize(
-    ("eta", "v_train", "v_serving", "expected"),
+    ("changes", "v_serving", "expected"),
     [
-        (0, 10, 10, 16),
-        (0, 10, 9, 0),
-        (4, 10, 10, 80),
-        (4, 10, 9, 64),
-        (4, 10, 6, 16),
-        (4, 10, 5, 0),
-        (4, 10, 0, 0),
-        (4, 10, 11, 80),  # the snapshot of a step is published before the step is committed
+        ({"max_staleness": 0}, 10, 16),
+        ({"max_staleness": 0}, 9, 0),
+        ({}, 10, 80),
+        ({}, 9, 64),
+        ({}, 6, 16),
+        ({}, 5, 0),
+        ({}, 0, 0),
+        ({}, 11, 80),  # the snapshot of a step is published before the step is committed
+        ({"steps": 12}, 10, 32),  # the last steps are not over-supplied
+        ({"steps": 12}, 6, 16),
+        ({"steps": 10}, 10, 0),
     ],
 )
-def test_capacity_is_the_formula(eta, v_train, v_serving, expected):
-    assert capacity(demand(max_staleness=eta, v_train=v_train), v_serving) == expected
-
-
-def test_the_last_steps_are_not_over_supplied():
-    assert capacity(demand(steps=12), 10) == 32
-    assert capacity(demand(steps=10), 10) == 0
-    assert capacity(demand(steps=12), 6) == 16
-
-
-def test_room_is_what_each_limit_leaves():
-    assert room(demand(outstanding=70), 10) == (10, "")
+def test_capacity_is_the_formula(changes, v_serving, expected):
+    assert capacity(demand(**changes), v_serving) == expected
 
 
 @pytest.mark.parametrize(
-    ("changes", "serving", "words"),
+    ("changes", "serving", "places", "words"),
     [
-        ({"outstanding": 80}, 10, "generation waits for the trainer"),
-        ({"outstanding": 10}, 5, "too old"),
-        ({"v_train": 1000}, 1000, "all 1000 steps are trained"),
+        ({"outstanding": 70}, 10, 10, ""),
+        ({"outstanding": 80}, 10, 0, "generation waits for the trainer"),
+        ({"outstanding": 10}, 5, 0, "too old"),
+        ({"v_train": 1000}, 1000, 0, "all 1000 steps are trained"),
     ],
 )
-def test_why_a_policy_has_no_room_is_said_in_words(changes, serving, words):
-    places, why = room(demand(**changes), serving)
-    assert (places, words in why) == (0, True)
+def test_room_is_what_each_limit_leaves_and_why_there_is_none_is_said_in_words(
+    changes, serving, places, words
+):
+    found, why = room(demand(**changes), serving)
+    assert (found, words in why) == (places, True)

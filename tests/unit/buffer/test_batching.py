@@ -6,10 +6,7 @@ import pytest
 
 from areal_async.rpc.messages import Batch
 from areal_async.rpc.schema import Fault
-
-
-def ids(batch):
-    return [group.group_id for group in batch.groups]
+from tests.unit.buffer.conftest import CountedTasks, ids, reasons
 
 
 def test_a_batch_holds_whole_groups_with_their_scores(drive):
@@ -38,24 +35,6 @@ def test_groups_are_whole_in_every_batch(drive):
     assert len(ledger.batch().groups[0].episodes) == 3
 
 
-def test_only_the_next_step_can_be_asked_for(drive):
-    ledger = drive()
-    ledger.scored(2)
-    assert ledger.ask(1) == Fault("invalid", "step 1 is not next: 0 steps are committed")
-
-
-def test_the_oldest_version_is_trained_first_then_the_oldest_group(drive):
-    ledger = drive(batch_groups=2, max_staleness=4)
-    ledger.step()
-    a, b, c, d = ledger.lease(4)
-    for group, version in ((a, 1), (b, 0), (c, 1), (d, 0)):
-        ledger.put(group, version=version)
-    ledger.judge(ledger.claim())
-    assert ids(ledger.batch()) == [b.group_id, d.group_id]
-    ledger.commit()
-    assert ids(ledger.batch()) == [a.group_id, c.group_id]
-
-
 @pytest.mark.parametrize("eta", [1, 3])
 def test_staleness_is_bounded_in_the_batch(drive, eta):
     """A scored group that has become too old is dropped, never trained."""
@@ -71,7 +50,7 @@ def test_staleness_is_bounded_in_the_batch(drive, eta):
     assert late.group_id not in ids(batch)
     assert ledger.state(late) is None, "it could not have been trained in any later step"
     assert ledger.count("dropped:overtaken") == 1
-    assert [refusal.reason for refusal in ledger.judge(items).refused] == ["group_ended"] * 2
+    assert reasons(ledger.judge(items)) == ["group_ended"] * 2
 
 
 def test_the_hard_bound_does_not_rely_on_what_came_before(drive):
@@ -85,7 +64,11 @@ def test_the_hard_bound_does_not_rely_on_what_came_before(drive):
 
 
 def test_a_waiting_trainer_is_told_what_lacks(drive):
+    ledger = drive(CountedTasks(rows=1, passes=1))
+    ledger.scored(1)
+    assert "exhausted" in ledger.waiting().edge
     ledger = drive(batch_groups=2, group_size=2)
+    assert ledger.ask(1) == Fault("invalid", "step 1 is not next: 0 steps are committed")
     assert "no worker has leased" in ledger.waiting().edge
     first, second = ledger.lease(2)
     assert "generation" in ledger.waiting().edge
@@ -98,12 +81,6 @@ def test_a_waiting_trainer_is_told_what_lacks(drive):
     assert "scoring is behind" in ledger.waiting().edge
     ledger.judge(items[:2])
     assert "needs 2 scored groups and has 1" in ledger.waiting().detail
-
-
-def test_exhausted_tasks_starve_by_name(drive, counted_tasks):
-    ledger = drive(counted_tasks(rows=1, passes=1))
-    ledger.scored(1)
-    assert "exhausted" in ledger.waiting().edge
 
 
 def overtaken(drive, **rules):
@@ -124,13 +101,9 @@ def test_a_step_waits_for_a_group_that_it_would_overtake_and_takes_it_in(drive):
     assert ledger.waiting().edge == "overtaken groups", "generated, but not scored"
     ledger.judge(ledger.claim())
     assert ids(ledger.batch())[0] == slow.group_id
-
-
-def test_a_group_that_comes_in_with_newer_versions_is_not_waited_for(drive):
     ledger, slow = overtaken(drive)
-    ledger.waiting()
     ledger.put(slow, version=1)
-    assert slow.group_id not in ids(ledger.batch())
+    assert slow.group_id not in ids(ledger.batch()), "it came in with newer versions"
     assert ledger.state(slow) == "GENERATED"
 
 
@@ -205,21 +178,6 @@ def test_under_mask_an_overtaken_group_is_trained_without_its_units_that_are_too
     assert ledger.index.meta.episodes_dropped == 0
 
 
-def test_under_mask_a_group_with_nothing_left_to_train_is_dropped(drive):
-    ledger, slow = overtaken(drive, overtaken_waits=False, overtaken_masks=True)
-    ledger.batch()
-    ledger.commit()
-    ledger.put(slow, [0], version=0)
-    ledger.scored(2)
-    assert slow.group_id not in ids(ledger.batch())
-    assert ledger.state(slow) == "LEASED", "what is to come may be newer"
-    ledger.put(slow, [1], version=0)
-    ledger.commit()
-    ledger.waiting()
-    assert ledger.state(slow) is None
-    assert ledger.count("dropped:stale") == 1
-
-
 def test_staleness_is_bounded_without_a_mask_in_every_manifest(drive):
     ledger = drive()
     ledger.scored(2)
@@ -230,7 +188,7 @@ def test_under_mask_a_checkpoint_does_not_make_old_units_abandoned(drive):
     ledger, slow = overtaken(drive, overtaken_waits=False, overtaken_masks=True)
     ledger.put(slow, [0], version=0)
     ledger.judge(ledger.claim())
-    ledger.open(ledger.index.consumer("policy").v_train)
+    ledger.open(ledger.v_train)
     for _ in range(4):
         ledger.step()
     ledger.checkpointed()

@@ -53,13 +53,14 @@ async def test_a_redis_that_does_not_answer_is_given_up(redis_url):
         await silent
 
 
-def test_nobody_there_and_a_refused_login_are_clear_errors(redis_url, tmp_path):
-    with pytest.raises(StoreUnavailable, match="does not answer"):
-        asyncio.run(RedisConnection.open(f"unix://{tmp_path}/nobody"))
-    with pytest.raises(StoreUnusable, match="refuses 'AUTH'"):
-        asyncio.run(RedisConnection.open(f"{redis_url}?password=wrong"))
-    with pytest.raises(StoreUnusable, match="refuses 'SELECT'"):
-        asyncio.run(RedisConnection.open(f"{redis_url}?db=7"))
+async def test_nobody_there_and_a_refused_login_are_clear_errors(redis_url, tmp_path):
+    for url, kind, words in (
+        (f"unix://{tmp_path}/nobody", StoreUnavailable, "does not answer"),
+        (f"{redis_url}?password=wrong", StoreUnusable, "refuses 'AUTH'"),
+        (f"{redis_url}?db=7", StoreUnusable, "refuses 'SELECT'"),
+    ):
+        with pytest.raises(kind, match=words):
+            await RedisConnection.open(url)
 
 
 def test_the_url_says_how_to_log_in():

@@ -9,57 +9,38 @@ import pytest
 
 from areal_async.errors import FaultError
 from areal_async.rpc.messages import (
-    Batch,
     Claim,
     Commit,
-    EpisodeVerdict,
     Lease,
     Leases,
     NextBatch,
-    PutVerdicts,
-    Stats,
     Waiting,
 )
-from areal_async.rpc.schema import Fault, VersionTag
-from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score
+from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.verdicts import Failure
 from replay_buffer.ledger.decide import ExpireDeadlines
-from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
 from replay_buffer.redis.address import StoreFenced, StoreUnusable
 from replay_buffer.redis.writer import Keys
-from tests.unit.buffer.conftest import until
+from tests.unit.buffer.conftest import judge, lease, store, until
 
-
-async def lease(front, capacity=1, epoch=1, version=0):
-    return (await front.execute(Lease("w", capacity, [VersionTag("policy", epoch, version)]))).reply.groups
-
-
-async def put(front, group, blobs=(b"a" * 10, b"b" * 10)):
-    arrivals = tuple(Arrival(i, len(b), 8, 4, {"policy": Versions(0, 0, 1)}) for i, b in enumerate(blobs))
-    return (await front.execute(StoreEpisodes(group.lease_id, group.group_id, arrivals), blobs)).reply
-
-
-async def judge(front):
-    items = (await front.execute(Claim("s", 100))).reply.items
-    verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
-    await front.execute(PutVerdicts("s", verdicts))
+BLOBS = (b"a" * 10, b"b" * 10)
 
 
 async def some_life(front):
     """A bit of everything: a trained step, a batch given out, and groups in every other state."""
     await front.execute(OpenedWith("policy", "t", 0))
     for group in await lease(front, 2):
-        await put(front, group)
+        await store(front, group, BLOBS)
     await judge(front)
     await front.execute(NextBatch("policy", 1, 0))
     await front.execute(Commit("policy", 1, 0))
     groups = await lease(front, 4, version=0) + await lease(front, 4, version=1)
     for group in groups[:2]:
-        await put(front, group)
+        await store(front, group, BLOBS)
     await judge(front)
-    await put(front, groups[2])
+    await store(front, groups[2], BLOBS)
     await front.execute(Claim("s", 1))
     return groups
 
@@ -70,12 +51,16 @@ def ledger(front):
     return meta, *map(dict, tables)
 
 
+def orders_of(front):
+    index = front.index
+    return [list(order) for order in (index.consumers["policy"].ready, index.claimable, index.deadlines)]
+
+
 async def test_one_death_is_local_a_new_front_finds_the_ledger_as_it_was(a_front):
     async with a_front() as front:
         groups = await some_life(front)
         before = ledger(front)
-        ready = list(front.index.consumers["policy"].ready)
-        orders = [ready, list(front.index.claimable), list(front.index.deadlines)]
+        orders = orders_of(front)
         revision = front.index.revision
         blobs = await front.blobs([(groups[0].group_id, 1), (groups[3].group_id, 0)])
     async with a_front() as again:
@@ -85,27 +70,10 @@ async def test_one_death_is_local_a_new_front_finds_the_ledger_as_it_was(a_front
         assert (meta, held, batches) == (before[0], before[1], before[4])
         assert set(leases) == set(before[2])
         assert set(claims) == set(before[3])
-        assert [
-            list(again.index.consumers["policy"].ready),
-            list(again.index.claimable),
-            list(again.index.deadlines),
-        ] == orders
+        assert orders_of(again) == orders
         assert await again.blobs([(groups[0].group_id, 1), (groups[3].group_id, 0)]) == blobs
         assert blobs == [b"b" * 10, None]
         assert again.front_epoch == front.front_epoch + 1
-
-
-async def test_nothing_is_acknowledged_before_it_is_written(a_front, redis):
-    async with a_front() as front:
-        await front.execute(OpenedWith("policy", "t", 0))
-        (group,) = await lease(front)
-        redis.client_pause(300)
-        putting = asyncio.ensure_future(put(front, group))
-        asking = asyncio.ensure_future(front.execute(Stats()))
-        done, _ = await asyncio.wait({putting, asking}, timeout=0.1)
-        assert not done, "Redis has confirmed nothing yet"
-        assert (await putting).stored == [0, 1]
-        assert (await asking).reply.reasons["stored"] == 2
 
 
 async def test_a_new_front_fences_the_old_one(a_front):
@@ -146,26 +114,6 @@ async def test_decisions_in_flight_are_written_in_order(a_front):
         assert again.index.meta == before[1]
 
 
-async def test_a_poll_wakes_when_something_has_become_possible(a_front):
-    async with a_front() as front:
-        await front.execute(OpenedWith("policy", "t", 0))
-        claiming = asyncio.ensure_future(
-            front.poll(Claim("s", 10), 60_000, "claim", lambda reply: not reply.items)
-        )
-        batching = asyncio.ensure_future(
-            front.poll(NextBatch("policy", 1, 0), 60_000, "batch", lambda reply: isinstance(reply, Waiting))
-        )
-        await asyncio.sleep(0)
-        groups = await lease(front, 2)
-        await put(front, groups[0])
-        items = (await asyncio.wait_for(claiming, 60)).items
-        await put(front, groups[1])
-        items += (await front.execute(Claim("s", 10))).reply.items
-        verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
-        await front.execute(PutVerdicts("s", verdicts))
-        assert isinstance(await asyncio.wait_for(batching, 60), Batch)
-
-
 async def test_a_poll_answers_empty_handed_when_its_wait_is_over_or_the_front_stops(a_front):
     async with a_front() as front:
         reply = await front.poll(Claim("s", 1), 20, "claim", lambda reply: True)
@@ -183,7 +131,7 @@ async def test_a_claim_waits_a_moment_for_a_group_to_become_complete(a_front):
     async with a_front() as front:
         await front.execute(OpenedWith("policy", "t", 0))
         (group,) = await lease(front)
-        await put(front, group, (b"a",))
+        await store(front, group, (b"a",))
 
         def more_comes(index):
             return not index.claimable_group
@@ -192,8 +140,7 @@ async def test_a_claim_waits_a_moment_for_a_group_to_become_complete(a_front):
             front.poll(Claim("s", 10), 60_000, "claim", lambda reply: not reply.items, more_comes)
         )
         await asyncio.sleep(0)
-        arrival = (Arrival(1, 1, 8, 4, {"policy": Versions(0, 0, 1)}),)
-        await front.execute(StoreEpisodes(group.lease_id, group.group_id, arrival), (b"b",))
+        await store(front, group, (b"b",), [1])
         assert len((await claiming).items) == 2
 
 
@@ -211,7 +158,7 @@ async def test_an_outage_of_the_front_moves_deadlines_on(a_front):
     """As after SIGSTOP: nobody could renew a lease meanwhile, so none expires for it."""
     shift = 0.0
     rules = Rules.alone(group_size=2, batch_groups=2, max_staleness=1, lease_ms=10_000)
-    async with a_front(rules, local=lambda: time.monotonic() + shift) as front:
+    async with a_front(rules, clock=lambda: time.monotonic() + shift) as front:
         await front.execute(OpenedWith("policy", "t", 0))
         (group,) = await lease(front)
         deadline_ms = front.index.leases[group.lease_id].deadline_ms
@@ -245,12 +192,9 @@ async def test_a_planned_stop_is_an_outage_from_then_on_only(a_front, redis, job
 
 
 async def test_a_front_without_anything_to_write_says_that_it_lives(a_front, redis, job_name):
+    seen = set()
     async with a_front(alive_ms=20):
-        key = Keys(job_name).meta
-        seen = set()
-        async with asyncio.timeout(60):
-            while len(seen) < 3:
-                seen.add(await asyncio.to_thread(redis.hget, key, "alive_ms"))
+        await until(lambda: seen.add(redis.hget(Keys(job_name).meta, "alive_ms")) or len(seen) > 2)
 
 
 async def test_another_schema_or_data_set_is_refused(a_front, redis, job_name):
@@ -296,44 +240,14 @@ async def test_a_failed_job_wakes_its_trainer_and_a_buffer_that_begins_lifts_the
     async with a_front(rules) as front:
         await front.execute(OpenedWith("policy", "t", 0))
         (group,) = await lease(front)
-        await put(front, group, (b"a" * 10,))
+        await store(front, group, BLOBS[:1])
         waiting = asyncio.create_task(
             front.poll(NextBatch("policy", 1, 0), 30_000, "batch", lambda reply: isinstance(reply, Waiting))
         )
-        (item,) = (await front.execute(Claim("s", 9))).reply.items
-        verdict = EpisodeVerdict(item.episode_id, item.claim_id, Failure("exception", "no grader"))
-        await front.execute(PutVerdicts("s", [verdict]))
-        async with asyncio.timeout(60):
-            reply = await waiting
-        assert isinstance(reply, Fault)
+        await judge(front, Failure("exception", "no grader"))
+        reply = await asyncio.wait_for(waiting, 60)
         assert (reply.kind, FaultError.of(reply).restart_helps) == ("failed", False)
         assert "no grader" in reply.message
-        assert (await front.execute(Claim("s", 9))).reply.items == []
     async with a_front(rules) as front:
         (item,) = (await front.execute(Claim("s", 9))).reply.items
         assert (item.episode_id, item.tries) == (f"{group.group_id}.0", 0)
-
-
-async def test_masked_episodes_and_rewards_of_parts_are_found_by_a_new_front(a_front):
-    rules = Rules.alone(
-        group_size=2, batch_groups=1, max_staleness=1, on_abstain=VerdictPolicy(0, "mask"), min_scored=1
-    )
-    async with a_front(rules) as front:
-        await front.execute(OpenedWith("policy", "t", 0))
-        (group,) = await lease(front)
-        await put(front, group)
-        first, second = (await front.execute(Claim("s", 9))).reply.items
-        scored = Score(1.0, {"format": 1.0}, Parts({1: 0.5}, {"main": 2.0}, [0.5] * 8))
-        verdicts = [
-            EpisodeVerdict(first.episode_id, first.claim_id, Abstain("no idea")),
-            EpisodeVerdict(second.episode_id, second.claim_id, scored),
-        ]
-        await front.execute(PutVerdicts("s", verdicts))
-        before = ledger(front)
-        assert await front.blobs([(group.group_id, 0), (group.group_id, 1)]) == [None, b"b" * 10]
-    async with a_front(rules) as front:
-        assert ledger(front) == before
-        reply = (await front.execute(NextBatch("policy", 1, 0))).reply
-        ((held,),) = [batched.episodes for batched in reply.groups]
-        assert (held.sample, held.parts) == (1, scored.parts)
-        assert front.index.meta.no_scores["abstain"].message == "no idea"

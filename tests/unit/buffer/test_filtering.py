@@ -8,18 +8,14 @@ from areal_async.rpc.messages import Batch
 from areal_async.rpc.verdicts import Score
 
 
-def filtered(drive, **rules):
-    return drive(
-        **{"group_size": 3, "batch_groups": 1, "max_staleness": 1, "dynamic_filtering": True} | rules
-    )
+def filtered(drive, batch_groups=1, max_staleness=1):
+    return drive(group_size=3, batch_groups=batch_groups, max_staleness=max_staleness, dynamic_filtering=True)
 
 
-def judged(ledger, rewards, version=None):
+def judged(ledger, rewards):
     """A new group, generated and scored with these rewards."""
-    (group,) = ledger.lease(1, version)
-    ledger.put(group, range(len(rewards)), version=version)
-    for item, reward in zip(ledger.claim(), rewards, strict=True):
-        ledger.judge([item], Score(reward))
+    (group,) = ledger.generated()
+    ledger.judge_each(zip(ledger.claim(), map(Score, rewards), strict=True))
     return group
 
 
@@ -57,16 +53,3 @@ def test_a_trainer_that_starves_for_equal_rewards_is_told_so(drive):
     judged(ledger, [1.0, 1.0, 1.0])
     assert "1 so far were dropped for rewards that are all equal" in ledger.waiting().detail
     assert "equal" not in filtered(drive).waiting().detail
-
-
-def test_what_is_given_up_of_a_group_has_no_reward_to_compare(drive):
-    ledger = filtered(drive, group_policy="deadline_partial", group_deadline_ms=1000, min_samples=2)
-    same, other = ledger.lease(2)
-    for group, rewards in ((same, (1.0, 1.0)), (other, (0.0, 1.0))):
-        ledger.put(group, [0, 2])
-        for item, reward in zip(ledger.claim(), rewards, strict=True):
-            ledger.judge([item], Score(reward))
-    ledger.now_ms += 1000
-    assert [held.group_id for held in ledger.batch().groups] == [other.group_id]
-    assert ledger.state(same) is None
-    assert ledger.count("dropped:no_variance") == 1

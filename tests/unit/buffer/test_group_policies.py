@@ -9,43 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.rpc.messages import ExportLedger
 from areal_async.rpc.verdicts import Failure, Score
-from replay_buffer import coordinator as history
-from replay_buffer.ledger.decide import ExpireDeadlines, ExtendDeadlines, decide
+from replay_buffer.ledger.decide import ExpireDeadlines, ExtendDeadlines
 from replay_buffer.ledger.records import EpisodeState, GroupState
+from tests.unit.buffer.conftest import Driver, reasons
 
 ENDED = 5_000
 
 
-def partial(drive, **rules):
+def partial(drive, policy="deadline_partial", min_samples=2, batch_groups=1, lease_ms=10**6):
     return drive(
-        **{
-            "group_size": 4,
-            "batch_groups": 1,
-            "group_policy": "deadline_partial",
-            "group_deadline_ms": ENDED,
-            "min_samples": 2,
-            "lease_ms": 1_000_000,
-        }
-        | rules
+        group_size=4,
+        batch_groups=batch_groups,
+        group_policy=policy,
+        group_deadline_ms=ENDED,
+        min_samples=min_samples,
+        lease_ms=lease_ms,
     )
 
 
-def whole(drive, **rules):
-    return partial(drive, group_policy="deadline_drop", **rules)
-
-
-def states(ledger, group):
-    return [EpisodeState(e.state).name for e in ledger.index.groups[group.group_id].episodes]
-
-
-def refused(ack):
-    return [refusal.reason for refusal in ack.refused]
-
-
 def test_deadline_drop_ends_a_group_that_is_not_whole_and_does_not_try_its_task_again(drive):
-    ledger = whole(drive)
+    ledger = partial(drive, "deadline_drop")
     (group,) = ledger.lease()
     ledger.put(group, [0, 1, 2])
     ledger.now_ms += ENDED - 1
@@ -56,7 +40,7 @@ def test_deadline_drop_ends_a_group_that_is_not_whole_and_does_not_try_its_task_
     assert ledger.count("dropped:deadline") == 1
     assert ledger.index.payload_bytes == 0
     assert [lease.task.task_id for lease in ledger.lease()] != [group.task.task_id]
-    assert refused(ledger.put(group, [3])) == ["lease_lost"]
+    assert reasons(ledger.put(group, [3])) == ["lease_lost"]
 
 
 def test_deadline_partial_goes_on_with_the_samples_that_have_come(drive):
@@ -68,32 +52,17 @@ def test_deadline_partial_goes_on_with_the_samples_that_have_come(drive):
     ledger.now_ms += ENDED
     assert ledger.heartbeat(group) == [group.lease_id], "its worker aborts the rest"
     assert ledger.state(group) == "GENERATED"
-    assert states(ledger, group) == ["ABSENT", "VERDICT", "ABSENT", "STORED"]
+    assert ledger.states(group) == ["ABSENT", "VERDICT", "ABSENT", "STORED"]
     assert (ledger.count("absent"), ledger.count("generated:deadline")) == (2, 1)
     ledger.judge(ledger.claim(), Score(0.25))
     assert ledger.state(group) == "SCORED"
     (held,) = ledger.batch().groups
-    assert [(e.episode_id, e.sample, e.reward) for e in held.episodes] == [
-        (f"{group.group_id}.1", 1, 1.0),
-        (f"{group.group_id}.3", 3, 0.25),
-    ]
+    assert [(e.sample, e.reward) for e in held.episodes] == [(1, 1.0), (3, 0.25)]
     ledger.commit()
     assert ledger.index.consumer("policy").episodes_trained == 2
     assert ledger.index.episode_counts[EpisodeState.ABSENT] == 2
     ledger.checkpointed()
     assert ledger.index.episode_counts == [0] * len(EpisodeState)
-
-
-def test_a_partial_group_with_too_few_samples_is_dropped(drive):
-    ledger = partial(drive, min_samples=3)
-    few, enough = ledger.lease(2)
-    ledger.put(few, [0, 1])
-    ledger.put(enough, [0, 1, 2])
-    ledger.now_ms += ENDED
-    ledger.send(ExpireDeadlines())
-    assert (ledger.state(few), ledger.state(enough)) == (None, "GENERATED")
-    assert ledger.count("dropped:deadline") == 1
-    assert ledger.index.payload_bytes == 300
 
 
 def test_a_sample_that_comes_after_the_deadline_is_refused_and_one_stored_before_acknowledged(drive):
@@ -102,7 +71,7 @@ def test_a_sample_that_comes_after_the_deadline_is_refused_and_one_stored_before
     ledger.put(group, [0, 1])
     ledger.now_ms += ENDED
     ack = ledger.put(group, [0, 2])
-    assert (ack.stored, refused(ack)) == ([0], ["given_up"])
+    assert (ack.stored, reasons(ack)) == ([0], ["given_up"])
     assert ledger.count("refused:given_up") == 1
     assert ledger.index.payload_bytes == 200
 
@@ -119,13 +88,11 @@ def test_a_partial_group_whose_leases_are_used_up_goes_on_with_what_has_come(dri
         assert group.missing == [1, 3]
     ledger.release(group)
     assert ledger.index.leases == {}
-    if least == 3:
-        assert ledger.state(group) is None
-        assert ledger.count("dropped:leases_used_up") == 1
-    else:
-        assert states(ledger, group) == ["STORED", "ABSENT", "STORED", "ABSENT"]
-        assert ledger.state(group) == "GENERATED"
-        assert ledger.count("generated:leases_used_up") == 1
+    assert ledger.state(group) == (None if least == 3 else "GENERATED")
+    assert ledger.count("dropped:leases_used_up") == (least == 3)
+    assert ledger.count("generated:leases_used_up") == (least == 2)
+    if least == 2:
+        assert ledger.states(group) == ["STORED", "ABSENT", "STORED", "ABSENT"]
 
 
 def test_an_outage_moves_the_deadline_on(drive):
@@ -162,14 +129,14 @@ def test_a_partial_group_in_a_ledger_copy_keeps_what_is_held_of_it(drive):
     ledger.put(other, [1, 2])
     ledger.now_ms += ENDED
     ledger.judge(ledger.claim())
-    copy = ledger.decide(ExportLedger("policy", ledger.epoch, 0)).payload
+    copy = ledger.export()
     # The redo log is gone, so that the copy wins; of one group the bytes are held, the other begins anew.
     ledger.drop_by_name(other, "leases_used_up")
     ledger.set_consumer(checkpoint=1)
     ledger.open(0, copy)
-    assert states(ledger, group) == ["VERDICT", "ABSENT", "ABSENT", "VERDICT"]
+    assert ledger.states(group) == ["VERDICT", "ABSENT", "ABSENT", "VERDICT"]
     assert (ledger.state(group), ledger.state(other)) == ("SCORED", "QUEUED")
-    assert states(ledger, other) == ["MISSING"] * 4
+    assert ledger.states(other) == ["MISSING"] * 4
 
 
 def test_a_partial_group_that_loses_samples_to_a_restart_may_be_made_whole_again(drive):
@@ -180,31 +147,14 @@ def test_a_partial_group_that_loses_samples_to_a_restart_may_be_made_whole_again
     ledger.put(group, [3], version=1)
     ledger.now_ms += ENDED
     ledger.send(ExpireDeadlines())
-    copy = ledger.decide(ExportLedger("policy", ledger.epoch, 0)).payload
+    copy = ledger.export()
     ledger.set_consumer(checkpoint=1)
     ledger.now_ms += 100 * ENDED
     ledger.open(0, copy)
-    assert states(ledger, group) == ["STORED", "MISSING", "MISSING", "MISSING"]
+    assert ledger.states(group) == ["STORED", "MISSING", "MISSING", "MISSING"]
     (again,) = ledger.lease()
     assert (again.group_id, again.missing) == (group.group_id, [1, 2, 3])
     assert ledger.index.next_deadline_ms == ledger.now_ms + ENDED
-
-
-def test_what_is_given_up_is_never_reported_as_stored(drive, monkeypatch):
-    events = []
-    monkeypatch.setattr(history, "recording", lambda: True)
-    monkeypatch.setattr(history, "record", lambda event, **fields: events.append(fields))
-    ledger = partial(drive)
-    (group,) = ledger.lease()
-    ledger.put(group, [0, 1])
-    ledger.now_ms += ENDED
-    decision = decide(ledger.index, ExpireDeadlines(), ledger.now_ms)
-    history.note_decided(ledger.index, decision.writes, "ExpireDeadlines", front_epoch=1)
-    assert "stored" not in events[-1]
-    assert events[-1]["moved"] == {group.group_id: ["LEASED", "GENERATED", -1]}
-    ledger.send(ExpireDeadlines())
-    history.note_loaded(ledger.index, front_epoch=2, idle_ms=0, lost_writes=0)
-    assert events[-1]["groups"][group.group_id][2] == [0, 1]
 
 
 PATHS = {
@@ -247,12 +197,12 @@ def look(ledger):
     st.sampled_from(["complete", "deadline_drop", "deadline_partial"]),
     st.booleans(),
 )
-def test_groups_are_whole_or_follow_their_policy(driver_type, seed, policy, filtering):
+def test_groups_are_whole_or_follow_their_policy(seed, policy, filtering):
     """Random arrivals, verdicts, lost leases, drains and outages: every group ends exactly once, each
     transition is counted, and a batch holds nothing absent."""
     rng = random.Random(seed)
     least = rng.randint(1, 4)
-    ledger = driver_type(
+    ledger = Driver(
         group_size=4,
         batch_groups=2,
         max_staleness=2,
@@ -349,7 +299,7 @@ def test_groups_are_whole_or_follow_their_policy(driver_type, seed, policy, filt
 
 @pytest.mark.parametrize("policy", ["deadline_drop", "deadline_partial"])
 def test_nothing_is_unbounded_no_group_outlives_its_deadline_ungenerated(drive, policy):
-    ledger = partial(drive, group_policy=policy, lease_ms=1_000, batch_groups=8)
+    ledger = partial(drive, policy, lease_ms=1_000, batch_groups=8)
     ledger.lease(8)
     for _ in range(20):
         ledger.now_ms += 700

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.config.job import JobConfig
 from areal_async.config.reward import RewardSection, RouteSection
 from areal_async.rewards import Routing
 from areal_async.rpc.messages import Claim
-from areal_async.rpc.schema import Task
 from areal_async.rpc.verdicts import Abstain, Failure, Score
-from replay_buffer.ledger.records import EpisodeState
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
+from tests.unit.buffer.conftest import CountedTasks, sums_job
 
 
-def as_one(drive, tasks=None, **rules):
+def as_one(drive, **rules):
     routing = Routing(RewardSection(name="r.py:f", scope="group"))
-    return drive(tasks, **{"group_size": 3, "batch_groups": 1, "routing": routing} | rules)
-
-
-def generated(ledger, groups=1):
-    leases = ledger.lease(groups)
-    for lease in leases:
-        ledger.put(lease)
-    return leases
-
-
-def states(ledger, group):
-    return [EpisodeState(e.state).name for e in ledger.index.groups[group.group_id].episodes]
+    return drive(**{"group_size": 3, "batch_groups": 1, "routing": routing} | rules)
 
 
 def test_a_group_is_claimed_once_it_is_generated_and_not_before(drive):
@@ -45,16 +32,16 @@ def test_a_group_is_claimed_once_it_is_generated_and_not_before(drive):
 
 def test_a_claim_takes_whole_groups_at_least_one_and_no_more_than_fit(drive):
     ledger = as_one(drive, batch_groups=4)
-    generated(ledger, 3)
+    ledger.generated(3)
     counts = [len(ledger.send(Claim("reward-0", most)).items) for most in (1, 5, 3)]
     assert counts == [3, 3, 3]
-    generated(ledger, 3)
+    ledger.generated(3)
     assert len(ledger.send(Claim("reward-0", 8)).items) == 6
 
 
 def test_a_large_group_is_given_the_time_of_its_episodes(drive):
     ledger = as_one(drive, claim_ms=1000, call_ms=100)
-    generated(ledger)
+    ledger.generated()
     ledger.send(Claim("reward-0", 1))
     (held,) = ledger.index.claims.values()
     assert held.last_ms - ledger.now_ms == 1000 + 3 * 100
@@ -62,10 +49,10 @@ def test_a_large_group_is_given_the_time_of_its_episodes(drive):
 
 def test_a_retry_scores_the_whole_group_again(drive):
     ledger = as_one(drive, on_error=VerdictPolicy(1))
-    (group,) = generated(ledger)
+    (group,) = ledger.generated()
     first, second, third = ledger.claim()
     ledger.judge_each([(first, Score(1.0)), (second, Failure("exception", "no")), (third, Abstain())])
-    assert states(ledger, group) == ["STORED"] * 3
+    assert ledger.states(group) == ["STORED"] * 3
     assert ledger.index.claims == {}
     again = ledger.claim()
     assert [item.tries for item in again] == [1, 1, 1]
@@ -83,29 +70,14 @@ def test_samples_given_up_are_not_in_the_call(drive):
     ledger.put(group, [0, 2])
     ledger.now_ms += 1000
     assert [item.episode_id[-1] for item in ledger.claim()] == ["0", "2"]
-    assert states(ledger, group) == ["CLAIMED", "ABSENT", "CLAIMED"]
+    assert ledger.states(group) == ["CLAIMED", "ABSENT", "CLAIMED"]
 
 
-class TwoSources:
-    """Every other task is of the data source `pairs`."""
-
-    def __init__(self, tasks):
-        self._tasks = tasks
-        self.dataset_hash = tasks.dataset_hash
-
-    def at(self, position):
-        return self._tasks.at(position)
-
-    def task(self, row, pass_index):
-        task = self._tasks.task(row, pass_index)
-        return Task(task.task_id, task.prompt, data_source="pairs" if row % 2 else "plain")
-
-
-def test_routes_decide_which_groups_are_scored_as_one(drive, counted_tasks):
+def test_routes_decide_which_groups_are_scored_as_one(drive):
     routing = Routing(
         RewardSection(routes=(RouteSection(data_source="pairs", name="r.py:f", scope="group"),))
     )
-    ledger = drive(TwoSources(counted_tasks()), group_size=2, batch_groups=2, routing=routing)
+    ledger = drive(CountedTasks(sources=("plain", "pairs")), group_size=2, batch_groups=2, routing=routing)
     plain, pairs = ledger.lease(2)
     for group in (plain, pairs):
         ledger.put(group, [0])
@@ -116,50 +88,34 @@ def test_routes_decide_which_groups_are_scored_as_one(drive, counted_tasks):
     assert list(ledger.rebuilt().claimable) == list(ledger.index.claimable)
 
 
-@pytest.mark.parametrize("timeout_s", [None, 40.0])
-def test_the_longest_deadline_of_any_reward_bounds_a_claim(timeout_s):
-    routes = [{"name": "arithmetic", "timeout_s": timeout_s}]
-    job = JobConfig.model_validate(
-        {
-            "job": "j",
-            "model": "m",
-            "tasks": {"train": "t.parquet"},
-            "reward": {"timeout_s": 3, "routes": routes},
-        }
-    )
-    rules = Rules.of(job)
-    assert rules.call_ms == (timeout_s or 3) * 1000
-    assert rules.claim_ms == 2 * rules.call_ms + job.buffer.lease_s * 1000
-    assert not rules.scores_groups
-
-
 REMOTE = {"urls": ["http://127.0.0.1:9"], "outage_s": 200, "retries": 1}
 
 
 @pytest.mark.parametrize(
-    ("name", "args", "away_s"),
+    ("reward", "call_s", "away_s"),
     [
-        ("remote", REMOTE, 200 + 2 * (3 + 1)),
-        ("remote", {"urls": REMOTE["urls"]}, 120 + 4 * (3 + 1)),
-        ("remote", {}, 0),
-        ("reward_model", {"model": "m"}, 600),
-        ("arithmetic", {}, 0),
+        ({"routes": [{"name": "arithmetic"}]}, 3, 0),
+        ({"routes": [{"name": "arithmetic", "timeout_s": 40}]}, 40, 0),
+        ({"name": "remote", "args": REMOTE}, 3, 200 + 2 * (3 + 1)),
+        ({"name": "remote", "args": {"urls": REMOTE["urls"]}}, 3, 120 + 4 * (3 + 1)),
+        ({"name": "remote"}, 3, 0),
+        ({"name": "reward_model", "args": {"model": "m"}}, 3, 600),
+        ({"name": "arithmetic"}, 3, 0),
     ],
 )
-def test_a_claim_lasts_for_as_long_as_what_scores_may_be_away(drive, name, args, away_s):
+def test_a_claim_lasts_for_as_long_as_rewards_may_take_and_be_away(drive, tmp_path, reward, call_s, away_s):
     """Also from the last renewal, which comes only past half of its time."""
-    section = {"name": name, "args": args, "timeout_s": 3}
-    job = JobConfig.model_validate(
-        {"job": "j", "model": "m", "tasks": {"train": "t.parquet"}, "reward": section}
-    )
-    rules = Rules.of(job)
-    assert rules.claim_ms == 2 * (3 + away_s) * 1000 + job.buffer.lease_s * 1000
-    assert rules.call_ms == 3000
+    job = sums_job(tmp_path, "j")
+    section = RewardSection.model_validate({"timeout_s": 3} | reward)
+    rules = Rules.of(job.model_copy(update={"reward": section}))
+    assert not rules.scores_groups
+    assert rules.claim_ms == 2 * (call_s + away_s) * 1000 + job.buffer.lease_s * 1000
+    assert rules.call_ms == call_s * 1000
     ledger = drive(group_size=1, claim_ms=rules.claim_ms, call_ms=rules.call_ms)
-    ledger.put(ledger.lease(1)[0], [0])
+    ledger.generated()
     assert ledger.claim()
     ledger.now_ms += rules.claim_ms // 2 - 1
     assert ledger.claim() == []
-    ledger.now_ms += (3 + away_s) * 1000
+    ledger.now_ms += (call_s + away_s) * 1000
     assert ledger.claim(scorer="reward-1") == []
     assert ledger.count("claim_expired") == 0

@@ -35,11 +35,12 @@ class LedgerBuffer(FakeCaller):
         return reply
 
     async def lease(self, worker: str, capacity: int, serving: Any, *, wait_ms: int = 0) -> Leases:
-        reply = await self._send(Lease(worker, capacity, list(serving)))
+        ask = Lease(worker, capacity, list(serving))
+        reply = await self._send(ask)
         if not reply.groups and not reply.drain:
             async with self.changed:
                 await self.changed.wait()
-            reply = await self._send(Lease(worker, capacity, list(serving)))
+            reply = await self._send(ask)
         return reply
 
     async def heartbeat(self, worker: str, lease_ids: Any) -> HeartbeatAck:
@@ -52,10 +53,8 @@ class LedgerBuffer(FakeCaller):
         await self._send(Drain(worker, reason))
 
     async def put_episodes(self, lease_id: str, group_id: str, episodes: Any) -> PutAck:
-        arrivals = [
-            read_arrival("test", group_id, sample, memoryview(blob)) for sample, blob in episodes.items()
-        ]
-        return await self._send(StoreEpisodes(lease_id, group_id, tuple(arrivals)))
+        arrivals = tuple(read_arrival("test", group_id, s, memoryview(blob)) for s, blob in episodes.items())
+        return await self._send(StoreEpisodes(lease_id, group_id, arrivals))
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with self.changed:
@@ -90,13 +89,9 @@ class OneTokenizer:
 
 
 def a_worker(buffer: LedgerBuffer, engine: GatedEngine, name: str) -> Worker:
+    rollout = {"group_size": 4, "max_concurrent": 8}
     job = JobConfig.model_validate(
-        {
-            "job": "test",
-            "model": "m",
-            "tasks": {"train": "t.jsonl"},
-            "rollout": {"group_size": 4, "max_concurrent": 8},
-        }
+        {"job": "test", "model": "m", "tasks": {"train": "t.jsonl"}, "rollout": rollout}
     )
     workflow, render = load_workflow("single_turn"), Renderer(OneTokenizer())
     return Worker(buffer, engine, workflow, render, job=job, name=name, timing=WorkerTiming(drain_s=0.3))

@@ -26,34 +26,22 @@ def test_order_is_by_key_then_id_and_follows_changes():
 def test_edges_say_what_has_become_possible(drive):
     ledger = drive(batch_groups=1, max_staleness=0, group_size=2)
 
-    def edges(action):
-        fired, apply = set(), ledger.index.apply
-
-        def applied(writes):
-            fired.update(apply(writes))
-            return fired
-
-        ledger.index.apply = applied
-        result = action()
-        del ledger.index.apply
-        return fired, result
-
-    fired, (group,) = edges(ledger.lease)
-    assert fired == set()
-    fired, _ = edges(lambda: ledger.put(group, [0]))
-    assert fired == {"claim"}
-    fired, _ = edges(lambda: ledger.put(group, [1]))
-    assert fired == {"claim", "batch"}, "what waited for the group may go on"
-    fired, items = edges(ledger.claim)
-    assert fired == set()
-    fired, _ = edges(lambda: ledger.judge(items))
-    assert fired == {"batch"}
-    ledger.batch()
-    fired, _ = edges(ledger.commit)
-    assert fired == {"lease", "batch"}
     (group,) = ledger.lease()
-    fired, _ = edges(lambda: ledger.release(group))
-    assert fired == {"lease", "batch"}
+    assert ledger.fired == set()
+    ledger.put(group, [0])
+    assert ledger.fired == {"claim"}
+    ledger.put(group, [1])
+    assert ledger.fired == {"claim", "batch"}, "what waited for the group may go on"
+    items = ledger.claim()
+    assert ledger.fired == set()
+    ledger.judge(items)
+    assert ledger.fired == {"batch"}
+    ledger.batch()
+    ledger.commit()
+    assert ledger.fired == {"lease", "batch"}
+    (group,) = ledger.lease()
+    ledger.release(group)
+    assert ledger.fired == {"lease", "batch"}
 
 
 def test_figures_are_those_of_the_records(drive):

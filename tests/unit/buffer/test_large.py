@@ -12,20 +12,13 @@ import pytest
 from areal_async.errors import FaultError
 from areal_async.rpc.messages import (
     Checkpointed,
-    Claim,
     Commit,
-    EpisodeVerdict,
-    Lease,
     NextBatch,
-    PutVerdicts,
     Stats,
 )
-from areal_async.rpc.schema import VersionTag
-from areal_async.rpc.verdicts import Score
 from replay_buffer.ledger.index import WriteSet
-from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import LedgerMeta, Versions
+from replay_buffer.ledger.records import LedgerMeta
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.redis.address import StoreUnavailable
 from replay_buffer.redis.large import (
@@ -38,7 +31,7 @@ from replay_buffer.redis.large import (
     Large,
 )
 from replay_buffer.redis.writer import Commands, Keys
-from tests.unit.buffer.conftest import until
+from tests.unit.buffer.conftest import judge, lease, reasons, store, until
 
 SIZES = (10, KEY_BYTES - 1, KEY_BYTES, 3 * CHUNK_BYTES + 7, FILE_BYTES, FILE_BYTES + 1)
 RULES = Rules.alone(group_size=len(SIZES), batch_groups=1, max_staleness=1, durability="memory")
@@ -57,14 +50,7 @@ def folder(request, tmp_path):
 
 async def opened(front):
     await front.execute(OpenedWith("policy", "t", 0, None))
-    return (await front.execute(Lease("w", 1, [VersionTag("policy", 1, 0)]))).reply.groups[0]
-
-
-async def put(front, group, blobs, first=0):
-    arrivals = tuple(
-        Arrival(first + i, len(b), 8, 4, {"policy": Versions(0, 0, 1)}) for i, b in enumerate(blobs)
-    )
-    return (await front.store(StoreEpisodes(group.lease_id, group.group_id, arrivals), blobs)).reply
+    return (await lease(front))[0]
 
 
 async def held(front, group):
@@ -73,8 +59,7 @@ async def held(front, group):
 
 
 def keys_of(redis, job_name):
-    names = sorted([name.decode() for name in redis.scan_iter(f"areal:{{{job_name}}}:*", 1000)])
-    return names
+    return sorted([name.decode() for name in redis.scan_iter(f"areal:{{{job_name}}}:*", 1000)])
 
 
 def files(folder):
@@ -85,8 +70,8 @@ async def test_one_death_is_local_large_episodes_come_back_as_they_were(a_front,
     blobs = episodes()
     async with a_front(RULES, folder=folder) as front:
         group = await opened(front)
-        first = await put(front, group, [memoryview(blob) for blob in blobs[:4]])
-        second = await put(front, group, blobs[4:], first=4)
+        first = await store(front, group, [memoryview(blob) for blob in blobs[:4]])
+        second = await store(front, group, blobs[4:], (4, 5))
         assert [*first.stored, *second.stored] == list(range(len(SIZES)))
         assert await held(front, group) == blobs
         assert (await front.execute(Stats())).reply.payload_bytes == sum(SIZES)
@@ -103,10 +88,8 @@ async def test_nothing_is_unbounded_large_episodes_are_freed_with_their_group(
 ):
     async with a_front(RULES, folder=folder) as front:
         group = await opened(front)
-        await put(front, group, episodes())
-        items = (await front.execute(Claim("s", 100))).reply.items
-        verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
-        await front.execute(PutVerdicts("s", verdicts))
+        await store(front, group, episodes())
+        await judge(front)
         await front.execute(NextBatch("policy", 1, 0))
         await front.execute(Commit("policy", 1, 0))
         assert await held(front, group) == episodes()
@@ -134,7 +117,7 @@ async def test_trained_effectively_once_what_a_crash_left_half_done_is_removed_a
         names = keys_of(redis, job_name)
         assert not [name for name in names if ":b:" in name or "staged" in name]
         assert await held(front, group) == [None] * len(SIZES)
-        assert len((await put(front, group, blobs)).stored) == len(SIZES)
+        assert len((await store(front, group, blobs)).stored) == len(SIZES)
         assert await held(front, group) == blobs
 
 
@@ -142,33 +125,29 @@ async def test_a_put_that_is_refused_or_repeated_leaves_nothing(a_front, folder,
     async with a_front(RULES, folder=folder) as front:
         group = await opened(front)
         blobs = episodes()
-        await put(front, group, blobs)
+        await store(front, group, blobs)
         kept, names = files(folder), keys_of(redis, job_name)
-        assert len((await put(front, group, episodes(seed=1))).stored) == len(SIZES)
+        assert len((await store(front, group, episodes(seed=1))).stored) == len(SIZES)
         zombie = msgspec.structs.replace(group, lease_id="L0.0")
-        assert {refusal.reason for refusal in (await put(front, zombie, blobs)).refused} == {"lease_lost"}
+        assert set(reasons(await store(front, zombie, blobs))) == {"lease_lost"}
         await until(lambda: files(folder) == kept)
         assert keys_of(redis, job_name) == names
         assert await held(front, group) == blobs
 
 
-async def test_a_ledger_write_without_the_chunks_it_refers_to_is_refused_whole(a_front, redis, job_name):
-    async with a_front(RULES) as front:
-        keys = Keys(job_name)
-        commands = Commands(keys)
-        commands.add("EXISTS", keys.chunk("9.9", 0))
-        commands.add("HSET", keys.groups, ("g", b"x"))
-        with pytest.raises(StoreUnavailable, match="does not hold"):
-            await front._store._writer.submit(front.index.revision, commands)
-        assert not redis.hexists(keys.groups, "g")
-
-
-async def test_a_chunk_that_redis_refuses_fails_the_write(a_front, job_name):
-    async with a_front(RULES) as front:
-        commands = Commands(Keys(job_name))
-        refused = front._store._writer.submit(front.index.revision, commands, [("SET", "only a key")])
-        with pytest.raises(StoreUnavailable, match="Redis refused"):
-            await refused
+async def test_a_ledger_write_without_its_chunks_is_refused_whole(a_front, redis, job_name):
+    """They are not there, or Redis refuses one of them."""
+    keys = Keys(job_name)
+    for refers, ahead, words in ((True, [], "does not hold"), (False, [("SET", "only a key")], "refused")):
+        async with a_front(RULES) as front:
+            commands = Commands(keys)
+            if refers:
+                commands.add("EXISTS", keys.chunk("9.9", 0))
+            commands.add("HSET", keys.groups, ("g", b"x"))
+            with pytest.raises(StoreUnavailable, match=words):
+                await front._store._writer.submit(front.index.revision, commands, ahead)
+        if refers:
+            assert not redis.hexists(keys.groups, "g")
 
 
 async def test_nothing_is_unbounded_a_full_disk_loses_nothing(a_front, tmp_path, monkeypatch):
@@ -179,24 +158,24 @@ async def test_nothing_is_unbounded_a_full_disk_loses_nothing(a_front, tmp_path,
         with monkeypatch.context() as patched:
             patched.setattr(os, "writev", lambda *_: (_ for _ in ()).throw(full))
             with pytest.raises(FaultError, match="No space left") as failed:
-                await put(front, group, episodes())
+                await store(front, group, episodes())
             assert failed.value.kind == "unavailable"
         assert files(folder) == []
-        assert len((await put(front, group, episodes())).stored) == len(SIZES)
+        assert len((await store(front, group, episodes())).stored) == len(SIZES)
 
 
 async def test_episodes_whose_file_is_gone_are_found_counted_and_tried_again(a_front, tmp_path):
     folder = tmp_path / "episodes"
     async with a_front(RULES, folder=folder) as front:
         group = await opened(front)
-        await put(front, group, episodes())
+        await store(front, group, episodes())
     (name,) = files(folder)
     os.truncate(folder / name, FILE_BYTES)  # what a machine without power may leave
     async with a_front(RULES, folder=folder) as front:
         stats = (await front.execute(Stats())).reply
         assert stats.reasons["dropped:bytes_lost"] == 1
         assert stats.reasons["bytes_lost"] == 3
-        again = (await front.execute(Lease("w", 1, [VersionTag("policy", 1, 0)]))).reply.groups[0]
+        (again,) = await lease(front)
         assert (again.task.task_id, again.attempt) == (group.task.task_id, group.attempt + 1)
         await until(lambda: not files(folder))
 

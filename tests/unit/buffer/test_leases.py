@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from areal_async.rpc.messages import Arrived, Claim
+from tests.unit.buffer.conftest import CountedTasks, reasons
 
 
 def test_a_lease_names_the_task_and_all_its_samples(drive):
@@ -17,14 +18,13 @@ def test_a_lease_names_the_task_and_all_its_samples(drive):
 
 
 def test_group_seeds_depend_on_the_task_and_the_job_only(drive):
-    first, second = drive(seed=1), drive(seed=2)
-    (a, b), (c, d) = first.lease(2), second.lease(2)
-    assert len({a.seed, b.seed, c.seed, d.seed}) == 4
-    assert a.seed == drive(seed=1).lease()[0].seed
+    seeds = [lease.seed for seed in (1, 2) for lease in drive(seed=seed).lease(2)]
+    assert len(set(seeds)) == 4
+    assert seeds[0] == drive(seed=1).lease()[0].seed
 
 
-def test_exhausted_tasks_are_said_to_be(drive, counted_tasks):
-    ledger = drive(counted_tasks(rows=3, passes=1))
+def test_exhausted_tasks_are_said_to_be(drive):
+    ledger = drive(CountedTasks(rows=3, passes=1))
     assert len(ledger.lease(10)) == 3
     assert "exhausted after 3 tasks" in ledger.why_not()
 
@@ -105,7 +105,7 @@ def test_one_death_is_local_what_a_restarted_worker_held_is_leased_again_at_once
     assert ledger.heartbeat(theirs, worker="rollout-1") == []
     (again,) = ledger.lease(1)
     assert (again.group_id, again.missing) == (mine.group_id, [1]), "what is stored stays"
-    assert [refusal.reason for refusal in ledger.put(mine, samples=[1]).refused] == ["lease_lost"]
+    assert reasons(ledger.put(mine, samples=[1])) == ["lease_lost"]
 
 
 def test_one_death_is_local_what_a_restarted_scorer_had_claimed_is_claimed_again(drive):
@@ -132,7 +132,7 @@ def test_one_death_is_local_a_grant_that_died_with_the_buffer_is_taken_back_at_o
     assert ledger.state(known) == ledger.state(other) == "LEASED"
     assert ledger.state(fresh) == "LEASED", "its grant may be on its way"
     assert ledger.count("queued:undelivered") == 1
-    assert [refusal.reason for refusal in ledger.put(undelivered).refused] == ["lease_lost"] * 2
+    assert reasons(ledger.put(undelivered)) == ["lease_lost"] * 2
 
 
 def test_one_death_is_local_a_claim_that_died_with_the_buffer_is_claimed_again_at_once(drive):

@@ -129,12 +129,11 @@ RULES = {
 
 @pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
 @pytest.mark.parametrize("name", RULES)
-def test_staleness_is_bounded_and_every_other_promise_of_the_ledger(driver_type, name, two):
+def test_staleness_is_bounded_and_every_other_promise_of_the_ledger(name, two):
     eta, rules = RULES[name]
     run(
         LedgerMachine,
         examples=15,
-        driver_type=driver_type,
         consumers=consumers_of(eta, two),
         ledger_rules=rules,
     )
@@ -144,13 +143,12 @@ def test_staleness_is_bounded_and_every_other_promise_of_the_ledger(driver_type,
     ("name", "two"),
     [("eta 1", False), ("replay", True), ("no score masks", True), ("scored as one, fails the job", False)],
 )
-def test_trained_effectively_once_with_every_write_in_redis(driver_type, redis_url, name, two):
+def test_trained_effectively_once_with_every_write_in_redis(redis_url, name, two):
     eta, rules = RULES[name]
     consumers = consumers_of(eta, two)
     run(
         OnRedis,
         examples=8,
-        driver_type=driver_type,
         consumers=consumers,
         ledger_rules=rules,
         redis_url=redis_url,

@@ -5,33 +5,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from areal_async.rpc.messages import Commit, ExportLedger, TrainerOpened
+from areal_async.rpc.messages import TrainerOpened
 from replay_buffer.ledger.committing import Copy
 from replay_buffer.ledger.records import GroupState
-
-
-def ids(batch):
-    return [group.group_id for group in batch.groups]
+from tests.unit.buffer.conftest import Driver, ids
 
 
 def names(leases):
     return [lease.group_id for lease in leases]
 
 
-def uses(batch):
-    return [group.uses for group in batch.groups]
-
-
 def train(ledger):
     batch = ledger.batch()
     ledger.commit()
     return ids(batch)
-
-
-def export(ledger):
-    return ledger.decide(
-        ExportLedger("policy", ledger.epoch, ledger.index.consumer("policy").v_train)
-    ).payload
 
 
 def held(ledger, group_id):
@@ -50,9 +37,7 @@ def test_a_trained_group_is_trained_again_until_its_uses_are_spent(drive):
     groups = names(ledger.scored(2))
     for step in range(3):
         batch = ledger.batch()
-        assert ids(batch) == groups
-        assert uses(batch) == [step, step]
-        assert len(set(ids(batch))) == 2, "never twice in one step"
+        assert [(group.group_id, group.uses) for group in batch.groups] == [(id_, step) for id_ in groups]
         ledger.commit()
     assert "has 0" in ledger.waiting().detail
     assert held(ledger, groups[0]).steps == (0, 1, 2)
@@ -119,23 +104,12 @@ def test_no_step_is_made_of_used_groups_at_the_cost_of_one_under_way(drive):
     assert ledger.index.meta.episodes_dropped == 0
 
 
-def test_a_step_of_used_groups_waits_for_one_that_it_would_overtake(drive):
-    ledger = drive(batch_groups=1, max_staleness=1, max_reuse=2, lease_ms=10**9, overtaken_ms=5000)
-    (slow,) = ledger.lease()
-    ledger.scored(1)
-    train(ledger)
-    assert ledger.waiting().edge == "overtaken groups"
-    ledger.put(slow, version=0)
-    ledger.judge(ledger.claim())
-    assert train(ledger) == [slow.group_id]
-
-
 def test_trained_effectively_once_on_the_lineage_of_a_checkpoint(drive):
     """A trainer that comes back undoes the uses after its checkpoint, those before it stay."""
     ledger = drive(batch_groups=1, max_staleness=4, max_reuse=3)
     (a,) = names(ledger.scored(1))
     train(ledger)
-    copy = export(ledger)
+    copy = ledger.export()
     ledger.checkpointed(1)
     (b,) = names(ledger.scored(1))
     assert [train(ledger), train(ledger), train(ledger), train(ledger)] == [[b], [a], [b], [a]]
@@ -147,9 +121,9 @@ def test_trained_effectively_once_on_the_lineage_of_a_checkpoint(drive):
     assert (held(ledger, b).steps, held(ledger, b).step) == ((), 1)
     assert ledger.index.consumers["policy"].outstanding == 1, "b alone: a was trained before the checkpoint"
     for step, expected, before in ((1, b, 0), (2, a, 1), (3, b, 1), (4, a, 2)):
-        batch = ledger.batch()
-        assert (ids(batch), uses(batch)) == ([expected], [before])
-        ledger.send(Commit("policy", ledger.epoch, step, [1]))
+        (group,) = ledger.batch().groups
+        assert (group.group_id, group.uses) == (expected, before)
+        ledger.commit(step, [1])
     assert held(ledger, a).steps == (0, 2, 4)
     assert held(ledger, b).steps == (1, 3)
     assert ledger.index.consumer("policy").episodes_trained == trained
@@ -157,19 +131,19 @@ def test_trained_effectively_once_on_the_lineage_of_a_checkpoint(drive):
 
 
 @pytest.mark.parametrize("redis", ["committed", "new"])
-def test_a_used_group_whose_bytes_are_gone_is_not_generated_again(drive, driver_type, redis):
+def test_a_used_group_whose_bytes_are_gone_is_not_generated_again(drive, redis):
     """Its use is in the weights of the checkpoint: another generation would be another use."""
     ledger = drive(batch_groups=1, max_staleness=4, max_reuse=2)
     (a,) = names(ledger.scored(1))
     train(ledger)
-    copy = export(ledger)
+    copy = ledger.export()
     assert [group.group_id for group in msgspec.msgpack.decode(copy, type=Copy).groups] == [a]
     ledger.checkpointed(1)
     if redis == "committed":
         train(ledger)
         ledger.checkpointed(2)
     else:
-        ledger = driver_type(batch_groups=1, max_staleness=4, max_reuse=2)
+        ledger = Driver(batch_groups=1, max_staleness=4, max_reuse=2)
         ledger.index.meta = msgspec.structs.replace(ledger.index.meta, ledger_id="another")
     ledger.open(step=1, copy=copy)
     assert ledger.index.groups == {}
@@ -180,16 +154,16 @@ def test_a_used_group_whose_bytes_are_gone_is_not_generated_again(drive, driver_
 def test_the_copy_made_while_steps_are_redone_holds_what_they_will_train(drive):
     """Such groups lie before the cursor: forgotten, they would be skipped."""
     ledger = drive(batch_groups=1, max_staleness=4)
-    batches = [ids(ledger.step()) for _ in range(3)]
+    batches = [ids(batch) for batch in ledger.steps(3)]
     ledger.open(step=0)
     ledger.batch()
-    ledger.send(Commit("policy", ledger.epoch, 0, [1]))
-    copy = msgspec.msgpack.decode(export(ledger), type=Copy)
+    ledger.commit(0, [1])
+    copy = msgspec.msgpack.decode(ledger.export(), type=Copy)
     assert [[group.group_id] for group in copy.groups] == batches[1:]
     blob = msgspec.msgpack.encode(copy)
     for step in (1, 2):
         ledger.batch()
-        ledger.send(Commit("policy", ledger.epoch, step, [1]))
+        ledger.commit(step, [1])
     ledger.checkpointed(3)
     ledger.open(step=1, copy=blob)
     assert {group.state for group in ledger.index.groups.values()} == {GroupState.QUEUED}

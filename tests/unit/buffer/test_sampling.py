@@ -13,6 +13,7 @@ from areal_async.rpc.verdicts import Score
 from replay_buffer.ledger.records import MISSING, EpisodeState, GroupRecord, GroupState, Training
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.sampling import choose, overtaken_by_reuse, priority, rank
+from tests.unit.buffer.conftest import ids
 
 RULES = {"group_size": 2, "batch_groups": 2, "max_staleness": 2}
 
@@ -23,10 +24,6 @@ def group(*rewards, seq=0, version=0):
     return GroupRecord(f"g{seq}", seq, 0, 0, 0, int(GroupState.SCORED), episodes, 0, training)
 
 
-def ids(batch):
-    return [group.group_id for group in batch.groups]
-
-
 def order(groups, **rules):
     rules = Rules.alone(**RULES | rules)
     return [
@@ -35,14 +32,18 @@ def order(groups, **rules):
     ]
 
 
-def test_fifo_takes_the_oldest_version_then_the_oldest_group():
-    groups = [group(1, seq=0, version=2), group(1, seq=1, version=1), group(1, seq=2, version=1)]
-    assert order(groups, sampling="fifo") == [1, 2, 0]
-
-
-def test_freshest_takes_the_newest_version_then_the_oldest_group():
-    groups = [group(1, seq=0, version=1), group(1, seq=1, version=2), group(1, seq=2, version=2)]
-    assert order(groups, sampling="freshest") == [1, 2, 0]
+@pytest.mark.parametrize(
+    ("sampling", "versions", "expected"),
+    [
+        ("fifo", (2, 1, 1), [1, 2, 0]),
+        ("freshest", (1, 2, 2), [1, 2, 0]),
+        ("freshest", (1, -1), [1, 0]),  # one that never ages does not wait for ever
+        ("priority", (1, -1), [1, 0]),
+    ],
+)
+def test_groups_are_ordered_by_version_and_then_by_age(sampling, versions, expected):
+    groups = [group(0, 1, seq=seq, version=version) for seq, version in enumerate(versions)]
+    assert order(groups, sampling=sampling) == expected
 
 
 @pytest.mark.parametrize(
@@ -52,21 +53,7 @@ def test_freshest_takes_the_newest_version_then_the_oldest_group():
 def test_priority_takes_what_there_is_most_to_learn_from(by, expected):
     groups = [group(1, 1, 1, 1, seq=0), group(0, 2, 0, 2, seq=1), group(0, 0, 0, 2.4, seq=2)]
     assert order(groups, sampling="priority", priority=by) == expected
-
-
-def test_priority_is_a_figure_of_the_rewards_alone():
-    rules = Rules.alone(**RULES)
-    assert priority(rules, group(0, 0, 1, 1)) == pytest.approx(0.25)
-    assert priority(rules, group(1e300, -1e300)) > 1e300, "no overflow error"
-    assert priority(Rules.alone(**RULES, priority="advantage"), group(0, 0, 0, 1)) == pytest.approx(0.375)
-    unscored = replace(group(1, 0), episodes=(MISSING, MISSING))
-    assert priority(rules, unscored) == 0
-
-
-@pytest.mark.parametrize("sampling", ["freshest", "priority"])
-def test_a_group_that_never_ages_does_not_wait_for_ever(sampling):
-    groups = [group(0, 1, seq=0, version=1), group(0, 0, seq=1, version=-1)]
-    assert order(groups, sampling=sampling) == [1, 0]
+    assert priority(Rules.alone(**RULES, priority=by), group(1e300, -1e300)) >= 1e300, "no overflow error"
 
 
 def test_what_would_be_too_old_for_the_next_step_goes_first():
@@ -94,14 +81,8 @@ def lost(eta, batch_groups, steps, rng, *, blind=False):
         missing = max(0, batch_groups - len(held))
         held += [(step, rng.random()) for _ in range(rng.randint(missing, room))]
         held.sort(key=lambda one: one[1])
-        choice = choose(
-            [version for version, _ in held],
-            [],
-            step=step,
-            room=batch_groups,
-            eta=10**6 if blind else eta,
-            batch_groups=batch_groups,
-        )
+        versions, within = [version for version, _ in held], 10**6 if blind else eta
+        choice = choose(versions, [], step=step, room=batch_groups, eta=within, batch_groups=batch_groups)
         assert len(set(choice[0])) == batch_groups
         held = [one for place, one in enumerate(held) if place not in choice[0]]
     return dropped
@@ -130,8 +111,7 @@ def scored(ledger, *rewards_of_groups, version=None):
     leases = ledger.lease(len(rewards_of_groups))
     for lease, rewards in zip(leases, rewards_of_groups, strict=True):
         ledger.put(lease, version=version)
-        for item, reward in zip(ledger.claim(), rewards, strict=True):
-            ledger.judge([item], Score(reward))
+        ledger.judge_each(zip(ledger.claim(), map(Score, rewards), strict=True))
     return [lease.group_id for lease in leases]
 
 
@@ -150,15 +130,8 @@ def test_a_batch_has_the_freshest_groups_and_those_that_are_due(drive):
     ledger.batch()
     ledger.commit()
     a, b, c, d = scored(ledger, *[(0, 1)] * 4, version=0)
-    e, f = ledger.lease(2, version=1)
-    for lease in (e, f):
-        ledger.put(lease, version=1)
-    ledger.judge(ledger.claim())
-    assert ids(ledger.batch()) == [a, b], "two of the four have no place after this step"
+    e, f = scored(ledger, (0, 1), (0, 1), version=1)
+    assert ids(ledger.step()) == [a, b], "two of the four have no place after this step"
     assert ledger.count("batched:due") == 2
-    ledger.commit()
-    assert ids(ledger.batch()) == [c, d]
-    ledger.commit()
-    assert ids(ledger.batch()) == [e.group_id, f.group_id]
-    ledger.commit()
+    assert [ids(ledger.step()) for _ in range(2)] == [[c, d], [e, f]]
     assert ledger.index.meta.episodes_dropped == 0

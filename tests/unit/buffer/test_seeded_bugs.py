@@ -14,23 +14,20 @@ import msgspec
 import pytest
 
 from areal_async.errors import FaultError
-from areal_async.rpc.messages import Checkpointed, Commit, Lease, NextBatch, PutVerdicts
-from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.messages import Checkpointed, Commit, NextBatch, PutVerdicts
 from replay_buffer import coordinator as front
-from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger import admission, batching, committing, leasing, opening, verdicts
 from replay_buffer.ledger.decide import DECIDES
-from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
+from replay_buffer.ledger.leasing import StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import GroupState, Versions
-from replay_buffer.ledger.rules import Rules
+from replay_buffer.ledger.records import GroupState
 from replay_buffer.ledger.transaction import Transaction
-from replay_buffer.redis.store import Store
-from replay_buffer.redis.writer import Keys, RedisClock
+from replay_buffer.redis.writer import Keys
 from tests.redis_client import connect
+from tests.unit.buffer.conftest import front_of, lease, store
 from tests.unit.buffer.ledger_machine import LedgerMachine, consumers_of, run
 
-N, B = 2, 2
+N = 2
 PutIn = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -257,10 +254,10 @@ BUGS_OF_TWO: dict[str, tuple[PutIn, int, str]] = {
 }
 
 
-def broken_promise(driver_type: type, eta: int, *, two: bool, examples: int = 100) -> str:
+def broken_promise(eta: int, *, two: bool, examples: int = 100) -> str:
     """What the first life in which something is amiss says of it; empty when all of them pass."""
     rules = {"overtaken_waits": not two}
-    fields = {"driver_type": driver_type, "consumers": consumers_of(eta, two), "ledger_rules": rules}
+    fields = {"consumers": consumers_of(eta, two), "ledger_rules": rules}
     try:
         run(LedgerMachine, examples=examples, shrinks=False, **fields)
     except AssertionError as error:
@@ -270,18 +267,18 @@ def broken_promise(driver_type: type, eta: int, *, two: bool, examples: int = 10
 
 @pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_seeded_bug_is_caught(driver_type, monkeypatch, bug, two):
+def test_a_seeded_bug_is_caught(monkeypatch, bug, two):
     put_in, eta, says = BUGS[bug]
     put_in(monkeypatch)
-    assert says in broken_promise(driver_type, eta, two=two)
+    assert says in broken_promise(eta, two=two)
 
 
 @pytest.mark.parametrize("bug", BUGS_OF_TWO)
-def test_a_seeded_bug_in_how_policies_share_groups_is_caught(driver_type, monkeypatch, bug):
+def test_a_seeded_bug_in_how_policies_share_groups_is_caught(monkeypatch, bug):
     put_in, eta, says = BUGS_OF_TWO[bug]
     put_in(monkeypatch)
-    assert broken_promise(driver_type, eta, two=False, examples=5) == "", "one policy alone does not show it"
-    assert says in broken_promise(driver_type, eta, two=True)
+    assert broken_promise(eta, two=False, examples=5) == "", "one policy alone does not show it"
+    assert says in broken_promise(eta, two=True)
 
 
 # --- acknowledged before it is written ---
@@ -296,39 +293,33 @@ def acknowledged_before_the_write(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(front, "_confirmed", wrong)
 
 
-async def acknowledged_and_held(redis_url, job, tasks) -> tuple[set[int], set[int]]:
+async def acknowledged_and_held(redis_url, job) -> tuple[set[int], set[int]]:
     """A worker puts a group, until it is acknowledged, into a Redis that refuses the first write: the samples
     acknowledged, and those that are held when the front is gone."""
     redis = connect(redis_url)
-    clock = RedisClock()
-    rules = Rules.alone(group_size=N, batch_groups=B, max_staleness=1)
-    buffer = Coordinator(Store(redis_url, job, "cafe0123", "everysec", clock), rules, tasks, clock)
-    await buffer.start()
-    await buffer.execute(OpenedWith("policy", "t", 0))
-    (lease,) = (await buffer.execute(Lease("w", 1, [VersionTag("policy", 1, 0)]))).reply.groups
-    arrivals = tuple(Arrival(sample, 4, 4, 2, {"policy": Versions(0, 0, 1)}) for sample in range(N))
-    put = StoreEpisodes(lease.lease_id, lease.group_id, arrivals)
-    # From here on Redis knows another revision than the front, so its next write is not taken.
-    await redis.hincrby(Keys(job).meta, "revision", 7)
-    acknowledged: set[int] = set()
-    async with asyncio.timeout(60):
-        while not acknowledged:
-            try:
-                acknowledged = set((await buffer.execute(put, (b"byte",) * N)).reply.stored)
-            except FaultError:
-                await asyncio.sleep(0.01)
-    await buffer.stop()
-    held = {int(sample) for sample in await redis.hkeys(Keys(job).blobs(lease.group_id))}
+    async with front_of(redis_url, job) as buffer:
+        await buffer.execute(OpenedWith("policy", "t", 0))
+        (group,) = await lease(buffer)
+        # From here on Redis knows another revision than the front, so its next write is not taken.
+        await redis.hincrby(Keys(job).meta, "revision", 7)
+        acknowledged: set[int] = set()
+        async with asyncio.timeout(60):
+            while not acknowledged:
+                try:
+                    acknowledged = set((await store(buffer, group, (b"byte",) * N)).stored)
+                except FaultError:
+                    await asyncio.sleep(0.01)
+    held = {int(sample) for sample in await redis.hkeys(Keys(job).blobs(group.group_id))}
     await redis.aclose()
     return acknowledged, held
 
 
-def test_nothing_is_acknowledged_that_a_lost_write_takes_away(redis_url, job_name, counted_tasks):
-    acknowledged, held = asyncio.run(acknowledged_and_held(redis_url, job_name, counted_tasks()))
+async def test_nothing_is_acknowledged_that_a_lost_write_takes_away(redis_url, job_name):
+    acknowledged, held = await acknowledged_and_held(redis_url, job_name)
     assert acknowledged == held == set(range(N))
 
 
-def test_an_acknowledgement_before_the_write_is_caught(redis_url, job_name, counted_tasks, monkeypatch):
+async def test_an_acknowledgement_before_the_write_is_caught(redis_url, job_name, monkeypatch):
     acknowledged_before_the_write(monkeypatch)
-    acknowledged, held = asyncio.run(acknowledged_and_held(redis_url, job_name, counted_tasks()))
+    acknowledged, held = await acknowledged_and_held(redis_url, job_name)
     assert not acknowledged <= held, "the bug is seen"

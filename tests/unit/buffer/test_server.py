@@ -31,14 +31,14 @@ from areal_async.rpc.messages import (
     Waiting,
 )
 from areal_async.rpc.schema import VersionTag
-from areal_async.rpc.verdicts import Failure, Score
+from areal_async.rpc.verdicts import Score
 from areal_async.rpc.weights_messages import WaitSnapshot
 from replay_buffer import metrics
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
 from replay_buffer.server import main
 from tests.callers import put
-from tests.unit.buffer.conftest import serving
+from tests.unit.buffer.conftest import reasons, serving, until
 
 
 async def generate(client, blob, job, groups):
@@ -48,10 +48,10 @@ async def generate(client, blob, job, groups):
         assert ack.stored == group.missing
 
 
-async def score(client, verdict=None):
+async def score(client):
     claims, blobs = await client.exchange(Claim("reward-0", 100, wait_ms=2000))
     assert len(claims.items) == len(blobs)
-    verdicts = [EpisodeVerdict(i.episode_id, i.claim_id, verdict or Score(0.5)) for i in claims.items]
+    verdicts = [EpisodeVerdict(i.episode_id, i.claim_id, Score(0.5)) for i in claims.items]
     assert (await client.call(PutVerdicts("reward-0", verdicts))).refused == []
     return claims.items, blobs
 
@@ -78,11 +78,8 @@ async def test_a_step_over_the_wire(context, blob, job_name):
         assert len(copy) > 0
         await client.call(Checkpointed("policy", opened.epoch, 1))
         stats = await client.call(Stats())
-        assert (
-            stats.policies["policy"].v_train,
-            stats.policies["policy"].episodes_trained,
-            stats.payload_bytes,
-        ) == (1, 4, 0)
+        policy = stats.policies["policy"]
+        assert (policy.v_train, policy.episodes_trained, stats.payload_bytes) == (1, 4, 0)
         assert stats.reasons["committed"] == 2
         with pytest.raises(FaultError, match="is not held here"):
             await client.exchange(Fetch(ids))
@@ -106,25 +103,19 @@ async def test_waiting_calls_are_answered_as_soon_as_they_can_be(context, blob, 
         assert len((await asyncio.wait_for(leasing, 60)).groups) == 1
 
 
-async def test_a_worker_that_gets_nothing_is_told_why(context):
-    async with serving(context()) as client:
-        epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
-        await client.call(Lease("rollout-0", 100, [VersionTag("policy", epoch, 0)]))
-        reply = await client.call(Lease("rollout-0", 1, [VersionTag("policy", epoch, 0)], wait_ms=20))
-        assert "4 groups are outstanding and at most 4 may be" in reply.reason
-
-
 async def test_a_newer_lease_request_of_a_worker_ends_the_wait_of_its_older_one(context):
     """A worker that serves a new version asks again beside its waiting request, which is of no use then."""
     async with serving(context()) as client:
+
+        def leasing(worker, version):
+            lease = Lease(worker, 1, [VersionTag("policy", 0, version)], wait_ms=20_000)
+            return asyncio.create_task(client.call(lease))
+
         while (await client.call(Lease("w0", 4, [VersionTag("policy", 0, 0)]))).groups:
             pass  # until there is no more room
-        older = asyncio.create_task(client.call(Lease("w0", 1, [VersionTag("policy", 0, 0)], wait_ms=20_000)))
-        other = asyncio.create_task(client.call(Lease("w1", 1, [VersionTag("policy", 0, 0)], wait_ms=20_000)))
-        await client.call(
-            Stats()
-        )  # both requests were sent before this one, and wait by the time it is answered
-        newer = asyncio.create_task(client.call(Lease("w0", 1, [VersionTag("policy", 0, 1)], wait_ms=20_000)))
+        older, other = leasing("w0", 0), leasing("w1", 0)
+        await client.call(Stats())  # both were sent before this one, and wait by the time it is answered
+        newer = leasing("w0", 1)
         answer = await asyncio.wait_for(older, 60)
         assert not answer.groups
         assert answer.reason
@@ -168,7 +159,7 @@ async def test_group_deadlines_hold_over_the_wire(context, blob, job_name):
         assert [e.sample for e in batch.groups[0].episodes] == [1]
         assert (await client.call(Heartbeat("w0", [group.lease_id]))).lost == [group.lease_id]
         late = await put(client, group.lease_id, group.group_id, {0: blob(job_name, group.group_id, 0)})
-        assert [refusal.reason for refusal in late.refused] == ["given_up"]
+        assert reasons(late) == ["given_up"]
         figures = await client.call(Stats())
         assert figures.episodes["ABSENT"] == 1
         assert figures.reasons["absent"] == 1
@@ -228,23 +219,6 @@ async def test_a_message_that_makes_no_sense_is_invalid(context, job_name):
             await client.exchange(Fetch(["nonsense"]))
 
 
-async def test_a_failed_reward_drops_its_group_counted(context, blob, job_name):
-    async with serving(context()) as client:
-        epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
-        leases = await client.call(Lease("rollout-0", 1, [VersionTag("policy", epoch, 0)]))
-        await generate(client, blob, job_name, leases.groups)
-        claims, _ = await client.exchange(Claim("reward-0", 1))
-        item = claims.items[0]
-        await client.call(
-            PutVerdicts(
-                "reward-0", [EpisodeVerdict(item.episode_id, item.claim_id, Failure("ValueError", "no"))]
-            )
-        )
-        stats = await client.call(Stats())
-        assert stats.reasons["dropped:verdict_error"] == 1
-        assert stats.episodes_dropped == 2
-
-
 async def test_one_death_is_local_a_service_started_again_goes_on(context, blob, job_name):
     """The client does not notice more than a pause."""
     ctx = context()
@@ -263,9 +237,7 @@ async def test_its_own_redis_starts_and_ends_with_it(context):
         assert (await client.call(Stats())).policies["policy"].v_train == 0
         assert (ctx.socket_dir / "redis").exists()
     assert not (ctx.socket_dir / "redis").exists()
-    assert (ctx.run_dir / "buffer" / "appendonly.aof").exists() or (
-        ctx.run_dir / "buffer" / "appendonlydir"
-    ).exists()
+    assert list((ctx.run_dir / "buffer").glob("appendonly*"))
 
 
 async def test_a_redis_that_dies_is_started_again(context, blob, job_name):
@@ -284,61 +256,42 @@ async def test_a_redis_that_dies_is_started_again(context, blob, job_name):
         assert len((await client.exchange(Fetch(ids)))[1]) == 4
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"redis": "unix:///nowhere/redis.sock"}, "does not answer"),
-        ({"durability": "always"}, "appendfsync everysec, but buffer.durability is always"),
-    ],
-)
-def test_a_redis_that_cannot_be_used_ends_the_service_with_one_paragraph(context, change, words):
-    async def run():
-        async with serving(context(**change)):
+async def test_a_redis_that_cannot_be_used_ends_the_service_with_one_paragraph(context):
+    with pytest.raises(ArealError, match="does not answer") as caught:
+        async with serving(context(redis="unix:///nowhere/redis.sock")):
             pass
-
-    with pytest.raises(ArealError, match=words) as caught:
-        asyncio.run(run())
     assert "\n" not in str(caught.value)
 
 
 async def test_a_second_front_ends_the_first_service(context, redis_url, job_name):
     ctx = context()
+    ask = Lease("w", 1, [VersionTag("policy", 1, 0)])
     service = asyncio.create_task(main(ctx, prometheus_client.CollectorRegistry()))
-    client = Client(
-        ctx.buffer_endpoint, job=job_name, role="test", name="test", timeout_s=5.0, access=ctx.secret
-    )
-    await client.connect()
-    await client.call(OpenTrainer("policy", "trainer", 0))
-    (group,) = (await client.call(Lease("w", 1, [VersionTag("policy", 1, 0)]))).groups
-    dataset_hash = group.task.task_id.partition(":")[0]
-    thief = Store(redis_url, job_name, dataset_hash, "everysec", RedisClock())
-    await thief.open(lambda error: None)
-    asking = asyncio.create_task(client.call(Lease("w", 1, [VersionTag("policy", 1, 0)])))
-    with pytest.raises(ArealError, match="taken over this job"):
-        await asyncio.wait_for(service, 60)
-    asking.cancel()
-    await client.close()
-    await thief.close()
+    async with Client(ctx.buffer_endpoint, job=job_name, role="t", name="t", access=ctx.secret) as client:
+        await client.call(OpenTrainer("policy", "trainer", 0), timeout_s=5)
+        (group,) = (await client.call(ask, timeout_s=5)).groups
+        dataset_hash = group.task.task_id.partition(":")[0]
+        thief = Store(redis_url, job_name, dataset_hash, "everysec", RedisClock())
+        await thief.open(lambda error: None)
+        asking = asyncio.create_task(client.call(ask, timeout_s=60))
+        with pytest.raises(ArealError, match="taken over this job"):
+            await asyncio.wait_for(service, 60)
+        asking.cancel()
+        await thief.close()
 
 
-def test_the_figures_are_served_to_prometheus(context, blob, job_name):
+async def test_the_figures_are_served_to_prometheus(context, blob, job_name):
     registry = prometheus_client.CollectorRegistry()
 
-    async def run():
-        async with serving(context(), registry) as client:
-            epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
-            leases = await client.call(Lease("rollout-0", 3, [VersionTag("policy", epoch, 0)]))
-            await generate(client, blob, job_name, leases.groups[:1])
-            text = ""
-            loop = asyncio.get_running_loop()
-            deadline_s = loop.time() + 10
-            while 'areal_buffer_groups{state="generated"} 1.0' not in text:
-                assert loop.time() < deadline_s, text
-                await asyncio.sleep(0.05)
-                text = prometheus_client.generate_latest(registry).decode()
-            return text
+    def read():
+        return prometheus_client.generate_latest(registry).decode()
 
-    text = asyncio.run(run())
+    async with serving(context(), registry) as client:
+        epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
+        leases = await client.call(Lease("rollout-0", 3, [VersionTag("policy", epoch, 0)]))
+        await generate(client, blob, job_name, leases.groups[:1])
+        await until(lambda: 'areal_buffer_groups{state="generated"} 1.0' in read())
+        text = read()
     for line in (
         'areal_buffer_groups{state="leased"} 2.0',
         'areal_buffer_episodes{state="stored"} 2.0',

@@ -16,17 +16,15 @@ from replay_buffer.ledger import admission
 STEPS, WARM_UP = 20, 5
 
 
-def simulated(eta, distribution="lognormal 0.5", regime="balanced", condition="plain", running=0.5, **rest):
-    scenario = Scenario(eta, distribution, regime, condition, running, **rest)
-    return Simulation(scenario).run(STEPS, WARM_UP)
+def simulated(eta, distribution="lognormal 0.5", regime="balanced", condition="plain", running=0.5, **rules):
+    return Simulation(Scenario(eta, distribution, regime, condition, running), **rules).run(STEPS, WARM_UP)
 
 
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("eta", [0, 1, 4])
 def test_staleness_is_bounded_whatever_the_durations(eta, regime):
-    for (distribution, condition), running in product(
-        zip(DISTRIBUTIONS, CONDITIONS, strict=True), (0.5, 2.0)
-    ):
+    kinds = zip(DISTRIBUTIONS, CONDITIONS, strict=True)
+    for (distribution, condition), running in product(kinds, (0.5, 2.0)):
         figures = simulated(eta, distribution, regime, condition, running)
         assert figures.steps == STEPS
         assert figures.max_staleness <= eta
@@ -44,7 +42,7 @@ def test_half_a_batch_running_at_eta_4_wastes_little_and_costs_little(condition)
 @pytest.mark.parametrize("sampling", ["freshest", "priority"])
 def test_staleness_is_bounded_and_nothing_wasted_in_any_order(sampling):
     for regime in REGIMES:
-        figures = Simulation(Scenario(4, "lognormal 0.5", regime), sampling=sampling).run(STEPS, WARM_UP)
+        figures = simulated(4, regime=regime, sampling=sampling)
         assert figures.steps == STEPS
         assert figures.max_staleness <= 4
         assert figures.dropped == 0
@@ -52,10 +50,7 @@ def test_staleness_is_bounded_and_nothing_wasted_in_any_order(sampling):
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_replay_fills_steps_and_wastes_next_to_nothing(regime):
-    once, twice = (
-        Simulation(Scenario(4, "lognormal 0.5", regime), max_reuse=reuse).run(STEPS, WARM_UP)
-        for reuse in (1, 2)
-    )
+    once, twice = (simulated(4, regime=regime, max_reuse=reuse) for reuse in (1, 2))
     assert twice.steps == STEPS
     assert twice.max_staleness <= 4
     assert twice.waste <= 0.01

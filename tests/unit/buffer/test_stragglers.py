@@ -40,7 +40,7 @@ class Stragglers:
         began_ms = self.ledger.now_ms
         for worker in self.held:
             self.beat(worker)
-        while self.ledger.index.consumer("policy").v_train < STEPS:
+        while self.ledger.v_train < STEPS:
             self.ledger.now_ms, _, event = heapq.heappop(self.events)
             event()
             self.look()
@@ -51,13 +51,13 @@ class Stragglers:
         for worker, held in self.held.items():
             for lease in self.ledger.lease(B // 2 - len(held), worker=worker) if len(held) < B // 2 else ():
                 held[lease.lease_id] = [lease, set(lease.missing)]
-                version = self.ledger.index.consumer("policy").v_train
+                version = self.ledger.v_train
                 for sample in lease.missing:
                     duration_ms = 1000 * self.rng.lognormvariate(-1.125, 1.5)
                     self.at(duration_ms, lambda w=worker, x=lease, s=sample, v=version: self.put(w, x, s, v))
         for item in self.ledger.claim():
             self.ledger.judge([item], Score(float(self.rng.random() < 0.5)))
-        left = self.ledger.index.consumer("policy").v_train < STEPS
+        left = self.ledger.v_train < STEPS
         if left and not self.training and isinstance(batch := self.ledger.ask(), Batch):
             self.train(batch)
         due_ms = self.ledger.index.next_deadline_ms
@@ -67,7 +67,7 @@ class Stragglers:
     def put(self, worker: str, lease: Any, sample: int, version: int) -> None:
         if lease.lease_id not in self.held[worker]:
             return
-        self.ledger.put(lease, [sample], version=version, newest=self.ledger.index.consumer("policy").v_train)
+        self.ledger.put(lease, [sample], version=version, newest=self.ledger.v_train)
         left = self.held[worker][lease.lease_id][1]
         left.discard(sample)
         if not left:

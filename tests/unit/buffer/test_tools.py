@@ -18,7 +18,6 @@ import pytest
 from rich.console import Console
 
 from areal_async.cli.tools import ExportRequest
-from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
 from areal_async.errors import RunFolderError
 from areal_async.launch.runs import find_run
@@ -34,6 +33,7 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import RunPlaces, ServiceContext
+from replay_buffer.ledger.records import GroupState
 from replay_buffer.tools import export as export_tool
 from replay_buffer.tools.peek import (
     NotFound,
@@ -50,7 +50,7 @@ from replay_buffer.tools.peek import (
 from replay_buffer.tools.reader import open_reader
 from replay_buffer.tools.stats import as_json, draw, stats_ended, stats_live
 from tests.callers import put
-from tests.unit.buffer.conftest import serving
+from tests.unit.buffer.conftest import serving, sums_job
 
 
 class Workplace:
@@ -59,22 +59,7 @@ class Workplace:
     def __init__(self, folder: Path, **buffer) -> None:
         self.folder = folder / "runs" / "sums"
         self.folder.mkdir(parents=True)
-        rows = [
-            {"prompt": f"{i}+1=", "data_source": "sums", "reward_model": {"ground_truth": i + 1}}
-            for i in range(20)
-        ]
-        (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        self.job = JobConfig.model_validate(
-            {
-                "job": "sums",
-                "model": str(folder),
-                "run_dir": str(self.folder.parent),
-                "tasks": {"train": str(folder / "tasks.jsonl"), "shuffle": False},
-                "rollout": {"group_size": 2},
-                "buffer": {"batch_groups": 2, "max_staleness": 1} | buffer,
-                "trainer": {"steps": 5},
-            }
-        )
+        self.job = sums_job(folder, "sums", **buffer)
         self.ctx = replace(ServiceContext.for_test(self.job, folder, "buffer", "buffer"), run_dir=self.folder)
         (self.folder / "job.yaml").write_text(dump_job(self.job))
         places = RunPlaces(
@@ -173,15 +158,20 @@ async def test_a_run_says_the_same_of_itself_while_it_is_alive_and_after(workpla
 async def test_looking_at_a_run_that_has_ended_leaves_its_files_as_they_are_and_nothing_beside_them(
     workplace, blob, tmp_path, monkeypatch
 ):
+    """Also files with a torn end, which are read up to it."""
     place = workplace()
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     async with place.serving() as client:
         await fill(client, blob)
+    log = max((place.folder / "buffer").rglob("*.aof"), key=lambda path: path.stat().st_size)
+    with log.open("ab") as file:
+        file.write(b"*3\r\n$4\r\nHSET\r\n$9\r\nareal:")
     before = place.digest()
     async with open_reader(find_run(place.folder)) as reader:
         look = await reader.look()
         await reader.blobs(next(iter(look.index.groups.values())))
+    assert look.index.group_counts[GroupState.SCORED] == 2
     assert place.digest() == before
     assert not list((tmp_path / "tmp").iterdir())
 
@@ -200,19 +190,6 @@ async def test_looking_at_a_run_that_is_alive_takes_nothing_over(workplace, blob
         assert leases.lost == [], "the front still serves, and may write"
 
 
-async def test_files_with_a_torn_end_are_read_up_to_it_and_stay_torn(workplace, blob):
-    place = workplace()
-    async with place.serving() as client:
-        await fill(client, blob)
-    log = max((place.folder / "buffer").rglob("*.aof"), key=lambda path: path.stat().st_size)
-    with log.open("ab") as file:
-        file.write(b"*3\r\n$4\r\nHSET\r\n$9\r\nareal:")
-    before = place.digest()
-    stats, _ = await stats_ended(find_run(place.folder))
-    assert stats.groups["SCORED"] == 2
-    assert place.digest() == before
-
-
 async def test_the_memory_tier_can_be_looked_at_once_redis_ended_in_order(workplace, blob):
     place = workplace(durability="memory")
     async with place.serving() as client:
@@ -221,11 +198,11 @@ async def test_the_memory_tier_can_be_looked_at_once_redis_ended_in_order(workpl
     assert stats.groups["SCORED"] == 2
 
 
-def test_a_run_without_files_of_a_buffer_is_refused(workplace):
+async def test_a_run_without_files_of_a_buffer_is_refused(workplace):
     place = workplace()
     place.is_alive(False)
     with pytest.raises(RunFolderError, match="holds nothing of a buffer"):
-        asyncio.run(stats_ended(find_run(place.folder)))
+        await stats_ended(find_run(place.folder))
 
 
 async def test_peek_lists_groups_and_opens_one_and_an_episode_of_it(workplace, blob):
@@ -260,26 +237,20 @@ def test_an_unknown_state_is_refused_with_those_that_there_are():
         state_of("scord")
 
 
-def test_what_is_exported_comes_back_as_the_same_episodes(workplace, blob, tmp_path):
-    place = workplace()
-    out = tmp_path / "all.parquet"
-
-    async def run():
-        async with place.serving() as client:
-            stored = await fill(client, blob)
-            await client.call(NextBatch("policy", 1, 0))
-            told = await export_tool.export(ExportRequest(str(place.folder), str(out)))
-            assert told == "5 episodes of 3 groups"
-            scored = ExportRequest(str(place.folder), str(out), state="leased", overwrite=True)
-        return stored, scored
-
-    stored, request = asyncio.run(run())
+async def test_what_is_exported_comes_back_as_the_same_episodes(workplace, blob, tmp_path):
+    place, out = workplace(), tmp_path / "all.parquet"
+    request = ExportRequest(str(place.folder), str(out))
+    async with place.serving() as client:
+        stored = await fill(client, blob)
+        await client.call(NextBatch("policy", 1, 0))
+        assert await export_tool.export(request) == "5 episodes of 3 groups"
     rows = pq.read_table(out).to_pylist()
     assert {row["episode_id"]: row["blob"] for row in rows} == stored
     assert sorted(row["reward"] for row in rows if row["reward"] is not None) == [0, 0.25, 0.5, 0.75]
     assert {row["data_source"] for row in rows} == {"sums"}
     assert [row["steps"] for row in rows if row["group_state"] == "BATCHED"] == [[0]] * 4
-    assert asyncio.run(export_tool.export(request)) == "1 episodes of 1 groups"
+    leased = msgspec.structs.replace(request, state="leased", overwrite=True)
+    assert await export_tool.export(leased) == "1 episodes of 1 groups"
 
 
 def test_text_of_a_model_cannot_steer_the_terminal():

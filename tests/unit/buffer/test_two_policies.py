@@ -13,14 +13,15 @@ from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Streak, Versions
 from replay_buffer.ledger.rules import ConsumerRules
 from replay_buffer.ledger.transaction import Transaction, note_given_up, take_back
+from tests.unit.buffer.conftest import Driver
 
 POLICIES = ("alice", "bob")
 
 
 @pytest.fixture
-def ledger(driver_type):
+def ledger():
     """Both train every task, one group a step; both trainers have opened at step 0."""
-    driver = driver_type(consumers=dict.fromkeys(POLICIES, ConsumerRules(1, 2)))
+    driver = Driver(consumers=dict.fromkeys(POLICIES, ConsumerRules(1, 2)))
     for policy in POLICIES:
         driver.send(OpenedWith(policy, "trainer", 0))
     return driver
@@ -83,9 +84,8 @@ def test_a_policy_whose_weights_are_abandoned_leaves_what_it_does_not_train(ledg
     shared = lease(ledger)
     put(ledger, shared)
     score(ledger)
-    for step in range(1):
-        assert ledger.send(NextBatch("bob", 1, step)).groups
-        assert ledger.send(Commit("bob", 1, step)) == Ok()
+    assert ledger.send(NextBatch("bob", 1, 0)).groups
+    assert ledger.send(Commit("bob", 1, 0)) == Ok()
     context = only_for_alice(ledger, bob=1)
     put(ledger, context, bob=1)
     score(ledger)

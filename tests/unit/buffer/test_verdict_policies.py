@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.rpc.messages import Claim, ExportLedger
+from areal_async.rpc.messages import Claim
 from areal_async.rpc.schema import Fault
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout
 from replay_buffer.ledger.decide import BufferStarted, ExpireDeadlines, stats
@@ -12,30 +12,24 @@ from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState
 from replay_buffer.ledger.rules import VerdictPolicy
 from replay_buffer.ledger.transaction import MOST_KINDS, MOST_MESSAGE
+from tests.unit.buffer.conftest import reasons
 
 MASK = VerdictPolicy(0, "mask")
 FAIL = VerdictPolicy(0, "fail_job")
 DROP = VerdictPolicy(0, "drop_group")
 
 
-def masking(drive, **rules):
-    policies = dict.fromkeys(("on_timeout", "on_error", "on_abstain"), MASK)
+def following(drive, policy, **rules):
+    """A ledger with one policy for all that is no score."""
+    policies = dict.fromkeys(("on_timeout", "on_error", "on_abstain"), policy)
     return drive(**{"group_size": 4, "batch_groups": 1, "min_scored": 2} | policies | rules)
 
 
-def generated(ledger, groups=1):
-    leases = ledger.lease(groups)
-    for lease in leases:
-        ledger.put(lease)
-    return leases
+def masking(drive, **rules):
+    return following(drive, MASK, **rules)
 
 
-def states(ledger, group):
-    return [EpisodeState(e.state).name for e in ledger.index.groups[group.group_id].episodes]
-
-
-def reasons(ack):
-    return [refusal.reason for refusal in ack.refused]
+DEADLINE = {"group_policy": "deadline_partial", "group_deadline_ms": 1000, "lease_ms": 10**6}
 
 
 # --- retry ---
@@ -44,7 +38,7 @@ def reasons(ack):
 @pytest.mark.parametrize("retries", [0, 1, 3])
 def test_an_episode_is_tried_again_as_often_as_the_policy_of_the_verdict_says(drive, retries):
     ledger = drive(group_size=1, on_timeout=VerdictPolicy(retries))
-    (group,) = generated(ledger)
+    (group,) = ledger.generated()
     for tries in range(retries):
         (item,) = ledger.claim()
         assert item.tries == tries
@@ -59,9 +53,9 @@ def test_an_episode_is_tried_again_as_often_as_the_policy_of_the_verdict_says(dr
 def test_verdicts_of_all_kinds_count_against_the_tries_of_the_kind_that_comes(drive):
     """So that a reward that fails in turns does not go on for ever."""
     ledger = drive(group_size=1, on_timeout=VerdictPolicy(1), on_error=VerdictPolicy(2))
-    (group,) = generated(ledger)
-    for verdict in (Failure("exception", "no"), Failure("exception", "no")):
-        ledger.judge(ledger.claim(), verdict)
+    (group,) = ledger.generated()
+    for _ in range(2):
+        ledger.judge(ledger.claim(), Failure("exception", "no"))
         assert ledger.state(group) == "GENERATED"
     ledger.judge(ledger.claim(), Timeout(100))
     assert ledger.state(group) is None
@@ -69,11 +63,12 @@ def test_verdicts_of_all_kinds_count_against_the_tries_of_the_kind_that_comes(dr
 
 
 def test_a_retry_waits_anew_and_keeps_its_bytes(drive):
-    ledger = drive(group_size=1, on_error=VerdictPolicy(1))
-    (group,) = generated(ledger)
+    ledger = drive(group_size=1, on_error=VerdictPolicy(1), claim_ms=700)
+    (group,) = ledger.generated()
+    ledger.claim()
     ledger.now_ms += 700
     (item,) = ledger.claim()
-    assert item.waited_ms == 700
+    assert item.waited_ms == 700, "a claim that ends without a verdict does not begin the wait anew"
     ledger.now_ms += 200
     ledger.judge([item], Failure("exception", "no"))
     ledger.now_ms += 50
@@ -84,15 +79,6 @@ def test_a_retry_waits_anew_and_keeps_its_bytes(drive):
     assert ledger.state(group) == "GENERATED"
 
 
-def test_a_claim_that_ends_without_a_verdict_does_not_begin_the_wait_anew(drive):
-    ledger = drive(group_size=1, claim_ms=1000)
-    generated(ledger)
-    ledger.claim()
-    ledger.now_ms += 1000
-    (again,) = ledger.claim()
-    assert again.waited_ms == 1000
-
-
 # --- mask ---
 
 
@@ -101,13 +87,13 @@ def test_a_claim_that_ends_without_a_verdict_does_not_begin_the_wait_anew(drive)
 )
 def test_a_masked_episode_is_given_up_and_its_group_goes_on(drive, verdict, kind):
     ledger = masking(drive)
-    (group,) = generated(ledger)
+    (group,) = ledger.generated()
     items = ledger.claim()
     ledger.judge(items[1:2], verdict)
     assert ledger.decisions[-1].writes.freed == {group.group_id: (1,)}, "its bytes are freed"
     assert ledger.index.payload_bytes == 300
     ledger.judge([items[0], *items[2:]], Score(1.0))
-    assert states(ledger, group) == ["VERDICT", "MASKED", "VERDICT", "VERDICT"]
+    assert ledger.states(group) == ["VERDICT", "MASKED", "VERDICT", "VERDICT"]
     assert ledger.state(group) == "SCORED"
     assert ledger.count(f"episode_masked:{kind}") == 1
     assert ledger.index.meta.episodes_dropped == 1
@@ -123,13 +109,10 @@ def test_a_masked_episode_is_given_up_and_its_group_goes_on(drive, verdict, kind
 def test_nothing_becomes_0_by_itself(drive):
     """Whatever a verdict is that is no score, no batch holds a reward that no scorer gave."""
     for policy in (MASK, DROP, VerdictPolicy(1, "mask"), VerdictPolicy(1, "drop_group")):
-        ledger = drive(
-            group_size=3, batch_groups=1, min_scored=1, on_timeout=policy, on_error=policy, on_abstain=policy
-        )
+        ledger = following(drive, policy, group_size=3, min_scored=1)
         verdicts = [Timeout(9), Failure("exception", ""), Abstain(), Score(0.25)]
         for turn in range(24):
-            (group,) = ledger.lease()
-            ledger.put(group)
+            (group,) = ledger.generated()
             while items := ledger.claim():
                 for place, item in enumerate(items):
                     ledger.judge([item], verdicts[(turn + place * 2 + item.tries) % 4])
@@ -157,23 +140,21 @@ def test_a_group_with_too_few_scores_left_is_dropped_at_once(drive):
 
 
 def test_masked_and_absent_samples_together_leave_what_is_left(drive):
-    rules = {"group_policy": "deadline_partial", "group_deadline_ms": 1000, "lease_ms": 10**6}
-    ledger = masking(drive, min_samples=2, **rules)
+    ledger = masking(drive, min_samples=2, **DEADLINE)
     (group,) = ledger.lease()
     ledger.put(group, [0, 1, 2])
     items = ledger.claim()
     ledger.judge(items[:1], Timeout(5))
     ledger.now_ms += 1000
     ledger.send(ExpireDeadlines())
-    assert states(ledger, group) == ["MASKED", "CLAIMED", "CLAIMED", "ABSENT"]
+    assert ledger.states(group) == ["MASKED", "CLAIMED", "CLAIMED", "ABSENT"]
     ledger.judge(items[1:], Score(1.0))
     assert ledger.state(group) == "SCORED"
 
 
 @pytest.mark.parametrize("rules", [{"min_samples": 2, "min_scored": 1}, {"min_samples": 1, "min_scored": 2}])
 def test_masked_samples_are_none_of_those_that_have_come_by_the_deadline(drive, rules):
-    rules |= {"group_policy": "deadline_partial", "group_deadline_ms": 1000, "lease_ms": 10**6}
-    ledger = masking(drive, **rules)
+    ledger = masking(drive, **rules, **DEADLINE)
     (group,) = ledger.lease()
     ledger.put(group, [0, 1])
     ledger.judge(ledger.claim()[:1], Timeout(5))
@@ -185,7 +166,7 @@ def test_masked_samples_are_none_of_those_that_have_come_by_the_deadline(drive, 
 
 def test_dynamic_filtering_looks_at_the_scores_that_are_left(drive):
     ledger = masking(drive, dynamic_filtering=True)
-    same, differ = generated(ledger, 2)
+    same, differ = ledger.generated(2)
     items = {item.episode_id: item for item in ledger.claim()}
     for group, rewards in ((same, (1.0, 1.0)), (differ, (1.0, 0.0))):
         ledger.judge([items[f"{group.group_id}.{sample}"] for sample in (0, 3)], Abstain())
@@ -195,33 +176,19 @@ def test_dynamic_filtering_looks_at_the_scores_that_are_left(drive):
     assert ledger.count("dropped:no_variance") == 1
 
 
-def test_the_version_of_a_group_is_that_of_what_is_left_of_it(drive):
-    """staleness_is_bounded concerns units that are trained: those of a masked episode are not."""
-    ledger = masking(drive, max_staleness=3, group_size=3)
-    ledger.step()
-    (group,) = ledger.lease()
-    ledger.put(group, [0], version=0)
-    ledger.put(group, [1, 2], version=1)
-    assert ledger.index.groups[group.group_id].training["policy"].min_version == 0
-    items = {item.episode_id[-1]: item for item in ledger.claim()}
-    ledger.judge([items["0"]], Abstain())
-    assert ledger.index.groups[group.group_id].training["policy"].min_version == 1
-
-
 def test_trained_effectively_once_a_masked_group_is_batched_again_as_it_was(drive):
     ledger = masking(drive)
-    (group,) = generated(ledger)
+    (group,) = ledger.generated()
     items = ledger.claim()
     ledger.judge(items[:1], Abstain())
     ledger.judge(items[1:], Score(1.0))
     first = ledger.batch()
     ledger.commit()
-    copy = ledger.decide(ExportLedger("policy", ledger.epoch, 1)).payload
+    assert ledger.export()
     ledger.open(0)
     assert ledger.batch(0).groups == first.groups
-    assert copy
     assert ledger.rebuilt().state() == ledger.index.state()
-    assert states(ledger, group)[0] == "MASKED"
+    assert ledger.states(group)[0] == "MASKED"
 
 
 # --- drop, beside others ---
@@ -229,11 +196,11 @@ def test_trained_effectively_once_a_masked_group_is_batched_again_as_it_was(driv
 
 def test_each_kind_follows_its_own_policy(drive):
     ledger = drive(group_size=3, on_timeout=DROP, on_error=MASK, on_abstain=VerdictPolicy(1, "mask"))
-    first, second = generated(ledger, 2)
+    first, second = ledger.generated(2)
     items = {item.episode_id: item for item in ledger.claim()}
     ledger.judge([items[f"{first.group_id}.0"]], Failure("exception", "no"))
     ledger.judge([items[f"{first.group_id}.1"]], Abstain())
-    assert states(ledger, first) == ["MASKED", "STORED", "CLAIMED"]
+    assert ledger.states(first) == ["MASKED", "STORED", "CLAIMED"]
     ledger.judge([items[f"{second.group_id}.2"]], Timeout(5))
     assert ledger.state(second) is None
 
@@ -243,7 +210,7 @@ def test_each_kind_follows_its_own_policy(drive):
 
 def test_fail_job_tells_the_trainer_which_episode_failed_and_how(drive):
     ledger = drive(group_size=2, on_error=FAIL)
-    (group,) = generated(ledger)
+    (group,) = ledger.generated()
     items = ledger.claim()
     ledger.judge(items[1:], Failure("exception", "ValueError: no such unit"))
     reply = ledger.ask()
@@ -259,12 +226,12 @@ def test_fail_job_tells_the_trainer_which_episode_failed_and_how(drive):
 def test_a_job_that_failed_gets_no_more_scores_until_it_is_resumed(drive):
     """On resume the very episode is scored again, with all its tries."""
     ledger = drive(group_size=2, on_error=VerdictPolicy(1, "fail_job"), batch_groups=1)
-    (group,) = generated(ledger)
+    (group,) = ledger.generated()
     ledger.judge(ledger.claim(), Failure("exception", "no"))
     ledger.judge(ledger.claim(), Failure("exception", "no"))
     assert ledger.claim() == []
     ledger.open(0)
-    assert isinstance(ledger.ask(), Fault), "a trainer that comes back does not lift it"
+    assert ledger.ask().kind == "failed", "a trainer that comes back does not lift it"
     ledger.send(BufferStarted())
     items = ledger.claim()
     assert [item.tries for item in items] == [0, 0]
@@ -274,7 +241,7 @@ def test_a_job_that_failed_gets_no_more_scores_until_it_is_resumed(drive):
 
 def test_the_first_reason_for_the_end_of_a_job_stands(drive):
     ledger = drive(group_size=2, on_error=FAIL, on_timeout=FAIL)
-    generated(ledger)
+    ledger.generated()
     first, second = ledger.claim()
     ledger.judge([first], Failure("exception", "the cause"))
     ledger.judge([second], Timeout(5))
@@ -284,18 +251,18 @@ def test_the_first_reason_for_the_end_of_a_job_stands(drive):
 def test_a_failure_comes_before_a_drop_of_the_same_group(drive):
     """What fails the job must be there when it is resumed."""
     ledger = drive(group_size=2, on_error=FAIL, on_timeout=DROP)
-    (group,) = generated(ledger)
+    (group,) = ledger.generated()
     first, second = ledger.claim()
     ledger.judge_each([(first, Timeout(5)), (second, Failure("exception", "no"))])
-    assert states(ledger, group) == ["STORED", "STORED"]
+    assert ledger.states(group) == ["STORED", "STORED"]
     assert ledger.index.meta.failed
 
 
 def test_a_failure_is_not_taken_over_with_the_ledger_copy_of_a_checkpoint(drive):
     ledger = drive(group_size=1, on_error=FAIL, batch_groups=1)
-    generated(ledger)
+    ledger.generated()
     ledger.judge(ledger.claim(), Failure("exception", "no"))
-    copy = ledger.decide(ExportLedger("policy", ledger.epoch, 0)).payload
+    copy = ledger.export()
     ledger.send(BufferStarted())
     ledger.index.meta = type(ledger.index.meta)("another", ledger.tasks.dataset_hash)
     ledger.send(OpenedWith("policy", "t", 0, copy))
@@ -307,7 +274,7 @@ def test_a_failure_is_not_taken_over_with_the_ledger_copy_of_a_checkpoint(drive)
 
 def test_the_newest_message_of_each_kind_is_kept(drive):
     ledger = drive(group_size=1, retries=9)
-    (group,) = generated(ledger)
+    (group,) = ledger.generated()
     for verdict in (Failure("exception", "first"), Timeout(1500), Failure("exception", "sec\nond")):
         ledger.judge(ledger.claim(), verdict)
         ledger.now_ms += 10
@@ -321,7 +288,7 @@ def test_the_newest_message_of_each_kind_is_kept(drive):
 
 def test_nothing_is_unbounded_in_what_is_kept_of_messages(drive):
     ledger = drive(group_size=1, retries=10**6)
-    generated(ledger)
+    ledger.generated()
     for number in range(40):
         ledger.judge(ledger.claim(), Failure(f"kind {number}" + "k" * 1000, "m" * 10_000))
     notes = ledger.index.meta.no_scores
@@ -333,7 +300,7 @@ def test_nothing_is_unbounded_in_what_is_kept_of_messages(drive):
 def test_a_starving_trainer_is_told_that_groups_got_no_score_and_why(drive):
     ledger = drive(group_size=1, retries=0)
     for _ in range(3):
-        generated(ledger)
+        ledger.generated()
         ledger.judge(ledger.claim(), Failure("exception", "ValueError: bad"))
     detail = ledger.waiting().detail
     assert "3 so far were dropped because they got no score" in detail
@@ -345,7 +312,7 @@ def test_a_starving_trainer_is_told_that_groups_got_no_score_and_why(drive):
 
 def test_rewards_of_parts_reach_the_batch(drive):
     ledger = drive(group_size=2, batch_groups=1)
-    generated(ledger)
+    ledger.generated()
     first, second = ledger.claim()
     parts = Parts(segments={1: 0.5}, agents={"judge": -1.0}, units=[0.0, 0.1, 0.25, 0.0, 1.0, 0.0, 0.0, 2.0])
     ledger.judge([first], Score(1.0, {"format": 1.0}, parts))
@@ -358,32 +325,27 @@ def test_rewards_of_parts_reach_the_batch(drive):
 
 
 @pytest.mark.parametrize(
-    ("parts", "kind", "says"),
+    ("components", "parts", "kind", "says"),
     [
-        (Parts(units=[0.0] * 7), "error:return_type", "7 rewards of units for an episode of 8 units"),
-        (Parts(units=[0.0] * 100_000), "error:return_type", "100000 rewards"),
-        (Parts(units=[float("nan")] * 8), "error:not_finite", "unit"),
-        (Parts(units=[1e300] * 8), "error:not_finite", "single precision"),
-        (Parts(segments={-1: 0.0}), "error:return_type", "segments"),
-        (Parts(segments=dict.fromkeys(range(9), 0.0)), "error:return_type", "segments"),
-        (Parts(segments={0: float("inf")}), "error:not_finite", "segment"),
-        (Parts(agents={str(n): 0.0 for n in range(257)}), "error:return_type", "agents"),
+        ({}, Parts(units=[0.0] * 7), "return_type", "7 rewards of units for an episode of 8 units"),
+        ({}, Parts(units=[0.0] * 100_000), "return_type", "100000 rewards"),
+        ({}, Parts(units=[float("nan")] * 8), "not_finite", "unit"),
+        ({}, Parts(units=[1e300] * 8), "not_finite", "single precision"),
+        ({}, Parts(segments={-1: 0.0}), "return_type", "segments"),
+        ({}, Parts(segments=dict.fromkeys(range(9), 0.0)), "return_type", "segments"),
+        ({}, Parts(segments={0: float("inf")}), "not_finite", "segment"),
+        ({}, Parts(agents={str(n): 0.0 for n in range(257)}), "return_type", "agents"),
+        ({"a": float("nan")}, None, "not_finite", "a"),
+        ({str(n): 1.0 for n in range(257)}, None, "return_type", "components"),
     ],
 )
-def test_rewards_of_parts_are_bounded_by_their_episode(drive, parts, kind, says):
+def test_rewards_of_parts_and_components_are_bounded(drive, components, parts, kind, says):
     ledger = drive(group_size=1, retries=0)
-    generated(ledger)
-    ledger.judge(ledger.claim(), Score(1.0, {}, parts))
+    (group,) = ledger.generated()
+    ledger.judge(ledger.claim(), Score(1.0, components, parts))
     ((found, note),) = ledger.index.meta.no_scores.items()
-    assert found == kind
+    assert found == f"error:{kind}"
     assert says in note.message
-
-
-@pytest.mark.parametrize("components", [{"a": float("nan")}, {str(n): 1.0 for n in range(257)}])
-def test_components_are_bounded_too(drive, components):
-    ledger = drive(group_size=1, retries=0)
-    (group,) = generated(ledger)
-    ledger.judge(ledger.claim(), Score(1.0, components))
     assert ledger.state(group) is None
 
 
@@ -394,8 +356,8 @@ def test_verdicts_are_final(drive):
     for policy in (DROP, MASK, VerdictPolicy(1, "drop_group"), FAIL):
         for first in verdicts:
             for second in verdicts:
-                ledger = masking(drive, **dict.fromkeys(("on_timeout", "on_error", "on_abstain"), policy))
-                generated(ledger)
+                ledger = following(drive, policy)
+                ledger.generated()
                 items = ledger.claim()
                 ledger.judge(items[:1], first)
                 held, verdict_counts = dict(ledger.index.groups), counted(ledger)
