@@ -6,7 +6,6 @@ where it is missing those tests are skipped and say so. Which server a job start
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
@@ -24,28 +23,19 @@ import redis as redis_sync
 from areal_async.launch.preflight import find_redis_server, redis_server_version
 from areal_async.rpc.messages import (
     Checkpointed,
-    Claim,
     Commit,
-    EpisodeVerdict,
     ExportLedger,
     Lease,
     NextBatch,
-    PutVerdicts,
 )
 from areal_async.rpc.schema import VersionTag
-from areal_async.rpc.verdicts import Score
 from areal_async.runtime.context import short_socket_dir
 from replay_buffer.coordinator import Coordinator
-from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules
-from replay_buffer.redis.store import Store
-from replay_buffer.redis.writer import RedisClock
-from tests.unit.buffer.conftest import CountedTasks
+from tests.unit.buffer.conftest import front_of, judge, store
 
 START_LIMIT_S = 60.0
-RULES = Rules.alone(group_size=2, batch_groups=2, max_staleness=1)
 
 
 def redis_7(folder: Path) -> Path | None:
@@ -99,7 +89,7 @@ class Server:
             stderr=subprocess.DEVNULL,
             preexec_fn=before,
         )
-        until(self._answers, what=f"a redis-server that answers ({self.folder})")
+        wait_until(self._answers, what=f"a redis-server that answers ({self.folder})")
         return self
 
     def _answers(self) -> bool:
@@ -134,32 +124,12 @@ def free_port() -> int:
             return port
 
 
-def until(condition: Callable[[], Any], limit_s: float = START_LIMIT_S, what: str = "it") -> None:
+def wait_until(condition: Callable[[], Any], limit_s: float = START_LIMIT_S, what: str = "it") -> None:
     """Wait for something that another process does."""
     deadline_s = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline_s, f"{what} did not come in time"
         os.sched_yield()
-
-
-async def happens(condition: Callable[[], Any], limit_s: float = START_LIMIT_S, what: str = "it") -> None:
-    """Let the loop run until `condition` holds."""
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + limit_s
-    while not condition():
-        assert loop.time() < deadline_s, f"{what} did not happen in time"
-        await asyncio.sleep(0.005)
-
-
-@pytest.fixture(scope="session")
-def wait() -> Any:
-    """`wait.until` for a test, `wait.happens` for a coroutine."""
-
-    class Wait:
-        pass
-
-    Wait.until, Wait.happens = staticmethod(until), staticmethod(happens)  # type: ignore[attr-defined]
-    return Wait
 
 
 @pytest.fixture
@@ -208,30 +178,21 @@ class Life:
     def __init__(self, front: Coordinator, epoch: int, step: int, durability: str) -> None:
         self.front, self.epoch, self.step, self.durability = front, epoch, step, durability
 
-    async def send(self, command: Any, blobs: Any = ()) -> Any:
-        return (await self.front.execute(command, blobs)).reply
+    async def send(self, command: Any) -> Any:
+        return (await self.front.execute(command)).reply
 
     async def lease(self, capacity: int = 2) -> Any:
         return await self.send(Lease("w", capacity, [VersionTag("policy", self.epoch, self.step)]))
 
     async def put(self, group: Any, size_bytes: int = 10) -> Any:
         blobs = [bytes([sample]) * size_bytes for sample in group.missing]
-        arrivals = tuple(
-            Arrival(sample, size_bytes, 8, 4, {"policy": Versions(self.step, self.step, self.epoch)})
-            for sample in group.missing
-        )
-        return await self.send(StoreEpisodes(group.lease_id, group.group_id, arrivals), blobs)
-
-    async def judge(self) -> None:
-        items = (await self.send(Claim("s", 100))).items
-        verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
-        await self.send(PutVerdicts("s", verdicts))
+        return await store(self.front, group, blobs, group.missing, version=self.step, epoch=self.epoch)
 
     async def train(self) -> Any:
         """One step, from lease to checkpoint; returns its batch."""
         for group in (await self.lease()).groups:
             await self.put(group)
-        await self.judge()
+        await judge(self.front)
         return await self.train_what_is_there()
 
     async def train_what_is_there(self) -> Any:
@@ -252,26 +213,12 @@ def a_life(job_name: str) -> Callable[..., Any]:
 
     @asynccontextmanager
     async def make(
-        address: Any,
-        durability: str = "everysec",
-        job: str = job_name,
-        step: int = 0,
-        revive: Any = None,
-        **rules: Any,
+        address: Any, durability: str = "everysec", step: int = 0, revive: Any = None, **rules: Any
     ) -> Any:
-        clock = RedisClock()
         small = {"group_size": 2, "batch_groups": 2, "max_staleness": 1, "durability": durability}
-        fitting = Rules.alone(**small | rules)
-        store = Store(address, job, "cafe0123", durability, clock)
-        front = Coordinator(store, fitting, CountedTasks(), clock, revive)
-        try:
-            await front.start()
+        async with front_of(address, job_name, Rules.alone(**small | rules), revive=revive) as front:
             opened = (await front.execute(OpenedWith("policy", "t", step))).reply
-            life = Life(front, opened.epoch, step, durability)
-            life.store = store  # type: ignore[attr-defined]
-            yield life
-        finally:
-            await front.stop()
+            yield Life(front, opened.epoch, step, durability)
 
     return make
 

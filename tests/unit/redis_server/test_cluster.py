@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from redis.crc import key_slot
 
 from areal_async.launch.preflight import find_redis_server
 from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
+from tests.unit.redis_server.conftest import wait_until
 
 SLOTS = 16384
 
 
 @pytest.fixture
-def cluster(servers, wait):
+def cluster(servers):
     """Two nodes that share the slots between them."""
     nodes = [
         servers(find_redis_server(), name, cluster_enabled="yes", cluster_node_timeout="5000").start()
@@ -26,7 +25,7 @@ def cluster(servers, wait):
         node.admin.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
     nodes[0].admin.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[1].port)
     for node in nodes:
-        wait.until(
+        wait_until(
             lambda node=node: b"cluster_state:ok" in node.admin.execute_command("CLUSTER", "INFO"),
             what="the cluster",
         )
@@ -49,24 +48,18 @@ async def test_a_ledger_lives_on_the_node_that_owns_its_slot_and_all_its_keys_ar
     assert other.admin.keys("*") == []
 
 
-def test_a_node_that_does_not_serve_the_job_names_the_one_that_does(cluster, a_life, job_name):
+async def test_a_node_that_does_not_serve_the_job_names_the_one_that_does(cluster, a_life, job_name):
     slot = key_slot(f"areal:{{{job_name}}}:meta".encode())
     owner, other = cluster if slot < SLOTS // 2 else cluster[::-1]
 
-    async def start():
+    with pytest.raises(StoreUnusable, match=f"slot {slot} is served by 127.0.0.1:{owner.port}"):
         async with a_life(other.url):
             pass
 
-    with pytest.raises(StoreUnusable, match=f"slot {slot} is served by 127.0.0.1:{owner.port}"):
-        asyncio.run(start())
 
-
-def test_a_cluster_that_is_not_whole_is_waited_for(servers, a_life):
+async def test_a_cluster_that_is_not_whole_is_waited_for(servers, a_life):
     node = servers(find_redis_server(), "a", cluster_enabled="yes").start()
 
-    async def start():
+    with pytest.raises(StoreUnavailable, match="the cluster is not whole"):
         async with a_life(node.url):
             pass
-
-    with pytest.raises(StoreUnavailable, match="the cluster is not whole"):
-        asyncio.run(start())

@@ -14,6 +14,7 @@ from areal_async.errors import FaultError
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
+from tests.unit.buffer.conftest import judge, until
 
 EPISODE_BYTES = 32 << 10
 
@@ -50,7 +51,7 @@ async def held(life, places):
     return [blob is not None and len(blob) == EPISODE_BYTES for blob in blobs]
 
 
-async def test_a_full_disk_loses_nothing_and_work_goes_on_when_room_returns(binary, servers, a_life, wait):
+async def test_a_full_disk_loses_nothing_and_work_goes_on_when_room_returns(binary, servers, a_life):
     server = servers(binary, "disk", auto_aof_rewrite_percentage="0").start(small_files)
     async with a_life(server.url, batch_groups=100) as life:
         acknowledged, later, words = await put_until_refused(life)
@@ -63,7 +64,7 @@ async def test_a_full_disk_loses_nothing_and_work_goes_on_when_room_returns(bina
         resource.prlimit(
             server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
         )
-        await wait.happens(lambda: life.front.index is not None, 10, "writing again")
+        await until(lambda: life.front.index is not None)
         assert life.front.trouble is None
         assert life.front.lost_writes == 0
         assert all(await held(life, acknowledged))
@@ -71,14 +72,12 @@ async def test_a_full_disk_loses_nothing_and_work_goes_on_when_room_returns(bina
         assert ack.stored == [0, 1]
         acknowledged += [(later.group_id, sample) for sample in ack.stored]
         # While a sync is under way, `everysec` keeps what it has answered in memory for up to 2 s.
-        await wait.happens(
-            lambda: server.admin.info("persistence")["aof_buffer_length"] == 0, 10, "writing its file"
-        )
+        await until(lambda: server.admin.info("persistence")["aof_buffer_length"] == 0)
         server.kill()
         server.start()
         with pytest.raises(FaultError):
-            await life.judge()
-        await wait.happens(lambda: life.front.index is not None, 10, "finding Redis again")
+            await judge(life.front)
+        await until(lambda: life.front.index is not None)
         assert life.front.lost_writes == 0
         assert all(await held(life, acknowledged))
 
@@ -97,7 +96,7 @@ def small_disk(folder):
     subprocess.run(["umount", "-l", disk], check=True)
 
 
-async def test_the_tier_always_survives_a_full_disk_although_redis_does_not(small_disk, folder, a_life, wait):
+async def test_the_tier_always_survives_a_full_disk_although_redis_does_not(small_disk, folder, a_life):
     """With appendfsync always a Redis that cannot write ends itself; with room it is started again."""
     server = EmbeddedRedis(small_disk / "data", folder / "redis", "always")
     ballast = small_disk / "ballast"
@@ -107,11 +106,11 @@ async def test_the_tier_always_survives_a_full_disk_although_redis_does_not(smal
         async with a_life(server.url, durability="always", revive=server.start, batch_groups=100) as life:
             acknowledged, later, _ = await put_until_refused(life)
             assert len(acknowledged) > 10
-            await wait.happens(lambda: life.front.trouble == "disk", 10, "naming the full disk")
+            await until(lambda: life.front.trouble == "disk")
             with pytest.raises(FaultError, match=r"the disk of .* is full .*: free room there"):
                 await life.lease()
             ballast.unlink()
-            await wait.happens(lambda: life.front.index is not None, 10, "writing again")
+            await until(lambda: life.front.index is not None)
             assert life.front.lost_writes == 0
             assert all(await held(life, acknowledged))
             assert (await life.put(later, EPISODE_BYTES)).stored == [0, 1]
@@ -119,9 +118,7 @@ async def test_the_tier_always_survives_a_full_disk_although_redis_does_not(smal
         await server.stop()
 
 
-async def test_a_full_memory_stops_episodes_alone_and_is_left_by_training(
-    binary, servers, a_life, job_name, wait
-):
+async def test_a_full_memory_stops_episodes_alone_and_is_left_by_training(binary, servers, a_life):
     """At maxmemory no episode comes in and no task goes out, but what frees memory goes on."""
     server = servers(binary, "memory", appendonly="no").start()
     async with a_life(server.url, durability="memory", batch_groups=2, max_staleness=40) as life:
@@ -129,7 +126,7 @@ async def test_a_full_memory_stops_episodes_alone_and_is_left_by_training(
         acknowledged, later, words = await put_until_refused(life)
         assert "maxmemory" in words
         set_limit(server, -200_000)  # not even a heartbeat would fit
-        await wait.happens(lambda: life.front.index is not None, 10, "the recovery")
+        await until(lambda: life.front.index is not None)
         assert life.front.trouble == "memory"
         leases = await life.lease()
         assert leases.groups == []
@@ -138,10 +135,10 @@ async def test_a_full_memory_stops_episodes_alone_and_is_left_by_training(
             await life.put(later, EPISODE_BYTES)
         assert life.front.lost_writes == 0
         assert all(await held(life, acknowledged))
-        await life.judge()
+        await judge(life.front)
         for _ in range(4):
             await life.train_what_is_there()
-        await wait.happens(lambda: life.front.trouble is None, 10, "room")
+        await until(lambda: life.front.trouble is None)
         assert (await life.put(later, EPISODE_BYTES)).stored == [0, 1]
         assert (await life.lease(1)).groups
         kept = [place for place in acknowledged if place[0] in life.front.index.groups]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -14,6 +13,13 @@ from areal_async.config.job import BufferSection
 from replay_buffer.redis.address import RedisAddress, StoreUnusable
 
 
+def openssl(*words):
+    subprocess.run(["openssl", *map(str, words)], check=True, capture_output=True)
+
+
+NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout")
+
+
 @dataclass(frozen=True)
 class Authority:
     folder: Path
@@ -21,25 +27,16 @@ class Authority:
     def ca(self) -> Path:
         return self.folder / "ca.pem"
 
-    def issue(self, name: str, alternative: str = "DNS:localhost") -> tuple[Path, Path]:
+    def issue(self, name: str) -> tuple[Path, Path]:
         """A certificate and its key, signed by this authority."""
-        cert, key, request = (self.folder / f"{name}.{end}" for end in ("pem", "key", "csr"))
-        extension = self.folder / f"{name}.ext"
-        extension.write_text(f"subjectAltName={alternative}\n")
-        openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", key)(
-            "-out", request, "-subj", f"/CN={name}"
+        cert, key, request, extension = (
+            self.folder / f"{name}.{end}" for end in ("pem", "key", "csr", "ext")
         )
-        openssl("x509", "-req", "-in", request, "-CA", self.ca(), "-CAkey", self.folder / "ca.key")(
-            "-CAcreateserial", "-days", "2", "-extfile", extension, "-out", cert
-        )
+        extension.write_text("subjectAltName=DNS:localhost\n")
+        openssl("req", *NEW_KEY, key, "-out", request, "-subj", f"/CN={name}")
+        ours = ("-CA", self.ca(), "-CAkey", self.folder / "ca.key", "-CAcreateserial")
+        openssl("x509", "-req", "-in", request, *ours, "-days", "2", "-extfile", extension, "-out", cert)
         return cert, key
-
-
-def openssl(*first):
-    def run(*rest):
-        subprocess.run(["openssl", *map(str, (*first, *rest))], check=True, capture_output=True)
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +46,10 @@ def authority(tmp_path_factory):
         pytest.skip("needs openssl: the Debian package openssl")
 
     def make(name: str) -> Authority:
-        folder = tmp_path_factory.mktemp(name)
-        openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")(
-            "-keyout", folder / "ca.key", "-out", folder / "ca.pem", "-days", "2", "-subj", f"/CN={name}"
-        )
-        return Authority(folder)
+        ours = Authority(tmp_path_factory.mktemp(name))
+        made = ("-out", ours.ca(), "-days", "2", "-subj", f"/CN={name}")
+        openssl("req", "-x509", *NEW_KEY, ours.folder / "ca.key", *made)
+        return ours
 
     return make
 
@@ -98,14 +94,9 @@ async def test_a_ledger_lives_behind_tls_with_a_client_certificate_and_a_login(s
         assert life.front.front_epoch == 2
 
 
-def test_a_certificate_that_is_not_trusted_is_refused_by_both_sides(secure, authority, a_life):
+async def test_a_certificate_that_is_not_trusted_is_refused_by_both_sides(secure, authority, a_life):
     other = authority("other")
     stranger, key = other.issue("stranger")
-
-    async def refused(address):
-        async with a_life(address):
-            pass
-
     for address in (
         secure(ca_file=other.ca()),  # the server is not whom we trust
         secure("127.0.0.1"),  # it is, but its certificate is for another name
@@ -113,27 +104,27 @@ def test_a_certificate_that_is_not_trusted_is_refused_by_both_sides(secure, auth
         secure(cert_file=stranger, key_file=key),  # and does not trust everybody
     ):
         with pytest.raises(StoreUnusable, match=r"no TLS connection to .* Look at buffer\.redis_tls"):
-            asyncio.run(refused(address))
+            async with a_life(address):
+                pass
     with pytest.raises(StoreUnusable, match=r"certificates of buffer.redis_tls cannot be used"):
-        asyncio.run(refused(secure(ca_file=key)))
-
-
-def test_a_wrong_password_is_named_by_its_place_and_never_shown(secure, a_life, folder, monkeypatch):
-    monkeypatch.setenv("REDIS_PASSWORD", "hunter2")
-
-    async def refused(address):
-        async with a_life(address):
+        async with a_life(secure(ca_file=key)):
             pass
 
+
+async def test_a_wrong_password_is_named_by_its_place_and_never_shown(secure, a_life, folder, monkeypatch):
+    monkeypatch.setenv("REDIS_PASSWORD", "hunter2")
     with pytest.raises(StoreUnusable, match="password_env or password_file") as caught:
-        asyncio.run(refused(secure(login={"password_env": "REDIS_PASSWORD"})))
+        async with a_life(secure(login={"password_env": "REDIS_PASSWORD"})):
+            pass
     assert "front" in str(caught.value)
     assert "hunter2" not in str(caught.value)
     with pytest.raises(StoreUnusable, match=r"UNSET_VARIABLE .* is not set"):
-        asyncio.run(refused(secure(login={"password_env": "UNSET_VARIABLE"})))
+        async with a_life(secure(login={"password_env": "UNSET_VARIABLE"})):
+            pass
     (folder / "password").write_text("\n")
     with pytest.raises(StoreUnusable, match="is empty"):
-        asyncio.run(refused(secure()))
+        async with a_life(secure()):
+            pass
 
 
 def test_a_password_that_changes_in_its_file_is_used_from_the_next_connection_on(secure, folder):
