@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ _samplings = st.builds(
 
 
 @st.composite
-def _histories(draw: st.DrawFn, max_segments: int = 8) -> History:
+def histories(draw: st.DrawFn, max_segments: int = 8) -> History:
     policies = draw(st.sampled_from([("policy",), ("policy", "critic")]))
     agents = [("main", 0), ("judge", len(policies) - 1)][: draw(st.integers(1, 2))]
     builder = EpisodeBuilder(
@@ -76,9 +77,9 @@ def _histories(draw: st.DrawFn, max_segments: int = 8) -> History:
         kind = draw(st.sampled_from(SegmentKind))
         ids = draw(_tokens)
         agent, turn = draw(st.integers(0, len(agents) - 1)), draw(st.integers(0, 5))
+        exactly = {"min_size": len(ids), "max_size": len(ids)}
         if kind == SegmentKind.SAMPLED:
             n = len(ids)
-            exactly = {"min_size": n, "max_size": n}
             mask = draw(st.one_of(st.none(), st.lists(st.integers(0, 1), **exactly)))
             one_epoch = draw(st.booleans())
             one = draw(st.integers(0, 3))
@@ -117,17 +118,12 @@ def _histories(draw: st.DrawFn, max_segments: int = 8) -> History:
             builder.flag(index, SegmentFlag.TERMINAL)
         if draw(st.booleans()):
             name = draw(_names)
-            builder.column(name, index, draw(st.lists(_logprobs, min_size=len(ids), max_size=len(ids))))
+            builder.column(name, index, draw(st.lists(_logprobs, **exactly)))
     builder.text(prompt=draw(st.text(max_size=9)), response=draw(st.text(max_size=9)))
     builder.meta(
         note=draw(st.one_of(st.none(), st.integers(-9, 9), st.lists(st.text(max_size=3), max_size=3)))
     )
     return History(builder.build(), calls, contexts)
-
-
-@pytest.fixture(scope="session")
-def histories() -> st.SearchStrategy[History]:
-    return _histories()
 
 
 @pytest.fixture
@@ -167,6 +163,19 @@ def two_turns() -> EpisodeBuilder:
     builder.text(prompt="what is this?", response="a größer plot")
     builder.meta(tool_seconds=0.5, tags=["a", "b"], nested={"k": [1, None, True]})
     return builder
+
+
+def add_call(builder: EpisodeBuilder, ids: Any, logprobs: Any, versions: Any = 0, **how: Any) -> int:
+    """Add a sampled segment of the builder's first agent, which begins a tree unless `parent` is given."""
+    plain = {"parent": None, "sampling": Sampling(), "finish_reason": "stop"}
+    return builder.sampled(ids, logprobs, versions, **plain | how)
+
+
+def one_call(ids: Any, logprobs: Any, versions: Any = 0, **how: Any) -> Episode:
+    """An episode of nothing else."""
+    builder = EpisodeBuilder("j", "t", "g", 0)
+    add_call(builder, ids, logprobs, versions, **how)
+    return builder.build()
 
 
 def with_columns(

@@ -20,14 +20,13 @@ from areal_async.trajectory import (
     EpisodeHeader,
     EpisodeLimits,
     InvariantError,
-    Sampling,
     SchemaError,
     SizeError,
     TrajectoryError,
     pack,
     unpack,
 )
-from tests.unit.trajectory.conftest import with_columns
+from tests.unit.trajectory.conftest import one_call, with_columns
 
 PREFIX = struct.Struct("<4sHHQII")
 HEAD = 0
@@ -146,20 +145,6 @@ def test_an_empty_episode_goes_through_the_codec():
     assert unpack(pack(episode)) == episode
 
 
-def test_a_long_episode_costs_at_most_15_bytes_per_token():
-    builder = EpisodeBuilder("job", "t:0:0", "t:0:0#0", 0)
-    sampling = Sampling(max_new_tokens=4096, stop=("</s>",), seed=2**60)
-    parent = None
-    for turn in range(16):
-        parent = builder.prompt([turn] * 200, parent, turn=turn)
-        parent = builder.sampled(
-            [turn] * 312, [-1.0] * 312, 3, parent=parent, sampling=sampling, finish_reason="stop", turn=turn
-        )
-    episode = builder.build()
-    assert episode.n_units == 8192
-    assert len(pack(episode)) / episode.n_units <= 15
-
-
 # --- hostile bytes -----------------------------------------------------------------------------------
 
 
@@ -236,9 +221,7 @@ _fields = st.sampled_from([*EpisodeHeader.__struct_fields__, "header", "segments
 @settings(max_examples=300, deadline=None)
 @given(field=_fields, value=_values, top=st.booleans())
 def test_a_well_formed_head_with_wrong_contents_gives_a_typed_error_or_a_valid_episode(field, value, top):
-    builder = EpisodeBuilder("j", "t", "g", 0)
-    builder.sampled([1], [-1.0], 0, parent=None, sampling=Sampling(), finish_reason="stop")
-    episode = builder.build()
+    episode = one_call([1], [-1.0], 0)
     frames = with_head(episode, **{field: value}) if top else with_header(episode, **{field: value})
     try:
         got = read(frames)
@@ -326,12 +309,7 @@ def test_too_few_and_too_many_frames_are_refused(episode):
 
 def test_a_size_claimed_in_the_head_allocates_nothing(episode):
     """Arrays and maps of four thousand million items, claimed at every level of the head."""
-    claims = [
-        b"\xdd\xff\xff\xff\xff",
-        b"\xdf\xff\xff\xff\xff",
-        b"\xdb\xff\xff\xff\xff",
-        b"\xc6\xff\xff\xff\xff",
-    ]
+    claims = [kind + b"\xff" * 4 for kind in (b"\xdd", b"\xdf", b"\xdb", b"\xc6")]
     frames = frames_of(episode)
     fields = ["calls", "agents", "epochs", "media", "metadata", "policies", "rewards", "job"]
     tracemalloc.start()

@@ -17,9 +17,7 @@ from areal_async.trajectory import (
     SegmentKind,
     anchor_of,
 )
-from tests.unit.trajectory.conftest import with_columns
-
-GREEDY = Sampling(temperature=0.0)
+from tests.unit.trajectory.conftest import add_call, one_call, with_columns
 
 
 @pytest.fixture
@@ -55,9 +53,7 @@ def test_the_example_is_built_as_told(two_turns):
 
 def test_lists_arrays_and_other_integer_types_give_the_same_episode():
     def built(ids, logprobs, versions, epoch):
-        b = EpisodeBuilder("j", "t", "g", 0)
-        b.sampled(ids, logprobs, versions, parent=None, sampling=GREEDY, finish_reason="stop", epoch=epoch)
-        return b.build()
+        return one_call(ids, logprobs, versions, epoch=epoch)
 
     plain = built([1, 2], [-1.0, -2.0], [3, 3], [5, 5])
     assert built((1, 2), (-1, -2), 3, 5) == plain
@@ -68,21 +64,11 @@ def test_lists_arrays_and_other_integer_types_give_the_same_episode():
     assert built(b"\x01\x02", [-1.0, -2.0], np.int64(3), np.int32(5)) == plain
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [
-        [1.5],
-        [2**31],
-        [-(2**31) - 1],
-        ["a"],
-        [None],
-        np.array([1.0]),
-        np.array([2**31]),
-        np.array([2**63], np.uint64),
-        np.array([[1]]),
-        None,
-    ],
-)
+NO_IDS = [[1.5], [2**31], [-(2**31) - 1], ["a"], [None], None]
+NO_ARRAYS = [np.array([1.0]), np.array([2**31]), np.array([2**63], np.uint64), np.array([[1]])]
+
+
+@pytest.mark.parametrize("ids", [*NO_IDS, *NO_ARRAYS])
 def test_ids_that_are_not_32_bit_integers_are_refused_and_nothing_is_added(builder, ids):
     with pytest.raises(InvariantError, match="ids"):
         builder.prompt(ids)
@@ -111,8 +97,8 @@ def test_ids_that_are_not_32_bit_integers_are_refused_and_nothing_is_added(build
 def test_columns_that_do_not_fit_the_ids_are_refused_and_nothing_is_added(builder, wrong):
     good = {"logprobs": [-1.0, -1.0], "versions": 1, "epoch": 0}
     with pytest.raises(InvariantError):
-        builder.sampled([1, 2], parent=None, sampling=GREEDY, finish_reason="stop", **{**good, **wrong})
-    builder.sampled([1, 2], parent=None, sampling=GREEDY, finish_reason="stop", **good)
+        add_call(builder, [1, 2], **{**good, **wrong})
+    add_call(builder, [1, 2], **good)
     assert builder.build().n_units == 2
 
 
@@ -125,14 +111,14 @@ def test_columns_that_do_not_fit_the_ids_are_refused_and_nothing_is_added(builde
         lambda b: b.prompt([1], turn=-1),
         lambda b: b.prompt([1], turn=2**31),
         lambda b: b.prompt([-1]),
-        lambda b: b.sampled([1], [0.5], 0, parent=None, sampling=GREEDY, finish_reason="stop"),
-        lambda b: b.sampled([1], [math.nan], 0, parent=None, sampling=GREEDY, finish_reason="stop"),
-        lambda b: b.sampled([1], [-1e300], 0, parent=None, sampling=GREEDY, finish_reason="stop"),
-        lambda b: b.sampled([1], [-1.0], -1, parent=None, sampling=GREEDY, finish_reason="stop"),
-        lambda b: b.sampled([1], [-1.0], 0, parent=None, sampling=GREEDY, finish_reason="stop", epoch=-1),
-        lambda b: b.sampled([1], [-1.0], 0, parent=None, sampling=GREEDY, finish_reason="stop", policy=1),
-        lambda b: b.sampled([1], [-1.0], 0, parent=None, sampling=GREEDY, finish_reason="stop", agent=7),
-        lambda b: b.sampled([1], [-1.0], 0, parent=None, sampling=GREEDY, finish_reason="stop", mask=[2]),
+        lambda b: add_call(b, [1], [0.5], 0),
+        lambda b: add_call(b, [1], [math.nan], 0),
+        lambda b: add_call(b, [1], [-1e300], 0),
+        lambda b: add_call(b, [1], [-1.0], -1),
+        lambda b: add_call(b, [1], [-1.0], 0, epoch=-1),
+        lambda b: add_call(b, [1], [-1.0], 0, policy=1),
+        lambda b: add_call(b, [1], [-1.0], 0, agent=7),
+        lambda b: add_call(b, [1], [-1.0], 0, mask=[2]),
         lambda b: b.reward(b.prompt([1]), math.inf),
         lambda b: b.reward(b.prompt([1]), 1e300),
         lambda b: b.reward(b.prompt([1]), "high"),
@@ -166,7 +152,7 @@ def test_a_sampled_segment_cannot_be_added_as_observed(builder):
 def test_build_may_be_repeated_and_what_it_returned_does_not_change(builder):
     prompt = builder.prompt([1, 2])
     first = builder.build()
-    builder.sampled([3], [-1.0], 7, parent=prompt, sampling=GREEDY, finish_reason="stop")
+    add_call(builder, [3], [-1.0], 7, parent=prompt)
     builder.meta(more=True)
     second = builder.build()
     assert (first.n_units, first.header.calls, first.header.metadata) == (2, [], {})
@@ -176,12 +162,8 @@ def test_build_may_be_repeated_and_what_it_returned_does_not_change(builder):
 
 def test_what_is_built_cannot_be_changed(two_turns):
     episode = two_turns.build()
-    for array in (
-        episode.units.token_id,
-        episode.units.mask,
-        episode.segments.table,
-        episode.units.columns["value"],
-    ):
+    units = episode.units
+    for array in (units.token_id, units.mask, episode.segments.table, units.columns["value"]):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
 
@@ -189,18 +171,14 @@ def test_what_is_built_cannot_be_changed(two_turns):
 def test_a_call_takes_the_policy_of_its_agent_unless_told():
     b = EpisodeBuilder("j", "t", "g", 0, policies=("a", "b"), agents=(("x", 0), ("y", 1)))
     for agent, policy in ((0, None), (1, None), (1, 0)):
-        b.sampled(
-            [1], [-1.0], 0, parent=None, sampling=GREEDY, finish_reason="stop", agent=agent, policy=policy
-        )
+        add_call(b, [1], [-1.0], agent=agent, policy=policy)
     calls = b.build().header.calls
-    assert calls == [Call(i, p, GREEDY, "stop", "sampled") for i, p in enumerate((0, 1, 0))]
+    assert calls == [Call(i, p, Sampling(), "stop", "sampled") for i, p in enumerate((0, 1, 0))]
 
 
 def test_epochs_run_over_segments_and_skip_what_is_not_trained(builder):
     def sampled(n, epoch, mask=None):
-        builder.sampled(
-            [1] * n, [-1.0] * n, 0, parent=None, sampling=GREEDY, finish_reason="stop", epoch=epoch, mask=mask
-        )
+        add_call(builder, [1] * n, [-1.0] * n, epoch=epoch, mask=mask)
 
     sampled(2, 3)
     builder.prompt([1])

@@ -25,7 +25,7 @@ from areal_async.trajectory import (
     unpack,
 )
 from areal_async.trajectory.episode import LOGPROB_SLACK
-from tests.unit.trajectory.conftest import with_columns
+from tests.unit.trajectory.conftest import add_call, one_call, with_columns
 
 PARENT, KIND, AGENT, TURN, OFFSET, LENGTH, FLAGS = range(7)
 N_UNITS = 12
@@ -287,37 +287,21 @@ def test_one_bad_value_is_seen_wherever_it_is():
         logprobs, versions, ids = [-1.0] * n, [3] * n, [7] * n
         for column, value in bad.items():
             {"logprob": logprobs, "version": versions, "token": ids}[column][position] = value
-        builder = EpisodeBuilder("j", "t", "g", 0)
-        builder.sampled(ids, logprobs, versions, parent=None, sampling=Sampling(), finish_reason="stop")
-        return builder.build()
+        return one_call(ids, logprobs, versions)
 
+    values = {"logprob": (math.nan, -math.inf, 0.01), "version": (-1, -2), "token": (-1,)}
     for position in (0, n // 2, n - 1):
-        for bad in (
-            {"logprob": math.nan},
-            {"logprob": -math.inf},
-            {"logprob": 0.01},
-            {"version": -1},
-            {"version": -2},
-            {"token": -1},
-        ):
-            with pytest.raises(InvariantError):
-                built(position, **bad)
+        for column, wrong in values.items():
+            for value in wrong:
+                with pytest.raises(InvariantError):
+                    built(position, **{column: value})
         good = built(position, version=9, logprob=1e-4)
         assert (good.min_version, good.max_version) == (3, 9)
 
 
 def test_sampled_units_left_out_of_training_keep_their_version(two_turns):
     parent = two_turns.prompt([1])
-    two_turns.sampled(
-        [2, 3, 4],
-        [-1.0, -1.0, 0.0],
-        [1, 9, -1],
-        parent=parent,
-        sampling=Sampling(),
-        finish_reason="stop",
-        epoch=7,
-        mask=[0, 1, 0],
-    )
+    add_call(two_turns, [2, 3, 4], [-1.0, -1.0, 0.0], [1, 9, -1], parent=parent, epoch=7, mask=[0, 1, 0])
     episode = two_turns.build()
     assert episode.units.version[-3:].tolist() == [1, 9, -1]
     assert (episode.n_sampled, episode.min_version, episode.max_version) == (8, 4, 9)

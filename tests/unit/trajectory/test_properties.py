@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from areal_async.trajectory import (
     pack,
@@ -15,14 +14,14 @@ from areal_async.trajectory import (
     unpack,
 )
 from areal_async.trajectory.episode import LOGPROB_SLACK
+from tests.unit.trajectory.conftest import histories
 
 drawn = settings(max_examples=120, deadline=None)
 
 
 @drawn
-@given(data=st.data())
-def test_a_root_to_leaf_path_is_exactly_what_the_engine_saw(histories, data):
-    history = data.draw(histories)
+@given(histories())
+def test_a_root_to_leaf_path_is_exactly_what_the_engine_saw(history):
     episode = history.episode
     for segment, context in history.contexts.items():
         assert episode.token_ids(segment).tolist() == context
@@ -32,9 +31,8 @@ def test_a_root_to_leaf_path_is_exactly_what_the_engine_saw(histories, data):
 
 
 @drawn
-@given(data=st.data())
-def test_each_sampled_unit_is_trained_in_exactly_one_row_on_the_context_it_was_sampled_in(histories, data):
-    history = data.draw(histories)
+@given(histories())
+def test_each_sampled_unit_is_trained_in_exactly_one_row_on_the_context_it_was_sampled_in(history):
     offset = history.episode.segments.offset
     expected = {
         int(offset[call.segment]) + i: (call.seen + call.said[:i], call.said[i], logprob, call.versions[i])
@@ -59,9 +57,9 @@ def test_each_sampled_unit_is_trained_in_exactly_one_row_on_the_context_it_was_s
 
 
 @drawn
-@given(data=st.data())
-def test_rows_are_whole_paths_and_carry_every_column(histories, data):
-    episode = data.draw(histories).episode
+@given(histories())
+def test_rows_are_whole_paths_and_carry_every_column(history):
+    episode = history.episode
     parents = set(episode.segments.parent.tolist())
     for row in training_rows(episode):
         assert row.path[-1] not in parents
@@ -74,9 +72,9 @@ def test_rows_are_whole_paths_and_carry_every_column(histories, data):
 
 
 @drawn
-@given(data=st.data())
-def test_the_codec_returns_what_it_was_given_bit_for_bit(histories, data):
-    episode = data.draw(histories).episode
+@given(histories())
+def test_the_codec_returns_what_it_was_given_bit_for_bit(history):
+    episode = history.episode
     blob = pack(episode)
     assert unpack(blob) == episode
     assert pack(unpack(blob)) == blob
@@ -84,9 +82,8 @@ def test_the_codec_returns_what_it_was_given_bit_for_bit(histories, data):
 
 
 @drawn
-@given(data=st.data())
-def test_what_an_episode_says_of_itself_agrees_with_the_log(histories, data):
-    history = data.draw(histories)
+@given(histories())
+def test_what_an_episode_says_of_itself_agrees_with_the_log(history):
     episode = history.episode
     assert episode.n_units == sum(episode.segments.length.tolist())
     assert episode.n_sampled == len(history.trained("versions"))
@@ -105,10 +102,9 @@ def test_what_an_episode_says_of_itself_agrees_with_the_log(histories, data):
 
 
 @drawn
-@given(data=st.data())
-def test_what_is_built_satisfies_the_invariants_in_plain_words(histories, data):
+@given(histories())
+def test_what_is_built_satisfies_the_invariants_in_plain_words(history):
     """The same invariants as `check`, restated unit by unit without its shortcuts."""
-    history = data.draw(histories)
     episode = history.episode
     segments, units = episode.segments, episode.units
     covered = []

@@ -7,11 +7,11 @@ import pytest
 from areal_async.trajectory import (
     EpisodeBuilder,
     EpisodeLimits,
-    Sampling,
     SegmentKind,
     SizeError,
     training_rows,
 )
+from tests.unit.trajectory.conftest import add_call
 
 
 def tree(*segments: tuple[str, int | None]):
@@ -20,9 +20,7 @@ def tree(*segments: tuple[str, int | None]):
     for i, (kind, parent) in enumerate(segments):
         ids = [10 * i, 10 * i + 1]
         if kind == "s":
-            builder.sampled(
-                ids, [-1.0, -2.0], i, parent=parent, sampling=Sampling(), finish_reason="stop", epoch=i % 2
-            )
+            add_call(builder, ids, [-1.0, -2.0], i, parent=parent, epoch=i % 2)
         else:
             builder.observed(SegmentKind.PROMPT, ids, parent)
     return builder.build()

@@ -262,29 +262,24 @@ def job_with(place, **weights_section):
     )
 
 
-def test_a_channel_of_the_users_own_brings_snapshots_from_publisher_to_receiver(place):
+async def test_a_channel_of_the_users_own_brings_snapshots_from_publisher_to_receiver(place):
     (place / "courier.py").write_text(COURIER)
     (place / "post").mkdir()
-    job = job_with(
-        place, channel=f"{place}/courier.py:Courier", channel_args={"post": str(place / "post")}, keep=2
-    )
+    args = {"post": str(place / "post")}
+    job = job_with(place, channel=f"{place}/courier.py:Courier", channel_args=args, keep=2)
     ctx = ServiceContext.for_test(job, place, "trainer", "trainer")
     p = make_publisher(ctx, files={}, tied={})
     p.start()
     try:
         p.publish(tag(0), weights(0))
-
-        async def main():
-            r = make_receiver(ctx, "serve", name="rollout-0")
-            await r.connect(10)
-            _, snapshot = await take(r)
-            assert snapshot.path == place / "post" / "policy-e1-v0"
-            assert snapshot.tensors["w"][0] == 0
-            await r.close()
-
-        asyncio.run(main())
+        r = make_receiver(ctx, "serve", name="rollout-0")
+        await r.connect(10)
+        _, snapshot = await take(r)
+        assert snapshot.path == place / "post" / "policy-e1-v0"
+        assert snapshot.tensors["w"][0] == 0
+        await r.close()
     finally:
-        p.close()
+        await asyncio.to_thread(p.close)
 
 
 @pytest.mark.parametrize(

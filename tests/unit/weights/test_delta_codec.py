@@ -42,7 +42,7 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("share", [0, 0.0005, 0.01, 0.6, 1])
-def test_every_share_of_changes_comes_back(width: int, share: float) -> None:
+def test_every_share_of_changes_comes_back(width, share):
     base, new = with_share(width, 10_001, share)
     assert (len(made_again(base, new, width)) == HEAD.size) == (share == 0)
 
@@ -54,9 +54,7 @@ def test_every_share_of_changes_comes_back(width: int, share: float) -> None:
     st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=200, deadline=None)
-def test_any_change_of_any_bytes_comes_back(
-    width: int, n: int, changes: list[tuple[int, int]], seed: int
-) -> None:
+def test_any_change_of_any_bytes_comes_back(width, n, changes, seed):
     old = np.random.default_rng(seed).integers(0, 256, n * width, dtype=np.uint8)
     new = old.copy()
     for at, byte in changes:
@@ -66,7 +64,7 @@ def test_any_change_of_any_bytes_comes_back(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_what_compares_equal_or_unequal_to_itself_is_told_apart_by_its_bits(dtype: torch.dtype) -> None:
+def test_what_compares_equal_or_unequal_to_itself_is_told_apart_by_its_bits(dtype):
     width = dtype.itemsize
     values = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), torch.finfo(dtype).tiny / 4, 1.0]
     for one in values:
@@ -82,7 +80,7 @@ def test_what_compares_equal_or_unequal_to_itself_is_told_apart_by_its_bits(dtyp
     assert len(made_again(bytes_of(zero), bytes_of(-zero), width)) > HEAD.size
 
 
-def test_one_step_in_the_last_place_of_a_percent_of_bf16_takes_a_hundredth_of_the_bytes() -> None:
+def test_one_step_in_the_last_place_of_a_percent_of_bf16_takes_a_hundredth_of_the_bytes():
     base = bytes_of(torch.randn(200_000, generator=torch.Generator().manual_seed(0)).bfloat16())
     new = base.copy()
     at = torch.rand(200_000, generator=torch.Generator().manual_seed(1)) < 0.01
@@ -90,7 +88,7 @@ def test_one_step_in_the_last_place_of_a_percent_of_bf16_takes_a_hundredth_of_th
     assert len(made_again(base, new, 2)) < 0.0125 * base.nbytes
 
 
-def test_blocks_cover_every_byte_once() -> None:
+def test_blocks_cover_every_byte_once():
     assert list(blocks_of(0)) == []
     assert list(blocks_of(2 * BLOCK_BYTES + 1)) == [
         (0, BLOCK_BYTES),
@@ -137,7 +135,7 @@ EIGHT = {
 
 
 @pytest.mark.parametrize("name", EIGHT)
-def test_hostile_bytes_are_refused_and_nothing_outside_is_touched(name: str) -> None:
+def test_hostile_bytes_are_refused_and_nothing_outside_is_touched(name):
     guarded = np.full(48, 7, np.uint8)
     with pytest.raises(SnapshotError):
         apply(guarded[16:32], Reader(EIGHT[name]), 2)
@@ -147,7 +145,7 @@ def test_hostile_bytes_are_refused_and_nothing_outside_is_touched(name: str) -> 
 
 @given(st.data(), st.floats(0.001, 1), st.sampled_from([1, 2, 4]))
 @settings(max_examples=200, deadline=None)
-def test_a_damaged_delta_is_refused_or_makes_a_block(data: st.DataObject, share: float, width: int) -> None:
+def test_a_damaged_delta_is_refused_or_makes_a_block(data, share, width):
     """Whatever is cut or flipped: `SnapshotError`, or a result that the hash of the part will judge."""
     base, new = with_share(width, 5000, share)
     good = bytearray(encode(base, new, width))

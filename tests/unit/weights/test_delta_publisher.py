@@ -94,9 +94,7 @@ class Node:
         await self._client.call(AckSnapshot(self._name, "serve", tag(version), 0.0, error), timeout_s=10)
 
 
-async def test_a_receiver_makes_the_version_out_of_the_one_it_holds(
-    publisher: Publisher, gate: Gate, place: Path
-) -> None:
+async def test_a_receiver_makes_the_version_out_of_the_one_it_holds(publisher, gate, place):
     gate.open.set()
     first = publisher.publish(tag(0), weights(0))
     shutil.copytree(first.path, place / "node" / "policy-e1-v0")
@@ -118,9 +116,7 @@ async def test_a_receiver_makes_the_version_out_of_the_one_it_holds(
         assert torch.equal(opened.tensors["w"], weights(1)["w"])
 
 
-async def test_training_waits_for_no_delta_and_only_who_can_use_it_does(
-    publisher: Publisher, gate: Gate
-) -> None:
+async def test_training_waits_for_no_delta_and_only_who_can_use_it_does(publisher, gate):
     publisher.publish(tag(0), weights(0))
     publisher.publish(tag(1), weights(1))  # returns although the delta is held up
     async with Node(publisher) as node, Node(publisher, "x", deltas=False) as plain:
@@ -134,9 +130,7 @@ async def test_training_waits_for_no_delta_and_only_who_can_use_it_does(
         assert (await plain.notice(0)).delta is None
 
 
-async def test_a_version_that_comes_while_a_delta_is_made_is_announced_in_full(
-    publisher: Publisher, gate: Gate
-) -> None:
+async def test_a_version_that_comes_while_a_delta_is_made_is_announced_in_full(publisher, gate):
     for version in range(3):
         publisher.publish(tag(version), weights(version))
     async with Node(publisher) as node:
@@ -144,7 +138,7 @@ async def test_a_version_that_comes_while_a_delta_is_made_is_announced_in_full(
         assert (news.tag, news.delta) == (tag(2), None)
 
 
-def test_what_a_delta_is_made_of_stays_until_it_is_made(publisher: Publisher, gate: Gate) -> None:
+def test_what_a_delta_is_made_of_stays_until_it_is_made(publisher, gate):
     made = [publisher.publish(tag(version), weights(version)) for version in range(4)]
     assert all(w.path.exists() for w in made)  # 1 is made of 0; 2 and 3 are the newest
     gate.open.set()
@@ -155,7 +149,7 @@ def test_what_a_delta_is_made_of_stays_until_it_is_made(publisher: Publisher, ga
     assert [w.path.exists() for w in made[:2]] == [False, False]
 
 
-async def test_a_delta_that_saves_little_is_not_offered(publisher: Publisher, gate: Gate) -> None:
+async def test_a_delta_that_saves_little_is_not_offered(publisher, gate):
     gate.open.set()
     generator = torch.Generator().manual_seed(0)
     for version in range(2):
@@ -164,7 +158,7 @@ async def test_a_delta_that_saves_little_is_not_offered(publisher: Publisher, ga
         assert (await node.notice(0, wait_ms=20_000)).delta is None
 
 
-async def test_a_delta_that_cannot_be_made_holds_nobody_up(publisher: Publisher, gate: Gate) -> None:
+async def test_a_delta_that_cannot_be_made_holds_nobody_up(publisher, gate):
     gate.error = SnapshotError("no space left")
     for version in range(2):
         publisher.publish(tag(version), weights(version))
@@ -175,7 +169,7 @@ async def test_a_delta_that_cannot_be_made_holds_nobody_up(publisher: Publisher,
         assert (await asyncio.wait_for(waiting, 60)).delta is None
 
 
-def test_a_publisher_that_ends_leaves_no_half_made_delta(publisher: Publisher, gate: Gate) -> None:
+def test_a_publisher_that_ends_leaves_no_half_made_delta(publisher, gate):
     for version in range(2):
         publisher.publish(tag(version), weights(version))
     assert gate.begun.acquire(timeout=60)

@@ -97,9 +97,7 @@ def wait_for_threads() -> None:
             assert not thread.is_alive()
 
 
-def test_versions_are_true_what_is_sent_is_what_was_offered_whatever_training_does(
-    sender: TensorSender,
-) -> None:
+def test_versions_are_true_what_is_sent_is_what_was_offered_whatever_training_does(sender):
     member = Member()
     for version in range(3):
         tensors = weights(version)
@@ -113,7 +111,7 @@ def test_versions_are_true_what_is_sent_is_what_was_offered_whatever_training_do
         wait_for_threads()
 
 
-def test_versions_are_true_an_offer_does_not_touch_what_is_being_sent(sender: TensorSender) -> None:
+def test_versions_are_true_an_offer_does_not_touch_what_is_being_sent(sender):
     sender.offer(VersionTag("policy", 0, 0), weights(0))
     plan, member = ask(sender, 0), Member()
     sender.offer(VersionTag("policy", 0, 1), weights(1))  # before the member has taken anything
@@ -122,7 +120,7 @@ def test_versions_are_true_an_offer_does_not_touch_what_is_being_sent(sender: Te
     assert_equal(member.take(ask(sender, 1, member.group)), weights(1))
 
 
-def test_only_the_newest_version_is_sent(sender: TensorSender) -> None:
+def test_only_the_newest_version_is_sent(sender):
     assert isinstance(ask(sender, 0), SendsNothing)
     sender.offer(VersionTag("policy", 0, 1), weights(1))
     assert isinstance(ask(sender, 0), SendsNothing)
@@ -131,7 +129,7 @@ def test_only_the_newest_version_is_sent(sender: TensorSender) -> None:
     assert isinstance(ask(sender, 1), SendsNothing)
 
 
-def test_each_engine_has_a_group_of_its_own(sender: TensorSender) -> None:
+def test_each_engine_has_a_group_of_its_own(sender):
     sender.offer(VersionTag("policy", 0, 0), weights(0))
     plans = [ask(sender, 0, engine=f"rollout-0/{i}") for i in range(3)]
     assert len({plan.group for plan in plans}) == 3
@@ -140,7 +138,7 @@ def test_each_engine_has_a_group_of_its_own(sender: TensorSender) -> None:
         assert_equal(Member().take(plan), weights(0))
 
 
-def test_one_death_is_local_a_member_that_never_comes_costs_only_its_group() -> None:
+def test_one_death_is_local_a_member_that_never_comes_costs_only_its_group():
     with serving(limit_s=2.0) as sender:
         sender.offer(VersionTag("policy", 0, 0), weights(0))
         absent = ask(sender, 0)
@@ -164,7 +162,7 @@ os._exit(1)
 """
 
 
-def test_one_death_is_local_a_member_that_dies_while_it_takes(sender: TensorSender) -> None:
+def test_one_death_is_local_a_member_that_dies_while_it_takes(sender):
     large = {f"layer.{i}": torch.ones(1_500_000) for i in range(4)}  # more than sockets hold
     sender.offer(VersionTag("policy", 0, 0), large)
     plan = ask(sender, 0)
@@ -177,20 +175,20 @@ def test_one_death_is_local_a_member_that_dies_while_it_takes(sender: TensorSend
     assert_equal(Member().take(anew), large)
 
 
-def test_a_request_that_is_repeated_gets_a_group_that_works(sender: TensorSender) -> None:
+def test_a_request_that_is_repeated_gets_a_group_that_works(sender):
     sender.offer(VersionTag("policy", 0, 0), weights(0))
     first, second = ask(sender, 0), ask(sender, 0)
     assert first.group != second.group
     assert_equal(Member().take(second), weights(0))
 
 
-def test_a_group_that_is_still_sent_to_is_not_used_twice(sender: TensorSender) -> None:
+def test_a_group_that_is_still_sent_to_is_not_used_twice(sender):
     sender.offer(VersionTag("policy", 0, 0), weights(0))
     first = ask(sender, 0)
     assert ask(sender, 0, first.group).group != first.group
 
 
-def test_too_many_sends_are_refused() -> None:
+def test_too_many_sends_are_refused():
     with serving(max_sends=2) as sender:
         sender.offer(VersionTag("policy", 0, 0), weights(0))
         plans = [ask(sender, 0, engine=str(i)) for i in range(3)]
@@ -199,7 +197,7 @@ def test_too_many_sends_are_refused() -> None:
             Member().take(plan)
 
 
-def test_buckets_hold_every_tensor_once_in_order() -> None:
+def test_buckets_hold_every_tensor_once_in_order():
     tensors = weights(0) | {"large": torch.zeros(5000)}
     buckets = list(in_buckets(tensors, 4000))
     assert [name for bucket in buckets for name in bucket.names] == list(tensors)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.errors import SnapshotError
@@ -17,9 +17,10 @@ from areal_async.weights.snapshot import MODEL_FILE, open_snapshot, write_snapsh
 from tests.unit.weights.world import in_boxes
 
 TAG = VersionTag("policy", 2, 5)
+EMBEDDING = "model.embed_tokens.weight"
 
 
-def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
+def test_every_dtype_and_shape_comes_back(tmp_path):
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 2, (3, 5), generator=generator)
     tensors = {str(dtype): values.to(dtype) for dtype in tensor_file.DTYPES}
@@ -31,6 +32,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
         "with_grad": torch.ones(2, requires_grad=True),
     }
     written = write_snapshot(tmp_path, TAG, tensors)
+    assert sum(f.stat().st_size for f in written.path.iterdir()) == written.size_bytes
     opened = open_snapshot(written.path, manifest_hash=written.manifest_hash).tensors
     assert opened.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -44,68 +46,33 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
     assert all(torch.equal(read[name].float(), opened[name].float()) for name in tensors)
 
 
-shapes = st.lists(st.integers(0, 5), max_size=3)
-
-
-@given(
-    st.lists(st.tuples(shapes, st.sampled_from(list(tensor_file.DTYPES))), max_size=6), st.integers(0, 2**31)
-)
-@settings(max_examples=50, deadline=None)
-def test_any_set_of_tensors_comes_back(
-    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[list[int], torch.dtype]], seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {
-        f"layer.{i}": torch.randint(0, 2, shape, generator=generator).to(dtype)
-        for i, (shape, dtype) in enumerate(kinds)
-    }
-    written = write_snapshot(tmp_path_factory.mktemp("s"), TAG, tensors)
-    opened = open_snapshot(written.path, manifest_hash=written.manifest_hash).tensors
-    assert {n: (t.dtype, t.float().tolist()) for n, t in opened.items()} == {
-        n: (t.dtype, t.float().tolist()) for n, t in tensors.items()
-    }
-    assert sum(f.stat().st_size for f in written.path.iterdir()) == written.size_bytes
-
-
-def test_tied_weights_are_stored_once_and_restored_under_both_names(tmp_path: Path) -> None:
-    state = {"model.embed_tokens.weight": torch.randn(50, 8), "norm": torch.ones(8)}
-    tied = {"lm_head.weight": "model.embed_tokens.weight"}
+def test_tied_weights_are_stored_once_and_restored_under_both_names(tmp_path):
+    state = {EMBEDDING: torch.randn(50, 8), "norm": torch.ones(8)}
+    tied = {"lm_head.weight": EMBEDDING}
     written = write_snapshot(tmp_path, TAG, state, tied=tied)
     snapshot = open_snapshot(written.path)
     assert snapshot.manifest.tied == tied
-    assert snapshot.tensors["lm_head.weight"] is snapshot.tensors["model.embed_tokens.weight"]
+    assert snapshot.tensors["lm_head.weight"] is snapshot.tensors[EMBEDDING]
     assert set(safetensors.torch.load_file(written.path / MODEL_FILE)) == set(state)
     with pytest.raises(SnapshotError, match="tied to c, which is not among the tensors"):
         write_snapshot(tmp_path / "other", TAG, state, tied={"b": "c"})
 
 
-def test_transformers_loads_the_directory(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+def test_transformers_loads_the_directory(tmp_path):
+    from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
+    from tests.unit.families import FAMILIES
+
+    config = FAMILIES["qwen2"]()
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).eval()
     config.save_pretrained(tmp_path / "config")
-    written = write_snapshot(
-        tmp_path,
-        TAG,
-        model.state_dict(),
-        files={"config.json": tmp_path / "config" / "config.json"},
-        tied={"lm_head.weight": "model.embed_tokens.weight"},
-    )
+    files, tied = {"config.json": tmp_path / "config" / "config.json"}, {"lm_head.weight": EMBEDDING}
+    written = write_snapshot(tmp_path, TAG, model.state_dict(), files=files, tied=tied)
     loaded, info = AutoModelForCausalLM.from_pretrained(
         written.path, dtype=torch.float32, output_loading_info=True
     )
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
+    assert not info["missing_keys"] | info["unexpected_keys"]
     ids = torch.arange(10)[None]
     with torch.no_grad():
         torch.testing.assert_close(loaded.eval()(ids).logits, model(ids).logits)
@@ -114,19 +81,19 @@ def test_transformers_loads_the_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "manifest.json", MODEL_FILE, "x\0y"])
-def test_files_lie_in_the_directory_or_are_refused(tmp_path: Path, name: str) -> None:
+def test_files_lie_in_the_directory_or_are_refused(tmp_path, name):
     with pytest.raises(SnapshotError):
         write_snapshot(tmp_path, TAG, {"a": torch.ones(1)}, files={name: b""})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_snapshot_is_written_once(tmp_path: Path) -> None:
+def test_a_snapshot_is_written_once(tmp_path):
     write_snapshot(tmp_path, TAG, {"a": torch.ones(1)})
     with pytest.raises(SnapshotError, match="written once"):
         write_snapshot(tmp_path, TAG, {"a": torch.zeros(1)})
 
 
-def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
     with pytest.raises(SnapshotError, match="complex64"):
         write_snapshot(tmp_path, TAG, {"a": torch.ones(1, dtype=torch.complex64)})
     with pytest.raises(SnapshotError, match="cannot be written"):
@@ -137,7 +104,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
 # --- tensors in several parts ----------------------------------------------------------------------------
 
 
-def test_a_tensor_in_parts_is_put_together(tmp_path: Path) -> None:
+def test_a_tensor_in_parts_is_put_together(tmp_path):
     whole = torch.randn(4, 6)
     boxes = {
         "a.safetensors": ([4, 2], [0, 0]),
@@ -158,15 +125,13 @@ def test_a_tensor_in_parts_is_put_together(tmp_path: Path) -> None:
         ({"a": ([4, 6], [0, 0]), "b": ([4, 6], [0, 0])}, "overlap"),
     ],
 )
-def test_parts_that_do_not_cover_a_tensor_exactly_once_are_refused(
-    tmp_path: Path, boxes: dict[str, tuple[list[int], list[int]]], problem: str
-) -> None:
+def test_parts_that_do_not_cover_a_tensor_exactly_once_are_refused(tmp_path, boxes, problem):
     path = in_boxes(tmp_path, TAG, boxes, torch.randn(4, 6)).path
     with pytest.raises(SnapshotError, match=problem):
         open_snapshot(path)
 
 
-def test_a_kept_mapping_is_filled_again_at_whatever_size(tmp_path: Path) -> None:
+def test_a_kept_mapping_is_filled_again_at_whatever_size(tmp_path):
     """The publisher's way of writing: one allocation, and its mapping, from snapshot to snapshot."""
     mapped, first = None, 0
     for version, n in enumerate((1000, 1000, 10, 3000)):
@@ -185,7 +150,7 @@ def test_a_kept_mapping_is_filled_again_at_whatever_size(tmp_path: Path) -> None
         shutil.rmtree(written.path)
 
 
-def test_many_threads_write_and_read_as_one(tmp_path: Path) -> None:
+def test_many_threads_write_and_read_as_one(tmp_path):
     state = {f"{i}": torch.full((i * 3000,), i, dtype=torch.int32) for i in range(40)}
     assert sum(tensor.nbytes for tensor in state.values()) > tensor_file.THREADS_FROM_BYTES
     cores = os.sched_getaffinity(0)
@@ -213,7 +178,7 @@ def change(path: Path, **fields: object) -> None:
     (path / "manifest.json").write_bytes(seal(msgspec.structs.replace(manifest, **fields)))
 
 
-def test_a_manifest_that_does_not_describe_its_files_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_that_does_not_describe_its_files_is_refused(tmp_path):
     path = write_snapshot(tmp_path, TAG, {"a": torch.ones(2, 2), "b": torch.ones(1)}).path
     original = unseal((path / "manifest.json").read_bytes())
     (shard,) = original.shards
@@ -247,14 +212,14 @@ def test_a_manifest_that_does_not_describe_its_files_is_refused(tmp_path: Path) 
 
 
 @given(st.binary(max_size=300))
-def test_noise_is_no_manifest_and_no_header(noise: bytes) -> None:
+def test_noise_is_no_manifest_and_no_header(noise):
     with pytest.raises(SnapshotError):
         unseal(noise)
     with pytest.raises(SnapshotError):
         tensor_file.parse_header(noise)
 
 
-def test_a_manifest_has_one_form(tmp_path: Path) -> None:
+def test_a_manifest_has_one_form(tmp_path):
     parts = [Part("a", "F32", [], [], [], "f", "h")]
     sealed = seal(Manifest(MANIFEST_SCHEMA, TAG, None, "full", parts, [], [], {}))
     assert unseal(sealed).tag == TAG

@@ -71,7 +71,7 @@ def expect_refused(written: SnapshotInfo) -> None:
                 open_snapshot(written.path, manifest_hash=manifest_hash, tensors=tensors)
 
 
-def test_versions_are_true_an_intact_snapshot_opens_as_it_was_written(world: World) -> None:
+def test_versions_are_true_an_intact_snapshot_opens_as_it_was_written(world):
     world.restore()
     for version, written in world.written.items():
         snapshot = open_snapshot(written.path, manifest_hash=written.manifest_hash)
@@ -83,10 +83,8 @@ def test_versions_are_true_an_intact_snapshot_opens_as_it_was_written(world: Wor
 
 
 @given(st.data(), st.sampled_from(FILES), st.integers(1, 255))
-@settings(max_examples=400, deadline=None)
-def test_versions_are_true_with_any_byte_flipped_nothing_opens(
-    world: World, data: st.DataObject, name: str, mask: int
-) -> None:
+@settings(max_examples=150, deadline=None)
+def test_versions_are_true_with_any_byte_flipped_nothing_opens(world, data, name, mask):
     world.restore()
     content = bytearray(world.contents[3][name])
     content[data.draw(st.integers(0, len(content) - 1))] ^= mask
@@ -94,7 +92,7 @@ def test_versions_are_true_with_any_byte_flipped_nothing_opens(
     expect_refused(world.written[3])
 
 
-def test_versions_are_true_every_single_byte_counts(world: World) -> None:
+def test_versions_are_true_every_single_byte_counts(world):
     world.restore()
     written = world.written[3]
     for name in FILES:
@@ -113,9 +111,7 @@ def test_versions_are_true_every_single_byte_counts(world: World) -> None:
 
 @given(st.data(), st.sampled_from(FILES))
 @settings(max_examples=150, deadline=None)
-def test_versions_are_true_a_truncated_or_extended_file_does_not_open(
-    world: World, data: st.DataObject, name: str
-) -> None:
+def test_versions_are_true_a_truncated_or_extended_file_does_not_open(world, data, name):
     world.restore()
     content = world.contents[3][name]
     size = data.draw(st.integers(0, len(content) + 8).filter(lambda n: n != len(content)))
@@ -125,7 +121,7 @@ def test_versions_are_true_a_truncated_or_extended_file_does_not_open(
 
 @given(st.sets(st.sampled_from(FILES), min_size=1))
 @settings(max_examples=30, deadline=None)
-def test_versions_are_true_files_swapped_between_versions_do_not_open(world: World, names: set[str]) -> None:
+def test_versions_are_true_files_swapped_between_versions_do_not_open(world, names):
     world.restore()
     for name in names:
         (world.written[3].path / name).write_bytes(world.contents[4][name])
@@ -136,7 +132,7 @@ def test_versions_are_true_files_swapped_between_versions_do_not_open(world: Wor
 
 @given(st.sampled_from(FILES), st.sampled_from(["missing", "directory", "foreign"]))
 @settings(max_examples=20, deadline=None)
-def test_versions_are_true_missing_and_foreign_files_do_not_open(world: World, name: str, how: str) -> None:
+def test_versions_are_true_missing_and_foreign_files_do_not_open(world, name, how):
     world.restore()
     path = world.written[3].path / name
     if how == "foreign":
@@ -148,7 +144,7 @@ def test_versions_are_true_missing_and_foreign_files_do_not_open(world: World, n
     expect_refused(world.written[3])
 
 
-def test_versions_are_true_an_absent_or_half_written_directory_does_not_open(world: World) -> None:
+def test_versions_are_true_an_absent_or_half_written_directory_does_not_open(world):
     world.restore()
     shutil.rmtree(world.written[3].path)
     expect_refused(world.written[3])
@@ -158,9 +154,7 @@ def test_versions_are_true_an_absent_or_half_written_directory_does_not_open(wor
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=50, deadline=None)
-def test_versions_are_true_a_file_half_filled_with_the_next_version_does_not_open(
-    world: World, cut: int
-) -> None:
+def test_versions_are_true_a_file_half_filled_with_the_next_version_does_not_open(world, cut):
     """What a reader sees who still reads while the allocation is filled again."""
     world.restore()
     old, new = world.contents[3]["model.safetensors"], world.contents[4]["model.safetensors"]
@@ -172,7 +166,7 @@ def test_versions_are_true_a_file_half_filled_with_the_next_version_does_not_ope
     expect_refused(world.written[3])
 
 
-def test_versions_are_true_another_snapshot_of_the_same_tag_is_not_the_announced_one(world: World) -> None:
+def test_versions_are_true_another_snapshot_of_the_same_tag_is_not_the_announced_one(world):
     world.restore()
     announced = world.written[3]
     shutil.rmtree(announced.path)
@@ -182,7 +176,7 @@ def test_versions_are_true_another_snapshot_of_the_same_tag_is_not_the_announced
         open_snapshot(announced.path, manifest_hash=announced.manifest_hash)
 
 
-def test_versions_are_true_what_was_opened_does_not_change_with_its_files(world: World) -> None:
+def test_versions_are_true_what_was_opened_does_not_change_with_its_files(world):
     world.restore()
     snapshot = open_snapshot(world.written[3].path)
     with open(world.written[3].path / "model.safetensors", "r+b") as file:
@@ -191,7 +185,7 @@ def test_versions_are_true_what_was_opened_does_not_change_with_its_files(world:
         assert torch.equal(snapshot.tensors[name], tensor)
 
 
-def test_versions_are_true_tensors_asked_for_later_are_verified_then(world: World) -> None:
+def test_versions_are_true_tensors_asked_for_later_are_verified_then(world):
     """An engine that reads the directory pays for no tensors; who asks for them after all gets true ones."""
     world.restore()
     snapshot = open_snapshot(world.written[3].path, tensors=False)
