@@ -149,7 +149,7 @@ async def test_a_worker_that_drains_has_its_waiting_request_answered_and_its_mis
 
 async def test_group_deadlines_hold_over_the_wire(context, blob, job_name):
     """groups_are_whole: a partial group reaches the trainer as what it is, by Redis's clock."""
-    partial = {"policy": "deadline_partial", "deadline_s": 0.2, "min_samples": 1}
+    partial = {"policy": "deadline_partial", "deadline_s": 1.0, "min_samples": 1}
     async with serving(context(group=partial, batch_groups=1)) as client:
         tag = VersionTag("policy", (await client.call(OpenTrainer("policy", "trainer", 0))).epoch, 0)
         (group,) = (await client.call(Lease("w0", 1, [tag]))).groups

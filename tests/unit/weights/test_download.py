@@ -28,7 +28,7 @@ async def test_what_was_published_arrives_and_the_sender_sends_every_byte_once(t
         peers = [await stack.enter_async_context(server()) for _ in range(n)]
         line = [p.endpoint, *[peer.endpoint for peer in peers]]
         ones = [
-            download(peer, snapshot, tmp_path / f"r{i}", line[i::-1], patience_s=10)
+            download(peer, snapshot, tmp_path / f"r{i}", line[i::-1], patience_s=LIMIT_S)
             for i, peer in enumerate(peers)
         ]
         for path in await asyncio.wait_for(asyncio.gather(*(one.run() for one in ones)), LIMIT_S):
@@ -69,7 +69,7 @@ async def test_versions_are_true_a_wrong_chunk_is_fetched_again_from_the_publish
     good, wrong = written(tmp_path / "p"), written(tmp_path / "wrong", seed=1)
     table = table_of(good)
     async with server(good) as p, server(wrong, table=table) as peer:  # which takes its own for the good
-        one = download(None, good, tmp_path / "a", [peer.endpoint, p.endpoint], table)
+        one = download(None, good, tmp_path / "a", [peer.endpoint, p.endpoint], table, patience_s=LIMIT_S)
         assert files_of(await one.run()) == files_of(good.path)
         assert 0 < p.bytes_sent <= good.size_bytes
 
@@ -175,7 +175,7 @@ async def test_requests_for_what_is_not_there_are_refused(tmp_path):
                 await c.call(message, timeout_s=LIMIT_S)
         assert p.remove(snapshot.manifest_hash)
         for gone in ("blake3:other", snapshot.manifest_hash):
-            with pytest.raises(FaultError, match="not here"):
+            with pytest.raises(SnapshotError, match="not here"):
                 await p.chunk(GetChunk(gone, 0))
 
 
