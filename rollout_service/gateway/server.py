@@ -300,8 +300,10 @@ class Gateway:
         max_model_len: int,
         trains: bool = True,
         offset: int = 0,
+        header_s: float = 10.0,
     ) -> None:
         """`trains`: what is recorded will be trained on; `offset` is added to a configured port."""
+        self._header_s = header_s
         self.section = section
         self._template = ChatTemplate(tokenizer, section.tool_format)
         self._job = job
@@ -380,6 +382,7 @@ class Gateway:
         limits = HttpLimits(
             connections=CONNECTIONS,
             held_bytes=BODIES_AT_ONCE * section.max_body_bytes,
+            header_s=self._header_s,
             answer_s=section.call_timeout_s + ANSWER_GRACE_S,
         )
         self.server = HttpServer(make_app(self), listening, limits, name="gateway")

@@ -117,13 +117,13 @@ class StreamFailure(msgspec.Struct):
 class ServerClient:
     """The server at `url`, which is shown `key` where one is given. Made and closed inside an event loop."""
 
-    def __init__(self, name: str, url: str, *, key: str = "") -> None:
+    def __init__(self, name: str, url: str, *, key: str = "", keepalive_s: float = KEEPALIVE_S) -> None:
         self.name = name
         shown = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = url.rstrip("/")
         # The worker bounds what is in flight; a pool's limit would only hide requests from the server's
         # queue.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, use_dns_cache=True)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=keepalive_s, use_dns_cache=True)
         self._session = aiohttp.ClientSession(
             connector=connector,
             skip_auto_headers=("User-Agent", "Accept-Encoding"),

@@ -26,9 +26,3 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat")
     write_chat_model(folder)
     return folder
-
-
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    """What runs the tests that are coroutines."""
-    return "asyncio"

@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
+import openai
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
@@ -22,6 +24,9 @@ from rollout_service.gateway import Gateway
 from rollout_service.workflows import Context, Renderer
 
 DEADLINE_S = 120.0
+ROUTE = "/v1/chat/completions"
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
+TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 SPECIALS = ["<pad>", "<|im_start|>", "<|im_end|>"]
 CHARACTERS = [chr(c) for c in range(32, 127)] + ["\n", "é"]
@@ -173,10 +178,23 @@ def make_context(engine: Any, tokenizer: Any, gateway: Gateway, **sampling: Any)
     )
 
 
+def http_of(session: Any) -> httpx.AsyncClient:
+    """A plain client that has the session's key."""
+    headers = {"authorization": f"Bearer {session.api_key}"}
+    return httpx.AsyncClient(base_url=session.origin, headers=headers, trust_env=False)
+
+
+def openai_of(session: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=session.openai_base_url, api_key=session.api_key, max_retries=0)
+
+
 @asynccontextmanager
-async def serving(engine: Any, tokenizer: Any, *, trains: bool = True, **section: Any) -> AsyncIterator[Any]:
+async def serving(
+    engine: Any, tokenizer: Any, *, trains: bool = True, header_s: float = 10.0, **section: Any
+) -> AsyncIterator[Any]:
     """A gateway, a context and an open session, within a deadline."""
-    gateway = Gateway(GatewaySection(**section), tokenizer, job="job", max_model_len=4096, trains=trains)
+    how: Any = {"job": "job", "max_model_len": 4096, "trains": trains, "header_s": header_s}
+    gateway = Gateway(GatewaySection(**section), tokenizer, **how)
     ctx = make_context(engine, tokenizer, gateway)
     try:
         async with asyncio.timeout(DEADLINE_S), ctx.gateway() as session:
@@ -185,30 +203,21 @@ async def serving(engine: Any, tokenizer: Any, *, trains: bool = True, **section
         await gateway.close()
 
 
+async def until(holds: Callable[[], object]) -> None:
+    """Within the deadline of `serving`."""
+    while not holds():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
 def assert_recorded_is_what_the_engine_said(episode: Any, log: list[Any]) -> None:
     """Every call's path, log-probs and versions are the engine's, bit by bit, each exactly once."""
     left = [
-        (
-            [int(i) for i in q.prompt_ids],
-            r.token_ids.tolist(),
-            r.logprobs.tolist(),
-            r.versions.tolist(),
-            q.sampling,
-        )
+        ([*map(int, q.prompt_ids)], *(c.tolist() for c in (r.token_ids, r.logprobs, r.versions)), q.sampling)
         for q, r in log
     ]
+    units = episode.units
     for call in episode.header.calls:
-        start = int(episode.segments.offset[call.segment])
-        span = slice(start, start + int(episode.segments.length[call.segment]))
-        own = episode.units.token_id[span].tolist()
-        path = episode.token_ids(call.segment).tolist()
-        left.remove(
-            (
-                path[: len(path) - len(own)],
-                own,
-                episode.units.logprob[span].tolist(),
-                episode.units.version[span].tolist(),
-                call.sampling,
-            )
-        )
+        start, n = episode.segments.offset[call.segment], episode.segments.length[call.segment]
+        own = (c[start : start + n].tolist() for c in (units.token_id, units.logprob, units.version))
+        left.remove((episode.token_ids(call.segment)[:-n].tolist(), *own, call.sampling))
     assert not left

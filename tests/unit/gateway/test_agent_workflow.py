@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shlex
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from areal_async.config.load import job_from_mapping
 from areal_async.rpc.schema import Task
 from rollout_service.workflows import WorkflowError, load_workflow
 from rollout_service.workflows.agent import AgentError
-from tests.unit.gateway.fakes import Scripted, assert_recorded_is_what_the_engine_said, serving
+from tests.unit.gateway.fakes import Scripted, assert_recorded_is_what_the_engine_said, serving, until
 
 TASK = Task("t", "1+2?", ground_truth="3", extra_info={"level": 1})
 
@@ -54,33 +52,29 @@ print("answer:", reply["choices"][0]["message"]["content"])
 """
 
 
-def run(arguments: dict[str, Any], tokenizer: Any) -> Any:
+async def run(arguments: dict[str, Any], tokenizer: Any) -> Any:
     engine = Scripted(tokenizer, ["three{END}"])
     workflow = load_workflow("agent", arguments)
-
-    async def main() -> Any:
-        async with serving(engine, tokenizer) as (_, ctx, _session):
-            await workflow(ctx, TASK)
-            return ctx.builder.build()
-
-    episode = asyncio.run(main())
+    async with serving(engine, tokenizer) as (_, ctx, _session):
+        await workflow(ctx, TASK)
+        episode = ctx.builder.build()
     assert_recorded_is_what_the_engine_said(episode, engine.log)
     return episode
 
 
-def test_a_function_is_an_agent(tmp_path: Path, tokenizer: Any) -> None:
+async def test_a_function_is_an_agent(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
-    episode = run({"agent": f"{tmp_path}/mine.py:agent"}, tokenizer)
+    episode = await run({"agent": f"{tmp_path}/mine.py:agent"}, tokenizer)
     assert episode.header.response_text == "answer: three"
     assert "1+2?" in episode.header.prompt_text
 
 
-def test_a_command_is_an_agent(tmp_path: Path, tokenizer: Any, monkeypatch: Any) -> None:
+async def test_a_command_is_an_agent(tmp_path: Path, tokenizer: Any, monkeypatch: Any) -> None:
     # A proxy that would answer for everything must not be asked.
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
     (tmp_path / "mine.py").write_text(COMMAND)
-    episode = run({"command": [sys.executable, "mine.py"], "cwd": str(tmp_path)}, tokenizer)
+    episode = await run({"command": [sys.executable, "mine.py"], "cwd": str(tmp_path)}, tokenizer)
     assert episode.header.response_text == "answer: three"
 
 
@@ -93,12 +87,12 @@ def test_a_command_is_an_agent(tmp_path: Path, tokenizer: Any, monkeypatch: Any)
         ("no", "async def"),
     ],
 )
-def test_an_agent_that_fails_makes_its_episode_fail(
+async def test_an_agent_that_fails_makes_its_episode_fail(
     name: str, says: str, tmp_path: Path, tokenizer: Any
 ) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
     with pytest.raises((AgentError, RuntimeError), match=says):
-        run({"agent": f"{tmp_path}/mine.py:{name}"}, tokenizer)
+        await run({"agent": f"{tmp_path}/mine.py:{name}"}, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -111,9 +105,9 @@ def test_an_agent_that_fails_makes_its_episode_fail(
         ([sys.executable, "-c", "print('hi')"], "without a call to the model"),
     ],
 )
-def test_a_command_that_fails_says_how(words: list[str], says: str, tokenizer: Any) -> None:
+async def test_a_command_that_fails_says_how(words: list[str], says: str, tokenizer: Any) -> None:
     with pytest.raises(AgentError, match=says):
-        run({"command": words}, tokenizer)
+        await run({"command": words}, tokenizer)
 
 
 def gone(pid: int) -> bool:
@@ -121,18 +115,16 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_a_command_ends_with_all_it_has_started(late: bool, tmp_path: Path, tokenizer: Any) -> None:
+async def test_a_command_ends_with_all_it_has_started(late: bool, tmp_path: Path, tokenizer: Any) -> None:
     """One is late; the other has ended, and its child holds its pipes."""
     pid_file = tmp_path / "pid"
     script = f"sleep 300 & echo $! > {shlex.quote(str(pid_file))}; sleep {300 if late else 0}"
     says = "not done after" if late else "without a call"
     with pytest.raises(AgentError, match=says):
-        run({"command": ["sh", "-c", script], "timeout_s": 3 if late else 200}, tokenizer)
+        await run({"command": ["sh", "-c", script], "timeout_s": 3 if late else 200}, tokenizer)
     pid = int(pid_file.read_text())
-    deadline_s = time.monotonic() + 60
-    while not gone(pid):
-        assert time.monotonic() < deadline_s
-        os.sched_yield()
+    async with asyncio.timeout(60):
+        await until(lambda: gone(pid))
 
 
 @pytest.mark.parametrize(
@@ -143,11 +135,11 @@ def test_arguments_that_name_no_agent_are_refused(arguments: dict[str, Any]) -> 
         load_workflow("agent", arguments)
 
 
-def test_the_example_of_the_page_runs(tmp_path: Path, tokenizer: Any) -> None:
+async def test_the_example_of_the_page_runs(tmp_path: Path, tokenizer: Any) -> None:
     page = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "mine.py").write_text(example)
-    episode = run({"agent": f"{tmp_path}/mine.py:solve"}, tokenizer)
+    episode = await run({"agent": f"{tmp_path}/mine.py:solve"}, tokenizer)
     assert episode.header.metadata["gateway_calls"] == 3
     assert episode.header.metadata["roots"] == 1
     assert episode.header.response_text == "fine"
@@ -157,12 +149,8 @@ def test_the_agent_of_a_job_file_is_looked_up_beside_it(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
     said = {}
     for name in ("mine.py:agent", "mine.py:blocking", "gone.py:agent"):
-        content = {
-            "job": "test",
-            "model": "m",
-            "tasks": {"train": "t.jsonl"},
-            "rollout": {"workflow": "agent", "workflow_args": {"agent": name, "cwd": "."}},
-        }
+        rollout = {"workflow": "agent", "workflow_args": {"agent": name, "cwd": "."}}
+        content = {"job": "test", "model": "m", "tasks": {"train": "t.jsonl"}, "rollout": rollout}
         with pytest.raises(ConfigError) as broken:
             job_from_mapping(content, source="job.yaml", base=tmp_path)
         said[name] = [m.problem for m in broken.value.mistakes if m.field == "rollout.workflow_args.agent"]

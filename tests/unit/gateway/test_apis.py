@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,10 +13,20 @@ import openai
 import pytest
 
 from rollout_service.engines.base import EngineError, RequestError
-from tests.unit.gateway.fakes import CALLS, KEEPING, Scripted, Talking, make_tokenizer, serving
+from tests.unit.gateway.fakes import (
+    CALLS,
+    CHAT,
+    KEEPING,
+    ROUTE,
+    TOOL,
+    Scripted,
+    Talking,
+    http_of,
+    make_tokenizer,
+    openai_of,
+    serving,
+)
 
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 SAID = f"Let me. {CALLS[0]}{CALLS[1]}{{END}}"
 
 
@@ -23,27 +34,19 @@ SAID = f"Let me. {CALLS[0]}{CALLS[1]}{{END}}"
 async def calling(engine: Scripted, **how: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
     """A plain client that has the key, and its session."""
     async with serving(engine, engine.tokenizer, **how) as (_, _ctx, session):
-        headers = {"authorization": f"Bearer {session.api_key}"}
-        async with httpx.AsyncClient(base_url=session.origin, headers=headers, trust_env=False) as http:
+        async with http_of(session) as http:
             yield http, session
-
-
-def events(text: str) -> list[Any]:
-    import json
-
-    data = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-    return [one if one == "[DONE]" else json.loads(one) for one in data]
 
 
 @pytest.mark.parametrize("engine", [Scripted, Talking])
 async def test_a_stream_says_what_it_would_have_said_whole(engine: Any, tokenizer: Any) -> None:
-    async with calling(engine(tokenizer, [SAID, SAID])) as (_http, session):
-        client = openai.AsyncOpenAI(base_url=session.openai_base_url, api_key=session.api_key)
+    talks = engine(tokenizer, [SAID, SAID])
+    async with calling(talks) as (_http, session), openai_of(session) as client:
+        models = [model.id for model in (await client.models.list()).data]
         asked: Any = {**CHAT, "tools": [TOOL], "logprobs": True, "stream_options": None}
         whole = await client.chat.completions.create(**asked)
-        async with client.chat.completions.stream(
-            **asked | {"stream_options": {"include_usage": True}}
-        ) as chunks:
+        asked["stream_options"] = {"include_usage": True}
+        async with client.chat.completions.stream(**asked) as chunks:
             deltas = [e.delta async for e in chunks if e.type == "content.delta" and e.delta]
             streamed = await chunks.get_final_completion()
     for completion in (whole, streamed):
@@ -56,6 +59,7 @@ async def test_a_stream_says_what_it_would_have_said_whole(engine: Any, tokenize
         assert choice.logprobs.content[1].logprob < 0
         assert completion.usage.completion_tokens == 11
     assert "".join(deltas) == "Let me. "
+    assert models == ["policy"]
     assert (len(deltas) > 1) == (engine is Talking), "an engine that streams is heard at once"
 
 
@@ -69,15 +73,9 @@ async def test_a_stream_says_what_it_would_have_said_whole(engine: Any, tokenize
 )
 async def test_why_an_answer_ended(said: str, asked: Any, reason: str, tokenizer: Any) -> None:
     async with calling(Scripted(tokenizer, [said])) as (http, _session):
-        reply = (await http.post("/v1/chat/completions", json={**CHAT, **asked})).json()
+        reply = (await http.post(ROUTE, json={**CHAT, **asked})).json()
     assert reply["choices"][0]["finish_reason"] == reason
     assert reply["choices"][0]["message"]["content"] == "yes"
-
-
-async def test_the_model_is_listed(tokenizer: Any) -> None:
-    async with calling(Scripted(tokenizer)) as (_http, session):
-        client = openai.AsyncOpenAI(base_url=session.openai_base_url, api_key=session.api_key)
-        assert [m.id for m in (await client.models.list()).data] == ["policy"]
 
 
 async def test_sampling_is_what_was_asked_for(tokenizer: Any) -> None:
@@ -88,9 +86,9 @@ async def test_sampling_is_what_was_asked_for(tokenizer: Any) -> None:
             {"temperature": 0.5, "max_completion_tokens": 7, "seed": 3, "stop": "x"},
             {"max_tokens": 10**6},
         ):
-            assert (await http.post("/v1/chat/completions", json={**CHAT, **more})).status_code == 200
+            assert (await http.post(ROUTE, json={**CHAT, **more})).status_code == 200
         for _ in range(2):
-            await http.post("/v1/chat/completions", json={**CHAT, "seed": 3, "n": 2})
+            await http.post(ROUTE, json={**CHAT, "seed": 3, "n": 2})
     first, second, *seeded = (request.sampling for request, _ in engine.log)
     assert (first.temperature, first.max_new_tokens, first.stop) == (0.5, 7, ("x",))
     assert (second.temperature, second.max_new_tokens, second.stop) == (1.0, 128, ())
@@ -101,7 +99,7 @@ async def test_what_cannot_be_trained_on_is_refused_or_ignored_as_the_job_says(t
     async def statuses(engine: Any, **how: Any) -> list[int]:
         bodies: list[Any] = [{"temperature": 0}, {"top_p": 0.5}, {"top_k": 3}, {"top_p": 1, "top_k": -1}]
         async with calling(engine, **how) as (http, _):
-            replies = [await http.post("/v1/chat/completions", json={**CHAT, **body}) for body in bodies]
+            replies = [await http.post(ROUTE, json={**CHAT, **body}) for body in bodies]
         return [reply.status_code for reply in replies]
 
     assert await statuses(Scripted(tokenizer)) == [400, 400, 400, 200]
@@ -145,7 +143,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 async def test_a_body_is_refused_by_field(change: dict[str, Any], field: str, tokenizer: Any) -> None:
     engine = Scripted(tokenizer)
     async with calling(engine) as (http, _):
-        reply = await http.post("/v1/chat/completions", json={**CHAT, **change})
+        reply = await http.post(ROUTE, json={**CHAT, **change})
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert error["param"] == field
@@ -167,12 +165,11 @@ async def test_harmless_fields_are_ignored(tokenizer: Any) -> None:
     }
 
     async with calling(Scripted(tokenizer)) as (http, _):
-        reply = await http.post("/v1/chat/completions", json={**CHAT, **harmless})
+        reply = await http.post(ROUTE, json={**CHAT, **harmless})
     assert reply.status_code == 200
 
 
 async def test_failures_of_the_engine_have_their_status(tokenizer: Any) -> None:
-    route = "/v1/chat/completions"
     engine = Talking(tokenizer)
 
     async with calling(engine) as (http, session):
@@ -180,13 +177,13 @@ async def test_failures_of_the_engine_have_their_status(tokenizer: Any) -> None:
         for fail in (RequestError("no"), EngineError("lost"), None):
             engine.fail = fail
             for stream in (False, True):
-                reply = await http.post(route, json={**CHAT, "stream": stream})
+                reply = await http.post(ROUTE, json={**CHAT, "stream": stream})
                 found.append(reply.status_code)
         long = {"role": "user", "content": "x" * 5000}
-        found.append((await http.post(route, json={**CHAT, "messages": [long]})).status_code)
-        found.append((await http.post(route, content=b"{")).status_code)
-        found.append((await http.post(route, content=b"[]")).status_code)
-        found.append((await http.get(route)).status_code)
+        found.append((await http.post(ROUTE, json={**CHAT, "messages": [long]})).status_code)
+        found.append((await http.post(ROUTE, content=b"{")).status_code)
+        found.append((await http.post(ROUTE, content=b"[]")).status_code)
+        found.append((await http.get(ROUTE)).status_code)
         found.append((await http.post("/v1/embeddings", json={})).status_code)
     assert [*found, session.calls] == [400, 400, 503, 503, 200, 200, 400, 400, 400, 405, 404, 2]
 
@@ -199,14 +196,15 @@ async def test_a_stream_that_breaks_ends_with_an_error_event_and_records_nothing
             raise EngineError("lost")
 
     async with calling(Breaking(tokenizer)) as (http, session):
-        chat = await http.post("/v1/chat/completions", json={**CHAT, "stream": True})
-        client = openai.AsyncOpenAI(base_url=session.openai_base_url, api_key=session.api_key)
-        with pytest.raises(openai.APIError, match="lost"):
-            async for _ in await client.chat.completions.create(**CHAT, stream=True):
-                pass
-        chat, calls = events(chat.text), session.calls
-    assert chat[1]["choices"][0]["delta"]["content"] == "some"
-    assert chat[-1]["error"]["code"] == "engine_unavailable"
+        chat = await http.post(ROUTE, json={**CHAT, "stream": True})
+        async with openai_of(session) as client:
+            with pytest.raises(openai.APIError, match="lost"):
+                async for _ in await client.chat.completions.create(**CHAT, stream=True):
+                    pass
+        calls = session.calls
+    parts = [json.loads(line[6:]) for line in chat.text.splitlines() if line.startswith("data: ")]
+    assert parts[1]["choices"][0]["delta"]["content"] == "some"
+    assert parts[-1]["error"]["code"] == "engine_unavailable"
     assert calls == 0
 
 
@@ -214,7 +212,7 @@ async def test_tools_need_a_template_that_has_them(tokenizer: Any) -> None:
     plain = make_tokenizer(KEEPING.replace("tools", "toys").replace("tool_call>", "call>"))
 
     async with calling(Scripted(plain)) as (http, _session):
-        reply = await http.post("/v1/chat/completions", json={**CHAT, "tools": [TOOL]})
+        reply = await http.post(ROUTE, json={**CHAT, "tools": [TOOL]})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "tools"
 
@@ -222,7 +220,7 @@ async def test_tools_need_a_template_that_has_them(tokenizer: Any) -> None:
 async def test_without_tools_to_choose_a_call_is_text(tokenizer: Any) -> None:
     async with calling(Scripted(tokenizer, [CALLS[0] + "{END}"])) as (http, _session):
         asked = {**CHAT, "tools": [TOOL], "tool_choice": "none"}
-        choice = (await http.post("/v1/chat/completions", json=asked)).json()["choices"][0]
+        choice = (await http.post(ROUTE, json=asked)).json()["choices"][0]
     assert choice["message"]["content"] == CALLS[0]
     assert choice["finish_reason"] == "stop"
 
@@ -234,5 +232,5 @@ async def test_an_answer_that_the_engine_ended_is_no_answer(tokenizer: Any) -> N
             return dataclasses.replace(result, finish_reason="abort" if "half" in said else "stop")
 
     async with calling(Ending(tokenizer, ["whole{END}", "half"])) as (http, session):
-        reply = await http.post("/v1/chat/completions", json={**CHAT, "n": 2})
+        reply = await http.post(ROUTE, json={**CHAT, "n": 2})
     assert (reply.status_code, session.calls) == (503, 0)

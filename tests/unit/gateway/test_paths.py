@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 
 from areal_async.trajectory import SegmentKind, training_rows
@@ -18,6 +19,7 @@ from tests.unit.gateway.fakes import (
     Scripted,
     assert_recorded_is_what_the_engine_said,
     make_tokenizer,
+    openai_of,
     serving,
 )
 
@@ -31,60 +33,39 @@ TOOL = {
 }
 
 
-def talk(
-    script: list[str],
-    body: Callable[[openai.AsyncOpenAI, Any], Coroutine[Any, Any, None]],
-    tokenizer: Any,
-    **how: Any,
-) -> tuple[Any, Scripted]:
-    """The episode that `body` makes with an OpenAI client, and the engine."""
-    engine = Scripted(tokenizer, script)
-
-    async def main() -> Any:
-        async with serving(engine, tokenizer, **how) as (_, ctx, session):
-            client = openai.AsyncOpenAI(
-                base_url=session.openai_base_url, api_key=session.api_key, max_retries=0
-            )
-            async with client:
-                await body(client, session)
-        return ctx.builder.build()
-
-    episode = asyncio.run(main())
-    assert_recorded_is_what_the_engine_said(episode, engine.log)
-    return episode, engine
+@asynccontextmanager
+async def talking(tokenizer: Any, *script: str) -> AsyncIterator[Any]:
+    """An OpenAI `client`, the `engine`, and after the block the `episode`, which is what the engine said."""
+    talk = SimpleNamespace(engine=Scripted(tokenizer, script))
+    async with serving(talk.engine, tokenizer) as (_, ctx, session):
+        async with openai_of(session) as talk.client:
+            yield talk
+    talk.episode = ctx.builder.build()
+    assert_recorded_is_what_the_engine_said(talk.episode, talk.engine.log)
 
 
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-async def ask(client: openai.AsyncOpenAI, messages: list[Any], **more: Any) -> Any:
-    reply = await client.chat.completions.create(model="any", messages=messages, **more)
+async def ask(talk: Any, messages: list[Any], **more: Any) -> Any:
+    reply = await talk.client.chat.completions.create(model="any", messages=messages, **more)
     return reply.choices[0].message
 
 
-async def three_turns(client: openai.AsyncOpenAI, session: Any, **more: Any) -> None:
-    messages: list[Any] = [{"role": "system", "content": "Add."}, user("1+2?")]
-    for n in range(3):
-        message = await ask(client, messages, tools=[TOOL], **more)
-        messages.append(message)
-        messages += [
-            {"role": "tool", "tool_call_id": call.id, "content": "3"} for call in message.tool_calls or []
-        ] or [user(f"and {n}?")]
-
-
-def test_a_conversation_is_one_path_of_the_sampled_ids(tokenizer: Any) -> None:
+async def test_a_conversation_is_one_path_of_the_sampled_ids(tokenizer: Any) -> None:
     script = [f"Let me see. {CALLS[0]}{{END}}", "It is 3.{END}", f"{CALLS[1]}"]
-    episode, _ = talk(script, three_turns, tokenizer)
+    messages: list[Any] = [{"role": "system", "content": "Add."}, user("1+2?")]
+    async with talking(tokenizer, *script) as talk:
+        for n in range(3):
+            message = await ask(talk, messages, tools=[TOOL])
+            calls = message.tool_calls or []
+            answers = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in calls]
+            messages += [message, *(answers or [user(f"and {n}?")])]
+    episode = talk.episode
     assert len(training_rows(episode)) == 1
-    assert [SegmentKind(k).name for k in episode.segments.kind] == [
-        "PROMPT",
-        "SAMPLED",
-        "TOOL",
-        "SAMPLED",
-        "ENVIRONMENT",
-        "SAMPLED",
-    ]
+    kinds = [SegmentKind(kind).name for kind in episode.segments.kind]
+    assert kinds == ["PROMPT", "SAMPLED", "TOOL", "SAMPLED", "ENVIRONMENT", "SAMPLED"]
     assert episode.header.metadata["roots"] == 1
     text = tokenizer.decode(episode.units.token_id.tolist())
     assert "22" not in text
@@ -98,110 +79,87 @@ def test_a_conversation_is_one_path_of_the_sampled_ids(tokenizer: Any) -> None:
     assert episode.segments.turn.tolist() == [0, 0, 1, 1, 2, 2]
 
 
-def test_an_answer_cut_by_length_is_closed_as_the_template_closes(tokenizer: Any) -> None:
-    async def body(client: openai.AsyncOpenAI, session: Any) -> None:
-        message = await ask(client, [user("go")], max_tokens=4)
-        assert message.content == "abcd"
-        await ask(client, [user("go"), message, user("on")])
-
-    episode, _ = talk(["abcdefgh{END}", "ok{END}"], body, tokenizer)
-    assert "abcd<|im_end|>\n<|im_start|>user\non<|im_end|>" in tokenizer.decode(
-        episode.units.token_id.tolist()
-    )
-    assert (episode.units.token_id == EOS).sum() == 4
-    assert episode.header.metadata["roots"] == 1
-
-
-def test_a_stop_text_stays_in_the_path_though_the_agent_does_not_see_it(tokenizer: Any) -> None:
-    async def body(client: openai.AsyncOpenAI, session: Any) -> None:
-        message = await ask(client, [user("go")], stop=["Obs:"])
-        assert message.content == "Act. "
-        await ask(client, [user("go"), {"role": "assistant", "content": "Act."}, user("4")])
-
-    episode, engine = talk(["Act. Obs:", "ok{END}"], body, tokenizer)
-    assert "Act. Obs:<|im_end|>\n<|im_start|>user\n4" in tokenizer.decode(
-        engine.log[1][0].prompt_ids.tolist()
-    )
-    assert episode.header.metadata["roots"] == 1
+@pytest.mark.parametrize(
+    ("said", "asked", "shown", "path"),
+    [
+        ("abcdefgh{END}", {"max_tokens": 4}, "abcd", "abcd"),
+        ("Act. Obs:", {"stop": ["Obs:"]}, "Act. ", "Act. Obs:"),
+        ("yes<pad>", {}, "yes<pad>", "yes<pad>"),
+    ],
+    ids=["cut by its length", "a stop text stays though the agent does not see it", "another end token"],
+)
+async def test_a_turn_is_closed_as_the_template_closes_it(
+    said: str, asked: Any, shown: str, path: str, tokenizer: Any
+) -> None:
+    async with talking(tokenizer, said, "ok{END}") as talk:
+        message = await ask(talk, [user("go")], **asked)
+        assert message.content == shown
+        repeated = {"role": "assistant", "content": shown.strip()}
+        await ask(talk, [user("go"), repeated, user("on")])
+    for ids in (talk.engine.log[1][0].prompt_ids, talk.episode.units.token_id):
+        assert f"{path}<|im_end|>\n<|im_start|>user\non<|im_end|>" in tokenizer.decode(ids.tolist())
+    assert (talk.episode.units.token_id == EOS).sum() == 4
+    assert talk.episode.header.metadata["roots"] == 1
 
 
 @pytest.mark.parametrize(
     ("template", "roots"),
     [(None, {"new": 1}), (FORGETFUL, {"new": 1, "template": 1}), (SHORTENING, {"new": 1, "template": 1})],
 )
-def test_a_template_that_drops_text_makes_a_new_root_and_is_counted(
+async def test_a_template_that_drops_text_makes_a_new_root_and_is_counted(
     template: str | None, roots: dict[str, int], tokenizer: Any
 ) -> None:
     tokenizer = tokenizer if template is None else make_tokenizer(template)
-
-    async def body(client: openai.AsyncOpenAI, session: Any) -> None:
-        message = await ask(client, [user("go")])
+    async with talking(tokenizer, "<think>hm</think>yes{END}", "ok{END}") as talk:
+        message = await ask(talk, [user("go")])
         assert message.content == "<think>hm</think>yes"
-        await ask(client, [user("go"), message, user("on")])
-
-    episode, engine = talk(["<think>hm</think>yes{END}", "ok{END}"], body, tokenizer)
-    assert episode.header.metadata["roots_by_reason"] == roots
-    assert episode.header.metadata["roots"] == sum(roots.values())
-    second = tokenizer.decode(engine.log[1][0].prompt_ids.tolist())
+        await ask(talk, [user("go"), message, user("on")])
+    assert talk.episode.header.metadata["roots_by_reason"] == roots
+    assert talk.episode.header.metadata["roots"] == sum(roots.values())
+    second = tokenizer.decode(talk.engine.log[1][0].prompt_ids.tolist())
     assert ("<think>" in second) == (template is None)
-    assert episode.segments.parent.tolist() == ([-1, 0, 1, 2] if template is None else [-1, 0, -1, 2])
-    assert len(training_rows(episode)) == sum(roots.values())
+    assert talk.episode.segments.parent.tolist() == ([-1, 0, 1, 2] if template is None else [-1, 0, -1, 2])
+    assert len(training_rows(talk.episode)) == sum(roots.values())
 
 
-def test_a_history_that_the_agent_changed_makes_a_new_root(tokenizer: Any) -> None:
-    async def body(client: openai.AsyncOpenAI, session: Any) -> None:
-        message = await ask(client, [user("go")])
+async def test_a_history_that_the_agent_changed_makes_a_new_root(tokenizer: Any) -> None:
+    async with talking(tokenizer, "yes{END}") as talk:
+        message = await ask(talk, [user("go")])
         edited = {"role": "assistant", "content": message.content.upper()}
-        await ask(client, [user("go"), edited, user("on")])
-        await ask(client, [user("other"), message, user("on")])
-        await ask(client, [user("go"), message, user("on")])
-        await ask(client, [user("unrelated")])
-
-    episode, _ = talk(["yes{END}"], body, tokenizer)
-    assert episode.header.metadata["roots_by_reason"] == {"new": 2, "history": 2}
-    assert episode.segments.parent.tolist() == [-1, 0, -1, 2, -1, 4, 1, 6, -1, 8]
+        await ask(talk, [user("go"), edited, user("on")])
+        await ask(talk, [user("other"), message, user("on")])
+        await ask(talk, [user("go"), message, user("on")])
+        await ask(talk, [user("unrelated")])
+    assert talk.episode.header.metadata["roots_by_reason"] == {"new": 2, "history": 2}
+    assert talk.episode.segments.parent.tolist() == [-1, 0, -1, 2, -1, 4, 1, 6, -1, 8]
 
 
-def test_parallel_samples_of_one_prompt_are_branches(tokenizer: Any) -> None:
-    async def body(client: openai.AsyncOpenAI, session: Any) -> None:
-        reply = await client.chat.completions.create(model="any", messages=[user("go")], n=3)
-        assert [choice.message.content for choice in reply.choices] == ["one", "two", "two"]
-        await asyncio.gather(*(ask(client, [user("go")]) for _ in range(2)))
-        await ask(client, [user("go"), reply.choices[0].message, user("on")])
-
+async def test_parallel_samples_of_one_prompt_are_branches(tokenizer: Any) -> None:
     script = ["one{END}", "two{END}", "two{END}", "four{END}", "five{END}", "six{END}"]
-    episode, _ = talk(script, body, tokenizer)
-    assert episode.segments.parent.tolist() == [-1, 0, 0, 0, 0, 0, 1, 6]
-    assert episode.header.metadata["roots"] == 1
-    assert len(training_rows(episode)) == 5
-    assert len({call.sampling.seed for call in episode.header.calls}) == 6
+    async with talking(tokenizer, *script) as talk:
+        reply = await talk.client.chat.completions.create(model="any", messages=[user("go")], n=3)
+        assert [choice.message.content for choice in reply.choices] == ["one", "two", "two"]
+        await asyncio.gather(*(ask(talk, [user("go")]) for _ in range(2)))
+        await ask(talk, [user("go"), reply.choices[0].message, user("on")])
+    assert talk.episode.segments.parent.tolist() == [-1, 0, 0, 0, 0, 0, 1, 6]
+    assert talk.episode.header.metadata["roots"] == 1
+    assert len(training_rows(talk.episode)) == 5
+    assert len({call.sampling.seed for call in talk.episode.header.calls}) == 6
 
 
-def test_answers_that_read_the_same_are_told_apart_by_their_tool_calls(tokenizer: Any) -> None:
-    async def body(client: openai.AsyncOpenAI, session: Any) -> None:
-        reply = await client.chat.completions.create(model="any", messages=[user("go")], n=2, tools=[TOOL])
+async def test_answers_that_read_the_same_are_told_apart_by_their_tool_calls(tokenizer: Any) -> None:
+    async with talking(tokenizer, *[CALLS[0] + "{END}"] * 2) as talk:
+        reply = await talk.client.chat.completions.create(
+            model="any", messages=[user("go")], n=2, tools=[TOOL]
+        )
         for choice in reply.choices:
             result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "3"}
-            await ask(client, [user("go"), choice.message, result], tools=[TOOL])
-
-    episode, _ = talk([CALLS[0] + "{END}"] * 2, body, tokenizer)
-    assert episode.segments.parent.tolist() == [-1, 0, 0, 1, 3, 2, 5]
+            await ask(talk, [user("go"), choice.message, result], tools=[TOOL])
+    assert talk.episode.segments.parent.tolist() == [-1, 0, 0, 1, 3, 2, 5]
 
 
-def test_other_tools_are_another_conversation(tokenizer: Any) -> None:
-    async def body(client: openai.AsyncOpenAI, session: Any) -> None:
-        message = await ask(client, [user("go")], tools=[TOOL])
-        await ask(client, [user("go"), message, user("on")])
-
-    episode, _ = talk([], body, tokenizer)
-    assert episode.header.metadata["roots_by_reason"] == {"new": 1, "history": 1}
-
-
-def test_an_end_token_that_is_not_the_templates_leaves_the_turn_to_be_closed(tokenizer: Any) -> None:
-    async def body(client: openai.AsyncOpenAI, session: Any) -> None:
-        message = await ask(client, [user("go")])
-        await ask(client, [user("go"), message, user("on")])
-
-    episode, engine = talk(["yes<pad>", "ok{END}"], body, tokenizer)
-    assert episode.header.metadata["roots"] == 1
-    assert "yes<pad><|im_end|>\n<|im_start|>user" in tokenizer.decode(engine.log[1][0].prompt_ids.tolist())
+async def test_other_tools_are_another_conversation(tokenizer: Any) -> None:
+    async with talking(tokenizer) as talk:
+        message = await ask(talk, [user("go")], tools=[TOOL])
+        await ask(talk, [user("go"), message, user("on")])
+    assert talk.episode.header.metadata["roots_by_reason"] == {"new": 1, "history": 1}

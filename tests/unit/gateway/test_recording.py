@@ -9,23 +9,23 @@ import socket
 import struct
 from typing import Any
 
-import httpx
-import openai
 import pytest
 
 from rollout_service.gateway import GatewayError
+from rollout_service.gateway.toolcalls import ParsedText, parse
 from tests.unit.gateway.fakes import (
+    CHAT,
+    ROUTE,
+    TOOL,
     Scripted,
     Talking,
     assert_recorded_is_what_the_engine_said,
+    http_of,
     make_context,
-    make_tokenizer,
+    openai_of,
     serving,
+    until,
 )
-
-pytestmark = pytest.mark.anyio
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
-TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 BROKEN = {
     "half a surrogate pair in an argument": '{"name": "add", "arguments": {"a": "\\ud800"}}',
@@ -38,8 +38,6 @@ BROKEN = {
     "an infinite number": '{"name": "add", "arguments": {"a": 1e999}}',
     "5,000 digits": '{"name": "add", "arguments": {"a": ' + "1" * 5000 + "}}",
 }
-LLAMA = "{% if tools %}<|python_tag|>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
-MISTRAL = LLAMA.replace("<|python_tag|>", "[TOOL_CALLS]")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -53,10 +51,7 @@ async def test_a_tool_call_that_no_reply_could_carry_is_text(
     talks = engine(tokenizer, [said + "{END}"])
     async with serving(talks, tokenizer) as (gateway, _, _session):
         ctx = make_context(talks, tokenizer, gateway, max_new_tokens=10_000)
-        async with ctx.gateway() as session:
-            client = openai.AsyncOpenAI(
-                base_url=session.openai_base_url, api_key=session.api_key, max_retries=0
-            )
+        async with ctx.gateway() as session, openai_of(session) as client:
             asked = {**CHAT, "tools": [TOOL]}
             if stream:
                 async with client.chat.completions.stream(**asked) as chunks:
@@ -70,22 +65,19 @@ async def test_a_tool_call_that_no_reply_could_carry_is_text(
     assert_recorded_is_what_the_engine_said(episode, log)
 
 
-@pytest.mark.parametrize(("template", "before"), [(LLAMA, "<|python_tag|>"), (MISTRAL, "[TOOL_CALLS]")])
 @pytest.mark.parametrize("what", BROKEN)
-async def test_so_it_is_in_every_family(what: str, template: str, before: str) -> None:
-    tokenizer = make_tokenizer(template)
-    said = before + BROKEN[what].replace(
-        "arguments", "parameters" if before == "<|python_tag|>" else "arguments"
-    )
+def test_so_it_is_in_every_family(what: str) -> None:
+    llama = "<|python_tag|>" + BROKEN[what].replace("arguments", "parameters")
+    assert parse(llama, "llama") == ParsedText(llama)
+    mistral = "[TOOL_CALLS]" + BROKEN[what]
+    assert parse(mistral, "mistral") == ParsedText(mistral)
 
-    engine = Scripted(tokenizer, [said + "{END}"])
-    async with serving(engine, tokenizer) as (gateway, _, _session):
-        ctx = make_context(engine, tokenizer, gateway, max_new_tokens=10_000)
-        async with ctx.gateway() as session, client_of(session) as http:
-            reply = await http.post("/v1/chat/completions", json={**CHAT, "tools": [TOOL]})
-            assert reply.status_code == 200
-            assert reply.json()["choices"][0]["message"]["content"] == said
-            assert session.calls == 1
+
+def called_with(arguments: str) -> str:
+    """A history in which the agent called a tool with this text."""
+    call = {"id": "c", "function": {"name": "add", "arguments": arguments}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return json.dumps(CHAT | {"messages": [*CHAT["messages"], answer]})
 
 
 NESTED = {
@@ -93,39 +85,10 @@ NESTED = {
     "metadata": json.dumps(CHAT)[:-1] + ', "metadata": ' + '{"a":' * 300 + "1" + "}" * 300 + "}",
     "tool": json.dumps(CHAT)[:-1]
     + ', "tools": [{"type": "function", "function": {"name": "f", "parameters": '
-    + '{"properties":' * 400
-    + "{}"
-    + "}" * 400
-    + "}}]}",
-    "arguments given as text": json.dumps(
-        {
-            "model": "m",
-            "messages": [
-                *CHAT["messages"],
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [
-                        {"id": "c", "function": {"name": "add", "arguments": '{"a":' + "[" * 3000}}
-                    ],
-                },
-            ],
-        }
-    ),
+    + ('{"properties":' * 400 + "{}" + "}" * 400 + "}}]}"),
+    "arguments given as text": called_with('{"a":' + "[" * 3000),
     "half a surrogate pair": '{"messages": [{"role": "user", "content": "\\ud800\\u0041"}]}',
-    "half a surrogate pair in arguments": json.dumps(
-        {
-            "model": "m",
-            "messages": [
-                *CHAT["messages"],
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": '{"a": "\\ud800"}'}}],
-                },
-            ],
-        }
-    ),
+    "half a surrogate pair in arguments": called_with('{"a": "\\ud800"}'),
     "not UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
 }
 
@@ -134,25 +97,14 @@ NESTED = {
 async def test_a_request_that_cannot_be_carried_is_a_sentence(
     what: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(Scripted(tokenizer), tokenizer) as (_, _ctx, session), client_of(session) as http:
-        reply = await http.post("/v1/chat/completions", content=NESTED[what])
+    async with serving(Scripted(tokenizer), tokenizer) as (_, _ctx, session), http_of(session) as http:
+        reply = await http.post(ROUTE, content=NESTED[what])
         # Arguments are text to the API: what is no JSON in them is shown to the model as it is.
         assert reply.status_code == (200 if "arguments" in what else 400)
         if reply.status_code == 400:
             assert len(reply.json()["error"]["message"]) < 300
-        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        assert (await http.post(ROUTE, json=CHAT)).status_code == 200
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
-
-
-def client_of(session: Any) -> httpx.AsyncClient:
-    headers = {"authorization": f"Bearer {session.api_key}"}
-    return httpx.AsyncClient(base_url=session.origin, headers=headers, trust_env=False)
-
-
-async def until(holds: Any) -> None:
-    """Within the deadline of `serving`."""
-    while not holds():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
 
 
 def raw_client(session: Any, body: dict[str, Any], *, receive_bytes: int = 0) -> socket.socket:
@@ -191,11 +143,11 @@ async def test_an_answer_whose_client_left_meanwhile_is_not_recorded(stream: boo
             return result
 
     engine = Late(tokenizer, ["late{END}", "early{END}"])
-    async with serving(engine, tokenizer) as (gateway, ctx, session), client_of(session) as http:
+    async with serving(engine, tokenizer) as (gateway, ctx, session), http_of(session) as http:
         engine.client = await asyncio.to_thread(raw_client, session, CHAT | {"stream": stream})
         await until(lambda: engine.log and not session.running and not gateway.server.state.tasks)
         assert session.calls == 0
-        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        assert (await http.post(ROUTE, json=CHAT)).status_code == 200
         assert session.calls == 1
         engine.log.pop(0)
         episode, log = ctx.builder.build(), engine.log
@@ -236,8 +188,8 @@ async def test_an_answer_that_was_sent_and_cannot_be_recorded_fails_the_episode(
 
         async def episode() -> None:
             async with make_context(engine, tokenizer, gateway).gateway() as session:
-                async with client_of(session) as http:
-                    reply = await http.post("/v1/chat/completions", json=CHAT)
+                async with http_of(session) as http:
+                    reply = await http.post(ROUTE, json=CHAT)
                     assert reply.status_code == 200
 
         with pytest.raises(GatewayError, match="do not match"):

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
-from rollout_service.engines.base import GenerateResult
+from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.engines.local.core import EngineCore
 from rollout_service.engines.local.engine import LocalEngine
 from rollout_service.engines.local.model import LocalModel
@@ -40,6 +40,7 @@ class Tiny:
     """A Hugging Face directory, and the reference that the engine is held against."""
 
     directory: Path
+    noise: float = 0.05
 
     @functools.cache  # noqa: B019 - a handful of tiny models, for as long as the tests run
     def weights(self, version: int, epoch: int = 0) -> Version:
@@ -49,19 +50,37 @@ class Tiny:
         changed: dict[int, torch.Tensor] = {}  # names that share a tensor go on sharing one
         for tensor in tensors.values():
             if id(tensor) not in changed:
-                changed[id(tensor)] = tensor.detach() + 0.05 * torch.randn(tensor.shape, generator=noise)
+                changed[id(tensor)] = tensor.detach() + self.noise * torch.randn(
+                    tensor.shape, generator=noise
+                )
         return Version(VersionTag("policy", epoch, version), {n: changed[id(t)] for n, t in tensors.items()})
 
-    def reference(self, weights: Version) -> Callable[[Sequence[int]], np.ndarray]:
-        """ids -> logits `[T, V]` of a plain full forward pass with `weights`."""
+    @functools.cache  # noqa: B019
+    def reference(self, version: int, epoch: int = 0) -> Callable[[Sequence[int]], np.ndarray]:
+        """ids -> logits `[T, V]` of a plain full forward pass with the weights of a version."""
         model = AutoModelForCausalLM.from_pretrained(self.directory).eval()
-        model.load_state_dict(weights.tensors)
+        model.load_state_dict(self.weights(version, epoch).tensors)
 
         def logits(ids: Sequence[int]) -> np.ndarray:
             with torch.inference_mode():
                 return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].numpy()
 
         return logits
+
+    def logprobs(
+        self, asked: GenerateRequest, got: GenerateResult, version: int = 0, epoch: int = 0
+    ) -> np.ndarray:
+        """What the engine should have said under a version, by one full forward pass."""
+        prompt, ids = list(asked.prompt_ids), got.token_ids
+        rows = self.reference(version, epoch)([*prompt, *ids])[len(prompt) - 1 : -1]
+        return np.array([distribution(row, asked.sampling)[i] for row, i in zip(rows, ids, strict=True)])
+
+    def assert_true(self, asked: GenerateRequest, got: GenerateResult) -> None:
+        """Each unit has the log-prob that the version gives which it names."""
+        for epoch, version in set(zip(got.epochs.tolist(), got.versions.tolist(), strict=True)):
+            at = (got.versions == version) & (got.epochs == epoch)
+            want = self.logprobs(asked, got, version, epoch)
+            np.testing.assert_allclose(got.logprobs[at], want[at], atol=1e-4)
 
     def core(self, slots: int = 8, *, update_mode: str = "recompute", max_model_len: int = 96) -> EngineCore:
         core = EngineCore(
@@ -99,25 +118,6 @@ def distribution(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     return out
 
 
-class Oracle:
-    """What the engine should have said, from full forward passes."""
-
-    distribution = staticmethod(distribution)
-
-    @staticmethod
-    def logprobs(
-        logits: Callable[[Sequence[int]], np.ndarray],
-        prompt: Sequence[int],
-        result: GenerateResult,
-        sampling: Sampling,
-    ) -> np.ndarray:
-        """Log-probs of `result`'s ids by one full forward pass over prompt and answer."""
-        rows = logits([*prompt, *result.token_ids])[len(prompt) - 1 : -1]
-        return np.array(
-            [distribution(row, sampling)[i] for row, i in zip(rows, result.token_ids, strict=True)]
-        )
-
-
 def save_tokenizer(directory: Path, vocab: Sequence[str] = VOCAB) -> None:
     backend = Tokenizer(models.WordLevel({t: i for i, t in enumerate(vocab)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -152,21 +152,6 @@ def qwen2(**changes: object) -> Qwen2Config:
 
 
 @pytest.fixture(scope="session")
-def oracle() -> type[Oracle]:
-    return Oracle
-
-
-@pytest.fixture(scope="session")
-def small() -> Qwen2Config:
-    return qwen2()
-
-
-@pytest.fixture(scope="session")
-def make_model() -> Callable[[Path, object], Tiny]:
-    return save_model
-
-
-@pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return save_model(tmp_path_factory.mktemp("tiny"), qwen2())
 
@@ -178,9 +163,3 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     path = made.directory / "tokenizer_config.json"
     path.write_text(path.read_text().replace('"eos_token": "<eos>",', ""))
     return made
-
-
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    """What runs the tests that are coroutines."""
-    return "asyncio"

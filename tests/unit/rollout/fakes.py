@@ -12,11 +12,8 @@ import numpy as np
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import HeartbeatAck, LeasedGroup, Leases, PutAck
 from areal_async.rpc.schema import Task, VersionTag
-from rollout_service.engines.base import (
-    EngineStats,
-    GenerateRequest,
-    GenerateResult,
-)
+from areal_async.rpc.weights_messages import SnapshotNotice
+from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
 from rollout_service.worker import ConcurrencyTuner, Worker, WorkerTiming
 from rollout_service.workflows import Renderer, load_workflow
 from tests.callers import FakeCaller
@@ -29,6 +26,15 @@ async def eventually(condition: Callable[[], object]) -> None:
     """For states that raise no event; the deadline is that of the whole drive."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0)
+
+
+def said(
+    ids: Any, version: VersionTag, text: str = "", reason: Any = "stop", logprobs: Any = 0.0
+) -> GenerateResult:
+    """An answer of these ids, all under one version."""
+    ids = np.array(ids, np.int32)
+    versions, epochs = np.full_like(ids, version.version), np.full_like(ids, version.epoch)
+    return GenerateResult(ids, np.zeros(len(ids), np.float32) + logprobs, versions, epochs, reason, text)
 
 
 class LetterTokenizer:
@@ -54,12 +60,13 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.most = 0
 
-    def hold(self) -> asyncio.Event:
-        """Requests wait until the event is set."""
+    def hold(self, part: str = "") -> asyncio.Event:
+        """Requests with this in their ids wait until the event is set."""
         released = asyncio.Event()
 
         async def gate(request: GenerateRequest) -> None:
-            await released.wait()
+            if part in request.request_id:
+                await released.wait()
 
         self.gate = gate
         return released
@@ -79,16 +86,9 @@ class FakeEngine:
             raise
         finally:
             del self.running[request.request_id]
-        ids = np.asarray(request.prompt_ids, np.int32)[::-1].copy()
-        n = len(ids)
-        return GenerateResult(
-            token_ids=ids,
-            logprobs=-np.arange(n, dtype=np.float32),
-            versions=np.full(n, self.version.version, np.int32),
-            epochs=np.full(n, self.version.epoch, np.int32),
-            finish_reason="stop",
-            text="".join(map(chr, ids)),
-        )
+        ids = list(request.prompt_ids)[::-1]
+        logprobs = -np.arange(len(ids), dtype=np.float32)
+        return said(ids, self.version, "".join(map(chr, ids)), logprobs=logprobs)
 
     def stats(self) -> EngineStats:
         return EngineStats(len(self.running), 0, 8, 0.0, 0, 0, 0.0)
@@ -166,6 +166,45 @@ class FakeBuffer(FakeCaller):
         return all(len(self.stored.get(f"t{n}#0", {})) == 4 for n in numbers)
 
 
+class Over(Exception):
+    """The script has ended."""
+
+
+class ScriptedSource:
+    """`news` are answered one by one. A version opens as what `opens` has for it, else as its notice. Errors
+    in both are raised."""
+
+    def __init__(self, *news: Any, opens: dict[int, Any] | None = None) -> None:
+        self._news = iter(news)
+        self._opens = opens or {}
+        self.asked: list[VersionTag | None] = []
+        self.acks: list[tuple[int, str]] = []
+        self.journal: list[str] = []
+
+    async def next(self, after: VersionTag | None, wait_ms: int = 0) -> Any:
+        self.asked.append(after)
+        assert wait_ms > 0
+        answer = next(self._news, Over())
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def open(self, notice: SnapshotNotice) -> Any:
+        self.journal.append(f"verify {notice.tag.version}")
+        found = self._opens.get(notice.tag.version, notice)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def ack(self, tag: VersionTag, stall_ms: float = 0.0, error: str = "") -> None:
+        self.journal.append(f"ack {tag.version}")
+        self.acks.append((tag.version, error))
+
+
+def notice(version: int, *, final: bool = False) -> SnapshotNotice:
+    return SnapshotNotice(VersionTag("policy", 0, version), "", "", final)
+
+
 def group(
     number: int, *, prompt: str = "abc", life_ms: int = 30_000, missing: Any = (0, 1, 2, 3)
 ) -> LeasedGroup:
@@ -188,11 +227,12 @@ async def working(
     engine: Any = None,
     timing: WorkerTiming = TIMING,
     look_s: float = 0.5,
+    stop: asyncio.Event | None = None,
     **rollout: Any,
 ) -> AsyncIterator[tuple[Worker, FakeBuffer, FakeEngine]]:
     """A worker that runs, and is stopped at the end of the block, within a deadline. Should it end before, so
     does the block. Raises what the worker raises."""
-    held, fake, stop = buffer or FakeBuffer(), engine or FakeEngine(), asyncio.Event()
+    held, fake, stop = buffer or FakeBuffer(), engine or FakeEngine(), stop or asyncio.Event()
     worker = Worker(
         held,
         fake,

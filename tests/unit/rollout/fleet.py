@@ -22,6 +22,7 @@ from rollout_service.engines.base import (
     Tell,
 )
 from rollout_service.replicas import ReplicaSet
+from tests.unit.rollout.fakes import eventually, said
 
 AT_ONCE = RestartPolicy(limit=3, first_pause_s=0.0)
 
@@ -36,19 +37,19 @@ class Snapshot:
 
 
 class FakeServer:
-    """Answers with its own number and version, as often as `max_new_tokens` says, once it may."""
+    """Answers with its own number, as often as `max_new_tokens` says, once it may."""
 
     def __init__(self, index: int, fleet: Fleet) -> None:
         self.index = index
         self.fleet = fleet
         self.version = VersionTag("policy", 0, -1)
-        self.paused = asyncio.Event()
         self.up = False
         self.dead = False
         self.tokens = self.requests = self.decoded = 0
         self.running: dict[str, asyncio.Future[None]] = {}
         self.seen: list[GenerateRequest] = []
         self.journal: list[str] = []
+        self.looks = 0
 
     def alive(self) -> bool:
         return not self.dead
@@ -62,10 +63,11 @@ class FakeServer:
     async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
         if self.dead or not self.up:
             raise EngineLost("the server is gone")
+        for number in range(self.fleet.pieces if tell else 0):
+            tell(np.array([number], np.int32))  # type: ignore[misc]
         self.seen.append(request)
         self.fleet.seen.append((self.index, request.request_id))
         ended = self.running[request.request_id] = asyncio.get_running_loop().create_future()
-        self.fleet.wake()
         try:
             if not self.fleet.held:
                 await asyncio.sleep(0)
@@ -75,15 +77,7 @@ class FakeServer:
             self.running.pop(request.request_id, None)
         self.tokens += 1
         self.requests += 1
-        n = request.sampling.max_new_tokens
-        return GenerateResult(
-            np.full(n, self.index, np.int32),
-            np.zeros(n, np.float32),
-            np.full(n, self.version.version, np.int32),
-            np.full(n, self.version.epoch, np.int32),
-            "length",
-            "",
-        )
+        return said([self.index] * request.sampling.max_new_tokens, self.version, reason="length")
 
     def answer(self, request_id: str) -> None:
         self.running[request_id].set_result(None)
@@ -113,18 +107,11 @@ class FakeServer:
         self.journal.append(f"abort {' '.join(request_ids)}")
 
     def stats(self) -> EngineStats:
+        self.looks += 1
         running = min(len(self.running), self.fleet.capacity)
         waiting = len(self.running) - running
-        return EngineStats(
-            running,
-            waiting,
-            self.fleet.capacity,
-            self.fleet.kv_used,
-            self.tokens,
-            self.requests,
-            0.0,
-            self.decoded,
-        )
+        capacity = self.fleet.capacity
+        return EngineStats(running, waiting, capacity, 0.0, self.tokens, self.requests, 0.0, self.decoded)
 
     async def stop(self) -> None:
         self.dead = True
@@ -141,7 +128,8 @@ class Fleet:
 
     def __init__(self, count: int = 1, *, capacity: int = 4, **how: Any) -> None:
         self.capacity = capacity
-        self.kv_used = 0.0
+        self.pieces = 0
+        """Units that a server tells before it answers."""
         self.held = True
         """Whether requests end only when the test says so."""
         self.made: list[FakeServer] = []
@@ -149,7 +137,6 @@ class Fleet:
         """Every request as it began: replica and id."""
         self.start_errors: list[EngineError] = []
         self.misfits: set[int] = set()
-        self._changed = asyncio.Condition()
         self.set = ReplicaSet(self._make, count, **({"restarts": AT_ONCE} | how))
 
     def _make(self, index: int) -> Any:
@@ -160,22 +147,31 @@ class Fleet:
         """The one that is there now."""
         return next(server for server in reversed(self.made) if server.index == index)
 
-    def ask(
-        self, name: str, *, session: str = "", priority: int = 0, deadline_s: float | None = None, n: int = 1
-    ) -> asyncio.Task[GenerateResult]:
-        request = GenerateRequest(name, [1], Sampling(max_new_tokens=n), session, priority, deadline_s)
-        return asyncio.ensure_future(self.set.generate(request))
+    def ask(self, name: str, tell: Tell | None = None, **marks: Any) -> asyncio.Task[GenerateResult]:
+        request = GenerateRequest(name, [1], Sampling(max_new_tokens=1), **marks)
+        return asyncio.ensure_future(self.set.generate(request, tell))
+
+    async def begin(self, *names: str) -> list[asyncio.Task[GenerateResult]]:
+        """Ask these, and wait until all have begun."""
+        asked = [self.ask(name) for name in names]
+        await eventually(lambda: all(map(self.where, names)))
+        return asked
 
     def where(self, name: str) -> list[int]:
         """The replicas on which a request began, in order."""
         return [index for index, request_id in self.seen if request_id == name]
 
-    def wake(self) -> None:
-        asyncio.ensure_future(self._wake())  # noqa: RUF006 - ends at once
+    def let_go(self) -> None:
+        """Requests end by themselves from now on, those under way at once."""
+        self.held = False
+        for server in self.made:
+            for name in list(server.running):
+                server.answer(name)
 
-    async def _wake(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    async def looked(self) -> None:
+        """Until each server that is there was looked at once more, and thought over."""
+        seen = [(server, server.looks) for server in self.made if server.alive()]
+        await eventually(lambda: all(server.looks > looks + 1 or server.dead for server, looks in seen))
 
 
 @asynccontextmanager

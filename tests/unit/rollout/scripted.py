@@ -12,7 +12,7 @@ from areal_async.rpc.schema import Task, VersionTag
 from areal_async.trajectory import Episode, EpisodeBuilder, Sampling, SegmentKind
 from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.workflows import Context, Renderer
-from tests.unit.rollout.fakes import LetterTokenizer
+from tests.unit.rollout.fakes import LetterTokenizer, said
 
 EOS = "\x03"
 
@@ -57,15 +57,9 @@ class ScriptedEngine:
         if len(whole) > sampling.max_new_tokens:
             reason, whole = "length", whole[: sampling.max_new_tokens]
             shown = whole
-        ids = np.array([ord(c) for c in whole], np.int32)
-        result = GenerateResult(
-            token_ids=ids,
-            logprobs=-(ids / 1000 + len(self.said)).astype(np.float32),
-            versions=np.full(len(ids), self.version.version, np.int32),
-            epochs=np.zeros(len(ids), np.int32),
-            finish_reason=reason,  # type: ignore[arg-type]
-            text=shown,
-        )
+        ids = [ord(c) for c in whole]
+        logprobs = -(np.array(ids) / 1000 + len(self.said)).astype(np.float32)
+        result = said(ids, self.version, shown, reason, logprobs)
         self.said.append((request, result))
         return result
 

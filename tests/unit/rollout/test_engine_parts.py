@@ -1,19 +1,28 @@
-"""Engines are parts: one of another installed package generates for a worker, and says what it cannot do."""
+"""Engines are parts: one of another installed package generates for a worker, and says what it cannot do;
+and each has GPUs of its own."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from areal_async.config.checks import check_fields, own_part_mistakes
-from areal_async.config.engines import EnginePart, declared_engine
+from areal_async.config.engines import declared_engine
 from areal_async.config.job import JobConfig
 from areal_async.launch.plan import ready_limit_s
 from areal_async.registry import ENGINES
-from rollout_service.engines import BUILT_IN, make_engine
+from areal_async.runtime.context import ServiceContext
+from rollout_service.engines import make_engine
+from rollout_service.engines.base import EngineError
+from rollout_service.engines.devices import own_device, own_gpus
+from rollout_service.engines.http.adapter import settings_of
+from rollout_service.evaluator import engine_job
 from tests.unit.rollout.fakes import FakeBuffer, group, job, working
 
 STUB = """
@@ -52,7 +61,7 @@ PART = Part()
 """
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An installed package with the engine `backwards`."""
     metadata = tmp_path / "backwards_engine-1.0.dist-info"
@@ -73,7 +82,7 @@ def mistakes(**rollout: Any) -> list[str]:
     return [f"{mistake.field}: {mistake.problem}" for mistake in found if "rollout." in mistake.field]
 
 
-async def test_an_engine_of_another_package_generates_for_a_worker() -> None:
+async def test_an_engine_of_another_package_generates_for_a_worker(package: None) -> None:
     named = job(engine="backwards", update_mode="keep")
     engine = make_engine(named, slots=8, activity="rollout")
 
@@ -83,7 +92,7 @@ async def test_an_engine_of_another_package_generates_for_a_worker() -> None:
     assert ready_limit_s(named) == ready_limit_s(job()) + named.rollout.server.ready_s
 
 
-def test_what_an_engine_says_of_itself_is_asked_of_the_job() -> None:
+def test_what_an_engine_says_of_itself_is_asked_of_the_job(package: None) -> None:
     assert mistakes(engine="backwards", update_mode="keep") == []
     (found,) = mistakes(engine="backwards")
     assert found == "rollout.update_mode: the engine of rollout.engine cannot do recompute"
@@ -97,9 +106,45 @@ def test_an_engine_in_a_file_is_looked_for_and_not_run(tmp_path: Path) -> None:
     assert mistakes(engine=f"{file}:other") == [f"rollout.engine: {file} defines no 'other'"]
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_every_engine_declares_a_wider_bound_for_bfloat16(name: str) -> None:
-    part = declared_engine(name)
-    assert isinstance(part, EnginePart)
-    assert 0 < part.logprob_bounds["float32"] < part.logprob_bounds["bfloat16"]
-    assert part.update_modes == {"recompute", "keep"}
+# --- from a process's place in the run to the GPUs of its engines, without a GPU -------------------------
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+
+
+def test_replicas_of_two_workers_and_the_evaluation_have_gpus_of_their_own(
+    tmp_path: Path, four_gpus: None
+) -> None:
+    two = job(device="cuda", workers=2, replicas=2)
+    worker = ServiceContext.for_test(two, tmp_path, "rollout", "rollout-1", index=1)
+    assert [own_device(two, worker, replica) for replica in range(2)] == ["cuda:2", "cuda:3"]
+    three = job(device="cuda", workers=3)
+    evaluator = ServiceContext.for_test(three, tmp_path, "evaluator", "evaluator")
+    assert own_device(engine_job(three), evaluator, 0) == "cuda:3"
+    assert own_device(job(), None, 0) == "cpu"
+
+
+def test_a_server_sees_its_own_gpus_alone_by_the_names_of_ours(tmp_path: Path, four_gpus: None) -> None:
+    environment = tmp_path / "env"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").symlink_to(sys.executable)
+    for engine, flag in (("sglang", "tp-size"), ("vllm", "tensor-parallel-size")):
+        server = {"environment": str(environment), "arguments": {flag: 2}}
+        ours = job(engine=engine, device="cuda", replicas=2, server=server)
+        place = ServiceContext.for_test(ours, tmp_path, "rollout", "rollout-0")
+        how: Any = {"slots": 1, "activity": "rollout", "place": place}
+        found = [settings_of(ours, **how, replica=replica).gpus for replica in range(2)]
+        assert found == [("4", "5"), ("6", "7")]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+
+
+def test_a_gpu_that_is_not_there_is_named_with_its_field(tmp_path: Path) -> None:
+    third = job(device="cuda:2")
+    with pytest.raises(EngineError, match=r"rollout\.device: cuda:2 .* needs 3, and 2 are visible"):
+        own_gpus(third, None, 0, visible=2)
+    place = ServiceContext.for_test(third, tmp_path, "evaluator", "evaluator")
+    with pytest.raises(EngineError, match=r"evaluation\.device"):
+        own_gpus(engine_job(third), place, 0, visible=2)

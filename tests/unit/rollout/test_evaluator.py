@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import RpcTimeout, SnapshotError
-from areal_async.rpc.schema import Task, VersionTag
+from areal_async.rpc.schema import Task
 from areal_async.rpc.verdicts import Abstain, Score, Verdict
-from areal_async.rpc.weights_messages import NoNews, SnapshotNotice
+from areal_async.rpc.weights_messages import NoNews
 from areal_async.runtime.context import ServiceContext
 from areal_async.status.record import RunLog
 from rollout_service.engines.base import EngineLost, EngineStats
@@ -25,26 +25,7 @@ from rollout_service.engines.http.adapter import attached_url
 from rollout_service.evaluator import EvaluationError, Evaluator, engine_job, follow
 from rollout_service.replicas import ReplicaGone, ReplicaSet
 from rollout_service.workflows import Renderer, load_workflow
-
-
-class Source:
-    """Snapshots in order; what is missing from `weights` is torn."""
-
-    def __init__(self, *news: Any, weights: dict[int, Any]) -> None:
-        self._news = iter(news)
-        self._weights = weights
-        self.acks: list[tuple[int, bool]] = []
-
-    async def next(self, after: VersionTag | None, wait_ms: int = 0) -> Any:
-        return next(self._news)
-
-    async def open(self, notice: SnapshotNotice) -> Any:
-        if notice.tag.version not in self._weights:
-            raise SnapshotError("torn")
-        return self._weights[notice.tag.version]
-
-    async def ack(self, tag: VersionTag, stall_ms: float = 0.0, error: str = "") -> None:
-        self.acks.append((tag.version, not error))
+from tests.unit.rollout.fakes import ScriptedSource, notice
 
 
 class Exact:
@@ -57,25 +38,16 @@ class Exact:
         self.responses.append([given.response for given in inputs])
         for given in inputs:
             assert given.episode.header.response_text == given.response
-        return [
-            Abstain("no truth")
-            if given.ground_truth is None
-            else Score(float(given.response == given.ground_truth))
-            for given in inputs
-        ]
+        scores = [Score(float(given.response == given.ground_truth)) for given in inputs]
+        truths = [given.ground_truth for given in inputs]
+        return [score if truth else Abstain("no truth") for score, truth in zip(scores, truths, strict=True)]
 
 
 def job(made: Any, *, rollout: Any = (), **evaluation: Any) -> JobConfig:
-    return JobConfig.model_validate(
-        {
-            "job": "test",
-            "model": str(made.directory),
-            "tasks": {"train": "t.jsonl", "evaluation": "e.jsonl"},
-            "evaluation": {"sampling": {"temperature": 0.0, "max_new_tokens": 5}, "max_concurrent": 4}
-            | evaluation,
-            "rollout": dict(rollout),
-        }
-    )
+    tasks = {"train": "t.jsonl", "evaluation": "e.jsonl"}
+    section = {"sampling": {"temperature": 0.0, "max_new_tokens": 5}, "max_concurrent": 4} | evaluation
+    content = {"job": "test", "model": str(made.directory), "tasks": tasks, "evaluation": section}
+    return JobConfig.model_validate(content | {"rollout": dict(rollout)})
 
 
 async def run(
@@ -105,14 +77,10 @@ async def run(
     return [json.loads(line) for line in path.read_text().splitlines()], scorer
 
 
-def notice(version: int, *, final: bool = False) -> SnapshotNotice:
-    return SnapshotNotice(VersionTag("policy", 0, version), "", "", final)
-
-
-def greedy(made: Any, weights: Any, prompts: Sequence[str]) -> list[str]:
+def greedy(made: Any, version: int, prompts: Sequence[str]) -> list[str]:
     """Answers by full forward passes."""
     tokenizer = AutoTokenizer.from_pretrained(made.directory)
-    logits = made.reference(weights)
+    logits = made.reference(version)
     answers = []
     for prompt in prompts:
         ids = tokenizer(prompt)["input_ids"]
@@ -128,76 +96,52 @@ PROMPTS = [f"{a}+{b}=" for a in range(5) for b in range(4)]
 
 async def test_every_pinned_snapshot_is_evaluated_with_its_own_weights(endless: Any, tmp_path: Path) -> None:
     weights = {v: endless.weights(v) for v in (0, 5, 9)}
-    truth = greedy(endless, weights[5], PROMPTS)
+    truth = greedy(endless, 5, PROMPTS)
     tasks = [
         Task(f"t{n}", prompt, data_source="even" if n % 2 == 0 else "odd", ground_truth=answer)
         for n, (prompt, answer) in enumerate(zip(PROMPTS, truth, strict=True))
     ]
-    source = Source(notice(0), NoNews(), notice(5), notice(9, final=True), weights=weights)
+    source = ScriptedSource(notice(0), NoNews(), notice(5), notice(9, final=True), opens=weights)
     records, scorer = await run(endless, tmp_path, source, tasks)
-    assert [(r["kind"], r["version"], r["n"]) for r in records] == [
-        ("evaluation", 0, 20),
-        ("evaluation", 5, 20),
-        ("evaluation", 9, 20),
-    ]
+    assert [(r["kind"], r["version"], r["n"]) for r in records] == [("evaluation", v, 20) for v in weights]
     assert sorted(scorer.responses[1]) == sorted(truth)
     assert records[1]["accuracy"] == 1.0
     assert records[1]["by_source"] == {"even": 1.0, "odd": 1.0}
     assert records[0]["accuracy"] < 1.0 > records[2]["accuracy"]
     assert records[1]["tokens"] == 100
-    assert source.acks == [(0, True), (5, True), (9, True)]
-
-
-async def test_what_is_no_score_is_counted_and_never_a_zero(endless: Any, tmp_path: Path) -> None:
-    async def workflow(ctx: Any, task: Task) -> None:
-        if task.data_source == "broken":
-            raise ValueError("cannot")
-        await ctx.generate(task.prompt)
-
-    weights = {0: endless.weights(0)}
-    truth = greedy(endless, weights[0], PROMPTS[:4])
-    tasks = [
-        Task(f"t{n}", p, ground_truth=t) for n, (p, t) in enumerate(zip(PROMPTS[:4], truth, strict=True))
-    ]
-    tasks += [Task("a", "1+1="), Task("b", "1+1=", data_source="broken", ground_truth="2")]
-    records, _ = await run(
-        endless, tmp_path, Source(notice(0, final=True), weights=weights), tasks, workflow=workflow
-    )
-    assert (records[0]["accuracy"], records[0]["n"], records[0]["unscored"]) == (1.0, 4, 2)
+    assert source.acks == [(0, ""), (5, ""), (9, "")]
 
 
 async def test_an_evaluation_without_a_single_score_is_an_error(endless: Any, tmp_path: Path) -> None:
-    source = Source(notice(0), weights={0: endless.weights(0)})
+    source = ScriptedSource(notice(0), opens={0: endless.weights(0)})
     with pytest.raises(EvaluationError, match="no truth"):
         await run(endless, tmp_path, source, [Task("a", "1+1=")])
-    assert source.acks == [(0, False)]
+    assert [(version, bool(error)) for version, error in source.acks] == [(0, True)]
 
 
 async def test_a_torn_snapshot_is_passed_over_but_not_the_final_one(endless: Any, tmp_path: Path) -> None:
     tasks = [Task("a", "1+1=", ground_truth="2")]
-    weights = {0: endless.weights(0)}
-    source = Source(notice(0), notice(1), NoNews(finished=True), weights=weights)
+    torn = SnapshotError("torn")
+    weights = {0: endless.weights(0), 1: torn, 2: torn}
+    source = ScriptedSource(notice(0), notice(1), NoNews(finished=True), opens=weights)
     records, _ = await run(endless, tmp_path, source, tasks)
     assert [r["version"] for r in records] == [0]
-    assert source.acks == [(0, True), (1, False)]
+    assert source.acks == [(0, ""), (1, "torn")]
     with pytest.raises(SnapshotError):
-        await run(endless, tmp_path, Source(notice(2, final=True), weights={}), tasks)
+        await run(endless, tmp_path, ScriptedSource(notice(2, final=True), opens=weights), tasks)
 
 
 async def test_a_trainer_that_is_gone_ends_the_evaluator(endless: Any, tmp_path: Path) -> None:
-    class Gone(Source):
-        async def next(self, after: VersionTag | None, wait_ms: int = 0) -> Any:
-            raise RpcTimeout("nobody")
-
+    gone = ScriptedSource(*[RpcTimeout("nobody")] * 999)
     with pytest.raises(EvaluationError, match="not heard of"):
-        await run(endless, tmp_path, Gone(weights={}), [Task("a", "1+1=")], give_up_s=0.02)
+        await run(endless, tmp_path, gone, [Task("a", "1+1=")], give_up_s=0.02)
 
 
 async def test_several_samples_give_mean_best_and_majority_by_source_with_intervals(
     endless: Any, tmp_path: Path
 ) -> None:
     """The workflow answers by a script; scores come from the answers, figures from the scores."""
-    answers = {"t0": "aab", "t1": "bbb", "t2": "abb", "t3": "axx"}
+    answers = {"t0": "aab", "t1": "bbb", "t2": "abb", "t3": "axy"}
 
     async def workflow(ctx: Any, task: Task) -> None:
         if (given := answers[task.task_id][ctx.sample % 3]) == "x":
@@ -207,10 +151,11 @@ async def test_several_samples_give_mean_best_and_majority_by_source_with_interv
 
     class Stripped(Exact):
         async def score(self, inputs: Sequence[Any], groups: Any = None) -> list[Verdict]:
-            return [Score(float(given.response.strip() == "a")) for given in inputs]
+            said = [given.response.strip() for given in inputs]
+            return [Abstain("no idea") if text == "y" else Score(float(text == "a")) for text in said]
 
     tasks = [Task(name, "1+1=", data_source="even" if name in ("t0", "t2") else "odd") for name in answers]
-    source = Source(notice(3, final=True), weights={3: endless.weights(3)})
+    source = ScriptedSource(notice(3, final=True), opens={3: endless.weights(3)})
     several = {"samples": 3, "sampling": {"temperature": 1.0, "max_new_tokens": 2}}
     records, _ = await run(endless, tmp_path, source, tasks, Stripped(), workflow, **several)
     (found,) = records
@@ -233,7 +178,7 @@ async def test_several_samples_give_mean_best_and_majority_by_source_with_interv
 async def test_samples_of_a_task_are_drawn_with_seeds_of_their_own(endless: Any, tmp_path: Path) -> None:
     async def answers(folder: str) -> list[str]:
         (tmp_path / folder).mkdir()
-        source = Source(notice(0, final=True), weights={0: endless.weights(0)})
+        source = ScriptedSource(notice(0, final=True), opens={0: endless.weights(0)})
         several = {"samples": 6, "sampling": {"temperature": 1.0, "max_new_tokens": 5}}
         tasks = [Task("a", "1+1=", ground_truth="2")]
         _, scorer = await run(endless, tmp_path / folder, source, tasks, **several)
@@ -274,7 +219,7 @@ class Failing:
 async def test_an_engine_that_dies_or_stands_still_leaves_no_record_and_no_acknowledgement(
     lost: bool, says: str, endless: Any, tmp_path: Path
 ) -> None:
-    source = Source(notice(0, final=True), weights={0: endless.weights(0)})
+    source = ScriptedSource(notice(0, final=True), opens={0: endless.weights(0)})
     engine, tasks = Failing(endless.engine(slots=4), lost=lost), [Task("a", "1+1=")]
     with pytest.raises(ReplicaGone, match=says):
         await run(endless, tmp_path, source, tasks, engine=engine, rollout={"stuck_s": 0.6})
@@ -292,35 +237,25 @@ async def test_a_held_out_sample_that_takes_too_long_is_counted_and_holds_nothin
             await asyncio.Event().wait()
         await workflow(ctx, task)
 
-    source = Source(notice(0, final=True), weights={0: endless.weights(0)})
+    source = ScriptedSource(notice(0, final=True), opens={0: endless.weights(0)})
     tasks = [Task(f"t{n}", "1+1=", ground_truth="2") for n in range(3)]
-    limit = {"episode_timeout_s": 3.0}
+    limit = {"episode_timeout_s": 1.5}
     records, _ = await run(endless, tmp_path, source, tasks, workflow=stuck, rollout=limit)
     assert (records[0]["n"], records[0]["unscored"]) == (2, 1)
-    assert source.acks == [(0, True)]
+    assert source.acks == [(0, "")]
 
 
-def test_the_evaluation_attaches_to_the_server_that_is_lent_to_it(endless: Any, tmp_path: Path) -> None:
-    rollout = {"engine": "sglang", "replicas": 2, "server": {"urls": ["http://127.0.0.1:1"] * 2}}
-    lent = job(endless, rollout=rollout, server={"urls": ["http://127.0.0.1:7"]})
-    of_its_own = job(endless, rollout=rollout)
-    place = ServiceContext.for_test(lent, tmp_path, "evaluator", "evaluator")
-    assert attached_url(engine_job(lent), place, 0) == "http://127.0.0.1:7"
-    assert attached_url(engine_job(of_its_own), place, 0) is None
+def test_the_evaluations_engine_is_the_rollouts_kind_or_its_own(endless: Any, tmp_path: Path) -> None:
+    def engine(rollout: Any, **evaluation: Any) -> tuple[Any, str | None]:
+        found = engine_job(job(endless, rollout=rollout, **evaluation))
+        place = ServiceContext.for_test(found, tmp_path, "evaluator", "evaluator")
+        return found.rollout, attached_url(found, place, 0)
 
-
-def test_the_evaluations_engine_is_the_rollouts_kind_or_its_own(endless: Any) -> None:
-    def engine(rollout: Any, evaluation: Any) -> Any:
-        base = job(endless).model_dump(mode="json")
-        base["rollout"] |= rollout
-        base["evaluation"] |= evaluation
-        return engine_job(JobConfig.model_validate(base)).rollout
-
-    lent = {"server": {"urls": ["http://127.0.0.1:7"]}}
-    attached = {"engine": "sglang", "server": {"urls": ["http://127.0.0.1:1"], "arguments": {"tp": 2}}}
-    same = engine(attached, {})
-    assert (same.engine, same.server.urls, same.server.arguments) == ("sglang", (), {"tp": 2})
-    assert engine(attached, lent).server.urls == ("http://127.0.0.1:7",)
-    local = engine(attached | {"device": "cuda"}, {"engine": "local", "device": "cpu"})
-    assert (local.engine, local.device, local.server.urls) == ("local", "cpu", ())
-    assert engine({"engine": "local"}, {"engine": "vllm"} | lent).engine == "vllm"
+    server = {"urls": ["http://127.0.0.1:1"], "arguments": {"tp": 2}}
+    lent, attached = {"urls": ["http://127.0.0.1:7"]}, {"engine": "sglang", "server": server}
+    same, url = engine(attached)
+    assert (same.engine, same.server.arguments, url) == ("sglang", {"tp": 2}, None)
+    assert engine(attached, server=lent)[1] == "http://127.0.0.1:7"
+    local, url = engine(attached | {"device": "cuda"}, engine="local", device="cpu")
+    assert (local.engine, local.device, url) == ("local", "cpu", None)
+    assert engine({"engine": "local"}, engine="vllm", server=lent)[0].engine == "vllm"

@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
-from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult
+from rollout_service.engines.base import EngineError, GenerateRequest
 from rollout_service.engines.local.core import EngineCore
 from rollout_service.engines.local.model import LocalModel
 from tests.unit.families import FAMILIES
+from tests.unit.rollout.conftest import save_model
+from tests.unit.rollout.test_local_core import run
 
 LOGPROB_BOUND = {"float32": 1e-4, "bfloat16": 0.15}
 """bfloat16 keeps 8 bits: logits of about 10 are rounded to 1/32, and again in every layer before."""
@@ -45,18 +47,6 @@ def core_of(directory: Path, dtype: str, slots: int = 4) -> tuple[EngineCore, An
     return core, snapshot.model
 
 
-def generate(core: EngineCore, requests: list[GenerateRequest]) -> dict[str, GenerateResult]:
-    for request in requests:
-        core.submit(core.checked(request))
-    done: dict[str, GenerateResult] = {}
-    with torch.inference_mode():
-        while not core.idle:
-            for item in core.step():
-                assert isinstance(item.outcome, GenerateResult), item.outcome
-                done[item.request_id] = item.outcome
-    return done
-
-
 def requests(temperature: float, new_tokens: int = 24) -> list[GenerateRequest]:
     rng = np.random.default_rng(11)
     return [
@@ -71,54 +61,44 @@ def requests(temperature: float, new_tokens: int = 24) -> list[GenerateRequest]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_sampled_logprobs_are_those_of_the_models_own_forward(
-    family: str, dtype: str, make_model: Any, tmp_path: Path
+def test_sampled_logprobs_and_greedy_ids_are_those_of_the_models_own_forward(
+    family: str, dtype: str, tmp_path: Path
 ) -> None:
-    core, model = core_of(make_model(tmp_path, FAMILIES[family]()).directory, dtype)
+    core, model = core_of(save_model(tmp_path, FAMILIES[family]()).directory, dtype)
     core.model.check()
-    asked = requests(1.0)
-    done = generate(core, asked)
-    assert max(len(result.token_ids) for result in done.values()) > 8  # past every window
-    for request in asked:
-        result = done[request.request_id]
-        with torch.inference_mode():
-            ids = torch.tensor([[*request.prompt_ids, *result.token_ids]])
-            logits = model(input_ids=ids, use_cache=False).logits[0].double()
-        rows = logits[len(request.prompt_ids) - 1 : -1].log_softmax(-1)
-        want = rows.gather(1, torch.from_numpy(result.token_ids).long()[:, None])[:, 0].numpy()
-        np.testing.assert_allclose(result.logprobs, want, atol=LOGPROB_BOUND[dtype], rtol=0)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_greedy_ids_are_the_models_own(family: str, dtype: str, make_model: Any, tmp_path: Path) -> None:
-    core, model = core_of(make_model(tmp_path, FAMILIES[family]()).directory, dtype)
-    for request in (asked := requests(0.0)):
-        core.submit(core.checked(request))
-    done = generate(core, [])
-    compared = 0
-    for request in asked:
-        result = done[request.request_id]
-        with torch.inference_mode():
-            ids = torch.tensor([[*request.prompt_ids, *result.token_ids]])
-            logits = model(input_ids=ids, use_cache=False).logits[0].float()
-        best = logits[len(request.prompt_ids) - 1 : -1].topk(2)
-        clear = (best.values[:, 0] - best.values[:, 1] > TIE[dtype]).numpy()
-        assert (best.indices[:, 0].numpy()[clear] == result.token_ids[clear]).all()
-        compared += int(clear.sum())
+    longest = compared = 0
+    for temperature in (1.0, 0.0):
+        asked = requests(temperature)
+        done = run(core, *asked)
+        for request in asked:
+            result = done[request.request_id]
+            longest = max(longest, len(result.token_ids))
+            with torch.inference_mode():
+                ids = torch.tensor([[*request.prompt_ids, *result.token_ids]])
+                logits = model(input_ids=ids, use_cache=False).logits[0].double()
+            rows = logits[len(request.prompt_ids) - 1 : -1]
+            sampled = torch.from_numpy(result.token_ids).long()[:, None]
+            want = rows.log_softmax(-1).gather(1, sampled)[:, 0].numpy()
+            np.testing.assert_allclose(result.logprobs, want, atol=LOGPROB_BOUND[dtype], rtol=0)
+            if temperature == 0:
+                best = rows.topk(2)
+                clear = (best.values[:, 0] - best.values[:, 1] > TIE[dtype]).numpy()
+                assert (best.indices[:, 0].numpy()[clear] == result.token_ids[clear]).all()
+                compared += int(clear.sum())
+    assert longest > 8  # past every window
     assert compared > 20
 
 
-def test_every_one_of_several_eos_ids_ends_an_answer(make_model: Any, tmp_path: Path) -> None:
+def test_every_one_of_several_eos_ids_ends_an_answer(tmp_path: Path) -> None:
     config = FAMILIES["llama"]()
     config.eos_token_id = [1, 5, 9]
-    core, _ = core_of(make_model(tmp_path, config).directory, "float32", slots=8)
+    core, _ = core_of(save_model(tmp_path, config).directory, "float32", slots=8)
     rng = np.random.default_rng(0)
     asked = [
         GenerateRequest(str(i), rng.integers(2, 34, 5), Sampling(max_new_tokens=60, seed=i))
         for i in range(40)
     ]
-    done = generate(core, asked)
+    done = run(core, *asked)
     ends = {int(result.token_ids[-1]) for result in done.values() if result.finish_reason == "stop"}
     assert ends == {1, 5, 9}
     for result in done.values():
@@ -126,11 +106,11 @@ def test_every_one_of_several_eos_ids_ends_an_answer(make_model: Any, tmp_path: 
 
 
 def test_a_family_with_attention_of_another_kind_is_refused(
-    make_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the engine cannot do exactly it says at the start, instead of sampling from something else."""
     config: PretrainedConfig = LlamaConfig(**FAMILIES["llama"]().to_dict())
-    model = LocalModel(make_model(tmp_path, config).directory)
+    model = LocalModel(save_model(tmp_path, config).directory)
     original = model.model.forward
     # Like a model that scales its logits: the engine applies decoder and head itself and would miss it.
     monkeypatch.setattr(

@@ -56,18 +56,16 @@ MIXED = [
 ]
 
 
-def test_logprobs_equal_a_full_forward_pass_in_a_ragged_batch(tiny: Any, oracle: Any) -> None:
+def test_logprobs_equal_a_full_forward_pass_in_a_ragged_batch(tiny: Any) -> None:
     asked = [
         request(i, prompt, max_new_tokens=int(RNG.integers(1, 30)), seed=i, **MIXED[i % len(MIXED)])
         for i, prompt in enumerate(prompts(40))
     ]
     done = run(tiny.core(slots=8), *asked)
-    logits = tiny.reference(tiny.weights(0))
     assert len(done) == 40
     for one in asked:
         got = done[one.request_id]
-        want = oracle.logprobs(logits, one.prompt_ids, got, one.sampling)
-        np.testing.assert_allclose(got.logprobs, want, atol=1e-4)
+        tiny.assert_true(one, got)
         assert got.finish_reason == ("stop" if got.token_ids[-1] == 1 else "length")
         assert got.logprobs_of == ("raw" if one.sampling.temperature == 0 else "sampled")
         if got.finish_reason == "length":
@@ -101,7 +99,7 @@ def test_samples_of_one_prompt_share_its_prefill(tiny: Any, monkeypatch: pytest.
 
 
 def test_prompts_beyond_one_pass_are_prefilled_in_several(
-    endless: Any, oracle: Any, monkeypatch: pytest.MonkeyPatch
+    endless: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core_module, "PREFILL_TOKENS", 24)
     asked = [request(i, p, max_new_tokens=6, seed=i) for i, p in enumerate(prompts(12, longest=60))]
@@ -114,14 +112,9 @@ def test_prompts_beyond_one_pass_are_prefilled_in_several(
             if step == 3:
                 core.swap(endless.weights(1))
                 core.rebuild()
-    logits = [endless.reference(endless.weights(v)) for v in (0, 1)]
     assert len(done) == 12
     for one in asked:
-        want = [
-            oracle.logprobs(logits[v], one.prompt_ids, done[one.request_id], one.sampling) for v in (0, 1)
-        ]
-        got = done[one.request_id]
-        np.testing.assert_allclose(got.logprobs, np.choose(got.versions, want), atol=1e-4)
+        endless.assert_true(one, done[one.request_id])
 
 
 def swapping(
@@ -145,49 +138,40 @@ def swapping(
     return done, version
 
 
-def test_versions_are_true_across_updates_when_kv_is_recomputed(endless: Any, oracle: Any) -> None:
+def test_versions_are_true_across_updates_when_kv_is_recomputed(endless: Any) -> None:
     asked = [request(i, p, max_new_tokens=12, seed=i, temperature=0.9) for i, p in enumerate(prompts(24))]
     done, last = swapping(endless, "recompute", asked, every=3)
     assert last >= 10
-    logits = [endless.reference(endless.weights(v)) for v in range(last + 1)]
     spans = set()
     for one in asked:
         got = done[one.request_id]
         assert len(got.token_ids) == 12
         assert (np.diff(got.versions) >= 0).all()
+        endless.assert_true(one, got)
         for version in np.unique(got.versions):
-            at = got.versions == version
-            want = oracle.logprobs(logits[version], one.prompt_ids, got, one.sampling)
-            np.testing.assert_allclose(got.logprobs[at], want[at], atol=1e-4)
-            other = oracle.logprobs(logits[version - 1], one.prompt_ids, got, one.sampling)
-            assert np.abs(other[at] - got.logprobs[at]).max() > 1e-3
+            at, other = got.versions == version, int(version - 1) % (last + 1)
+            assert np.abs(endless.logprobs(one, got, other) - got.logprobs)[at].max() > 1e-3
         spans.add(len(np.unique(got.versions)))
     assert max(spans) >= 4
 
 
-def test_versions_are_true_when_kv_is_kept_and_the_approximation_shows(endless: Any, oracle: Any) -> None:
+def test_versions_are_true_when_kv_is_kept_and_the_approximation_shows(endless: Any) -> None:
     asked = [request(i, p, max_new_tokens=12, seed=i) for i, p in enumerate(prompts(6))]
-    kept, last = swapping(endless, "keep", asked, every=5)
+    kept, _ = swapping(endless, "keep", asked, every=5)
     exact, _ = swapping(endless, "recompute", asked, every=5)
-    logits = [endless.reference(endless.weights(v)) for v in range(last + 1)]
-    gaps = []
+    gaps: list[list[float]] = [[], []]
     for one in asked:
         got = kept[one.request_id]
         assert got.versions.tolist() == exact[one.request_id].versions.tolist()
         for version in (0, 1):
-            at = got.versions == version
-            want = oracle.logprobs(logits[version], one.prompt_ids, got, one.sampling)
-            gap = np.abs(got.logprobs[at] - want[at])
-            if version == 0:
-                np.testing.assert_allclose(gap, 0, atol=1e-4)
-            else:
-                gaps.append(gap.max())
-    assert max(gaps) > 1e-2
+            gap = np.abs(got.logprobs - endless.logprobs(one, got, version))
+            gaps[version] += gap[got.versions == version].tolist()
+    assert max(gaps[0]) < 1e-4
+    assert max(gaps[1]) > 1e-2
 
 
-def test_a_stop_string_over_token_boundaries_ends_the_answer(tiny: Any, oracle: Any) -> None:
+def test_a_stop_string_over_token_boundaries_ends_the_answer(tiny: Any) -> None:
     core = tiny.core()
-    logits = tiny.reference(tiny.weights(0))
     free = run(core, *(request(i, [4, 5], max_new_tokens=40, seed=i) for i in range(12)))
     checked = 0
     for name, whole in free.items():
@@ -207,9 +191,7 @@ def test_a_stop_string_over_token_boundaries_ends_the_answer(tiny: Any, oracle: 
         ]
         assert stop not in decoded[0]
         assert stop in decoded[1]
-        np.testing.assert_allclose(
-            got.logprobs, oracle.logprobs(logits, [4, 5], got, asked.sampling), atol=1e-4
-        )
+        tiny.assert_true(asked, got)
         checked += 1
     assert checked >= 4
 
@@ -306,7 +288,7 @@ Step = st.one_of(
 
 
 @given(st.lists(Step, min_size=3, max_size=25))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_request_is_lost_or_truncated_whatever_happens(endless: Any, plan: list[Any]) -> None:
     core = endless.core(slots=3, max_model_len=20)
     versions = [endless.weights(v) for v in range(3)]

@@ -15,7 +15,9 @@ import pytest
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, RequestError
+from rollout_service.engines.local.core import EngineCore
 from rollout_service.engines.local.engine import LocalEngine
+from rollout_service.engines.local.model import LocalModel
 
 DEADLINE_S = 60.0
 
@@ -37,9 +39,26 @@ async def running(made: Any, **how: Any) -> AsyncIterator[LocalEngine]:
 
 
 async def until(condition: Any) -> None:
-    # The engine's thread raises no event that a test could wait on.
+    """The engine's thread raises no event that a test could wait on."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0)
+
+
+class Steps:
+    """Lets the engine of a test take as many steps as it says."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._allowed = threading.Semaphore(0)
+        step = EngineCore.step
+
+        def allowed_step(core: EngineCore) -> Any:
+            # Not for long: between two steps the engine is paused and loaded.
+            return step(core) if self._allowed.acquire(timeout=0.001) else []
+
+        patch.setattr(EngineCore, "step", allowed_step)
+
+    def allow(self, count: int) -> None:
+        self._allowed.release(count)
 
 
 async def update(engine: LocalEngine, snapshot: Any) -> None:
@@ -48,7 +67,7 @@ async def update(engine: LocalEngine, snapshot: Any) -> None:
     await engine.resume()
 
 
-async def test_versions_are_true_and_nothing_is_lost_under_many_updates(endless: Any, oracle: Any) -> None:
+async def test_versions_are_true_and_nothing_is_lost_under_many_updates(endless: Any) -> None:
     asked = [request(i, [2 + i % 20, 5], max_new_tokens=40 + i % 7, seed=i) for i in range(60)]
     tags = [VersionTag("policy", i // 4, i) for i in range(12)]  # the trainer's epoch changes too
 
@@ -62,7 +81,6 @@ async def test_versions_are_true_and_nothing_is_lost_under_many_updates(endless:
             await update(engine, endless.weights(tag.version, tag.epoch))
             assert engine.version == tag
         results = await asyncio.gather(*calls)
-    logits = [endless.reference(endless.weights(tag.version, tag.epoch)) for tag in tags]
     several = 0
     for one, got in zip(asked, results, strict=True):
         assert len(got.token_ids) == one.sampling.max_new_tokens
@@ -71,10 +89,7 @@ async def test_versions_are_true_and_nothing_is_lost_under_many_updates(endless:
             (tags[v].epoch, v) for v in got.versions
         ]
         several += got.versions[0] != got.versions[-1]
-        for version in np.unique(got.versions):
-            at = got.versions == version
-            want = oracle.logprobs(logits[version], one.prompt_ids, got, one.sampling)
-            np.testing.assert_allclose(got.logprobs[at], want[at], atol=1e-4)
+        endless.assert_true(one, got)
     assert several >= 10
 
 
@@ -115,16 +130,6 @@ async def test_cancelling_a_call_frees_its_slot(endless: Any) -> None:
         assert len((await engine.generate(request("after", [3], max_new_tokens=4))).token_ids) == 4
 
 
-async def test_abort_returns_what_was_sampled(endless: Any) -> None:
-    async with running(endless) as engine:
-        call = asyncio.ensure_future(engine.generate(request("a", [3], max_new_tokens=90)))
-        await until(lambda: engine.stats().tokens_total > 5)
-        await engine.abort(["a", "nobody"])
-        result = await call
-        assert result.finish_reason == "abort"
-        assert 5 < len(result.token_ids) < 90
-
-
 async def test_one_bad_request_touches_no_other(endless: Any) -> None:
     async with running(endless) as engine:
         good = [engine.generate(request(i, [3, 4], max_new_tokens=20, seed=i)) for i in range(5)]
@@ -138,15 +143,16 @@ async def test_one_bad_request_touches_no_other(endless: Any) -> None:
         assert [type(r) for r in results[5:]] == [RequestError] * 3
 
 
-async def test_a_failed_step_fails_its_requests_and_the_engine_lives_on(endless: Any) -> None:
+async def test_a_failed_step_fails_its_requests_and_the_engine_lives_on(
+    endless: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running(endless) as engine:
-        model = engine._started().model
-        hidden, model.hidden = model.hidden, lambda *_: 1 / 0  # type: ignore[method-assign]
+        monkeypatch.setattr(LocalModel, "hidden", lambda *_: 1 / 0)
         calls = [engine.generate(request(i, [3], max_new_tokens=4)) for i in range(3)]
         failed = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(r) for r in failed] == [EngineError] * 3
         assert "division by zero" in str(failed[0])
-        model.hidden = hidden  # type: ignore[method-assign]
+        monkeypatch.undo()
         assert len((await engine.generate(request("b", [3], max_new_tokens=4))).token_ids) == 4
 
 
@@ -183,18 +189,14 @@ async def test_stopping_ends_every_call(endless: Any) -> None:
             await engine.resume()
 
 
-async def test_a_directory_without_a_model_is_refused_in_words(tmp_path: Any, tiny: Any) -> None:
-    engine = LocalEngine(tmp_path, slots=1, max_model_len=8)
-    with pytest.raises(EngineError, match="Hugging Face directory"):
-        await engine.start(tiny.weights(0))
-    await engine.stop()
-
-
-async def test_a_length_beyond_the_models_positions_is_refused(tiny: Any) -> None:
-    engine = LocalEngine(tiny.directory, slots=1, max_model_len=1000)
-    with pytest.raises(EngineError, match="128 positions"):
-        await engine.start(tiny.weights(0))
-    await engine.stop()
+async def test_a_directory_without_a_model_and_a_length_beyond_its_positions_are_refused(
+    tmp_path: Any, tiny: Any
+) -> None:
+    for folder, length, says in ((tmp_path, 8, "Hugging Face dir"), (tiny.directory, 1000, "128 positions")):
+        engine = LocalEngine(folder, slots=1, max_model_len=length)
+        with pytest.raises(EngineError, match=says):
+            await engine.start(tiny.weights(0))
+        await engine.stop()
 
 
 async def test_the_oldest_priority_goes_first_wherever_requests_wait(endless: Any) -> None:
@@ -234,20 +236,47 @@ async def test_a_request_past_its_deadline_ends_by_name_and_frees_its_place(endl
         for call in calls[::2]:
             assert len((await call).token_ids) == 5
         await until(lambda: engine.stats().running == engine.stats().waiting == 0)
-        # A deadline that has passed already, and one that ends a request which is being computed.
         with pytest.raises(DeadlinePassed, match="had 0 s"):
             await engine.generate(GenerateRequest("a", [3], Sampling(), deadline_s=now_s - 1))
-        core_step = engine._core.step  # type: ignore[union-attr]
-        never = threading.Event()
 
-        def slow() -> Any:
-            never.wait(0.01)
-            return core_step()
 
-        engine._core.step = slow  # type: ignore[method-assign, union-attr]
-        soon = GenerateRequest("b", [3], Sampling(max_new_tokens=80), deadline_s=time.monotonic() + 0.05)
-        with pytest.raises(DeadlinePassed):
-            await engine.generate(soon)
-        engine._core.step = core_step  # type: ignore[method-assign, union-attr]
-        await until(lambda: engine.stats().running == engine.stats().waiting == 0)
-        assert len((await engine.generate(request("c", [3], max_new_tokens=4))).token_ids) == 4
+async def test_a_piece_is_told_at_every_step_and_updates_fall_between(
+    endless: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, steps = request("s", [2, 5], max_new_tokens=20, seed=3), Steps(monkeypatch)
+    pieces: list[Any] = []
+    async with running(endless) as engine:
+        answer = asyncio.ensure_future(engine.generate(asked, pieces.append))
+        for number in range(1, 19):
+            steps.allow(1)
+            await until(lambda number=number: len(pieces) == number)
+            assert not answer.done(), "the answer is far from complete"
+            assert engine.stats().running == 1
+            if number in (1, 5, 9):
+                await update(engine, endless.weights(number))
+        steps.allow(1)
+        result = await answer
+    assert [len(piece) for piece in pieces] == [2] + [1] * 17, "the first step begins and goes on"
+    assert np.concatenate(pieces).tolist() == result.token_ids[:19].tolist()
+    assert result.versions.tolist() == [0] * 2 + [1] * 4 + [5] * 4 + [9] * 10
+    endless.assert_true(asked, result)
+
+
+async def test_closing_a_stream_aborts_its_request_and_a_deadline_ends_it(
+    endless: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, told = Steps(monkeypatch), list[Any]()
+    async with running(endless) as engine:
+        steps.allow(3)
+        gone = asyncio.ensure_future(engine.generate(request("gone", [2], max_new_tokens=90), told.append))
+        await until(lambda: told)
+        gone.cancel()
+        await until(lambda: engine.stats().running == 0 and engine.stats().requests_total == 1)
+        late = GenerateRequest("late", [2], Sampling(max_new_tokens=90), deadline_s=time.monotonic() + 0.1)
+        with pytest.raises(DeadlinePassed, match="late"):
+            await engine.generate(late, lambda _: None)
+        await until(lambda: engine.stats().running == 0)
+        steps.allow(100)
+        told.clear()
+        result = await engine.generate(request("after", [2], max_new_tokens=5), told.append)
+        assert (len(told), len(result.token_ids)) == (3, 5)

@@ -1,5 +1,3 @@
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -8,6 +6,7 @@ from hypothesis import strategies as st
 
 from areal_async.trajectory import Sampling
 from rollout_service.engines.local.requests import Draw, draw, uniforms
+from tests.unit.rollout.conftest import distribution
 
 
 def parameters(samplings: list[Sampling], uniform: np.ndarray | float = 0.5) -> Draw:
@@ -41,7 +40,7 @@ def test_uniforms_depend_on_seed_and_counter_alone_and_look_uniform() -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_logprobs_are_of_the_distribution_drawn_from(
-    oracle: Any, seed: int, temperature: float, top_k: int, top_p: float
+    seed: int, temperature: float, top_k: int, top_p: float
 ) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(4, 12)).astype(np.float32) * 3
@@ -50,7 +49,7 @@ def test_logprobs_are_of_the_distribution_drawn_from(
     samplings = [plain, odd, plain, odd]
     ids, logprobs = draw(torch.from_numpy(logits), parameters(samplings, rng.random(4)))
     for row, sampling in enumerate(samplings):
-        want = oracle.distribution(logits[row], sampling)
+        want = distribution(logits[row], sampling)
         assert np.isfinite(want[ids[row]])
         assert logprobs[row] == pytest.approx(want[ids[row]], abs=1e-5)
 

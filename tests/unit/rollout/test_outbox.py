@@ -39,32 +39,6 @@ def test_a_complete_lease_travels_at_once_in_one_message() -> None:
     assert box.episodes == 0
 
 
-def test_one_message_of_a_lease_is_under_way_at_a_time() -> None:
-    box = queue_of("L", linger_s=0.0)
-    box.add("L", 0, b"x", now_s=0.0)
-    first = box.take(0.0)
-    assert first is not None
-    box.add("L", 1, b"y", now_s=0.0)
-    box.leases["L"].complete = True
-    assert box.take(math.inf) is None
-    assert box.episodes == 2
-    box.settled(first)
-    second = box.take(0.0)
-    assert second is not None
-    assert second.episodes == {1: b"y"}
-
-
-def test_what_a_lost_lease_left_is_forgotten() -> None:
-    box = queue_of("L", linger_s=0.0)
-    box.add("L", 0, b"x", now_s=0.0)
-    batch = box.take(0.0)
-    box.add("L", 1, b"x", now_s=0.0)
-    assert batch is not None
-    del box.leases["L"]
-    box.settled(batch)
-    assert box.episodes == 0
-
-
 def test_messages_stay_within_their_limits() -> None:
     box = queue_of("L", linger_s=5.0, max_bytes=10, max_episodes=3)
     for sample, size in enumerate([4, 4, 4, 50, 1, 1, 1, 1]):

@@ -37,17 +37,13 @@ async def test_requests_are_spread_and_a_group_stays_together() -> None:
         again = fleet.ask("1.3/1", session="t1#0.3")
         await eventually(lambda: begun(fleet) == 9)
         assert fleet.where("1.3/1") == home
-        fleet.held = False
-        for server in fleet.made:
-            for name in list(server.running):
-                server.answer(name)
+        fleet.let_go()
         await asyncio.gather(*asked, again)
 
 
 async def test_among_waiting_requests_the_oldest_lease_goes_first() -> None:
     async with driven(capacity=2) as fleet:
-        running = [fleet.ask(f"r{n}") for n in range(3)]  # two places, one in front
-        await eventually(lambda: begun(fleet) == 3)
+        running = await fleet.begin(*(f"r{n}" for n in range(3)))  # two places, one in front
         later = fleet.ask("young", priority=9)
         await asyncio.sleep(0)
         sooner = fleet.ask("old", priority=2)
@@ -65,8 +61,7 @@ async def test_among_waiting_requests_the_oldest_lease_goes_first() -> None:
 
 async def test_a_request_that_is_given_up_while_it_waits_takes_no_place() -> None:
     async with driven(capacity=1) as fleet:
-        first = [fleet.ask(f"r{n}") for n in range(2)]
-        await eventually(lambda: begun(fleet) == 2)
+        first = await fleet.begin(*(f"r{n}" for n in range(2)))
         gone, stays = fleet.ask("gone"), fleet.ask("stays")
         await asyncio.sleep(0)
         gone.cancel()
@@ -81,8 +76,7 @@ async def test_a_request_that_is_given_up_while_it_waits_takes_no_place() -> Non
 
 async def test_an_abort_reaches_what_runs_and_what_waits() -> None:
     async with driven(capacity=1) as fleet:
-        running = [fleet.ask(f"r{n}") for n in range(2)]
-        await eventually(lambda: begun(fleet) == 2)
+        running = await fleet.begin(*(f"r{n}" for n in range(2)))
         waiting = [fleet.ask(f"w{n}") for n in range(3)]
         await asyncio.sleep(0)
         await fleet.set.abort(["r0", "w1"])
@@ -90,9 +84,7 @@ async def test_an_abort_reaches_what_runs_and_what_waits() -> None:
         result = await waiting[1]
         assert (result.finish_reason, len(result.token_ids)) == ("abort", 0)
         assert fleet.set.stats().waiting == 1 + 2
-        fleet.held = False
-        for n in range(2):
-            fleet.server(0).answer(f"r{n}")
+        fleet.let_go()
         await asyncio.gather(*running, waiting[0], waiting[2])
         assert fleet.where("w1") == []
 
@@ -133,15 +125,19 @@ async def test_an_update_reaches_every_replica_and_the_set_serves_the_oldest() -
         assert {int(result.versions[0]) for result in results} == {1}
 
 
-async def test_whoever_listens_is_told_of_an_exchange_also_of_one_that_fails() -> None:
+async def test_weights_that_do_not_fit_are_an_error_and_the_engines_go_on_as_the_listener_is_told() -> None:
     told: list[bool] = []
 
     async with driven(2, on_exchange=told.append) as fleet:
-        await fleet.set.exchange(Snapshot(1))
+        fleet.misfits.add(1)
+        fleet.held = False
+        with pytest.raises(EngineError, match="does not fit"):
+            await fleet.set.exchange(Snapshot(1))
+        assert fleet.set.version.version == 0
         assert told == [True, False]
-        fleet.misfits.add(2)
-        with pytest.raises(EngineError):
-            await fleet.set.exchange(Snapshot(2))
+        await fleet.ask("r")
+        await fleet.set.exchange(Snapshot(2))
+        assert fleet.set.version.version == 2
         assert told == [True, False] * 2
 
 
@@ -170,26 +166,13 @@ async def test_what_an_engine_serves_is_written_down_before_it_samples_from_it(
         assert fleet.server(1).journal[1:] == ["pause", "load 2", "served 2", "resume"]
 
 
-async def test_weights_that_do_not_fit_are_an_error_and_the_engines_go_on() -> None:
-    async with driven(2) as fleet:
-        fleet.misfits.add(1)
-        fleet.held = False
-        with pytest.raises(EngineError, match="does not fit"):
-            await fleet.set.exchange(Snapshot(1))
-        assert fleet.set.version.version == 0
-        await fleet.ask("r")
-        await fleet.set.exchange(Snapshot(2))
-        assert fleet.set.version.version == 2
-
-
 # --- deaths --------------------------------------------------------------------------------------------
 
 
 async def test_requests_of_a_dead_replica_run_on_another() -> None:
     shares: list[float] = []
     async with driven(2, on_serving=shares.append) as fleet:
-        asked = [fleet.ask(f"r{n}") for n in range(4)]
-        await eventually(lambda: begun(fleet) == 4)
+        asked = await fleet.begin(*(f"r{n}" for n in range(4)))
         mine = [f"r{n}" for n in range(4) if fleet.where(f"r{n}") == [1]]
         assert len(mine) == 2
         fleet.held = False
@@ -219,17 +202,14 @@ async def test_requests_wait_for_the_restart_of_the_only_replica() -> None:
 async def test_a_hung_engine_is_noticed_ended_and_replaced() -> None:
     now_s = 0.0
 
-    async with driven(stuck_s=10.0, clock=lambda: now_s, watch_s=0.005) as fleet:
-        asked = fleet.ask("r")
-        await eventually(lambda: begun(fleet) == 1)
+    async with driven(stuck_s=10.0, clock=lambda: now_s, watch_s=0.0) as fleet:
+        (asked,) = await fleet.begin("r")
         hung = fleet.server(0)
         for _ in range(2):
             now_s += 4.0
-            await asyncio.sleep(0.05)
+            await fleet.looked()
             assert fleet.server(0) is hung
-        for _ in range(2):
-            now_s += 4.0
-            await asyncio.sleep(0.05)
+        now_s += 8.0
         await eventually(lambda: len(fleet.made) == 2)
         assert hung.dead
         fleet.held = False
@@ -242,16 +222,15 @@ async def test_a_hung_engine_is_noticed_ended_and_replaced() -> None:
 async def test_an_engine_that_is_idle_or_samples_is_not_stuck(count: str) -> None:
     now_s = 0.0
 
-    async with driven(stuck_s=10.0, clock=lambda: now_s, watch_s=0.002) as fleet:
+    async with driven(stuck_s=10.0, clock=lambda: now_s, watch_s=0.0) as fleet:
         for _ in range(5):
             now_s += 4.0
-            await asyncio.sleep(0.02)  # idle
-        asked = fleet.ask("r")
-        await eventually(lambda: begun(fleet) == 1)
+            await fleet.looked()  # idle
+        (asked,) = await fleet.begin("r")
         for _ in range(5):
             now_s += 4.0
             setattr(fleet.server(0), count, getattr(fleet.server(0), count) + 1)
-            await asyncio.sleep(0.02)
+            await fleet.looked()
         assert len(fleet.made) == 1
         fleet.server(0).answer("r")
         await asked
@@ -297,25 +276,12 @@ async def test_a_restart_that_fails_in_an_unknown_way_ends_the_set_with_the_reas
         yield
 
     async with driven(newest=newest, watch_s=0.005) as fleet:
-        asked = fleet.ask("r")
-        await eventually(lambda: begun(fleet) == 1)
+        (asked,) = await fleet.begin("r")
         fleet.server(0).kill()
         with pytest.raises(EngineError, match="no space left"):
             await asked
         with pytest.raises(EngineError, match="no space left"):
             await fleet.set.watch()
-
-
-async def test_a_lost_connection_to_a_living_engine_costs_one_request_another_try() -> None:
-    async with driven() as fleet:
-        asked, other = fleet.ask("r"), fleet.ask("other")
-        await eventually(lambda: begun(fleet) == 2)
-        fleet.server(0).running["r"].set_exception(EngineLost("the connection broke"))
-        await eventually(lambda: fleet.where("r") == [0, 0])
-        assert len(fleet.made) == 1
-        fleet.server(0).answer("r")
-        fleet.server(0).answer("other")
-        await asyncio.gather(asked, other)
 
 
 async def test_an_engine_that_loses_a_request_again_and_again_is_taken_for_dead() -> None:
@@ -358,8 +324,7 @@ async def test_a_set_tells_the_first_error_of_an_update() -> None:
 
 async def test_start_failures_after_a_death_count_and_the_last_words_are_told() -> None:
     async with driven() as fleet:
-        waits = fleet.ask("r")
-        await eventually(lambda: begun(fleet) == 1)
+        (waits,) = await fleet.begin("r")
         fleet.start_errors += [EngineError(f"no port (try {n})\nCUDA out of memory") for n in range(9)]
         fleet.server(0).kill()
         with pytest.raises(ReplicaGone, match=r"died 4 times within 300 s[\s\S]*CUDA out of memory"):
@@ -382,8 +347,7 @@ async def test_an_engine_that_never_served_is_not_tried_again() -> None:
 
 async def test_a_failing_request_of_a_living_engine_is_its_own() -> None:
     async with driven() as fleet:
-        asked = fleet.ask("r")
-        await eventually(lambda: begun(fleet) == 1)
+        (asked,) = await fleet.begin("r")
         fleet.server(0).running["r"].set_exception(EngineError("the engine's step failed"))
         with pytest.raises(EngineError, match="step failed"):
             await asked
@@ -398,6 +362,46 @@ async def test_stop_ends_what_runs_and_what_waits() -> None:
         await fleet.set.stop()
         results = await asyncio.gather(*asked, return_exceptions=True)
         assert all(isinstance(result, EngineError) for result in results)
+
+
+# --- what is told on the way ------------------------------------------------------------------------------
+
+
+async def test_a_set_passes_the_pieces_on() -> None:
+    async with driven() as fleet:
+        fleet.pieces, told = 2, list[int]()
+        asking = fleet.ask("r", lambda piece: told.extend(piece.tolist()))
+        await eventually(lambda: fleet.where("r"))
+        assert told == [0, 1]
+        assert not asking.done()
+        fleet.let_go()
+        await asking
+
+
+async def test_an_engine_that_is_lost_before_the_first_piece_is_not_noticed() -> None:
+    async with driven() as fleet:
+        told: list[Any] = []
+        asking = fleet.ask("r", told.append)
+        await eventually(lambda: fleet.where("r"))
+        fleet.server(0).kill()
+        await eventually(lambda: len(fleet.where("r")) == 2)
+        fleet.let_go()
+        assert (told, len((await asking).token_ids)) == ([], 1)
+
+
+async def test_what_was_told_is_never_told_otherwise_when_the_engine_is_lost() -> None:
+    async with driven() as fleet:
+        fleet.pieces, told = 2, list[Any]()
+        asking = fleet.ask("r", told.append)
+        await eventually(lambda: len(told) == 2 and fleet.where("r"))
+        fleet.server(0).kill("the server was killed")
+        with pytest.raises(EngineError, match=r"2 units .* had been streamed: the server was killed"):
+            await asking
+        assert fleet.where("r") == [0]
+        # The set goes on: the next one is served by a new engine.
+        await eventually(lambda: len(fleet.made) == 2)
+        fleet.let_go()
+        assert len((await fleet.ask("next", told.append)).token_ids) == 1
 
 
 # --- with a worker around them -------------------------------------------------------------------------
@@ -421,9 +425,7 @@ async def test_leases_outlive_the_death_of_the_engine() -> None:
         beats = len(buffer.beats)
         await eventually(lambda: fleet.set.replicas[0].serves)
         await buffer.until(lambda: len(buffer.beats) > beats)
-        fleet.held = False
-        for name in list(fleet.server(0).running):
-            fleet.server(0).answer(name)
+        fleet.let_go()
         await buffer.until(lambda: buffer.whole(0, 1))
         stop.set()
         await running

@@ -66,14 +66,6 @@ async def turns(count: int = 5) -> None:
 
 
 @driven
-async def test_an_answer_comes_through(server: Server) -> None:
-    call = server.start("a")
-    await turns()
-    server.gates["a"].set()
-    assert (await call).finish_reason == "stop"
-
-
-@driven
 async def test_an_abort_is_repeated_until_the_server_hears_it(server: Server) -> None:
     server.forgets = 2
     call = server.start("a")

@@ -62,14 +62,7 @@ async def test_every_route_asks_for_the_key_and_no_command_line_shows_it(tmp_pat
     process, client = await started("tiny", argv, environment, settings(tmp_path), path="/health")
     strangers = [ServerClient("tiny", client.url), ServerClient("tiny", client.url, key="0" * 64)]
     try:
-        for path in (
-            "/health",
-            "/metrics",
-            "/v1/models",
-            "/sleep",
-            "/update_weights_from_disk",
-            "/nothing",
-        ):
+        for path in ("/health", "/metrics", "/v1/models", "/sleep", "/update_weights_from_disk", "/nothing"):
             for stranger in strangers:
                 assert await stranger.request("POST", path, {"model_path": "elsewhere"}) == (401, b"")
         answer = await client.get("/collective_rpc", dict)

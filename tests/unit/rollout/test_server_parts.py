@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.config.engines import EngineMissing, find_engine_python
-from areal_async.config.job import JobConfig
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.context import RunPlaces, ServiceContext
@@ -22,6 +21,7 @@ from rollout_service.engines.base import EngineError, GenerateRequest, checked_r
 from rollout_service.engines.http.adapter import attached_url, read_model
 from rollout_service.engines.http.client import VersionSpan, parse_tag, stamp
 from rollout_service.engines.sglang.messages import logprobs_of
+from tests.unit.rollout.fakes import job as make_job
 
 numbers = st.integers(0, 2**31 - 1)
 
@@ -91,16 +91,7 @@ def test_a_models_facts_are_read_from_its_files(tmp_path: Path) -> None:
 
 def test_servers_are_given_by_the_workers_number_and_a_guest_without_one_is_refused(tmp_path: Path) -> None:
     servers = [f"http://h:{n}" for n in range(6)]
-    job = JobConfig.model_validate(
-        {"job": "j", "model": "m", "tasks": {"train": "t.jsonl"}}
-        | {
-            "rollout": {
-                "engine": "sglang",
-                "replicas": 2,
-                "server": {"urls": servers},
-            }
-        }
-    )
+    job = make_job(engine="sglang", replicas=2, server={"urls": servers})
     places = RunPlaces("r", 1, "r", str(tmp_path), "m", "b", "w", [], job.model_dump(mode="json"))
     RunSecret.make(tmp_path)
     path = tmp_path / "context.json"

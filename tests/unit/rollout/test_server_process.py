@@ -1,4 +1,5 @@
-"""A server's process: waited for, explained, and never left behind."""
+"""A server's process: waited for, explained, never left behind. Slowness is no death, an ended process is
+one at once."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from itertools import chain, repeat
 from pathlib import Path
 
 import psutil
@@ -14,9 +17,12 @@ import pytest
 
 from areal_async.runtime.status import board
 from rollout_service.engines.base import EngineError
-from rollout_service.engines.http.process import ServerProcess, free_port
+from rollout_service.engines.http.process import Liveness, Patience, ServerProcess
+from tests.unit.rollout.fakes import eventually
 
 DEADLINE_S = 60.0
+PATIENCE = Patience(misses=3, span_s=0.2, pause_s=0.01)
+LONG = Patience(misses=3, span_s=600.0, pause_s=0.01)
 # A server with a child of its own; it says so in the file given by its first argument.
 SERVER = """
 import os, pathlib, subprocess, sys, time
@@ -28,92 +34,115 @@ time.sleep(600)
 """
 
 
-def server(tmp_path: Path, code: str = SERVER) -> ServerProcess:
-    argv = [sys.executable, "-c", code, str(tmp_path / "pids")]
-    return ServerProcess("the test server", argv, dict(os.environ), tmp_path / "logs" / "server.log")
-
-
-def until(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+@asynccontextmanager
+async def server(
+    tmp_path: Path, code: str = SERVER, python: str = sys.executable
+) -> AsyncIterator[ServerProcess]:
+    argv, log = [python, "-c", code, str(tmp_path / "pids")], tmp_path / "logs" / "server.log"
+    process = ServerProcess("the test server", argv, dict(os.environ), log)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield process
+    finally:
+        await process.stop()
 
 
 def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_server_is_waited_for_and_ended_with_its_children(tmp_path: Path) -> None:
-    async def body() -> list[int]:
-        process = server(tmp_path)
+async def never() -> bool:
+    return False
 
-        async def serves() -> bool:
-            return (tmp_path / "pids").exists()
 
+async def test_a_server_is_waited_for_and_ended_with_its_children(tmp_path: Path) -> None:
+    waiting: list[dict[str, str]] = []
+
+    async def serves() -> bool:
+        waiting.append(board.status("rollout-0", serves=False).waiting_for)
+        return (tmp_path / "pids").exists()
+
+    async with server(tmp_path) as process:
         await process.wait_ready(serves, DEADLINE_S)
         assert process.alive
         pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
         await process.stop()
         assert not process.alive
-        return pids
-
-    for pid in asyncio.run(body()):
-        until(lambda pid=pid: is_gone(pid))
-
-
-def test_that_a_server_loads_is_said_to_who_asks_for_the_status(tmp_path: Path) -> None:
-    async def body() -> None:
-        process = server(tmp_path)
-        try:
-            await process.wait_ready(served, DEADLINE_S)
-        finally:
-            await process.stop()
-
-    waiting: list[dict[str, str]] = []
-
-    async def served() -> bool:
-        waiting.append(board.status("rollout-0", serves=False).waiting_for)
-        return True
-
-    asyncio.run(body())
-    assert waiting == [{"server": "its test server to load"}]
+        await eventually(lambda: all(map(is_gone, pids)))
+    # That it loads is said to who asks for the status.
+    assert waiting[0] == {"server": "its test server to load"}
     assert board.status("rollout-0", serves=False).waiting_for == {}
 
 
 async def test_a_server_that_ends_early_shows_the_end_of_its_log(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "server.log").write_text("words of an earlier server\n")
-    process = server(tmp_path, "print('no such model'); raise SystemExit(3)")
-
-    async def serves() -> bool:
-        return False
-
-    with pytest.raises(EngineError, match="no such model") as caught:
-        await process.wait_ready(serves, DEADLINE_S)
+    async with server(tmp_path, "print('no such model'); raise SystemExit(3)") as process:
+        with pytest.raises(EngineError, match="no such model") as caught:
+            await process.wait_ready(never, DEADLINE_S)
     assert "earlier" not in str(caught.value)
 
 
 async def test_a_server_that_takes_too_long_is_ended_and_the_field_named(tmp_path: Path) -> None:
-    process = server(tmp_path)
-
-    async def serves() -> bool:
-        return False
-
-    with pytest.raises(EngineError, match=r"rollout\.server\.ready_s"):
-        await process.wait_ready(serves, 0.3)
-    until(lambda: not process.alive)
+    async with server(tmp_path) as process:
+        with pytest.raises(EngineError, match=r"rollout\.server\.ready_s"):
+            await process.wait_ready(never, 0.3)
+        await eventually(lambda: not process.alive)
 
 
 async def test_a_command_that_is_not_there_is_an_error_with_its_name(tmp_path: Path) -> None:
-    process = ServerProcess("it", ["/no/such/python"], {}, tmp_path / "log")
-
-    async def serves() -> bool:
-        return False
-
-    with pytest.raises(EngineError, match="/no/such/python"):
-        await process.wait_ready(serves, DEADLINE_S)
+    async with server(tmp_path, python="/no/such/python") as process:
+        with pytest.raises(EngineError, match="/no/such/python"):
+            await process.wait_ready(never, DEADLINE_S)
 
 
-def test_free_ports_are_free() -> None:
-    assert 0 < free_port() < 65536
+# --- does it live? ---------------------------------------------------------------------------------------
+
+
+class Probes:
+    """Answers as it is told, and counts."""
+
+    def __init__(self, answers: Iterator[bool]) -> None:
+        self.count = 0
+        self._answers = answers
+
+    async def __call__(self) -> bool:
+        self.count += 1
+        return next(self._answers)
+
+
+@pytest.mark.parametrize(
+    ("misses", "silent_s", "over"),
+    [(1, 100.0, False), (2, 100.0, False), (3, 19.9, False), (3, 20.0, True), (90, 19.0, False)],
+)
+def test_a_server_is_given_up_after_several_misses_over_a_stated_time(
+    misses: int, silent_s: float, over: bool
+) -> None:
+    assert Patience().is_over(misses, silent_s) is over
+
+
+async def test_one_answer_in_time_is_life_and_all_who_ask_meanwhile_share_one_examination() -> None:
+    probes = Probes(chain([False] * 5, repeat(True)))
+    liveness = Liveness(probes, None, LONG)
+    assert await asyncio.gather(*(liveness.confirmed() for _ in range(20))) == [True] * 20
+    assert probes.count == 6
+
+
+async def test_silence_for_the_stated_time_is_death() -> None:
+    began_s = time.monotonic()
+    assert not await Liveness(never, None, PATIENCE).confirmed()
+    assert time.monotonic() - began_s >= PATIENCE.span_s
+
+
+async def test_an_ended_process_is_dead_at_once(tmp_path: Path) -> None:
+    async with server(tmp_path, "") as process:
+        assert not await Liveness(never, process, LONG).confirmed()
+
+
+async def test_nobody_waits_for_an_examination_that_was_closed() -> None:
+    liveness = Liveness(never, None, LONG)
+    asked = asyncio.create_task(liveness.confirmed())
+    await asyncio.sleep(0)
+    liveness.close()
+    async with asyncio.timeout(DEADLINE_S):
+        assert not await asked

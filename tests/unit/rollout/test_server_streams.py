@@ -21,17 +21,14 @@ SEEN = [b"one", b'{"a": "data: "}', b"", b"[DONE]"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_events_come_whole_wherever_the_body_is_cut(size: int) -> None:
+async def test_events_come_whole_wherever_the_body_is_cut(size: int) -> None:
     body = b"".join(b"data: " + event + b"\n\n" for event in SEEN) + b"data: half"
 
     async def chunks() -> AsyncIterator[bytes]:
         for at in range(0, len(body), size):
             yield body[at : at + size]
 
-    async def main() -> list[bytes]:
-        return [event async for event in events(chunks())]
-
-    assert asyncio.run(main()) == SEEN
+    assert [event async for event in events(chunks())] == SEEN
 
 
 # --- over a connection --------------------------------------------------------------------------------
@@ -41,33 +38,31 @@ class Number(msgspec.Struct):
     n: int
 
 
-def page(send: Any) -> web.Application:
-    """A server that answers with `send`."""
-    app = web.Application()
-    app.router.add_post("/generate", send)
-    return app
-
-
-def streamed(body: Sequence[bytes], *, status: int = 200, breaks: bool = False) -> list[int]:
-    """What a client takes of an answer that a server sends."""
+async def streamed(
+    body: Sequence[bytes], *, status: int = 200, breaks: bool = False, times: int = 1
+) -> tuple[list[int], int]:
+    """What a client takes of the answers that a server sends, and over how many connections."""
     taken: list[int] = []
+    ports: set[int] = set()
 
     async def send(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        ports.add(request.transport.get_extra_info("peername")[1])
         answer = web.StreamResponse(status=status)
         await answer.prepare(request)
         for event in body:
             await answer.write(event)
+        await asyncio.sleep(0.001)  # the end of the body comes in a packet of its own
         if breaks:
-            assert request.transport is not None
             request.transport.abort()
         return answer
 
-    async def main() -> None:
-        async with serving(page(send)) as client:
+    app = web.Application()
+    app.router.add_post("/generate", send)
+    async with serving(app) as client:
+        for _ in range(times):
             await client.stream("/generate", {}, Number, lambda part: taken.append(part.n))
-
-    asyncio.run(main())
-    return taken
+    return taken, len(ports)
 
 
 def event(content: Any) -> bytes:
@@ -77,25 +72,9 @@ def event(content: Any) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-async def test_streams_one_after_the_other_use_one_connection() -> None:
-    ports: set[int] = set()
-
-    async def send(request: web.Request) -> web.StreamResponse:
-        ports.add(request.transport.get_extra_info("peername")[1])  # type: ignore[union-attr]
-        answer = web.StreamResponse()
-        await answer.prepare(request)
-        await answer.write(event({"n": 1}) + DONE)
-        await asyncio.sleep(0.001)  # the end of the body comes in a packet of its own
-        return answer
-
-    async with serving(page(send)) as client:
-        for _ in range(5):
-            await client.stream("/generate", {}, Number, lambda part: None)
-    assert len(ports) == 1
-
-
-def test_each_event_is_taken_once_up_to_the_end() -> None:
-    assert streamed([event({"n": 1}) + event({"n": 2})[:9], event({"n": 2})[9:], DONE]) == [1, 2]
+async def test_each_event_is_taken_once_up_to_the_end_and_the_connection_used_again() -> None:
+    body = [event({"n": 1}) + event({"n": 2})[:9], event({"n": 2})[9:], DONE]
+    assert await streamed(body, times=5) == ([1, 2] * 5, 1)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +89,9 @@ def test_each_event_is_taken_once_up_to_the_end() -> None:
     ],
     ids=["ended", "broken", "refused", "failed", "unknown", "status"],
 )
-def test_what_goes_wrong_in_a_stream_has_its_error(body: Any, how: Any, error: Any, words: str) -> None:
+async def test_what_goes_wrong_in_a_stream_has_its_error(body: Any, how: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words) as raised:
-        streamed(body, **how)
+        await streamed(body, **how)
     assert type(raised.value) is error
 
 

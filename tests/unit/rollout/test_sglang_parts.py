@@ -13,7 +13,6 @@ import pytest
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, EngineLost, RequestError
-from rollout_service.engines.http import client as http
 from rollout_service.engines.http.adapter import Directory, Launch, ServerSettings
 from rollout_service.engines.http.client import KEEPALIVE_S, ServerClient
 from rollout_service.engines.sglang.adapter import Loads, command, variables
@@ -62,21 +61,16 @@ def test_arguments_of_the_job_file_are_added_changed_and_left_out() -> None:
     assert found["tp-size"] == "2"
     assert found["enable-mixed-chunk"] is True
     assert not {"sleep-on-idle", "log-level"} & set(found)
-    with pytest.raises(
-        EngineError, match=r"rollout\.server\.arguments\.context_length.*rollout\.max_model_len"
-    ):
+    says = r"rollout\.server\.arguments\.context_length.*rollout\.max_model_len"
+    with pytest.raises(EngineError, match=says):
         flags(launched(arguments={"context_length": 9}))
 
 
 def test_the_servers_environment_is_its_own() -> None:
-    ours = {
-        "PYTHONPATH": "/here",
-        "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
-        "HOME": "/home",
-        "VIRTUAL_ENV": "/v",
-    }
+    foreign = {"PYTHONPATH": "/here", "SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "VIRTUAL_ENV": "/v"}
+    ours = foreign | {"HOME": "/home"}
     found = variables(launched(), ours)
-    assert not {"PYTHONPATH", "SGLANG_RETURN_ORIGINAL_LOGPROB", "VIRTUAL_ENV"} & set(found)
+    assert not set(foreign) & set(found)
     assert (found["HOME"], found["SGLANG_USE_CPU_ENGINE"]) == ("/home", "1")
     assert float(found["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 10 * KEEPALIVE_S
     gpu = variables(launched(device="cuda"), ours)
@@ -122,11 +116,13 @@ def test_an_answer_is_taken_apart_unit_by_unit() -> None:
 def test_an_aborted_answer_has_what_was_handed_over() -> None:
     none = parse(answer(finish_reason={"type": "abort", "message": "x"}, output_ids=[]), "sampled")
     assert (none.finish_reason, none.token_ids.size, none.versions.size) == ("abort", 0, 0)
-    waiting = {
+    spans = [{"version": "policy-e0-v1", "start": 0, "end": 0}]
+    waiting: Any = {
         "output_token_logprobs": None,
-        "weight_versions": [{"version": "policy-e0-v1", "start": 0, "end": 0}],
+        "weight_versions": spans,
+        "finish_reason": {"type": "abort"},
     }
-    assert parse(answer(finish_reason={"type": "abort"}, **waiting), "sampled").token_ids.size == 0
+    assert parse(answer(**waiting), "sampled").token_ids.size == 0
 
 
 @pytest.mark.parametrize(
@@ -146,47 +142,39 @@ def test_an_answer_that_does_not_account_for_its_units_is_refused(changes: Any, 
         parse(answer(**changes), "sampled")
 
 
-def probed(server: FakeServer) -> Any:
-    """What the probe finds of the server for `rollout.update_mode` keep."""
-
-    async def main() -> Any:
-        async with server.serving() as client:
-            found = await probe(client, update_mode="keep", max_model_len=64, vocab_size=16, dtype="float32")
-            with pytest.raises(RequestError, match="not that one"):
-                await client.post("/generate", {"input_ids": [0]}, Generated)
-            return found
-
-    return asyncio.run(main())
-
-
-def test_the_probe_finds_what_a_server_offers() -> None:
-    assert probed(FakeServer(max_running_requests=5)).max_running_requests == 5
+async def probed(**info: Any) -> Any:
+    """What the probe finds of a server for `rollout.update_mode` keep."""
+    server = FakeServer(**info)
+    server.versions = info.pop("versions", server.versions)
+    server.original_logprobs = info.pop("original_logprobs", False)
+    async with server.serving() as client:
+        found = await probe(client, update_mode="keep", max_model_len=64, vocab_size=16, dtype="float32")
+        with pytest.raises(RequestError, match="not that one"):
+            await client.post("/generate", {"input_ids": [0]}, Generated)
+        return found
 
 
-def changed(**attributes: Any) -> FakeServer:
-    server = FakeServer()
-    for name, value in attributes.items():
-        setattr(server, name, value)
-    return server
+async def test_the_probe_finds_what_a_server_offers() -> None:
+    assert (await probed(max_running_requests=5)).max_running_requests == 5
 
 
 @pytest.mark.parametrize(
-    ("server", "words"),
+    ("info", "words"),
     [
-        (FakeServer(version="0.4.0"), r"SGLang 0\.4\.0; supported is 0\.5\.23.*make engines"),
-        (changed(versions=None), "which weights sampled"),
-        (changed(original_logprobs=True), "SGLANG_RETURN_ORIGINAL_LOGPROB"),
-        (FakeServer(context_length=64), r"--context-length 64.*max_model_len"),
-        (FakeServer(disable_overlap_schedule=False), "--disable-overlap-schedule"),
-        (FakeServer(skip_tokenizer_init=True), "--skip-tokenizer-init"),
-        (FakeServer(speculative_algorithm="EAGLE"), "--speculative-algorithm"),
-        (FakeServer(tokenizer_worker_num=2), "--tokenizer-worker-num"),
-        (FakeServer(dtype="bfloat16"), r"--dtype float32"),
+        ({"version": "0.4.0"}, r"SGLang 0\.4\.0; supported is 0\.5\.23.*make engines"),
+        ({"versions": None}, r"which weights sampled"),
+        ({"original_logprobs": True}, r"SGLANG_RETURN_ORIGINAL_LOGPROB"),
+        ({"context_length": 64}, r"--context-length 64.*max_model_len"),
+        ({"disable_overlap_schedule": False}, r"--disable-overlap-schedule"),
+        ({"skip_tokenizer_init": True}, r"--skip-tokenizer-init"),
+        ({"speculative_algorithm": "EAGLE"}, r"--speculative-algorithm"),
+        ({"tokenizer_worker_num": 2}, r"--tokenizer-worker-num"),
+        ({"dtype": "bfloat16"}, r"--dtype float32"),
     ],
 )
-def test_a_server_that_cannot_do_what_is_needed_is_refused_by_name(server: FakeServer, words: str) -> None:
+async def test_a_server_that_cannot_do_what_is_needed_is_refused_by_name(info: Any, words: str) -> None:
     with pytest.raises(EngineError, match=words):
-        probed(server)
+        await probed(**info)
 
 
 def test_units_are_counted_over_ranks_and_before_the_first_step() -> None:
@@ -194,10 +182,8 @@ def test_units_are_counted_over_ranks_and_before_the_first_step() -> None:
     assert msgspec.json.decode(content, type=Loads).decoded == 6
 
 
-async def test_an_idle_connection_is_closed_from_this_side(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_connection_is_closed_from_this_side() -> None:
     """A request on one that the server is just closing would look like the server's death."""
-    monkeypatch.setattr(http, "KEEPALIVE_S", 0.05)
-
     closed = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -208,7 +194,8 @@ async def test_an_idle_connection_is_closed_from_this_side(monkeypatch: pytest.M
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        client = ServerClient("it", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        port = server.sockets[0].getsockname()[1]
+        client = ServerClient("it", f"http://127.0.0.1:{port}", keepalive_s=0.05)
         assert await client.get("/", dict) == {}
         await asyncio.wait_for(closed.wait(), 60)
         await client.close()

@@ -32,13 +32,13 @@ def obvious(samples: list[ScoredSample]) -> list[tuple[float, float, float]]:
     return out
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(SAMPLES)
 def test_figures_of_tasks_are_the_obvious_ones(samples: list[ScoredSample]) -> None:
     np.testing.assert_allclose(per_task(samples), obvious(samples), atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(SAMPLES, st.randoms(use_true_random=False))
 def test_neither_the_order_of_samples_nor_of_tasks_matters(
     samples: list[ScoredSample], random: object
@@ -57,7 +57,7 @@ def test_neither_the_order_of_samples_nor_of_tasks_matters(
             assert (mine.low, mine.high) == pytest.approx((other.low, other.high))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(SAMPLES)
 def test_figures_are_ordered_and_intervals_hold_them(samples: list[ScoredSample]) -> None:
     found = statistics_of(samples, seed=0)
@@ -73,27 +73,10 @@ def test_figures_are_ordered_and_intervals_hold_them(samples: list[ScoredSample]
             assert figure.low - 1e-9 <= figure.value <= figure.high + 1e-9
 
 
-def test_one_sample_of_each_task_makes_all_three_the_accuracy() -> None:
-    samples = [ScoredSample(task, 0, float(task % 3 == 0), str(task)) for task in range(30)]
-    found = statistics_of(samples, seed=1)
-    assert found.mean == found.best == found.maj
-    assert found.mean.value == pytest.approx(1 / 3)
-
-
 def test_a_tie_goes_to_the_answer_that_came_first() -> None:
-    first = [
-        ScoredSample(0, 0, 0.0, "z"),
-        ScoredSample(0, 1, 1.0, "a"),
-        ScoredSample(0, 2, 1.0, "a"),
-        ScoredSample(0, 3, 0.0, "z"),
-    ]
+    first = [ScoredSample(0, n, float(answer == "a"), answer) for n, answer in enumerate("zaaz")]
     assert per_task(first)[0, 2] == 0.0
     assert per_task([*first, ScoredSample(0, 4, 1.0, "a")])[0, 2] == 1.0
-
-
-def test_a_task_with_fewer_scored_samples_weighs_as_much_as_another() -> None:
-    samples = [ScoredSample(0, 0, 1.0, "a")] + [ScoredSample(1, n, 0.0, "b") for n in range(8)]
-    assert statistics_of(samples, seed=0).mean.value == 0.5
 
 
 def test_an_interval_is_the_seeds_and_moves_with_scale_and_shift() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
@@ -15,6 +14,7 @@ from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, traini
 from rollout_service.engines.base import GenerateResult
 from rollout_service.workflows import Context, Renderer, TemplateRewrites, TurnError
 from rollout_service.workflows.turns import Chat, continuation
+from tests.unit.rollout.fakes import said
 from tests.unit.rollout.scripted import EOS, Letters, ScriptedEngine, assert_rows_are_exact, play, texts
 
 PLAIN = (
@@ -50,10 +50,9 @@ def user(text: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("template", [PLAIN, TRIMS])
 def test_the_next_turn_is_the_ids_of_the_templates_continuation(template: str) -> None:
-    said = iter(["b ", "c", "d"])
-    episode, engine = play(
-        turns(user("B"), [{"role": "tool", "content": "T"}]), lambda path: next(said), ASK, template=template
-    )
+    replies = iter(["b ", "c", "d"])
+    flow = turns(user("B"), [{"role": "tool", "content": "T"}])
+    episode, engine = play(flow, lambda path: next(replies), ASK, template=template)
     assert "".join(texts(episode)) == (
         "<user>A\x03\n<assistant>b \x03\n<user>B\x03\n<assistant>c\x03\n<tool>T\x03\n<assistant>d\x03"
     )
@@ -136,10 +135,7 @@ def test_a_tokenizer_that_begins_sequences_with_a_token_does_so_only_at_roots() 
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<end>")
     tokenizer.chat_template = "<bos>{% for m in messages %}{{ m.content }}<end>{% endfor %}"
     engine = ScriptedEngine(lambda path: "", None)
-    ended = GenerateResult(
-        np.array([vocabulary["x"], 1], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32),
-        np.zeros(2, np.int32), "stop", "x",
-    )  # fmt: skip
+    ended = said([vocabulary["x"], 1], engine.version, "x")
 
     async def generate(request: Any) -> GenerateResult:
         engine.said.append((request, ended))

@@ -10,23 +10,11 @@ from prometheus_client import REGISTRY
 
 from areal_async.rpc.messages import Leases
 from areal_async.rpc.schema import VersionTag
-from rollout_service.engines.base import (
-    EngineError,
-    GenerateRequest,
-)
-from rollout_service.worker import Worker, WorkerTiming
+from rollout_service.engines.base import EngineError, GenerateRequest
+from rollout_service.worker import WorkerTiming
 from rollout_service.worker.failures import MAX_FAILURES
-from rollout_service.workflows import Renderer, WorkflowError, load_workflow
-from tests.unit.rollout.fakes import (
-    DEADLINE_S,
-    FakeBuffer,
-    FakeEngine,
-    LetterTokenizer,
-    eventually,
-    group,
-    job,
-    working,
-)
+from rollout_service.workflows import WorkflowError
+from tests.unit.rollout.fakes import FakeBuffer, FakeEngine, eventually, group, working
 
 
 async def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> None:
@@ -35,12 +23,11 @@ async def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> No
         await buffer.add(group(0, life_ms=90))
         await eventually(lambda: worker.running)
         await buffer.drain("rollout-0", "it is to be moved")
-        await buffer.until(lambda: buffer.beats)
         await eventually(lambda: worker.draining)
+        assert worker.wanted_groups() == 0
         assert REGISTRY.get_sample_value("areal_rollout_draining") == 1
         release.set()
         await buffer.until(lambda: buffer.whole(0))
-        assert worker.wanted_groups() == 0
     assert buffer.released == {}
 
 
@@ -56,44 +43,27 @@ async def test_a_worker_that_need_not_drain_any_more_does_not_say_so() -> None:
         await eventually(lambda: REGISTRY.get_sample_value("areal_rollout_draining") == 0)
 
 
-async def test_a_worker_that_asks_is_told_to_drain_at_once() -> None:
-    async with working() as (worker, buffer, _engine):
-        await buffer.until(lambda: buffer.asked)
-        await buffer.drain("rollout-0", "it is to be moved")
-        await eventually(lambda: worker.draining)
-        assert worker.wanted_groups() == 0
-
-
 async def test_a_stop_sends_what_is_finished_and_hands_the_rest_over() -> None:
     async with working(timing=WorkerTiming(drain_s=0.05)) as (worker, buffer, engine):
-
-        async def gate(request: GenerateRequest) -> None:
-            if ".3/" in request.request_id:
-                await asyncio.Event().wait()
-
-        engine.gate = gate
+        engine.hold(".3/")
         await buffer.add(group(0), group(1))
         await eventually(lambda: worker.running == 2)
     assert {k: sorted(v) for k, v in buffer.stored.items()} == {"t0#0": [0, 1, 2], "t1#0": [0, 1, 2]}
     assert buffer.released == {"L0": "drained", "L1": "drained"}
     assert engine.running == {}
+    assert not worker.drained, "it was told to stop"
 
 
-@pytest.mark.anyio
 async def test_a_stop_waits_for_what_finishes_within_the_grace_and_leases_no_more() -> None:
     """`SIGTERM` sets `stop`; the episodes that run then are not lost."""
-    stop, buffer, engine = asyncio.Event(), FakeBuffer([group(0)]), FakeEngine()
+    stop, engine = asyncio.Event(), FakeEngine()
     release = engine.hold()
-    render = Renderer(LetterTokenizer())
-    worker = Worker(buffer, engine, load_workflow("single_turn"), render, job=job(), name="rollout-0")
-    running = asyncio.ensure_future(worker.run(stop))
-    async with asyncio.timeout(DEADLINE_S):
+    async with working(FakeBuffer([group(0)]), engine=engine, stop=stop) as (worker, buffer, _):
         await eventually(lambda: worker.running == 4)
         stop.set()
         await buffer.until(lambda: buffer.draining)
         await buffer.add(group(1))
         release.set()
-        await running
     assert buffer.whole(0)
     assert buffer.released == {}
     assert len(buffer.groups) == 1, "nothing was leased after the stop"
@@ -118,19 +88,12 @@ async def test_what_is_granted_to_a_worker_that_stops_goes_back_at_once() -> Non
 async def test_a_worker_that_fails_does_not_say_that_it_drained() -> None:
     timing = WorkerTiming(longest_failure_pause_s=0.0)
     with pytest.raises(WorkflowError):  # noqa: PT012
-        async with working(timing=timing, max_concurrent=64) as (
-            worker,
-            buffer,
-            engine,
-        ):
-
-            async def hang(request: GenerateRequest) -> None:
-                await asyncio.Event().wait()
+        async with working(timing=timing, max_concurrent=64) as (worker, buffer, engine):
 
             async def broken(request: GenerateRequest) -> None:
                 raise EngineError("broken")
 
-            engine.gate = hang
+            engine.hold()
             await buffer.add(group(0))
             await eventually(lambda: worker.running == 4)
             engine.gate = broken
@@ -153,20 +116,15 @@ async def test_a_stop_does_not_wait_for_a_buffer_that_is_gone(monkeypatch: pytes
         await eventually(lambda: worker.uploader.episodes == 4)
 
 
-@pytest.mark.anyio
 async def test_a_drained_worker_ends_by_itself_once_it_has_finished_what_it_had() -> None:
-    buffer, engine = FakeBuffer([group(0, life_ms=90)]), FakeEngine()
-    release = engine.hold()
-    render = Renderer(LetterTokenizer())
-    worker = Worker(buffer, engine, load_workflow("single_turn"), render, job=job(), name="rollout-0")
-    running = asyncio.ensure_future(worker.run(asyncio.Event()))
-    async with asyncio.timeout(DEADLINE_S):
+    async with working() as (worker, buffer, engine):
+        release = engine.hold()
+        await buffer.add(group(0, life_ms=90))
         await eventually(lambda: worker.running == 4)
         await buffer.drain("rollout-0", "it is to be moved")
         await eventually(lambda: worker.draining)
-        assert not running.done()
         release.set()
-        await running
+        await asyncio.Event().wait()  # the block ends with the worker
     assert worker.drained
     assert buffer.whole(0)
     assert buffer.released == {}
@@ -182,11 +140,3 @@ async def test_a_drained_worker_whose_time_is_over_hands_back_the_rest_and_count
 
     assert buffer.released == {"L0": "drained"}
     assert worker.drained
-
-
-async def test_a_worker_that_is_told_to_stop_does_not_count_as_drained() -> None:
-    async with working() as (worker, buffer, _engine):
-        await buffer.add(group(0, life_ms=90))
-        await buffer.until(lambda: buffer.whole(0))
-
-    assert not worker.drained

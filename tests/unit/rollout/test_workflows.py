@@ -10,18 +10,16 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from areal_async.prompts import prompt_ids, prompt_text
+from areal_async.registry import WORKFLOWS
 from areal_async.rpc.schema import Task
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, training_rows
 from replay_buffer.server import read_arrival
-from rollout_service.engines.base import GenerateRequest, GenerateResult, RequestError
-from rollout_service.workflows import (
-    Context,
-    EpisodeAborted,
-    Renderer,
-    WorkflowError,
-    load_workflow,
-)
+from rollout_service.engines.base import RequestError
+from rollout_service.workflows import Context, EpisodeAborted, Renderer, WorkflowError, load_workflow
 from rollout_service.workflows.context import call_seed
+from tests.unit.gateway.agents import Logged
+from tests.unit.gateway.fakes import assert_recorded_is_what_the_engine_said
+from tests.unit.rollout.fakes import eventually
 
 
 @pytest.mark.parametrize(
@@ -50,13 +48,13 @@ def test_a_workflow_that_cannot_be_loaded_says_why(
         load_workflow(name)
 
 
-def test_a_workflow_of_ones_own_may_import_its_neighbours(tmp_path: Path) -> None:
+async def test_a_workflow_of_ones_own_may_import_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "neighbour_of_flow.py").write_text("ANSWER = 42")
     (tmp_path / "flow.py").write_text(
         "from neighbour_of_flow import ANSWER\nasync def go(ctx, task):\n    ctx.said = ANSWER\n"
     )
     ctx: Any = SimpleNamespace()
-    asyncio.run(load_workflow(f"{tmp_path}/flow.py:go")(ctx, Task("t", "")))
+    await load_workflow(f"{tmp_path}/flow.py:go")(ctx, Task("t", ""))
     assert ctx.said == 42
 
 
@@ -72,10 +70,10 @@ class Debate:
 """
 
 
-def test_a_workflow_may_be_a_class_that_declares_its_arguments(tmp_path: Path) -> None:
+async def test_a_workflow_may_be_a_class_that_declares_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "flow.py").write_text(CLASS)
     ctx: Any = SimpleNamespace()
-    asyncio.run(load_workflow(f"{tmp_path}/flow.py:Debate", {"rounds": 3})(ctx, Task("t", "x")))
+    await load_workflow(f"{tmp_path}/flow.py:Debate", {"rounds": 3})(ctx, Task("t", "x"))
     assert ctx.said == ["x"] * 3
     with pytest.raises(WorkflowError, match=r"workflow_args of .*no argument 'round'"):
         load_workflow(f"{tmp_path}/flow.py:Debate", {"round": 3})
@@ -135,50 +133,23 @@ def test_a_groups_prompt_is_rendered_once_and_memory_is_bounded() -> None:
 
 def context(engine: Any, tokenizer: Any, **how: Any) -> Context:
     builder = EpisodeBuilder("job", "t", "t#0", 0)
-    return Context(
-        engine,
-        Renderer(tokenizer),
-        builder,
-        episode_id="t#0.0",
-        sampling=Sampling(max_new_tokens=6),
-        seed=5,
-        **how,
-    )
-
-
-class Recording:
-    """An engine that remembers what it was asked and said."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.said: list[tuple[GenerateRequest, GenerateResult]] = []
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        result = await self._engine.generate(request)
-        self.said.append((request, result))
-        return result
-
-
-async def two_turns_and_a_fork(ctx: Context, task: Task) -> None:
-    first = await ctx.generate(task.prompt)
-    tool = ctx.observe(SegmentKind.TOOL, "=7", parent=first.segment)
-    await ctx.generate(parent=tool, temperature=0.0, turn=1)
-    await ctx.generate("+1", parent=first.segment, max_new_tokens=3, turn=1)
+    how = {"episode_id": "t#0.0", "sampling": Sampling(max_new_tokens=6), "seed": 5} | how
+    return Context(engine, Renderer(tokenizer), builder, **how)
 
 
 async def test_a_path_is_exactly_what_the_engine_saw(endless: Any, tokenizer: Any) -> None:
     engine = endless.engine()
     await engine.start(endless.weights(4, epoch=2))
-    recording = Recording(engine)
-    ctx = context(recording, tokenizer)
-    await two_turns_and_a_fork(ctx, Task("t", "1+2="))
+    logged = Logged(engine)
+    ctx = context(logged, tokenizer)
+    first = await ctx.generate("1+2=")
+    tool = ctx.observe(SegmentKind.TOOL, "=7", parent=first.segment)
+    await ctx.generate(parent=tool, temperature=0.0, turn=1)
+    await ctx.generate("+1", parent=first.segment, max_new_tokens=3, turn=1)
     await engine.stop()
-    episode, said = ctx.builder.build(), recording.said
+    episode, said = ctx.builder.build(), logged.log
     assert len(said) == 3
-    for call, (request, result) in zip(episode.header.calls, said, strict=True):
-        assert episode.token_ids(call.segment).tolist() == [*request.prompt_ids, *result.token_ids]
-        assert call.sampling == request.sampling
-        assert call.finish_reason == result.finish_reason
+    assert_recorded_is_what_the_engine_said(episode, said)
     assert [c.logprobs_of for c in episode.header.calls] == ["sampled", "raw", "sampled"]
     assert [c.sampling.max_new_tokens for c in episode.header.calls] == [6, 6, 3]
     assert len({c.sampling.seed for c in episode.header.calls}) == 3
@@ -196,7 +167,7 @@ async def test_a_path_is_exactly_what_the_engine_saw(endless: Any, tokenizer: An
 @pytest.mark.parametrize(
     "sampling", [{"top_p": 0.5}, {"top_k": 3}, {"temperature": 0.0}, {"temperature": 0.0, "top_k": 2}]
 )
-def test_what_is_sampled_otherwise_than_trained_is_context_or_refused(
+async def test_what_is_sampled_otherwise_than_trained_is_context_or_refused(
     endless: Any, tokenizer: Any, sampling: dict[str, float]
 ) -> None:
     """The buffer takes no episode in which such units would be trained, and says what to do."""
@@ -212,24 +183,22 @@ def test_what_is_sampled_otherwise_than_trained_is_context_or_refused(
         return ctx.builder.build()
 
     for train in (None, True):
-        problem = read_arrival("job", "t#0", 0, memoryview(pack(asyncio.run(episode(train))))).problem
+        problem = read_arrival("job", "t#0", 0, memoryview(pack(await episode(train)))).problem
         assert problem.startswith("segment 3 of episode t#0.0 was sampled ")
         assert "ctx.generate(…, train=False)" in problem
-    kept = asyncio.run(episode(False))
+    kept = await episode(False)
     assert read_arrival("job", "t#0", 0, memoryview(pack(kept))).problem == ""
     assert kept.n_sampled == 6
     (row,) = training_rows(kept)
     assert np.repeat(row.path, row.lengths)[row.mask == 1].tolist() == [1] * 6
 
 
-@pytest.mark.anyio
 async def test_an_aborted_request_makes_no_episode(endless: Any, tokenizer: Any) -> None:
     engine = endless.engine()
     await engine.start(endless.weights(0))
     ctx = context(engine, tokenizer)
     call = asyncio.ensure_future(ctx.generate("1+2=", max_new_tokens=90))
-    while not engine.stats().tokens_total:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await eventually(lambda: engine.stats().tokens_total)
     await engine.abort(["t#0.0//0"])
     with pytest.raises(EpisodeAborted):
         await call
@@ -250,3 +219,14 @@ def test_seeds_of_calls_differ_in_every_part() -> None:
     }
     assert len(seeds) == 81
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_every_argument_of_a_workflow_is_on_its_page() -> None:
+    page = Path(__file__).parents[3] / "docs" / "workflows.md"
+    lines = page.read_text(encoding="utf-8").splitlines()
+    rows = {line.split("`")[1]: line for line in lines if line.startswith("| `")}
+    for name in WORKFLOWS.built_in:
+        section = getattr(WORKFLOWS.find(name), "Arguments", None)
+        for field, info in section.model_fields.items() if section else ():
+            assert f"`{field}`" in rows[name]
+            assert info.description, f"{name}.{field} says what it means"

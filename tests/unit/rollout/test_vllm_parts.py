@@ -1,4 +1,4 @@
-"""The pure parts of the engine `vllm`: command line, request and answer, directories, gauges."""
+"""The engine `vllm` without a server: command line, request and answer, directories, gauges, probes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -29,8 +30,18 @@ from rollout_service.engines.http.adapter import (
 )
 from rollout_service.engines.http.client import KEEPALIVE_S
 from rollout_service.engines.vllm.adapter import command, parse_load, variables
-from rollout_service.engines.vllm.messages import Answer, generate_body, label, parse, server_seed, tag_of
+from rollout_service.engines.vllm.messages import (
+    ENDPOINTS,
+    Answer,
+    generate_body,
+    label,
+    parse,
+    probe,
+    server_seed,
+    tag_of,
+)
 from rollout_service.engines.vllm.weights import is_tied, untied
+from tests.unit.rollout.fake_sglang import serving
 
 
 def launched(**settings: Any) -> Launch:
@@ -126,18 +137,9 @@ def test_the_server_s_environment_has_its_endpoints_on_and_nothing_of_our_python
 
 def test_a_request_names_every_parameter_of_the_sampling() -> None:
     content = generate_body("r", [3, 4], SAMPLING, 7, cache_salt="s", priority=2)
-    assert content["sampling_params"] == {
-        "n": 1,
-        "max_tokens": 7,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": 5,
-        "seed": 3,
-        "stop": ["\n"],
-        "detokenize": True,
-        "skip_special_tokens": True,
-        "logprobs": 0,
-    }
+    sampled = {"max_tokens": 7, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "seed": 3, "stop": ["\n"]}
+    shown = {"n": 1, "detokenize": True, "skip_special_tokens": True, "logprobs": 0}
+    assert content["sampling_params"] == sampled | shown
     assert (content["token_ids"], content["cache_salt"], content["priority"]) == ([3, 4], "s", 2)
 
 
@@ -165,11 +167,8 @@ def test_the_units_of_an_answer_carry_the_label_they_were_sampled_under() -> Non
     assert found.logprobs.dtype == np.float32
     assert found.versions.tolist() == [7, 7, 7]
     assert found.epochs.tolist() == [0, 0, 1]
-
-
-def test_an_answer_without_units_has_no_versions() -> None:
-    found = parsed(answer([], reason="abort", spans=[]))
-    assert (found.token_ids.size, found.versions.size, found.finish_reason) == (0, 0, "abort")
+    none = parsed(answer([], reason="abort", spans=[]))
+    assert (none.token_ids.size, none.versions.size, none.finish_reason) == (0, 0, "abort")
 
 
 def test_weights_that_someone_else_loaded_are_never_taken_for_ours() -> None:
@@ -180,7 +179,9 @@ def test_weights_that_someone_else_loaded_are_never_taken_for_ours() -> None:
             tag_of(text, OWNER)
 
 
-def test_log_probs_that_are_not_finite_or_of_other_ids_are_refused() -> None:
+def test_log_probs_that_are_not_finite_or_of_other_ids_and_unknown_ends_are_refused() -> None:
+    with pytest.raises(EngineError, match="repetition"):
+        parsed(answer([5], reason="repetition"))
     broken = answer([5, 6])
     broken.choices[0].logprobs.content[1].logprob = -9999.0
     with pytest.raises(EngineError, match="not finite"):
@@ -189,11 +190,6 @@ def test_log_probs_that_are_not_finite_or_of_other_ids_are_refused() -> None:
     shifted.choices[0].token_ids = [5, 7]
     with pytest.raises(EngineError, match="2 ids and log-probs of others"):
         parsed(shifted)
-
-
-def test_an_unknown_way_to_end_is_refused() -> None:
-    with pytest.raises(EngineError, match="repetition"):
-        parsed(answer([5], reason="repetition"))
 
 
 # --- directories --------------------------------------------------------------------------------------
@@ -241,10 +237,11 @@ def test_a_torn_or_missing_file_is_an_engine_error(tmp_path: Path) -> None:
 
 
 def test_an_untied_directory_is_the_same_model_with_an_output_layer_of_its_own(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    write_model(model, 0)
+    model = tmp_path / "1"
+    for seed in (0, 1):  # the second into the folder of the first
+        write_model(tmp_path / str(seed), seed)
+        folder = untied(tmp_path / str(seed), tmp_path / "untied")
     assert is_tied(model)
-    folder = untied(model, tmp_path / "untied")
     assert not is_tied(folder)
     # As the server does: every safetensors file of the folder.
     tensors = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
@@ -254,14 +251,6 @@ def test_an_untied_directory_is_the_same_model_with_an_output_layer_of_its_own(t
     assert whole.lm_head.weight.data_ptr() != whole.model.embed_tokens.weight.data_ptr()
     ids = torch.tensor([[3, 4, 5, 13]])
     assert torch.equal(whole(ids).logits, expected(ids).logits)
-
-
-def test_a_folder_is_untied_again_from_other_weights(tmp_path: Path) -> None:
-    for seed in (0, 1):
-        write_model(tmp_path / str(seed), seed)
-        folder = untied(tmp_path / str(seed), tmp_path / "untied")
-        embedding = load_file(tmp_path / str(seed) / "model.safetensors")["model.embed_tokens.weight"]
-        assert torch.equal(load_file(folder / "lm_head.safetensors")["lm_head.weight"], embedding)
 
 
 # --- the load -----------------------------------------------------------------------------------------
@@ -280,3 +269,92 @@ vllm:generation_tokens_total{engine="0",model_name="policy"} 1.5e+06
 """
     assert parse_load(text) == ServerLoad(5, 0.5, 1_500_000)
     assert parse_load("") == ServerLoad()
+
+
+# --- what a server is asked before it is used ------------------------------------------------------------
+
+OFFERED = [path for paths in ENDPOINTS.values() for path in paths]
+
+
+def answers() -> dict[str, Any]:
+    """Of a server as the engine starts it."""
+    return {
+        "/version": {"version": "0.32.0"},
+        "/openapi.json": {"paths": {path: {} for path in OFFERED}},
+        "/server_info": {
+            "vllm_config": {
+                "model_config": {"logprobs_mode": "processed_logprobs"},
+                "scheduler_config": {"policy": "priority", "enable_chunked_prefill": False},
+                "device_config": {"device": "cpu"},
+            }
+        },
+        "/v1/models": {"data": [{"id": "policy", "max_model_len": 64}]},
+        "/weight_checker": {"checksums": {"dp0:model.embed_tokens.weight": "ab", "dp0:lm_head.weight": "cd"}},
+    }
+
+
+async def asked(content: dict[str, Any], *, max_model_len: int = 64, tied: bool = True) -> str:
+    """What `probe` returns or raises for a server with these answers."""
+
+    async def handle(request: web.Request) -> web.Response:
+        if request.path not in content:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        return web.json_response(content[request.path])
+
+    app = web.Application()
+    app.router.add_route("*", "/{rest:.*}", handle)
+    async with serving(app) as client:
+        return await probe(client, max_model_len=max_model_len, tied=tied)
+
+
+@pytest.mark.parametrize(
+    ("path", "fix"),
+    [
+        ("/pause", "VLLM_SERVER_DEV_MODE=1"),
+        ("/is_paused", "VLLM_SERVER_DEV_MODE=1"),
+        ("/update_weight_version", "VLLM_SERVER_DEV_MODE=1"),
+        ("/collective_rpc", "VLLM_SERVER_DEV_MODE=1"),
+        ("/inference/v1/generate", "--enable-scale-out"),
+    ],
+)
+async def test_a_missing_endpoint_is_named_with_what_switches_it_on(path: str, fix: str) -> None:
+    content = answers()
+    del content["/openapi.json"]["paths"][path]
+    with pytest.raises(EngineError, match=f"{path}: start it with .*{fix}"):
+        await asked(content)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "flag"),
+    [
+        ("model_config", "logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
+        ("scheduler_config", "policy", "fcfs", "--scheduling-policy priority"),
+        ("scheduler_config", "enable_chunked_prefill", True, "--no-enable-chunked-prefill"),
+    ],
+)
+async def test_a_setting_that_would_change_the_answers_is_refused(
+    section: str, name: str, value: object, flag: str
+) -> None:
+    content = answers()
+    content["/server_info"]["vllm_config"][section][name] = value
+    with pytest.raises(EngineError, match=f"{value}.*{flag}"):
+        await asked(content)
+
+
+async def test_a_server_of_another_kind_is_refused_by_name_and_ours_taken() -> None:
+    assert await asked(answers()) == "0.32.0"
+    with pytest.raises(EngineError, match=r"0\.31\.2.*make engines"):
+        await asked(answers() | {"/version": {"version": "0.31.2"}})
+    with pytest.raises(EngineError, match="--max-model-len 65"):
+        await asked(answers(), max_model_len=65)
+    with pytest.raises(EngineError, match="--served-model-name policy"):
+        await asked(answers() | {"/v1/models": {"data": [{"id": "qwen", "max_model_len": 64}]}})
+
+
+async def test_a_cpu_server_with_a_tied_output_layer_is_refused_and_a_gpu_s_taken() -> None:
+    content = answers() | {"/weight_checker": {"checksums": {"dp0:model.embed_tokens.weight": "ab"}}}
+    with pytest.raises(EngineError, match="tie_word_embeddings: false"):
+        await asked(content)
+    assert await asked(content, tied=False)
+    content["/server_info"]["vllm_config"]["device_config"]["device"] = "cuda"
+    assert await asked(content)
