@@ -28,8 +28,7 @@ from reward_service.sdk import RewardLoadError
 
 log = get_logger("reward")
 
-GRACE_S = 5.0
-"""Beyond the deadlines of a call and all before it, until a backend is taken to have forgotten it."""
+GRACE_S = 5.0  # Beyond the deadlines of a call and all before it; then the backend has forgotten it
 LOOK_S = 0.25
 
 
@@ -138,9 +137,10 @@ class OpenCall:
 class WatchedBackend:
     """A backend, and the deadlines of what it was given."""
 
-    def __init__(self, spec: RewardSpec, backend: ScoringBackend) -> None:
+    def __init__(self, spec: RewardSpec, backend: ScoringBackend, *, grace_s: float = GRACE_S) -> None:
         self.backend = backend
         self._spec = spec
+        self._grace_s = grace_s
         self._asked: set[OpenCall] = set()
         self._watch: asyncio.Task[None] | None = None
 
@@ -174,7 +174,7 @@ class WatchedBackend:
         the calls themselves."""
         capacity = max(1, self.backend.capacity)
         round_s = max(self._spec.timeout_s, self.backend.call_seconds) + 1.0
-        beyond_s = GRACE_S + self._spec.longest_s - self._spec.timeout_s
+        beyond_s = self._grace_s + self._spec.longest_s - self._spec.timeout_s
         for asked in batch:
             rounds = math.ceil((asked.ahead + 1) / capacity)
             asked.deadline_s = max(asked.deadline_s, asked.since_s + rounds * round_s + beyond_s)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -49,7 +47,8 @@ def folder(tmp_path: Path) -> Path:
     )
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "flows.py").write_text(
-        "async def talk(ctx, task): ...\n\ndef shout(ctx, task): ...\n\nclass World: ...\n"
+        "async def talk(ctx, task): ...\nasync def deep(ctx, task, *, depth, width=3): ...\n"
+        "async def wide(ctx, task, **anything): ...\ndef shout(ctx, task): ...\nclass World: ...\n"
     )
     (tmp_path / "job.yaml").write_text(JOB)
     return tmp_path

@@ -1,7 +1,5 @@
 """Warnings: what a job file may say but will regret."""
 
-from __future__ import annotations
-
 import pytest
 
 from areal_async.config.checks import advise, running_groups

@@ -2,8 +2,6 @@
 field.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -53,7 +51,7 @@ MODELS: dict[str, type[Section]] = {
 FIELDS = [(name, path) for name, model in MODELS.items() for path in numeric_fields(model)]
 
 
-def test_every_kind_of_section_is_looked_at() -> None:
+def test_every_kind_of_section_is_looked_at():
     assert len(FIELDS) > 120
     assert ("job", ("trainer", "steps")) in FIELDS
     assert ("job", ("reward", "workers")) in FIELDS
@@ -61,9 +59,7 @@ def test_every_kind_of_section_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize(("name", "path"), FIELDS, ids=[".".join((n, *p)) for n, p in FIELDS])
-def test_a_number_that_nobody_means_is_refused_with_its_field_and_bound(
-    name: str, path: tuple[str, ...]
-) -> None:
+def test_a_number_that_nobody_means_is_refused_with_its_field_and_bound(name, path):
     content: dict[str, Any] = {}
     inner = content
     for key in path[:-1]:
@@ -77,7 +73,7 @@ def test_a_number_that_nobody_means_is_refused_with_its_field_and_bound(
     assert found[0]["ctx"].get("le", found[0]["ctx"].get("lt")) < HUGE
 
 
-def test_numbers_in_lists_and_mappings_are_bounded_too() -> None:
+def test_numbers_in_lists_and_mappings_are_bounded_too():
     for content in ({"scale": [0, HUGE]}, {"grades": {"yes": HUGE}}):
         with pytest.raises(ValidationError, match="less than or equal"):
             ARGUMENTS["judge"].model_validate({"base_url": "http://a/v1", "model": "m", **content})
@@ -94,9 +90,7 @@ def only_mistake(folder: Path, *overrides: str) -> str:
 
 @pytest.mark.parametrize("depth", [MOST_LEVELS + 2, 5_000, 100_000])
 @pytest.mark.parametrize("brackets", [("[", "]"), ("{a: ", "}")])
-def test_a_nested_job_file_ends_in_a_sentence_that_names_the_field(
-    folder: Path, depth: int, brackets: tuple[str, str]
-) -> None:
+def test_a_nested_job_file_ends_in_a_sentence_that_names_the_field(folder, depth, brackets):
     text = (folder / "job.yaml").read_text()
     nested = brackets[0] * depth + "1" + brackets[1] * depth
     (folder / "job.yaml").write_text(f"{text}reward:\n  args:\n    rules: {nested}\n")
@@ -105,14 +99,14 @@ def test_a_nested_job_file_ends_in_a_sentence_that_names_the_field(
     assert "nested more than 32 levels deep" in said
 
 
-def test_a_nested_override_ends_in_a_sentence_that_names_the_field(folder: Path) -> None:
+def test_a_nested_override_ends_in_a_sentence_that_names_the_field(folder):
     said = only_mistake(folder, "reward.args=" + "[" * 5_000 + "]" * 5_000)
     assert "reward.args: the override's value" in said
     assert "nested more than" in said
     assert len(said) < 1_000
 
 
-def test_a_job_given_as_values_may_not_be_nested_either() -> None:
+def test_a_job_given_as_values_may_not_be_nested_either():
     deep: Any = 1
     for _ in range(50_000):
         deep = [deep]
@@ -120,25 +114,25 @@ def test_a_job_given_as_values_may_not_be_nested_either() -> None:
         job_from_mapping({"reward": {"args": {"rules": deep}}}, source="job.yaml", base=Path("/nowhere"))
 
 
-def test_aliases_that_stand_for_more_than_a_machine_holds_are_refused(folder: Path) -> None:
+def test_aliases_that_stand_for_more_than_a_machine_holds_are_refused(folder):
     lines = ["x0: &x0 [a, a, a, a, a, a, a, a, a, a]"]
     lines += [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]" for i in range(1, 12)]
     (folder / "job.yaml").write_text("\n".join(lines) + "\n")
     assert "has over 1000000 values" in only_mistake(folder)
 
 
-def test_an_alias_inside_what_it_names_is_refused(folder: Path) -> None:
+def test_an_alias_inside_what_it_names_is_refused(folder):
     (folder / "job.yaml").write_text("job: sums\nreward: &r\n  args: {again: *r}\n")
     assert "nested more than" in only_mistake(folder)
 
 
-def test_a_job_file_of_any_size_is_refused_without_being_read(folder: Path) -> None:
+def test_a_job_file_of_any_size_is_refused_without_being_read(folder):
     with (folder / "job.yaml").open("wb") as file:
         file.truncate(1 << 40)
     assert "more than 4194304 bytes" in only_mistake(folder)
 
 
-def test_a_structure_that_holds_itself_is_too_nested() -> None:
+def test_a_structure_that_holds_itself_is_too_nested():
     inner: dict[str, Any] = {}
     inner["a"] = inner
     assert too_nested({"top": inner}) == "top.a.a.a"
@@ -147,7 +141,7 @@ def test_a_structure_that_holds_itself_is_too_nested() -> None:
 
 @pytest.mark.parametrize("column", ["extra_info", "reward_model", "prompt"])
 @pytest.mark.parametrize("depth", [100, 100_000])
-def test_a_nested_row_ends_in_a_sentence_that_names_the_column(folder: Path, column: str, depth: int) -> None:
+def test_a_nested_row_ends_in_a_sentence_that_names_the_column(folder, column, depth):
     row = {"prompt": '"1"', "reward_model": '{"ground_truth": "1"}'} | {column: "[" * depth + "]" * depth}
     if depth == 100 and column != "extra_info":
         row |= {"reward_model": f'{{"ground_truth": {row[column]}}}', "prompt": '"1"'}
@@ -160,7 +154,7 @@ def test_a_nested_row_ends_in_a_sentence_that_names_the_column(folder: Path, col
     assert "nested more than 32 levels deep" in said
 
 
-def test_a_nested_configuration_of_a_model_ends_in_a_sentence(folder: Path) -> None:
+def test_a_nested_configuration_of_a_model_ends_in_a_sentence(folder):
     (folder / "model" / "config.json").write_text("[" * 100_000 + "]" * 100_000)
     assert "has no readable config.json" in only_mistake(folder)
 
@@ -217,7 +211,7 @@ def one_long_list(path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [repeated_text, empty_rows, one_long_text, one_long_list])
-def test_a_small_parquet_file_may_not_unfold_to_gigabytes(tmp_path: Path, write: Any) -> None:
+def test_a_small_parquet_file_may_not_unfold_to_gigabytes(tmp_path, write):
     path = tmp_path / "bomb.parquet"
     write(path)
     assert path.stat().st_size < 1 << 20
@@ -227,14 +221,14 @@ def test_a_small_parquet_file_may_not_unfold_to_gigabytes(tmp_path: Path, write:
     assert peak_mib < 1_500
 
 
-def test_a_parquet_file_with_many_equal_prompts_is_read(tmp_path: Path) -> None:
+def test_a_parquet_file_with_many_equal_prompts_is_read(tmp_path):
     path = tmp_path / "tasks.parquet"
     table = pa.table({"prompt": ["system text " * 100] * 5_000, "reward_model": truth(5_000)})
     pq.write_table(table, path, compression="zstd")
     assert len(read_tasks(path)) == 5_000
 
 
-def test_a_column_that_no_task_needs_is_not_read(tmp_path: Path) -> None:
+def test_a_column_that_no_task_needs_is_not_read(tmp_path):
     path = tmp_path / "tasks.parquet"
     table = pa.table({"prompt": ["1+1="], "reward_model": truth(1), "response": ["2"], "notes": ["x"]})
     pq.write_table(table, path)
@@ -242,7 +236,7 @@ def test_a_column_that_no_task_needs_is_not_read(tmp_path: Path) -> None:
     assert read_tasks(path, extra=["response"]).extra(0, "response") == "2"
 
 
-def test_a_line_without_an_end_is_refused_before_it_is_held(tmp_path: Path) -> None:
+def test_a_line_without_an_end_is_refused_before_it_is_held(tmp_path):
     path = tmp_path / "tasks.jsonl"
     with path.open("wb") as file:
         file.truncate(1 << 36)
@@ -251,7 +245,7 @@ def test_a_line_without_an_end_is_refused_before_it_is_held(tmp_path: Path) -> N
     assert peak_mib < 1_500
 
 
-def test_a_long_file_of_short_lines_is_read(tmp_path: Path) -> None:
+def test_a_long_file_of_short_lines_is_read(tmp_path):
     row = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
     (tmp_path / "tasks.jsonl").write_text((json.dumps(row) + "\n") * 20_000)
     assert len(read_tasks(tmp_path / "tasks.jsonl")) == 20_000

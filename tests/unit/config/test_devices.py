@@ -1,21 +1,12 @@
 """Which GPUs an engine has, and what is refused before the start. No GPU is needed for that."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.config.devices import (
-    device_mistakes,
-    gpus_before,
-    gpus_of,
-    names_of,
-    rollout_gpus,
-    width_of,
-)
+from areal_async.config.devices import device_mistakes, gpus_before, gpus_of, names_of, rollout_gpus, width_of
 from areal_async.config.job import JobConfig
 
 
@@ -30,9 +21,7 @@ def gpus(job: JobConfig, visible: int, worker: int | None, replica: int = 0) -> 
 
 
 @given(workers=st.integers(1, 4), replicas=st.integers(1, 4), width=st.integers(1, 4), more=st.integers(0, 3))
-def test_no_two_engines_of_a_job_that_is_taken_share_a_gpu(
-    workers: int, replicas: int, width: int, more: int
-) -> None:
+def test_no_two_engines_of_a_job_that_is_taken_share_a_gpu(workers, replicas, width, more):
     section = {"device": "cuda", "engine": "vllm", "workers": workers, "replicas": replicas}
     job = job_with(section | {"server": {"arguments": {"tensor_parallel_size": width}}})
     needed = workers * replicas * width
@@ -44,7 +33,7 @@ def test_no_two_engines_of_a_job_that_is_taken_share_a_gpu(
     assert rollout_gpus(job) == set(range(needed))
 
 
-def test_the_evaluation_comes_after_the_workers_and_round_to_the_first() -> None:
+def test_the_evaluation_comes_after_the_workers_and_round_to_the_first():
     job = job_with({"device": "cuda", "workers": 2, "replicas": 2})
     assert gpus(job, 5, None) == (4,)
     assert gpus(job, 4, None) == (0,)
@@ -52,14 +41,14 @@ def test_the_evaluation_comes_after_the_workers_and_round_to_the_first() -> None
     assert gpus(job, 4, 2, 1) == (1,)
 
 
-def test_a_named_gpu_is_that_one_for_every_engine() -> None:
+def test_a_named_gpu_is_that_one_for_every_engine():
     job = job_with({"device": "cuda:1", "workers": 2, "replicas": 3})
     assert {gpus(job, 2, worker, replica) for worker in (0, 1, None) for replica in range(3)} == {(1,)}
     assert not list(device_mistakes(job, 2))
     assert rollout_gpus(job) == {1}
 
 
-def test_a_cpu_needs_none() -> None:
+def test_a_cpu_needs_none():
     job = job_with({"workers": 3})
     assert gpus(job, 0, 2) == ()
     assert not list(device_mistakes(job, 0))
@@ -78,9 +67,7 @@ def test_a_cpu_needs_none() -> None:
         ("vllm", {"tensor-parallel-size": None}, 1),
     ],
 )
-def test_an_engine_has_as_many_gpus_as_its_parallel_sizes_say(
-    engine: str, arguments: dict[str, Any], width: int
-) -> None:
+def test_an_engine_has_as_many_gpus_as_its_parallel_sizes_say(engine, arguments, width):
     job = job_with({"engine": engine, "device": "cuda", "server": {"arguments": arguments}})
     assert width_of(job.rollout) == width
 
@@ -95,21 +82,19 @@ def test_an_engine_has_as_many_gpus_as_its_parallel_sizes_say(
         ({}, {"evaluation": {"device": "cuda"}}, 0, "evaluation.device", "needs 1, and 0 are"),
     ],
 )
-def test_what_the_gpus_are_too_few_for_is_named(
-    rollout: dict[str, Any], sections: dict[str, Any], visible: int, field: str, words: str
-) -> None:
+def test_what_the_gpus_are_too_few_for_is_named(rollout, sections, visible, field, words):
     (mistake,) = device_mistakes(job_with(rollout, **sections), visible)
     assert mistake.field == field
     assert words in mistake.problem
 
 
-def test_servers_that_run_already_have_gpus_of_their_own() -> None:
+def test_servers_that_run_already_have_gpus_of_their_own():
     job = job_with({"engine": "vllm", "device": "cuda", "server": {"urls": ["http://a", "http://b"]}})
     assert not list(device_mistakes(job, 0))
     assert gpus_before(job, worker=None, replica=0) == 0
 
 
-def test_a_child_is_told_the_names_that_its_parent_was_told() -> None:
+def test_a_child_is_told_the_names_that_its_parent_was_told():
     assert names_of((0, 2), {}) == ("0", "2")
     assert names_of((0, 2), {"CUDA_VISIBLE_DEVICES": "4, 5,GPU-ab"}) == ("4", "GPU-ab")
     assert names_of((), {"CUDA_VISIBLE_DEVICES": "4"}) == ()

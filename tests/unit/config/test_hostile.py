@@ -1,7 +1,5 @@
 """Whatever a job file holds, it is loaded or refused with a `ConfigError`; nothing else is ever raised."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,7 @@ KEYS = st.sampled_from([*job_fields(), *SECTIONS, "nowhere", "buffer.nowhere"])
 
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(KEYS, VALUES, min_size=1, max_size=4))
-def test_hostile_values_give_a_typed_error(changes: dict[str, Any]) -> None:
+def test_hostile_values_give_a_typed_error(changes):
     content: dict[str, Any] = {"job": "a", "model": "m", "tasks": {"train": "t.jsonl"}}
     for path, value in changes.items():
         inner: Any = content
@@ -53,7 +51,7 @@ def test_hostile_values_give_a_typed_error(changes: dict[str, Any]) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.one_of(st.binary(max_size=60), st.text(max_size=60).map(str.encode)))
-def test_hostile_bytes_give_a_typed_error(data: bytes) -> None:
+def test_hostile_bytes_give_a_typed_error(data):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.yaml"
         path.write_bytes(data)
@@ -62,7 +60,7 @@ def test_hostile_bytes_give_a_typed_error(data: bytes) -> None:
 
 
 @given(st.lists(st.text(max_size=30), max_size=3))
-def test_hostile_overrides_give_a_typed_error(overrides: list[str]) -> None:
+def test_hostile_overrides_give_a_typed_error(overrides):
     with pytest.raises(ConfigError):
         job_from_mapping({}, overrides, source="job.yaml", base=Path("/nowhere"))
 
@@ -73,11 +71,11 @@ TEXT = st.one_of(
 
 
 @given(st.dictionaries(TEXT, st.one_of(st.integers(), st.floats(allow_nan=False), TEXT), max_size=4))
-def test_yaml_of_our_own_is_read_back(content: dict[str, Any]) -> None:
+def test_yaml_of_our_own_is_read_back(content):
     assert parse_yaml(dump_yaml(content)) == content
 
 
-def test_anchors_and_merges_work_and_odd_keys_do_not() -> None:
+def test_anchors_and_merges_work_and_odd_keys_do_not():
     inner = {"b": [1, [2]]}
     read = parse_yaml("a: &x {b: [1, [2]]}\nc: {<<: *x, d: 2}\ne: [*x, *x]")
     assert read == {"a": inner, "c": inner | {"d": 2}, "e": [inner, inner]}

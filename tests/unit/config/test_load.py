@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,20 +11,20 @@ from areal_async.config.load import dump_job, load_job
 from areal_async.config.yamlfile import parse_yaml
 
 
-def test_relative_paths_are_relative_to_the_job_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_relative_to_the_job_file(folder, monkeypatch):
     monkeypatch.chdir("/")
     (folder / "deep").mkdir()
-    job = load_job(folder / "job.yaml", ["run_dir=deep/../out", "reward.name=rewards.py:close"])
+    job = load_job(folder / "job.yaml", ["run_dir=deep/../out", "reward.routes=[{name: 'own.py:many'}]"])
     assert job.model == folder / "model"
     assert job.tasks.train == folder / "train.jsonl"
     assert job.run_dir == folder / "out"
-    assert job.reward.name == f"{folder}/rewards.py:close"
+    assert job.reward.routes[0].name == f"{folder}/own.py:many"
     assert load_job(folder / "job.yaml").run_dir == folder / "runs"
     monkeypatch.setenv("HOME", str(folder))
     assert load_job(folder / "job.yaml", ["model=~/model"]).model == folder / "model"
 
 
-def test_overrides_are_yaml_and_make_sections(folder: Path) -> None:
+def test_overrides_are_yaml_and_make_sections(folder):
     job = load_job(
         folder / "job.yaml",
         [
@@ -48,7 +44,7 @@ def test_overrides_are_yaml_and_make_sections(folder: Path) -> None:
     assert job.tasks.shuffle is False
 
 
-def test_the_resolved_file_loads_as_the_same_job(folder: Path) -> None:
+def test_the_resolved_file_loads_as_the_same_job(folder):
     job = load_job(folder / "job.yaml", ["trainer.optimizer.lr=3e-7", "rollout.sampling.stop=['é', ': ']"])
     other = folder / "elsewhere"
     other.mkdir()
@@ -57,17 +53,12 @@ def test_the_resolved_file_loads_as_the_same_job(folder: Path) -> None:
     assert yaml.safe_load(dump_job(job)) == job.model_dump(mode="json"), "with every field"
 
 
-def test_exponents_need_no_dot() -> None:
+def test_exponents_need_no_dot():
     assert parse_yaml("[1e-5, 2E6, -3e+2, 1_0e3, 1e, e5]") == [1e-5, 2e6, -300.0, 1e4, "1e", "e5"]
 
 
-def test_a_sft_job_is_not_held_to_the_rules_of_rl(folder: Path) -> None:
-    job = load_job(folder / "job.yaml", ["kind=sft", "rollout.group_size=1", "rollout.sampling.top_p=0.5"])
-    assert job.kind == "sft"
-
-
-def test_a_large_task_file_is_checked_by_its_columns(folder: Path) -> None:
-    def write(name: str, **row: Any) -> None:
+def test_a_large_task_file_is_checked_by_its_columns(folder):
+    def write(name, **row):
         row["notes"] = "x" * (READ_WHOLE_BYTES + 1)
         if name.endswith(".parquet"):
             table = pa.table({column: [value] for column, value in row.items()})
@@ -86,8 +77,8 @@ def test_a_large_task_file_is_checked_by_its_columns(folder: Path) -> None:
             load_job(folder / "job.yaml", [f"tasks.train={name}"])
 
 
-def test_a_file_that_cannot_be_read_is_a_mistake(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> int:
+def test_a_file_that_cannot_be_read_is_a_mistake(folder, monkeypatch):
+    def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("areal_async.tasks.open_regular", refuse)

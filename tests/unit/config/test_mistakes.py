@@ -1,7 +1,5 @@
 """Every kind of mistake in a job file is found when it is read, names its field and says the fix."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -102,7 +100,7 @@ for line in TABLE[2:]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_a_mistake_names_its_field_and_the_fix(folder: Path, case: Case) -> None:
+def test_a_mistake_names_its_field_and_the_fix(folder, case):
     case.spoil(folder)
     with pytest.raises(ConfigError) as caught:
         load_job(folder / "job.yaml", case.overrides)
@@ -117,16 +115,41 @@ def test_a_mistake_names_its_field_and_the_fix(folder: Path, case: Case) -> None
     assert "\n" not in text, "one mistake is one paragraph"
 
 
-def test_the_untouched_job_has_no_mistake(folder: Path) -> None:
-    assert load_job(folder / "job.yaml").job == "sums"
+IN_A_WORLD = "rollout.workflow=multi_turn", "rollout.workflow_args.environment=flows.py:World"
+WITH_TOOLS = (
+    "rollout.workflow=tool_use",
+    "rollout.workflow_args={tools: [calc], environment: 'flows.py:World'}",
+)
 
 
-@pytest.mark.parametrize("field", ["reward.name=rewards.py:close", "rollout.workflow=flows.py:talk"])
-def test_code_of_the_user_is_found_but_never_run(folder: Path, field: str) -> None:
-    load_job(folder / "job.yaml", [field])  # rewards.py would raise SystemExit
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("kind=sft", "rollout.group_size=1", "rollout.sampling.top_p=0.5"),
+        ("reward.name=rewards.py:close",),  # which is not run: it would raise SystemExit
+        ("reward={name: 'own.py:close', args: {digits: 2}}",),
+        ("reward={name: 'own.py:tournament', scope: group, args: {rounds: 1}}",),
+        ("reward={name: 'own.py:hidden', scope: group, args: {whatever: 1}}",),
+        ("reward={routes: [{name: arithmetic, data_source: 'text*'}], on_error: {then: mask}}",),
+        ("reward={name: math, args: {where: boxed, tolerance: 0}}",),
+        ("reward={name: json_schema, args: {schema: {type: object}}}",),
+        ("reward={name: weighted, args: {parts: [{name: math}, {name: gsm8k, weight: 2}]}}",),
+        ("reward={name: code_stdio, args: {sandbox: none, budget_s: 20}, timeout_s: 30}",),
+        ("rollout.workflow=flows.py:talk",),
+        ("rollout.workflow=flows.py:deep", "rollout.workflow_args={depth: 1, width: 2}"),
+        ("rollout.workflow=flows.py:wide", "rollout.workflow_args={depth: 1}"),
+        (*IN_A_WORLD, "rollout.workflow_args.environment_args={any: thing}", "reward.name=environment"),
+        (*IN_A_WORLD, "rollout.workflow_args.reward=final"),
+        (*WITH_TOOLS, "reward.name=environment"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_right_has_no_mistakes(folder, overrides):
+    load_job(folder / "job.yaml", overrides)
 
 
-def test_all_mistakes_are_reported_at_once(folder: Path) -> None:
+def test_all_mistakes_are_reported_at_once(folder):
     overrides = [
         "buffer.batch_groups=0",
         "colour=red",
@@ -141,7 +164,7 @@ def test_all_mistakes_are_reported_at_once(folder: Path) -> None:
     assert "5 mistakes" in str(caught.value)
 
 
-def test_a_mistake_that_rests_on_a_broken_field_is_not_reported(folder: Path) -> None:
+def test_a_mistake_that_rests_on_a_broken_field_is_not_reported(folder):
     """With batch_groups unknown, the rule about minibatches would speak about its default."""
     with pytest.raises(ConfigError) as caught:
         load_job(folder / "job.yaml", ["buffer.batch_groups=0", "trainer.minibatches=99"])

@@ -35,9 +35,7 @@ def test_files_are_beside_the_job_file_and_other_names_are_of_the_hub(load, grad
         {
             "name": "reward_model",
             "args": {"model": "grader"},
-            "routes": [
-                {"name": "reward_model", "args": {"model": "someone/some-reward-model"}},
-            ],
+            "routes": [{"name": "reward_model", "args": {"model": "someone/some-reward-model"}}],
         }
     )
     assert job.reward.args["model"] == str(grader)

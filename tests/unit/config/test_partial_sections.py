@@ -1,9 +1,6 @@
 """A section of which a file gives a part has the rest as the page of the job file says."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +48,7 @@ def all_sections(kind: type[Section] = Section) -> Iterator[type[Section]]:
 
 
 @pytest.mark.parametrize("path", [field.path for field in fields_with_a_default()])
-def test_a_field_given_as_its_default_changes_no_other(path: str) -> None:
+def test_a_field_given_as_its_default_changes_no_other(path):
     given = job_with(path, job_fields()[path].default)
     different = {
         field.path: value_at(given, field.path)
@@ -61,7 +58,7 @@ def test_a_field_given_as_its_default_changes_no_other(path: str) -> None:
     assert different == {}
 
 
-def test_no_section_stands_anywhere_with_defaults_that_are_not_its_own() -> None:
+def test_no_section_stands_anywhere_with_defaults_that_are_not_its_own():
     """What would be lost as soon as a file gives a part of it."""
     assert len(list(all_sections())) > 20
     for section in all_sections():
@@ -71,13 +68,13 @@ def test_no_section_stands_anywhere_with_defaults_that_are_not_its_own() -> None
                 assert default == type(default)(), f"{section.__name__}.{name}"
 
 
-def test_evaluation_is_greedy_whatever_part_of_its_section_is_given(folder: Path) -> None:
+def test_evaluation_is_greedy_whatever_part_of_its_section_is_given(folder):
     for part in ("max_new_tokens=8", "stop=['.']", "top_p=1.0", "top_k=0"):
         job = load_job(folder / "job.yaml", [f"evaluation.sampling.{part}"])
         assert job.evaluation_sampling.temperature == 0, part
 
 
-def test_evaluation_answers_are_as_long_as_the_rollouts_unless_told_otherwise(folder: Path) -> None:
+def test_evaluation_answers_are_as_long_as_the_rollouts_unless_told_otherwise(folder):
     job = load_job(folder / "job.yaml", ["rollout.sampling.max_new_tokens=7"])
     assert job.evaluation_sampling.max_new_tokens == 7
     job = load_job(
@@ -86,7 +83,7 @@ def test_evaluation_answers_are_as_long_as_the_rollouts_unless_told_otherwise(fo
     assert job.evaluation_sampling.max_new_tokens == 9
 
 
-def test_the_length_of_evaluation_answers_matters_only_where_there_is_an_evaluation(folder: Path) -> None:
+def test_the_length_of_evaluation_answers_matters_only_where_there_is_an_evaluation(folder):
     short = [
         "rollout.max_model_len=64",
         "rollout.sampling.max_new_tokens=8",

@@ -1,7 +1,5 @@
 """Every part that a job names is asked what it has against the job."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,7 @@ def about_rewards(mistakes: Iterator[Mistake]) -> list[str]:
     return [str(mistake) for mistake in mistakes if mistake.field.startswith("reward")]
 
 
-def test_every_part_that_a_job_names_is_asked(tmp_path: Path) -> None:
+def test_every_part_that_a_job_names_is_asked(tmp_path):
     fields = [part.field for part in named_parts(job_with(tmp_path, "exact_match"))]
     assert set(fields) == {
         "rollout.engine",
@@ -62,7 +60,7 @@ def test_every_part_that_a_job_names_is_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("careful_rewards")
-def test_a_part_judges_the_job_once_its_own_arguments_are_right(tmp_path: Path) -> None:
+def test_a_part_judges_the_job_once_its_own_arguments_are_right(tmp_path):
     job = job_with(tmp_path, "careful", limit=3)
     assert about_rewards(part_mistakes(job)) == ["reward.args: test gives {'limit': 3}. Mend it."]
     wrong = job_with(tmp_path, "careful", limits=3)
@@ -72,7 +70,7 @@ def test_a_part_judges_the_job_once_its_own_arguments_are_right(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("careful_rewards")
-def test_a_name_that_nothing_has_is_a_mistake_and_a_users_file_is_read_apart(tmp_path: Path) -> None:
+def test_a_name_that_nothing_has_is_a_mistake_and_a_users_file_is_read_apart(tmp_path):
     (said,) = about_rewards(part_mistakes(job_with(tmp_path, "carefull")))
     assert said.startswith("reward.name: there is no reward 'carefull'")
     (tmp_path / "mine.py").write_text("raise SystemExit\ndef mine(episode, *, size): ...\n")

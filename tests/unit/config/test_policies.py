@@ -1,7 +1,5 @@
 """`policies: {name: {model, trainer, rollout}}`, of which the flat form is the shorthand for one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ def mistakes(base: Path, **content: Any) -> list[str]:
     return [f"{mistake.field}: {mistake.problem}" for mistake in refused.value.mistakes]
 
 
-def test_the_flat_form_is_the_shorthand_for_one_policy(tmp_path: Path) -> None:
+def test_the_flat_form_is_the_shorthand_for_one_policy(tmp_path):
     flat = load(tmp_path, **POLICY)
     assert flat.policy == "policy"
     assert load(tmp_path, policies={"policy": POLICY}) == flat
@@ -39,18 +37,18 @@ def test_the_flat_form_is_the_shorthand_for_one_policy(tmp_path: Path) -> None:
     )
 
 
-def test_the_resolved_job_gives_the_same_job_again(tmp_path: Path) -> None:
+def test_the_resolved_job_gives_the_same_job_again(tmp_path):
     named = load(tmp_path, policies={"alice": POLICY})
     again: dict[str, Any] = parse_yaml(dump_job(named))
     assert job_from_mapping(again, (), source="job.yaml", base=tmp_path, files=False) == named
 
 
-def test_overrides_reach_into_a_policy(tmp_path: Path) -> None:
+def test_overrides_reach_into_a_policy(tmp_path):
     job = load(tmp_path, ("policies.alice.trainer.steps=9",), policies={"alice": POLICY})
     assert job.trainer.steps == 9
 
 
-def test_a_job_of_two_policies_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_a_job_of_two_policies_is_refused_with_the_reason(tmp_path):
     (refused,) = mistakes(tmp_path, policies={"alice": POLICY, "bob": POLICY})
     assert refused.startswith("policies: alice, bob are 2 policies; agents cannot say yet which of them")
 
@@ -62,15 +60,10 @@ def test_a_job_of_two_policies_is_refused_with_the_reason(tmp_path: Path) -> Non
         ({"policies": {"alice": POLICY | {"reward": {}}}}, "policies.alice.reward: no policy has it"),
         ({"policies": {"alice": "model"}}, "policies.alice: it is no section"),
         ({"policies": []}, "policies: it names no policy"),
-        (
-            {"policies": {"alice": POLICY}, "trainer": {"steps": 3}},
-            "trainer: policies.alice.trainer is",
-        ),
+        ({"policies": {"alice": POLICY}, "trainer": {"steps": 3}}, "trainer: policies.alice.trainer is"),
         ({"policies": {"alice": POLICY}, "policy": "bob"}, "policy: `policies` names the policy already"),
         ({"policies": {"alice": POLICY | {"trainer": {"steps": -1}}}}, "policies.alice.trainer.steps: "),
     ],
 )
-def test_what_is_wrong_is_named_where_it_was_written(
-    tmp_path: Path, content: dict[str, Any], expected: str
-) -> None:
+def test_what_is_wrong_is_named_where_it_was_written(tmp_path, content, expected):
     assert any(found.startswith(expected) for found in mistakes(tmp_path, **content))

@@ -1,7 +1,5 @@
 """What `buffer.redis` may say, and that it never says a password."""
 
-from __future__ import annotations
-
 import pytest
 
 from areal_async.config.errors import ConfigError

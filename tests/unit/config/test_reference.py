@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path
@@ -15,28 +13,28 @@ PAGE = DOCS / "job-file.md"
 renew = runpy.run_path(str(DOCS / "job_file_tables.py"))["renew"]
 
 
-def test_the_page_of_the_job_file_is_in_step_with_the_models() -> None:
+def test_the_page_of_the_job_file_is_in_step_with_the_models():
     page = PAGE.read_text(encoding="utf-8")
     assert renew(page) == page, "run `python docs/job_file_tables.py docs/job-file.md`"
 
 
-def test_a_page_that_leaves_a_section_out_is_noticed() -> None:
+def test_a_page_that_leaves_a_section_out_is_noticed():
     page = PAGE.read_text(encoding="utf-8")
     with pytest.raises(ValueError, match=r"tasks\.train"):
         renew(page.replace("<!-- fields: tasks -->", ""))
 
 
-def test_the_example_of_the_page_is_a_valid_job() -> None:
+def test_the_example_of_the_page_is_a_valid_job():
     example = re.search(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert example is not None
     JobConfig.model_validate(yaml.safe_load(example[1]))
 
 
-def test_every_field_says_what_it_means() -> None:
+def test_every_field_says_what_it_means():
     assert [path for path, field in job_fields().items() if not field.description] == []
 
 
-def test_a_default_is_that_of_its_place() -> None:
+def test_a_default_is_that_of_its_place():
     assert job_fields()["evaluation.sampling.temperature"].default == 0.0
     assert job_fields()["rollout.sampling.temperature"].default == 1.0
     assert job_fields()["model"].required
@@ -56,5 +54,5 @@ def test_a_default_is_that_of_its_place() -> None:
         ("reward", "xyzzy", None),
     ],
 )
-def test_an_unknown_key_is_guessed_or_left_alone(section: str, key: str, meant: str | None) -> None:
+def test_an_unknown_key_is_guessed_or_left_alone(section, key, meant):
     assert suggest(section, key) == meant

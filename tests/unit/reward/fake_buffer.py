@@ -1,12 +1,16 @@
 """A buffer for tests of the reward service: it hands out what a test stores, and takes verdicts."""
 
 import asyncio
+import time
 
 from areal_async.errors import RpcTimeout
 from areal_async.rpc.messages import ClaimedEpisode, Claims, Refusal, VerdictAck
 from areal_async.rpc.schema import Task
-from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from reward_service import metrics
+from reward_service.router import Router
+from reward_service.server import RewardServer
 from tests.callers import FakeCaller
+from tests.scoring import episode_blob, processes_below
 
 DEADLINE_S = 40.0
 
@@ -29,14 +33,9 @@ class FakeBuffer(FakeCaller):
 
     def store(self, response, group="t", sample=None, scope="episode", source="", blob=None, **extra):
         n = len(self.claims) + len(self.waiting) if sample is None else sample
-        builder = EpisodeBuilder("job", "t", f"{group}#0", n)
-        prompt = builder.prompt([1, 2, 3])
-        sampling = Sampling(1.0, 1.0, 0, 8, (), 7)
-        builder.sampled([5, 6], [-0.5, -0.5], [3, 4], parent=prompt, sampling=sampling, finish_reason="stop")
-        builder.text(prompt="p", response=response)
         task = Task("t", "p", data_source=source, ground_truth="57", extra_info=extra)
         item = ClaimedEpisode(f"{group}.{n}", f"C-{group}", task, 50_000, scope=scope)
-        self.waiting.append((item, pack(builder.build()) if blob is None else blob))
+        self.waiting.append((item, episode_blob(response, prompt="p") if blob is None else blob))
         self.arrived.set()
         return item.episode_id
 
@@ -87,3 +86,29 @@ class FakeBuffer(FakeCaller):
             while not holds():
                 self.changed.clear()
                 await self.changed.wait()
+
+
+def serve(section, drive, **settings):
+    """Run the service with a fake buffer while `drive(buffer)` goes on, then stop it; returns the buffer."""
+
+    async def run():
+        buffer, stop = FakeBuffer(), asyncio.Event()
+        async with Router(section.model_copy(update=settings)) as router:
+            metrics.watch(router)
+            serving = asyncio.ensure_future(RewardServer(buffer, router, scorer="reward-0").run(stop))
+            driving = asyncio.ensure_future(drive(buffer))
+            await asyncio.wait({serving, driving}, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                driving.result()
+            driving.cancel()
+            stop.set()
+            began_s = time.monotonic()
+            await serving
+            buffer.stop_s = time.monotonic() - began_s
+            return buffer
+
+    before = processes_below()
+    try:
+        return asyncio.run(run())
+    finally:
+        assert processes_below() <= before, "the service left processes"

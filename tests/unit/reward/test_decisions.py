@@ -1,6 +1,5 @@
 """The pure parts: how much is claimed, how calls are dealt out, what is done about a slow one."""
 
-import asyncio
 import itertools
 import math
 
@@ -12,13 +11,7 @@ from areal_async.rewards import RewardSpec
 from areal_async.rpc.messages import EpisodeVerdict
 from areal_async.rpc.verdicts import Parts, Score
 from reward_service.pool.protocol import FrameError, FrameReader, Marker, framed
-from reward_service.pool.queue import (
-    FairQueue,
-    LatencyEstimate,
-    PooledReward,
-    QueuedCall,
-    next_action,
-)
+from reward_service.pool.queue import FairQueue, LatencyEstimate, PooledReward, QueuedCall, next_action
 from reward_service.server import (
     MAX_BYTES,
     MAX_CLAIM,
@@ -32,30 +25,20 @@ from reward_service.server import (
 )
 
 
-def load(**changes):
+@pytest.mark.parametrize(
+    ("known", "wanted"),
+    [
+        # quick calls by the hundred, slow ones few
+        ({}, MAX_CLAIM), ({"call_s": 0.01}, 200), ({"call_s": 0.1}, 20), ({"call_s": 10.0}, 4),
+        # little while the speed is not known, or where claims are soon taken back
+        ({"calls_done": 0}, 8), ({"calls_done": 20}, 48), ({"call_s": 0.01, "deadline_s": 0.4}, 20),
+        # large episodes by their bytes
+        ({"pending": 4, "pending_bytes": 60 << 20}, 0), ({"pending": 60, "pending_bytes": 60 << 20}, 4),
+    ],
+)  # fmt: skip
+def test_nothing_is_unbounded_as_much_is_claimed_as_can_be_scored_soon(known, wanted):
     fields = {"workers": 2, "call_s": 1e-4, "calls_done": 10_000, "pending": 0, "pending_bytes": 0}
-    return [ClaimLoad(**{**fields, "deadline_s": math.inf, **changes})]
-
-
-def test_quick_calls_are_claimed_by_the_hundred_and_slow_ones_few():
-    assert episodes_to_claim(load()) == MAX_CLAIM
-    assert episodes_to_claim(load(call_s=0.1)) == 20
-    assert episodes_to_claim(load(call_s=10.0)) == 4
-
-
-def test_claims_start_small_while_the_speed_is_unknown():
-    assert episodes_to_claim(load(calls_done=0)) == 8
-    assert episodes_to_claim(load(calls_done=20)) == 48
-
-
-def test_a_short_claim_deadline_shortens_what_is_held():
-    assert episodes_to_claim(load(call_s=0.01, deadline_s=0.4)) == 20
-    assert episodes_to_claim(load(call_s=0.01)) == 200
-
-
-def test_nothing_is_unbounded_large_episodes_are_held_by_their_bytes():
-    assert episodes_to_claim(load(pending=4, pending_bytes=60 << 20)) == 0
-    assert episodes_to_claim(load(pending=60, pending_bytes=60 << 20)) == 4
+    assert episodes_to_claim([ClaimLoad(**{**fields, "deadline_s": math.inf, **known})]) == wanted
 
 
 LOADS = st.builds(
@@ -79,30 +62,18 @@ def test_nothing_is_unbounded_in_what_is_claimed(given_load):
         assert wanted >= 2 * min(given_load.workers, MAX_CLAIM // 2)
 
 
-def test_batches_follow_the_pace_of_the_calls():
-    pace = LatencyEstimate()
-    for _ in range(500):
-        pace.note(1e-5)
-    assert pace.batch == 256
-    for _ in range(500):
-        pace.note(0.5)
-    assert pace.batch == 1
-
-
-def test_batches_are_small_while_nothing_is_known_of_a_reward():
+def test_batches_follow_the_pace_of_the_calls_and_a_short_queue_is_spread_over_all_workers():
     pace = LatencyEstimate()
     assert pace.batch == 1
     pace.note(1e-5)
     assert pace.batch == 4
-
-
-def test_a_short_queue_is_spread_over_all_workers():
-    pace = LatencyEstimate()
-    for _ in range(100):
+    for _ in range(500):
         pace.note(1e-5)
-    assert pace.share(queued=10, workers=4) == 3
-    assert pace.share(queued=1, workers=4) == 1
-    assert pace.share(queued=10_000, workers=4) == 256
+    assert pace.batch == 256
+    assert [pace.share(queued, workers=4) for queued in (1, 10, 10_000)] == [1, 3, 256]
+    for _ in range(500):
+        pace.note(0.5)
+    assert pace.batch == 1
 
 
 @pytest.mark.parametrize(
@@ -137,17 +108,14 @@ def push(queue, *rewards):
 def turns(queue, n, cost_s=lambda reward: 1.0):
     """The rewards that had the next `n` turns; each of them goes on waiting."""
 
-    async def run():
-        order = []
-        for _ in range(n):
-            reward = queue.next()
-            queue.pop(reward)
-            reward.used_s += cost_s(reward)
-            push(queue, reward)
-            order.append(reward)
-        return order
-
-    return asyncio.run(run())
+    order = []
+    for _ in range(n):
+        reward = queue.next()
+        queue.pop(reward)
+        reward.used_s += cost_s(reward)
+        push(queue, reward)
+        order.append(reward)
+    return order
 
 
 @given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=6))
@@ -166,15 +134,6 @@ def test_a_reward_that_had_nothing_to_do_does_not_make_up_for_it():
     turns(queue, 1000)
     push(queue, away)
     assert sum(reward is away for reward in turns(queue, 20)) in (10, 11)
-
-
-def test_what_is_taken_back_does_not_count_as_used():
-    queue, (one, other) = queue_of(2)
-    push(queue, one, other)
-    one.used_s += 5.0
-    one.used_s -= 5.0
-    other.used_s += 1.0
-    assert queue.next() is one
 
 
 # --- what travels --------------------------------------------------------------------------------------
@@ -217,18 +176,17 @@ def of_claims(*sizes: int, parts: Parts | None = None) -> list[EpisodeVerdict]:
     ]
 
 
-def test_everything_goes_while_it_is_little():
-    assert portion([]) == 0
-    assert portion(of_claims(3, 4)) == 7
-    assert portion(of_claims(MAX_VERDICTS)) == MAX_VERDICTS
+LARGE = Parts(units=[0.5] * (MAX_BYTES // VALUE_BYTES // 2 + 1))
 
 
-def test_a_message_ends_between_two_claims():
-    assert portion(of_claims(*[1] * (MAX_VERDICTS + 9))) == MAX_VERDICTS
-    assert portion(of_claims(MAX_VERDICTS - 2, 8, 1)) == MAX_VERDICTS + 6
-    assert portion(of_claims(MAX_VERDICTS + 40, 1)) == MAX_VERDICTS + 40
-
-
-def test_a_message_is_bounded_in_bytes():
-    large = Parts(units=[0.5] * (MAX_BYTES // VALUE_BYTES // 2 + 1))
-    assert portion(of_claims(1, 1, 1, 1, parts=large)) == 2
+@pytest.mark.parametrize(
+    ("claims", "parts", "sent"),
+    [
+        ([], None, 0), ([3, 4], None, 7), ([MAX_VERDICTS], None, MAX_VERDICTS),
+        # a message ends between two claims
+        ([1] * (MAX_VERDICTS + 9), None, MAX_VERDICTS), ([MAX_VERDICTS - 2, 8, 1], None, MAX_VERDICTS + 6),
+        ([MAX_VERDICTS + 40, 1], None, MAX_VERDICTS + 40), ([1, 1, 1, 1], LARGE, 2),
+    ],
+)  # fmt: skip
+def test_nothing_is_unbounded_a_message_of_verdicts_ends_in_time(claims, parts, sent):
+    assert portion(of_claims(*claims, parts=parts)) == sent

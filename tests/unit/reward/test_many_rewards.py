@@ -1,35 +1,23 @@
 """One pool with many rewards: arguments, batches, groups, parts, and a deadline of each reward's own."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from areal_async.config.reward import RewardSection
-from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Score, Timeout
-from areal_async.trajectory import EpisodeBuilder, Sampling, pack
-from reward_service.client import LocalScorer
-from reward_service.pool.pool import WorkerPool
 from reward_service.sdk import RewardInput, RewardLoadError
+from tests.scoring import episode_blob, scored, texts
 
 FILE = Path(__file__).with_name("kinds.py")
 
 
+def score(section, inputs, **options):
+    return scored(RewardSection(**section), inputs, **options)
+
+
 def own(function, **settings):
     return {"name": f"{FILE}:{function}", **settings}
-
-
-def score(section, inputs, groups=None, workers=1):
-    async def run():
-        async with LocalScorer(RewardSection(**section), workers) as scorer:
-            return await asyncio.wait_for(scorer.score(inputs, groups), 60)
-
-    return asyncio.run(run())
-
-
-def texts(*responses, **fields):
-    return [RewardInput(response=str(response), **fields) for response in responses]
 
 
 # --- arguments and routes ------------------------------------------------------------------------------
@@ -90,22 +78,14 @@ def test_a_batched_reward_gets_many_at_a_time_and_each_its_own_verdict(tmp_path)
     assert len(sizes) <= 20
 
 
-def test_one_bad_result_of_a_batch_is_that_inputs_alone():
-    verdicts = score(own("many"), texts(1, 2, "nan", 4))
-    assert verdicts[:2] + verdicts[3:] == [Score(1.0), Score(2.0), Score(4.0)]
-    assert verdicts[2].kind == "not_finite"
-
-
-@pytest.mark.parametrize(("bad", "kind"), [("raise", "exception"), ("die", "process_died")])
+@pytest.mark.parametrize(
+    ("bad", "kind"), [("nan", "not_finite"), ("raise", "exception"), ("die", "process_died"), ("hang", "")]
+)
 def test_an_input_that_spoils_its_batch_pays_alone(bad, kind):
-    verdicts = score(own("many"), texts(*range(5), bad, 6, 7))
-    assert verdicts[5].kind == kind
-    assert [v.value for i, v in enumerate(verdicts) if i != 5] == [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 7.0]
-
-
-def test_an_input_that_hangs_in_its_batch_is_the_only_timeout():
-    verdicts = score(own("many", timeout_s=0.5), texts(0, "hang", 2, 3))
-    assert verdicts == [Score(0.0), Timeout(500), Score(2.0), Score(3.0)]
+    verdicts = score(own("many", timeout_s=0.5), texts(0, 1, bad, 3))
+    spoilt = verdicts.pop(2)
+    assert verdicts == [Score(0.0), Score(1.0), Score(3.0)]
+    assert spoilt == Timeout(500) if bad == "hang" else spoilt.kind == kind
 
 
 def test_a_batched_reward_that_returns_too_few_is_a_failure_of_all():
@@ -134,17 +114,9 @@ def test_a_group_whose_judge_dies_fails_whole_and_no_other():
 # --- parts ---------------------------------------------------------------------------------------------
 
 
-def episode():
-    builder = EpisodeBuilder("job", "t", "t#0", 0)
-    prompt = builder.prompt([1, 2, 3])
-    sampling = Sampling(1.0, 1.0, 0, 8, (), 7)
-    builder.sampled([5, 6], [-0.5, -0.5], [3, 4], parent=prompt, sampling=sampling, finish_reason="stop")
-    return pack(builder.build())
-
-
 def test_rewards_of_parts_must_be_of_parts_that_the_episode_has():
     names = ["good", "none", "short", "no segment", "no agent", "nan", "type"]
-    verdicts = dict(zip(names, score(own("parted"), texts(*names, blob=episode())), strict=True))
+    verdicts = dict(zip(names, score(own("parted"), texts(*names, blob=episode_blob())), strict=True))
     assert verdicts["good"].parts.units == [0.0, 0.0, 0.0, 0.5, 0.5]
     assert verdicts["good"].parts.segments == {1: 0.5}
     assert verdicts["none"] == Score(1.0)
@@ -162,30 +134,3 @@ def test_a_reward_may_return_an_error_of_its_own_and_name_the_sandbox():
     assert timeout == Timeout(1500, "namespaces")
     assert good == Score(0.5, sandbox="isolated")
     assert long.kind == "return_type"
-
-
-# --- rewards that come and go --------------------------------------------------------------------------
-
-
-async def ask(pool, spec, inputs):
-    verdicts, done = {}, asyncio.Event()
-
-    def take(index, of_call, elapsed_ms):
-        verdicts[index] = of_call[0]
-        if len(verdicts) == len(inputs):
-            done.set()
-
-    await pool.submit(inputs, take, spec=spec)
-    await asyncio.wait_for(done.wait(), 60)
-    return [verdicts[index] for index in range(len(inputs))]
-
-
-async def test_a_reward_of_quick_calls_is_not_held_up_by_one_of_slow_calls():
-    slow, quick = RewardSpec(f"{FILE}:held", timeout_s=30.0), RewardSpec(f"{FILE}:held", timeout_s=29.0)
-    async with WorkerPool([slow, quick], workers=1) as pool:
-        ended = []
-        given = [RewardInput(response="1", extra_info={"seconds": 0.1}) for _ in range(100)]
-        await pool.submit(given, lambda *_: ended.append("slow"), spec=slow)
-        await ask(pool, quick, [RewardInput(response="1")] * 100)
-        found = len(ended)
-    assert found < 10

@@ -14,27 +14,7 @@ from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from reward_service.client import LocalScorer
 from reward_service.pool.pool import WorkerPool
 from reward_service.sdk import RewardInput, RewardLoadError
-
-
-def score(section, inputs, workers=1):
-    """The verdicts of one pool, and the workers' groups that are left after it."""
-
-    async def run():
-        async with LocalScorer(section, workers) as scorer:
-            return await scorer.score(inputs)
-
-    before = descendants()
-    verdicts = asyncio.run(run())
-    assert descendants() <= before, "the pool left processes"
-    return verdicts
-
-
-def descendants():
-    return {
-        process.pid
-        for process in psutil.Process().children(recursive=True)
-        if process.status() != psutil.STATUS_ZOMBIE
-    }
+from tests.scoring import processes_below, scored, texts, until, verdicts_of
 
 
 def gone(pid):
@@ -42,6 +22,13 @@ def gone(pid):
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def all_end(pids):
+    deadline_s = time.monotonic() + 60
+    while not all(gone(int(pid)) for pid in pids):
+        assert time.monotonic() < deadline_s
+        os.sched_yield()
 
 
 GOOD = {
@@ -92,7 +79,7 @@ HANGS = ["spin", "sleep", "deaf", "stop itself", "print for ever"]
 @pytest.mark.parametrize("function", ["behave", "behave_async"])
 def test_verdicts_are_final_for_whatever_a_reward_returns_or_raises(section, call, function):
     names = [*GOOD, *RAISES, *WRONG]
-    verdicts = dict(zip(names, score(section(function), [call(name) for name in names]), strict=True))
+    verdicts = dict(zip(names, scored(section(function), [call(name) for name in names]), strict=True))
     assert {name: verdicts[name] for name in GOOD} == GOOD
     for name, text in RAISES.items():
         assert isinstance(verdicts[name], Failure), name
@@ -104,7 +91,7 @@ def test_verdicts_are_final_for_whatever_a_reward_returns_or_raises(section, cal
 
 def test_verdicts_are_final_when_the_reward_kills_its_process(section, call):
     inputs = [call(name) for dying in DIES for name in ("true", dying, "integer")]
-    verdicts = score(section(), inputs)
+    verdicts = scored(section(), inputs)
     for index, (name, text) in enumerate(DIES.items()):
         before, died, after = verdicts[3 * index : 3 * index + 3]
         assert (before, after) == (Score(1.0), Score(3.0)), name
@@ -115,18 +102,13 @@ def test_verdicts_are_final_when_the_reward_kills_its_process(section, call):
 
 def test_verdicts_are_final_when_the_reward_hangs_and_only_the_hanging_call_pays(section, call):
     inputs = [call(name) for hang in HANGS for name in ("true", hang, "integer", "score")]
-    verdicts = score(section(timeout_s=0.5), inputs)
+    verdicts = scored(section(timeout_s=0.5), inputs)
     for index in range(len(HANGS)):
-        assert verdicts[4 * index : 4 * index + 4] == [
-            Score(1.0),
-            Timeout(500),
-            Score(3.0),
-            GOOD["score"],
-        ]
+        assert verdicts[4 * index : 4 * index + 4] == [Score(1.0), Timeout(500), Score(3.0), GOOD["score"]]
 
 
 def test_verdicts_are_final_when_the_protocol_itself_is_attacked(section, call):
-    before, garbled, after = score(section(), [call("true"), call("garble"), call("integer")])
+    before, garbled, after = scored(section(), [call("true"), call("garble"), call("integer")])
     assert (before, after) == (Score(1.0), Score(3.0))
     assert isinstance(garbled, Failure)
 
@@ -135,66 +117,36 @@ def test_verdicts_are_final_for_a_crowd_in_which_some_misbehave(section, call):
     names = ["true"] * 400
     for place, name in [(3, "segfault"), (50, "spin"), (51, "os._exit"), (200, "raise"), (399, "nan")]:
         names[place] = name
-    verdicts = score(section(timeout_s=1.0), [call(name) for name in names], workers=2)
+    verdicts = scored(section(timeout_s=1.0), [call(name) for name in names], workers=2)
     kinds = [type(verdict) for verdict in verdicts]
     assert [i for i, kind in enumerate(kinds) if kind is not Score] == [3, 50, 51, 200, 399]
     assert [kinds[i] for i in (3, 50, 51, 200, 399)] == [Failure, Timeout, Failure, Failure, Failure]
 
 
 async def test_an_elapsed_time_comes_with_each_verdict(section, call):
-    seen = {}
-    async with WorkerPool([RewardSpec(section().name, timeout_s=0.5)], workers=1) as pool:
-        all_done = asyncio.Event()
-
-        def take(index, verdicts, elapsed_ms):
-            assert index not in seen
-            seen[index] = (verdicts[0], elapsed_ms)
-            if len(seen) == 3:
-                all_done.set()
-
-        inputs = [call("nap", seconds=0.1), call("spin"), call("true")]
-        await pool.submit(inputs, take)
-        await asyncio.wait_for(all_done.wait(), 30)
-    assert 100 <= seen[0][1] < 450
-    assert 500 <= seen[1][1] < 2000
-    assert seen[2][1] < 100
+    async with LocalScorer(section(timeout_s=0.5), workers=1) as scorer:
+        seen = await scorer.score_timed([call("nap", seconds=0.1), call("spin"), call("true")])
+    napped_ms, spun_ms, quick_ms = (elapsed_ms for _, elapsed_ms in seen)
+    assert 100 <= napped_ms < 450
+    assert 500 <= spun_ms < 2000
+    assert quick_ms < 100
 
 
 def test_a_good_call_is_not_run_again_when_nothing_dies(section, call, tmp_path):
     log = tmp_path / "calls"
-    verdicts = score(section(), [call("count", log=str(log), value=i) for i in range(300)], workers=2)
+    verdicts = scored(section(), [call("count", log=str(log), value=i) for i in range(300)], workers=2)
     assert verdicts == [Score(float(i)) for i in range(300)]
     assert len(log.read_text().splitlines()) == 300
-
-
-async def test_quick_calls_behind_a_slow_one_go_to_an_idle_worker(section, call):
-    async with WorkerPool([RewardSpec(section().name, timeout_s=600.0)], workers=2) as pool:
-        first = asyncio.Event()
-        ended = []
-
-        def take(index, verdict, elapsed_ms):
-            ended.append(index)
-            if len(ended) == 9:
-                first.set()
-
-        inputs = [call("nap", seconds=600.0), *[call("true")] * 9]
-        await pool.submit(inputs, take)
-        await asyncio.wait_for(first.wait(), 60)
-        found = ended[:]
-    assert 0 not in found
 
 
 @pytest.mark.parametrize("end", ["hangs", "dies", "returns"])
 def test_children_that_a_reward_started_end_with_its_worker(section, call, tmp_path, end):
     pids = tmp_path / "pids"
-    [verdict] = score(section(timeout_s=1.0), [call(f"children, {end}", pids=str(pids))])
+    [verdict] = scored(section(timeout_s=1.0), [call(f"children, {end}", pids=str(pids))])
     assert type(verdict) is {"hangs": Timeout, "dies": Failure, "returns": Score}[end]
-    children = [int(pid) for pid in pids.read_text().split()]
+    children = pids.read_text().split()
     assert len(children) == 3
-    deadline = time.monotonic() + 60
-    while not all(gone(pid) for pid in children):
-        assert time.monotonic() < deadline
-        os.sched_yield()
+    all_end(children)
 
 
 POOL_AND_DIE = """
@@ -206,7 +158,6 @@ from reward_service.sdk import RewardInput
 async def main():
     async with LocalScorer(RewardSection(name=sys.argv[1], timeout_s=600), workers=2) as scorer:
         work = asyncio.ensure_future(scorer.score([RewardInput(response="spin")] * 2))
-        await asyncio.sleep(0.2)
         print(*[child.pid for child in psutil.Process().children()], flush=True)
         os.kill(os.getpid(), 9)
 
@@ -219,64 +170,49 @@ def test_workers_die_with_their_pool_even_when_it_is_killed(section):
         [sys.executable, "-c", POOL_AND_DIE, section().name], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == -9
-    pids = [int(pid) for pid in done.stdout.split()]
+    pids = done.stdout.split()
     assert len(pids) == 2
-    deadline = time.monotonic() + 60
-    while not all(gone(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        os.sched_yield()
+    all_end(pids)
 
 
-def test_closing_gives_the_calls_under_way_their_verdict_in_bounded_time(section, call):
-    async def run():
-        scorer = LocalScorer(section(timeout_s=600.0), workers=2)
-        await scorer.__aenter__()
-        work = asyncio.ensure_future(scorer.score([call("spin"), call("sleep"), call("true"), call("true")]))
-        await asyncio.sleep(0.1)
-        await asyncio.wait_for(scorer.__aexit__(), 60)
-        return await asyncio.wait_for(work, 60)
-
-    before = descendants()
-    verdicts = asyncio.run(run())
-    assert {type(verdict) for verdict in verdicts[:2]} == {Failure}
-    assert verdicts[0].kind == "pool"
-    assert descendants() <= before
+async def test_closing_gives_the_calls_under_way_their_verdict_in_bounded_time(section, call):
+    before = processes_below()
+    async with asyncio.timeout(60):
+        async with WorkerPool([RewardSpec(section().name, timeout_s=600.0)], workers=2) as pool:
+            calls = [call(name) for name in ("spin", "sleep", "true", "true")]
+            work = asyncio.create_task(verdicts_of(pool.submit, calls))
+            await until(lambda: pool.busy == 2)
+        verdicts = await work
+    assert {verdict.kind for verdict in verdicts[:2]} == {"pool"}
+    assert processes_below() <= before
 
 
 def test_workers_start_light(section, call):
-    assert score(section(), [call("imports")]) == [Score(0.0)]
+    assert scored(section(), [call("imports")]) == [Score(0.0)]
 
 
 def test_what_a_reward_prints_is_logged_up_to_a_rate(section, call, caplog):
     caplog.set_level("INFO", logger="areal.pool")
-    score(section(), [call("print"), call("print much"), call("print")])
+    scored(section(), [call("print"), call("print much"), call("print")])
     fields = [record.areal_fields for record in caplog.records if record.message == "reward printed"]
     logged = "".join(entry["text"] for entry in fields)
     assert "hello" in logged
     assert len(logged) < 100_000
 
 
-@pytest.mark.parametrize(
-    "spec", ["no_such", "misbehaving.py:absent", "nowhere.py:f", "misbehaving.py:not_marked"]
-)
-def test_a_reward_that_cannot_be_loaded_ends_the_start_with_a_clear_error(section, spec):
-    folder = section().name.rpartition("/")[0]
-    name = f"{folder}/{spec}" if ".py" in spec else spec
-    bad = section().model_copy(update={"name": name})
-    before = descendants()
-    with pytest.raises(RewardLoadError, match="reward"):
-        score(bad, [])
-    assert descendants() <= before
+def test_a_reward_that_cannot_be_loaded_ends_the_start_and_leaves_no_process(section):
+    with pytest.raises(RewardLoadError, match="absent"):
+        scored(section("absent"), [])
 
 
 def test_a_reward_that_kills_its_process_on_import_ends_the_start(tmp_path, section):
     file = tmp_path / "dying.py"
     file.write_text("import os\nprint('the last words', flush=True)\nos._exit(9)\n")
     with pytest.raises(RewardLoadError, match=r"exit status 9.*the last words"):
-        score(section().model_copy(update={"name": f"{file}:f"}), [])
+        scored(section().model_copy(update={"name": f"{file}:f"}), [])
 
 
-def test_a_reward_that_can_be_loaded_no_longer_ends_the_pool_with_verdicts(tmp_path, section):
+async def test_a_reward_that_can_be_loaded_no_longer_breaks_the_pool_with_verdicts(tmp_path):
     file, needed = tmp_path / "fragile.py", tmp_path / "needed"
     needed.touch()
     file.write_text(
@@ -284,8 +220,9 @@ def test_a_reward_that_can_be_loaded_no_longer_ends_the_pool_with_verdicts(tmp_p
         f"open({str(needed)!r})\n"
         f"@reward\ndef f(given):\n    os.remove({str(needed)!r})\n    os._exit(1)\n"
     )
-    inputs = [RewardInput(response=str(n)) for n in range(20)]
-    first, *others = score(section().model_copy(update={"name": f"{file}:f"}), inputs)
+    async with WorkerPool([RewardSpec(f"{file}:f")], workers=1) as pool:
+        first, *others = await verdicts_of(pool.submit, texts(*range(20)))
+        assert "FileNotFoundError" in str(pool.broken.result())
     assert first.kind == "process_died"
     assert {other.kind for other in others} == {"pool"}
     assert "FileNotFoundError" in others[0].message
@@ -304,7 +241,7 @@ async def test_verdicts_are_final_for_calls_that_come_back_to_a_pool_that_has_gi
 
     broken = section().model_copy(update={"name": f"{file}:f", "timeout_s": 30.0})
     async with LocalScorer(broken, workers=2) as scorer:
-        inputs = [RewardInput(response=name) for name in ("first", "behind", "second", "behind")]
+        inputs = texts("first", "behind", "second", "behind")
         await scorer.score([RewardInput()] * 40)  # now it is known how quick a call is: two go together
         verdicts = await asyncio.wait_for(scorer.score(inputs), 60)
     assert [verdict.kind for verdict in verdicts] == ["process_died", "pool", "process_died", "pool"]
@@ -324,15 +261,11 @@ async def test_dying_workers_leave_no_descriptor_behind(section, call):
 
 def test_an_input_that_cannot_be_sent_is_that_calls_failure(section, call):
     bad = RewardInput(response="true", ground_truth=object())
-    good, failed = score(section(), [call("true"), bad])
+    good, failed = scored(section(), [call("true"), bad])
     assert good == Score(1.0)
     assert failed.kind == "input"
 
 
 def test_a_large_input_arrives_whole(section):
     big = RewardInput(response="value", extra_info={"value": 2, "padding": "x" * 6_000_000})
-    assert score(section(timeout_s=10.0), [big] * 4) == [Score(2.0)] * 4
-
-
-def test_no_inputs_no_verdicts(section):
-    assert score(section(), []) == []
+    assert scored(section(timeout_s=10.0), [big] * 4) == [Score(2.0)] * 4

@@ -1,7 +1,6 @@
 """Workers are renewed between calls: they have run enough, or grown too much; and started again."""
 
 import asyncio
-import time
 
 import pytest
 from prometheus_client import REGISTRY
@@ -11,6 +10,7 @@ from areal_async.rpc.verdicts import Failure, Score
 from reward_service.pool.pool import WorkerPool
 from reward_service.pool.workers import WorkerLimits
 from reward_service.sdk import RewardInput, RewardLoadError
+from tests.scoring import until, verdicts_of
 
 HEAD = "import os, time\nfrom reward_service.sdk import reward\n"
 LIMIT_S = 30.0
@@ -32,17 +32,7 @@ def file(tmp_path):
 
 async def ask(pool, n=1, **extra):
     """The verdicts on `n` calls."""
-    verdicts, done = [], asyncio.Event()
-
-    def take(index, of_call, elapsed_ms):
-        verdicts.append(of_call[0])
-        if len(verdicts) == n:
-            done.set()
-
-    await pool.submit([RewardInput(extra_info=extra)] * n, take)
-    async with asyncio.timeout(LIMIT_S):
-        await done.wait()
-    return verdicts
+    return await verdicts_of(pool.submit, [RewardInput(extra_info=extra)] * n)
 
 
 def pool_of(path, workers=2, **limits):
@@ -115,9 +105,7 @@ async def test_the_pool_says_how_many_workers_are_busy(file):
     async with pool_of(file("time.sleep(given.extra_info.get('seconds', 0)); return 1.0")) as pool:
         assert (pool.busy, pool.alive, pool.queued) == (0, 2, 0)
         slow = asyncio.create_task(ask(pool, 6, seconds=0.3))
-        async with asyncio.timeout(LIMIT_S):
-            while pool.busy < 2:
-                await asyncio.to_thread(time.sleep, 0.001)
+        await until(lambda: pool.busy == 2)
         assert pool.queued > 0
         await slow
         assert pool.busy == 0

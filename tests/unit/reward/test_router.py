@@ -6,17 +6,15 @@ from pathlib import Path
 import pytest
 
 from areal_async.config.reward import RewardSection
+from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Score, Timeout
-from reward_service import router
 from reward_service.backends.remote import RemoteReward
-from reward_service.client import LocalScorer
-from reward_service.router import Router
-from reward_service.sdk import RewardInput, RewardLoadError
-from reward_service.server import RewardServer
-from tests.unit.reward.fake_buffer import FakeBuffer
+from reward_service.router import WatchedBackend
+from reward_service.sdk import RewardLoadError
+from tests.scoring import scored, texts, verdicts_of
+from tests.unit.reward import fake_buffer
 
 FILE = Path(__file__).with_name("kinds.py")
-LIMIT_S = 40.0
 
 
 class Distant:
@@ -24,10 +22,9 @@ class Distant:
 
     capacity, alive, call_seconds = 4, 4, 0.01
 
-    def __init__(self, spec, section):
+    def __init__(self, spec, section=None):
         self.spec = spec
         self.broken = asyncio.get_running_loop().create_future()
-        self.ends = 0
 
     async def __aenter__(self):
         if self.spec.args.get("away"):
@@ -35,7 +32,7 @@ class Distant:
         return self
 
     async def __aexit__(self, *_):
-        self.ends += 1
+        pass
 
     async def submit(self, calls, on_verdicts):
         for index, call in enumerate(calls):
@@ -58,21 +55,17 @@ class Distant:
 
 @pytest.fixture(autouse=True)
 def distant(monkeypatch):
-    """The reward `remote` is a `Distant`, and what it forgets is given up quickly."""
+    """The reward `remote` is a `Distant`."""
     monkeypatch.setattr(RemoteReward, "make", Distant)
-    monkeypatch.setattr(router, "GRACE_S", 0.1)
 
 
-def texts(*responses, **fields):
-    return [RewardInput(response=response, **fields) for response in responses]
+def score(section, inputs, **options):
+    return scored(RewardSection(**section), inputs, **options)
 
 
-def score(section, inputs, groups=None):
-    async def run():
-        async with LocalScorer(RewardSection(**section), 1) as scorer:
-            return await asyncio.wait_for(scorer.score(inputs, groups), LIMIT_S)
-
-    return asyncio.run(run())
+def serve(section, drive):
+    taken = fake_buffer.serve(RewardSection(**section), drive).taken
+    return {name: verdict.verdict for name, verdict in taken.items()}
 
 
 def test_tasks_are_scored_by_the_backend_or_the_pool_as_routed():
@@ -83,11 +76,18 @@ def test_tasks_are_scored_by_the_backend_or_the_pool_as_routed():
 
 def test_a_backend_gets_whole_groups_too():
     section = {"name": "remote", "scope": "group"}
-    assert score(section, texts("a", "b", "c"), [1, 2, 1]) == [Score(2.0), Score(1.0), Score(2.0)]
+    assert score(section, texts("a", "b", "c"), groups=[1, 2, 1]) == [Score(2.0), Score(1.0), Score(2.0)]
 
 
-def test_verdicts_are_final_for_a_backend_that_forgets_repeats_and_miscounts():
-    verdicts = score({"name": "remote", "timeout_s": 0.3}, texts("silent", "twice", "too many", "a"))
+async def watched(kind, inputs, **settings):
+    """The verdicts of a backend, of which what it forgets is given up quickly."""
+    spec = RewardSpec("remote", **settings)
+    async with WatchedBackend(spec, kind(spec), grace_s=0.1) as backend:
+        return await verdicts_of(backend.submit, inputs)
+
+
+async def test_verdicts_are_final_for_a_backend_that_forgets_repeats_and_miscounts():
+    verdicts = await watched(Distant, texts("silent", "twice", "too many", "a"), timeout_s=0.3)
     assert verdicts[0] == Timeout(300)
     assert verdicts[1] == Score(1.0)
     assert isinstance(verdicts[2], Failure)
@@ -101,23 +101,6 @@ def test_a_backend_that_is_not_there_ends_the_start_and_leaves_no_process():
     }
     with pytest.raises(RewardLoadError, match="the server is not there"):
         score(section, [])
-
-
-def serve(section, drive):
-    async def run():
-        buffer, stop = FakeBuffer(), asyncio.Event()
-        async with Router(RewardSection(**section)) as routed:
-            serving = asyncio.ensure_future(RewardServer(buffer, routed, scorer="reward").run(stop))
-            driving = asyncio.ensure_future(drive(buffer))
-            await asyncio.wait({serving, driving}, return_when=asyncio.FIRST_COMPLETED)
-            if not serving.done():
-                driving.result()
-            driving.cancel()
-            stop.set()
-            await serving
-        return buffer.taken
-
-    return {name: verdict.verdict for name, verdict in asyncio.run(run()).items()}
 
 
 def test_the_service_has_groups_judged_in_one_call_beside_episodes():
@@ -176,10 +159,7 @@ def test_a_backend_that_can_score_no_more_ends_the_service(response, error):
 class Slow(Distant):
     """Learns only from the calls that it begins one in 0.8 s, and answers each in its turn."""
 
-    def __init__(self, spec, section):
-        super().__init__(spec, section)
-        self.began = 0
-        self.tasks = []
+    began = 0
 
     @property
     def capacity(self):
@@ -196,20 +176,17 @@ class Slow(Distant):
                 await asyncio.sleep(0.8)
                 on_verdicts(index, [Score(1.0)], 10.0)
 
-        self.tasks.append(asyncio.create_task(answer()))
+        self.task = asyncio.create_task(answer())
 
 
-def test_verdicts_are_final_and_no_timeout_where_a_backend_learns_late_how_long_calls_wait(monkeypatch):
-    monkeypatch.setattr(RemoteReward, "make", Slow)
-    verdicts = score({"name": "remote", "timeout_s": 0.2}, texts(*"abcd"))
-    assert verdicts == [Score(1.0)] * 4
+async def test_verdicts_are_final_and_no_timeout_where_a_backend_learns_late_how_long_calls_wait():
+    assert await watched(Slow, texts(*"abcd"), timeout_s=0.2) == [Score(1.0)] * 4
 
 
-def test_a_call_may_wait_as_long_as_its_servers_may_be_away(monkeypatch):
+async def test_a_call_may_wait_as_long_as_its_servers_may_be_away():
     class Away(Distant):
         async def submit(self, calls, on_verdicts):
             asyncio.get_running_loop().call_later(2.0, on_verdicts, 0, [Score(1.0)], 1.0)
 
-    monkeypatch.setattr(RemoteReward, "make", Away)
-    section = {"name": "remote", "timeout_s": 0.2, "args": {"urls": ["http://away:1"], "outage_s": 30}}
-    assert score(section, texts("a")) == [Score(1.0)]
+    args = {"urls": ["http://away:1"], "outage_s": 30}
+    assert await watched(Away, texts("a"), args=args, timeout_s=0.2) == [Score(1.0)]

@@ -4,8 +4,9 @@ import textwrap
 import pytest
 
 from areal_async.errors import ArealError
-from areal_async.trajectory import EpisodeBuilder, Sampling, TrajectoryError, pack
-from reward_service.sdk import RewardInput, RewardLoadError, Score, load_reward, reward
+from areal_async.trajectory import TrajectoryError
+from reward_service.sdk import RewardInput, RewardLoadError, load_reward, reward
+from tests.scoring import episode_blob
 
 
 @pytest.fixture
@@ -18,29 +19,6 @@ def file(tmp_path, monkeypatch):
         return path
 
     return write
-
-
-def episode():
-    builder = EpisodeBuilder("job", "t:0:0", "t:0:0#0", 3)
-    prompt = builder.prompt([1, 2])
-    sampling = Sampling(1.0, 1.0, 0, 8, (), 7)
-    builder.sampled([5, 6], [-0.5, -0.25], [4, 5], parent=prompt, sampling=sampling, finish_reason="stop")
-    builder.text(prompt="12 + 45 =", response="57")
-    return builder.build()
-
-
-def test_a_marked_function_is_loaded_by_path_and_name_and_stays_callable(file):
-    path = file(
-        """
-        from reward_service.sdk import RewardInput, reward
-
-        @reward
-        def half(given: RewardInput) -> float:
-            return 0.5
-        """
-    )
-    function = load_reward(f"{path}:half")
-    assert function(RewardInput(prompt="a", response="b")) == 0.5
 
 
 def test_a_reward_file_may_import_its_neighbours_and_define_dataclasses(file):
@@ -62,12 +40,6 @@ def test_a_reward_file_may_import_its_neighbours_and_define_dataclasses(file):
         """
     )
     assert load_reward(f"{path}:scaled")(RewardInput()) == 4.0
-
-
-@pytest.mark.parametrize("name", ["exact_match", "arithmetic", "gsm8k", "choice"])
-def test_built_in_rewards_of_texts_load_by_name(name):
-    answer = "B" if name == "choice" else "#### 57" if name == "gsm8k" else "57"
-    assert load_reward(name)(RewardInput(response=answer, ground_truth=answer)) == 1.0
 
 
 MISTAKES = {
@@ -130,9 +102,9 @@ def test_only_functions_of_one_argument_can_be_marked():
 
 
 def test_the_episode_is_decoded_when_asked_for_and_once():
-    given = RewardInput(prompt="12 + 45 =", response="57", blob=pack(episode()))
+    given = RewardInput(blob=episode_blob())
     assert given.episode is given.episode
-    assert given.episode.min_version == 4
+    assert given.episode.min_version == 3
     assert given.episode.header.response_text == "57"
 
 
@@ -141,7 +113,3 @@ def test_an_input_without_an_episode_says_so():
         _ = RewardInput(response="57").episode
     with pytest.raises(TrajectoryError):
         _ = RewardInput(blob=b"not an episode").episode
-
-
-def test_a_score_may_name_its_components():
-    assert Score(1.0, {"format": 1.0}).components == {"format": 1.0}

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from aiohttp import web
 
 from areal_async.config.reward import RewardSection
 from areal_async.rewards import RewardSpec
 from reward_service.backends.judge.backend import GREETING, Judge
 from reward_service.sdk import RewardInput
+from tests.scoring import verdicts_of
 
 DEADLINE_S = 30.0
 
@@ -31,7 +31,6 @@ class JudgeServer:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
-        self.greetings = 0
         self.under_way = 0
         self.most_under_way = 0
         self.news = asyncio.Event()
@@ -40,23 +39,20 @@ class JudgeServer:
     async def __aenter__(self) -> JudgeServer:
         app = web.Application()
         app.router.add_post("/{path:.*}", self._serve)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await self._runner.setup()
-        self._site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await self._site.start()
-        self.port = self._site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-        self.url = f"http://127.0.0.1:{self.port}/v1"
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}/v1"
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
+        await self.runner.cleanup()
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.headers.append(dict(request.headers))
         self.paths.append(request.path)
         if question(body) == GREETING:
-            self.greetings += 1
             return self.greet()
         self.bodies.append(body)
         self.under_way += 1
@@ -75,23 +71,11 @@ def question(body: dict[str, Any]) -> str:
     return str(body["messages"][-1]["content"])
 
 
-@pytest.fixture
-def judged() -> Callable[..., Any]:
-    """`judged(answer, responses, **arguments)` runs a judge on a server of its own, and returns its verdicts
-    and the server."""
-
-    def run(
-        answer: Callable[..., Any], responses: list[str], *, timeout_s: float = 10.0, **arguments: Any
-    ) -> Any:
-        async def work() -> Any:
-            async with JudgeServer(answer) as server:
-                async with judge_of(server.url, timeout_s=timeout_s, **arguments) as judge:
-                    verdicts = await score(judge, [given(text) for text in responses])
-                return verdicts, server
-
-        return asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
-
-    return run
+async def judged(answer: Callable[..., Any], responses: list[str], **arguments: Any) -> Any:
+    """The verdicts of a judge whose server is of its own, and that server."""
+    async with JudgeServer(answer) as server, judge_of(server.url, **arguments) as judge:
+        verdicts = await verdicts_of(judge.submit, [given(text) for text in responses], limit_s=DEADLINE_S)
+    return verdicts, server
 
 
 def judge_of(*urls: str, timeout_s: float = 10.0, start_s: float = 30.0, **arguments: Any) -> Judge:
@@ -112,20 +96,3 @@ def judge_of(*urls: str, timeout_s: float = 10.0, start_s: float = 30.0, **argum
 
 def given(response: str, **more: Any) -> RewardInput:
     return RewardInput(prompt="what?", response=response, ground_truth="4", **more)
-
-
-async def score(backend: Any, calls: list[Any]) -> list[Any]:
-    """The verdicts of each call, in order; a call that is a list gets a list."""
-    found: dict[int, Any] = {}
-    done = asyncio.Event()
-
-    def take(index: int, verdicts: list[Any], elapsed_ms: float) -> None:
-        assert index not in found, "two answers to one call"
-        assert elapsed_ms >= 0
-        found[index] = verdicts
-        if len(found) == len(calls):
-            done.set()
-
-    await backend.submit(calls, take)
-    await done.wait()
-    return [found[i] if isinstance(call, list) else found[i][0] for i, call in enumerate(calls)]

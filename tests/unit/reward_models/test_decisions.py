@@ -6,13 +6,11 @@ from datetime import UTC, datetime
 import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from reward_service.backends import MissingText, fill
-from reward_service.backends.judge import GRADE, TEMPLATE, JudgeArguments
+from reward_service.backends.judge import GRADE, TEMPLATE
 from reward_service.backends.judge.replies import NoGrade, Parser, retry_after_s, verdict_of
-from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.scorer import cut_by_tokens
 from reward_service.sdk import RewardInput
 
@@ -117,37 +115,6 @@ def test_retry_after_is_read_in_both_of_its_forms():
     assert retry_after_s({"Retry-After": "soon"}) is None
     assert retry_after_s({"Retry-After": "nan"}) is None
     assert retry_after_s({}) is None
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"base_url": "127.0.0.1:8000"}, "is not an address"),
-        ({"base_url": "http://user:pw@h/v1"}, "holds a password"), ({"base_url": []}, "at least 1"),
-        ({"template": "grade {prompt}"}, "no {response}"), ({"parse": "("}, "not a regular expression"),
-        ({"parse": "(a)(b)"}, "2 groups"), ({"scale": [1, 1]}, "the same"), ({"votes": 3}, "temperature 0"),
-        ({"temprature": 1}, "Extra inputs"),
-    ],
-)  # fmt: skip
-def test_wrong_arguments_of_a_judge_are_named(wrong, says):
-    right = {"base_url": "http://h/v1/", "model": "m"}
-    assert JudgeArguments(**right).base_url == ("http://h/v1",)
-    with pytest.raises(ValidationError, match=says):
-        JudgeArguments(**{**right, **wrong})
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"template": "{prompt}"}, "no {response}"),
-        ({"device": "gpu"}, "cuda:N"),
-        ({"label": "good", "activation": "sigmoid"}, "several classes"),
-        ({"max_batch": 0}, "greater than or equal"),
-    ],
-)
-def test_wrong_arguments_of_a_reward_model_are_named(wrong, says):
-    with pytest.raises(ValidationError, match=says):
-        RewardModelArguments(**{"model": "m", **wrong})
 
 
 def test_the_default_template_shows_task_and_answer():

@@ -6,17 +6,10 @@ import time
 import pytest
 from aiohttp import web
 
-from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
+from areal_async.rpc.verdicts import Failure, Score, Timeout
 from reward_service.sdk import RewardLoadError
-from tests.unit.reward_models.conftest import (
-    DEADLINE_S,
-    JudgeServer,
-    given,
-    judge_of,
-    question,
-    reply,
-    score,
-)
+from tests.scoring import verdicts_of
+from tests.unit.reward_models.conftest import JudgeServer, given, judge_of, judged, question, reply
 
 
 def grade(body, _n):
@@ -24,19 +17,15 @@ def grade(body, _n):
     return f"I think {question(body)}"
 
 
-def run(work):
-    return asyncio.run(asyncio.wait_for(work, DEADLINE_S))
-
-
-def test_a_grade_becomes_a_share_of_the_scale(judged):
-    verdicts, server = judged(grade, ["0", "5", "10"])
+async def test_a_grade_becomes_a_share_of_the_scale():
+    verdicts, server = await judged(grade, ["0", "5", "10"])
     assert verdicts == [Score(0.0), Score(0.5), Score(1.0)]
     assert set(server.paths) == {"/v1/chat/completions"}
 
 
-def test_the_request_says_what_the_job_says(judged, monkeypatch):
+async def test_the_request_says_what_the_job_says(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    _, server = judged(
+    _, server = await judged(
         grade,
         ["7"],
         template="Q {prompt} A {response} T {ground_truth} {other}",
@@ -63,105 +52,87 @@ def test_the_request_says_what_the_job_says(judged, monkeypatch):
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret"}
 
 
-def test_a_reply_without_a_grade_is_an_error_and_never_a_zero(judged):
-    verdicts, _ = judged(lambda body, n: "no idea", ["x"])
+async def test_a_reply_without_a_grade_is_an_error_and_never_a_zero():
+    verdicts, _ = await judged(lambda body, n: "no idea", ["x"])
     assert verdicts == [Failure("judge", "the reply holds no grade: 'no idea'")]
 
 
-def test_votes_are_asked_for_each_with_a_seed_of_its_own_and_put_together(judged):
+async def test_votes_are_asked_for_each_with_a_seed_of_its_own_and_put_together():
     texts = {3: "2", 4: "9", 5: "4"}
-    verdicts, server = judged(
+    verdicts, server = await judged(
         lambda body, n: texts[body["seed"]], ["x"], votes=3, temperature=1.0, seed=3, aggregate="median"
     )
     assert verdicts == [Score(0.4, {"votes": 3.0, "spread": pytest.approx(0.7)})]
     assert sorted(body["seed"] for body in server.bodies) == [3, 4, 5]
 
 
-def test_votes_that_tie_are_no_majority(judged):
-    verdicts, _ = judged(
-        lambda body, n: "yes" if n == 1 else "no",
-        ["x"],
-        votes=2,
-        temperature=1.0,
-        aggregate="majority",
-        parse="yes|no",
-        grades={"yes": 1, "no": 0},
-    )
-    assert isinstance(verdicts[0], Abstain)
-
-
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_what_may_pass_is_tried_again(judged, status):
-    verdicts, server = judged(
+async def test_what_may_pass_is_tried_again(status):
+    verdicts, server = await judged(
         lambda body, n: web.Response(status=status) if n < 3 else "5", ["x"], timeout_s=20.0
     )
     assert verdicts == [Score(0.5)]
     assert len(server.bodies) == 3
 
 
-def test_a_broken_connection_is_tried_again():
-    async def cut():
-        seen = []
+async def test_a_broken_connection_is_tried_again():
+    seen = []
 
-        async def handle(reader, writer):
-            head = await reader.readuntil(b"\r\n\r\n")
-            size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-            body = await reader.readexactly(size)
-            seen.append(body)
-            if len(seen) != 2:
-                text = b'{"choices": [{"message": {"content": "5"}}]}'
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text))
-            writer.close()
+    async def handle(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        seen.append(await reader.readexactly(size))
+        if len(seen) != 2:
+            text = b'{"choices": [{"message": {"content": "5"}}]}'
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text))
+        writer.close()
 
-        server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            async with judge_of(f"http://127.0.0.1:{port}/v1") as judge:
-                verdicts = await score(judge, [given("x")])
-        return verdicts, len(seen)
-
-    assert run(cut()) == ([Score(0.5)], 3)
+    async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with judge_of(f"http://127.0.0.1:{port}/v1") as judge:
+            assert await verdicts_of(judge.submit, [given("x")]) == [Score(0.5)]
+    assert len(seen) == 3
 
 
-def test_retry_after_is_honoured(judged):
+async def test_retry_after_is_honoured():
     at_s = []
 
     def answer(body, n):
         at_s.append(time.monotonic())
         return web.Response(status=429, headers={"Retry-After": "1"}) if n == 1 else "5"
 
-    verdicts, _ = judged(answer, ["x"])
+    verdicts, _ = await judged(answer, ["x"])
     assert verdicts == [Score(0.5)]
     assert at_s[1] - at_s[0] >= 0.99
 
 
-def test_a_refusal_of_the_request_is_not_repeated(judged):
-    verdicts, server = judged(
+async def test_a_refusal_of_the_request_is_not_repeated():
+    verdicts, server = await judged(
         lambda body, n: web.json_response({"error": {"message": "too long"}}, status=400), ["x"]
     )
     assert verdicts == [Failure("judge", f"{server.url}/chat/completions answered with status 400: too long")]
     assert len(server.bodies) == 1
 
 
-def test_verdicts_are_final_when_the_server_fails_for_ever(judged):
-    verdicts, server = judged(lambda body, n: web.Response(status=500, text="boom"), ["x"], retries=1)
+async def test_verdicts_are_final_when_the_server_fails_for_ever():
+    verdicts, server = await judged(lambda body, n: web.Response(status=500, text="boom"), ["x"], retries=1)
     assert verdicts[0].kind == "unreachable"
     assert "status 500: boom" in verdicts[0].message
     assert len(server.bodies) == 2
 
 
-def test_verdicts_are_final_when_the_server_hangs(judged):
+async def test_verdicts_are_final_when_the_server_hangs():
     async def hang(body, n):
         if question(body) == "hang":
             await asyncio.Event().wait()
         return reply("5")
 
-    verdicts, _ = judged(hang, ["hang", "x", "y"], timeout_s=0.5)
+    verdicts, _ = await judged(hang, ["hang", "x", "y"], timeout_s=0.5)
     assert verdicts == [Timeout(500), Score(0.5), Score(0.5)]
 
 
-def test_a_server_that_only_limits_its_rate_is_named_at_the_deadline(judged):
-    verdicts, _ = judged(
+async def test_a_server_that_only_limits_its_rate_is_named_at_the_deadline():
+    verdicts, _ = await judged(
         lambda body, n: web.Response(status=429, headers={"Retry-After": "60"}), ["x"], timeout_s=0.3
     )
     assert verdicts[0].kind == "rate_limited"
@@ -176,39 +147,32 @@ async def test_nothing_is_unbounded_requests_under_way_are_limited():
 
     async with JudgeServer(held) as server:
         async with judge_of(server.url, max_in_flight=4, votes=2, temperature=1.0, seed=0) as judge:
-            group, single = await score(judge, [[given(str(n)) for n in range(20)], given("x")])
-    verdicts, most = [*group, single], server.most_under_way
-    assert [verdict.value for verdict in verdicts] == [0.5] * 21
-    assert most == 4
+            group, single = await verdicts_of(judge.submit, [[given(str(n)) for n in range(20)], given("x")])
+    assert [verdict.value for verdict in [*group, single]] == [0.5] * 21
+    assert server.most_under_way == 4
 
 
-def test_an_answer_without_end_is_not_read(judged):
-    verdicts, _ = judged(lambda body, n: web.Response(body=b"x" * (5 << 20)), ["x"])
+async def test_an_answer_without_end_is_not_read():
+    verdicts, _ = await judged(lambda body, n: web.Response(body=b"x" * (5 << 20)), ["x"])
     assert verdicts[0].kind == "judge"
     assert "more than" in verdicts[0].message
 
 
-def test_a_redirect_does_not_carry_the_key_elsewhere(judged):
-    verdicts, server = judged(
+async def test_a_redirect_does_not_carry_the_key_elsewhere():
+    verdicts, server = await judged(
         lambda body, n: web.Response(status=307, headers={"Location": "http://127.0.0.1:9/elsewhere"}), ["x"]
     )
     assert verdicts[0].kind == "judge"
     assert len(server.bodies) == 1
 
 
-async def test_a_group_is_one_call_with_a_verdict_for_each_episode():
-    async with JudgeServer(grade) as server, judge_of(server.url) as judge:
-        found = await score(judge, [[given("1"), given("2")], [given("3")]])
-    assert found == [[Score(0.1), Score(0.2)], [Score(0.3)]]
-
-
 async def test_requests_go_where_fewest_are_and_leave_a_dead_replica_alone():
     async with JudgeServer(grade) as first, JudgeServer(grade) as second:
         async with judge_of(first.url, second.url, max_in_flight=8) as judge:
-            before = await score(judge, [given(str(n)) for n in range(10)])
+            before = await verdicts_of(judge.submit, [given(str(n)) for n in range(10)])
             shares = len(first.bodies), len(second.bodies)
-            await second._runner.cleanup()
-            after = await score(judge, [given(f"{n}: {n % 10}") for n in range(10, 30)])
+            await second.runner.cleanup()
+            after = await verdicts_of(judge.submit, [given(f"{n}: {n % 10}") for n in range(10, 30)])
     assert min(shares) >= 3
     assert all(isinstance(verdict, Score) for verdict in [*before, *after])
 
@@ -219,7 +183,7 @@ async def test_leaving_gives_every_call_its_verdict():
 
     async with JudgeServer(hang) as server:
         async with judge_of(server.url, max_in_flight=2) as judge:
-            scoring = asyncio.create_task(score(judge, [given(str(n)) for n in range(50)]))
+            scoring = asyncio.create_task(verdicts_of(judge.submit, [given(str(n)) for n in range(50)]))
             while server.under_way < 2:
                 server.news.clear()
                 await server.news.wait()
@@ -227,8 +191,8 @@ async def test_leaving_gives_every_call_its_verdict():
     assert found == [Failure("pool", "the judge was closed")] * 50
 
 
-def test_a_missing_text_is_an_error_of_the_input(judged):
-    verdicts, server = judged(grade, ["x"], template="{response} {extra_info.rubric}")
+async def test_a_missing_text_is_an_error_of_the_input():
+    verdicts, server = await judged(grade, ["x"], template="{response} {extra_info.rubric}")
     assert verdicts[0].kind == "input"
     assert "'rubric'" in verdicts[0].message
     assert server.bodies == []
@@ -272,7 +236,7 @@ async def test_a_replica_that_hangs_at_the_start_does_not_keep_the_others_from_s
     port = silent.sockets[0].getsockname()[1]
     async with silent, JudgeServer(grade) as server:
         async with judge_of(f"http://127.0.0.1:{port}/v1", server.url, start_s=0.3, timeout_s=1.0) as judge:
-            verdicts = await score(judge, [given(str(n)) for n in range(10)])
+            verdicts = await verdicts_of(judge.submit, [given(str(n)) for n in range(10)])
     # Each of the two gets half of the first requests; those that the silent one got run into the deadline.
     assert sum(isinstance(verdict, Score) for verdict in verdicts) >= 5
     assert all(isinstance(verdict, Score | Timeout) for verdict in verdicts)

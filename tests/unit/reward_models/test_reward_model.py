@@ -12,11 +12,8 @@ from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Score
 from reward_service.backends.reward_model.backend import START_LIMIT_S, RewardModel
 from reward_service.sdk import RewardInput, RewardLoadError
-from tests.unit.reward_models.conftest import score
+from tests.scoring import verdicts_of
 from tests.unit.reward_models.tiny import bare_scores, write_reward_model
-
-DEADLINE_S = 220.0
-"""A process takes some seconds to import torch."""
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +25,6 @@ def model(directory, *, timeout_s=30.0, **arguments):
     settings = {"model": str(directory), "device": "cpu", "template": "{response}", **arguments}
     spec = RewardSpec("reward_model", settings, timeout_s=timeout_s)
     return RewardModel(spec, RewardSection(name="reward_model", args=settings))
-
-
-def run(work):
-    return asyncio.run(asyncio.wait_for(work, DEADLINE_S))
 
 
 def inputs(n):
@@ -46,19 +39,19 @@ async def test_verdicts_are_final_and_true_whatever_becomes_of_the_process(direc
     found, calls = {}, inputs(300)
     async with model(directory, max_batch=16, timeout_s=1.5) as backend:
         assert backend.alive == backend.capacity == 16
-        found["calls"] = await score(backend, calls)
+        found["calls"] = await verdicts_of(backend.submit, calls)
         [first] = scoring_processes()
         # Stopped, the process is one that computes for ever.
         os.kill(first, signal.SIGSTOP)
-        found["hung"] = await score(backend, calls[:40])
+        found["hung"] = await verdicts_of(backend.submit, calls[:40])
         [second] = scoring_processes()
-        scoring = asyncio.create_task(score(backend, calls))
+        scoring = asyncio.create_task(verdicts_of(backend.submit, calls))
         await asyncio.wait([scoring], timeout=0.02)
         os.kill(second, signal.SIGKILL)
         found["killed"] = await scoring
         [third] = scoring_processes()
         os.kill(third, signal.SIGSTOP)
-        scoring = asyncio.create_task(score(backend, calls))
+        scoring = asyncio.create_task(verdicts_of(backend.submit, calls))
         await asyncio.wait([scoring], timeout=0.02)
     found["closed"] = await scoring
     assert len({first, second, third}) == 3

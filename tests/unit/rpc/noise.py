@@ -1,7 +1,5 @@
 """Malformed messages: what a peer that means ill, or an older release, might put on a ZeroMQ socket."""
 
-from __future__ import annotations
-
 import random
 import struct
 from collections.abc import Callable

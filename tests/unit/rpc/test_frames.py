@@ -20,12 +20,7 @@ from areal_async.rpc.frames import (
     read_request,
     write_frames,
 )
-from areal_async.rpc.messages import (
-    BatchEpisode,
-    Fetch,
-    Leases,
-    Stats,
-)
+from areal_async.rpc.messages import BatchEpisode, Fetch, Leases, Stats
 from areal_async.rpc.schema import Fault, Ok
 
 
@@ -37,7 +32,7 @@ sizes = st.one_of(st.integers(0, 200), st.just(100_000))
 
 
 @given(st.lists(sizes, max_size=12), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
-def test_attachments_come_back_as_they_were(attachment_sizes: list[int], client: int, request: int) -> None:
+def test_attachments_come_back_as_they_were(attachment_sizes, client, request):
     sent = [blob(size) for size in attachment_sizes]
     head, *rest = write_frames(Kind.REQUEST, client, request, 0, Stats(), sent)
     header = read_header(bytes(head))
@@ -45,12 +40,12 @@ def test_attachments_come_back_as_they_were(attachment_sizes: list[int], client:
     assert [bytes(view) for view in read_attachments(header, rest)] == sent
 
 
-def test_attachments_are_not_copied() -> None:
+def test_attachments_are_not_copied():
     large = bytearray(blob(100_000))
     assert memoryview(write_frames(Kind.REQUEST, 1, 1, 0, Stats(), [b"a", large])[2]).obj is large
 
 
-def test_arrays_travel_as_their_bytes() -> None:
+def test_arrays_travel_as_their_bytes():
     array = np.arange(20_000, dtype=np.float32).reshape(100, 200)
     head, *rest = write_frames(Kind.REQUEST, 1, 1, 0, Stats(), [array, array[:0]])
     views = read_attachments(read_header(bytes(head)), rest)
@@ -60,7 +55,7 @@ def test_arrays_travel_as_their_bytes() -> None:
         write_frames(Kind.REQUEST, 1, 1, 0, Stats(), [array[:, ::2]])
 
 
-def test_what_is_too_large_is_refused_by_the_sender() -> None:
+def test_what_is_too_large_is_refused_by_the_sender():
     half = np.zeros(MAX_MESSAGE_BYTES // 2 + 1, np.uint8)  # which takes no memory
     for message, attachments, match in (
         (Fetch(["x" * MAX_BODY_BYTES]), (), "Fetch"),
@@ -71,12 +66,12 @@ def test_what_is_too_large_is_refused_by_the_sender() -> None:
             write_frames(Kind.REQUEST, 1, 1, 0, message, attachments)
 
 
-def test_a_message_with_what_msgpack_cannot_carry_is_refused_by_the_sender() -> None:
+def test_a_message_with_what_msgpack_cannot_carry_is_refused_by_the_sender():
     with pytest.raises(ProtocolError, match="Leases"):
         write_frames(Kind.REPLY, 1, 1, 0, Leases([], object()), ())  # type: ignore[arg-type]
 
 
-def test_a_reply_is_no_request_and_a_value_is_no_message() -> None:
+def test_a_reply_is_no_request_and_a_value_is_no_message():
     (head,) = write_frames(Kind.REQUEST, 1, 1, 0, Ok(), ())
     with pytest.raises(ProtocolError):
         read_request(bytes(head))
@@ -88,21 +83,21 @@ def test_a_reply_is_no_request_and_a_value_is_no_message() -> None:
 @pytest.mark.parametrize(
     "head", [b"", b"AA", b"XX" + bytes(40), b"AA\x09" + bytes(40), pickle.dumps([1] * 40)]
 )
-def test_a_head_of_another_kind_is_a_protocol_error(head: bytes) -> None:
+def test_a_head_of_another_kind_is_a_protocol_error(head):
     with pytest.raises(ProtocolError):
         read_header(head)
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=500)
-def test_hostile_bodies_give_a_typed_error(body: bytes) -> None:
+def test_hostile_bodies_give_a_typed_error(body):
     head = HEADER.pack(b"AA", 2, 1, 0, 1, 1, 0) + body
     for read in (read_request, read_reply):
         with contextlib.suppress(ProtocolError):
             read(head)
 
 
-def test_deep_nesting_and_odd_keys_give_a_typed_error() -> None:
+def test_deep_nesting_and_odd_keys_give_a_typed_error():
     deep = b"\x81\xa4type" + b"\x91" * 100_000
     in_any = msgspec.msgpack.encode({"type": "Leases", "groups": [], "reason": ""})[:-1] + b"\x91" * 50_000
     map_key = b"\x82\xa4type\xa5Score\x81\x01\x02\x03"
@@ -112,7 +107,7 @@ def test_deep_nesting_and_odd_keys_give_a_typed_error() -> None:
 
 
 @pytest.mark.parametrize("n", [0, 2, 2**31])
-def test_other_attachments_than_were_announced_give_a_typed_error(n: int) -> None:
+def test_other_attachments_than_were_announced_give_a_typed_error(n):
     head, *rest = write_frames(Kind.REQUEST, 1, 1, 0, Fault("busy", ""), [b"one"])
     with pytest.raises(ProtocolError):
         read_attachments(read_header(bytes(head))._replace(n_attachments=n), rest)

@@ -15,12 +15,9 @@ import areal_async
 from areal_async.errors import SnapshotError
 from areal_async.rpc import endpoints
 from areal_async.rpc.frames import HEADER, Kind, write_frames
-from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, Ok, Welcome
-from areal_async.rpc.secret import RunSecret
-from areal_async.rpc.server import Answer, Peer, Server
+from areal_async.rpc.schema import SCHEMA, Fault, Hello, Ok, Welcome
 from areal_async.weights.manifest import unseal
-
-SECRET = RunSecret(bytes(32))
+from tests.unit.rpc.peers import SECRET, serving
 
 PACKAGES = ("areal_async", "rollout_service", "replay_buffer", "reward_service", "trainer_service")
 MODULES = {
@@ -57,7 +54,7 @@ def offences(source: str) -> Iterator[str]:
                 yield f"line {node.lineno}: {called} allows pickle"
 
 
-def test_nothing_is_pickled_in_our_source() -> None:
+def test_nothing_is_pickled_in_our_source():
     root = Path(areal_async.__file__).parents[1]
     files = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
     assert {path.relative_to(root).parts[0] for path in files} == set(PACKAGES)
@@ -83,7 +80,7 @@ def test_nothing_is_pickled_in_our_source() -> None:
         "import torch.distributed as dist\ndist.broadcast_object_list([1])",
     ],
 )
-def test_nothing_is_pickled_unseen_by_the_scan(source: str) -> None:
+def test_nothing_is_pickled_unseen_by_the_scan(source):
     assert list(offences(source))
 
 
@@ -95,7 +92,7 @@ def test_nothing_is_pickled_unseen_by_the_scan(source: str) -> None:
         "import numpy as np\nnp.load('x', allow_pickle=False)",
     ],
 )
-def test_the_scan_lets_other_things_pass(source: str) -> None:
+def test_the_scan_lets_other_things_pass(source):
     assert not list(offences(source))
 
 
@@ -107,15 +104,15 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-async def test_nothing_is_pickled_a_pickle_on_the_socket_is_refused(ipc: str, tmp_path: Path) -> None:
+async def test_nothing_is_pickled_a_pickle_on_the_socket_is_refused(ipc, tmp_path):
     bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
     seen: list[bytes] = []
 
-    async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
+    async def handle(peer, message, attachments):
         seen.extend(bytes(a) for a in attachments)
         return Ok()
 
-    def attack(endpoint: str) -> list[Message]:
+    def attack(endpoint):
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         endpoints.connect(socket, endpoint, SECRET)
@@ -135,14 +132,12 @@ async def test_nothing_is_pickled_a_pickle_on_the_socket_is_refused(ipc: str, tm
         context.destroy(linger=0)
         return replies
 
-    server = Server(ipc, service="t", job="j", handler=handle, access=SECRET)
-    await server.start()
-    welcome, *refused, ok = await asyncio.to_thread(attack, server.endpoint)
+    async with serving(ipc, handle) as server:
+        welcome, *refused, ok = await asyncio.to_thread(attack, server.endpoint)
+        assert server.counters["malformed"] == 3
     assert isinstance(welcome, Welcome)
     assert [isinstance(reply, Fault) and reply.kind for reply in refused] == ["invalid", "invalid"]
     assert ok == Ok()
-    assert server.counters["malformed"] == 3
-    await server.stop()
     assert seen == [bomb]  # an attachment is bytes to us, whatever they spell
     with pytest.raises(SnapshotError):
         unseal(bomb)

@@ -5,30 +5,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from areal_async.rpc.reply_book import Admission, ReplyBook
 
 
-def book(
-    max_in_flight: int = 4, max_entries: int = 8, max_bytes: int = 1000, max_clients: int = 3
-) -> ReplyBook:
-    return ReplyBook(max_in_flight, max_entries, max_bytes, max_clients)
-
-
-def test_a_duplicate_joins_while_running_and_is_answered_again_when_done() -> None:
-    b = book()
-    assert b.admit(1, 10, 10) is Admission.RUN
-    assert b.admit(1, 10, 10) is Admission.JOIN
-    assert b.finish(1, 10, [b"reply"])
-    assert b.admit(1, 10, 10) is Admission.REPLAY
-    assert b.reply(1, 10) == [b"reply"]
-
-
-def test_what_was_refused_for_now_runs_anew() -> None:
-    b = book()
-    assert b.admit(1, 10, 10) is Admission.RUN
-    assert b.finish(1, 10, None)
-    assert b.admit(1, 10, 10) is Admission.RUN
-
-
-def test_the_floor_frees_replies_and_makes_late_duplicates_stale() -> None:
-    b = book()
+def test_the_floor_frees_replies_and_makes_late_duplicates_stale():
+    b = ReplyBook(4, 8, 1000, 3)
     for request in (1, 2, 3):
         b.admit(7, request, 1)
         b.finish(7, request, [b"x" * 10])
@@ -38,32 +16,16 @@ def test_the_floor_frees_replies_and_makes_late_duplicates_stale() -> None:
     assert b.admit(7, 1, 1) is Admission.STALE
 
 
-def test_an_answer_nobody_waits_for_any_more_is_not_kept() -> None:
-    b = book()
+def test_an_answer_nobody_waits_for_any_more_is_not_kept():
+    b = ReplyBook(4, 8, 1000, 3)
     b.admit(7, 1, 1)
     b.admit(7, 2, 2)
     assert not b.finish(7, 1, [b"late"])
     assert len(b) == 0
 
 
-def test_abandoned_requests_count_until_their_handler_ends() -> None:
-    b = book(max_in_flight=2)
-    b.admit(7, 1, 1)
-    b.admit(7, 2, 1)
-    assert b.admit(7, 3, 3) is Admission.BUSY
-    b.finish(7, 1, [b""])
-    assert b.admit(7, 3, 3) is Admission.RUN
-
-
-def test_one_client_at_its_limit_does_not_hinder_another() -> None:
-    b = book(max_in_flight=1)
-    b.admit(1, 1, 1)
-    assert b.admit(1, 2, 1) is Admission.BUSY
-    assert b.admit(2, 1, 1) is Admission.RUN
-
-
-def test_an_idle_client_makes_room_for_a_new_one() -> None:
-    b = book(max_clients=2)
+def test_an_idle_client_makes_room_for_a_new_one():
+    b = ReplyBook(4, 8, 1000, max_clients=2)
     b.admit(1, 1, 1)
     b.admit(2, 1, 1)
     b.finish(2, 1, [b"x"])

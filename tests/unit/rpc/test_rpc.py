@@ -1,68 +1,45 @@
 import asyncio
 import os
-import random
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
 from areal_async.errors import FaultError, PeerGone, ProtocolError, RpcTimeout
-from areal_async.rpc.client import Client, SyncClient
+from areal_async.rpc.client import SyncClient
 from areal_async.rpc.frames import MAX_ATTACHMENTS
 from areal_async.rpc.messages import Arrived, BufferStats, Claim, Claims, Commit, Fetch, Fetched
 from areal_async.rpc.schema import SCHEMA, Hello, Message, Ok
-from areal_async.rpc.secret import RunSecret
-from areal_async.rpc.server import Answer, Peer, Server, by_type
-
-SECRET = RunSecret(bytes(32))
-
-Handle = Callable[[Peer, Message, list[memoryview]], Awaitable[Answer]]
+from areal_async.rpc.server import Answer, Peer, by_type
+from tests.unit.rpc.peers import SECRET, Wire, client_of, pair, server_of, serving
 
 
 async def echo(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
     return Fetched([peer.role, peer.name, type(message).__name__]), attachments
 
 
-@asynccontextmanager
-async def pair(endpoint: str, handle: Handle, **server_options: Any):  # type: ignore[no-untyped-def]
-    server = Server(endpoint, service="test", job="j", handler=handle, **server_options, access=SECRET)
-    await server.start()
-    client = Client(
-        server.endpoint, job="j", role="rollout", name="rollout-0", rng=random.Random(0), access=SECRET
-    )
-    try:
-        await client.connect(5)
-        yield server, client
-    finally:
-        await client.close()
-        await server.stop(grace_s=0.05)
-
-
-async def test_a_call_reaches_the_handler_and_its_reply_comes_back(endpoint: str) -> None:
+async def test_a_call_reaches_the_handler_and_its_reply_comes_back(endpoint):
     async with pair(endpoint, echo) as (_, client):
         blobs = [b"small", b"", os.urandom(200_000)]
         reply, attachments = await client.exchange(Fetch([]), timeout_s=5, attachments=blobs)
-        assert reply == Fetched(["rollout", "rollout-0", "Fetch"])
+        assert reply == Fetched(["r", "n", "Fetch"])
         assert [bytes(a) for a in attachments] == blobs
 
 
-async def test_a_reply_that_does_not_belong_to_the_request_is_a_protocol_error(ipc: str) -> None:
+async def test_a_reply_that_does_not_belong_to_the_request_is_a_protocol_error(ipc):
     async with pair(ipc, echo) as (_, client):
         with pytest.raises(ProtocolError, match="answered Commit with Fetched"):
             await client.call(Commit("policy", 1, 1))
 
 
-async def test_a_request_without_a_handler_of_its_type_is_refused_by_name(ipc: str) -> None:
+async def test_a_request_without_a_handler_of_its_type_is_refused_by_name(ipc):
     async with pair(ipc, by_type("buffer", {Fetch: echo})) as (_, client):
-        assert await client.call(Fetch([])) == Fetched(["rollout", "rollout-0", "Fetch"])
+        assert await client.call(Fetch([])) == Fetched(["r", "n", "Fetch"])
         with pytest.raises(FaultError, match="invalid: the buffer does not answer Commit"):
             await client.call(Commit("policy", 1, 1))
 
 
-async def test_many_concurrent_calls_each_get_their_own_reply(endpoint: str) -> None:
-    async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
+async def test_many_concurrent_calls_each_get_their_own_reply(endpoint):
+    async def handle(peer, message, attachments):
         assert isinstance(message, Fetch)
         if int(message.episode_ids[0]) % 3 == 0:
             await asyncio.sleep(0)
@@ -70,7 +47,7 @@ async def test_many_concurrent_calls_each_get_their_own_reply(endpoint: str) -> 
 
     async with pair(endpoint, handle) as (server, client):
 
-        async def one(step: int) -> None:
+        async def one(step):
             reply, attachments = await client.exchange(
                 Fetch([str(step)]), timeout_s=20, attachments=[str(step).encode()]
             )
@@ -82,10 +59,10 @@ async def test_many_concurrent_calls_each_get_their_own_reply(endpoint: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["invalid", "fenced", "stale", "internal"])
-async def test_a_fault_of_the_handler_is_raised_typed_and_not_retried(ipc: str, kind: Any) -> None:
+async def test_a_fault_of_the_handler_is_raised_typed_and_not_retried(ipc, kind):
     calls = 0
 
-    async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
+    async def handle(peer, message, attachments):
         nonlocal calls
         calls += 1
         raise FaultError(kind, "no", 5)
@@ -97,8 +74,8 @@ async def test_a_fault_of_the_handler_is_raised_typed_and_not_retried(ipc: str, 
     assert calls == 1
 
 
-async def test_an_error_of_the_handler_is_answered_internal_and_the_server_goes_on(ipc: str) -> None:
-    async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
+async def test_an_error_of_the_handler_is_answered_internal_and_the_server_goes_on(ipc):
+    async def handle(peer, message, attachments):
         if isinstance(message, Commit):
             raise KeyError("lost")
         if isinstance(message, Fetch):
@@ -114,10 +91,10 @@ async def test_an_error_of_the_handler_is_answered_internal_and_the_server_goes_
 
 
 @pytest.mark.parametrize("kind", ["busy", "unavailable"])
-async def test_busy_and_unavailable_are_retried_inside_the_deadline(ipc: str, kind: Any) -> None:
+async def test_busy_and_unavailable_are_retried_inside_the_deadline(ipc, kind):
     refusals = 3
 
-    async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
+    async def handle(peer, message, attachments):
         nonlocal refusals
         if isinstance(message, Commit) or refusals:
             refusals -= 1
@@ -133,10 +110,10 @@ async def test_busy_and_unavailable_are_retried_inside_the_deadline(ipc: str, ki
         assert caught.value.last_fault.kind == kind
 
 
-async def test_a_call_ends_at_its_deadline_and_the_late_reply_is_ignored(ipc: str) -> None:
+async def test_a_call_ends_at_its_deadline_and_the_late_reply_is_ignored(ipc):
     release = asyncio.Event()
 
-    async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
+    async def handle(peer, message, attachments):
         if isinstance(message, Claim):
             await release.wait()
         return Claims([]) if isinstance(message, Claim) else Ok()
@@ -152,10 +129,10 @@ async def test_a_call_ends_at_its_deadline_and_the_late_reply_is_ignored(ipc: st
             assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
 
 
-async def test_nothing_is_unbounded_a_peer_with_too_many_requests_is_told_busy(ipc: str) -> None:
+async def test_nothing_is_unbounded_a_peer_with_too_many_requests_is_told_busy(ipc):
     running, most = 0, 0
 
-    async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
+    async def handle(peer, message, attachments):
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -171,11 +148,11 @@ async def test_nothing_is_unbounded_a_peer_with_too_many_requests_is_told_busy(i
         assert server.counters["requests"] == 200
 
 
-async def test_nothing_is_unbounded_calls_beyond_the_clients_limit_wait_in_line(ipc: str) -> None:
+async def test_nothing_is_unbounded_calls_beyond_the_clients_limit_wait_in_line(ipc):
     release, both = asyncio.Event(), asyncio.Event()
     running = 0
 
-    async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
+    async def handle(peer, message, attachments):
         nonlocal running
         running += 1
         if running == 2:
@@ -183,9 +160,7 @@ async def test_nothing_is_unbounded_calls_beyond_the_clients_limit_wait_in_line(
         await release.wait()
         return Ok()
 
-    server = Server(ipc, service="test", job="j", handler=handle, access=SECRET)
-    await server.start()
-    async with Client(ipc, job="j", role="r", name="n", max_in_flight=2, access=SECRET) as client:
+    async with serving(ipc, handle), client_of(ipc, max_in_flight=2) as client:
         first = [asyncio.create_task(client.call(Arrived("t"), timeout_s=20)) for _ in range(2)]
         await asyncio.wait_for(both.wait(), 60)
         with pytest.raises(RpcTimeout):
@@ -194,29 +169,27 @@ async def test_nothing_is_unbounded_calls_beyond_the_clients_limit_wait_in_line(
         release.set()
         await asyncio.gather(*first)
         assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
-    await server.stop()
 
 
-async def test_another_schema_or_job_is_refused_at_hello(ipc: str) -> None:
-    server = Server(ipc, service="buffer", job="j", handler=echo, access=SECRET)
-    await server.start()
-    stranger = Client(ipc, job="other", role="r", name="n", access=SECRET)
-    with pytest.raises(FaultError, match=r"schema: buffer here belongs to job 'j', not to 'other'"):
-        await stranger.connect(5)
-    with pytest.raises(FaultError, match="schema"):
-        await stranger.call(Arrived("t"), timeout_s=5)
-    await stranger.close()
-    old = Client(ipc, job="j", role="r", name="old", access=SECRET)
-    old._hello = Hello(SCHEMA + 1, "j", "r", "old")
-    with pytest.raises(FaultError, match=f"old speaks schema {SCHEMA + 1}, buffer speaks {SCHEMA}"):
-        await old.connect(5)
-    await old.close()
-    assert server.counters["requests"] == 0
-    await server.stop()
+async def test_another_schema_or_job_is_refused_at_hello(ipc):
+    async with serving(ipc, echo, service="buffer") as server:
+        stranger = client_of(ipc, job="other")
+        with pytest.raises(FaultError, match=r"schema: buffer here belongs to job 'j', not to 'other'"):
+            await stranger.connect(5)
+        with pytest.raises(FaultError, match="schema"):
+            await stranger.call(Arrived("t"), timeout_s=5)
+        await stranger.close()
+        old = Wire(ipc)
+        await old.ask(1, Hello(SCHEMA + 1, "j", "r", "old"))
+        _, _, fault = await old.reply()
+        assert fault.kind == "schema"
+        assert f"old speaks schema {SCHEMA + 1}, buffer speaks {SCHEMA}" in fault.message
+        old.close()
+        assert server.counters["requests"] == 0
 
 
-async def test_connecting_to_nobody_says_so_in_time(endpoint: str) -> None:
-    client = Client(endpoint.replace(":0", ":1"), job="j", role="r", name="n", access=SECRET)
+async def test_connecting_to_nobody_says_so_in_time(endpoint):
+    client = client_of(endpoint.replace(":0", ":1"))
     with pytest.raises(RpcTimeout, match="nobody answered"):
         await client.connect(0.2)
     with pytest.raises(RpcTimeout, match="no connection"):
@@ -224,47 +197,40 @@ async def test_connecting_to_nobody_says_so_in_time(endpoint: str) -> None:
     await client.close()
 
 
-async def test_a_client_may_come_before_its_server(ipc: str) -> None:
-    client = Client(ipc, job="j", role="r", name="n", access=SECRET)
+async def test_a_client_may_come_before_its_server(ipc):
+    client = client_of(ipc)
     connecting = asyncio.create_task(client.connect(20))
     await asyncio.sleep(0)
-    server = Server(ipc, service="test", job="j", handler=echo, access=SECRET)
-    await server.start()
-    assert (await connecting).service == "test"
-    await client.close()
-    await server.stop()
+    async with serving(ipc, echo, service="test"):
+        assert (await connecting).service == "test"
+        await client.close()
 
 
-async def test_calls_of_a_closed_client_end_with_peer_gone(ipc: str) -> None:
+async def test_calls_of_a_closed_client_end_with_peer_gone(ipc):
     started = asyncio.Event()
 
-    async def never(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
+    async def never(peer, message, attachments):
         started.set()
         await asyncio.Event().wait()
         return Ok()
 
-    server = Server(ipc, service="test", job="j", handler=never, access=SECRET)
-    await server.start()
-    client = Client(ipc, job="j", role="r", name="n", max_in_flight=1, access=SECRET)
-    with pytest.raises(PeerGone):
-        await client.call(Arrived("t"), timeout_s=1)
-    await client.connect(5)
-    running = asyncio.create_task(client.call(Arrived("t"), timeout_s=20))
-    in_line = asyncio.create_task(client.call(Arrived("t"), timeout_s=20))
-    await asyncio.wait_for(started.wait(), 60)
-    await client.close()
-    for call in (running, in_line):
+    async with serving(ipc, never):
+        client = client_of(ipc, max_in_flight=1)
         with pytest.raises(PeerGone):
-            await call
-    with pytest.raises(PeerGone):
-        await client.call(Arrived("t"), timeout_s=1)
-    await server.stop(grace_s=0)
+            await client.call(Arrived("t"), timeout_s=1)
+        await client.connect(5)
+        running, in_line = (asyncio.create_task(client.call(Arrived("t"), timeout_s=20)) for _ in range(2))
+        await asyncio.wait_for(started.wait(), 60)
+        await client.close()
+        for call in (running, in_line, client.call(Arrived("t"), timeout_s=1)):
+            with pytest.raises(PeerGone):
+                await call
 
 
-async def test_a_cancelled_call_leaves_the_client_in_order(ipc: str) -> None:
+async def test_a_cancelled_call_leaves_the_client_in_order(ipc):
     started, release = asyncio.Event(), asyncio.Event()
 
-    async def handle(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
+    async def handle(peer, message, attachments):
         if isinstance(message, Commit):
             started.set()
             await release.wait()
@@ -281,17 +247,17 @@ async def test_a_cancelled_call_leaves_the_client_in_order(ipc: str) -> None:
             assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
 
 
-async def test_a_message_that_cannot_be_sent_fails_its_own_call_only(ipc: str) -> None:
+async def test_a_message_that_cannot_be_sent_fails_its_own_call_only(ipc):
     async with pair(ipc, echo) as (_, client):
         with pytest.raises(ProtocolError, match="65537 attachments"):
             await client.call(Fetch([]), timeout_s=5, attachments=[b""] * (MAX_ATTACHMENTS + 1))
         await client.call(Fetch([]), timeout_s=5)
 
 
-async def test_the_server_stops_in_time_and_answers_what_it_cuts_short(ipc: str) -> None:
+async def test_the_server_stops_in_time_and_answers_what_it_cuts_short(ipc):
     started = asyncio.Event()
 
-    async def never(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
+    async def never(peer, message, attachments):
         started.set()
         await asyncio.Event().wait()
         return Ok()
@@ -300,7 +266,7 @@ async def test_the_server_stops_in_time_and_answers_what_it_cuts_short(ipc: str)
         call = asyncio.create_task(client.call(Arrived("t"), timeout_s=5))
         await asyncio.wait_for(started.wait(), 60)
         await asyncio.wait_for(server.stop(grace_s=0.05), 60)
-        with pytest.raises(RpcTimeout, match="unavailable: test stops"):
+        with pytest.raises(RpcTimeout, match="unavailable: t stops"):
             await call
 
 
@@ -308,8 +274,8 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_closing_leaves_no_task_thread_descriptor_or_file(ipc: str) -> None:
-    async def use() -> None:
+def test_closing_leaves_no_task_thread_descriptor_or_file(ipc):
+    async def use():
         async with pair(ipc, echo) as (_, client):
             await client.call(Fetch([]), timeout_s=5, attachments=[bytes(100_000)])
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -322,16 +288,16 @@ def test_closing_leaves_no_task_thread_descriptor_or_file(ipc: str) -> None:
     assert (descriptors(), threading.active_count()) == before
 
 
-def test_a_failed_start_leaves_nothing_either(ipc: str) -> None:
-    async def main() -> None:
-        server = Server(f"{ipc}/below/a/file", service="test", job="j", handler=echo, access=SECRET)
+def test_a_failed_start_leaves_nothing_either(ipc):
+    async def main():
+        server = server_of(f"{ipc}/below/a/file")
         for _ in range(3):
             with pytest.raises(Exception, match="does not exist"):
                 await server.start()
         async with pair(ipc, echo) as (first, _):
             for _ in range(3):
                 with pytest.raises(Exception, match="already serves"):
-                    await Server(first.endpoint, service="test", job="j", handler=echo, access=SECRET).start()
+                    await server_of(first.endpoint).start()
 
     asyncio.run(main())
     before = descriptors()
@@ -339,10 +305,10 @@ def test_a_failed_start_leaves_nothing_either(ipc: str) -> None:
     assert descriptors() == before
 
 
-async def test_the_blocking_client_keeps_the_same_promises(endpoint: str) -> None:
+async def test_the_blocking_client_keeps_the_same_promises(endpoint):
     refusals = 2
 
-    async def handle(peer: Peer, message: Message, attachments: Sequence[memoryview]) -> Answer:
+    async def handle(peer, message, attachments):
         nonlocal refusals
         if isinstance(message, Claim):
             await asyncio.Event().wait()
@@ -353,7 +319,7 @@ async def test_the_blocking_client_keeps_the_same_promises(endpoint: str) -> Non
             raise FaultError("busy", "", 1)
         return Ok(), attachments
 
-    def use(server_endpoint: str) -> None:
+    def use(server_endpoint):
         with SyncClient(server_endpoint, job="j", role="trainer", name="t", access=SECRET) as client:
             reply, attachments = client.exchange(Arrived("t"), timeout_s=10, attachments=[b"x"])
             assert (reply, bytes(attachments[0])) == (Ok(), b"x")
@@ -369,12 +335,10 @@ async def test_the_blocking_client_keeps_the_same_promises(endpoint: str) -> Non
         with pytest.raises(PeerGone):
             client.call(Arrived("t"), timeout_s=1)
 
-    def expect_gone(client: SyncClient) -> None:
+    def expect_gone(client):
         with pytest.raises(PeerGone):
             client.call(Claim("s", 1), timeout_s=30)
 
-    server = Server(endpoint, service="test", job="j", handler=handle, access=SECRET)
-    await server.start()
-    await asyncio.to_thread(use, server.endpoint)
-    await server.stop(grace_s=0)
+    async with serving(endpoint, handle) as server:
+        await asyncio.to_thread(use, server.endpoint)
     assert not [t.name for t in threading.enumerate() if t.name.startswith("rpc-")]

@@ -2,30 +2,19 @@
 
 import asyncio
 import os
-from pathlib import Path
 
 import pytest
 import zmq
 
 from areal_async.errors import EndpointError, RpcTimeout
-from areal_async.rpc.client import Client
-from areal_async.rpc.endpoints import Access
 from areal_async.rpc.frames import Kind, write_frames
 from areal_async.rpc.messages import Arrived
-from areal_async.rpc.schema import SCHEMA, Hello, Message, Ok
+from areal_async.rpc.schema import SCHEMA, Hello, Ok
 from areal_async.rpc.secret import FILE, CurveKeys, RunSecret
-from areal_async.rpc.server import Answer, Peer, Server
+from tests.unit.rpc.peers import client_of, serving
 
 
-async def answer_ok(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
-    return Ok(), attachments
-
-
-def client(access: Access, endpoint: str) -> Client:
-    return Client(endpoint, job="j", role="r", name="n", access=access)
-
-
-def test_it_is_made_once_for_its_owner_alone_whatever_the_umask(tmp_path: Path) -> None:
+def test_it_is_made_once_for_its_owner_alone_whatever_the_umask(tmp_path):
     before = os.umask(0)
     try:
         made = RunSecret.make(tmp_path)
@@ -37,7 +26,7 @@ def test_it_is_made_once_for_its_owner_alone_whatever_the_umask(tmp_path: Path) 
         RunSecret.make(tmp_path)
 
 
-def test_it_is_not_shown_and_its_tokens_say_nothing_about_each_other() -> None:
+def test_it_is_not_shown_and_its_tokens_say_nothing_about_each_other():
     one, other = RunSecret.generate(), RunSecret.generate()
     tokens = {token for secret in (one, other) for token in (secret.token("wire"), secret.token("redis"))}
     assert len(tokens) == 4
@@ -48,14 +37,14 @@ def test_it_is_not_shown_and_its_tokens_say_nothing_about_each_other() -> None:
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
-def test_a_secret_that_others_may_write_is_no_secret(tmp_path: Path, mode: int) -> None:
+def test_a_secret_that_others_may_write_is_no_secret(tmp_path, mode):
     RunSecret.make(tmp_path)
     (tmp_path / FILE).chmod(mode)
     with pytest.raises(EndpointError, match="others may write"):
         RunSecret.read(tmp_path)
 
 
-def test_a_pipe_or_a_link_in_its_place_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_or_a_link_in_its_place_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / FILE)
     with pytest.raises(EndpointError, match="no regular file"):
         RunSecret.read(tmp_path)
@@ -66,56 +55,51 @@ def test_a_pipe_or_a_link_in_its_place_is_refused_and_not_waited_for(tmp_path: P
         RunSecret.read(tmp_path)
 
 
-async def test_only_who_has_the_secret_is_heard(endpoint: str) -> None:
+async def is_turned_away(endpoint, access, error, message=None, limit_s=0.3):
+    client = client_of(endpoint, access=access)
+    with pytest.raises(error, match=message):
+        await client.connect(limit_s)
+    await client.close()
+
+
+async def test_only_who_has_the_secret_is_heard(endpoint):
     secret = RunSecret.generate()
-    server = Server(endpoint, service="t", job="j", handler=answer_ok, access=secret)
-    await server.start()
-    stranger = client(RunSecret.generate(), server.endpoint)
-    # Over TCP each end finds out that the other is not who it should be; over ipc the server says so.
-    with pytest.raises((EndpointError, RpcTimeout)):
-        await stranger.connect(0.5)
-    await stranger.close()
-    context = zmq.Context()
-    anonymous = context.socket(zmq.DEALER)
-    anonymous.connect(server.endpoint)
-    anonymous.send_multipart(write_frames(Kind.REQUEST, 5, 1, 0, Hello(SCHEMA, "j", "r", "n"), ()))
-    assert not await asyncio.to_thread(anonymous.poll, 300)
-    context.destroy(linger=0)
-    async with client(secret, server.endpoint) as friend:
-        assert (await friend.call(Arrived("t"), timeout_s=10)) == Ok()
-    # Nothing of the others was received: not even to be counted as malformed or unknown.
-    assert server.counters == {"requests": 1}
-    await server.stop()
+    async with serving(endpoint, access=secret) as server:
+        # Over TCP each end finds out that the other is not who it should be; over ipc the server says so.
+        await is_turned_away(server.endpoint, RunSecret.generate(), (EndpointError, RpcTimeout))
+        context = zmq.Context()
+        anonymous = context.socket(zmq.DEALER)
+        anonymous.connect(server.endpoint)
+        anonymous.send_multipart(write_frames(Kind.REQUEST, 5, 1, 0, Hello(SCHEMA, "j", "r", "n"), ()))
+        assert not await asyncio.to_thread(anonymous.poll, 300)
+        context.destroy(linger=0)
+        async with client_of(server.endpoint, access=secret) as friend:
+            assert (await friend.call(Arrived("t"), timeout_s=10)) == Ok()
+        # Nothing of the others was received: not even to be counted as malformed or unknown.
+        assert server.counters == {"requests": 1}
 
 
-async def test_known_keys_are_let_in_and_others_are_not() -> None:
-    mine, stranger, server_pair = CurveKeys.generate(), CurveKeys.generate(), CurveKeys.generate()
-    server_keys = CurveKeys(server_pair.public, server_pair.secret, (mine.public,))
-    server = Server("tcp://127.0.0.1:0", service="t", job="j", handler=answer_ok, access=server_keys)
-    await server.start()
-    trusting = CurveKeys(mine.public, mine.secret, (server_pair.public,))
-    async with client(trusting, server.endpoint) as friend:
-        reply, attachments = await friend.exchange(Arrived("t"), timeout_s=10, attachments=[b"x" * 100_000])
-        assert (reply, attachments[0].nbytes) == (Ok(), 100_000)
-    unknown = client(CurveKeys(stranger.public, stranger.secret, (server_pair.public,)), server.endpoint)
-    with pytest.raises(EndpointError, match="does not accept"):
-        await unknown.connect(10)
-    await unknown.close()
-    for access in (RunSecret.generate(), CurveKeys(mine.public, mine.secret, (stranger.public,))):
-        outsider = client(access, server.endpoint)
-        with pytest.raises(RpcTimeout):
-            await outsider.connect(0.3)
-        await outsider.close()
-    assert server.counters["requests"] == 1
-    assert server.counters["malformed"] == 0
-    await server.stop()
+async def test_known_keys_are_let_in_and_others_are_not():
+    mine, stranger, servers = CurveKeys.generate(), CurveKeys.generate(), CurveKeys.generate()
+    server_keys = CurveKeys(servers.public, servers.secret, (mine.public,))
+    async with serving("tcp://127.0.0.1:0", access=server_keys) as server:
+        trusting = CurveKeys(mine.public, mine.secret, (servers.public,))
+        async with client_of(server.endpoint, access=trusting) as friend:
+            _, attachments = await friend.exchange(Arrived("t"), timeout_s=10, attachments=[bytes(100_000)])
+            assert attachments[0].nbytes == 100_000
+        unknown = CurveKeys(stranger.public, stranger.secret, (servers.public,))
+        await is_turned_away(server.endpoint, unknown, EndpointError, "does not accept", 10)
+        for access in (RunSecret.generate(), CurveKeys(mine.public, mine.secret, (stranger.public,))):
+            await is_turned_away(server.endpoint, access, RpcTimeout)
+        assert server.counters["requests"] == 1
+        assert server.counters["malformed"] == 0
 
 
-async def test_a_client_must_know_its_server() -> None:
+async def test_a_client_must_know_its_server():
     with pytest.raises(EndpointError, match="exactly one key"):
-        await client(CurveKeys.generate(), "tcp://127.0.0.1:1").connect(1)
+        await client_of("tcp://127.0.0.1:1", access=CurveKeys.generate()).connect(1)
 
 
-def test_keys_do_not_show_their_secret() -> None:
+def test_keys_do_not_show_their_secret():
     keys = CurveKeys.generate()
     assert keys.secret.decode() not in repr(keys)

@@ -34,12 +34,12 @@ def read_what_was_sent(
     return complaints
 
 
-def test_more_than_a_burst_is_read_without_another_arrival() -> None:
+def test_more_than_a_burst_is_read_without_another_arrival():
     n = 5 * READ_BURST_MESSAGES + 3
     seen: list[bytes] = []
     done = asyncio.Event()
 
-    def on_frames(copied: list[bytes], rest: list[Buffer]) -> None:
+    def on_frames(copied, rest):
         seen.append(copied[0])
         if len(seen) == n:
             done.set()
@@ -48,10 +48,10 @@ def test_more_than_a_burst_is_read_without_another_arrival() -> None:
     assert seen == [b"%d" % i for i in range(n)]
 
 
-def test_an_error_of_the_reader_costs_one_message_and_not_the_next_ones() -> None:
+def test_an_error_of_the_reader_costs_one_message_and_not_the_next_ones():
     done = asyncio.Event()
 
-    def on_frames(copied: list[bytes], rest: list[Buffer]) -> None:
+    def on_frames(copied, rest):
         if copied[0] == b"bad":
             raise KeyError("bad")
         done.set()
@@ -59,11 +59,11 @@ def test_an_error_of_the_reader_costs_one_message_and_not_the_next_ones() -> Non
     assert len(read_what_was_sent([[b"bad"], [b"bad"], [b"good"]], on_frames, done)) == 2
 
 
-def test_the_first_frames_are_bytes_and_the_rest_views() -> None:
+def test_the_first_frames_are_bytes_and_the_rest_views():
     got: list[tuple[list[bytes], list[bytes]]] = []
     done = asyncio.Event()
 
-    def on_frames(copied: list[bytes], rest: list[Buffer]) -> None:
+    def on_frames(copied, rest):
         assert all(isinstance(frame, memoryview) for frame in rest)
         got.append((copied, [bytes(frame) for frame in rest]))
         done.set()
@@ -72,11 +72,11 @@ def test_the_first_frames_are_bytes_and_the_rest_views() -> None:
     assert got == [([b"a", b"b"], [b"c", b"d" * 100_000])]
 
 
-def test_nothing_is_unbounded_a_message_of_too_many_frames_is_read_away() -> None:
+def test_nothing_is_unbounded_a_message_of_too_many_frames_is_read_away():
     got: list[tuple[list[bytes], int]] = []
     done = asyncio.Event()
 
-    def on_frames(copied: list[bytes], rest: list[Buffer]) -> None:
+    def on_frames(copied, rest):
         got.append((copied, len(rest)))
         if len(got) == 2:
             done.set()

@@ -3,31 +3,25 @@
 Each kind of socket that a job has: those of the buffer, weights and control, and that of a chunk server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
 import socket
 import struct
-from collections.abc import AsyncIterator
 
 import psutil
 import pytest
 import zmq
 
 from areal_async.rpc import endpoints
-from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Arrived
-from areal_async.rpc.schema import Message, Ok
-from areal_async.rpc.secret import RunSecret
-from areal_async.rpc.server import Answer, Peer, Server
+from areal_async.rpc.schema import Ok
 from areal_async.weights.channels.serving import MAX_ASKED_BYTES, ChunkServer
 from tests.unit.rpc.noise import flood
+from tests.unit.rpc.peers import SECRET, client_of, serving
 
 MESSAGES = 10_000
 MOST_GROWTH_BYTES = 64 << 20
-SECRET = RunSecret(bytes(32))
 
 
 def greeting(mechanism: bytes) -> bytes:
@@ -63,21 +57,7 @@ def refused(endpoint: str, *pieces: bytes) -> bool:
     return b"READY" not in said and b"WELCOME" not in said
 
 
-async def answer_ok(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
-    return Ok()
-
-
-@contextlib.asynccontextmanager
-async def rpc(endpoint: str) -> AsyncIterator[tuple[str, Server]]:
-    server = Server(endpoint, service="t", job="j", handler=answer_ok, access=SECRET)
-    await server.start()
-    try:
-        yield server.endpoint, server
-    finally:
-        await server.stop()
-
-
-async def test_who_shows_nothing_or_the_wrong_thing_is_let_go_before_anything_is_taken(endpoint: str) -> None:
+async def test_who_shows_nothing_or_the_wrong_thing_is_let_go_before_anything_is_taken(endpoint):
     parts = b"".join(b"\x01\x04part" for _ in range(100))
     null = (greeting(b"NULL"), command(b"READY", b"\x0bSocket-Type\0\0\0\6DEALER"), parts)
     wrong = (greeting(b"PLAIN"), command(b"HELLO", b"\3run\5wrong"), parts)
@@ -85,15 +65,16 @@ async def test_who_shows_nothing_or_the_wrong_thing_is_let_go_before_anything_is
     skipped = (greeting(b"PLAIN"), command(b"INITIATE", b""), parts)
     curve = (greeting(b"CURVE"), command(b"HELLO", b"\1\0" + bytes(198)), parts)
     noise = (random.Random(1).randbytes(4096),)
-    async with rpc(endpoint) as (served, server):
+    async with serving(endpoint) as server:
+        served = server.endpoint
         for pieces in (null, wrong, empty, skipped, curve, noise):
             assert await asyncio.to_thread(refused, served, *pieces), pieces[:2]
-        async with Client(served, job="j", role="r", name="n", access=SECRET) as client:
+        async with client_of(served) as client:
             assert (await client.call(Arrived("t"), timeout_s=20)) == Ok()
         assert server.counters == {"requests": 1}
 
 
-async def test_a_chunk_server_holds_no_more_of_a_stranger_than_its_smallest_message() -> None:
+async def test_a_chunk_server_holds_no_more_of_a_stranger_than_its_smallest_message():
     """Before the handshake too: a frame that says it is longer ends the connection at once."""
     server = ChunkServer("tcp://127.0.0.1:0", job="j", source="publisher", access=SECRET)
     await server.start()
@@ -106,23 +87,23 @@ async def test_a_chunk_server_holds_no_more_of_a_stranger_than_its_smallest_mess
 
 
 @pytest.mark.parametrize("known", [True, False])
-async def test_ten_thousand_malformed_messages_cost_a_server_nothing(endpoint: str, known: bool) -> None:
-    async with rpc(endpoint) as (served, server):
-        async with Client(served, job="j", role="r", name="n", access=SECRET) as client:
-            await asyncio.to_thread(flood, served, SECRET if known else None, MESSAGES, greeted=known, seed=1)
+async def test_ten_thousand_malformed_messages_cost_a_server_nothing(endpoint, known):
+    async with serving(endpoint) as server:
+        served = server.endpoint
+        async with client_of(served) as client:
+            access = SECRET if known else None
+            await asyncio.to_thread(flood, served, access, MESSAGES, greeted=known, seed=1)
             before = psutil.Process().memory_info().rss
             for seed in range(2, 5):
-                await asyncio.to_thread(
-                    flood, served, SECRET if known else None, MESSAGES, greeted=known, seed=seed
-                )
+                await asyncio.to_thread(flood, served, access, MESSAGES, greeted=known, seed=seed)
             assert (await client.call(Arrived("t"), timeout_s=60)) == Ok()
             assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
         assert (server.counters["malformed"] > MESSAGES) is known
         assert len(server._sessions) <= 8
 
 
-async def test_a_peer_that_leaves_in_the_middle_of_a_message_leaves_nothing(endpoint: str) -> None:
-    def leave(served: str) -> None:
+async def test_a_peer_that_leaves_in_the_middle_of_a_message_leaves_nothing(endpoint):
+    def leave(served):
         for _ in range(50):
             context = zmq.Context()
             sock = context.socket(zmq.DEALER)
@@ -131,11 +112,12 @@ async def test_a_peer_that_leaves_in_the_middle_of_a_message_leaves_nothing(endp
                 sock.send(bytes(64 << 10), zmq.SNDMORE)
             context.destroy(linger=0)
 
-    async with rpc(endpoint) as (served, _):
+    async with serving(endpoint) as server:
+        served = server.endpoint
         await asyncio.to_thread(leave, served)
         before = psutil.Process().memory_info().rss
         await asyncio.to_thread(leave, served)
         await asyncio.to_thread(leave, served)
         assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
-        async with Client(served, job="j", role="r", name="n", access=SECRET) as client:
+        async with client_of(served) as client:
             assert (await client.call(Arrived("t"), timeout_s=60)) == Ok()

@@ -23,7 +23,7 @@ def test_no_socket_of_any_family_can_be_had(attempt):
         "        for protocol in (0, 1, 6, 16, 17):\n"
         "            tried((family, kind), socket.socket, family, kind, protocol)\n"
         "    if family != socket.AF_UNIX:\n"
-        "        tried(('pair', family), socket.socketpair, family)",
+        "        tried(('pair', family), socket.socketpair, family)"
     )
 
 
@@ -49,7 +49,7 @@ def test_no_server_of_the_host_is_reached_by_a_path_or_a_name(attempt):
                 "        tried('sendmsg', end.sendmsg, [b'SET'], [], 0, place)\n"
                 "try:\n    listed = open('/proc/self/net/unix').read()\n"
                 "except OSError:\n    listed = ''\n"
-                f"if '{folder}' in listed or 'areal-test' in listed: print('ESCAPED', listed)",
+                f"if '{folder}' in listed or 'areal-test' in listed: print('ESCAPED', listed)"
             )
             with pytest.raises(BlockingIOError):
                 by_name.recv(1)
@@ -76,7 +76,7 @@ def test_no_file_of_the_host_can_be_locked_watched_or_changed(attempt):
         "tried('utime', os.utime, '/bin/sh')\n"
         "tried('xattr', os.setxattr, '/bin/sh', 'user.x', b'1')\n"
         "tried('link', os.link, '/bin/sh', '/work/sh')\n"
-        "tried('rename', os.rename, '/usr/bin', '/usr/bon')",
+        "tried('rename', os.rename, '/usr/bin', '/usr/bon')"
     )
     with open("/bin/sh", "rb") as file:  # and it is not locked
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

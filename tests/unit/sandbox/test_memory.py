@@ -207,7 +207,7 @@ def test_it_cannot_spare_itself_when_memory_runs_out(attempt):
         "print(open('/proc/self/oom_score_adj').read())\n"
         "for name in ('oom_score_adj', 'oom_adj'):\n"
         "    tried(name, lambda: open(f'/proc/self/{name}', 'w').write('-1000'))\n"
-        "    tried(name, lambda: open(f'/proc/{os.getppid()}/{name}', 'w').write('0'))",
+        "    tried(name, lambda: open(f'/proc/{os.getppid()}/{name}', 'w').write('0'))"
     )
     assert int(outcome.stdout) == 1000
 

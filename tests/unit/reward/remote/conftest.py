@@ -8,7 +8,6 @@ import selectors
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from aiohttp import web
 from areal_async.config.reward import RewardSection
 from areal_async.rewards import RewardSpec
 from reward_service.backends.remote.client import RemoteBackend
+from tests.scoring import verdicts_of
 
 ROOT = Path(__file__).parents[4]
 DEADLINE_S = 30.0
@@ -140,47 +140,10 @@ def backend():
     return make
 
 
-class Collected:
-    """Verdicts by call. `await done()` once every call has its own."""
-
-    def __init__(self, n_calls):
-        self.n_calls = n_calls
-        self.verdicts = {}
-        self.ended = asyncio.Event()
-        self.changed = asyncio.Event()
-
-    def take(self, index, verdicts, elapsed_ms):
-        assert index not in self.verdicts, "a second verdict for a call"
-        assert elapsed_ms >= 0
-        self.verdicts[index] = verdicts
-        self.changed.set()
-        if len(self.verdicts) == self.n_calls:
-            self.ended.set()
-
-    async def done(self, limit_s=DEADLINE_S):
-        async with asyncio.timeout(limit_s):
-            await self.ended.wait()
-        return [self.verdicts[index] for index in range(self.n_calls)]
-
-
 @pytest.fixture
 def collect():
     async def run(entered, calls, limit_s=DEADLINE_S):
-        """The first verdict of each call."""
-        collected = Collected(len(calls))
-        await entered.submit(calls, collected.take)
-        return [verdicts[0] for verdicts in await collected.done(limit_s)]
+        """The verdict of each call; a call that is a list has a list."""
+        return await verdicts_of(entered.submit, calls, limit_s=limit_s)
 
-    run.Collected = Collected
     return run
-
-
-@pytest.fixture
-def until():
-    async def wait(holds, what, limit_s=DEADLINE_S):
-        deadline_s = time.monotonic() + limit_s
-        while not holds():
-            assert time.monotonic() < deadline_s, f"{what} did not come in time"
-            await asyncio.sleep(0.01)
-
-    return wait

@@ -9,6 +9,7 @@ from reward_service.sdk import Abstain, RewardInput, Score, reward
 @reward
 def concise(given: RewardInput, *, most: int = 200) -> float:
     """Right and short."""
+    print("judging", given.response, "\x1b[31m")
     return 1.0 if given.ground_truth in given.response and len(given.response) < most else 0.0
 
 
@@ -23,6 +24,8 @@ def behave(given: RewardInput) -> float | Score | Abstain:
             return float("nan")
         case "abstain":
             return Abstain("no opinion")
+        case "raise":
+            raise ValueError("on purpose\x1b[2J")
     return Score(0.5, {"length": len(given.response)})
 
 

@@ -29,29 +29,26 @@ def certificate(tmp_path):
     return cert, key
 
 
-def test_https_works_with_a_certificate_that_is_trusted_and_with_no_other(certificate, backend, collect):
+async def test_https_works_with_a_certificate_that_is_trusted_and_with_no_other(
+    certificate, backend, collect, monkeypatch
+):
+    monkeypatch.setenv("REWARD_TEST_TOKEN", "t")
     cert, key = certificate
-
-    async def run():
-        offers = read_offers(["exact_match"])
-        async with WorkerPool([offers[0].spec], workers=1) as pool:
-            service = ScoringService(pool, offers, limits=RequestLimits(), max_waiting=64)
-            server = http_server(service, "t", http_socket("127.0.0.1:0", "t"), tls_of(cert, key))
-            server.start()
-            try:
-                assert server.url.startswith("https://")
-                with pytest.raises(RewardLoadError, match="certificate"):
-                    async with backend(server.url, token_env="REWARD_TEST_TOKEN", connect_s=1.0):
-                        pass
-                trusting = backend(server.url, token_env="REWARD_TEST_TOKEN", ca_file=str(cert))
-                async with trusting as entered:
-                    return await collect(entered, [RewardInput(response="57", ground_truth="57")])
-            finally:
-                await server.close()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REWARD_TEST_TOKEN", "t")
-        assert asyncio.run(run()) == [Score(1.0)]
+    offers = read_offers(["exact_match"])
+    async with WorkerPool([offers[0].spec], workers=1) as pool:
+        service = ScoringService(pool, offers, limits=RequestLimits(), max_waiting=64)
+        server = http_server(service, "t", http_socket("127.0.0.1:0", "t"), tls_of(cert, key))
+        server.start()
+        try:
+            assert server.url.startswith("https://")
+            with pytest.raises(RewardLoadError, match="certificate"):
+                async with backend(server.url, token_env="REWARD_TEST_TOKEN", connect_s=1.0):
+                    pass
+            async with backend(server.url, token_env="REWARD_TEST_TOKEN", ca_file=str(cert)) as entered:
+                answers = await collect(entered, [RewardInput(response="57", ground_truth="57")])
+        finally:
+            await server.close()
+    assert answers == [Score(1.0)]
 
 
 async def test_clients_that_never_shake_hands_do_not_keep_others_out(certificate):

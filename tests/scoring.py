@@ -1,0 +1,89 @@
+"""What tests of rewards share: a sample episode, and the verdicts of a whole scorer or of one part of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Any
+
+import psutil
+
+from areal_async.config.reward import RewardSection
+from areal_async.rpc.verdicts import Verdict
+from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from reward_service.client import LocalScorer
+from reward_service.sdk import RewardInput
+
+LIMIT_S = 60.0
+
+
+def episode_blob(response: str = "57", *, prompt: str = "12 + 45 =") -> bytes:
+    """An episode of two segments and five units, the sampled ones of the versions 3 and 4."""
+    builder = EpisodeBuilder("job", "t", "t#0", 0)
+    root = builder.prompt([1, 2, 3])
+    sampling = Sampling(1.0, 1.0, 0, 8, (), 7)
+    builder.sampled([5, 6], [-0.5, -0.25], [3, 4], parent=root, sampling=sampling, finish_reason="stop")
+    builder.text(prompt=prompt, response=response)
+    return pack(builder.build())
+
+
+def texts(*responses: object, **fields: Any) -> list[RewardInput]:
+    return [RewardInput(response=str(response), **fields) for response in responses]
+
+
+def scored(
+    section: RewardSection,
+    inputs: Sequence[RewardInput],
+    groups: Sequence[Hashable] | None = None,
+    workers: int = 1,
+) -> list[Verdict]:
+    """The verdicts of a scorer of its own, which leaves no process."""
+
+    async def run() -> list[Verdict]:
+        async with LocalScorer(section, workers) as scorer:
+            return await asyncio.wait_for(scorer.score(inputs, groups), LIMIT_S)
+
+    before = processes_below()
+    try:
+        return asyncio.run(run())
+    finally:
+        assert processes_below() <= before, "the scorer left processes"
+
+
+async def verdicts_of(
+    submit: Callable[..., Awaitable[None]], calls: Sequence[Any], *, limit_s: float = LIMIT_S, **options: Any
+) -> list[Any]:
+    """The verdict of each call, in order; a call that is a list has a list."""
+    found: dict[int, list[Verdict]] = {}
+    done = asyncio.Event()
+
+    def take(index: int, verdicts: list[Verdict], elapsed_ms: float) -> None:
+        assert index not in found, "a second answer to one call"
+        assert elapsed_ms >= 0
+        found[index] = verdicts
+        if len(found) == len(calls):
+            done.set()
+
+    await submit(calls, take, **options)
+    await asyncio.wait_for(done.wait(), limit_s)
+    return [found[i] if isinstance(call, list) else found[i][0] for i, call in enumerate(calls)]
+
+
+async def until(holds: Callable[[], object], what: str = "what is waited for") -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline_s, f"{what} did not come in time"
+        await asyncio.sleep(0.01)
+
+
+def processes_below() -> set[int]:
+    """Living processes below this one."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
