@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -15,7 +15,7 @@ from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 def episode_blob(response: str = "57", *, prompt: str = "12 + 45 =") -> bytes:
@@ -33,12 +33,14 @@ def texts(*responses: object, **fields: Any) -> list[RewardInput]:
 
 
 def scored(
-    section: RewardSection,
+    section: RewardSection | Mapping[str, Any],
     inputs: Sequence[RewardInput],
     groups: Sequence[Hashable] | None = None,
     workers: int = 1,
 ) -> list[Verdict]:
     """The verdicts of a scorer of its own, which leaves no process."""
+
+    section = RewardSection.model_validate(section)
 
     async def run() -> list[Verdict]:
         async with LocalScorer(section, workers) as scorer:

@@ -42,12 +42,7 @@ def numeric_fields(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iter
 
 PARTS = {name: kind.find(name) for kind in (REWARDS, WORKFLOWS) for name in kind.built_in}
 ARGUMENTS = {name: part.Arguments for name, part in PARTS.items() if hasattr(part, "Arguments")}
-MODELS: dict[str, type[Section]] = {
-    "job": JobConfig,
-    "route": RouteSection,
-    "part": WeightedPart,
-    **ARGUMENTS,
-}
+MODELS = {"job": JobConfig, "route": RouteSection, "part": WeightedPart, **ARGUMENTS}
 FIELDS = [(name, path) for name, model in MODELS.items() for path in numeric_fields(model)]
 
 
@@ -77,9 +72,6 @@ def test_numbers_in_lists_and_mappings_are_bounded_too():
     for content in ({"scale": [0, HUGE]}, {"grades": {"yes": HUGE}}):
         with pytest.raises(ValidationError, match="less than or equal"):
             ARGUMENTS["judge"].model_validate({"base_url": "http://a/v1", "model": "m", **content})
-
-
-# --- nested files
 
 
 def only_mistake(folder: Path, *overrides: str) -> str:
@@ -158,8 +150,6 @@ def test_a_nested_configuration_of_a_model_ends_in_a_sentence(folder):
     (folder / "model" / "config.json").write_text("[" * 100_000 + "]" * 100_000)
     assert "has no readable config.json" in only_mistake(folder)
 
-
-# --- task files that unfold
 
 PEAK = """
 import re, sys

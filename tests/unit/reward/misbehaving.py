@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -80,12 +79,6 @@ def count(given):
     return float(given.extra_info["value"])
 
 
-def later(given):
-    count(given)
-    threading.Timer(0.05, os._exit, args=(7,)).start()
-    time.sleep(600)
-
-
 BEHAVIOUR = {
     "raise": lambda g: raise_(ValueError("on purpose")),
     "raise unprintable": lambda g: raise_(BadError()),
@@ -111,7 +104,6 @@ BEHAVIOUR = {
     "children, hangs": lambda g: start_children(g, spin),
     "children, dies": lambda g: start_children(g, lambda: os._exit(5)),
     "children, returns": lambda g: start_children(g, lambda: 1.0),
-    "die later": later,
     "nan": lambda g: float("nan"),
     "infinity": lambda g: float("-inf"),
     "too large": lambda g: 10**400,

@@ -91,9 +91,6 @@ def test_what_is_late_is_killed_and_what_waits_behind_a_slow_call_is_recalled(
     assert next_action(10.0, **known) == action
 
 
-# --- turns -------------------------------------------------------------------------------------------
-
-
 def queue_of(n):
     """A queue and `n` rewards that it holds."""
     rewards = {number: PooledReward(number, RewardSpec("exact_match")) for number in range(n)}
@@ -134,9 +131,6 @@ def test_a_reward_that_had_nothing_to_do_does_not_make_up_for_it():
     turns(queue, 1000)
     push(queue, away)
     assert sum(reward is away for reward in turns(queue, 20)) in (10, 11)
-
-
-# --- what travels --------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.binary(max_size=50), max_size=8), st.lists(st.integers(0, 400), max_size=8))

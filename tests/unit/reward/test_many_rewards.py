@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.config.reward import RewardSection
 from areal_async.rpc.verdicts import Failure, Score, Timeout
 from reward_service.sdk import RewardInput, RewardLoadError
 from tests.scoring import episode_blob, scored, texts
@@ -12,15 +11,8 @@ from tests.scoring import episode_blob, scored, texts
 FILE = Path(__file__).with_name("kinds.py")
 
 
-def score(section, inputs, **options):
-    return scored(RewardSection(**section), inputs, **options)
-
-
 def own(function, **settings):
     return {"name": f"{FILE}:{function}", **settings}
-
-
-# --- arguments and routes ------------------------------------------------------------------------------
 
 
 def test_each_task_goes_to_the_reward_of_its_route_with_its_arguments():
@@ -39,7 +31,7 @@ def test_each_task_goes_to_the_reward_of_its_route_with_its_arguments():
         RewardInput(response="4", extra_info={"tag": ["easy", "hard"]}),
         RewardInput(response="4", ground_truth="4", data_source="Math"),
     ]
-    assert score(section, inputs) == [Score(8.0), Score(8.0), Score(12.0), Score(21.0), Score(1.0)]
+    assert scored(section, inputs) == [Score(8.0), Score(8.0), Score(12.0), Score(21.0), Score(1.0)]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +46,7 @@ def test_each_task_goes_to_the_reward_of_its_route_with_its_arguments():
 )
 def test_a_reward_asked_for_in_the_wrong_way_does_not_load_and_says_why(settings, text):
     with pytest.raises(RewardLoadError, match=text):
-        score(settings, [])
+        scored(settings, [])
 
 
 def test_each_reward_has_the_deadline_of_its_own():
@@ -62,16 +54,13 @@ def test_each_reward_has_the_deadline_of_its_own():
     slow, late = texts(1, data_source="slow"), texts(1)
     for given in (*slow, *late):
         given.extra_info = {"seconds": 1.5}
-    assert score(section, [*slow, *late], workers=2) == [Score(1.0), Timeout(500)]
-
-
-# --- batches -------------------------------------------------------------------------------------------
+    assert scored(section, [*slow, *late], workers=2) == [Score(1.0), Timeout(500)]
 
 
 def test_a_batched_reward_gets_many_at_a_time_and_each_its_own_verdict(tmp_path):
     log = tmp_path / "sizes"
     inputs = texts(*range(100), extra_info={"log": str(log)})
-    assert score(own("many"), inputs) == [Score(float(n)) for n in range(100)]
+    assert scored(own("many"), inputs) == [Score(float(n)) for n in range(100)]
     sizes = [int(line) for line in log.read_text().split()]
     assert max(sizes) == 8
     assert sum(sizes) == 100
@@ -82,41 +71,35 @@ def test_a_batched_reward_gets_many_at_a_time_and_each_its_own_verdict(tmp_path)
     ("bad", "kind"), [("nan", "not_finite"), ("raise", "exception"), ("die", "process_died"), ("hang", "")]
 )
 def test_an_input_that_spoils_its_batch_pays_alone(bad, kind):
-    verdicts = score(own("many", timeout_s=0.5), texts(0, 1, bad, 3))
+    verdicts = scored(own("many", timeout_s=0.5), texts(0, 1, bad, 3))
     spoilt = verdicts.pop(2)
     assert verdicts == [Score(0.0), Score(1.0), Score(3.0)]
     assert spoilt == Timeout(500) if bad == "hang" else spoilt.kind == kind
 
 
 def test_a_batched_reward_that_returns_too_few_is_a_failure_of_all():
-    verdicts = score(own("many"), texts(1, "short", 3))
+    verdicts = scored(own("many"), texts(1, "short", 3))
     assert {verdict.kind for verdict in verdicts} == {"return_type"}
     assert "one result for each" in verdicts[0].message
 
 
-# --- groups --------------------------------------------------------------------------------------------
-
-
 def test_a_group_is_judged_in_one_call_with_a_verdict_for_each():
     inputs = texts(1, 5, 3, 2, 4)
-    verdicts = score(own("tournament", scope="group"), inputs, groups=["a", "b", "a", "a", "b"])
+    verdicts = scored(own("tournament", scope="group"), inputs, groups=["a", "b", "a", "a", "b"])
     assert [verdict.value for verdict in verdicts] == [0.0, 1.0, 1.0, 0.5, 0.0]
-    assert score(own("later", scope="group"), inputs, groups=[0, 0, 0, 1, 1]) == [Score(1.0)] * 5
+    assert scored(own("later", scope="group"), inputs, groups=[0, 0, 0, 1, 1]) == [Score(1.0)] * 5
 
 
 def test_a_group_whose_judge_dies_fails_whole_and_no_other():
     inputs = texts(1, -1, 3, 2, 4)
-    verdicts = score(own("tournament", scope="group"), inputs, groups=["bad", "bad", "good", "good", "good"])
+    verdicts = scored(own("tournament", scope="group"), inputs, groups=["bad", "bad", "good", "good", "good"])
     assert [type(verdict) for verdict in verdicts] == [Failure, Failure, Score, Score, Score]
     assert {verdict.kind for verdict in verdicts[:2]} == {"process_died"}
 
 
-# --- parts ---------------------------------------------------------------------------------------------
-
-
 def test_rewards_of_parts_must_be_of_parts_that_the_episode_has():
     names = ["good", "none", "short", "no segment", "no agent", "nan", "type"]
-    verdicts = dict(zip(names, score(own("parted"), texts(*names, blob=episode_blob())), strict=True))
+    verdicts = dict(zip(names, scored(own("parted"), texts(*names, blob=episode_blob())), strict=True))
     assert verdicts["good"].parts.units == [0.0, 0.0, 0.0, 0.5, 0.5]
     assert verdicts["good"].parts.segments == {1: 0.5}
     assert verdicts["none"] == Score(1.0)
@@ -129,7 +112,7 @@ def test_rewards_of_parts_must_be_of_parts_that_the_episode_has():
 
 
 def test_a_reward_may_return_an_error_of_its_own_and_name_the_sandbox():
-    failure, timeout, good, long = score(own("sandboxed"), texts("failure", "timeout", "score", "long"))
+    failure, timeout, good, long = scored(own("sandboxed"), texts("failure", "timeout", "score", "long"))
     assert failure == Failure("sandbox", "no isolation", "none")
     assert timeout == Timeout(1500, "namespaces")
     assert good == Score(0.5, sandbox="isolated")

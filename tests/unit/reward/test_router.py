@@ -59,10 +59,6 @@ def distant(monkeypatch):
     monkeypatch.setattr(RemoteReward, "make", Distant)
 
 
-def score(section, inputs, **options):
-    return scored(RewardSection(**section), inputs, **options)
-
-
 def serve(section, drive):
     taken = fake_buffer.serve(RewardSection(**section), drive).taken
     return {name: verdict.verdict for name, verdict in taken.items()}
@@ -71,12 +67,12 @@ def serve(section, drive):
 def test_tasks_are_scored_by_the_backend_or_the_pool_as_routed():
     section = {"name": "exact_match", "routes": [{"name": "remote", "data_source": "far"}]}
     inputs = [*texts("a", ground_truth="a"), *texts("x", data_source="far")]
-    assert score(section, inputs) == [Score(1.0), Score(1.0)]
+    assert scored(section, inputs) == [Score(1.0), Score(1.0)]
 
 
 def test_a_backend_gets_whole_groups_too():
     section = {"name": "remote", "scope": "group"}
-    assert score(section, texts("a", "b", "c"), groups=[1, 2, 1]) == [Score(2.0), Score(1.0), Score(2.0)]
+    assert scored(section, texts("a", "b", "c"), groups=[1, 2, 1]) == [Score(2.0), Score(1.0), Score(2.0)]
 
 
 async def watched(kind, inputs, **settings):
@@ -100,7 +96,7 @@ def test_a_backend_that_is_not_there_ends_the_start_and_leaves_no_process():
         "routes": [{"name": "remote", "data_source": "x", "args": {"away": True}}],
     }
     with pytest.raises(RewardLoadError, match="the server is not there"):
-        score(section, [])
+        scored(section, [])
 
 
 def test_the_service_has_groups_judged_in_one_call_beside_episodes():

@@ -1,6 +1,5 @@
 """The rewards that run programs: what they take for a program and for cases, and whom they believe."""
 
-import asyncio
 import contextlib
 import json
 import random
@@ -9,9 +8,7 @@ import pytest
 from code_table import table
 
 from areal_async.config.reward import RewardSection
-from areal_async.registry import REWARDS
-from areal_async.rpc.verdicts import Abstain, Score
-from reward_service.client import LocalScorer
+from areal_async.rpc.verdicts import Abstain
 from reward_service.sandbox import CompilerMissing, RunOutcome, languages
 from reward_service.sdk import RewardInput
 from reward_service.verifiers.answers import blocks, program_of
@@ -25,6 +22,7 @@ from reward_service.verifiers.code_rewards import (
     split,
 )
 from reward_service.verifiers.run_cases import SandboxArguments, answers, run_cases, same_output
+from tests.scoring import scored
 
 SUM = "a, b = map(int, input().split())\nprint(a + b)"
 TRUTH = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
@@ -37,10 +35,6 @@ def fenced(program, truth=TRUTH):
 ROWS = table()
 
 
-def test_the_table_is_of_at_least_200_cases():
-    assert len(ROWS) >= 200
-
-
 # Every ninth of the table here; `benchmarks/code_table.py` runs all of it.
 @pytest.mark.parametrize("row", ROWS[::9], ids=lambda row: f"{row.category}, {row.given.data_source}")
 def test_labelled_responses_get_their_label(row):
@@ -49,17 +43,11 @@ def test_labelled_responses_get_their_label(row):
 
 
 def test_the_reward_runs_in_the_pool_with_its_arguments():
-    async def scored():
-        section = RewardSection(name="code_stdio", args={"partial": True, "wall_s": 4})
-        async with LocalScorer(section, 1) as scorer:
-            return await scorer.score([fenced(SUM), fenced("print(3)"), RewardInput(response="none")])
-
-    right, half, abstained = asyncio.run(scored())
-    assert isinstance(right, Score)
-    assert right.value == 1
+    section = RewardSection(name="code_stdio", args={"partial": True, "wall_s": 4})
+    inputs = [fenced(SUM), fenced("print(3)"), RewardInput(response="none")]
+    right, half, abstained = scored(section, inputs)
+    assert (right.value, half.value, half.components["passed"]) == (1, 0.5, 0.5)
     assert right.sandbox
-    assert half.value == 0.5
-    assert half.components["passed"] == 0.5
     assert isinstance(abstained, Abstain)
 
 
@@ -67,12 +55,6 @@ def test_a_loop_is_a_wrong_answer_within_the_budget():
     verdict = code_stdio(fenced("while True: pass"), budget_s=0.6, partial=True)
     assert verdict.value == 0
     assert verdict.components["out_of_time"] == 1
-
-
-def test_the_rewards_take_the_arguments_that_a_job_file_may_give():
-    for name, function in (("code_stdio", code_stdio), ("code_tests", code_tests)):
-        arguments = REWARDS.find(name).Arguments().model_dump()
-        assert function(fenced(""), **arguments).value == 0
 
 
 FORMS = [
@@ -101,22 +83,15 @@ def test_assertions_are_cases_and_the_rest_goes_before_them():
 @pytest.mark.parametrize(
     "truth",
     [
-        7,
-        [],
-        [1, 2],
-        {},
-        {"inputs": ["1"], "outputs": []},
-        {"inputs": [], "outputs": []},
-        {"test": "x", "entry_point": "import os"},
+        7, [], [1, 2], {}, "", "not python (",
+        {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []},
+        {"test": "x", "entry_point": "import os"}, ["assert sum(10, 15) == 6"],
         {"test": "import unittest\nclass T(unittest.TestCase): pass", "entry_point": "f"},
-        ["assert sum(10, 15) == 6"],
         {"test_list": ["assert f(1) == g(1)"], "entry_point": "f"},
-        "not python (",
-        "",
         {"inputs": ["not json"], "outputs": ["1"], "fn_name": "f"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_ground_truth_that_holds_no_cases_is_an_error_of_the_task(truth):
     with pytest.raises(ValueError, match=r"\w"):
         code_stdio(fenced(SUM, truth))

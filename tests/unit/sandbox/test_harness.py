@@ -51,23 +51,12 @@ def test_plain_data_crosses_as_it_is(value):
 @pytest.mark.parametrize(
     "value",
     [
-        10**6000,
-        -0.0,
-        math.inf,
-        range(3, 9, 2),
-        collections.deque([1]),
-        collections.OrderedDict(a=1),
-        collections.Counter("aab"),
-        decimal.Decimal("1.50"),
-        fractions.Fraction(1, 3),
-        datetime.time(1, 2),
-        bytearray(b"x"),
-        "\ud800",
-        int,
-        {1: "a", "1": "b", (2,): [None]},
+        10**6000, -0.0, math.inf, range(3, 9, 2), collections.deque([1]), collections.OrderedDict(a=1),
+        collections.Counter("aab"), decimal.Decimal("1.50"), fractions.Fraction(1, 3), datetime.time(1, 2),
+        bytearray(b"x"), "\ud800", int, {1: "a", "1": "b", (2,): [None]},
     ],
     ids=lambda value: type(value).__name__,
-)
+)  # fmt: skip
 def test_rarer_plain_data_crosses_as_it_is(value):
     there = crossed(value)
     assert type(there) is type(value)
@@ -111,31 +100,13 @@ def test_objects_become_plain_data_of_exactly_pythons_types_and_are_asked_nothin
 @pytest.mark.parametrize(
     "data",
     [
-        {},
-        [],
-        [1],
-        ["held", 0, True],
-        ["dict", 1],
-        ["set", ["list"]],
-        ["int", "x"],
-        ["int", 7, 8],
-        ["bytes", "z"],
-        ["type", "object"],
-        ["type", 7],
-        ["Decimal", []],
-        ["Fraction", 1, 0],
-        ["date", "x"],
-        ["date", 1],
-        [[]],
-        ["range", "a"],
-        ["complex", []],
-        ["timedelta", "x"],
-        ["iterator", {}],
-        ["__import__", "os"],
-        ["list", ["x"]],
+        {}, [], [1], [[]], ["held", 0, True], ["dict", 1], ["set", ["list"]], ["int", "x"], ["int", 7, 8],
+        ["bytes", "z"], ["type", "object"], ["type", 7], ["Decimal", []], ["Fraction", 1, 0], ["date", "x"],
+        ["date", 1], ["range", "a"], ["complex", []], ["timedelta", "x"], ["iterator", {}],
+        ["__import__", "os"], ["list", ["x"]],
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_is_no_encoding_is_refused(data):
     with pytest.raises(Malformed):
         decode(data, refused)

@@ -13,32 +13,18 @@ LIMITS = RunLimits(wall_s=30, cpu_s=20, memory_mb=128, processes=16)
 NO_ADDRESS_SPACE = RunLimits(wall_s=30, cpu_s=20, memory_mb=128, processes=16, address_space=False)
 needs_c = pytest.mark.skipif("c" not in installed(), reason="no C compiler here")
 
-# --- memory, whoever maps it ----------------------------------------------------------------------------
-
-EATERS = {
-    "shared anonymous mappings": """
-kept = []
-while True:
-    one = mmap.mmap(-1, 8 << 20)
-    one.write(bytes(8 << 20))
-    kept.append(one)
-""",
-    "shared mappings that are let go of": """
-kept = []
-while True:
-    one = mmap.mmap(-1, 8 << 20)
-    one.write(bytes(8 << 20))
-    one.madvise(4)
-    kept.append(one)
-""",
-    "a device that gives memory": """
+MAPPINGS = """
 zero = os.open('/dev/zero', os.O_RDWR)
 kept = []
 while True:
-    one = mmap.mmap(zero, 8 << 20)
+    one = mmap.mmap({})
     one.write(bytes(8 << 20))
     kept.append(one)
-""",
+"""
+EATERS = {
+    "shared anonymous mappings": MAPPINGS.format("-1, 8 << 20"),
+    "shared mappings that are let go of": MAPPINGS.format("-1, 8 << 20") + "    one.madvise(4)",
+    "a device that gives memory": MAPPINGS.format("zero, 8 << 20"),
     "many processes": """
 for _ in range(12):
     if os.fork() == 0:

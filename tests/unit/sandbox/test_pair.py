@@ -2,26 +2,14 @@
 
 import os
 
-import psutil
 import pytest
 
 from reward_service.sandbox import LINK_FD, Program, RunLimits, SandboxError
+from tests.scoring import processes_below
 
 LIMITS = RunLimits(wall_s=20, cpu_s=10, processes=8)
 OPENING = f"import os, sys, time\nLINK = {LINK_FD}\n"
 HANGS = RunLimits(wall_s=60, cpu_s=30)
-
-
-def below_us():
-    """Living processes below this one."""
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found.add(process.pid)
-        except psutil.NoSuchProcess:
-            continue
-    return found
 
 
 def python(source, **options):
@@ -100,32 +88,35 @@ def test_no_other_descriptor_is_open_in_either(sandbox):
 
 def test_pairs_follow_one_another_and_leave_nothing(sandbox):
     sandbox.run_pair(python(""), python(""))
-    before = below_us(), len(os.listdir("/proc/self/fd"))
+    before = processes_below(), len(os.listdir("/proc/self/fd"))
     for n in range(4):
         tests, _ = sandbox.run_pair(
             python(f"os.write(LINK, b'n{n}')\nprint(os.read(LINK, 9).decode())"), python(ECHO)
         )
         assert tests.stdout == f"N{n}\n".encode(), tests.describe()
         assert sandbox.run(python(f"print({n})")).stdout == f"{n}\n".encode()
-    assert (below_us(), len(os.listdir("/proc/self/fd"))) == before
+    assert (processes_below(), len(os.listdir("/proc/self/fd"))) == before
 
 
-def test_a_launcher_that_dies_is_started_again_for_a_pair(sandbox):
+def test_a_launcher_that_dies_is_started_again(sandbox):
     sandbox.run_pair(python(""), python(""))
     for launcher in (sandbox._launcher, sandbox._partner):
         launcher._process.kill()
         launcher._process.wait()
         tests, _ = sandbox.run_pair(python("os.write(LINK, b'a')\nprint(os.read(LINK, 1))"), python(ECHO))
         assert tests.stdout == b"b'A'\n"
+    sandbox._launcher._process.kill()
+    sandbox._launcher._process.wait()
+    assert sandbox.run(python("print(1)")).ok
 
 
 def test_a_pair_that_cannot_be_started_is_an_error_and_leaves_nothing(sandbox):
-    before = below_us()
+    before = processes_below()
     missing = Program(command=("/usr/bin/areal-is-not-here",), limits=LIMITS)
     for pair in ((missing, python("time.sleep(1000)", limits=HANGS)), (python(ECHO, limits=HANGS), missing)):
         with pytest.raises(SandboxError, match="areal-is-not-here"):
             sandbox.run_pair(*pair)
-    assert len(below_us()) <= len(before)
+    assert len(processes_below()) <= len(before)
     assert sandbox.run(python("print(1)")).ok
 
 

@@ -3,8 +3,6 @@ texts of one piece again and again. What goes back over a text from each of its 
 `PYTHONPATH` holds examples/rewards.
 """
 
-from __future__ import annotations
-
 import sys
 
 import instructions

@@ -2,9 +2,6 @@
 and again. Counted is work, never the time of a clock.
 """
 
-from __future__ import annotations
-
-import asyncio
 import os
 import resource
 import subprocess
@@ -13,18 +10,17 @@ import threading
 from pathlib import Path
 
 import pytest
-from instructions import follows
 from verifiers import TABLE, judged
 
 from areal_async.config.reward import RewardSection
 from areal_async.rpc.verdicts import Score
-from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 from reward_service.verifiers import TooCostly, within
 from reward_service.verifiers.equality import preload
 from reward_service.verifiers.json_schema import json_schema
 from reward_service.verifiers.math import math
 from reward_service.verifiers.text import regex
+from tests.scoring import scored
 
 CPU_LIMIT_S = 90
 """Many times what reading takes; a pattern that is worse than linear takes hours."""
@@ -40,14 +36,6 @@ COSTLY = [
     r"\{" + ",".join(rf"(x+{i})^{{30}}" for i in range(40)) + r"\}",
     "+".join(rf"\sin({i}x)" for i in range(1, 40)), r"\sin(\cos(\sin(\cos(\sin(\cos(\sin(\cos(x^{9})))))))",
 ]  # fmt: skip
-
-
-def scored(section: RewardSection, inputs: list[RewardInput]) -> list[object]:
-    async def run() -> list[object]:
-        async with LocalScorer(section, workers=1) as scorer:
-            return await scorer.score(inputs)
-
-    return asyncio.run(run())
 
 
 def test_no_answer_makes_maths_run_into_the_deadline_of_its_call():
@@ -165,11 +153,3 @@ def test_reading_an_answer_takes_work_in_proportion_to_its_length(kind, size):
         command, capture_output=True, text=True, preexec_fn=limit, cwd=root, env=environment
     )
     assert (ended.returncode, ended.stdout) == (0, "read\n"), ended.stderr[-2000:]
-
-
-def test_a_million_blank_lines_follow_no_instruction():
-    text = "\n" * 1_000_000 + "x"
-    assert not follows(text, "detectable_content:postscript", {})
-    assert not follows(text, "detectable_format:number_bullet_lists", {"num_bullets": 1})
-    sections = {"section_spliter": "Section", "num_sections": 1}
-    assert not follows(text, "detectable_format:multiple_sections", sections)

@@ -1,7 +1,5 @@
 """Answers that hold the right number and say something else: none of them is right."""
 
-from __future__ import annotations
-
 import pytest
 from instructions import follows
 from verifiers import judged

@@ -1,23 +1,11 @@
 """Verifiers through the pool, as a job asks for them."""
 
-from __future__ import annotations
-
-import asyncio
-
 import pytest
 
 from areal_async.config.reward import RewardSection
 from areal_async.rpc.verdicts import Abstain, Failure, Score
-from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
-
-
-def scored(section, inputs):
-    async def run():
-        async with LocalScorer(section, workers=1) as scorer:
-            return await scorer.score(inputs)
-
-    return asyncio.run(run())
+from tests.scoring import scored
 
 
 def answers(*responses, truth="57"):

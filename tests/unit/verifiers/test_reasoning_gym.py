@@ -1,7 +1,5 @@
 """reasoning-gym's scorers behind a strict 0 or 1."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -1,10 +1,10 @@
 """The verifiers of texts: tables of what is right, wrong, and no task."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from instructions import CHECKS, follows
 from pydantic import ValidationError
 from verifiers import INSTRUCTIONS, VERIFIERS, fuzz
@@ -13,17 +13,18 @@ from areal_async.registry import REWARDS
 from areal_async.rpc.verdicts import Abstain, Score
 from reward_service.sdk import RewardInput, load_reward
 from reward_service.verifiers.answers import answer_of
+from reward_service.verifiers.arithmetic import arithmetic, final_number
 
 
 def value(name, response, truth=None, *, extra=None, tokens=0, truncated=False, **args):
-    given = RewardInput(
+    one = RewardInput(
         response=response,
         ground_truth=truth,
         extra_info=extra or {},
         response_tokens=tokens,
         truncated=truncated,
     )
-    verdict = load_reward(name)(given, **args)
+    verdict = load_reward(name)(one, **args)
     return verdict.value if isinstance(verdict, Score) else verdict
 
 
@@ -50,6 +51,38 @@ def test_a_place_that_is_none_is_an_error():
         answer_of("5", "here")
 
 
+EXACT = [
+    ("57", "57", 1), (" 57\n", "57", 1), ("a  b\tc", "a b c", 1), ("57", 57, 1), ("5 7", "57", 0),
+    ("Paris", "paris", 0), ("Paris.", "Paris", 0), ("", "", 1), ("", "57", 0), ("[1, 2]", [1, 2], 1),
+]  # fmt: skip
+
+
+ARITHMETIC = [
+    # the answer is the whole response, or ends it
+    ("57", "57", 1), (" 57 \n", "57", 1), ("57.", "57", 1), ("The answer is 57.", "57", 1),
+    ("12 + 45 = 57", "57", 1), ("12+45=57", "57", 1), ("so x:57", "57", 1),
+    ("first 3, then 4\n57", "57", 1), ("It costs $57", 57, 1), ("057", "57", 1), ("#### 57", "57", 1),
+    # what follows the number makes it no answer
+    ("57 apples", "57", 0), ("57?", "57", 0), ("57 or 58 maybe", "57", 0), ("57 is wrong, 58", "57", 0),
+    ("57%", "57", 0), ("57 ...", "57", 0), ("57)", "57", 0),
+    # the number stands alone
+    ("157", "57", 0), ("x57", "57", 0), ("1.57", "57", 0), ("1,57", "57", 0), ("60 - 3", "3", 0),
+    ("60-3", "3", 0), ("60 -3", "-3", 0), ("(60) -3", "-3", 0), ("60 - 3", "57", 0), ("19*3", "3", 0),
+    ("1 / 3", "3", 0),
+    # signs, decimals, fractions, exponents, commas
+    ("-57", "-57", 1), ("= -57", -57, 1), ("−57", "-57", 1), ("+57", "57", 1), ("-57", "57", 0),
+    ("57.0", "57", 1), ("57", "57.0", 1), ("57", 57.0, 1), ("3/4", "0.75", 1), ("6/8", "3/4", 1),
+    ("-3/4", "-0.75", 1), (".5", "1/2", 1), ("1e3", "1000", 1), ("2.5e-1", "1/4", 1), ("1,234", "1234", 1),
+    ("1,234,567.5", "1234567.5", 1), ("12,34", "1234", 0),
+    # tolerance is for decimals only
+    ("0.3333333", "1/3", 1), ("0.333", "1/3", 0), ("10000001", "10000000", 0),
+    ("10000000.1", "10000000", 0), ("0.30000000000000004", 0.3, 1), ("1/0", "0", 0),
+    # nothing there
+    ("", "57", 0), ("   ", "57", 0), ("fifty-seven", "57", 0), ("nan", "57", 0), ("٥٧", "57", 0),
+    ("9" * 5000, "9", 0), ("1e99999999", "1", 0), ("-", "0", 0), (".", "0", 0),
+]  # fmt: skip
+
+
 GSM8K = [
     ("so\n#### 42", "42", 1), ("#### 42", "Some steps.\n#### 42", 1), ("#### 1,234", 1234, 1),
     ("#### $1,234.50", "1234.5", 1), ("#### 42 apples", "42", 1), ("#### 42.", "42", 1),
@@ -60,9 +93,37 @@ GSM8K = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("response", "truth", "score"), GSM8K)
-def test_gsm8k(response, truth, score):
-    assert value("gsm8k", response, truth) == score
+NUMBERS = {"exact_match": EXACT, "arithmetic": ARITHMETIC, "gsm8k": GSM8K}
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "truth", "score"), [(name, *row) for name, rows in NUMBERS.items() for row in rows]
+)
+def test_what_is_compared_as_text_or_as_a_number(name, response, truth, score):
+    assert value(name, response, truth) == score
+
+
+@pytest.mark.parametrize("truth", ["fifty-seven", "", True, [57], "57 apples", float("nan"), "1/0"])
+def test_a_ground_truth_that_is_no_number_is_an_error_of_the_task(truth):
+    with pytest.raises(ValueError, match="is not a number"):
+        arithmetic(RewardInput(response="57", ground_truth=truth))
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_task_without_ground_truth_is_not_judged(name):
+    assert isinstance(value(name, "57"), Abstain)
+
+
+@given(st.text(max_size=400), st.integers(-(10**9), 10**9))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_a_number_on_a_line_of_its_own_is_the_answer_whatever_precedes_it(text, number):
+    assert final_number(f"{text}\n{number}") == str(number)
+
+
+@given(st.text(alphabet="0123456789+-*/.,eE =:($%−\n", max_size=300))
+@settings(max_examples=500, deadline=None, derandomize=True)
+def test_no_response_breaks_arithmetic(response):
+    assert arithmetic(RewardInput(response=response, ground_truth="57")) in (0.0, 1.0)
 
 
 def test_gsm8k_takes_the_last_number_only_when_asked_to():
@@ -85,8 +146,8 @@ COUNTDOWN = [
 
 @pytest.mark.parametrize(("response", "use", "score", "proper"), COUNTDOWN)
 def test_countdown(response, use, score, proper):
-    given = RewardInput(response=response, ground_truth={"target": 24, "numbers": [1, 2, 8]})
-    assert load_reward("countdown")(given, use=use) == Score(float(score), {"proper": float(proper)})
+    one = RewardInput(response=response, ground_truth={"target": 24, "numbers": [1, 2, 8]})
+    assert load_reward("countdown")(one, use=use) == Score(float(score), {"proper": float(proper)})
 
 
 def test_countdown_reads_the_forms_that_tasks_have():
@@ -139,8 +200,8 @@ def test_exact_match_options(response, truth, args, score):
 
 
 def test_f1_is_that_of_the_words_in_common():
-    given = RewardInput(response="the cat sat down", ground_truth=["dogs", "cat sat on"])
-    verdict = load_reward("f1")(given)
+    one = RewardInput(response="the cat sat down", ground_truth=["dogs", "cat sat on"])
+    verdict = load_reward("f1")(one)
     assert verdict.value == pytest.approx(2 / 3)
     assert verdict.components == {
         "exact": 0.0,
@@ -205,8 +266,8 @@ JSON = [
 
 @pytest.mark.parametrize(("response", "args", "score", "parsed"), JSON)
 def test_json_schema(response, args, score, parsed):
-    given = RewardInput(response=response, ground_truth=json.dumps(SCHEMA))
-    assert load_reward("json_schema")(given, **args) == Score(float(score), {"json": float(parsed)})
+    one = RewardInput(response=response, ground_truth=json.dumps(SCHEMA))
+    assert load_reward("json_schema")(one, **args) == Score(float(score), {"json": float(parsed)})
 
 
 def test_json_schema_fetches_nothing_and_names_a_truth_that_is_no_schema():

@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
-import selectors
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
@@ -22,40 +20,27 @@ ROOT = Path(__file__).parents[4]
 DEADLINE_S = 30.0
 
 
-def command():
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("needs Node.js: the Debian package nodejs")
-    return [node, str(ROOT / "examples" / "reward_servers" / "server.js")]
-
-
 class Example:
     """The example server, as a process."""
 
     def __init__(self, **environment):
-        self._command = command()
-        self._environment = environment
+        self._environment = os.environ | environment
         self.process = None
         self.url = ""
 
     def start(self):
         """Serve, after the first time at the same address."""
+        node = shutil.which("node") or pytest.skip("needs Node.js: the Debian package nodejs")
         port = [self.url.rpartition(":")[2]] if self.url else []
-        self.process = subprocess.Popen(
-            [*self._command, *port], stdout=subprocess.PIPE, env=os.environ | self._environment
-        )
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            assert selector.select(DEADLINE_S), "the server does not start"
+        command = [node, str(ROOT / "examples" / "reward_servers" / "server.js"), *port]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=self._environment)
         self.url = self.process.stdout.readline().decode().split()[-1]
         return self
 
     def kill(self):
-        if self.process is not None:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
-            self.process.stdout.close()
-            self.process = None
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
 
 
 @pytest.fixture
