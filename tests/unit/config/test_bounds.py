@@ -3,6 +3,7 @@ field.
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -106,21 +107,24 @@ def test_a_job_given_as_values_may_not_be_nested_either():
         job_from_mapping({"reward": {"args": {"rules": deep}}}, source="job.yaml", base=Path("/nowhere"))
 
 
-def test_aliases_that_stand_for_more_than_a_machine_holds_are_refused(folder):
-    lines = ["x0: &x0 [a, a, a, a, a, a, a, a, a, a]"]
-    lines += [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]" for i in range(1, 12)]
-    (folder / "job.yaml").write_text("\n".join(lines) + "\n")
-    assert "has over 1000000 values" in only_mistake(folder)
+TEN_TO_THE_TWELFTH = ["x0: &x0 [a, a, a, a, a, a, a, a, a, a]"]
+TEN_TO_THE_TWELFTH += [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]" for i in range(1, 12)]
 
 
-def test_an_alias_inside_what_it_names_is_refused(folder):
-    (folder / "job.yaml").write_text("job: sums\nreward: &r\n  args: {again: *r}\n")
-    assert "nested more than" in only_mistake(folder)
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("\n".join(TEN_TO_THE_TWELFTH), "has over 1000000 values"),
+        ("job: sums\nreward: &r\n  args: {again: *r}\n", "nested more than"),
+    ],
+)
+def test_aliases_that_stand_for_more_than_a_machine_holds_are_refused(folder, text, says):
+    (folder / "job.yaml").write_text(text)
+    assert says in only_mistake(folder)
 
 
 def test_a_job_file_of_any_size_is_refused_without_being_read(folder):
-    with (folder / "job.yaml").open("wb") as file:
-        file.truncate(1 << 40)
+    os.truncate(folder / "job.yaml", 1 << 40)
     assert "more than 4194304 bytes" in only_mistake(folder)
 
 

@@ -75,12 +75,10 @@ def test_evaluation_is_greedy_whatever_part_of_its_section_is_given(folder):
 
 
 def test_evaluation_answers_are_as_long_as_the_rollouts_unless_told_otherwise(folder):
-    job = load_job(folder / "job.yaml", ["rollout.sampling.max_new_tokens=7"])
-    assert job.evaluation_sampling.max_new_tokens == 7
-    job = load_job(
-        folder / "job.yaml", ["rollout.sampling.max_new_tokens=7", "evaluation.sampling.max_new_tokens=9"]
-    )
-    assert job.evaluation_sampling.max_new_tokens == 9
+    told = ["rollout.sampling.max_new_tokens=7", "evaluation.sampling.max_new_tokens=9"]
+    for overrides, tokens in ((told[:1], 7), (told, 9)):
+        job = load_job(folder / "job.yaml", overrides)
+        assert job.evaluation_sampling.max_new_tokens == tokens
 
 
 def test_the_length_of_evaluation_answers_matters_only_where_there_is_an_evaluation(folder):

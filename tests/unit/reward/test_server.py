@@ -6,10 +6,15 @@ from collections import Counter
 import pytest
 from prometheus_client import REGISTRY
 
+from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError
 from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Score, Timeout
+from areal_async.runtime.context import ServiceContext
+from areal_async.runtime.service import restart_may_help
+from reward_service import __main__ as own
 from reward_service import metrics
+from reward_service.sdk import RewardLoadError
 from reward_service.server import RewardServer
 from tests.unit.reward.fake_buffer import FakeBuffer, serve
 
@@ -189,3 +194,25 @@ def test_kinds_of_error_are_told_apart_up_to_a_bound():
     }
     assert len(found) == metrics.MOST_KINDS + 1
     assert (found["kind-0"], found["other"]) == (2, 100 - metrics.MOST_KINDS + 1)
+
+
+@pytest.mark.parametrize("may_pass", [True, False])
+@pytest.mark.parametrize("served_before", [True, False])
+async def test_a_reward_process_starts_again_while_its_reward_is_away_if_it_was_there_before(
+    monkeypatch, tmp_path, may_pass, served_before
+):
+    job = {"job": "j", "model": "m", "tasks": {"train": "t.jsonl"}, "reward": {"name": "arithmetic"}}
+
+    class Router:
+        def __init__(self, section):
+            pass
+
+        async def __aenter__(self):
+            raise RewardLoadError("no server", may_pass=may_pass)
+
+    monkeypatch.setattr(own, "Router", Router)
+    ctx = ServiceContext.for_test(JobConfig.model_validate(job), tmp_path, "reward", "reward")
+    object.__setattr__(ctx, "served_before", served_before)
+    with pytest.raises(RewardLoadError) as caught:
+        await own.main(ctx)
+    assert restart_may_help(caught.value, served=False) is (may_pass and served_before)

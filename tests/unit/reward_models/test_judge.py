@@ -52,11 +52,6 @@ async def test_the_request_says_what_the_job_says(monkeypatch):
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret"}
 
 
-async def test_a_reply_without_a_grade_is_an_error_and_never_a_zero():
-    verdicts, _ = await judged(lambda body, n: "no idea", ["x"])
-    assert verdicts == [Failure("judge", "the reply holds no grade: 'no idea'")]
-
-
 async def test_votes_are_asked_for_each_with_a_seed_of_its_own_and_put_together():
     texts = {3: "2", 4: "9", 5: "4"}
     verdicts, server = await judged(
@@ -106,11 +101,22 @@ async def test_retry_after_is_honoured():
     assert at_s[1] - at_s[0] >= 0.99
 
 
-async def test_a_refusal_of_the_request_is_not_repeated():
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("no idea", "the reply holds no grade: 'no idea'"),
+        ({"status": 400, "text": '{"error": {"message": "too long"}}'}, "status 400: too long"),
+        ({"body": b"x" * (5 << 20)}, "more than"),
+        # A redirect would carry the key elsewhere.
+        ({"status": 307, "headers": {"Location": "http://127.0.0.1:9/elsewhere"}}, "status 307"),
+    ],
+)
+async def test_what_is_no_grade_is_an_error_never_a_zero_and_not_asked_for_again(answer, says):
     verdicts, server = await judged(
-        lambda body, n: web.json_response({"error": {"message": "too long"}}, status=400), ["x"]
+        lambda body, n: answer if isinstance(answer, str) else web.Response(**answer), ["x"]
     )
-    assert verdicts == [Failure("judge", f"{server.url}/chat/completions answered with status 400: too long")]
+    assert verdicts[0].kind == "judge"
+    assert says in verdicts[0].message
     assert len(server.bodies) == 1
 
 
@@ -150,20 +156,6 @@ async def test_nothing_is_unbounded_requests_under_way_are_limited():
             group, single = await verdicts_of(judge.submit, [[given(str(n)) for n in range(20)], given("x")])
     assert [verdict.value for verdict in [*group, single]] == [0.5] * 21
     assert server.most_under_way == 4
-
-
-async def test_an_answer_without_end_is_not_read():
-    verdicts, _ = await judged(lambda body, n: web.Response(body=b"x" * (5 << 20)), ["x"])
-    assert verdicts[0].kind == "judge"
-    assert "more than" in verdicts[0].message
-
-
-async def test_a_redirect_does_not_carry_the_key_elsewhere():
-    verdicts, server = await judged(
-        lambda body, n: web.Response(status=307, headers={"Location": "http://127.0.0.1:9/elsewhere"}), ["x"]
-    )
-    assert verdicts[0].kind == "judge"
-    assert len(server.bodies) == 1
 
 
 async def test_requests_go_where_fewest_are_and_leave_a_dead_replica_alone():

@@ -9,11 +9,10 @@ import pytest
 
 from areal_async.config.reward import RewardSection
 from areal_async.rewards import RewardSpec
-from areal_async.rpc.verdicts import Score
 from reward_service.backends.reward_model.backend import START_LIMIT_S, RewardModel
 from reward_service.sdk import RewardInput, RewardLoadError
 from tests.scoring import verdicts_of
-from tests.unit.reward_models.tiny import bare_scores, write_reward_model
+from tests.unit.reward_models.tiny import bare_scores, values, write_reward_model
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +68,6 @@ def scoring_processes():
         for process in psutil.Process().children()
         if "reward_service.pool.worker" in process.cmdline()
     ]
-
-
-def values(verdicts):
-    assert all(isinstance(verdict, Score) for verdict in verdicts), verdicts
-    return [verdict.value for verdict in verdicts]
 
 
 async def test_a_model_that_cannot_be_loaded_is_said_before_the_job_begins(tmp_path):

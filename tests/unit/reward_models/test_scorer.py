@@ -9,7 +9,7 @@ import torch
 from areal_async.rpc.verdicts import Failure, Score
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.scorer import ModelScorer, Unusable
-from tests.unit.reward_models.tiny import bare_scores, write_encoder, write_reward_model
+from tests.unit.reward_models.tiny import bare_scores, values, write_encoder, write_reward_model
 
 torch.set_num_threads(1)
 
@@ -30,11 +30,6 @@ def scorer(directory, **arguments):
 
 def verdicts(one, *responses):
     return one.score(one.tokenize([(response, "") for response in responses]))
-
-
-def values(found):
-    assert all(isinstance(verdict, Score) for verdict in found), found
-    return [verdict.value for verdict in found]
 
 
 def texts(n, longest=60):

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from areal_async.quickstart.model import make_tokenizer
+from areal_async.rpc.verdicts import Score, Verdict
 
 SHAPE = {
     "hidden_size": 64,
@@ -55,3 +56,8 @@ def bare_scores(directory: Path, texts: list[str]) -> list[float]:
         return [
             float(model(input_ids=torch.tensor([tokenizer(text).input_ids])).logits[0, 0]) for text in texts
         ]
+
+
+def values(verdicts: list[Verdict]) -> list[float]:
+    assert all(isinstance(verdict, Score) for verdict in verdicts), verdicts
+    return [verdict.value for verdict in verdicts]

@@ -26,6 +26,19 @@ async def answer_ok(peer: Peer, message: Message, attachments: list[memoryview])
     return Ok(), attachments
 
 
+class Gate:
+    """A handler that answers nobody until it is opened."""
+
+    def __init__(self) -> None:
+        self.started, self.open, self.runs = asyncio.Semaphore(0), asyncio.Event(), 0
+
+    async def __call__(self, peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
+        self.runs += 1
+        self.started.release()
+        await self.open.wait()
+        return Ok()
+
+
 def server_of(endpoint: str, handler: Handle = answer_ok, **options: Any) -> Server:
     return Server(endpoint, handler=handler, **{"service": "t", "job": "j", "access": SECRET, **options})
 

@@ -10,7 +10,7 @@ from areal_async.rpc.frames import MAX_ATTACHMENTS
 from areal_async.rpc.messages import Arrived, BufferStats, Claim, Claims, Commit, Fetch, Fetched
 from areal_async.rpc.schema import SCHEMA, Hello, Message, Ok
 from areal_async.rpc.server import Answer, Peer, by_type
-from tests.unit.rpc.peers import SECRET, Wire, client_of, pair, server_of, serving
+from tests.unit.rpc.peers import SECRET, Gate, Wire, client_of, pair, server_of, serving
 
 
 async def echo(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
@@ -149,24 +149,15 @@ async def test_nothing_is_unbounded_a_peer_with_too_many_requests_is_told_busy(i
 
 
 async def test_nothing_is_unbounded_calls_beyond_the_clients_limit_wait_in_line(ipc):
-    release, both = asyncio.Event(), asyncio.Event()
-    running = 0
-
-    async def handle(peer, message, attachments):
-        nonlocal running
-        running += 1
-        if running == 2:
-            both.set()
-        await release.wait()
-        return Ok()
-
-    async with serving(ipc, handle), client_of(ipc, max_in_flight=2) as client:
+    gate = Gate()
+    async with serving(ipc, gate), client_of(ipc, max_in_flight=2) as client:
         first = [asyncio.create_task(client.call(Arrived("t"), timeout_s=20)) for _ in range(2)]
-        await asyncio.wait_for(both.wait(), 60)
+        for _ in first:
+            await asyncio.wait_for(gate.started.acquire(), 60)
         with pytest.raises(RpcTimeout):
-            await client.call(Arrived("t"), timeout_s=0.05)
-        assert running == 2
-        release.set()
+            await client.call(Arrived("t"), timeout_s=0.1)
+        assert gate.runs == 2
+        gate.open.set()
         await asyncio.gather(*first)
         assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
 
@@ -207,20 +198,14 @@ async def test_a_client_may_come_before_its_server(ipc):
 
 
 async def test_calls_of_a_closed_client_end_with_peer_gone(ipc):
-    started = asyncio.Event()
-
-    async def never(peer, message, attachments):
-        started.set()
-        await asyncio.Event().wait()
-        return Ok()
-
-    async with serving(ipc, never):
+    gate = Gate()
+    async with serving(ipc, gate):
         client = client_of(ipc, max_in_flight=1)
         with pytest.raises(PeerGone):
             await client.call(Arrived("t"), timeout_s=1)
         await client.connect(5)
         running, in_line = (asyncio.create_task(client.call(Arrived("t"), timeout_s=20)) for _ in range(2))
-        await asyncio.wait_for(started.wait(), 60)
+        await asyncio.wait_for(gate.started.acquire(), 60)
         await client.close()
         for call in (running, in_line, client.call(Arrived("t"), timeout_s=1)):
             with pytest.raises(PeerGone):
@@ -228,21 +213,14 @@ async def test_calls_of_a_closed_client_end_with_peer_gone(ipc):
 
 
 async def test_a_cancelled_call_leaves_the_client_in_order(ipc):
-    started, release = asyncio.Event(), asyncio.Event()
-
-    async def handle(peer, message, attachments):
-        if isinstance(message, Commit):
-            started.set()
-            await release.wait()
-        return Ok()
-
-    async with pair(ipc, handle) as (_, client):
+    gate = Gate()
+    async with pair(ipc, gate) as (_, client):
         call = asyncio.create_task(client.call(Commit("policy", 1, 1), timeout_s=20))
-        await asyncio.wait_for(started.wait(), 60)
+        await asyncio.wait_for(gate.started.acquire(), 60)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        release.set()
+        gate.open.set()
         for _ in range(100):
             assert (await client.call(Arrived("t"), timeout_s=5)) == Ok()
 
@@ -255,16 +233,10 @@ async def test_a_message_that_cannot_be_sent_fails_its_own_call_only(ipc):
 
 
 async def test_the_server_stops_in_time_and_answers_what_it_cuts_short(ipc):
-    started = asyncio.Event()
-
-    async def never(peer, message, attachments):
-        started.set()
-        await asyncio.Event().wait()
-        return Ok()
-
-    async with pair(ipc, never) as (server, client):
+    gate = Gate()
+    async with pair(ipc, gate) as (server, client):
         call = asyncio.create_task(client.call(Arrived("t"), timeout_s=5))
-        await asyncio.wait_for(started.wait(), 60)
+        await asyncio.wait_for(gate.started.acquire(), 60)
         await asyncio.wait_for(server.stop(grace_s=0.05), 60)
         with pytest.raises(RpcTimeout, match="unavailable: t stops"):
             await call

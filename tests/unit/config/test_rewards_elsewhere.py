@@ -1,9 +1,11 @@
-"""`reward.args` of the reward `remote`: what is wrong is named before anything is asked."""
+"""Rewards that are servers or models: what is wrong with them is named before anything is asked."""
+
+import json
 
 import pytest
 
 from areal_async.config.errors import ConfigError
-from areal_async.config.load import job_from_mapping
+from areal_async.config.load import job_from_mapping, load_job
 from reward_service.backends.remote import RemoteArguments
 
 URL = "http://127.0.0.1:8700"
@@ -63,3 +65,40 @@ def test_an_address_with_a_password_is_refused_and_not_shown(urls, tmp_path):
 @pytest.mark.parametrize("url", [URL, "https://host/u@h/reward", "http://[::1]:5555"])
 def test_addresses_of_every_form_are_taken(url):
     assert RemoteArguments(urls=(url,)).urls == (url,)
+
+
+@pytest.fixture
+def grader(folder):
+    model = folder / "grader"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForSequenceClassification"]}))
+    (model / "model.safetensors").write_bytes(b"weights")
+    (model / "tokenizer.json").write_text("{}")
+    return model
+
+
+def test_files_are_beside_the_job_file_and_other_names_are_of_the_hub(grader, folder):
+    routes = "routes: [{name: reward_model, args: {model: someone/some-reward-model}}]"
+    reward = f"reward={{name: reward_model, args: {{model: grader}}, {routes}}}"
+    job = load_job(folder / "job.yaml", [reward])
+    assert job.reward.args["model"] == str(grader)
+    assert job.reward.routes[0].args["model"] == "someone/some-reward-model"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda model: (model / "config.json").unlink(), "no readable config.json"),
+        (lambda model: (model / "model.safetensors").unlink(), "pickled .bin files are never loaded"),
+        (lambda model: (model / "tokenizer.json").unlink(), "has no tokenizer"),
+        (
+            lambda model: (model / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}'),
+            "is no reward model",
+        ),
+    ],
+)
+def test_a_folder_that_is_no_reward_model_is_said(grader, folder, spoil, says):
+    spoil(grader)
+    with pytest.raises(ConfigError, match=r"reward\.args\.model: ") as found:
+        load_job(folder / "job.yaml", ["reward={name: reward_model, args: {model: ./grader}}"])
+    assert says in str(found.value)
