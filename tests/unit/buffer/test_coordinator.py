@@ -8,14 +8,7 @@ import time
 import pytest
 
 from areal_async.errors import FaultError
-from areal_async.rpc.messages import (
-    Claim,
-    Commit,
-    Lease,
-    Leases,
-    NextBatch,
-    Waiting,
-)
+from areal_async.rpc.messages import Claim, Commit, Lease, Leases, NextBatch, Waiting
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Failure
 from replay_buffer.ledger.decide import ExpireDeadlines

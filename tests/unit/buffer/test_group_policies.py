@@ -193,9 +193,7 @@ def look(ledger):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(0, 2**32),
-    st.sampled_from(["complete", "deadline_drop", "deadline_partial"]),
-    st.booleans(),
+    st.integers(0, 2**32), st.sampled_from(["complete", "deadline_drop", "deadline_partial"]), st.booleans()
 )
 def test_groups_are_whole_or_follow_their_policy(seed, policy, filtering):
     """Random arrivals, verdicts, lost leases, drains and outages: every group ends exactly once, each

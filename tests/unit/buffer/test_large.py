@@ -10,12 +10,7 @@ import msgspec
 import pytest
 
 from areal_async.errors import FaultError
-from areal_async.rpc.messages import (
-    Checkpointed,
-    Commit,
-    NextBatch,
-    Stats,
-)
+from areal_async.rpc.messages import Checkpointed, Commit, NextBatch, Stats
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import LedgerMeta

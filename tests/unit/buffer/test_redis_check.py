@@ -39,11 +39,7 @@ class Answers:
         (Answers(), "everysec", r"Allow the user \+config\|get"),
         (Answers(), "always", r"Allow the user \+config\|get"),
         (Answers(SYNCED | {"no-appendfsync-on-rewrite": "yes"}), "everysec", "Set no-appendfsync-on-rewrite"),
-        (
-            Answers(maxmemory=999_999),
-            "memory",
-            "999999, less than the 1000000 bytes .* lower buffer",
-        ),
+        (Answers(maxmemory=999_999), "memory", "999999, less than the 1000000 bytes .* lower buffer"),
         (Answers(role="slave", master_host="m", master_port=1), "memory", "of m:1, .* Set buffer.redis"),
     ],
 )

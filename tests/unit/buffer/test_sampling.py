@@ -46,10 +46,7 @@ def test_groups_are_ordered_by_version_and_then_by_age(sampling, versions, expec
     assert order(groups, sampling=sampling) == expected
 
 
-@pytest.mark.parametrize(
-    ("by", "expected"),
-    [("reward_variance", [2, 1, 0]), ("advantage", [1, 2, 0])],
-)
+@pytest.mark.parametrize(("by", "expected"), [("reward_variance", [2, 1, 0]), ("advantage", [1, 2, 0])])
 def test_priority_takes_what_there_is_most_to_learn_from(by, expected):
     groups = [group(1, 1, 1, 1, seq=0), group(0, 2, 0, 2, seq=1), group(0, 0, 0, 2.4, seq=2)]
     assert order(groups, sampling="priority", priority=by) == expected

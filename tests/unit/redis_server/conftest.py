@@ -21,13 +21,7 @@ import pytest
 import redis as redis_sync
 
 from areal_async.launch.preflight import find_redis_server, redis_server_version
-from areal_async.rpc.messages import (
-    Checkpointed,
-    Commit,
-    ExportLedger,
-    Lease,
-    NextBatch,
-)
+from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, Lease, NextBatch
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.context import short_socket_dir
 from replay_buffer.coordinator import Coordinator

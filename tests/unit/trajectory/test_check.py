@@ -263,8 +263,7 @@ def test_arrays_of_another_type_or_length_are_refused(episode, change):
 
 
 @pytest.mark.parametrize(
-    "limits",
-    [EpisodeLimits(segments=4), EpisodeLimits(units=N_UNITS - 1), EpisodeLimits(columns=0)],
+    "limits", [EpisodeLimits(segments=4), EpisodeLimits(units=N_UNITS - 1), EpisodeLimits(columns=0)]
 )
 def test_an_episode_above_a_limit_is_refused(episode, limits):
     with pytest.raises(SizeError):

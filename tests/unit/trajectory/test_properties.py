@@ -8,11 +8,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given, settings
 
-from areal_async.trajectory import (
-    pack,
-    training_rows,
-    unpack,
-)
+from areal_async.trajectory import pack, training_rows, unpack
 from areal_async.trajectory.episode import LOGPROB_SLACK
 from tests.unit.trajectory.conftest import histories
 

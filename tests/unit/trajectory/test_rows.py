@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.trajectory import (
-    EpisodeBuilder,
-    EpisodeLimits,
-    SegmentKind,
-    SizeError,
-    training_rows,
-)
+from areal_async.trajectory import EpisodeBuilder, EpisodeLimits, SegmentKind, SizeError, training_rows
 from tests.unit.trajectory.conftest import add_call
 
 

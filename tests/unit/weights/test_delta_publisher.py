@@ -52,12 +52,7 @@ def gate() -> Gate:
 @pytest.fixture
 def publisher(place: Path, gate: Gate) -> Iterator[Publisher]:
     made = Publisher(
-        place / "shm",
-        f"ipc://{place}/s",
-        job="j",
-        deltas_below=0.5,
-        delta_writer=gate,
-        access=SECRET,
+        place / "shm", f"ipc://{place}/s", job="j", deltas_below=0.5, delta_writer=gate, access=SECRET
     )
     made.start()
     yield made
