@@ -80,21 +80,6 @@ async def test_a_new_front_fences_the_old_one(a_front):
             assert len(await lease(new)) == 1
 
 
-async def test_a_write_failure_drops_the_index_and_the_front_recovers(a_front, redis, job_name):
-    """Somebody changes the ledger behind the front's back: nothing decided on the old state gets through."""
-    async with a_front() as front:
-        await front.execute(OpenedWith("policy", "t", 0))
-        await lease(front)
-        before = ledger(front)
-        redis.hincrby(Keys(job_name).meta, "revision", 5)
-        results = await asyncio.gather(*(lease(front) for _ in range(3)), return_exceptions=True)
-        assert [getattr(result, "kind", None) for result in results] == ["unavailable"] * 3
-        await until(lambda: front.index is not None)
-        assert ledger(front)[1] == before[1]
-        assert len(await lease(front)) == 1
-        assert not front.ended.done()
-
-
 async def test_decisions_in_flight_are_written_in_order(a_front):
     async with a_front(Rules.alone(group_size=2, batch_groups=40, max_staleness=1)) as front:
         await front.execute(OpenedWith("policy", "t", 0))

@@ -6,17 +6,16 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import Drain, Heartbeat, HeartbeatAck, Lease, Leases, PutAck, Release
 from areal_async.rpc.schema import VersionTag
 from replay_buffer.ledger.leasing import StoreEpisodes
 from replay_buffer.server import read_arrival
-from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
+from rollout_service.engines.base import GenerateRequest
 from rollout_service.worker import Worker, WorkerTiming
 from rollout_service.workflows import Renderer, load_workflow
 from tests.callers import FakeCaller
+from tests.unit.rollout.fakes import FakeEngine, LetterTokenizer, eventually
 
 DEADLINE_S = 20.0
 
@@ -61,39 +60,27 @@ class LedgerBuffer(FakeCaller):
             await self.changed.wait_for(condition)
 
 
-class GatedEngine:
-    """Answers with three units of version 0 once the gate of the sample is open."""
+def gated() -> tuple[FakeEngine, dict[int, asyncio.Event]]:
+    """An engine of version 0 that answers once the gate of the sample is open."""
+    engine, gates = FakeEngine(), {sample: asyncio.Event() for sample in range(4)}
 
-    version = VersionTag("policy", 1, 0)
+    async def gate(request: GenerateRequest) -> None:
+        await gates[int(episode_of(request)[-1])].wait()
 
-    def __init__(self) -> None:
-        self.gates = {sample: asyncio.Event() for sample in range(4)}
-        self.seen: list[str] = []
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        episode_id = request.request_id.partition("/")[0]
-        self.seen.append(episode_id)
-        await self.gates[int(episode_id[-1])].wait()
-        zeros = np.zeros(3, np.int32)
-        return GenerateResult(zeros + 5, zeros.astype(np.float32), zeros, zeros + 1, "stop", "abc")
-
-    def stats(self) -> EngineStats:
-        return EngineStats(0, 0, 8, 0.0, 0, 0, 0.0)
+    engine.gate, engine.version = gate, VersionTag("policy", 1, 0)
+    return engine, gates
 
 
-class OneTokenizer:
-    chat_template = None
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [1]}
+def episode_of(request: GenerateRequest) -> str:
+    return request.request_id.partition("/")[0]
 
 
-def a_worker(buffer: LedgerBuffer, engine: GatedEngine, name: str) -> Worker:
+def a_worker(buffer: LedgerBuffer, engine: FakeEngine, name: str) -> Worker:
     rollout = {"group_size": 4, "max_concurrent": 8}
     job = JobConfig.model_validate(
         {"job": "test", "model": "m", "tasks": {"train": "t.jsonl"}, "rollout": rollout}
     )
-    workflow, render = load_workflow("single_turn"), Renderer(OneTokenizer())
+    workflow, render = load_workflow("single_turn"), Renderer(LetterTokenizer())
     return Worker(buffer, engine, workflow, render, job=job, name=name, timing=WorkerTiming(drain_s=0.3))
 
 
@@ -101,9 +88,10 @@ async def test_trained_effectively_once_what_a_stopped_worker_stored_is_not_gene
     """`SIGTERM` sets the stop signal. Samples 0 and 1 are stored by then, 2 finishes within the grace, 3 does
     not."""
     ledger = drive(group_size=4, batch_groups=2, max_staleness=0)
-    buffer, first, second = LedgerBuffer(ledger), GatedEngine(), GatedEngine()
+    buffer = LedgerBuffer(ledger)
+    (first, first_gates), (second, second_gates) = gated(), gated()
     for sample in (0, 1):
-        first.gates[sample].set()
+        first_gates[sample].set()
     stops = asyncio.Event(), asyncio.Event()
     async with asyncio.timeout(DEADLINE_S):
         running = asyncio.ensure_future(a_worker(buffer, first, "rollout-0").run(stops[0]))
@@ -111,16 +99,16 @@ async def test_trained_effectively_once_what_a_stopped_worker_stored_is_not_gene
         other = asyncio.ensure_future(a_worker(buffer, second, "rollout-1").run(stops[1]))
         stops[0].set()
         await buffer.until(lambda: ledger.count("worker_drains"))
-        first.gates[2].set()
+        first_gates[2].set()
         await running
         assert ledger.count("stored") == 6
         assert ledger.count("queued:drained") == 2
-        for gate in second.gates.values():
+        for gate in second_gates.values():
             gate.set()
         await buffer.until(lambda: ledger.count("generated") == 2)
         stops[1].set()
         await other
-    assert sorted(second.seen) == [f"cafe0123:{row}:0#0.3" for row in (0, 1)]
+    assert sorted(map(episode_of, second.seen)) == [f"cafe0123:{row}:0#0.3" for row in (0, 1)]
     assert len(first.seen) == 8
     assert ledger.count("stored") == 8
     assert not [reason for reason in ledger.index.meta.counts if reason.startswith("refused")]
@@ -138,8 +126,8 @@ async def test_groups_are_whole_a_worker_aborts_what_its_groups_deadline_gave_up
         group_deadline_ms=50,
         min_samples=1,
     )
-    buffer, engine = LedgerBuffer(ledger), GatedEngine()
-    engine.gates[0].set()
+    buffer, (engine, gates) = LedgerBuffer(ledger), gated()
+    gates[0].set()
     stop = asyncio.Event()
     worker = a_worker(buffer, engine, "rollout-0")
     async with asyncio.timeout(DEADLINE_S):
@@ -147,8 +135,7 @@ async def test_groups_are_whole_a_worker_aborts_what_its_groups_deadline_gave_up
         await buffer.until(lambda: ledger.count("stored") == 1)
         ledger.now_ms += 50
         await buffer.until(lambda: ledger.count("absent") == 3)
-        while worker.running:  # noqa: ASYNC110 - cancelled episodes end in the next rounds of the loop
-            await asyncio.sleep(0)
+        await eventually(lambda: not worker.running)
         stop.set()
         await running
     assert ledger.count("queued:drained") == 0

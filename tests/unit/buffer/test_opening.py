@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from areal_async.rpc.messages import Batch, ExportLedger, TrainerOpened
+from areal_async.rpc.messages import ExportLedger, TrainerOpened
 from areal_async.rpc.schema import Fault
 from replay_buffer.ledger.committing import Copy
 from replay_buffer.ledger.opening import OpenedWith
@@ -65,25 +65,6 @@ def test_trained_effectively_once_the_same_batches_are_redone_in_order(drive):
     assert ledger.index.batches["policy", 3].group_ids == tuple(ids(pending))
 
 
-def test_units_of_abandoned_weights_are_not_trained(drive):
-    """The redone steps may give other weights than the ones those units were sampled from."""
-    ledger = drive(batch_groups=1, max_staleness=2)
-    batches = ledger.steps(3)
-    assert batches[1].groups[0].episodes[0].max_version == 1
-    ledger.open(step=0)
-    assert ids(ledger.batch(0)) == ids(batches[0]), "its units are from version 0, which still is"
-    ledger.commit()
-    waiting = ledger.waiting(1)
-    assert ledger.count("dropped:abandoned") == 2, "the batches of steps 1 and 2"
-    assert "has 0" in waiting.detail
-    again = ledger.lease(10)
-    assert "cafe0123:1:0#1" in [group.group_id for group in again], "its task is tried again"
-    for group in again:
-        ledger.put(group)
-    ledger.judge(ledger.claim())
-    assert isinstance(ledger.ask(1), Batch)
-
-
 def test_the_copy_wins_over_a_ledger_without_the_redo_log(drive):
     """Resuming from an older checkpoint: the cursor is its cursor, and what it did not know of ends."""
     ledger = drive(batch_groups=1, max_staleness=1)
@@ -110,44 +91,6 @@ def test_the_copy_wins_over_a_ledger_without_the_redo_log(drive):
     assert ledger.index.leases == {}
     assert ledger.index.batches == {}
     assert [group.group_id for group in ledger.lease(1)] == [kept.group_id]
-
-
-def test_episodes_whose_bytes_are_held_survive_when_the_copy_wins(drive):
-    ledger = drive(batch_groups=1, max_staleness=3, group_size=3)
-    ledger.steps(1)
-    (group,) = ledger.lease()
-    ledger.put(group, [0], version=1)
-    copy = ledger.export()
-    ledger.checkpointed(1)
-    ledger.judge(ledger.claim())
-    ledger.scored(1)
-    ledger.decide_batch_without(group)
-    ledger.commit()
-    ledger.checkpointed(2)
-    ledger.put(group, [1], version=2)
-    ledger.open(step=1, copy=copy)
-    held = ledger.index.groups[group.group_id]
-    assert held.missing == [1, 2], "version 2 is abandoned"
-    assert held.episodes[0].reward == 1.0
-    assert ledger.decisions[-1].writes.freed[group.group_id] == (1,)
-    assert ledger.index.payload_bytes == 100
-
-
-def test_a_new_redis_starts_from_the_copy_alone(drive):
-    ledger = drive(batch_groups=1, max_staleness=1)
-    ledger.steps(2)
-    (group,) = ledger.lease()
-    ledger.put(group, [0])
-    copy = ledger.export()
-    fresh = Driver(batch_groups=1, max_staleness=1)
-    fresh.index.meta = msgspec.structs.replace(fresh.index.meta, ledger_id="another")
-    fresh.open(step=2, copy=copy)
-    assert fresh.epoch == 2, "epochs go on from the copy's"
-    meta = fresh.index.meta
-    assert (meta.ledger_id, meta.consumer("policy").v_train, meta.position) == ("ledger", 2, 3)
-    (again,) = fresh.lease()
-    assert again.group_id == group.group_id
-    assert again.missing == [0, 1]
 
 
 def test_another_job_s_episodes_of_the_same_name_do_not_survive(drive):
@@ -204,17 +147,3 @@ def test_the_first_version_that_differs_ends_all_that_came_of_it(drive):
     ledger.commit(1, [])
     assert ledger.count("dropped:abandoned") == 2, "the batch of step 2, and what waited for step 3"
     assert ledger.lease(10) != []
-
-
-def test_a_batch_that_lost_its_groups_is_filled_with_what_is_generated_for_it(drive):
-    """Even where the redo log goes on for longer than what is generated now stays young."""
-    ledger = drive(batch_groups=1, max_staleness=1)
-    ledger.steps(5)
-    ledger.open(step=0)
-    ledger.batch(0)
-    ledger.commit(0)
-    ledger.waiting(1)
-    (group,) = ledger.lease(1)
-    assert ledger.put(group, version=1).refused == []
-    ledger.judge(ledger.claim())
-    assert ids(ledger.batch(1)) == [group.group_id]

@@ -23,27 +23,20 @@ def order(table, positions=range(100), **options):
     return [tasks.at(position) for position in positions]
 
 
-def test_every_pass_takes_every_row_once_in_an_order_of_its_own(table):
+def test_every_pass_takes_every_row_once_in_an_order_of_its_own_and_passes_end(table):
     places = order(table)
     first, second = places[:50], places[50:]
-    assert sorted(row for row, _ in first) == sorted(row for row, _ in second) == list(range(50))
+    assert sorted(first) == [(row, 0) for row in range(50)]
+    assert sorted(second) == [(row, 1) for row in range(50)]
     assert [row for row, _ in first] != [row for row, _ in second]
-    assert {p for _, p in first} == {0}
-    assert {p for _, p in second} == {1}
+    assert [row for row, _ in order(table, shuffle=False)] == [*range(50), *range(50)]
+    assert order(table, [99, 100, 1000], passes=2)[1:] == [None, None]
 
 
 def test_the_order_depends_on_the_seed_and_the_position_alone(table):
     assert order(table) == order(table)
     assert order(table, seed=2) != order(table)
     assert order(table, [99, 3, 51, 3]) == [order(table)[i] for i in (99, 3, 51, 3)]
-
-
-def test_without_shuffling_it_is_the_order_of_the_file(table):
-    assert [row for row, _ in order(table, shuffle=False)] == [*range(50), *range(50)]
-
-
-def test_passes_end(table):
-    assert order(table, [99, 100, 1000], passes=2)[1:] == [None, None]
 
 
 def test_a_task_carries_its_row_and_pass_in_its_id(table):

@@ -146,22 +146,6 @@ async def test_versions_are_true_what_a_download_left_is_hashed_again(tmp_path):
         assert files_of(path) == files_of(snapshot.path)
 
 
-async def test_a_receiver_that_takes_nothing_holds_up_nobody(tmp_path):
-    snapshot = written(tmp_path / "p", mib=8)
-    async with (
-        server(snapshot) as p,
-        Client(p.endpoint, job="j", role="r", name="asleep", access=SECRET) as asleep,
-    ):
-        asks = [
-            asyncio.create_task(asleep.call(GetChunk(snapshot.manifest_hash, i), timeout_s=LIMIT_S))
-            for i in range(5)
-        ]
-        await asyncio.sleep(0)
-        assert (await download(None, snapshot, tmp_path / "a", [p.endpoint]).run()).exists()
-        for ask in asks:
-            ask.cancel()
-
-
 async def test_requests_for_what_is_not_there_are_refused(tmp_path):
     snapshot = written(tmp_path / "p")
     n = len(table_of(snapshot).digests) // 32
