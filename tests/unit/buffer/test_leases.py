@@ -6,17 +6,6 @@ from areal_async.rpc.messages import Arrived, Claim
 from tests.unit.buffer.conftest import CountedTasks, reasons
 
 
-def test_a_lease_names_the_task_and_all_its_samples(drive):
-    ledger = drive(group_size=3)
-    (group,) = ledger.lease()
-    assert group.group_id == "cafe0123:0:0#0"
-    assert group.task.task_id == "cafe0123:0:0"
-    assert group.missing == [0, 1, 2]
-    assert group.attempt == 0
-    assert group.deadline_ms == ledger.rules.lease_ms
-    assert ledger.state(group) == "LEASED"
-
-
 def test_group_seeds_depend_on_the_task_and_the_job_only(drive):
     seeds = [lease.seed for seed in (1, 2) for lease in drive(seed=seed).lease(2)]
     assert len(set(seeds)) == 4

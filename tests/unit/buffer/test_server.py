@@ -41,6 +41,12 @@ from tests.callers import put
 from tests.unit.buffer.conftest import reasons, serving, until
 
 
+async def opened(client, groups, worker="w0"):
+    """A trainer opens and a worker leases: the version it serves, and what it was given."""
+    tag = VersionTag("policy", (await client.call(OpenTrainer("policy", "trainer", 0))).epoch, 0)
+    return tag, (await client.call(Lease(worker, groups, [tag]))).groups
+
+
 async def generate(client, blob, job, groups):
     for group in groups:
         episodes = {sample: blob(job, group.group_id, sample) for sample in group.missing}
@@ -58,25 +64,23 @@ async def score(client):
 
 async def test_a_step_over_the_wire(context, blob, job_name):
     async with serving(context()) as client:
-        opened = await client.call(OpenTrainer("policy", "trainer", 0))
-        tag = VersionTag("policy", opened.epoch, 0)
-        leases = await client.call(Lease("rollout-0", 2, [tag]))
-        assert [group.task.prompt for group in leases.groups] == ["0+1=", "1+1="]
-        assert (await client.call(Heartbeat("rollout-0", [g.lease_id for g in leases.groups]))).lost == []
-        assert isinstance(await client.call(NextBatch("policy", opened.epoch, 0)), Waiting)
-        await generate(client, blob, job_name, leases.groups)
+        tag, groups = await opened(client, 2)
+        assert [group.task.prompt for group in groups] == ["0+1=", "1+1="]
+        assert (await client.call(Heartbeat("w0", [group.lease_id for group in groups]))).lost == []
+        assert isinstance(await client.call(NextBatch("policy", tag.epoch, 0)), Waiting)
+        await generate(client, blob, job_name, groups)
         items, blobs = await score(client)
         assert {item.task.ground_truth for item in items} == {1, 2}
-        batch = await client.call(NextBatch("policy", opened.epoch, 0, wait_ms=5000))
+        batch = await client.call(NextBatch("policy", tag.epoch, 0, wait_ms=5000))
         assert isinstance(batch, Batch)
         ids = [episode.episode_id for group in batch.groups for episode in group.episodes]
         _, fetched = await client.exchange(Fetch(ids[::-1]))
         by_id = dict(zip((item.episode_id for item in items), map(bytes, blobs), strict=True))
         assert [bytes(part) for part in fetched] == [by_id[id_] for id_ in ids[::-1]]
-        await client.call(Commit("policy", opened.epoch, 0))
-        _, (copy,) = await client.exchange(ExportLedger("policy", opened.epoch, 1))
+        await client.call(Commit("policy", tag.epoch, 0))
+        _, (copy,) = await client.exchange(ExportLedger("policy", tag.epoch, 1))
         assert len(copy) > 0
-        await client.call(Checkpointed("policy", opened.epoch, 1))
+        await client.call(Checkpointed("policy", tag.epoch, 1))
         stats = await client.call(Stats())
         policy = stats.policies["policy"]
         assert (policy.v_train, policy.episodes_trained, stats.payload_bytes) == (1, 4, 0)
@@ -130,8 +134,7 @@ async def test_a_worker_that_drains_has_its_waiting_request_answered_and_its_mis
     context, blob, job_name
 ):
     async with serving(context()) as client:
-        tag = VersionTag("policy", (await client.call(OpenTrainer("policy", "trainer", 0))).epoch, 0)
-        groups = (await client.call(Lease("w0", 4, [tag]))).groups
+        tag, groups = await opened(client, 4)
         waiting = asyncio.create_task(client.call(Lease("w0", 1, [tag], wait_ms=20_000)))
         other = asyncio.create_task(client.call(Lease("w1", 1, [tag], wait_ms=20_000)))
         await put(client, groups[0].lease_id, groups[0].group_id, {1: blob(job_name, groups[0].group_id, 1)})
@@ -151,8 +154,7 @@ async def test_group_deadlines_hold_over_the_wire(context, blob, job_name):
     """groups_are_whole: a partial group reaches the trainer as what it is, by Redis's clock."""
     partial = {"policy": "deadline_partial", "deadline_s": 1.0, "min_samples": 1}
     async with serving(context(group=partial, batch_groups=1)) as client:
-        tag = VersionTag("policy", (await client.call(OpenTrainer("policy", "trainer", 0))).epoch, 0)
-        (group,) = (await client.call(Lease("w0", 1, [tag]))).groups
+        tag, (group,) = await opened(client, 1)
         await put(client, group.lease_id, group.group_id, {1: blob(job_name, group.group_id, 1)})
         await score(client)
         batch = await client.call(NextBatch("policy", tag.epoch, 0, wait_ms=10_000))
@@ -170,8 +172,7 @@ async def test_a_planned_stop_of_the_buffer_answers_who_waits_and_hands_over_to_
 ):
     ctx = context()
     async with serving(ctx) as client:
-        tag = VersionTag("policy", (await client.call(OpenTrainer("policy", "trainer", 0))).epoch, 0)
-        groups = (await client.call(Lease("w0", 4, [tag]))).groups
+        tag, groups = await opened(client, 4)
         await generate(client, blob, job_name, groups[:1])
         leasing = asyncio.create_task(client.call(Lease("w1", 1, [tag], wait_ms=30_000)))
         batching = asyncio.create_task(client.call(NextBatch("policy", tag.epoch, 0, wait_ms=30_000)))
@@ -190,8 +191,7 @@ async def test_a_planned_stop_of_the_buffer_answers_who_waits_and_hands_over_to_
 
 async def test_blobs_that_are_not_what_they_are_said_to_be_are_refused(context, blob, job_name):
     async with serving(context()) as client:
-        epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
-        (group,) = (await client.call(Lease("rollout-0", 1, [VersionTag("policy", epoch, 0)]))).groups
+        _, (group,) = await opened(client, 1)
         wrong = {
             "another sample": blob(job_name, group.group_id, 1),
             "another group": blob(job_name, "cafe:1:0#0", 0),
@@ -223,12 +223,11 @@ async def test_one_death_is_local_a_service_started_again_goes_on(context, blob,
     """The client does not notice more than a pause."""
     ctx = context()
     async with serving(ctx) as client:
-        epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
-        leases = await client.call(Lease("rollout-0", 2, [VersionTag("policy", epoch, 0)]))
-        await generate(client, blob, job_name, leases.groups)
+        tag, groups = await opened(client, 2)
+        await generate(client, blob, job_name, groups)
     async with serving(context()) as client:
         await score(client)
-        assert isinstance(await client.call(NextBatch("policy", epoch, 0, wait_ms=5000)), Batch)
+        assert isinstance(await client.call(NextBatch("policy", tag.epoch, 0, wait_ms=5000)), Batch)
 
 
 async def test_its_own_redis_starts_and_ends_with_it(context):
@@ -244,13 +243,12 @@ async def test_a_redis_that_dies_is_started_again(context, blob, job_name):
     """With tier always nothing acknowledged is lost, and the calls meanwhile only wait."""
     ctx = context(redis="embedded", durability="always")
     async with serving(ctx) as client:
-        epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
-        leases = await client.call(Lease("rollout-0", 2, [VersionTag("policy", epoch, 0)]))
-        await generate(client, blob, job_name, leases.groups)
+        tag, groups = await opened(client, 2)
+        await generate(client, blob, job_name, groups)
         (redis,) = (p for p in psutil.Process().children() if str(ctx.socket_dir) in " ".join(p.cmdline()))
         redis.kill()
         await score(client)
-        batch = await client.call(NextBatch("policy", epoch, 0, wait_ms=5000))
+        batch = await client.call(NextBatch("policy", tag.epoch, 0, wait_ms=5000))
         assert isinstance(batch, Batch)
         ids = [e.episode_id for g in batch.groups for e in g.episodes]
         assert len((await client.exchange(Fetch(ids)))[1]) == 4
@@ -287,9 +285,8 @@ async def test_the_figures_are_served_to_prometheus(context, blob, job_name):
         return prometheus_client.generate_latest(registry).decode()
 
     async with serving(context(), registry) as client:
-        epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
-        leases = await client.call(Lease("rollout-0", 3, [VersionTag("policy", epoch, 0)]))
-        await generate(client, blob, job_name, leases.groups[:1])
+        _, groups = await opened(client, 3)
+        await generate(client, blob, job_name, groups[:1])
         await until(lambda: 'areal_buffer_groups{state="generated"} 1.0' in read())
         text = read()
     for line in (

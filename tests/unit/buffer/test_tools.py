@@ -37,14 +37,12 @@ from replay_buffer.ledger.records import GroupState
 from replay_buffer.tools import export as export_tool
 from replay_buffer.tools.peek import (
     NotFound,
-    age,
     chosen,
     episode_page,
     find,
     group_page,
     groups_page,
     plain,
-    size,
     state_of,
 )
 from replay_buffer.tools.reader import open_reader
@@ -255,8 +253,3 @@ async def test_what_is_exported_comes_back_as_the_same_episodes(workplace, blob,
 
 def test_text_of_a_model_cannot_steer_the_terminal():
     assert plain("a\x1b[2Jb\x07\nc") == "a\\x1b[2Jb\\x07\nc"
-
-
-def test_sizes_and_ages_are_short():
-    assert [size(n) for n in (0, 1023, 1024, 5 << 20)] == ["0 B", "1023 B", "1.0 KiB", "5.0 MiB"]
-    assert [age(ms) for ms in (-5, 400, 125_000, 12_000_000)] == ["0.0 s", "0.4 s", "125 s", "3.3 h"]

@@ -350,15 +350,6 @@ def test_sizes_are_capped_before_anything_is_read(episode, blob):
         unpack(wide, limits=EpisodeLimits(column_width=2))
 
 
-def test_more_optional_columns_than_by_default_need_a_wider_limit(episode):
-    limits = EpisodeLimits(columns=50)
-    wide = with_columns(episode, {f"c{i}": np.zeros(12, np.float32) for i in range(49)}, limits=limits)
-    blob = pack(wide, limits=limits)
-    assert unpack(blob, limits=limits) == wide
-    with pytest.raises(CodecError):
-        unpack(blob)
-
-
 @pytest.mark.parametrize("value", [object(), {1, frozenset}, 2**70, "\ud800", np.float32(1)])
 def test_metadata_that_msgpack_cannot_hold_is_a_typed_error(two_turns, value):
     two_turns.meta(bad=value)
