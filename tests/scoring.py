@@ -28,6 +28,10 @@ def episode_blob(response: str = "57", *, prompt: str = "12 + 45 =") -> bytes:
     return pack(builder.build())
 
 
+def given(response: str, **fields: Any) -> RewardInput:
+    return RewardInput(prompt="p", response=response, ground_truth="1", **fields)
+
+
 def texts(*responses: object, **fields: Any) -> list[RewardInput]:
     return [RewardInput(response=str(response), **fields) for response in responses]
 

@@ -29,12 +29,8 @@ def test_the_flat_form_is_the_shorthand_for_one_policy(tmp_path):
     assert flat.policy == "policy"
     assert load(tmp_path, policies={"policy": POLICY}) == flat
     named = load(tmp_path, policies={"alice": POLICY})
-    assert (named.policy, named.trainer, named.rollout, named.model) == (
-        "alice",
-        flat.trainer,
-        flat.rollout,
-        tmp_path / "model",
-    )
+    assert (named.policy, named.model) == ("alice", tmp_path / "model")
+    assert (named.trainer, named.rollout) == (flat.trainer, flat.rollout)
 
 
 def test_the_resolved_job_gives_the_same_job_again(tmp_path):

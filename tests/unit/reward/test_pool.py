@@ -50,20 +50,10 @@ RAISES = {
     "assert": "AssertionError",
     "deep recursion": "RecursionError",
 }
-WRONG = {
-    "nan": "not_finite",
-    "infinity": "not_finite",
-    "too large": "not_finite",
-    "nan component": "not_finite",
-    "none": "return_type",
-    "text": "return_type",
-    "list": "return_type",
-    "strange": "return_type",
-    "complex": "return_type",
-    "text component": "return_type",
-    "text value": "return_type",
-    "many components": "return_type",
-}
+WRONG = dict.fromkeys(["nan", "infinity", "too large", "nan component"], "not_finite") | dict.fromkeys(
+    ["none", "text", "list", "strange", "complex", "text component", "text value", "many components"],
+    "return_type",
+)
 DIES = {
     "os._exit": "exit status 3",
     "exit 0": "exit status 0",

@@ -11,8 +11,7 @@ from aiohttp import web
 from areal_async.config.reward import RewardSection
 from areal_async.rewards import RewardSpec
 from reward_service.backends.judge.backend import GREETING, Judge
-from reward_service.sdk import RewardInput
-from tests.scoring import verdicts_of
+from tests.scoring import given, verdicts_of
 
 DEADLINE_S = 30.0
 
@@ -92,7 +91,3 @@ def judge_of(*urls: str, timeout_s: float = 10.0, start_s: float = 30.0, **argum
         RewardSection(name="judge", args=settings),
         start_s=start_s,
     )
-
-
-def given(response: str, **more: Any) -> RewardInput:
-    return RewardInput(prompt="what?", response=response, ground_truth="4", **more)

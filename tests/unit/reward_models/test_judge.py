@@ -41,7 +41,7 @@ async def test_the_request_says_what_the_job_says(monkeypatch):
             "model": "m",
             "messages": [
                 {"role": "system", "content": "be fair"},
-                {"role": "user", "content": "Q what? A 7 T 4 {other}"},
+                {"role": "user", "content": "Q p A 7 T 1 {other}"},
             ],
             "temperature": 0.3,
             "seed": 5,

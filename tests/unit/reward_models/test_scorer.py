@@ -72,10 +72,8 @@ def test_of_several_classes_the_reward_is_the_probability_of_one(classes):
 
 
 def test_a_sigmoid_bounds_the_reward(directory):
-    (raw,), (bounded,) = (
-        verdicts(scorer(directory), "12"),
-        verdicts(scorer(directory, activation="sigmoid"), "12"),
-    )
+    (raw,) = verdicts(scorer(directory), "12")
+    (bounded,) = verdicts(scorer(directory, activation="sigmoid"), "12")
     assert bounded.value == pytest.approx(torch.tensor(raw.value).sigmoid().item(), abs=1e-6)
 
 

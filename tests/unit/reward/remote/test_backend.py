@@ -9,16 +9,12 @@ import pytest
 
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from reward_service import metrics
-from reward_service.sdk import RewardInput, RewardLoadError
-from tests.scoring import until
+from reward_service.sdk import RewardLoadError
+from tests.scoring import given, until
 
 
 def score(value):
     return json.dumps({"type": "score", "value": value})
-
-
-def given(response, **fields):
-    return RewardInput(prompt="p", response=response, ground_truth="1", **fields)
 
 
 async def test_a_server_in_any_language_scores_every_call(example, backend, collect):

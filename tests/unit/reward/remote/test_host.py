@@ -29,8 +29,8 @@ from reward_service.backends.remote.host.http import http_server, http_socket, t
 from reward_service.backends.remote.host.service import ScoringService, read_offers
 from reward_service.backends.remote.schema import RequestLimits
 from reward_service.pool.pool import WorkerPool
-from reward_service.sdk import RewardInput, RewardLoadError
-from tests.scoring import episode_blob, until
+from reward_service.sdk import RewardLoadError
+from tests.scoring import episode_blob, given, until
 
 FILE = Path(__file__).with_name("offered.py")
 DOCUMENT = Path(__file__).parents[4] / "docs" / "reward-rpc.openapi.yaml"
@@ -61,10 +61,6 @@ def host():
                 await server.close()
 
     return serving
-
-
-def given(response, **fields):
-    return RewardInput(prompt="p", response=response, ground_truth="1", **fields)
 
 
 def body(*responses, **fields):
