@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,8 +19,16 @@ from areal_async.quickstart.model import write_model
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import write_snapshot
-from rollout_service.engines.base import EngineError, EngineLost, GenerateRequest, RequestError
+from rollout_service.engines.base import (
+    DeadlinePassed,
+    EngineError,
+    EngineLost,
+    GenerateRequest,
+    GenerateResult,
+    RequestError,
+)
 from rollout_service.engines.http.adapter import Patience, ServerSettings
+from rollout_service.engines.http.calls import Calls
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.http.process import attached
 from rollout_service.engines.sglang.adapter import SGLangAdapter
@@ -133,3 +143,133 @@ def test_an_attached_server_that_does_not_serve_in_time_is_named() -> None:
     settings = ServerSettings(slots=1, max_model_len=8, url="http://127.0.0.1:1", ready_s=0.3)
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:1 \(rollout\.server\.urls\) does not serve"):
         asyncio.run(attached("vLLM", settings, path="/health"))
+
+
+# --- requests, as their callers see them ------------------------------------------------------------------
+
+NONE = np.empty(0, np.int32)
+
+
+class Answering:
+    """Answers when told to; forgets an abort that it hears before the request."""
+
+    def __init__(self) -> None:
+        self.calls = Calls(self.abort)
+        self.gates: dict[str, asyncio.Event] = {}
+        self.aborts: list[str] = []
+        self.forgets = 0
+
+    async def abort(self, rid: str) -> None:
+        self.aborts.append(rid)
+        if len(self.aborts) > self.forgets and rid in self.gates:
+            self.gates[rid].set()
+
+    def start(self, name: str, deadline_s: float | None = None) -> asyncio.Task[GenerateResult]:
+        async def answer() -> GenerateResult:
+            gate = self.gates[name] = asyncio.Event()
+            await gate.wait()
+            reason: Any = "abort" if name in self.aborts else "stop"
+            return GenerateResult(NONE, NONE.astype(np.float32), NONE, NONE, reason, "")
+
+        request = GenerateRequest(name, [1], Sampling(), deadline_s=deadline_s)
+        return asyncio.create_task(self.calls.run(request, name, answer))
+
+
+def driven(body: Callable[[Answering], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """The test that runs `body` within a deadline, after which no call is left."""
+
+    async def bounded() -> None:
+        server = Answering()
+        await asyncio.wait_for(body(server), 60)
+        assert len(server.calls) == 0
+        await server.calls.settle()
+
+    return lambda: asyncio.run(bounded())
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@driven
+async def test_an_abort_is_repeated_until_the_server_hears_it(server: Answering) -> None:
+    server.forgets = 2
+    call = server.start("a")
+    await turns()
+    server.calls.abort(["a", "unknown"])
+    assert (await call).finish_reason == "abort"
+    assert server.aborts == ["a"] * 3
+
+
+@driven
+async def test_what_is_held_is_not_sent_and_can_be_aborted(server: Answering) -> None:
+    server.calls.hold()
+    one, two = server.start("one"), server.start("two")
+    await turns()
+    assert not server.gates
+    server.calls.abort(["one"])
+    assert (await one).finish_reason == "abort"
+    server.calls.let_go()
+    await turns()
+    server.gates["two"].set()
+    assert (await two).finish_reason == "stop"
+    assert not server.aborts
+
+
+@driven
+async def test_a_cancelled_caller_leaves_nothing_running_in_the_server(server: Answering) -> None:
+    call = server.start("a")
+    await turns()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await turns()
+    assert server.aborts == ["a"]
+    assert server.gates["a"].is_set()
+
+
+@driven
+async def test_a_deadline_ends_what_is_sent_what_is_held_and_what_comes_late(server: Answering) -> None:
+    with pytest.raises(DeadlinePassed):
+        await server.start("late", time.monotonic() - 1)
+    sent = server.start("sent", time.monotonic() + 0.05)
+    await turns()
+    server.calls.hold()
+    held = server.start("held", time.monotonic() + 0.05)
+    for call in (sent, held):
+        with pytest.raises(DeadlinePassed):
+            await call
+    assert server.aborts == ["sent"]
+
+
+@driven
+async def test_failing_all_ends_every_caller_with_the_error(server: Answering) -> None:
+    calls = [server.start("sent")]
+    await turns()
+    server.calls.hold()
+    calls.append(server.start("held"))
+    await turns()
+    server.calls.fail(EngineLost("it died"))
+    for call in calls:
+        with pytest.raises(EngineLost, match="it died"):
+            await call
+
+
+@driven
+async def test_an_abort_that_nobody_asked_for_is_no_answer(server: Answering) -> None:
+    call = server.start("a")
+    await turns()
+    await server.abort("a")
+    with pytest.raises(EngineLost, match="nobody aborted"):
+        await call
+
+
+@driven
+async def test_an_id_is_in_flight_once(server: Answering) -> None:
+    call = server.start("a")
+    await turns()
+    with pytest.raises(EngineError, match="in flight already"):
+        await server.start("a")
+    server.gates["a"].set()
+    await call

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
-from areal_async.rpc.schema import Task
+from areal_async.rpc.schema import Task, VersionTag
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, training_rows
 from rollout_service.engines.base import GenerateResult
 from rollout_service.workflows import Context, Renderer, TemplateRewrites, TurnError
 from rollout_service.workflows.turns import Chat, continuation
 from tests.unit.rollout.fakes import said
-from tests.unit.rollout.scripted import EOS, Letters, ScriptedEngine, assert_rows_are_exact, play, texts
+from tests.unit.rollout.scripted import EOS, Letters, assert_rows_are_exact, play, texts
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\x03\n{% endfor %}"
@@ -134,19 +135,16 @@ def test_a_tokenizer_that_begins_sequences_with_a_token_does_so_only_at_roots() 
     backend.decoder = decoders.Fuse()
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<end>")
     tokenizer.chat_template = "<bos>{% for m in messages %}{{ m.content }}<end>{% endfor %}"
-    engine = ScriptedEngine(lambda path: "", None)
-    ended = said([vocabulary["x"], 1], engine.version, "x")
 
     async def generate(request: Any) -> GenerateResult:
-        engine.said.append((request, ended))
-        return ended
+        return said([vocabulary["x"], 1], VersionTag("policy", 0, 7), "x")
 
-    engine.generate = generate  # type: ignore[method-assign]
+    engine: Any = SimpleNamespace(generate=generate)
 
     def made(flow: Any) -> list[str]:
         builder = EpisodeBuilder("job", "t", "t#0", 0)
         how: Any = {"episode_id": "e", "sampling": Sampling(max_new_tokens=8), "seed": 1}
-        ctx = Context(engine, Renderer(tokenizer), builder, **how)  # type: ignore[arg-type]
+        ctx = Context(engine, Renderer(tokenizer), builder, **how)
         asyncio.run(flow(ctx))
         episode = builder.build()
         starts, lengths = episode.segments.offset.tolist(), episode.segments.length.tolist()
