@@ -102,8 +102,6 @@ class Driver:
     def index_of(self, records: LedgerRecords, revision: int = 0) -> Index:
         return Index(self.rules, self.tasks, records, nonce="n", revision=revision)
 
-    # --- the way in ---
-
     def send(self, command: Command) -> Message:
         return self.decide(command).reply
 
@@ -126,8 +124,6 @@ class Driver:
             now.meta, dict(now.groups), dict(now.leases), dict(now.claims), dict(now.batches)
         )
         return self.index_of(records, now.revision)
-
-    # --- shorthands ---
 
     def open(self, step: int = 0, copy: bytes | None = None) -> Message:
         reply = self.send(OpenedWith("policy", "trainer", step, copy))
@@ -268,8 +264,6 @@ class Driver:
         meta = self.index.meta
         changed = msgspec.structs.replace(meta.consumer("policy"), **changes)
         self.index.meta = msgspec.structs.replace(meta, consumers={"policy": changed})
-
-    # --- looking ---
 
     def state(self, group: LeasedGroup | str) -> str | None:
         group_id = group if isinstance(group, str) else group.group_id

@@ -34,9 +34,6 @@ def test_a_step_is_committed_only_by_the_trainer_that_was_given_its_batch(drive)
     assert ledger.v_train == 1
 
 
-# --- which weights are on the trainer's lineage ---
-
-
 def test_a_restart_abandons_what_came_after_its_checkpoint():
     assert accepts(START, 0, 0, 0), "before any trainer"
     assert accepts(START, 9, -1, -1), "an episode without sampled units"

@@ -143,9 +143,6 @@ def bytes_freed_before_the_checkpoint(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(DECIDES, Commit, wrong)
 
 
-# --- of several policies ---
-
-
 def clock_of_the_wrong_policy(patch: pytest.MonkeyPatch) -> None:
     """Staleness is checked against the steps of another policy."""
     real_next, real_old = batching.next_batch, batching.too_old
@@ -279,9 +276,6 @@ def test_a_seeded_bug_in_how_policies_share_groups_is_caught(monkeypatch, bug):
     put_in(monkeypatch)
     assert broken_promise(eta, two=False, examples=5) == "", "one policy alone does not show it"
     assert says in broken_promise(eta, two=True)
-
-
-# --- acknowledged before it is written ---
 
 
 def acknowledged_before_the_write(patch: pytest.MonkeyPatch) -> None:

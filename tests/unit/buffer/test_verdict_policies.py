@@ -32,9 +32,6 @@ def masking(drive, **rules):
 DEADLINE = {"group_policy": "deadline_partial", "group_deadline_ms": 1000, "lease_ms": 10**6}
 
 
-# --- retry ---
-
-
 @pytest.mark.parametrize("retries", [0, 1, 3])
 def test_an_episode_is_tried_again_as_often_as_the_policy_of_the_verdict_says(drive, retries):
     ledger = drive(group_size=1, on_timeout=VerdictPolicy(retries))
@@ -77,9 +74,6 @@ def test_a_retry_waits_anew_and_keeps_its_bytes(drive):
     assert ledger.index.payload_bytes == 100
     assert not any(decision.writes.freed for decision in ledger.decisions if decision.writes)
     assert ledger.state(group) == "GENERATED"
-
-
-# --- mask ---
 
 
 @pytest.mark.parametrize(
@@ -139,39 +133,31 @@ def test_a_group_with_too_few_scores_left_is_dropped_at_once(drive):
     assert (ledger.index.payload_bytes, ledger.index.claims, ledger.index.leases) == (0, {}, {})
 
 
-def test_masked_and_absent_samples_together_leave_what_is_left(drive):
-    ledger = masking(drive, min_samples=2, **DEADLINE)
+@pytest.mark.parametrize(
+    ("come", "min_samples", "min_scored", "ends"), [(3, 2, 2, "SCORED"), (2, 2, 1, None), (2, 1, 2, None)]
+)
+def test_masked_samples_are_none_of_those_that_have_come_by_the_deadline(
+    drive, come, min_samples, min_scored, ends
+):
+    ledger = masking(drive, min_samples=min_samples, min_scored=min_scored, **DEADLINE)
     (group,) = ledger.lease()
-    ledger.put(group, [0, 1, 2])
+    ledger.put(group, range(come))
     items = ledger.claim()
     ledger.judge(items[:1], Timeout(5))
     ledger.now_ms += 1000
     ledger.send(ExpireDeadlines())
-    assert ledger.states(group) == ["MASKED", "CLAIMED", "CLAIMED", "ABSENT"]
-    ledger.judge(items[1:], Score(1.0))
-    assert ledger.state(group) == "SCORED"
-
-
-@pytest.mark.parametrize("rules", [{"min_samples": 2, "min_scored": 1}, {"min_samples": 1, "min_scored": 2}])
-def test_masked_samples_are_none_of_those_that_have_come_by_the_deadline(drive, rules):
-    ledger = masking(drive, **rules, **DEADLINE)
-    (group,) = ledger.lease()
-    ledger.put(group, [0, 1])
-    ledger.judge(ledger.claim()[:1], Timeout(5))
-    ledger.now_ms += 1000
-    ledger.send(ExpireDeadlines())
-    assert ledger.state(group) is None
-    assert ledger.count("dropped:deadline") == 1
+    if ends:
+        assert ledger.states(group) == ["MASKED", "CLAIMED", "CLAIMED", "ABSENT"]
+        ledger.judge(items[1:], Score(1.0))
+    assert ledger.state(group) == ends
+    assert ledger.count("dropped:deadline") == (ends is None)
 
 
 def test_dynamic_filtering_looks_at_the_scores_that_are_left(drive):
     ledger = masking(drive, dynamic_filtering=True)
     same, differ = ledger.generated(2)
-    items = {item.episode_id: item for item in ledger.claim()}
-    for group, rewards in ((same, (1.0, 1.0)), (differ, (1.0, 0.0))):
-        ledger.judge([items[f"{group.group_id}.{sample}"] for sample in (0, 3)], Abstain())
-        for sample, reward in zip((1, 2), rewards, strict=True):
-            ledger.judge([items[f"{group.group_id}.{sample}"]], Score(reward))
+    verdicts = [Abstain(), Score(1.0), Score(1.0), Abstain(), Abstain(), Score(1.0), Score(0.0), Abstain()]
+    ledger.judge_each(zip(ledger.claim(), verdicts, strict=True))
     assert (ledger.state(same), ledger.state(differ)) == (None, "SCORED")
     assert ledger.count("dropped:no_variance") == 1
 
@@ -191,9 +177,6 @@ def test_trained_effectively_once_a_masked_group_is_batched_again_as_it_was(driv
     assert ledger.states(group)[0] == "MASKED"
 
 
-# --- drop, beside others ---
-
-
 def test_each_kind_follows_its_own_policy(drive):
     ledger = drive(group_size=3, on_timeout=DROP, on_error=MASK, on_abstain=VerdictPolicy(1, "mask"))
     first, second = ledger.generated(2)
@@ -203,9 +186,6 @@ def test_each_kind_follows_its_own_policy(drive):
     assert ledger.states(first) == ["MASKED", "STORED", "CLAIMED"]
     ledger.judge([items[f"{second.group_id}.2"]], Timeout(5))
     assert ledger.state(second) is None
-
-
-# --- fail_job ---
 
 
 def test_fail_job_tells_the_trainer_which_episode_failed_and_how(drive):
@@ -269,9 +249,6 @@ def test_a_failure_is_not_taken_over_with_the_ledger_copy_of_a_checkpoint(drive)
     assert ledger.index.meta.failed == ""
 
 
-# --- what a person is told ---
-
-
 def test_the_newest_message_of_each_kind_is_kept(drive):
     ledger = drive(group_size=1, retries=9)
     (group,) = ledger.generated()
@@ -305,9 +282,6 @@ def test_a_starving_trainer_is_told_that_groups_got_no_score_and_why(drive):
     detail = ledger.waiting().detail
     assert "3 so far were dropped because they got no score" in detail
     assert "error:exception: ValueError: bad" in detail
-
-
-# --- rewards of parts ---
 
 
 def test_rewards_of_parts_reach_the_batch(drive):

@@ -18,7 +18,7 @@ from areal_async.weights.channels.fetching import SnapshotFetcher
 from areal_async.weights.channels.serving import SnapshotServer
 from areal_async.weights.publisher import Publisher, make_publisher
 from areal_async.weights.receiver import Receiver, make_receiver
-from tests.unit.weights.world import PATIENCE_S, SECRET, tag
+from tests.unit.weights.world import PATIENCE_S, SECRET, names, tag
 
 
 def weights(version, n=400_000):
@@ -71,10 +71,6 @@ async def take(r, after=None):
     notice = await r.next(after, 5000)
     assert isinstance(notice, SnapshotNotice), notice
     return notice, await r.open(notice)
-
-
-def names(root):
-    return {path.name for path in root.iterdir() if not path.name.startswith(".")}
 
 
 async def test_receivers_on_other_hosts_get_the_snapshot_and_the_trainer_sends_it_once(place, publishers):
@@ -171,9 +167,6 @@ async def test_a_receiver_survives_a_trainer_that_comes_back_with_another_epoch(
     await r.close()
 
 
-# --- deltas between hosts -------------------------------------------------------------------------------
-
-
 def sparse(version):
     values = torch.rand(300_000, generator=torch.Generator().manual_seed(0)).bfloat16()
     values[:: 1000 + version] += version
@@ -221,8 +214,6 @@ async def test_versions_are_true_a_delta_that_cannot_be_used_is_replaced_by_the_
     assert r.end.bytes_received > notice.size_bytes + news.size_bytes
     await r.close()
 
-
-# --- channels by name -----------------------------------------------------------------------------------
 
 COURIER = """
 import shutil

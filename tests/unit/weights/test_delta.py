@@ -14,7 +14,7 @@ from areal_async.errors import SnapshotError, WrongBase
 from areal_async.weights.delta import DELTA_FILE, TARGET_FILE, apply_delta, write_delta
 from areal_async.weights.manifest import MANIFEST_FILE, hash_of, seal, unseal
 from areal_async.weights.snapshot import MODEL_FILE, SnapshotInfo, open_snapshot, write_snapshot
-from tests.unit.weights.world import in_boxes, tag
+from tests.unit.weights.world import files_of, in_boxes, tag
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"[1]"}
 
@@ -38,10 +38,6 @@ def snapshot(root: Path, version: int, files: dict[str, bytes] = FILES) -> Snaps
     return write_snapshot(root, tag(version), weights(version), files=files, tied={"head": "a"})
 
 
-def files_in(path: Path) -> dict[str, bytes]:
-    return {entry.name: entry.read_bytes() for entry in path.iterdir()}
-
-
 def refused(base: Path, delta: Path, into: Path, match: str = "", kind: type = SnapshotError) -> None:
     before = sorted(os.listdir(into.parent))
     with pytest.raises(kind, match=match):
@@ -62,7 +58,7 @@ def made(tmp_path: Path) -> tuple[SnapshotInfo, SnapshotInfo, Path]:
 def test_the_published_snapshot_comes_out_bit_for_bit(made):
     new, delta, base = made
     out = apply_delta(base, delta.path, base.parent / "policy-e1-v2")
-    assert files_in(out.path) == files_in(new.path)
+    assert files_of(out.path) == files_of(new.path)
     assert (out.tag, out.manifest_hash, out.weights_hash) == (new.tag, new.manifest_hash, new.weights_hash)
     assert out.size_bytes == new.size_bytes
     opened = open_snapshot(out.path, manifest_hash=new.manifest_hash)
@@ -80,7 +76,7 @@ def test_the_manifest_names_base_target_and_every_byte(made):
     assert sum(sizes.values()) == (delta.path / DELTA_FILE).stat().st_size
     assert delta.size_bytes == sum(f.stat().st_size for f in delta.path.iterdir())
     assert delta.size_bytes < new.size_bytes
-    assert sorted(files_in(delta.path)) == sorted([DELTA_FILE, TARGET_FILE, MANIFEST_FILE])
+    assert sorted(files_of(delta.path)) == sorted([DELTA_FILE, TARGET_FILE, MANIFEST_FILE])
     with pytest.raises(SnapshotError, match="it is a delta"):
         open_snapshot(delta.path)
 
@@ -131,9 +127,9 @@ def comes_back(base: SnapshotInfo, new: SnapshotInfo) -> int:
     """Put the new snapshot together from the base and the delta; returns the size of the changes in bytes."""
     delta = write_delta(base.path, new.path, threads=2)
     assert delta is not None
-    want = files_in(new.path)
+    want = files_of(new.path)
     shutil.rmtree(new.path)
-    assert files_in(apply_delta(base.path, delta.path, new.path).path) == want
+    assert files_of(apply_delta(base.path, delta.path, new.path).path) == want
     return (delta.path / DELTA_FILE).stat().st_size
 
 
@@ -195,7 +191,7 @@ def test_versions_are_true_a_delta_changed_anywhere_makes_nothing(
     base, new = snapshot(root, 1), snapshot(root, 2)
     delta = write_delta(base.path, new.path)
     assert delta is not None
-    want = files_in(new.path)
+    want = files_of(new.path)
     shutil.rmtree(new.path)
     data = bytearray((delta.path / file).read_bytes())
     at = int(where * (len(data) - 1))
@@ -212,4 +208,4 @@ def test_versions_are_true_a_delta_changed_anywhere_makes_nothing(
     except SnapshotError:
         assert not new.path.exists()
     else:
-        assert files_in(made.path) == want
+        assert files_of(made.path) == want

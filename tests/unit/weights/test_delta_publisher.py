@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import asynccontextmanager
 from glob import glob
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 
 from areal_async.errors import SnapshotError
 from areal_async.rpc.client import Client
-from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
+from areal_async.rpc.weights_messages import NoNews, WaitSnapshot
 from areal_async.weights.delta import apply_delta, write_delta
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import open_snapshot
@@ -60,45 +61,27 @@ def publisher(place: Path, gate: Gate) -> Iterator[Publisher]:
     assert list((place / "shm").iterdir()) == []
 
 
-class Node:
-    """A receiver that can make snapshots of deltas."""
+@asynccontextmanager
+async def node(publisher, name="r", deltas=True):
+    """`ask(holds, wait_ms)` for a receiver that can make snapshots of deltas, or cannot."""
+    async with Client(publisher.endpoint, job="j", role="receiver-serve", name=name, access=SECRET) as client:
 
-    def __init__(self, publisher: Publisher, name: str = "r", deltas: bool = True) -> None:
-        self._client = Client(publisher.endpoint, job="j", role="receiver-serve", name=name, access=SECRET)
-        self._name = name
-        self._deltas = deltas
+        async def ask(holds=None, wait_ms=0):
+            after = None if holds is None else tag(holds)
+            return await client.call(WaitSnapshot(name, "serve", after, wait_ms, deltas), timeout_s=40)
 
-    async def __aenter__(self) -> "Node":
-        await self._client.connect(10)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.close()
-
-    async def next(self, holds: int | None, wait_ms: int = 0) -> SnapshotNotice | NoNews:
-        after = None if holds is None else tag(holds)
-        ask = WaitSnapshot(self._name, "serve", after, wait_ms, self._deltas)
-        return await self._client.call(ask, timeout_s=10)
-
-    async def notice(self, holds: int | None, wait_ms: int = 0) -> SnapshotNotice:
-        reply = await self.next(holds, wait_ms)
-        assert isinstance(reply, SnapshotNotice)
-        return reply
-
-    async def serves(self, version: int, error: str = "") -> None:
-        await self._client.call(AckSnapshot(self._name, "serve", tag(version), 0.0, error), timeout_s=10)
+        yield ask
 
 
 async def test_a_receiver_makes_the_version_out_of_the_one_it_holds(publisher, gate, place):
     gate.open.set()
     first = publisher.publish(tag(0), weights(0))
     shutil.copytree(first.path, place / "node" / "policy-e1-v0")
-    async with Node(publisher) as node:
-        news = await node.notice(None)
+    async with node(publisher) as ask:
+        news = await ask(None)
         assert (news.delta, news.size_bytes) == (None, first.size_bytes)
-        await node.serves(0)
         written = publisher.publish(tag(1), weights(1))
-        news = await node.notice(0, wait_ms=20_000)
+        news = await ask(0, wait_ms=20_000)
         assert news.tag == tag(1)
         assert news.delta is not None
         assert news.delta.base == tag(0)
@@ -114,22 +97,22 @@ async def test_a_receiver_makes_the_version_out_of_the_one_it_holds(publisher, g
 async def test_training_waits_for_no_delta_and_only_who_can_use_it_does(publisher, gate):
     publisher.publish(tag(0), weights(0))
     publisher.publish(tag(1), weights(1))  # returns although the delta is held up
-    async with Node(publisher) as node, Node(publisher, "x", deltas=False) as plain:
-        assert (await node.notice(None)).delta is None
-        assert (await plain.notice(0)).delta is None
-        assert await node.next(0) == NoNews()
-        waiting = asyncio.create_task(node.notice(0, wait_ms=30_000))
-        assert await node.next(0, wait_ms=50) == NoNews()
+    async with node(publisher) as ask, node(publisher, "x", deltas=False) as plain:
+        assert (await ask(None)).delta is None
+        assert (await plain(0)).delta is None
+        assert await ask(0) == NoNews()
+        waiting = asyncio.create_task(ask(0, wait_ms=30_000))
+        assert await ask(0, wait_ms=50) == NoNews()
         gate.open.set()
         assert (await asyncio.wait_for(waiting, 60)).delta is not None
-        assert (await plain.notice(0)).delta is None
+        assert (await plain(0)).delta is None
 
 
 async def test_a_version_that_comes_while_a_delta_is_made_is_announced_in_full(publisher, gate):
     for version in range(3):
         publisher.publish(tag(version), weights(version))
-    async with Node(publisher) as node:
-        news = await node.notice(0)
+    async with node(publisher) as ask:
+        news = await ask(0)
         assert (news.tag, news.delta) == (tag(2), None)
 
 
@@ -149,17 +132,17 @@ async def test_a_delta_that_saves_little_is_not_offered(publisher, gate):
     generator = torch.Generator().manual_seed(0)
     for version in range(2):
         publisher.publish(tag(version), {"w": torch.randn(10_000, generator=generator)})
-    async with Node(publisher) as node:
-        assert (await node.notice(0, wait_ms=20_000)).delta is None
+    async with node(publisher) as ask:
+        assert (await ask(0, wait_ms=20_000)).delta is None
 
 
 async def test_a_delta_that_cannot_be_made_holds_nobody_up(publisher, gate):
     gate.error = SnapshotError("no space left")
     for version in range(2):
         publisher.publish(tag(version), weights(version))
-    async with Node(publisher) as node:
-        waiting = asyncio.create_task(node.notice(0, wait_ms=30_000))
-        assert await node.next(0) == NoNews()
+    async with node(publisher) as ask:
+        waiting = asyncio.create_task(ask(0, wait_ms=30_000))
+        assert await ask(0) == NoNews()
         gate.open.set()
         assert (await asyncio.wait_for(waiting, 60)).delta is None
 

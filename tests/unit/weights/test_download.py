@@ -173,9 +173,6 @@ async def test_files_may_be_overwritten_only_once_no_socket_reads_them(tmp_path)
         assert bytes(reading) == before
 
 
-# --- keys -----------------------------------------------------------------------------------------------
-
-
 async def test_addresses_beyond_loopback_need_keys():
     with pytest.raises(EndpointError, match="CURVE"):
         await ChunkServer("tcp://0.0.0.0:0", job="j", source="peer", access=SECRET).start()

@@ -1,10 +1,9 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from areal_async.weights.channels.host_cache import HostCache
-from tests.unit.weights.world import written
+from tests.unit.weights.world import names, written
 
 HOLDER = """
 import sys
@@ -16,10 +15,6 @@ claim = cache.claim(sys.argv[3])
 print(claim is not None, flush=True)
 sys.stdin.read()
 """
-
-
-def names(root: Path) -> set[str]:
-    return {path.name for path in root.iterdir() if not path.name.startswith(".")}
 
 
 def test_nothing_is_unbounded_the_newest_two_stay_and_what_anybody_holds(tmp_path):

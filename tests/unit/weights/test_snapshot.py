@@ -101,9 +101,6 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# --- tensors in several parts ----------------------------------------------------------------------------
-
-
 def test_a_tensor_in_parts_is_put_together(tmp_path):
     whole = torch.randn(4, 6)
     boxes = {

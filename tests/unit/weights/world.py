@@ -153,3 +153,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def files_of(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def names(root: Path) -> set[str]:
+    """What lies there under a name that is not hidden."""
+    return {path.name for path in root.iterdir() if not path.name.startswith(".")}
