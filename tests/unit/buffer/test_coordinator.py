@@ -69,17 +69,6 @@ async def test_one_death_is_local_a_new_front_finds_the_ledger_as_it_was(a_front
         assert again.front_epoch == front.front_epoch + 1
 
 
-async def test_a_new_front_fences_the_old_one(a_front):
-    async with a_front() as old:
-        await old.execute(OpenedWith("policy", "t", 0))
-        async with a_front() as new:
-            with pytest.raises(FaultError) as caught:
-                await lease(old)
-            assert caught.value.kind == "unavailable"
-            assert isinstance(await asyncio.wait_for(asyncio.shield(old.ended), 60), StoreFenced)
-            assert len(await lease(new)) == 1
-
-
 async def test_decisions_in_flight_are_written_in_order(a_front):
     async with a_front(Rules.alone(group_size=2, batch_groups=40, max_staleness=1)) as front:
         await front.execute(OpenedWith("policy", "t", 0))

@@ -4,26 +4,10 @@ from __future__ import annotations
 
 from areal_async.rpc.messages import Drain, Release
 from replay_buffer.ledger.leasing import MAX_DRAINING
-from tests.unit.buffer.conftest import reasons
 
 
 def drain(ledger, worker="rollout-0"):
     ledger.send(Drain(worker, "the host is taken down"))
-
-
-def test_what_is_handed_over_is_leased_again_at_once_for_the_missing_samples_only(drive):
-    """one_death_is_local: nothing that is stored is generated twice."""
-    ledger = drive(group_size=4)
-    (group,) = ledger.lease()
-    ledger.put(group, [1, 2])
-    drain(ledger)
-    ledger.send(Release("rollout-0", group.lease_id, "drained"))
-    assert ledger.count("queued:drained") == 1
-    (again,) = ledger.lease(worker="rollout-1")
-    assert (again.group_id, again.missing) == (group.group_id, [0, 3])
-    assert reasons(ledger.put(group, [0])) == ["lease_lost"]
-    ledger.put(again)
-    assert ledger.count("stored") == 4
 
 
 def test_handing_over_uses_up_no_lease_of_the_group(drive):

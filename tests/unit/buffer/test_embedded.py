@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,16 @@ def folder(tmp_path: Path) -> Path:
     return short
 
 
+@asynccontextmanager
+async def running(folder, durability="everysec", **options):
+    server = EmbeddedRedis(folder / "data", folder / "redis", durability, **options)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
 def ended(pid: int) -> bool:
     """Whether the process is gone, or a zombie for its parent to reap."""
     try:
@@ -40,14 +51,12 @@ def ended(pid: int) -> bool:
     [("memory", 0, "everysec"), ("everysec", 1, "everysec"), ("always", 1, "always")],
 )
 async def test_it_is_set_up_for_the_tier_and_listens_on_no_port(folder, durability, aof, fsync):
-    server = EmbeddedRedis(folder / "data", folder / "redis", durability)
-    await server.start()
-    redis = connect(server.url)
-    info = await redis.info()
-    settings = await redis.config_get("*")
-    await redis.aclose()
-    pid = server.pid
-    await server.stop()
+    async with running(folder, durability) as server:
+        redis = connect(server.url)
+        info = await redis.info()
+        settings = await redis.config_get("*")
+        await redis.aclose()
+        pid = server.pid
     assert info["aof_enabled"] == aof
     assert info["maxmemory_policy"] == "noeviction"
     assert settings["appendfsync"] == fsync
@@ -60,9 +69,7 @@ async def test_it_is_set_up_for_the_tier_and_listens_on_no_port(folder, durabili
 async def test_it_asks_for_a_password_that_no_command_line_variable_or_file_tells(folder):
     """Whoever may look at the process and its files (another user: the command line) learns nothing."""
     password = "0123456789abcdef" * 4
-    server = EmbeddedRedis(folder / "data", folder / "redis", "always", password=password)
-    await server.start()
-    try:
+    async with running(folder, "always", password=password) as server:
         for wrong in (f"unix://{folder}/redis", f"unix://:guess@{folder}/redis"):
             redis = connect(wrong)
             for command in ("PING", "SET k v", "CONFIG GET requirepass", "SHUTDOWN NOSAVE"):
@@ -76,8 +83,6 @@ async def test_it_asks_for_a_password_that_no_command_line_variable_or_file_tell
         shown = [proc / "cmdline", proc / "environ", *(p for p in folder.rglob("*") if p.is_file())]
         assert not [path for path in shown if password.encode() in path.read_bytes()]
         assert {oct(path.stat().st_mode & 0o077) for path in folder.rglob("*")} == {"0o0"}
-    finally:
-        await server.stop()
 
 
 PAIR = "redis.call('HSET', KEYS[1], 'a', ARGV[1]) redis.call('HSET', KEYS[1], 'b', ARGV[1])"
@@ -140,22 +145,16 @@ async def test_it_ends_with_its_parent_and_a_new_one_waits_for_that(folder):
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.kill()
-    server = EmbeddedRedis(folder / "data", folder / "redis", "everysec")
-    await server.start()
-    assert ended(pid), "the new one waited for the lock"
-    await server.stop()
+    async with running(folder):
+        assert ended(pid), "the new one waited for the lock"
     parent.wait()
     parent.stdout.close()
 
 
 async def test_a_second_server_on_the_same_files_is_refused(folder):
-    first = EmbeddedRedis(folder / "data", folder / "redis", "memory")
-    await first.start()
-    try:
+    async with running(folder):
         with pytest.raises(StoreUnusable, match="another redis-server still uses"):
             await EmbeddedRedis(folder / "data", folder / "other", "memory", lock_limit_s=0.1).start()
-    finally:
-        await first.stop()
 
 
 def test_a_socket_path_that_is_too_long_is_refused_with_the_way_out(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.rpc.messages import Batch
 from areal_async.rpc.verdicts import Score
 
 
@@ -36,16 +35,6 @@ def test_a_group_without_reward_variance_is_dropped(drive, rewards, kept):
     assert ledger.state(group) == ("SCORED" if kept else None)
     assert ledger.count("dropped:no_variance") == (not kept)
     assert ledger.count("scored") == kept
-
-
-def test_a_dropped_group_makes_room_for_another(drive):
-    """The group is replaced: admission counts it no longer, so the step still gets its batch."""
-    ledger = filtered(drive, batch_groups=2, max_staleness=0)
-    for rewards in ([1.0] * 3, [0.0] * 3, [0.0, 1.0, 1.0], [0.5] * 3, [1.0, 0.0, 0.0]):
-        assert not isinstance(ledger.ask(), Batch)
-        judged(ledger, rewards)
-    assert len(ledger.batch().groups) == 2
-    assert ledger.count("dropped:no_variance") == 3
 
 
 def test_a_trainer_that_starves_for_equal_rewards_is_told_so(drive):

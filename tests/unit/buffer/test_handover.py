@@ -7,20 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 from areal_async.config.job import JobConfig
-from areal_async.rpc.messages import Drain, Heartbeat, HeartbeatAck, Lease, Leases, PutAck, Release
+from areal_async.rpc.messages import Lease, PutEpisodes
 from areal_async.rpc.schema import VersionTag
 from replay_buffer.ledger.leasing import StoreEpisodes
 from replay_buffer.server import read_arrival
 from rollout_service.engines.base import GenerateRequest
 from rollout_service.worker import Worker, WorkerTiming
 from rollout_service.workflows import Renderer, load_workflow
-from tests.callers import FakeCaller
 from tests.unit.rollout.fakes import FakeEngine, LetterTokenizer, eventually
 
 DEADLINE_S = 20.0
 
 
-class LedgerBuffer(FakeCaller):
+class LedgerBuffer:
     """A driven ledger as a worker sees it. `changed` is notified after each message."""
 
     def __init__(self, ledger: Any) -> None:
@@ -33,27 +32,17 @@ class LedgerBuffer(FakeCaller):
             self.changed.notify_all()
         return reply
 
-    async def lease(self, worker: str, capacity: int, serving: Any, *, wait_ms: int = 0) -> Leases:
-        ask = Lease(worker, capacity, list(serving))
-        reply = await self._send(ask)
-        if not reply.groups and not reply.drain:
+    async def call(self, request: Any, *, timeout_s: float = 0, attachments: Any = ()) -> Any:
+        if isinstance(request, PutEpisodes):
+            put = zip(request.samples, map(memoryview, attachments), strict=True)
+            arrivals = tuple(read_arrival("test", request.group_id, sample, blob) for sample, blob in put)
+            request = StoreEpisodes(request.lease_id, request.group_id, arrivals)
+        reply = await self._send(request)
+        if isinstance(request, Lease) and not reply.groups and not reply.drain:
             async with self.changed:
                 await self.changed.wait()
-            reply = await self._send(ask)
+            reply = await self._send(request)
         return reply
-
-    async def heartbeat(self, worker: str, lease_ids: Any) -> HeartbeatAck:
-        return await self._send(Heartbeat(worker, list(lease_ids)))
-
-    async def release(self, worker: str, lease_id: str, reason: str, *, failed: bool = False) -> None:
-        await self._send(Release(worker, lease_id, reason))
-
-    async def drain(self, worker: str, reason: str) -> None:
-        await self._send(Drain(worker, reason))
-
-    async def put_episodes(self, lease_id: str, group_id: str, episodes: Any) -> PutAck:
-        arrivals = tuple(read_arrival("test", group_id, s, memoryview(blob)) for s, blob in episodes.items())
-        return await self._send(StoreEpisodes(lease_id, group_id, arrivals))
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with self.changed:

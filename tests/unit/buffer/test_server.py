@@ -230,16 +230,9 @@ async def test_one_death_is_local_a_service_started_again_goes_on(context, blob,
         assert isinstance(await client.call(NextBatch("policy", tag.epoch, 0, wait_ms=5000)), Batch)
 
 
-async def test_its_own_redis_starts_and_ends_with_it(context):
-    ctx = context(redis="embedded")
-    async with serving(ctx) as client:
-        assert (await client.call(Stats())).policies["policy"].v_train == 0
-        assert (ctx.socket_dir / "redis").exists()
-    assert not (ctx.socket_dir / "redis").exists()
-    assert list((ctx.run_dir / "buffer").glob("appendonly*"))
-
-
-async def test_a_redis_that_dies_is_started_again(context, blob, job_name):
+async def test_its_own_redis_starts_and_ends_with_it_and_is_started_again_when_it_dies(
+    context, blob, job_name
+):
     """With tier always nothing acknowledged is lost, and the calls meanwhile only wait."""
     ctx = context(redis="embedded", durability="always")
     async with serving(ctx) as client:
@@ -252,6 +245,9 @@ async def test_a_redis_that_dies_is_started_again(context, blob, job_name):
         assert isinstance(batch, Batch)
         ids = [e.episode_id for g in batch.groups for e in g.episodes]
         assert len((await client.exchange(Fetch(ids)))[1]) == 4
+        assert (ctx.socket_dir / "redis").exists()
+    assert not (ctx.socket_dir / "redis").exists()
+    assert list((ctx.run_dir / "buffer").glob("appendonly*"))
 
 
 async def test_a_redis_that_cannot_be_used_ends_the_service_with_one_paragraph(context):
@@ -301,12 +297,6 @@ async def test_the_figures_are_served_to_prometheus(context, blob, job_name):
         assert line in text
     assert "areal_buffer_payload_bytes" in text
     assert "areal_buffer_redis_bytes" in text
-
-
-def test_before_the_first_figures_there_are_no_series():
-    registry = prometheus_client.CollectorRegistry()
-    registry.register(metrics.BufferCollector())
-    assert prometheus_client.generate_latest(registry) == b""
 
 
 async def test_a_redis_that_confirms_nothing_shows_in_the_metrics():

@@ -47,18 +47,6 @@ def test_an_episode_is_tried_again_as_often_as_the_policy_of_the_verdict_says(dr
     assert ledger.count("dropped:verdict_timeout") == 1
 
 
-def test_verdicts_of_all_kinds_count_against_the_tries_of_the_kind_that_comes(drive):
-    """So that a reward that fails in turns does not go on for ever."""
-    ledger = drive(group_size=1, on_timeout=VerdictPolicy(1), on_error=VerdictPolicy(2))
-    (group,) = ledger.generated()
-    for _ in range(2):
-        ledger.judge(ledger.claim(), Failure("exception", "no"))
-        assert ledger.state(group) == "GENERATED"
-    ledger.judge(ledger.claim(), Timeout(100))
-    assert ledger.state(group) is None
-    assert ledger.count("dropped:verdict_timeout") == 1
-
-
 def test_a_retry_waits_anew_and_keeps_its_bytes(drive):
     ledger = drive(group_size=1, on_error=VerdictPolicy(1), claim_ms=700)
     (group,) = ledger.generated()
@@ -226,16 +214,6 @@ def test_the_first_reason_for_the_end_of_a_job_stands(drive):
     ledger.judge([first], Failure("exception", "the cause"))
     ledger.judge([second], Timeout(5))
     assert "the cause" in ledger.ask().message
-
-
-def test_a_failure_comes_before_a_drop_of_the_same_group(drive):
-    """What fails the job must be there when it is resumed."""
-    ledger = drive(group_size=2, on_error=FAIL, on_timeout=DROP)
-    (group,) = ledger.generated()
-    first, second = ledger.claim()
-    ledger.judge_each([(first, Timeout(5)), (second, Failure("exception", "no"))])
-    assert ledger.states(group) == ["STORED", "STORED"]
-    assert ledger.index.meta.failed
 
 
 def test_a_failure_is_not_taken_over_with_the_ledger_copy_of_a_checkpoint(drive):

@@ -13,8 +13,8 @@ SLOTS = 16384
 
 
 @pytest.fixture
-def cluster(servers):
-    """Two nodes that share the slots between them."""
+def cluster(servers, job_name):
+    """The slot of this test's job, and of two nodes the one that serves it and the other."""
     nodes = [
         servers(find_redis_server(), name, cluster_enabled="yes", cluster_node_timeout="5000").start()
         for name in ("a", "b")
@@ -29,14 +29,12 @@ def cluster(servers):
             lambda node=node: b"cluster_state:ok" in node.admin.execute_command("CLUSTER", "INFO"),
             what="the cluster",
         )
-    return nodes
-
-
-async def test_a_ledger_lives_on_the_node_that_owns_its_slot_and_all_its_keys_are_there(
-    cluster, a_life, job_name
-):
     slot = key_slot(f"areal:{{{job_name}}}:meta".encode())
-    owner, other = cluster if slot < SLOTS // 2 else cluster[::-1]
+    return slot, *(nodes if slot < SLOTS // 2 else nodes[::-1])
+
+
+async def test_a_ledger_lives_on_the_node_that_owns_its_slot_and_all_its_keys_are_there(cluster, a_life):
+    slot, owner, other = cluster
     async with a_life(owner.url) as life:
         await life.train()
         for group in (await life.lease()).groups:
@@ -48,9 +46,8 @@ async def test_a_ledger_lives_on_the_node_that_owns_its_slot_and_all_its_keys_ar
     assert other.admin.keys("*") == []
 
 
-async def test_a_node_that_does_not_serve_the_job_names_the_one_that_does(cluster, a_life, job_name):
-    slot = key_slot(f"areal:{{{job_name}}}:meta".encode())
-    owner, other = cluster if slot < SLOTS // 2 else cluster[::-1]
+async def test_a_node_that_does_not_serve_the_job_names_the_one_that_does(cluster, a_life):
+    slot, owner, other = cluster
 
     with pytest.raises(StoreUnusable, match=f"slot {slot} is served by 127.0.0.1:{owner.port}"):
         async with a_life(other.url):

@@ -105,6 +105,7 @@ def test_columns_that_do_not_fit_the_ids_are_refused_and_nothing_is_added(builde
 @pytest.mark.parametrize(
     "wrong",
     [
+        lambda b: b.observed(SegmentKind.SAMPLED, [1], None),
         lambda b: b.prompt([1], parent=0),
         lambda b: b.prompt([1], parent=-2),
         lambda b: b.prompt([1], agent=1),
@@ -140,13 +141,6 @@ def test_a_contradiction_is_refused_at_the_latest_in_build(builder, wrong):
 
     with pytest.raises(InvariantError):
         attempt()
-
-
-def test_a_sampled_segment_cannot_be_added_as_observed(builder):
-    with pytest.raises(InvariantError, match="sampled segment"):
-        builder.observed(SegmentKind.SAMPLED, [1], None)
-    builder.prompt([1])
-    assert builder.build().n_units == 1
 
 
 def test_build_may_be_repeated_and_what_it_returned_does_not_change(builder):

@@ -7,7 +7,7 @@ from areal_async.errors import SnapshotError
 from areal_async.weights.channels import chunks as tables
 from areal_async.weights.channels.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, ChunkLayout, ChunkTable
 from areal_async.weights.manifest import MANIFEST_FILE
-from tests.unit.weights.world import table_of, written
+from tests.unit.weights.world import written
 
 HASH = "blake3:" + 64 * "0"
 
@@ -28,12 +28,6 @@ def test_chunks_cover_every_byte_of_every_file_once_and_in_order(sizes, manifest
         assert 0 < size <= MIN_CHUNK_BYTES
         at[file] = offset + size
     assert at == {i: size for i, size in enumerate([*sizes, manifest]) if size}
-
-
-def test_a_table_survives_the_wire_and_names_what_it_is_of(tmp_path):
-    made = table_of(written(tmp_path))
-    assert tables.decode_table(tables.encode_table(made)) == made
-    assert made.files[-1][0] == MANIFEST_FILE
 
 
 def test_a_directory_of_another_manifest_has_no_table(tmp_path):

@@ -1,4 +1,3 @@
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -31,14 +30,6 @@ def test_what_a_delta_is_being_made_of_stays():
     assert [retired.tag for retired in policy.retire(0)] == [tag(1)]
 
 
-def test_a_newer_epoch_is_newer_whatever_its_version():
-    policy = policy_with(8, 9)
-    policy.add(tag(5, epoch=2), evaluate=False, final=False)
-    assert policy.serve("r", tag(9), 0) == tag(5, epoch=2)
-    with pytest.raises(ValueError, match="not newer"):
-        policy.add(tag(10), evaluate=False, final=False)
-
-
 def test_nothing_is_unbounded_an_evaluation_that_falls_behind_loses_the_oldest_but_never_the_ends():
     policy = RetentionPolicy(2, hold_ms=1000)
     policy.add(tag(0), evaluate=True, final=False)
@@ -55,23 +46,6 @@ def test_what_is_being_evaluated_is_not_dropped():
     for version in (2, 3, 4, 5):
         policy.add(tag(version), evaluate=True, final=False)
     assert policy.pending_evaluations == [tag(1), tag(4), tag(5)]
-
-
-def test_what_a_receiver_was_told_of_stays_until_acknowledged():
-    policy = policy_with(0)
-    policy.serve("r", None, 0)
-    add(policy, *(1, 2, 3))
-    assert policy.retire(0) == [Retired(tag(1), True)]
-    policy.acknowledge("r", "serve", tag(0))
-    assert policy.retire(0) == [Retired(tag(0), True)]
-
-
-def test_what_a_receiver_never_acknowledged_is_not_filled_again():
-    policy = policy_with(0)
-    policy.serve("r", None, 0)
-    add(policy, *(1, 2))
-    assert policy.retire(999) == []
-    assert policy.retire(1000) == [Retired(tag(0), False)]
 
 
 def test_nothing_is_unbounded_a_receiver_that_never_acknowledges_holds_only_a_few():
