@@ -1,11 +1,9 @@
 """A section of which a file gives a part has the rest as the page of the job file says."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from areal_async.config.base import Section
 from areal_async.config.errors import ConfigError
 from areal_async.config.fields import Field, job_fields
 from areal_async.config.job import JobConfig
@@ -41,12 +39,6 @@ def value_at(job: JobConfig, path: str) -> Any:
     return value
 
 
-def all_sections(kind: type[Section] = Section) -> Iterator[type[Section]]:
-    for sub in kind.__subclasses__():
-        yield sub
-        yield from all_sections(sub)
-
-
 @pytest.mark.parametrize("path", [field.path for field in fields_with_a_default()])
 def test_a_field_given_as_its_default_changes_no_other(path):
     given = job_with(path, job_fields()[path].default)
@@ -56,16 +48,6 @@ def test_a_field_given_as_its_default_changes_no_other(path):
         if value_at(given, field.path) != field.default
     }
     assert different == {}
-
-
-def test_no_section_stands_anywhere_with_defaults_that_are_not_its_own():
-    """What would be lost as soon as a file gives a part of it."""
-    assert len(list(all_sections())) > 20
-    for section in all_sections():
-        for name, info in section.model_fields.items():
-            default = info.get_default(call_default_factory=True)
-            if isinstance(default, Section):
-                assert default == type(default)(), f"{section.__name__}.{name}"
 
 
 def test_evaluation_is_greedy_whatever_part_of_its_section_is_given(folder):

@@ -50,10 +50,8 @@ class FakeBuffer(FakeCaller):
             except TimeoutError:
                 return Claims([]), []
         self.answer()
-        n = min(max_episodes, len(self.waiting))
-        while 0 < n < len(self.waiting) and self.waiting[n][0].claim_id == self.waiting[n - 1][0].claim_id:
-            if self.waiting[n][0].scope != "group":
-                break
+        items, n = [item for item, _ in self.waiting], min(max_episodes, len(self.waiting))
+        while 0 < n < len(items) and items[n].scope == "group" and items[n].claim_id == items[n - 1].claim_id:
             n += 1  # a group is claimed whole
         out, self.waiting = self.waiting[:n], self.waiting[n:]
         self.claims += [item.episode_id for item, _ in out]
