@@ -7,25 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.config.job import JobConfig
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> JobConfig:
-    return make_job(tmp_path)
-
-
-def make_job(tmp_path: Path, **changes: object) -> JobConfig:
-    content: dict[str, object] = {
-        "job": "test",
-        "run_dir": tmp_path / "runs",
-        "model": tmp_path / "model",
-        "tasks": {"train": tmp_path / "train.jsonl"},
-        "observe": {"metrics_port": 0},
-        "supervisor": {"ready_s": 60, "restarts": 0},
-    }
-    return JobConfig.model_validate(content | changes)
-
 
 @pytest.fixture
 def shm(tmp_path: Path) -> Path:

@@ -43,9 +43,6 @@ def life_of(job: JobConfig, restarts: int = 5, *, joined: bool = False) -> Lifec
     return life
 
 
-# --- the choice ------------------------------------------------------------------------------------------
-
-
 def test_those_that_join_take_the_lowest_free_names_and_the_newest_leave_first() -> None:
     joining, leaving = workers_to_change([worker(0)], 3, "m", {"rollout-0", "rollout-2"}.__contains__)
     assert [place.name for place in joining] == ["rollout-1", "rollout-3"]
@@ -61,9 +58,6 @@ def test_a_name_is_held_as_long_as_its_process_lives(tmp_path: Path) -> None:
         assert name_is_held(tmp_path, "rollout-3")
     assert not name_is_held(tmp_path, "rollout-3")
     assert not name_is_held(tmp_path, "rollout-4")
-
-
-# --- the lifecycle ---------------------------------------------------------------------------------------
 
 
 def test_one_that_joins_is_started_and_serves_like_any_other(job: JobConfig) -> None:
@@ -85,25 +79,19 @@ def test_one_that_joins_while_the_buffer_is_away_waits_for_it(job: JobConfig) ->
     assert life.ready("buffer", 8.0) == [Action("start", "rollout-1")]
 
 
-@pytest.mark.parametrize("status", [1, -9])
-def test_one_that_joins_and_never_serves_does_not_take_the_job_along(job: JobConfig, status: int) -> None:
+@pytest.mark.parametrize(("status", "after_s"), [(1, 1.0), (-9, 1.0), (143, 62.0)])
+def test_one_that_joins_and_never_serves_does_not_take_the_job_along(
+    job: JobConfig, status: int, after_s: float
+) -> None:
     life = life_of(job, restarts=0)
     life.join(worker(1), 5.0)
-    assert life.exited("rollout-1", status, 6.0) == []
+    late = [Action("terminate", "rollout-1")] if after_s > 60 else []
+    assert life.tick(5.0 + after_s) == late, "it has a minute to come to serve"
+    assert life.exited("rollout-1", status, 6.0 + after_s) == []
     assert life.states["rollout-1"].gone
     assert not life.stopping
     life.forget("rollout-1")
     assert life.all_serve()
-
-
-def test_one_that_joins_and_does_not_serve_in_time_is_ended(job: JobConfig) -> None:
-    life = life_of(job)
-    life.join(worker(1), 5.0)
-    assert life.tick(64.0) == []
-    assert life.tick(66.0) == [Action("terminate", "rollout-1")]
-    life.exited("rollout-1", 143, 67.0)
-    assert life.states["rollout-1"].gone
-    assert not life.stopping
 
 
 @pytest.mark.parametrize("status", [0, 1, -9, 143])
@@ -133,9 +121,6 @@ def test_a_worker_that_does_not_serve_leaves_at_once(job: JobConfig) -> None:
     life.exited("rollout-0", -9, 1.0)
     assert life.leave("rollout-0", 30.0, 1.1) == []
     assert life.states["rollout-0"].gone
-
-
-# --- the supervisor --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -221,10 +206,7 @@ def test_what_makes_no_sense_is_refused_with_the_reason(
 ) -> None:
     def script(supervisor: Supervisor) -> None:
         for request, words in (
-            (
-                DrainWorker("rollout-5", 100),
-                r"rollout-5 is no worker.*workers are rollout-0.*--outside",
-            ),
+            (DrainWorker("rollout-5", 100), r"rollout-5 is no worker.*workers are rollout-0.*--outside"),
             (DrainWorker("trainer", 100), "trainer is no worker"),
             (DrainWorker("rollout-0", 100), "the only worker"),
             (ScaleWorkers(1000, 100), "1 to 256 workers"),

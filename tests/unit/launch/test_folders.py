@@ -21,18 +21,6 @@ def claimed(job: JobConfig, shm: Path) -> Iterator[RunFolders]:
     folders.release()
 
 
-def test_nothing_volatile_is_left_after_a_release(job: JobConfig, shm: Path) -> None:
-    folders = claim_folders(job, overwrite=False, shm_root=shm)
-    (folders.shm_dir / "snapshot").write_bytes(b"x")
-    folders.targets.parent.mkdir()
-    folders.targets.write_text("[]")
-    folders.release()
-    assert not folders.shm_dir.exists()
-    assert not folders.socket_dir.exists()
-    assert not folders.targets.exists()
-    assert folders.logs.is_dir()
-
-
 def test_snapshots_in_a_shared_directory_end_with_their_job_and_nothing_else_does(
     job: JobConfig, shm: Path, tmp_path: Path
 ) -> None:
@@ -41,12 +29,8 @@ def test_snapshots_in_a_shared_directory_end_with_their_job_and_nothing_else_doe
     root, other = tmp_path / "nfs" / job.job, tmp_path / "nfs" / "another" / "policy-e0-v1"
     other.mkdir(parents=True)
     for kept in (False, True):
-        for name in (
-            "policy-e0-v7",
-            "policy-e1-v12.delta",
-            ".writing-e1-v13",
-            "notes" if kept else "policy-e0-v8",
-        ):
+        left = ("policy-e0-v7", "policy-e1-v12.delta", ".writing-e1-v13", "notes" if kept else "policy-e0-v8")
+        for name in left:
             (root / name).mkdir(parents=True)
             (root / name / "model.safetensors").write_bytes(b"x")
         (root / ".spare-model").write_bytes(b"x")

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.launch.lifecycle import (
-    LAST_ONE_LIMIT_S,
-    STOP_LIMIT_S,
-    Action,
-    Ending,
-    Lifecycle,
-    Phase,
-)
+from areal_async.launch.lifecycle import LAST_ONE_LIMIT_S, STOP_LIMIT_S, Action, Ending, Lifecycle, Phase
 from tests.unit.launch.launching import NAMES, PLACES
 
 OTHERS = [name for name in NAMES if name != "buffer"]
@@ -31,10 +24,6 @@ def started(life: Lifecycle) -> None:
 
 def names(actions: list[Action], do: str) -> list[str]:
     return [action.name for action in actions if action.do == do]
-
-
-def test_the_stop_limit_leaves_room_within_ten_seconds() -> None:
-    assert STOP_LIMIT_S <= 9.5
 
 
 def test_the_buffer_serves_before_anything_else_starts() -> None:
@@ -174,7 +163,7 @@ def test_every_run_ends_in_bounded_time_with_its_promises_kept(
 
     assert life.ending is not None
     assert stop_s is not None
-    assert now_s - stop_s <= STOP_LIMIT_S + 1.0
+    assert now_s - stop_s <= STOP_LIMIT_S + 1.0 <= 10.5, "after ten seconds nothing is left"
     assert life.alive() == []
     told = {action.name: at for at, action in log if action.do == "terminate"}
     if "buffer" in told:

@@ -21,37 +21,10 @@ from tests.unit.launch.launching import STAND_IN, Behave
 
 
 def test_the_public_names_are_these() -> None:
-    assert areal_async.__all__ == [
-        "Abstain",
-        "ArealError",
-        "Context",
-        "Environment",
-        "EnvironmentFailure",
-        "Job",
-        "LocalScorer",
-        "Parts",
-        "Program",
-        "RewardInput",
-        "Run",
-        "RunLimits",
-        "RunStatus",
-        "Sandbox",
-        "Score",
-        "Section",
-        "Step",
-        "Task",
-        "advantage",
-        "correction",
-        "level_seed",
-        "load_reward",
-        "loss",
-        "make_tokenizer",
-        "reward",
-        "run",
-        "tool",
-        "workflow",
-        "write_model",
-    ]
+    classes = "Abstain ArealError Context Environment EnvironmentFailure Job LocalScorer Parts Program RewardInput"
+    more = "Run RunLimits RunStatus Sandbox Score Section Step Task"
+    functions = "advantage correction level_seed load_reward loss make_tokenizer reward run tool workflow write_model"
+    assert areal_async.__all__ == [*classes.split(), *more.split(), *functions.split()]
     assert all(getattr(areal_async, name) is not None for name in areal_async.__all__)
     assert set(areal_async.__all__) <= set(dir(areal_async))
     with pytest.raises(AttributeError, match="no attribute 'rum'"):

@@ -1,4 +1,4 @@
-"""Finding a run to look into."""
+"""Finding a run to look into, and which runs can be gone on with, as which job."""
 
 from __future__ import annotations
 
@@ -11,56 +11,69 @@ import psutil
 import pytest
 
 from areal_async.config.errors import ConfigError
-from areal_async.config.job import JobConfig
-from areal_async.config.load import dump_job
+from areal_async.config.load import dump_job, load_job
 from areal_async.errors import RunFolderError
-from areal_async.launch.runs import find_run
+from areal_async.launch.folders import claim_folders
+from areal_async.launch.runs import find_run, job_to_resume
 from areal_async.runtime.context import RunPlaces
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A run that has ended, of a job whose model and tasks are not there any more."""
-    return make(tmp_path / "runs" / "sums")
+def job_file(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    (model / "tokenizer.json").write_text("{}")
+    row = {"prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": "2"}}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    path = tmp_path / "job.yaml"
+    path.write_text("job: sums\nmodel: model\ntasks: {train: train.jsonl}\nbuffer: {max_staleness: 2}\n")
+    return path
 
 
-def make(folder: Path, **fields) -> Path:
-    folder.mkdir(parents=True)
-    content = {"job": folder.name, "model": "/gone", "tasks": {"train": "/gone.jsonl"}} | fields
-    job = JobConfig.model_validate(content | {"run_dir": str(folder.parent)})
-    (folder / "job.yaml").write_text(dump_job(job))
-    (folder / "run.lock").write_text("")
-    return folder
+@pytest.fixture
+def run_dir(job_file: Path, tmp_path: Path) -> Path:
+    """The folder of a run that was killed after a step."""
+    job = load_job(job_file)
+    folders = claim_folders(job, overwrite=False, shm_root=tmp_path / "no-shm")
+    (folders.run_dir / "job.yaml").write_text(dump_job(job))
+    (folders.run_dir / "metrics.jsonl").write_text('{"kind":"step","step":0}\n')
+    folders.release()
+    return folders.run_dir
 
 
-def test_a_run_is_found_by_its_folder_also_when_what_its_job_names_is_gone(folder):
-    run = find_run(folder)
-    assert (run.folder, run.job.job, run.alive) == (folder, "sums", False)
+def test_a_run_is_found_by_its_folder_and_by_its_job_file(job_file: Path, run_dir: Path) -> None:
+    run = find_run(run_dir)
+    assert (run.folder, run.job.job, run.alive) == (run_dir, "sums", False)
+    assert find_run(job_file).folder == run_dir
+    assert job_to_resume(run_dir) == job_to_resume(job_file) == load_job(job_file)
 
 
-def test_a_run_is_found_by_its_job_file(folder, tmp_path):
-    (tmp_path / "job.yaml").write_text("job: sums\nmodel: gone\ntasks: {train: gone.jsonl}\n")
-    assert find_run(tmp_path / "job.yaml").folder == folder
+def test_a_run_is_found_when_what_its_job_names_is_gone(job_file: Path, run_dir: Path) -> None:
+    (job_file.parent / "train.jsonl").unlink()
+    (job_file.parent / "model" / "config.json").unlink()
+    assert find_run(run_dir).folder == find_run(job_file).folder == run_dir
 
 
-def test_a_run_is_alive_while_its_supervisor_is_and_says_where_it_serves(folder):
+def test_a_run_is_alive_while_its_supervisor_is_and_says_where_it_serves(run_dir: Path) -> None:
     process = psutil.Process()
     record = {"pid": os.getpid(), "created_s": process.create_time()}
-    (folder / "run.lock").write_text(json.dumps(record))
-    job = find_run(folder).job.model_dump(mode="json")
-    places = RunPlaces("r", 1, str(folder), "s", "m", "ipc://s/buffer", "ipc://s/weights", [], job)
-    (folder / "context.json").write_bytes(msgspec.json.encode(places))
-    run = find_run(folder)
+    (run_dir / "run.lock").write_text(json.dumps(record))
+    job = find_run(run_dir).job.model_dump(mode="json")
+    places = RunPlaces("r", 1, str(run_dir), "s", "m", "ipc://s/buffer", "ipc://s/weights", [], job)
+    (run_dir / "context.json").write_bytes(msgspec.json.encode(places))
+    run = find_run(run_dir)
     assert run.places is not None
     assert run.places.buffer_endpoint == "ipc://s/buffer"
-    (folder / "run.lock").write_text(json.dumps(record | {"created_s": 1.0}))
-    assert not find_run(folder).alive, "another process has the supervisor's number"
+    (run_dir / "run.lock").write_text(json.dumps(record | {"created_s": 1.0}))
+    assert not find_run(run_dir).alive, "another process has the supervisor's number"
 
 
-def test_overrides_are_checked_against_the_recorded_job(folder):
-    assert find_run(folder, ["trainer.optimizer.lr=0.5"]).job.trainer.optimizer.lr == 0.5
+def test_overrides_are_checked_against_the_recorded_job(run_dir: Path) -> None:
+    assert find_run(run_dir, ["trainer.optimizer.lr=0.5"]).job.trainer.optimizer.lr == 0.5
     with pytest.raises(ConfigError, match=r"Did you mean trainer\.optimizer\.lr"):
-        find_run(folder, ["trainer.lr=1"])
+        find_run(run_dir, ["trainer.lr=1"])
 
 
 @pytest.mark.parametrize(
@@ -70,18 +83,74 @@ def test_overrides_are_checked_against_the_recorded_job(folder):
         ("runs", "is not the folder of a run. The runs in it are: sums"),
     ],
 )
-def test_a_name_that_is_no_run_is_refused_with_those_that_are(folder, name, words):
+def test_a_name_that_is_no_run_is_refused_with_those_that_are(run_dir: Path, name: str, words: str) -> None:
     with pytest.raises(RunFolderError, match=words):
-        find_run(folder.parents[1] / name)
+        find_run(run_dir.parents[1] / name)
 
 
-def test_a_job_that_has_not_been_run_is_refused(tmp_path):
+def test_a_job_that_has_not_been_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("job: new\nmodel: gone\ntasks: {train: gone.jsonl}\n")
     with pytest.raises(RunFolderError, match="this job has not been run"):
         find_run(tmp_path / "job.yaml")
 
 
-def test_a_job_without_a_buffer_is_refused(tmp_path):
-    make(tmp_path / "warm", kind="sft")
+def test_a_job_without_a_buffer_is_refused(job_file: Path, run_dir: Path) -> None:
+    job = load_job(job_file).model_copy(update={"kind": "sft"})
+    (run_dir / "job.yaml").write_text(dump_job(job))
     with pytest.raises(RunFolderError, match="kind sft, which has no buffer"):
-        find_run(tmp_path / "warm")
+        find_run(run_dir)
+
+
+def test_the_recorded_job_is_run_not_what_the_file_says_now(job_file: Path, run_dir: Path) -> None:
+    job_file.write_text(job_file.read_text().replace("max_staleness: 2", "max_staleness: 7"))
+    assert job_to_resume(job_file).buffer.max_staleness == 2
+    assert job_to_resume(job_file, ["buffer.max_staleness=3"]).buffer.max_staleness == 3
+
+
+def test_a_run_that_runs_is_not_resumed(job_file: Path, run_dir: Path, tmp_path: Path) -> None:
+    folders = claim_folders(load_job(job_file), overwrite=False, resume=True, shm_root=tmp_path / "no-shm")
+    try:
+        with pytest.raises(RunFolderError, match="already running"):
+            job_to_resume(run_dir)
+    finally:
+        folders.release()
+
+
+def test_a_folder_that_was_moved_is_where_it_is(run_dir: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere" / "sums"
+    moved.parent.mkdir()
+    run_dir.rename(moved)
+    assert job_to_resume(moved).run_dir == find_run(moved).job.run_dir == moved.parent
+
+
+@pytest.mark.parametrize("override", ["seed=4", "rollout.group_size=2", "tasks.train=x", "model=y", "job=z"])
+def test_what_batches_depend_on_cannot_be_changed(run_dir: Path, override: str) -> None:
+    with pytest.raises(RunFolderError, match="cannot be changed on resume"):
+        job_to_resume(run_dir, [override])
+
+
+def test_nothing_to_resume_is_said_with_what_to_do(job_file: Path, run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "metrics.jsonl").write_text("")
+    with pytest.raises(RunFolderError, match=r"(?s)before it had done anything.*areal-async run"):
+        job_to_resume(job_file)
+    (run_dir / "buffer" / "appendonlydir").mkdir(parents=True)
+    (run_dir / "buffer" / "appendonlydir" / "appendonly.aof.1.incr.aof").write_text("episodes")
+    job_to_resume(job_file)
+    (run_dir / "summary.json").write_text("{}")
+    with pytest.raises(RunFolderError, match="is finished"):
+        job_to_resume(run_dir)
+    with pytest.raises(RunFolderError, match="not the folder of a run"):
+        job_to_resume(tmp_path)
+    with pytest.raises(RunFolderError, match="no run folder or job file"):
+        job_to_resume(tmp_path / "nowhere")
+    job_file.write_text(job_file.read_text().replace("sums", "others"))
+    with pytest.raises(RunFolderError, match=r"does not exist.*areal-async run"):
+        job_to_resume(job_file)
+
+
+def test_what_an_earlier_run_left_stays(run_dir: Path, tmp_path: Path) -> None:
+    job = job_to_resume(run_dir)
+    folders = claim_folders(job, overwrite=False, resume=True, shm_root=tmp_path / "no-shm")
+    assert (run_dir / "metrics.jsonl").read_text() != ""
+    assert folders.socket_dir.is_dir()
+    folders.release()

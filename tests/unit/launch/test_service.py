@@ -118,14 +118,6 @@ def test_readiness_is_told_once_through_the_descriptor(start: Start) -> None:
     assert report["metrics_port"] > 0
 
 
-def test_a_name_that_is_not_of_the_run_is_refused(start: Start, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "stand_in", "--context", str(tmp_path / "context.json"), "--name"]
-    start("serve")
-    result = subprocess.run([*command, "nobody"], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 1
-    assert "names no service 'nobody'" in result.stderr
-
-
 def test_a_context_file_gives_each_service_its_own(job: JobConfig, tmp_path: Path) -> None:
     weights = job.weights.model_copy(update={"nodes": {"rollout-7": "gpu-7"}})
     job = job.model_copy(update={"weights": weights})

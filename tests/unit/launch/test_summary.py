@@ -5,41 +5,19 @@ from typing import Any
 import pytest
 
 from areal_async.config.job import JobConfig
-from areal_async.launch.report import summarise, training_s
+from areal_async.launch.report import summarise
 from areal_async.rpc.messages import BufferStats, PolicyStats
 
-PROMISED = [
-    "accuracy_start",
-    "accuracy_end",
-    "steps",
-    "wall_s",
-    "tokens_per_s",
-    "max_staleness_bound",
-    "max_staleness_seen",
-    "share_stale",
-    "trainer_busy",
-    "rollout_busy",
-    "episodes_trained",
-    "episodes_dropped",
-]
+PROMISED = (
+    "accuracy_start accuracy_end steps wall_s tokens_per_s max_staleness_bound max_staleness_seen "
+    "share_stale trainer_busy rollout_busy episodes_trained episodes_dropped"
+)
 
 
 def step_record(step: int, **changes: Any) -> dict[str, Any]:
-    return {
-        "kind": "step",
-        "step": step,
-        "version": step + 1,
-        "time_s": 1000.0 + 2 * step,
-        "reward_mean": 0.4 + 0.01 * step,
-        "tokens": 500,
-        "episodes": 10,
-        "staleness_mean": 1.0,
-        "staleness_max": 3,
-        "share_stale": 0.5,
-        "share_multi_version": 0.2,
-        "step_s": 2.0,
-        "busy_s": 1.5,
-    } | changes
+    record = {"kind": "step", "step": step, "version": step + 1, "time_s": 1000.0 + 2 * step}
+    figures = {"reward_mean": 0.4 + 0.01 * step, "tokens": 500, "episodes": 10, "step_s": 2.0, "busy_s": 1.5}
+    return record | figures | {"staleness_max": 3, "share_stale": 0.5} | changes
 
 
 STATS = BufferStats(
@@ -62,16 +40,13 @@ def test_a_whole_run_in_numbers(job: JobConfig) -> None:
     ]
     records.append({"kind": "end", "wall_s": 61.234, "rollout_busy": 0.91234})
     summary = summarise(job, records, buffer=STATS)
-    assert list(summary)[: len(PROMISED)] == PROMISED
-    assert summary["accuracy_start"] == 0.4
-    assert summary["accuracy_end"] == 0.9
-    assert summary["steps"] == 20
+    assert " ".join(summary).startswith(PROMISED)
+    assert (summary["accuracy_start"], summary["accuracy_end"], summary["steps"]) == (0.4, 0.9, 20)
     assert summary["wall_s"] == 61.23
     assert summary["tokens_per_s"] == 500 * 20 / 40
     assert (summary["max_staleness_bound"], summary["max_staleness_seen"]) == (4, 4)
     assert summary["share_stale"] == pytest.approx((190 * 0.5 + 30) / 220, abs=1e-4)
-    assert summary["trainer_busy"] == 0.75
-    assert summary["rollout_busy"] == 0.9123
+    assert (summary["trainer_busy"], summary["rollout_busy"]) == (0.75, 0.9123)
     assert (summary["episodes_trained"], summary["episodes_dropped"]) == (200, 50)
     assert summary["share_wasted"] == 0.2
     assert summary["held_out"] == "accuracy"
@@ -79,9 +54,8 @@ def test_a_whole_run_in_numbers(job: JobConfig) -> None:
 
 def test_what_is_not_known_is_none(job: JobConfig) -> None:
     summary = summarise(job, [])
-    assert set(PROMISED) <= set(summary)
     known = {"steps": 0, "wall_s": 0, "max_staleness_bound": 4}
-    assert {name: summary[name] for name in PROMISED if summary[name] is not None} == known
+    assert {name: summary[name] for name in PROMISED.split() if summary[name] is not None} == known
 
 
 def test_without_the_buffer_the_records_still_count(job: JobConfig) -> None:
@@ -92,24 +66,10 @@ def test_without_the_buffer_the_records_still_count(job: JobConfig) -> None:
 
 
 def test_a_supervised_run(job: JobConfig) -> None:
-    last = {
-        "kind": "sft",
-        "step": 10,
-        "loss": 2.0,
-        "tokens": 100,
-        "step_s": 0.5,
-        "time_s": 6.0,
-        "accuracy": 0.38,
-    }
-    records: list[dict[str, Any]] = [{"kind": "sft", "step": 0, "accuracy": 0.0}, last]
+    records = [{"kind": "sft", "step": 0, "accuracy": 0.0}, {"kind": "sft", "step": 10, "accuracy": 0.38}]
     summary = summarise(job.model_copy(update={"kind": "sft"}), records)
     assert (summary["accuracy_start"], summary["accuracy_end"], summary["steps"]) == (0.0, 0.38, 10)
     assert summary["max_staleness_seen"] is None
-
-
-def test_training_time_includes_the_first_step() -> None:
-    assert training_s([step_record(0), step_record(1), step_record(2)]) == 6.0
-    assert training_s([{"kind": "step"}]) is None
 
 
 def test_the_last_evaluation_and_self_check_are_kept(job: JobConfig) -> None:

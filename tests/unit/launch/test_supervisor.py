@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from areal_async.config.job import JobConfig, RedisLoginSection
@@ -17,7 +16,8 @@ from areal_async.launch.folders import RunFolders, claim_folders
 from areal_async.launch.lifecycle import Ending
 from areal_async.launch.report import failure_text
 from areal_async.launch.supervisor import Supervisor
-from areal_async.runtime.process import RUN_VARIABLE, kill_processes_of, service_environment
+from areal_async.runtime.process import kill_processes_of, service_environment
+from tests.processes import processes_of
 from tests.unit.launch.launching import STAND_IN, Behave, wait_for
 
 
@@ -45,17 +45,6 @@ def assert_nothing_is_left(folders: RunFolders) -> None:
     assert not folders.socket_dir.exists()
     assert not folders.shm_dir.exists()
     assert not folders.targets.exists()
-
-
-def processes_of(run_id: str) -> list[int]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(RUN_VARIABLE) == run_id and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except psutil.Error:
-            continue
-    return found
 
 
 def test_all_serve_before_their_endpoints_are_named_and_the_run_ends_once_the_trainer_is_done(
@@ -113,29 +102,28 @@ def test_a_service_that_never_serves_ends_the_run(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupt_ends_everything(
+def test_an_interrupt_ends_everything_and_its_repetitions_count_once(
     job: JobConfig, folders: RunFolders, behave: Behave, number: signal.Signals
 ) -> None:
     behave({"rollout-0": "leaves helpers", "trainer": "blocks in native code"})
     before = signal.getsignal(number)
-    ending, _ = supervise(job, folders, on_serving=lambda: os.kill(os.getpid(), number))
+
+    def interrupt() -> None:
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+
+    ending, _ = supervise(job, folders, on_serving=interrupt)
     assert ending == Ending("interrupted")
     assert signal.getsignal(number) is before
+    assert (folders.run_dir / "order").read_text().split()[-1] == "buffer"
 
 
-def test_services_that_ignore_the_stop_are_killed(
+def test_services_that_ignore_the_stop_are_cancelled_or_killed(
     job: JobConfig, folders: RunFolders, behave: Behave
 ) -> None:
-    behave({"buffer": "ignores SIGTERM", "reward": "ignores SIGTERM", "trainer": "ignores SIGTERM"})
+    behave({"buffer": "ignores SIGTERM", "reward": "ignores SIGTERM", "rollout-0": "ignores stop"})
     ending, _ = supervise(job, folders, on_serving=lambda: os.kill(os.getpid(), signal.SIGINT))
     assert ending == Ending("interrupted")
-
-
-def test_a_service_that_ignores_only_the_stop_event_is_cancelled_not_killed(
-    job: JobConfig, folders: RunFolders, behave: Behave
-) -> None:
-    behave({"reward": "ignores stop", "rollout-0": "ignores stop"})
-    supervise(job, folders, on_serving=lambda: os.kill(os.getpid(), signal.SIGINT))
     # A stage longer than the services' grace: only the first is.
     assert "cancelled" in (folders.logs / "rollout-0.log").read_text()
 
@@ -151,19 +139,6 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path, job: JobConfig, behave
     assert run.wait(timeout=60) == 0
     assert "buffer" not in order.read_text().split(), "it was not waited for"
     assert volatile_folders(job) == []
-
-
-def test_repeated_signals_of_one_ctrl_c_count_once(
-    job: JobConfig, folders: RunFolders, behave: Behave
-) -> None:
-    behave({})
-
-    def interrupt() -> None:
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    supervise(job, folders, on_serving=interrupt)
-    assert (folders.run_dir / "order").read_text().split()[-1] == "buffer"
 
 
 def test_services_die_with_a_killed_supervisor_and_the_next_run_cleans_up(
@@ -225,8 +200,7 @@ def test_a_password_for_redis_reaches_the_buffer_alone(
     knowing = []
 
     def look() -> None:
-        for pid in processes_of(folders.run_id):
-            process = psutil.Process(pid)
+        for process in processes_of(folders.run_id):
             if "hunter2" in process.environ().values():
                 knowing.append(process.cmdline()[process.cmdline().index("--name") + 1])
         os.kill(os.getpid(), signal.SIGTERM)
@@ -237,11 +211,10 @@ def test_a_password_for_redis_reaches_the_buffer_alone(
         assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "2"), ("7", "7")])
 def test_a_service_spreads_its_memory_over_two_arenas_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
-    if given:
-        monkeypatch.setenv("MALLOC_ARENA_MAX", given)
-    assert service_environment("run", 1)["MALLOC_ARENA_MAX"] == expected
+    assert service_environment("run", 1)["MALLOC_ARENA_MAX"] == "2"
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "7")
+    assert service_environment("run", 1)["MALLOC_ARENA_MAX"] == "7"

@@ -3,11 +3,20 @@ import json
 import logging
 import time
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from areal_async.runtime.log import MOST_LINES, REPEAT_S, end_logging, get_logger, setup_logging
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of the log, which goes on when told."""
+    now = SimpleNamespace(s=100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: now.s)
+    return now
 
 
 @pytest.fixture
@@ -35,12 +44,6 @@ def test_an_event_is_one_json_line_with_job_and_process(stream):
     assert line["time"].endswith("+00:00")
 
 
-def test_what_is_below_the_level_is_left_out(stream):
-    get_logger("ledger").debug("noise")
-    logging.getLogger("some.library").info("more noise")
-    assert lines(stream) == []
-
-
 def test_whatever_an_event_and_its_fields_hold_is_written(stream):
     odd = {"process": "other", "level": 3, "scalar": np.float32(0.5), "nan": float("nan"), "thing": set}
     get_logger("ledger").info("100% of\nit", **odd)
@@ -62,7 +65,9 @@ def test_an_exception_carries_its_traceback(stream):
     assert "RuntimeError: on purpose" in line["traceback"]
 
 
-def test_libraries_and_warnings_come_out_in_the_same_form(stream):
+def test_libraries_and_warnings_come_out_in_the_same_form_and_what_is_below_the_level_does_not(stream):
+    get_logger("ledger").debug("noise")
+    logging.getLogger("some.library").info("more noise")
     logging.getLogger("some.library").warning("a %s thing", "strange")
     warnings.warn("old name", UserWarning, stacklevel=1)
     first, second = lines(stream)
@@ -78,15 +83,13 @@ def test_setting_up_twice_does_not_write_twice(stream):
     assert [line["process"] for line in lines(again)] == ["trainer"]
 
 
-def test_equal_lines_are_counted_not_repeated(stream, monkeypatch):
+def test_equal_lines_are_counted_not_repeated(stream, clock):
     """As 1,800 episodes that fail alike leave them: the first, then how many more, and the last count at the
     end."""
-    now_s = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     rollout = get_logger("rollout")
     for number in range(1800):
         rollout.warning("episode failed", group_id=f"g{number}", sample=number % 8, error="no tools")
-        now_s += 0.025
+        clock.s += 0.025
     end_logging()
     told = lines(stream)
     assert len(told) < 10
@@ -114,27 +117,20 @@ def test_lines_that_say_something_else_are_all_written(stream):
     assert len(lines(stream)) == 11
 
 
-def test_a_line_that_comes_now_and_then_is_written_each_time(stream, monkeypatch):
-    now_s = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+def test_a_line_that_comes_now_and_then_is_written_each_time(stream, clock):
     for _ in range(4):
         get_logger("rollout").warning("buffer does not answer", call="put")
-        now_s += 2 * REPEAT_S
+        clock.s += 2 * REPEAT_S
     assert [line.get("repeated", 0) for line in lines(stream)] == [0, 0, 0, 0]
 
 
-def test_the_count_of_what_has_stopped_comes_with_the_next_line_of_any_kind(stream, monkeypatch):
-    now_s = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+def test_the_count_of_what_has_stopped_comes_with_the_next_line_of_any_kind(stream, clock):
     for _ in range(3):
         logging.getLogger("some.library").warning("old")
-    now_s += REPEAT_S
+    clock.s += REPEAT_S
     get_logger("rollout").info("another thing")
-    assert [(line["event"], line.get("repeated", 0)) for line in lines(stream)] == [
-        ("old", 0),
-        ("old", 2),
-        ("another thing", 0),
-    ]
+    told = [(line["event"], line.get("repeated", 0)) for line in lines(stream)]
+    assert told == [("old", 0), ("old", 2), ("another thing", 0)]
 
 
 def test_what_is_kept_in_mind_of_lines_is_bounded_and_no_count_is_lost(stream):

@@ -33,8 +33,8 @@ def python(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code, *arguments]
 
 
-def ended(child: ChildProcess) -> int:
-    return asyncio.run(asyncio.wait_for(child.wait(), 30.0))
+async def ended(child: ChildProcess) -> int:
+    return await asyncio.wait_for(child.wait(), 30.0)
 
 
 def is_gone(pid: int) -> bool:
@@ -44,26 +44,26 @@ def is_gone(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("code", "status"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)]
 )
-def test_the_exit_status_is_that_of_the_command(code: str, status: int) -> None:
+async def test_the_exit_status_is_that_of_the_command(code: str, status: int) -> None:
     child = ChildProcess(python(code))
-    assert ended(child) == status
+    assert await ended(child) == status
     assert child.poll() == status
     assert not child.alive
 
 
-def test_a_command_that_does_not_exist_says_so(tmp_path: Path) -> None:
+async def test_a_command_that_does_not_exist_says_so(tmp_path: Path) -> None:
     child = ChildProcess([str(tmp_path / "nothing")], output=tmp_path / "log")
-    assert ended(child) == 127
+    assert await ended(child) == 127
     assert "nothing cannot be started" in (tmp_path / "log").read_text()
 
 
-def test_a_child_gets_what_it_is_given_and_its_output_is_kept(tmp_path: Path) -> None:
+async def test_a_child_gets_what_it_is_given_and_its_output_is_kept(tmp_path: Path) -> None:
     code = "import os, sys; print(sys.stdin.read() + os.environ['COLOUR'])"
     (tmp_path / "log").write_text("before\n")
     child = ChildProcess(
         python(code), given=b"dark ", environment={"COLOUR": "blue"}, output=tmp_path / "log"
     )
-    ended(child)
+    await ended(child)
     assert (tmp_path / "log").read_text() == "before\ndark blue\n"
 
 
@@ -78,24 +78,24 @@ def test_a_child_tells_once_that_it_is_ready() -> None:
         child.close()
 
 
-def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
+async def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
     child = ChildProcess(python(WITH_HELPER), output=tmp_path / "log")
-    assert ended(child) == 0
+    assert await ended(child) == 0
     helper = int((tmp_path / "log").read_text())
     wait_for(lambda: is_gone(helper))
 
 
-@pytest.mark.parametrize(("code", "status"), [(SLEEPS, -signal.SIGTERM), (DEAF, -signal.SIGKILL)])
-def test_a_child_is_asked_to_end_and_killed_if_it_does_not(tmp_path: Path, code: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("code", "grace_s", "status"),
+    [(SLEEPS, 30.0, -signal.SIGTERM), (SLEEPS, 0.0, -signal.SIGKILL), (DEAF, 0.1, -signal.SIGKILL)],
+)
+async def test_a_child_is_asked_to_end_and_killed_if_it_does_not(
+    tmp_path: Path, code: str, grace_s: float, status: int
+) -> None:
     child = ChildProcess(python(code), output=tmp_path / "log")
     if code is DEAF:
         wait_for(lambda: (tmp_path / "log").read_text())
-    assert asyncio.run(child.stop(grace_s=30.0 if code is SLEEPS else 0.1)) == status
-
-
-def test_without_a_grace_a_child_is_killed_at_once() -> None:
-    child = ChildProcess(python(SLEEPS))
-    assert asyncio.run(child.stop()) == -signal.SIGKILL
+    assert await child.stop(grace_s=grace_s) == status
     child.kill()  # nothing that is gone is signalled
     child.terminate()
 
@@ -129,11 +129,11 @@ def test_a_child_does_not_outlive_the_process_that_started_it(tmp_path: Path, ho
         os.kill(helper, signal.SIGKILL)
 
 
-def test_the_end_of_a_guarded_group_is_that_of_its_command(tmp_path: Path) -> None:
+async def test_the_end_of_a_guarded_group_is_that_of_its_command(tmp_path: Path) -> None:
     child = ChildProcess(
         python(WITH_HELPER + "raise SystemExit(5)"), output=tmp_path / "log", on_orphaned="kill_group"
     )
-    assert ended(child) == 5
+    assert await ended(child) == 5
     helper = int((tmp_path / "log").read_text().split()[0])
     wait_for(lambda: is_gone(helper))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,55 +19,38 @@ from areal_async.status.monitor import StatusClients
 
 
 @pytest.fixture
-def ctx(tmp_path: Path) -> ServiceContext:
-    job = JobConfig.model_validate(
-        {"job": "test", "model": tmp_path / "model", "tasks": {"train": tmp_path / "train.jsonl"}}
-    )
+def ctx(job: JobConfig, tmp_path: Path) -> ServiceContext:
     return ServiceContext.for_test(job, tmp_path, "rollout", "rollout-0")
 
 
-def ask(ctx: ServiceContext, name: str = "rollout-0") -> ServiceStatus:
-    async def once() -> ServiceStatus:
-        clients = StatusClients(ctx.socket_dir, ctx.job.job, ctx.secret)
-        try:
-            return await asyncio.wait_for(clients.ask(name), 30.0)
-        finally:
-            await clients.close()
-
-    return asyncio.run(once())
+async def ask(ctx: ServiceContext, name: str = "rollout-0") -> ServiceStatus:
+    clients = StatusClients(ctx.socket_dir, ctx.job.job, ctx.secret)
+    try:
+        return await asyncio.wait_for(clients.ask(name), 30.0)
+    finally:
+        await clients.close()
 
 
-def test_a_service_says_its_state_its_figures_and_its_newest_notice(ctx: ServiceContext) -> None:
+async def test_a_service_says_its_state_its_figures_and_its_newest_notice(ctx: ServiceContext) -> None:
     answer_status(ctx, StatusBoard())
-    before = ask(ctx)
+    before = await ask(ctx)
     assert (before.name, before.state) == ("rollout-0", "starting")
     ctx.ready()
     with busy("status_test"):
         get_logger("test").warning("the disk is full", reason="of logs", other=3)
         get_logger("test").info("nothing to be told of")
-        after = ask(ctx)
+        after = await ask(ctx)
     assert after.state == "serving"
     assert (after.notice, after.notices) == ("the disk is full (of logs)", before.notices + 1)
     assert after.figures["areal_busy_seconds_total"]["status_test"] >= 0
     assert all(name.startswith("areal_") for name in after.figures)
 
 
-def test_a_service_whose_thread_is_held_up_answers(ctx: ServiceContext) -> None:
+async def test_a_service_whose_thread_is_held_up_answers(ctx: ServiceContext) -> None:
     answer_status(ctx, StatusBoard())
-    release, held = threading.Event(), threading.Event()
-
-    async def blocks() -> None:
-        held.set()
-        release.wait()
-
-    thread = threading.Thread(target=asyncio.run, args=(blocks(),))
-    thread.start()
-    held.wait()
-    try:
-        assert ask(ctx).name == "rollout-0"
-    finally:
-        release.set()
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(asyncio.run, ask(ctx))
+        assert answer.result(60).name == "rollout-0", "this loop stands still meanwhile"
 
 
 def test_what_is_waited_for_and_a_drain_are_said_as_long_as_they_are() -> None:
@@ -83,6 +66,6 @@ def test_what_is_waited_for_and_a_drain_are_said_as_long_as_they_are() -> None:
     assert said.status("rollout-0", serves=True).state == "draining"
 
 
-def test_nobody_at_the_endpoint_is_an_error(ctx: ServiceContext) -> None:
+async def test_nobody_at_the_endpoint_is_an_error(ctx: ServiceContext) -> None:
     with pytest.raises((RpcTimeout, PeerGone)):
-        ask(ctx, "rollout-7")
+        await ask(ctx, "rollout-7")

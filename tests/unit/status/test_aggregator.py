@@ -53,27 +53,26 @@ def test_records_make_progress_and_time_left(aggregator: StatusAggregator) -> No
 
 
 def test_held_out_accuracy_is_by_version_not_by_arrival(aggregator: StatusAggregator) -> None:
-    for version, accuracy in ((25, 0.5), (0, 0.3), (50, 0.6)):
-        aggregator.feed_record({"kind": "evaluation", "version": version, "accuracy": accuracy})
+    assert aggregator.status(101.0).accuracy_interval is None
+    for version, accuracy in ((25, 0.5), (0, 0.3), (50, 0.6), (40, 0.4)):
+        ends = [accuracy, accuracy - 0.125, accuracy + 0.125]
+        record = {"kind": "evaluation", "version": version, "accuracy": accuracy, "mean": ends}
+        aggregator.feed_record(record)
     status = aggregator.status(101.0)
     assert (status.accuracy_start, status.accuracy, status.accuracy_version) == (0.3, 0.6, 50)
+    assert status.accuracy_interval == (0.475, 0.725)
 
 
-def test_the_interval_is_that_of_the_newest_version_and_the_self_check_is_told(
-    aggregator: StatusAggregator,
-) -> None:
-    assert (aggregator.status(101.0).accuracy_interval, aggregator.status(101.0).self_check) == (None, "")
-    for version, ends in ((50, (0.5, 0.7)), (25, (0.4, 0.6))):
-        record = {"kind": "evaluation", "version": version, "accuracy": 0.6, "mean": [0.6, *ends]}
-        aggregator.feed_record(record)
-    check = {"kind": "self_check", "step": 0, "n": 4096, "engine": "local", "max": 3.14e-6, "mean": 4e-7}
-    aggregator.feed_record(check | {"bound": 1e-3, "passed": True})
-    status = aggregator.status(101.0)
-    assert status.accuracy_interval == (0.5, 0.7)
-    assert status.self_check == (
+SELF_CHECK = {"kind": "self_check", "step": 0, "n": 4096, "engine": "local", "mean": 4e-7, "bound": 1e-3}
+
+
+def test_the_self_check_is_told(aggregator: StatusAggregator) -> None:
+    assert aggregator.status(101.0).self_check == ""
+    aggregator.feed_record(SELF_CHECK | {"passed": True, "max": 3.14e-6})
+    assert aggregator.status(101.0).self_check == (
         "passed: 4,096 log-probs of local, largest difference 3.1e-06 of 0.001 allowed, mean 4e-07"
     )
-    aggregator.feed_record(check | {"bound": 1e-3, "passed": False, "max": None})
+    aggregator.feed_record(SELF_CHECK | {"passed": False, "max": None})
     assert "not finite" in aggregator.status(101.0).self_check
 
 
@@ -127,15 +126,10 @@ def test_busy_while_training_is_from_the_first_to_the_last_step_of_the_process_t
 
 
 def test_steps_done_again_have_a_pace_of_their_own(aggregator: StatusAggregator) -> None:
-    def step(number: int, time_s: float) -> None:
-        record = {"kind": "step", "step": number, "time_s": time_s, "reward_mean": number / 10}
-        aggregator.feed_record(record)
-
-    for number in range(8):
-        step(number, 1000.0 + number)
-    step(5, 1020.0)
+    for number, time_s in [*((number, 1000.0 + number) for number in range(8)), (5, 1020.0)]:
+        aggregator.feed_record({"kind": "step", "step": number, "time_s": time_s})
     assert aggregator.status(111.0).eta_s is None
-    step(6, 1021.0)
+    aggregator.feed_record({"kind": "step", "step": 6, "time_s": 1021.0})
     status = aggregator.status(111.0)
     assert (status.step, status.eta_s) == (7, pytest.approx(93.0))
 
@@ -144,8 +138,7 @@ def test_a_resumed_run_is_starting_until_it_trains(aggregator: StatusAggregator)
     for number in range(3):
         aggregator.feed_record({"kind": "step", "step": number, "time_s": 1000.0 + number})
     assert aggregator.status(101.0).trained
-    check = {"kind": "self_check", "step": 0, "n": 9, "engine": "local", "max": 1e-6, "mean": 1e-7}
-    aggregator.feed_record({**check, "bound": 1e-3, "passed": True})
+    aggregator.feed_record(SELF_CHECK | {"passed": True, "max": 1e-6})
     assert aggregator.status(101.0).self_check
     aggregator.feed_record({"kind": "resume", "time_s": 9000.0})
     status = aggregator.status(101.0)
@@ -232,11 +225,8 @@ def test_a_monitor_shows_what_it_can_read_and_survives_what_it_cannot(job: JobCo
 def test_workers_that_join_and_leave_are_shown_as_long_as_they_are_there(
     aggregator: StatusAggregator,
 ) -> None:
-    phases = dict.fromkeys(NAMES, "serving")
-    aggregator.set_phases(phases)
-    phases["rollout-2"] = "starting"
-    del phases["rollout-1"]
-    aggregator.set_phases(phases)
+    aggregator.set_phases(dict.fromkeys(NAMES, "serving"))
+    aggregator.set_phases(dict.fromkeys(("buffer", "trainer", "rollout-0", "rollout-2"), "serving"))
     aggregator.feed_status("rollout-1", said("rollout-1"), 200.0)
     status = aggregator.status(200.0)
     assert [service.name for service in status.services] == ["buffer", "trainer", "rollout-0", "rollout-2"]

@@ -48,12 +48,12 @@ class Paper(Console):
     """A console that keeps what is printed."""
 
     def __init__(self, width: int = 200, **options: Any) -> None:
-        super().__init__(file=io.StringIO(), width=width, **options)
+        self.paper = io.StringIO()
+        super().__init__(file=self.paper, width=width, **options)
 
     @property
     def text(self) -> str:
-        assert isinstance(self.file, io.StringIO)
-        return self.file.getvalue()
+        return self.paper.getvalue()
 
 
 def drawn(shown: RunStatus, width: int = 100) -> str:
@@ -62,9 +62,9 @@ def drawn(shown: RunStatus, width: int = 100) -> str:
     return console.text
 
 
-@pytest.mark.parametrize(
-    "figure",
-    [
+def test_the_panel_shows_every_figure() -> None:
+    panel = drawn(status(message="trainer: waiting for scored groups"))
+    for figure in (
         "step 123/300, left 2:01",
         "0.380 → 0.630 at version 100",
         "4,512 generated, 4,310 trained",
@@ -72,10 +72,8 @@ def drawn(shown: RunStatus, width: int = 100) -> str:
         "2 queued, 130 leased, 70 scored, 1,472 trained",
         "trainer: waiting for scored groups",
         "trainer 81%, reward 8%, rollout-0 96%",
-    ],
-)
-def test_the_panel_shows(figure: str) -> None:
-    assert figure in drawn(status(message="trainer: waiting for scored groups"))
+    ):
+        assert figure in panel
 
 
 @pytest.mark.parametrize("width", [60, 80, 110])
@@ -87,11 +85,7 @@ def test_the_panel_shows(figure: str) -> None:
         {"services": tuple(ServiceActivity(f"rollout-{index}", "serving", 0.5) for index in range(40))},
         {"reward": None, "accuracy": None, "staleness_mean": None, "groups": {}, "eta_s": None},
         {"kind": "sft", "reward": None},
-        {
-            "accuracy_interval": (0.59, 0.67),
-            "self_check": "passed: 1,512,000 log-probs of sglang, largest difference 3.1e-06 of 0.001 "
-            "allowed, mean 4e-07",
-        },
+        {"accuracy_interval": (0.59, 0.67), "self_check": "passed: 1,512,000 log-probs " + "of sglang " * 9},
         {"step": 0, "services": (ServiceActivity("trainer", "starting"),), "stopping": True},
     ],
 )
@@ -188,10 +182,8 @@ LOST = DropReport(
     groups={"verdict_error": 6, "overtaken": 3},
     masked={"timeout": 14},
     no_scores=(
-        NoScore("timeout", 14, "no answer within 0.5 s", "e", age_ms=1),
-        NoScore(
-            "error:exception", 12, "ValueError: the grader lost its connection " + "x" * 200, "e", age_ms=1
-        ),
+        NoScore("timeout", 14, "no answer within 0.5 s", "e", 1),
+        NoScore("error:exception", 12, "ValueError: the grader lost its connection " + "x" * 200, "e", 1),
     ),
 )
 

@@ -7,6 +7,7 @@ import pytest
 from areal_async.status.watchdog import Facts, Stall, find_stall
 
 SERVING = dict.fromkeys(("buffer", "trainer", "reward", "rollout-0", "rollout-1", "evaluator"), "serving")
+NO_WORKERS = {"rollout-0": "restarting", "rollout-1": "restarting"}
 
 
 def facts(**changes) -> Facts:
@@ -42,21 +43,9 @@ def test_the_message_names_the_reward_service_and_its_dead_workers():
         ({"silent_s": {"trainer": 31.0}}, "trainer", "not answered for 31 s"),
         ({"phases": {"reward": "restarting"}, "groups": {"generated": 1}}, "reward", "reward_service died"),
         ({"groups": {"generated": 9, "leased": 2}}, "reward", "9 generated groups are not scored"),
-        (
-            {"phases": {"rollout-0": "restarting", "rollout-1": "restarting"}},
-            "rollout",
-            "0 of 2 rollout workers serve",
-        ),
-        (
-            {"phases": {"rollout-0": "restarting"}, "groups": {"leased": 3}},
-            "rollout",
-            "1 of 2 rollout workers",
-        ),
-        (
-            {"groups": {"trained": 96, "scored": 4}},
-            "checkpoint",
-            "96 of its groups wait for the next checkpoint",
-        ),
+        ({"phases": NO_WORKERS}, "rollout", "0 of 2 rollout workers serve"),
+        ({"phases": {"rollout-0": "restarting"}, "groups": {"leased": 3}}, "rollout", "1 of 2 rollout work"),
+        ({"groups": {"trained": 96, "scored": 4}}, "checkpoint", "96 of its groups wait for the next checkp"),
         ({"groups": {"queued": 8}}, "rollout", "no worker leases a group"),
         (
             {"version": 7, "serving": {"rollout-0": 5, "rollout-1": 3}},
